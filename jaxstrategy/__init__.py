@@ -145,7 +145,6 @@ if TYPE_CHECKING:
     from jaxstrategy.variables._gradients import grad as grad
     from jaxstrategy.variables._gradients import value_and_grad as value_and_grad
     from jaxstrategy.variables._variable import Variable as Variable
-    from jaxstrategy.visualization._visualization import Visualization as Visualization
 else:
     __getattr__, __dir__ = _lazy_names.of(
         __name__,
@@ -211,7 +210,6 @@ else:
             "values._versions": "Versions",
             "variables._gradients": "grad value_and_grad",
             "variables._variable": "Variable",
-            "visualization._visualization": "Visualization",
         },
         modules=[
             "checkpoint",

@@ -57,9 +57,9 @@ class Context:
       new_variables: how variables are kept that are made here and do not say it: their
         synchronization and aggregation; None for the default. Read by
         `variables._variable`.
-      variable_scope: the names that variables get. Read by `compat._get_variable`.
+      variable_scope: the names that variables get. Read by `compat._variables_by_name`.
       update_device: the devices that code says it updates, and those that it updated
-        before. Read by `compat.contrib._update_context`.
+        before. Read by `compat.contrib._tower_context`.
       given: what variables hold in a function that is differentiated, by their `id`.
         Read by `variables._given_values`.
       lookups: those of tables that the function makes. Read by `variables._row_tape`.

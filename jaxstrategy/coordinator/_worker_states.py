@@ -9,7 +9,7 @@ import threading
 import time
 from typing import final
 
-from jaxstrategy.text import _html_report
+from jaxstrategy.text import _html
 from jaxstrategy.text._units import with_seconds
 
 HEADER = ("worker", "state", "starts", "functions", "running", "last error")
@@ -107,7 +107,7 @@ class WorkerStates(tuple[WorkerState, ...]):
 
     def _repr_html_(self) -> str:
         rows = [state.row() for state in self]
-        return _html_report.rows_of("Workers", HEADER, rows)
+        return _html.rows_of("Workers", HEADER, rows)
 
 
 @final

@@ -11,18 +11,13 @@ from typing import TypeAlias, TypeVar, final
 
 import jax
 
-from jaxstrategy.charts._bars import BarPart, ChartBar, bars
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.text import _html_report
-from jaxstrategy.text._html_colours import Colour
 from jaxstrategy.text._units import with_noun, with_seconds
 from jaxstrategy.text._wrapped import lines_of
 from jaxstrategy.values._types import PyTree
 
 S = TypeVar("S", bound=AbstractStrategy)
 Make: TypeAlias = Callable[[S, int], Callable[[], PyTree]]
-
-_GOOD = 0.8
 
 
 @final
@@ -80,75 +75,32 @@ class Comparison:
         """
         return max(self.all - self.part, 0.0)
 
-    @property
-    def limit(self) -> str | None:
-        """The larger loss, which keeps the replicas from being faster.
-
-        `"small batch"` or `"communication"`; None if the `efficiency` is 80% or more.
-        """
-        if self.efficiency >= _GOOD:
-            return None
-        is_small = self.small_batch >= self.communication
-        return "small batch" if is_small else "communication"
-
     def __str__(self) -> str:
-        found = [self._first_line, *(f"  {line}" for line in self._losses())]
-        return "\n".join(map(lines_of, found))
-
-    @property
-    def _first_line(self) -> str:
-        return (
-            f"{with_noun(self.replicas, 'replica')} take {with_seconds(self.all)} for "
-            f"a step of {with_noun(self.examples, 'example')}, one takes "
-            f"{with_seconds(self.whole)}: {self.speedup:.3g} times as fast, "
-            f"{self.efficiency:.0%} of what {self.replicas} could be."
-        )
-
-    def _losses(self) -> list[str]:
-        n = self.replicas
+        n, share = self.replicas, self.whole / self.replicas
         own = with_noun(self.examples // n, "example")
         fraction = {2: "half", 4: "a quarter"}.get(n, f"1/{n}")
-        small = (
-            f"small batch: {with_seconds(self.small_batch)}: {own} "
-            f"take one replica {with_seconds(self.part)}, and {fraction} of "
-            f"{with_seconds(self.whole)} would be {with_seconds(self.whole / n)}."
-        )
-        sent = (
-            f"communication: {with_seconds(self.communication)}: {n} replicas take "
-            f"longer than one with its {own}."
-        )
-        found = [(self.small_batch, small), (self.communication, sent)]
-        return [
-            *(told for seconds, told in found if seconds),
-            *([self.note] if self.note else []),
+        lines = [
+            f"{with_noun(n, 'replica')} take {with_seconds(self.all)} for "
+            f"a step of {with_noun(self.examples, 'example')}, one takes "
+            f"{with_seconds(self.whole)}: {self.speedup:.3g} times as fast, "
+            f"{self.efficiency:.0%} of what {n} could be."
         ]
+        if self.small_batch:
+            lines.append(
+                f"  small batch: {with_seconds(self.small_batch)}: {own} "
+                f"take one replica {with_seconds(self.part)}, and {fraction} of "
+                f"{with_seconds(self.whole)} would be {with_seconds(share)}."
+            )
+        if self.communication:
+            lines.append(
+                f"  communication: {with_seconds(self.communication)}: {n} replicas "
+                f"take longer than one with its {own}."
+            )
+        if self.note:
+            lines.append(f"  {self.note}")
+        return "\n".join(map(lines_of, lines))
 
     __repr__ = __str__
-
-    def html(self) -> str:
-        """HTML with bars: the ideal time, and what is lost."""
-        n = self.replicas
-        least = min(self.whole / n, self.part, self.all)
-        lost = min(self.small_batch, self.all - least)
-        rest = self.all - least - lost
-        parts = (
-            BarPart(least, "compute", Colour.COMPUTE, with_seconds(least)),
-            BarPart(lost, "small batch", Colour.IDLE, with_seconds(lost)),
-            BarPart(rest, "communication", Colour.COMMUNICATION, with_seconds(rest)),
-        )
-        whole = BarPart(self.whole, "compute", Colour.COMPUTE, with_seconds(self.whole))
-        chart = bars(
-            "Time of a step",
-            [
-                ChartBar("1 replica", (whole,), with_seconds(self.whole)),
-                ChartBar(with_noun(n, "replica"), parts, with_seconds(self.all)),
-            ],
-        )
-        told = map(_html_report.paragraph, [self._first_line, *self._losses()])
-        return _html_report.section(f"{n} replicas and one", chart, *told)
-
-    def _repr_html_(self) -> str:
-        return _html_report.page("Comparison", [self.html()])
 
 
 def compare(
@@ -198,14 +150,32 @@ def compare(
     (4, 64)
     """
     n = many.num_replicas_in_sync
-    _check(one.num_replicas_in_sync, n, examples, repeats)
-    wanted = [(one, examples), (one, examples // n), (many, examples)]
-    calls = [_checked(make(strategy, rows)) for strategy, rows in wanted]
+    if one.num_replicas_in_sync != 1:
+        raise ValueError(
+            f"`one` has {one.num_replicas_in_sync} replicas; a strategy of one was "
+            'wanted, such as `OneDeviceStrategy("CPU:0")`.'
+        )
+    if examples < 1 or examples % n:
+        raise ValueError(
+            f"`examples` was {examples}, which {n} replicas cannot share equally. "
+            f"Give a multiple of {n}."
+        )
+    if repeats < 1:
+        raise ValueError(f"`repeats` was {repeats}; at least 1 was wanted.")
+    calls = []
+    for strategy, rows in ((one, examples), (one, examples // n), (many, examples)):
+        call = make(strategy, rows)
+        if not callable(call):
+            raise TypeError(
+                f"`make` returned {call!r}; a function that makes one step was wanted: "
+                "`return lambda: step(state, batch)`."
+            )
+        calls.append(call)
     for call in calls:
         jax.block_until_ready(call())
     times = [[_seconds(call, clock) for call in calls] for _ in range(repeats)]
     whole, part, all_ = map(statistics.median, zip(*times, strict=True))
-    return Comparison(n, examples, whole, part, all_, _note(many))
+    return Comparison(n, examples, whole, part, all_, _note(many.devices))
 
 
 def _seconds(call: Callable[[], PyTree], clock: Callable[[], float]) -> float:
@@ -214,32 +184,7 @@ def _seconds(call: Callable[[], PyTree], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
-def _check(one: int, many: int, examples: int, repeats: int) -> None:
-    if one != 1:
-        raise ValueError(
-            f"`one` has {one} replicas; a strategy of one was wanted, such as "
-            '`OneDeviceStrategy("CPU:0")`.'
-        )
-    if examples < 1 or examples % many:
-        raise ValueError(
-            f"`examples` was {examples}, which {many} replicas cannot share equally. "
-            f"Give a multiple of {many}."
-        )
-    if repeats < 1:
-        raise ValueError(f"`repeats` was {repeats}; at least 1 was wanted.")
-
-
-def _checked(call: Callable[[], PyTree]) -> Callable[[], PyTree]:
-    if not callable(call):
-        raise TypeError(
-            f"`make` returned {call!r}; a function that makes one step was wanted: "
-            "`return lambda: step(state, batch)`."
-        )
-    return call
-
-
-def _note(strategy: AbstractStrategy) -> str:
-    devices = strategy._replicas.all_devices
+def _note(devices: tuple[jax.Device, ...]) -> str:
     if len(devices) == 1 or any(device.platform != "cpu" for device in devices):
         return ""
     cores = with_noun(os.cpu_count() or 1, "core")

@@ -1,4 +1,4 @@
-"""A step with a stopwatch: `Profile`."""
+"""The times of a training loop: `Profile`, and its `Report`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,167 @@ from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs._batch_waits import BatchWaits
 from jaxstrategy.masks._filled_rows import number_of_examples
 from jaxstrategy.processes import _job
-from jaxstrategy.profiling._comparison import Comparison
-from jaxstrategy.profiling._logger import MetricLogger
-from jaxstrategy.profiling._profile_report import Report
-from jaxstrategy.profiling._profiler_trace import Tracing
-from jaxstrategy.profiling._run_record import RunRecord
-from jaxstrategy.profiling._step_analysis import Analyzes, StepFacts
+from jaxstrategy.profiling._metric_logger import MetricLogger
+from jaxstrategy.profiling._step_analysis import StepAnalysis, StepFacts
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.text import _html
+from jaxstrategy.text._units import with_bytes, with_prefix, with_seconds
 from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.tracing.explanation._facts import Memory
 from jaxstrategy.values._per_replica import is_per_replica
-from jaxstrategy.values._types import Function, Leaf, PyTree, Value
+from jaxstrategy.values._types import Function, Leaf, PyTree
 
 T = TypeVar("T")
+# The first call compiles, the second one is made on idle devices.
+_TRACED_CALLS = range(2, 5)
+
+
+@final
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """The speed of a training loop. Prints as a table. Times are seconds of one step.
+
+    Made by `Profile.report`. What is not known is None.
+
+    Attributes:
+      name: the step's.
+      calls: how many calls there were.
+      steps: how many steps they made.
+      first_call: the seconds of the first call, tracing and compiling included, until
+        its results were there; it is in no other number.
+      dispatch: how long the host needs to start a step, while the devices do not hold
+        it up: the median time of a call, of all or of those on idle devices, whichever
+        is less.
+      between: how long Python is busy between two calls (or waits there: for a batch,
+        or for a value that it reads), on average.
+      input: of `between`, how long the loop waits for a batch.
+      alone: the median time from a call on idle devices until its results are there.
+        It includes starting the step, which a loop does while the devices work on the
+        one before, so a step in the loop may take less.
+      device: how long the devices are busy with a step, at most: the smaller one of
+        `alone` and `step`, because they make one step after the other.
+      step: how long a step takes in the loop: the time between two moments at which all
+        steps before had been done, by the number of steps.
+      examples_per_second: examples of one step by `step`.
+      communication: how long the collectives of a step take, one after the other. A
+        prediction: their bytes, which the analysis knows, over links as they were
+        measured or given. XLA merges collectives, and does them while it computes, so
+        the devices may well wait less.
+      late: of several processes, whether one comes late to the steps, in a sentence.
+      tokens_per_second: tokens of one step by `step`.
+      flops: floating-point operations of one step on all devices: as given, or as XLA
+        counts them in the compiled program, those that are computed a second time to
+        save memory included.
+      flops_are_least: whether there may be more, because XLA counts the body of a loop
+        once. `flops=` of `profile` says how many there are. Of a function that calls
+        `run`, the operations of these steps count.
+      peak_flops: the most that all devices together can do in a second, as given.
+      memory: of the compiled program on one device, as XLA plans it.
+      peak_memory: the most bytes that were in use on one of this process's devices
+        since it began, as that device says; None on CPUs.
+      is_ahead: whether the step was compiled before its first call.
+
+    >>> import jaxstrategy as js
+    >>> report = js.profiling.Report("step", calls=100, steps=100, device=4e-3,
+    ...     step=4e-3, communication=1e-3, flops=2e9, peak_flops=1e12)
+    >>> report.communication_share, report.mfu
+    (0.25, 0.5)
+    >>> print(str(report).splitlines()[-1])
+      model FLOPs utilization     50% of 1 TFLOP/s
+    """
+
+    name: str
+    calls: int
+    steps: int
+    first_call: float | None = None
+    dispatch: float | None = None
+    between: float | None = None
+    device: float | None = None
+    step: float | None = None
+    examples_per_second: float | None = None
+    communication: float | None = None
+    late: str | None = None
+    input: float | None = None
+    alone: float | None = None
+    tokens_per_second: float | None = None
+    flops: float | None = None
+    flops_are_least: bool = False
+    peak_flops: float | None = None
+    memory: Memory | None = None
+    peak_memory: int | None = None
+    is_ahead: bool = False
+
+    @property
+    def communication_share(self) -> float | None:
+        """The predicted `communication` in the time of the devices, at most 1."""
+        if self.communication is None or not self.device:
+            return None
+        return min(self.communication / self.device, 1.0)
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """Floating-point operations in a second of the loop, on all devices."""
+        return None if not self.flops or not self.step else self.flops / self.step
+
+    @property
+    def mfu(self) -> float | None:
+        """The model FLOPs utilization: `flops_per_second` by `peak_flops`."""
+        rate = self.flops_per_second
+        return None if rate is None or not self.peak_flops else rate / self.peak_flops
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers that are known of one step, by name, for a `MetricLogger`."""
+        names = (
+            "dispatch between input alone device step examples_per_second "
+            "tokens_per_second flops_per_second mfu peak_memory communication_share"
+        )
+        found = {name: getattr(self, name) for name in names.split()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        first = "first call" if self.is_ahead else "first call, with compiling"
+        times = {
+            first: self.first_call,
+            "host, to start a step": self.dispatch,
+            "host, between two calls": self.between,
+            "  waiting for a batch": self.input,
+            "one step by itself": self.alone,
+            "devices, at most": self.device,
+            "a step in the loop": self.step,
+        }
+        yield "steps", f"{self.steps}, in {self.calls} calls"
+        for what, seconds in times.items():
+            yield what, "not known" if seconds is None else with_seconds(seconds)
+        rate, share = self.examples_per_second, self.communication_share
+        yield "examples per second", "not known" if rate is None else with_prefix(rate)
+        predicted = f"{share or 0:.0%} of the devices' time (predicted)"
+        yield "communication", "not known" if share is None else predicted
+        least = "at least " if self.flops_are_least else ""
+        if self.tokens_per_second:
+            yield "tokens per second", with_prefix(self.tokens_per_second)
+        if self.flops_per_second:
+            yield "operations", f"{least}{with_prefix(self.flops_per_second)}FLOP/s"
+        if self.mfu:
+            used = f"{self.mfu:.2g}" if self.mfu < 0.01 else f"{self.mfu:.0%}"
+            peak = with_prefix(self.peak_flops or 0.0)
+            yield "model FLOPs utilization", f"{least}{used} of {peak}FLOP/s"
+        if self.memory is not None:
+            yield "memory of a device, planned", with_bytes(self.memory.peak)
+        if self.peak_memory:
+            yield "memory of a device, in use", with_bytes(self.peak_memory)
+        if self.late is not None:
+            yield "processes", self.late
+
+    def __str__(self) -> str:
+        rows = list(self._rows())
+        width = max(len(what) for what, _ in rows)
+        lines = [f"  {what.ljust(width)}  {value}" for what, value in rows]
+        return "\n".join([f"`{self.name}`", *lines])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _html.page(f"`{self.name}`", [_html.table(("", ""), self._rows())])
 
 
 @final
@@ -48,8 +197,6 @@ class Profile:
       every: every so many calls the loop waits for the devices.
       trace_dir: where to write a trace.
       log: gets the times.
-      comparison: with one replica, for the report.
-      record: of the run, for the report.
       clock: returns seconds.
 
     Raises:
@@ -72,7 +219,7 @@ class Profile:
     def __init__(
         self,
         step: Function,
-        analysis: Analyzes,
+        analysis: StepAnalysis,
         *,
         examples: int | None = None,
         tokens: int | None = None,
@@ -82,14 +229,20 @@ class Profile:
         every: int = 50,
         trace_dir: str | os.PathLike[str] | None = None,
         log: MetricLogger | None = None,
-        comparison: Comparison | None = None,
-        record: RunRecord | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not callable(step):
             raise TypeError(
                 f"`profile` was given {step!r}, which cannot be called. Give what the "
                 "loop calls: `train = strategy.profile(step)`."
+            )
+        number = whole(every)
+        if number is None:
+            raise TypeError(f"`every` was {every!r}; a number of calls was wanted.")
+        if number < 2:
+            raise ValueError(
+                f"`every` was {number}; the loop can wait for the devices every 2 "
+                "calls at most, or it would not be the loop that is timed."
             )
         self._step = step
         self._function = getattr(step, "function", step)
@@ -100,17 +253,19 @@ class Profile:
         self._flops = flops
         self._peak_flops = peak_flops
         self._devices = tuple(devices)
-        self._comparison = comparison
-        self._record = record
-        self._every = _checked_every(every)
-        self._tracing = Tracing(trace_dir)
+        self._every = number
+        self._trace_dir = trace_dir
+        self._is_tracing = False
         self._log = log
         self._clock = clock
         self._calls = self._steps = 0
         self._first: float | None = None
         self._facts = StepFacts()
+        # Seconds of one step until its call returned; of those on idle devices also
+        # until its results were there.
         self._dispatch: list[float] = []
-        self._alone: list[_LoneCall] = []
+        self._dispatch_alone: list[float] = []
+        self._alone: list[float] = []
         self._between, self._input, self._loop = _Mean(), _Mean(), _Mean()
         self._waits = BatchWaits(clock)
         self._waited = 0.0  # of that, before the last call
@@ -126,11 +281,22 @@ class Profile:
         call, steps = self._calls, number_of_steps(self._function, args)
         if call == 0:
             self._examples = self._examples or _rows((args, kwargs))
-        self._note_between(called, steps)
-        is_traced = self._tracing.wants(call)
+        if self._returned is not None:
+            self._between.add(called - self._returned, steps)
+            self._input.add(self._waits.seconds - self._waited, steps)
+        self._waited = self._waits.seconds
+        is_traced = self._trace_dir is not None and call in _TRACED_CALLS
         is_alone = call % self._every == 1 and not is_traced
-        was_idle = (is_alone or self._tracing.is_first(call)) and self._wait()
-        with self._around(call, steps, args, kwargs):
+        begins_trace = is_traced and call == _TRACED_CALLS[0]
+        was_idle = (is_alone or begins_trace) and self._wait()
+        with contextlib.ExitStack() as stack:
+            if call == 0:
+                stack.enter_context(self._analysis.during(self._step, args, kwargs))
+            if is_traced:
+                self._start_trace()
+                stack.enter_context(
+                    jax.profiler.StepTraceAnnotation(self._name, step_num=call)
+                )
             analyzed, start = self._analysis.seconds, self._clock()
             results = self._step(*args, **kwargs)
             end = self._clock()
@@ -139,14 +305,21 @@ class Profile:
         self._result = _smallest(results)
         self._calls, self._steps = call + 1, self._steps + steps
         if call == 0:
+            self._facts = self._analysis.facts.by_step(steps)
             self._first = self._time_alone(start)
         elif is_traced:
-            self._end_traced(call)
+            self._begun = 0  # tracing takes time
+            if call == _TRACED_CALLS[-1]:
+                self._wait()
+                self._stop_trace()
         else:
             self._dispatch.append((end - start) / steps)
             self._begun += steps
-            if is_alone and was_idle:
-                self._note_alone(start, end, steps)
+            seconds = self._time_alone(start) if is_alone and was_idle else None
+            if seconds is not None:
+                self._dispatch_alone.append((end - start) / steps)
+                self._alone.append(seconds / steps)
+                self._write()
         self._returned = self._clock()
         return results
 
@@ -170,46 +343,52 @@ class Profile:
                     return
             yield batch
 
-    @contextlib.contextmanager
-    def _around(
-        self,
-        call: int,
-        steps: int,
-        args: tuple[Leaf, ...],
-        kwargs: dict[str, Leaf],
-    ) -> Iterator[None]:
-        """Where a call is made: the first one is analyzed, some others are traced."""
-        with contextlib.ExitStack() as stack:
-            if call == 0:
-                stack.enter_context(self._analysis.during(self._step, args, kwargs))
-            stack.enter_context(self._tracing.call(self._name, call))
-            yield
-        if call == 0:
-            self._facts = self._analysis.facts.by_step(steps)
+    def report(self) -> Report:
+        """The speed of the loop so far. Does not wait for the devices."""
+        step, facts = self._loop.value, self._facts
+        alone = _median(self._alone)
+        return Report(
+            name=self._name,
+            calls=self._calls,
+            steps=self._steps,
+            first_call=self._first,
+            # A call also waits while too many steps are under way, but not if idle.
+            dispatch=_least(_median(self._dispatch_alone), _median(self._dispatch)),
+            between=self._between.value,
+            input=self._input.value,
+            alone=alone,
+            device=_least(alone, step),
+            step=step,
+            examples_per_second=_rate(self._examples, step),
+            tokens_per_second=_rate(self._tokens, step),
+            communication=facts.communication,
+            flops=self._flops or facts.flops,
+            flops_are_least=facts.is_least and not self._flops,
+            peak_flops=self._peak_flops,
+            memory=facts.memory,
+            peak_memory=_peak_memory(self._devices),
+            late=_late(),
+            is_ahead=isinstance(self._step, CompiledStep),
+        )
 
-    def _note_between(self, called: float, steps: int) -> None:
-        """The host's time since the last call returned, until this one."""
-        if self._returned is not None:
-            self._between.add(called - self._returned, steps)
-            self._input.add(self._waits.seconds - self._waited, steps)
-        self._waited = self._waits.seconds
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                self._wait()
+                self._write()
+        finally:
+            self._stop_trace()
+
+    def __repr__(self) -> str:
+        return f"<{self._name} with a stopwatch, {self._calls} calls>"
 
     def _time_alone(self, start: float) -> float | None:
         """Seconds from `start` until all is done, if that can be told."""
         self._begun = 0  # they are not steps of a loop that does not wait
         return self._clock() - start if self._wait() else None
-
-    def _note_alone(self, start: float, end: float, steps: int) -> None:
-        seconds = self._time_alone(start)
-        if seconds is not None:
-            self._alone.append(_LoneCall((end - start) / steps, seconds / steps))
-            self._write()
-
-    def _end_traced(self, call: int) -> None:
-        self._begun = 0  # tracing takes time
-        if self._tracing.is_last(call):
-            self._wait()
-            self._tracing.stop()
 
     def _wait(self) -> bool:
         """Until all steps are done; False if there is nothing left to tell by."""
@@ -231,65 +410,16 @@ class Profile:
                 self._steps, {f"profile/{k}": v for k, v in scalars.items()}
             )
 
-    def report(self) -> Report:
-        """The speed of the loop so far. Does not wait for the devices."""
-        step, facts = self._loop.value, self._facts
-        alone = _median([each.seconds for each in self._alone])
-        return Report(
-            name=self._name,
-            calls=self._calls,
-            steps=self._steps,
-            first_call=self._first,
-            dispatch=self._unhindered,
-            between=self._between.value,
-            input=self._input.value,
-            alone=alone,
-            device=_least(alone, step),
-            step=step,
-            examples_per_second=_rate(self._examples, step),
-            tokens_per_second=_rate(self._tokens, step),
-            communication=facts.communication,
-            flops=self._flops or facts.flops,
-            flops_are_least=facts.is_least and not self._flops,
-            peak_flops=self._peak_flops,
-            memory=facts.memory,
-            peak_memory=_peak_memory(self._devices),
-            late=_late(),
-            comparison=self._comparison,
-            goodput=None if self._record is None else self._record.goodput(),
-            is_ahead=isinstance(self._step, CompiledStep),
-        )
+    def _start_trace(self) -> None:
+        if not self._is_tracing and jax.process_index() == 0:
+            assert self._trace_dir is not None
+            jax.profiler.start_trace(os.fspath(self._trace_dir))
+            self._is_tracing = True
 
-    @property
-    def _unhindered(self) -> float | None:
-        """The host's time to start a step.
-
-        A call also waits while too many steps are under way, but not on idle devices.
-        """
-        alone = _median([each.dispatch for each in self._alone])
-        return _least(alone, _median(self._dispatch))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        try:
-            if kind is None:
-                self._wait()
-                self._write()
-        finally:
-            self._tracing.stop()
-
-    def __repr__(self) -> str:
-        return f"<{self._name} with a stopwatch, {self._calls} calls>"
-
-
-@dataclasses.dataclass(frozen=True)
-class _LoneCall:
-    """A call on idle devices: seconds of one step until it returned, and was done."""
-
-    dispatch: float
-    seconds: float
+    def _stop_trace(self) -> None:
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
 
 
 class _Mean:
@@ -346,21 +476,8 @@ def _smallest(results: PyTree) -> Leaf:
 def _rows(given: PyTree) -> int | None:
     """The rows on all replicas of the first batch that comes from a dataset."""
     for leaf in jax.tree.leaves(given, is_leaf=is_per_replica):
-        if (
-            _origins.is_of_dataset(leaf)
-            and (rows := number_of_examples(leaf)) is not None
-        ):
-            return rows
+        if _origins.is_of_dataset(leaf):
+            rows = number_of_examples(leaf)
+            if rows is not None:
+                return rows
     return None
-
-
-def _checked_every(every: Value) -> int:
-    number = whole(every)
-    if number is None:
-        raise TypeError(f"`every` was {every!r}; a number of calls was wanted.")
-    if number < 2:
-        raise ValueError(
-            f"`every` was {number}; the loop can wait for the devices every 2 calls "
-            "at most, or it would not be the loop that is timed."
-        )
-    return number

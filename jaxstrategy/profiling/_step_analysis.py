@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import jax
 
@@ -27,14 +27,7 @@ from jaxstrategy.values._types import Function, Leaf, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-    """The facts of one call. What is not known is None.
-
-    Attributes:
-      communication: the seconds that its collectives should take.
-      flops: floating-point operations on all devices together.
-      is_least: whether there may be more, because the turns of a loop count once.
-      memory: of the program on one device; of several programs the largest.
-    """
+    """The facts of one call, as in `Report`. What is not known is None."""
 
     communication: float | None = None
     flops: float | None = None
@@ -44,12 +37,9 @@ class StepFacts:
     def by_step(self, steps: int) -> StepFacts:
         """Those of one step, where one call makes so many."""
         # In a loop over the steps, one of them has been counted.
-        counted = 1 if self.is_least else steps
-        return dataclasses.replace(
-            self,
-            communication=_by(self.communication, steps),
-            flops=_by(self.flops, counted),
-        )
+        flops = self.flops if self.is_least else _by(self.flops, steps)
+        communication = _by(self.communication, steps)
+        return dataclasses.replace(self, communication=communication, flops=flops)
 
     def __add__(self, other: StepFacts) -> StepFacts:
         return StepFacts(
@@ -60,39 +50,14 @@ class StepFacts:
         )
 
 
-class Analyzes(Protocol):
-    """Finds facts of a call while it is made."""
-
-    def during(
-        self, step: Function, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
-    ) -> contextlib.AbstractContextManager[object]:
-        """A `with` block in which `step` is called with these arguments."""
-        ...
-
-    @property
-    def facts(self) -> StepFacts:
-        """Those that were found."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """The time that it took to find them in the block."""
-        ...
-
-
 @final
 class StepAnalysis:
     """Explains what a function runs on the replicas of a strategy while it is called.
 
     Whatever the function is: a step made by `@strategy.run` or `several`, or compiled
     ahead of time; a function that calls one, or `strategy.run`, in its body; or one
-    compiled by `jax.jit`.
-
-    Args:
-      executor: of the strategy; what others run is not looked at.
-      topology: the links of its replicas; None: they are measured.
-      compiled: whether to compile each step for XLA's figures, besides running it.
-      clock: returns seconds.
+    compiled by `jax.jit`. Links are measured unless `topology` gives them; `compiled`
+    says whether each step is compiled once more for XLA's figures.
     """
 
     def __init__(
@@ -110,7 +75,7 @@ class StepAnalysis:
         self._compiled = compiled
         self._clock = clock
         self._found: list[StepFacts] = []
-        self.seconds = 0.0
+        self.seconds = 0.0  # that the analysis took
 
     @property
     def facts(self) -> StepFacts:
@@ -160,18 +125,18 @@ class StepAnalysis:
                 compiled=self._compiled and ahead is None,
             )
             if self._compiled and ahead is not None:
-                found = _with_costs_of(ahead.compiled, found)
-            self._found.append(self._facts_of(found))
-
-    def _facts_of(self, found: Explanation) -> StepFacts:
-        flops = found.flops
-        return StepFacts(
-            self._communication(found),
-            None if flops is None else flops * len(self._replicas.all_devices),
+                found = dataclasses.replace(
+                    found,
+                    flops=_compiled_program.flops(ahead.compiled),
+                    has_loops=_compiled_program.has_loops(ahead.compiled),
+                    memory=_compiled_program.memory(ahead.compiled),
+                )
+            flops = _times(found.flops, len(self._replicas.all_devices))
             # In a function that is traced, nobody knows how often it is run.
-            found.has_loops or _arrays.is_traced(),
-            found.memory,
-        )
+            is_least = found.has_loops or _arrays.is_traced()
+            self._found.append(
+                StepFacts(self._communication(found), flops, is_least, found.memory)
+            )
 
     def _communication(self, found: Explanation) -> float:
         if not found.collectives:
@@ -182,29 +147,18 @@ class StepAnalysis:
 
     @functools.cached_property
     def _measured(self) -> Topology:
-        """Links as those of a ring, measured once."""
         return _links.measured(self._replicas)
-
-
-def _with_costs_of(executable: jax.stages.Compiled, found: Explanation) -> Explanation:
-    return dataclasses.replace(
-        found,
-        flops=_compiled_program.flops(executable),
-        has_loops=_compiled_program.has_loops(executable),
-        memory=_compiled_program.memory(executable),
-    )
 
 
 def _facts_of_jitted(
     step: Any, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
 ) -> StepFacts:
     executable = step.lower(*args, **kwargs).compile()
-    flops = _compiled_program.flops(executable)
     shardings = jax.tree.leaves(executable.output_shardings)
     devices = max((each.num_devices for each in shardings), default=1)
     return StepFacts(
         communication=0.0 if devices == 1 else None,
-        flops=None if flops is None else flops * devices,
+        flops=_times(_compiled_program.flops(executable), devices),
         is_least=_compiled_program.has_loops(executable),
         memory=_compiled_program.memory(executable),
     )
@@ -218,14 +172,5 @@ def _by(value: float | None, steps: int) -> float | None:
     return None if value is None else value / steps
 
 
-def check_positive(**numbers: float | None) -> None:
-    """Raise unless what a user says of a step makes sense.
-
-    Raises:
-      ValueError: a number is not positive.
-    """
-    for name, number in numbers.items():
-        if number is not None and not number > 0:
-            raise ValueError(
-                f"`{name}` was {number}; a positive number was wanted, or None."
-            )
+def _times(value: float | None, factor: int) -> float | None:
+    return None if value is None else value * factor

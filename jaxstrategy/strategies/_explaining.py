@@ -5,10 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import jax
-from jax.core import Tracer
 
 from jaxstrategy._errors import TracedValueError
 from jaxstrategy._options import (
@@ -22,14 +18,10 @@ from jaxstrategy.executors._accumulate import (
     checked_parts,
 )
 from jaxstrategy.executors._replicated_function import CompiledStep, ReplicatedFunction
-from jaxstrategy.profiling import _comparison as comparing
 from jaxstrategy.profiling import _links
-from jaxstrategy.profiling._comparison import Comparison
-from jaxstrategy.profiling._logger import MetricLogger
-from jaxstrategy.profiling._peaks import peak_flops as peak_flops_of
+from jaxstrategy.profiling._metric_logger import MetricLogger
 from jaxstrategy.profiling._profile import Profile
-from jaxstrategy.profiling._run_record import RunRecord
-from jaxstrategy.profiling._step_analysis import StepAnalysis, check_positive
+from jaxstrategy.profiling._step_analysis import StepAnalysis
 from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.strategies._calls import check_options
@@ -37,8 +29,6 @@ from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.values._arrays import is_staged
 from jaxstrategy.values._types import Function, PyTree
-from jaxstrategy.visualization._placed_tree import placed_arrays
-from jaxstrategy.visualization._visualization import Visualization
 
 
 class ExplainsSteps(ComposedStrategy):
@@ -168,44 +158,6 @@ class ExplainsSteps(ComposedStrategy):
         _require_known(is_staged(), "measure_links", "nothing runs yet")
         return _links.measured_together(self._replicas)
 
-    def visualize(self, tree: PyTree, *, title: str | None = None) -> Visualization:
-        """A picture of what lies where: each array of `tree` over its devices.
-
-        Nothing is computed or copied.
-
-        Args:
-          tree: a pytree of arrays, `PerReplica`s, variables, objects of Flax NNX, and
-            `jax.ShapeDtypeStruct`s with a `sharding`, for arrays that are not there
-            yet. What lies on no device is told, too.
-          title: above it.
-
-        Returns:
-          A `Visualization`: in a notebook the bytes on each device and a picture of
-          each array, else a table.
-
-        Raises:
-          ContextError: inside `run`, or in another strategy's scope.
-          TracedValueError: an array is being traced by JAX (`jax.jit`, `jax.grad`).
-
-        >>> import jaxstrategy as js
-        >>> sharding = js.StateSharding("state", min_bytes=8)
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4], sharding=sharding)
-        >>> with strategy.scope():
-        ...     table = js.Variable(np.ones((1024, 2), np.float32), name="table")
-        >>> strategy.visualize(table, title="Parameters")
-        Parameters: 1 array, 2 KiB on a device
-          array  type             on a device  where
-          table  float32[1024,2]  2 KiB        dimension 0 in 4 parts on cpu:0..3
-        """
-        _context.require_host(self, "visualize")
-        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
-        _require_known(is_traced, "visualize", "arrays are nowhere yet")
-        arrays = tuple(placed_arrays(tree))
-        own = (device for group in self._replicas.groups for device in group)
-        others = (device for array in arrays for device in array.devices)
-        devices = tuple(dict.fromkeys((*own, *others)))
-        return Visualization(title or "What lies where", arrays, devices)
-
     def accumulate(
         self, k: int, *, op: ReduceOp | str = ReduceOp.MEAN, has_aux: bool = False
     ) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
@@ -266,8 +218,6 @@ class ExplainsSteps(ComposedStrategy):
         flops: float | None = None,
         peak_flops: float | None = None,
         compiled: bool = True,
-        compare: Callable[[Any, int], Callable[[], PyTree]] | None = None,
-        record: RunRecord | None = None,
         every: int = 50,
         trace_dir: str | os.PathLike[str] | None = None,
         log: MetricLogger | None = None,
@@ -289,10 +239,6 @@ class ExplainsSteps(ComposedStrategy):
         >>> report = train.report()  # prints as a table
         >>> report.steps
         20
-
-        `report.limit` says what limits the loop, with the times that are its evidence:
-        the input, the host, batches too small to keep the devices busy, communication,
-        or the devices themselves.
 
         The host's time is that of each call. Now and then, every `every` calls, the
         loop waits for the devices, and one call is made while they are idle: the time
@@ -317,13 +263,10 @@ class ExplainsSteps(ComposedStrategy):
             6 * parameters * tokens. By default XLA's count for the compiled program,
             which counts the body of a loop once, and what is computed a second time
             to save memory twice.
-          peak_flops: the most of them that one device can do in a second; by default as
-            published for dense products in bfloat16, if it is known.
+          peak_flops: the most of them that one device can do in a second, as its data
+            sheet says.
           compiled: whether to compile the step once more, for what XLA has to say; one
             that is compiled ahead of time is not compiled again.
-          compare: to compare all replicas with one, before the loop: the function
-            `make` of `profiling.compare`, for so many `examples`.
-          record: of the run, whose goodput the report has then.
           every: see above; at least 2.
           trace_dir: where to write a trace of the third to fifth call
             (`jax.profiler.trace`), on process 0; its calls are not timed.
@@ -334,15 +277,21 @@ class ExplainsSteps(ComposedStrategy):
           A `Profile`: a context manager that is called as the step is.
 
         Raises:
-          ValueError: `every` is less than 2; a number is not positive; `compare` is
-            given without `examples`, or with some that the replicas cannot share.
+          ValueError: `every` is less than 2; a number is not positive.
           TypeError: it is not a whole number, or `step` cannot be called.
         """
-        check_positive(
-            examples=examples, tokens=tokens, flops=flops, peak_flops=peak_flops
-        )
-        devices = self._replicas.all_devices
-        each = peak_flops or peak_flops_of(next(iter(devices)).device_kind)
+        given = {
+            "examples": examples,
+            "tokens": tokens,
+            "flops": flops,
+            "peak_flops": peak_flops,
+        }
+        for name, number in given.items():
+            if number is not None and not number > 0:
+                raise ValueError(
+                    f"`{name}` was {number}; a positive number was wanted, or None."
+                )
+        devices = len(self._replicas.all_devices)
         analysis = StepAnalysis(
             self._executor, self._replicas, topology=topology, compiled=compiled
         )
@@ -352,27 +301,12 @@ class ExplainsSteps(ComposedStrategy):
             examples=examples,
             tokens=tokens,
             flops=flops,
-            peak_flops=None if each is None else each * len(devices),
+            peak_flops=None if peak_flops is None else peak_flops * devices,
             devices=self._replicas.own_devices,
             every=every,
             trace_dir=trace_dir,
             log=log,
-            comparison=None if compare is None else self._compared(compare, examples),
-            record=record,
         )
-
-    def _compared(
-        self, make: Callable[[Any, int], Callable[[], PyTree]], examples: int | None
-    ) -> Comparison:
-        """All replicas with one on the first device of this process."""
-        if examples is None:
-            raise ValueError(
-                "`compare` was given without `examples`. Say how many examples a step "
-                "has, on all replicas: `strategy.profile(step, compare=make, "
-                "examples=64)`."
-            )
-        one = self._with_one_replica()
-        return comparing.compare(make, one, self, examples=examples)
 
 
 def _require_known(is_traced: bool, method: str, why: str) -> None:

@@ -22,7 +22,7 @@ from jaxstrategy.strategies._explaining import ExplainsSteps
 from jaxstrategy.strategies._placing_values import PlacesValues
 from jaxstrategy.strategies._reducing import ReducesValues
 from jaxstrategy.strategies._running import RunsSteps
-from jaxstrategy.text import _html_report
+from jaxstrategy.text import _html
 
 
 class Strategy(
@@ -83,7 +83,7 @@ class Strategy(
             for i, device in enumerate(self.devices)
         ]
         header = ("replica", "device", "kind")
-        return _html_report.rows_of(repr(self), header, rows)
+        return _html.rows_of(repr(self), header, rows)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, Self, final
 
@@ -16,7 +15,6 @@ from jaxstrategy.preemption._preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,
 )
-from jaxstrategy.profiling._run_record import RunRecord
 from jaxstrategy.strategies._current import get_strategy
 from jaxstrategy.strategies._strategy import Strategy, checked_strategy
 from jaxstrategy.values._types import PyTree
@@ -46,7 +44,6 @@ class TrainingLoop:
         in_sync_every: int | None,
         show_progress: bool,
         termination_config: TerminationConfig | None,
-        record: RunRecord | None,
     ) -> None:
         self.state = state() if callable(state) else state
         self.step = 0
@@ -58,7 +55,6 @@ class TrainingLoop:
         self._in_sync_every = in_sync_every
         self._show_progress = show_progress
         self._termination_config = termination_config or TerminationConfig()
-        self._record = record
         self._data: DistributedIterator = iter(dataset)
         self._saved: int | None = None
         self._handler: PreemptionCheckpointHandler | None = None
@@ -71,14 +67,10 @@ class TrainingLoop:
             self._handler = PreemptionCheckpointHandler(
                 None, None, termination_config=self._termination
             )
-        if self._record is not None:
-            self._record.begin(self.step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with contextlib.ExitStack() as closing:
-            if self._record is not None:
-                closing.callback(self._record.close)
             closing.callback(self._data.close)
             if self._handler is not None:
                 closing.callback(self._handler.close)
@@ -95,15 +87,12 @@ class TrainingLoop:
         for batch in batches:
             yield self.step, batch
             self.step += 1
-            if self._record is not None:
-                self._record.done(self.step)
             self._between()
 
     def save(self) -> None:
         """Save now, if this step is not saved yet."""
         if self.manager is not None and self._saved != self.step:
-            with self._record.saving() if self._record else contextlib.nullcontext():
-                self.manager.save(self.step, self._kept, force=True)
+            self.manager.save(self.step, self._kept, force=True)
             self._saved = self.step
 
     @property
@@ -154,7 +143,6 @@ def training_loop(
     progress: bool = True,
     strategy: AnyStrategy | None = None,
     termination_config: TerminationConfig | None = None,
-    record: RunRecord | str | os.PathLike[str] | None = None,
 ) -> TrainingLoop:
     """A loop over batches that goes on where the last run of the program ended.
 
@@ -176,8 +164,6 @@ def training_loop(
       progress: whether to show how far it is, as `progress` does.
       strategy: by default the current one.
       termination_config: how it is noticed that the machine is wanted back.
-      record: a `profiling.RunRecord`, or the path of one: what the run does when, and
-        its goodput, through all restarts. It is closed with the loop.
 
     Returns:
       A context manager to be iterated over: pairs of the steps done and a batch. Its
@@ -231,5 +217,4 @@ def training_loop(
         in_sync_every=in_sync_every,
         show_progress=progress,
         termination_config=termination_config,
-        record=RunRecord(record) if isinstance(record, (str, os.PathLike)) else record,
     )

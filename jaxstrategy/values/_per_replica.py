@@ -20,7 +20,7 @@ from jaxstrategy.replicas import (
 )
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.text import _html_report
+from jaxstrategy.text import _html
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._shown import shown
 from jaxstrategy.values import _arrays, _misuse
@@ -188,7 +188,7 @@ class PerReplica:
         places = _by_replica(self._value)
         rows = [(*place, line) for place, line in zip(places, lines, strict=True)]
         header = ("replica", "device", "version")
-        return _html_report.rows_of(repr(self), header, rows)
+        return _html.rows_of(repr(self), header, rows)
 
     def _misused(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(_misuse.of_one_array(self))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.text import _html_report
+from jaxstrategy.text import _html
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._units import with_noun
 from jaxstrategy.values._value_text import line_of_value, value_text
@@ -30,12 +30,12 @@ def html_of_copies(
         where = f"{equal if replicas.count > 1 else 'on '}{replicas.device_names}"
         text = html.escape(value_text(copies[0]))
         value = f'<pre style="margin:.3em 0;color:inherit">{text}</pre>'
-        return _html_report.page(title, [_html_report.paragraph(where), value])
+        return _html.page(title, [_html.paragraph(where), value])
     rows = [
         (number, replicas.device_names_of(number), _line(copy))
         for number, copy in zip(replicas.own, copies, strict=True)
     ]
-    return _html_report.rows_of(title, ("replica", "device", "copy"), rows)
+    return _html.rows_of(title, ("replica", "device", "copy"), rows)
 
 
 def _line(copy: np.ndarray) -> str:

@@ -1,15 +1,30 @@
-"""Benchmarks take from the package what it has: tests run none of them in full."""
+"""Benchmarks take what there is, and a run of all keeps and compares what it measured.
 
+The scripts are tiny, and what they measure is written in them: nothing is timed.
+"""
+
+import argparse
 import ast
 import importlib
 import json
+import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import numpy as np
 import pytest
+from helpers.benchmarks import FOLDER, load
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+results = load("_results")
+page = load("_page")
+picture = load("_picture")
+machine = load("_machine")
+suite = load("_suite")
+timing = load("_timing")
+Results, Script, Comparison = results.Results, suite.Script, timing.Comparison
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
@@ -48,23 +63,505 @@ def value(module, name):
     return getattr(found, name) if name else found
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_what_a_benchmark_takes_is_there(file):
-    for module, name, attribute in set(taken(ast.parse((FOLDER / file).read_text()))):
-        owner = value(module, name)
-        # What an instance has, its class need not.
-        if attribute and not isinstance(owner, type):
-            assert hasattr(owner, attribute), f"{module} {name} has no {attribute}"
+def test_what_benchmarks_take_from_the_package_is_there():
+    for file in FILES:
+        tree = ast.parse((FOLDER / file).read_text())
+        for module, name, attribute in set(taken(tree)):
+            owner = value(module, name)
+            # What an instance has, its class need not.
+            if attribute and not isinstance(owner, type):
+                assert hasattr(owner, attribute), f"{module} {name}.{attribute}"
 
 
-def test_some_take_what_is_private():
-    private = {
-        module
-        for file in FILES
-        for module, *_ in taken(ast.parse((FOLDER / file).read_text()))
-        if "._" in module
+# The page and the picture of the committed results.
+
+
+def test_page_and_picture_are_of_the_committed_results():
+    again = "run `python benchmarks/run_all.py --draw`"
+    committed = Results.read(FOLDER / "results.json")
+    assert (FOLDER / "FIGURES.md").read_text() == page.page(committed), again
+    text = (FOLDER / "results.json").read_text()
+    assert re.findall(r"(?<![\w.])/(?:home|tmp|work|opt|root|usr)/", text) == []
+    ratios = [each["ratio"] for each in committed.comparisons if each["ratio"]]
+    assert ratios and np.isfinite(ratios).all()
+    content = (FOLDER / "figures.png").read_bytes()
+    (found,) = re.findall(rb"tEXtDescription\x00([0-9a-f]{64})", content)
+    assert found.decode() == picture.digest(committed), again
+
+
+ABOUT = {
+    "date": "2026-01-02 03:04 UTC", "commit": "abc", "processor": "Chip", "cores": 4,
+    "memory_gib": 16.0, "system": "Linux 6", "machine": "arm64", "python": "3.13.0",
+    "versions": {"jax": "0.12"}, "load": 0.1, "others": 0.02,
+}  # fmt: skip
+OF_PAGE = {
+    "unit": "us", "target": None, "least": 0.0, "in_percent": False, "note": "",
+    "verdict": "",
+}  # fmt: skip
+
+
+def comparison(script, case, quantity, programs, ratio=None):
+    spreads = {name: [value] * 3 for name, value in programs.items()}
+    return {
+        "script": script, "case": case, "quantity": quantity, "run": 0,
+        "programs": spreads, "ratio": ratio,
+    }  # fmt: skip
+
+
+def shown(*comparisons):
+    told = {"script": "first", "run": 0, "arguments": "--seconds 1", "seconds": 61.4}
+    script = {**told, "others": 0.01, "outcome": "done"}
+    return page.page(Results([ABOUT], [script], comparisons))
+
+
+def of_page(case, programs, ratio=None, **options):
+    made = comparison("first", case, "step", programs, ratio)
+    return {**made, **OF_PAGE, **options}
+
+
+def test_the_page_names_machine_versions_and_script():
+    found = shown(of_page("small", {"run": 0.25}))
+    assert "| machine | Chip, 4 cores, 16 GiB, Linux 6 |" in found
+    assert "| software | Python 3.13.0, jax 0.12 |" in found
+    assert "| measured | 2026-01-02 03:04 UTC, abc |" in found
+    assert "| [first](#first) | 1 | | 61 | 1% | |" in found
+    assert "`python benchmarks/first.py --seconds 1`, 2026-01-02 03:04 UTC.\n" in found
+    assert "Step, us:\n\n| case | run |\n| --- | --- |\n| small | 0.25 |" in found
+    assert "Missed" not in found
+
+
+def test_missed_targets_stand_first():
+    two = {"run": 3.0, "by hand": 2.0}
+    claimed = {"target": 1.0, "verdict": "missed"}
+    found = shown(
+        of_page("met", two, [0.9, 0.8, 1.0], target=1.0, verdict="met"),
+        of_page("close", two, [1.1, 1.0, 1.2], **claimed),
+        of_page("far", two, [1.5, 1.4, 1.6], **claimed),
+        of_page("too little", two, [0.5, 0.5, 0.5], least=0.8, **claimed),
+        of_page("share", two, [0.03, 0.03, 0.03], in_percent=True, **claimed),
+    )
+    (table,) = re.findall(r"## Missed targets\n\n(.*?)\n\n", found, re.DOTALL)
+    assert table.splitlines()[2:] == [
+        "| first | too little | step | 0.500 | 0.80 to 1.00 |",
+        "| first | far | step | 1.500 (1.40-1.60) | 1.00 |",
+        "| first | close | step | 1.100 (1.00-1.20) | 1.00 |",
+        "| first | share | step | 3.00% | 100.00% |",
+    ]
+    assert "| [first](#first) | 5 | 1 of 5 |" in found
+
+
+def test_what_was_stopped_and_notes_are_in_the_tables():
+    made = of_page("large", {"by hand": 1.0}, target=1.0, verdict="missed", note="hm")
+    made["programs"] = {"run": None, **made["programs"]}
+    assert "| large | stopped | 1 | | 1.00 | missed, hm |" in shown(made)
+    alone = of_page("alone", {"run": 1234.5}, note="of 8")
+    assert "| case | run | |\n| --- | --- | --- |\n| alone | 1,234 | of 8 |" in shown(
+        alone
+    )
+
+
+# What one benchmark has measured.
+
+OURS = [1.0, 2.0, 3.0, 4.0, 5.0]
+TWO = {"run": OURS, "by hand": [2.0] * 5}
+
+
+def parsed(*arguments, **defaults):
+    parser = argparse.ArgumentParser()
+    timing.add_options(parser, **defaults)
+    return parser.parse_args(list(map(str, arguments)))
+
+
+def test_the_ratio_is_taken_turn_by_turn():
+    values = {"run": OURS, "by hand": [5.0, 4.0, 3.0, 2.0, 1.0]}
+    ratio = Comparison("20 x 8", "step", "us", values).ratio
+    wanted = np.percentile(np.divide(*values.values()), [50, 25, 75])
+    np.testing.assert_allclose([ratio.median, ratio.low, ratio.high], wanted)
+
+
+def test_a_target_is_met_or_missed():
+    for values, options, is_met in (
+        (TWO, {"target": 1.5}, True),
+        (TWO, {"target": 1.49}, False),
+        (TWO, {}, True),
+        (TWO, {"target": 2.0, "least": 1.5}, True),
+        (TWO, {"target": 2.0, "least": 1.6}, False),
+        ({"run": [], "by hand": [2.0]}, {"target": 1.0}, False),
+        ({"run": [9.0], "by hand": []}, {"target": 1.0}, True),
+        ({"run": [], "by hand": []}, {"target": 1.0}, True),
+        ({"run": [0.0], "by hand": [0.0]}, {"target": 1.0}, True),
+        ({"run": [7.0]}, {}, True),
+    ):
+        found = Comparison("case", "step", "us", values, **options)
+        assert found.is_met is is_met, (values, options)
+
+
+def test_what_was_stopped_has_no_ratio_and_says_so(capsys):
+    found = Comparison("10,000", "trace", "cpu s", {"run": [], "by hand": [3.0]}, 1.1)
+    assert found.ratio is None
+    timing.print_tables([found])
+    line, *_ = (x for x in capsys.readouterr().out.splitlines() if "10,000" in x)
+    assert line.split() == "10,000 trace stopped 3.00 cpu s 1.10 missed".split()
+
+
+def test_the_file_has_every_number(tmp_path, capsys):
+    file = tmp_path / "numbers.json"
+    found = Comparison("20 x 8", "step", "us", TWO, 1.2, note="best: jit")
+    timing.report([found], parsed("--json", file))
+    (kept,) = json.loads(file.read_text())["comparisons"]
+    assert kept == {
+        "case": "20 x 8",
+        "quantity": "step",
+        "unit": "us",
+        "values": TWO,
+        "target": 1.2,
+        "in_percent": False,
+        "least": 0.0,
+        "note": "best: jit",
+        "tolerance": 0.1,
+        "spreads": {"run": [3.0, 2.0, 4.0], "by hand": [2.0, 2.0, 2.0]},
+        "ratio": [1.5, 1.0, 2.0],
+        "verdict": "missed",
     }
-    assert private, "else there would be nothing to test"
+
+
+def test_an_end_in_the_middle_keeps_what_was_measured(tmp_path, capsys):
+    file = tmp_path / "numbers.json"
+
+    def measure():
+        yield Comparison("first", "step", "us", TWO)
+        assert len(json.loads(file.read_text())["comparisons"]) == 1, "written at once"
+        yield Comparison("second", "step", "us", TWO)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        timing.report(measure(), parsed("--json", file))
+    kept = json.loads(file.read_text())["comparisons"]
+    assert [each["case"] for each in kept] == ["first", "second"]
+    assert "second" in capsys.readouterr().out
+
+
+def test_only_with_check_is_a_missed_target_a_failure(capsys):
+    found = [Comparison("case", "step", "us", TWO, 1.0)]
+    timing.report(found, parsed())
+    with pytest.raises(SystemExit) as ended:
+        timing.report(found, parsed("--check"))
+    assert ended.value.code == 1
+
+
+# A run of all.
+
+SCRIPT = """
+import argparse, os, signal, sys, time
+from _timing import Comparison, add_options, report
+
+def measure(args):
+{measure}
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--others-python")
+add_options(parser)
+args = parser.parse_args()
+report(measure(args), args)
+"""
+FIRST = '    yield Comparison("small", "step", "us", {values}, 1.0)\n'
+MAIN = """
+import pathlib, sys
+import _machine, run_all
+from _suite import Script
+scripts, others, *arguments = sys.argv[1:]
+_machine.others_now = lambda: float(others)
+sys.exit(run_all.main(arguments, eval(scripts), pathlib.Path.cwd()))
+"""
+
+
+def script(folder, name, measure=None, values=((1, 2, 3), (2, 2, 2))):
+    ours, theirs = map(list, values)
+    measured = FIRST.format(values={"run": ours, "by hand": theirs})
+    content = SCRIPT.format(measure=measured + (measure or ""))
+    (folder / f"{name}.py").write_text(content)
+
+
+class Runner:
+    """Runs of scripts in a folder, and the files of their page."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.file = folder / "page" / "results.json"
+        self.output = folder / "output.json"
+        self.scripts = [Script("first", "", 60), Script("second", "", 60)]
+
+    def __call__(self, *arguments, others=0.0):
+        files = ["--results", str(self.file), "--output", str(self.output)]
+        return subprocess.run(
+            [sys.executable, "-c", MAIN, repr(self.scripts), str(others)]
+            + [*files, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": str(FOLDER)},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    @property
+    def results(self):
+        return Results.read(self.file)
+
+    @property
+    def page(self):
+        return self.file.with_name("FIGURES.md").read_text()
+
+
+@pytest.fixture
+def runner(tmp_path):
+    # The picture is drawn in another test: matplotlib takes a second to import.
+    (tmp_path / "_picture.py").write_text("raise ImportError('not here')")
+    for name in ("first", "second"):
+        script(tmp_path, name)
+    return Runner(tmp_path)
+
+
+def names_of(found):
+    return [(each["script"], each["case"], each["quantity"]) for each in found]
+
+
+def test_all_scripts_go_into_one_file_and_one_page(runner):
+    done = runner()
+    assert done.returncode == 0, done.stderr
+    found = runner.results
+    assert [each["script"] for each in found.scripts] == ["first", "second"]
+    assert {each["outcome"] for each in found.scripts} == {"done"}
+    assert names_of(found.comparisons) == [
+        ("first", "small", "step"),
+        ("second", "small", "step"),
+    ]
+    (run,) = found.runs
+    assert run["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert run["versions"]["jax"] and run["cores"] >= 1 and run["commit"]
+    assert runner.page == page.page(found)
+    assert "| small | 2 (1.5-2.5) | 2 | 1.000 (0.75-1.25) | 1.00 | met |" in runner.page
+
+
+def test_a_script_that_fails_is_told_and_what_it_measured_is_kept(runner):
+    script(runner.folder, "first", '    raise ValueError("no luck")\n')
+    done = runner()
+    assert done.returncode == 1
+    assert "no luck" in done.stderr and "first failed with exit code 1" in done.stderr
+    first, second = runner.results.scripts
+    assert (first["outcome"], second["outcome"]) == ("failed with exit code 1", "done")
+    assert len(runner.results.of("first")) == 1
+    assert "**It failed with exit code 1.**" in runner.page
+
+
+def test_a_script_is_ended_at_its_limit_with_all_its_processes(runner):
+    child = "import subprocess\n    child = subprocess.Popen(['sleep', '1000'])\n"
+    told = "    print('child', child.pid, flush=True)\n    time.sleep(1000)\n"
+    script(runner.folder, "first", f"    {child}{told}")
+    runner.scripts = [Script("first", "", 2)]
+    done = runner()
+    assert done.returncode == 1
+    assert "first was ended after its 2 seconds" in done.stderr
+    assert len(runner.results.of("first")) == 1
+    pid = int(done.stdout.split("child ")[1].split()[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_sigterm_is_like_ctrl_c_in_the_background_too(runner):
+    to_parent = "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(1000)\n"
+    script(runner.folder, "first", to_parent)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's `&` does
+    try:
+        done = runner()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.returncode == 130
+    # The script was ended by Ctrl-C, and could tell what it had measured.
+    assert "KeyboardInterrupt" in done.stderr and "met in 1 of 1" in done.stdout
+    assert len(runner.results.comparisons) == 1
+
+
+def test_without_other_frameworks_their_figures_stay_with_their_date(runner):
+    other = '    values = {"run": [1.0], "tensorflow": [3.0]}\n'
+    other += '    if args.others_python:\n        yield Comparison("small", '
+    other += '"tensorflow", "us", values, 0.5)\n'
+    script(runner.folder, "first", other)
+    runner.scripts = [
+        Script("first", "", 60, others=True),
+        Script("second", "", 60, others=True, needs_others=True),
+    ]
+    assert runner("--others-python", "/opt/other/python").returncode == 0
+    assert "/opt/other" not in runner.file.read_text() + runner.page
+    assert "first.py --others-python PYTHON`" in runner.page
+    content = runner.file.read_text()
+    date = runner.results.runs[0]["date"]
+    runner.file.write_text(content.replace(date, "2020-02-20 10:10 UTC"))
+
+    done = runner()
+    assert done.returncode == 0, done.stderr
+    assert "second: left out; it needs `--others-python PYTHON`" in done.stdout
+    assert sorted(names_of(runner.results.comparisons)) == [
+        ("first", "small", "step"),
+        ("first", "small", "tensorflow"),
+        ("second", "small", "step"),
+    ]
+    assert "| met, measured 2020-02-20 |" in runner.page
+    assert "`python benchmarks/second.py --others-python PYTHON`, 2020" in runner.page
+
+
+def test_a_busy_machine_is_refused(runner):
+    done = runner(others=0.35)
+    assert done.returncode == 2
+    assert "Other processes use 35% of the" in done.stderr
+    assert "End them, or measure anyway with `--busy`." in done.stderr
+    assert not runner.file.exists() and "===" not in done.stdout
+
+
+def test_what_others_use_is_what_is_not_used_here(monkeypatch, tmp_path):
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {core})
+    monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
+    hertz = os.sysconf("SC_CLK_TCK")
+
+    def at(seconds, own, *columns):
+        """So many seconds after a start, of which some were spent here."""
+        row = " ".join(str(int(each * hertz)) for each in columns)
+        lines = f"cpu 9 9 9\ncpu{core} {row}\ncpu{core + 1} 7 7 7 7 7 7 7 7 7 7\n"
+        machine.STAT.write_text(lines)
+        times = os.times_result((own / 2, own / 4, own / 8, own / 8, 0.0))
+        monkeypatch.setattr(machine.os, "times", lambda: times)
+        monkeypatch.setattr(machine.time, "perf_counter", lambda: seconds)
+
+    # User, nice, system, idle, waiting, two kinds of interrupts, stolen, guests.
+    at(100, 4, 10, 1, 5, 50, 3, 1, 1, 2, 8, 8)
+    watch = machine.Watch()
+    at(120, 10, 14, 2, 6, 90, 4, 2, 2, 3, 9, 9)
+    # 4 + 1 + 1 + 1 + 1 + 1 busy seconds, of which 6 were ours, of 20.
+    assert watch.others() == pytest.approx((9 - 6) / 20)
+    machine.STAT.unlink()
+    assert watch.others() is None
+
+
+def record(median, low=None, high=None, **options):
+    low, high = low or median, high or median
+    told = {"script": "first", "case": "small", "quantity": "step", "note": ""}
+    told |= {"programs": {"run": [1.0] * 3, "by hand": [1.0] * 3}, "least": 0.0}
+    told |= {"ratio": [median, low, high], "tolerance": 0.1, "verdict": "met"}
+    return {**told, **options}
+
+
+OTHER = {"programs": {"run": [1.0] * 3, "as wanted": [1.0] * 3}}
+STOPPED = {"ratio": None, "programs": {"run": None, "by hand": [1.0] * 3}}
+
+
+def test_a_ratio_has_grown_or_not():
+    for before, now, has_grown in (
+        (record(1.0), record(1.11), True),
+        (record(1.0), record(1.09), False),
+        (record(1.0), record(0.5), False),
+        # The quartiles overlap: it may be chance.
+        (record(1.0, 0.8, 1.3), record(1.4, 1.2, 1.5), False),
+        (record(1.0, 0.8, 1.3), record(1.4, 1.31, 1.5), True),
+        (record(0.1), record(0.12), True),
+        (record(1.0), record(1.4, tolerance=0.5), False),
+        (record(1.0), record(1.6, tolerance=0.5), True),
+        (record(0.0), record(0.1), True),
+        (record(0.0), record(0.0), False),
+        (record(1.0), record(1.0, **STOPPED), True),
+        (record(1.0, **STOPPED), record(9.0), False),
+        (record(1.0, **STOPPED), record(1.0, **STOPPED), False),
+        (record(1.0), record(9.0, **OTHER), False),
+        # Between two limits only those matter.
+        (record(1.0, least=0.8), record(1.24, least=0.8), False),
+        (record(1.0, least=0.8), record(0.7, least=0.8, verdict="missed"), True),
+    ):
+        old, new = Results((), (), [before]), Results((), (), [now])
+        assert bool(results.regressions(old, new)) is has_grown, (before, now)
+    assert results.regressions(Results(), Results((), (), [record(9.0)])) == []
+
+
+def test_a_regression_is_a_failure_with_a_table(runner):
+    assert runner().returncode == 0
+    kept, shown = runner.file.read_text(), runner.page
+    script(runner.folder, "second", values=((4, 6, 8), (2, 2, 2)))
+    done = runner("--check")
+    assert done.returncode == 1
+    assert "Measured once more, as it seems slower: second" in done.stdout
+    assert done.stdout.count("=== second") == 2 and done.stdout.count("=== first") == 1
+    assert "Slower than on the page, by the ratio to its baseline: 1\n" in done.stdout
+    line = "  second: small, step: 1.000 (0.75-1.25), now 3.000 (2.50-3.50)\n"
+    assert line in done.stdout
+    assert (runner.file.read_text(), runner.page) == (kept, shown)
+    assert len(Results.read(runner.output).comparisons) == 2
+
+
+def test_what_is_slow_only_once_is_no_regression(runner):
+    assert runner().returncode == 0
+    once = """    if not os.path.exists("again"):
+        open("again", "w").close()
+        yield Comparison("small", "step", "us", {"run": [9.0], "by hand": [1.0]}, 1.0)
+"""
+    script(runner.folder, "second", once)
+    done = runner("--check")
+    assert done.returncode == 0, done.stdout
+    assert "Measured once more, as it seems slower: second" in done.stdout
+    assert "2 comparisons: none is slower than on the page." in done.stdout
+
+
+def of_run(case, median, quantity="step"):
+    return {"case": case, "quantity": quantity, "ratio": [median] * 3}
+
+
+def done(name, outcome="done"):
+    return {"script": name, "outcome": outcome}
+
+
+def told(found):
+    return [
+        (each["script"], each["case"], each["quantity"], each["run"])
+        for each in found.comparisons
+    ]
+
+
+def test_a_new_run_takes_the_place_of_the_one_before():
+    both = [of_run("a", 1.0), of_run("b", 1.0), of_run("c", 1.0, "tensorflow")]
+    before = Results().after({"date": "then"}, [(done("first"), both)])
+    before = before.after({"date": "later"}, [(done("second"), [of_run("a", 1.0)])])
+    # Without case b, and without anything of the other framework.
+    new = before.after({"date": "now"}, [(done("first"), [of_run("a", 2.0)])])
+    assert sorted(told(new)) == [
+        ("first", "a", "step", 2),
+        ("first", "c", "tensorflow", 0),
+        ("second", "a", "step", 1),
+    ]
+    failed = before.after(
+        {"date": "now"}, [(done("first", "failed"), [of_run("a", 2.0)])]
+    )
+    assert ("first", "b", "step", 0) in told(failed)
+    assert ("first", "a", "step", 2) in told(failed)
+
+
+def test_runs_of_which_nothing_is_left_are_forgotten():
+    measured = [(done("first"), [of_run("a", 1.0)])]
+    found = Results().after({"date": "then"}, measured).after({"date": "now"}, measured)
+    assert [each["date"] for each in found.runs] == ["now"]
+    assert told(found) == [("first", "a", "step", 0)]
+
+
+def test_the_suite_has_every_script_with_arguments_that_it_takes():
+    assert sum(script.seconds for script in suite.SUITE) <= suite.WHOLE
+    assert sum(script.quick_seconds for script in suite.SUITE) <= suite.QUICK
+    scripts = {path.stem for path in FOLDER.glob("[!_]*.py")}
+    left_out = {"run_all", "faults", "overlap"}  # the last one compiles only
+    assert {script.name for script in suite.SUITE} == scripts - left_out
+    for script in suite.SUITE:
+        parse = load(script.name).parsed
+        for arguments in (script.arguments, script.quick or ""):
+            given = parse(shlex.split(arguments) + ["--json", "numbers.json"])
+            assert given.json.name == "numbers.json"
+            if script.others:
+                given = parse(["--others-python", "python"])
+                assert given.others_python == "python"
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from matplotlib.image import imread
-from rich.console import Console
 
 import jaxstrategy as js
 from jaxstrategy.demo import _demo as demo
@@ -92,17 +91,6 @@ def test_losses_are_those_of_a_plain_loop(short_run, untrained):
         np.testing.assert_allclose(losses, expected, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_another_seed_gives_other_weights_and_another_order(untrained):
-    other = demo.initial_state(js.OneDeviceStrategy("CPU:0"), options(seed=4))
-    assert not np.allclose(*(jax.tree.leaves(s.params)[1] for s in (untrained, other)))
-    examples, _ = demo.load()
-    batches = [
-        next(demo.batches(examples, 96, np.random.default_rng(seed))) for seed in (3, 4)
-    ]
-    assert not np.array_equal(batches[0].labels, batches[1].labels)
-
-
 def test_every_test_image_counts_once(strategy, untrained):
     _, unseen = demo.load()
     whole = demo.padded(unseen, strategy.num_replicas_in_sync)
@@ -120,13 +108,6 @@ def test_the_real_images_are_split_without_overlap():
     assert examples.images.min() == 0 and examples.images.max() == 1
     known = {image.tobytes() for image in examples.images}
     assert not known & {image.tobytes() for image in unseen.images}
-
-
-def test_an_epoch_has_each_image_once_and_leaves_out_the_rest():
-    examples = demo.Examples(np.zeros((11, 8, 8, 1)), np.arange(11))
-    epoch = [b.labels for b in demo.batches(examples, 4, np.random.default_rng(0))]
-    assert [len(labels) for labels in epoch] == [4, 4]
-    assert len({*np.concatenate(epoch)}) == 8
 
 
 # What it shows.
@@ -152,24 +133,6 @@ def test_the_picture_has_something_in_it(short_run):
     pixels = imread(short_run.picture)
     assert pixels.shape[:2] == (900, 1200)
     assert pixels.std() > 0.05
-
-
-def test_output_that_is_no_terminal_gets_no_control_codes(short_run):
-    assert "\x1b" not in short_run.output and "\r" not in short_run.output
-
-
-def test_a_terminal_gets_progress_bars(two, monkeypatch):
-    def steps_only(strategy, options, advance):
-        for _ in range(options.steps):
-            advance()
-        return []
-
-    monkeypatch.setattr(demo, "train", steps_only)
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
-    demo.train_both(two, options(epochs=2), terminal)
-    shown = terminal.file.getvalue()
-    assert "training on 2 replicas" in shown and "training on 1 replica " in shown
-    assert "100%" in shown
 
 
 @pytest.mark.parametrize(
@@ -249,15 +212,6 @@ def test_a_bad_option_gets_a_clear_message(
     assert f"error: argument {message}" in capsys.readouterr().err
 
 
-def test_too_few_accelerators_say_how_to_simulate():
-    gpus = [SimpleNamespace(platform="gpu")]
-    message = demo.misfit(options(replicas=4), gpus)
-    assert message == (
-        "argument --replicas: 4 were asked for, but JAX has 1 gpu device(s). "
-        "Use at most 1, or simulate more: JAX_PLATFORMS=cpu."
-    )
-
-
 @pytest.mark.parametrize(("module", "package"), demo.EXTRAS.items())
 def test_a_missing_extra_is_named(module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
@@ -267,16 +221,6 @@ def test_a_missing_extra_is_named(module, package, monkeypatch):
     )
     with pytest.raises(js.MissingExtraError, match=message):
         demo.main([])
-
-
-def test_help_names_options_and_defaults(capsys):
-    with pytest.raises(SystemExit) as ended:
-        demo.main(["--help"])
-    assert ended.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    for option in ("--replicas", "--epochs", "--batch-size", "--seed", "--out"):
-        assert option in shown
-    assert "(default: 20)" in shown and "(default: demo.png)" in shown
 
 
 # As a command.
@@ -309,16 +253,6 @@ def test_the_command_simulates_eight_replicas_and_repeats_the_run(short_run, tmp
         assert [float(cell) for cell in row[1:3]] == pytest.approx(
             [float(cell) for cell in same[1:3]], abs=1e-5
         )
-
-
-def test_the_command_says_what_is_missing_without_a_traceback(tmp_path):
-    code = (
-        "import runpy, sys; sys.modules['sklearn'] = None; "
-        "runpy.run_module('jaxstrategy.demo', run_name='__main__')"
-    )
-    done = python("-c", code, folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("The demo needs scikit-learn")
 
 
 def test_importing_it_touches_no_device_and_no_extra(tmp_path):

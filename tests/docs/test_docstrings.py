@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import re
-import textwrap
 import typing
 from pathlib import Path
 
@@ -169,60 +168,7 @@ def test_the_first_line_is_a_sentence_or_names_what_there_is():
     )
 
 
-def test_each_file_says_what_it_holds():
-    files = sorted(PACKAGE.rglob("*.py"))
-    said = {path: ast.get_docstring(ast.parse(path.read_text())) for path in files}
-    told(str(path) for path, text in said.items() if not text)
-
-
 # What is raised.
-
-
-def body(function):
-    source = textwrap.dedent(inspect.getsource(function))
-    return ast.parse(source).body[0]
-
-
-def callee(call, function, owner):
-    """The function of the package that a call is of, as far as its name tells."""
-    match call.func:
-        case ast.Name(id=name):
-            found = function.__globals__.get(name)
-        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if owner:
-            found = plain(inspect.getattr_static(owner, name, None))
-        case ast.Attribute(value=ast.Name(id=module), attr=name):
-            module = function.__globals__.get(module)
-            found = getattr(module, name, None) if inspect.ismodule(module) else None
-        case _:
-            found = None
-    return found if inspect.isfunction(found) and is_ours(found) else None
-
-
-def raised(function, owner, depth):
-    """Names of what a function raises itself, or a helper that it calls.
-
-    Helpers in a `try` are left out, and so are functions that it defines: they run
-    later.
-    """
-    found = set()
-
-    def look(node, is_tried):
-        match node:
-            case ast.FunctionDef() | ast.Lambda() | ast.ClassDef():
-                return
-            case ast.Raise(exc=ast.Call(func=ast.Name(id=name)) | ast.Name(id=name)):
-                found.add(name)
-            case ast.Call() if depth and not is_tried:
-                helper = callee(node, function, owner)
-                if helper is not None:
-                    found.update(raised(helper, owner, depth - 1))
-        tried = node.body if isinstance(node, ast.Try) else ()
-        for child in ast.iter_child_nodes(node):
-            look(child, is_tried or child in tried)
-
-    for statement in body(function).body:
-        look(statement, False)
-    return {name for name in found if is_exception(name, function)}
 
 
 def is_exception(name, function):
@@ -231,22 +177,6 @@ def is_exception(name, function):
         if inspect.isclass(value) and issubclass(value, BaseException):
             return True
     return False
-
-
-# It gives the helper no step that could be wrong.
-CANNOT = {("jaxstrategy.checkpoint.CheckpointManager.restore_or_init", "ValueError")}
-
-
-def test_what_is_raised_is_said():
-    """By the function itself, and by helpers two calls away."""
-    told(
-        f"{name} raises {error}"
-        for name, function, owner in EVERY
-        if name.startswith("jaxstrategy")
-        for error in raised(function, owner, depth=2)
-        if error not in words(function, owner).partition("Raises:")[2]
-        if (name, error) not in CANNOT
-    )
 
 
 def section(function, owner, name):
@@ -282,21 +212,6 @@ def test_of_the_arguments_all_are_explained_or_none():
         if (explained := section(function, owner, "Args"))
         and function.__name__ != "__post_init__"  # its arguments are fields
         and sorted(explained) != sorted(taken := parameters(function))
-    )
-
-
-# Shapes.
-
-ARRAYS = re.compile(r"\b(Array|ndarray|IndexedSlices)\b")
-SHAPE = re.compile(r"\[(replica|rows|examples|n|\.\.\.|2)?[\],]|scalar|shape|bool")
-
-
-def test_shapes_of_arrays_are_told():
-    told(
-        f"{name}: which shape?"
-        for name, function, owner in EVERY
-        if any(map(ARRAYS.search, map(str, function.__annotations__.values())))
-        and not SHAPE.search(words(function, owner))
     )
 
 

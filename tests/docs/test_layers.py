@@ -11,7 +11,6 @@ PACKAGE = Path(jaxstrategy.__file__).parent
 
 FLOORS = [
     "text",
-    "charts",
     "_errors",
     "_lazy_names",
     "_version",
@@ -37,7 +36,6 @@ FLOORS = [
     "scheduled",
     "checkpoint",
     "profiling",
-    "visualization",
     "strategies",
     "preemption",
     "coordinator",

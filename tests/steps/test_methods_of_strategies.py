@@ -16,7 +16,7 @@ NAMES = """
     experimental_distribute_datasets_from_function
     experimental_distribute_values_from_function experimental_local_results explain
     extended gather init load_compiled local_steps measure_links mesh mirror
-    num_replicas_in_sync per_replica profile reduce run scope several step visualize
+    num_replicas_in_sync per_replica profile reduce run scope several step
 """.split()
 EXTENDED = """
     batch_reduce_to colocate_vars_with copy_to experimental_between_graph
@@ -119,7 +119,6 @@ def calls(s):
         "scope": lambda x: inside(s.scope(), lambda: s.reduce("mean", x)),
         "several": lambda x: s.several(pairs)(x, (x, x)),
         "step": lambda x: step(x),
-        "visualize": lambda x: (s.visualize(x), x)[1],
         "batch_reduce_to": lambda x: s.extended.batch_reduce_to(
             "sum", [(x, v), (values, "CPU:1")]
         )[0],
@@ -147,7 +146,6 @@ def calls(s):
 REFUSED = {
     "assert_in_sync": (js.TracedValueError, "cannot look at `tree` while JAX traces"),
     "compile": (js.CompiledStepError, "cannot be part of a function that JAX traces"),
-    "visualize": (js.TracedValueError, "`strategy.visualize` was called while JAX"),
     "load_compiled": (FileNotFoundError, "/none"),
     "distribute_datasets_from_function": (js.ContextError, "A dataset was read inside"),
     "experimental_distribute_dataset": (js.ContextError, "A dataset was read inside"),

@@ -10,7 +10,7 @@ import pytest
 from helpers.replicas import versions
 
 import jaxstrategy as js
-from jaxstrategy.text import _html_report
+from jaxstrategy.text import _html
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_values_are_shown_where_they_fit(four):
 
 def test_html_tables_of_many_rows_are_shortened():
     rows = [(i, "<b>") for i in range(100)]
-    table = _html_report.rows_of("Many <", ("a", "b"), rows)
+    table = _html.rows_of("Many <", ("a", "b"), rows)
     found = re.findall(r"<td.*?>(.*?)</td>", table)
     assert found[0::2] == [*map(str, range(8)), "…", *map(str, range(92, 100))]
     assert "<b>Many &lt;</b>" in table and found[1] == "&lt;b&gt;"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 from jaxstrategy.replicas._topology import Topology
-from jaxstrategy.text import _html_report
+from jaxstrategy.text import _html
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._columns import in_columns
 from jaxstrategy.text._lists import and_more
@@ -189,7 +189,7 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _html(self._title(), self._sections())
+        return _as_html(self._title(), self._sections())
 
     def _title(self) -> str:
         where = _where(self.logical_axes, self.replicas_per_device)
@@ -258,16 +258,16 @@ def _text(title: str, sections: Iterable[_Section]) -> str:
     return "\n".join(lines)
 
 
-def _html(title: str, sections: Iterable[_Section]) -> str:
+def _as_html(title: str, sections: Iterable[_Section]) -> str:
     """The report for notebooks."""
-    return _html_report.page(title, map(_html_of, sections))
+    return _html.page(title, map(_html_of, sections))
 
 
 def _html_of(section: _Section) -> str:
-    parts = list(map(_html_report.problem, section.problems))
+    parts = list(map(_html.problem, section.problems))
     if section.rows:
-        parts.append(_html_report.table(section.header, section.rows))
-    return _html_report.section(section.heading, *parts)
+        parts.append(_html.table(section.header, section.rows))
+    return _html.section(section.heading, *parts)
 
 
 def _problems(found: Sequence[str]) -> Iterator[_Section]:

@@ -3,11 +3,14 @@
 import tempfile
 from pathlib import Path
 
+from clu import metric_writers
+
 import jaxstrategy as js
 
 with tempfile.TemporaryDirectory() as folder:
-    writer = js.profiling.CluWriter(folder, asynchronous=False)
+    writer = metric_writers.create_default_writer(folder, asynchronous=False)
     with js.profiling.MetricLogger(writer) as log:
         log(0, {"loss": 1.0})
+    writer.close()
     files = [path.name for path in Path(folder).rglob("*tfevents*")]
 assert files

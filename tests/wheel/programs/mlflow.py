@@ -11,8 +11,11 @@ import jaxstrategy as js
 
 with tempfile.TemporaryDirectory() as folder:
     mlflow.set_tracking_uri(f"file:{folder}/runs")
-    with js.profiling.MetricLogger(js.profiling.MlflowWriter(run_name="smoke")) as log:
-        log(0, {"loss": 1.0})
+    with mlflow.start_run(run_name="smoke"):
+        with js.profiling.MetricLogger(
+            lambda step, scalars: mlflow.log_metrics(scalars, step=step)
+        ) as log:
+            log(0, {"loss": 1.0})
     run = mlflow.last_active_run()
     assert run.data.metrics == {"loss": 1.0}, run
     assert Path(folder, "runs").exists()

@@ -5,20 +5,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
-import os
 from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import KeyPath
 
 from jaxstrategy._errors import DonatedValueError
-from jaxstrategy.profiling import _writers
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _arrays, _trees
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf, PyTree, Value
+
+# A method that all arrays have, and that the abstract class does not mention.
+_is_ready = operator.methodcaller("is_ready")
 
 
 @final
@@ -31,27 +31,17 @@ class MetricLogger:
     processes, only process 0 writes; call it in all.
 
     Args:
-      writer: one of
-        - a directory, for TensorBoard;
-        - a `TensorBoardWriter`, `CluWriter`, `WandbWriter`, `MlflowWriter` or
-          `TrackioWriter`: a run that begins here, in process 0, and ends with the log;
-        - an object with `write_scalars(step, scalars)`, such as the writers of CLU;
-        - an object with `add_scalar(name, value, step)`, such as the `SummaryWriter` of
-          tensorboardX and PyTorch;
-        - a run of Weights & Biases, or `wandb`: the step is logged as the metric
-          `step`, which may go back;
-        - an object with `log_metrics(scalars, step=)`, such as `mlflow`;
-        - an object with `log(scalars, step=)`, such as a run of Trackio, or `trackio`;
-        - a function of a step's number and a dict of scalars.
+      writer: an object with `write_scalars(step, scalars)`, such as the writers of CLU,
+        or a function of a step's number and a dict of scalars. The guide on speed has
+        such functions for TensorBoard, Weights & Biases, MLflow and Trackio. What it
+        opened, it closes itself; its `flush()` is called if it has one.
       every: of how many steps one is written; their numbers are multiples of it.
       most_waiting: of how many calls metrics may wait; then the loop waits for the
         oldest ones, so that memory is bounded.
 
     Raises:
-      TypeError: `writer` is nothing of these; a number is not whole.
+      TypeError: `writer` is neither of these; a number is not whole.
       ValueError: a number is less than 1.
-      MissingExtraError: a directory or a run was given, and its library is not
-        installed.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -65,21 +55,19 @@ class MetricLogger:
     1 {'train/mean': 2.0}
     """
 
-    def __init__(
-        self,
-        writer: str | os.PathLike[str] | Any,
-        *,
-        every: int = 1,
-        most_waiting: int = 100,
-    ) -> None:
-        _writers.check(writer)
+    def __init__(self, writer: Any, *, every: int = 1, most_waiting: int = 100) -> None:
+        write = getattr(writer, "write_scalars", writer)
+        if isinstance(writer, type) or not callable(write):
+            raise TypeError(
+                f"`writer` was {writer!r}; an object with `write_scalars(step, "
+                "scalars)`, or a function of a step and a dict of scalars was wanted."
+            )
+        self._write = write
+        self._flush = getattr(writer, "flush", lambda: None)
         self._every = _checked("every", every)
         self._most_waiting = _checked("most_waiting", most_waiting)
         self._waiting: collections.deque[_Entry] = collections.deque()
-        self._is_closed = False
         self._is_writing = jax.process_index() == 0
-        if self._is_writing:
-            self._writer = _writers.opened(writer)
 
     def __call__(self, step: int, metrics: PyTree) -> None:
         """Write `metrics` when they are there.
@@ -92,8 +80,7 @@ class MetricLogger:
 
         Raises:
           TypeError: a value is not a number, or a `PerReplica`.
-          ValueError: an array is no scalar, and no row of scalars as long as others;
-            the run that was opened here has been closed.
+          ValueError: an array is no scalar, and no row of scalars as long as others.
           DonatedValueError: one that was logged before has been given to a step that
             overwrites its arguments.
         """
@@ -120,74 +107,45 @@ class MetricLogger:
     def _take(self, step: int, metrics: PyTree, every: int) -> None:
         if not self._is_writing:
             return
-        if self._is_closed:
-            raise ValueError(
-                f"Metrics of step {step} were logged after the `MetricLogger` was "
-                "closed, which ended its run. Log inside of its `with` block."
-            )
         entry = _Entry.of(operator.index(step), metrics, every)
         if entry.numbers():
             entry.start_copying()
             self._waiting.append(entry)
-        while self._waiting and (
-            len(self._waiting) > self._most_waiting or self._waiting[0].is_ready
-        ):
+        while len(self._waiting) > self._most_waiting:
             self._write_first()
+        self._write_ready()
 
     def flush(self) -> None:
         """Wait for all metrics, and write them."""
         while self._waiting:
             self._write_first()
-        if self._is_writing and not self._is_closed:
-            self._writer.flush()
+        if self._is_writing:
+            self._flush()
 
-    def close(self) -> None:
-        """Write all metrics, and end what was opened here: a run, or files."""
-        self.flush()
-        self._end(failed=False)
-
-    def _end(self, *, failed: bool) -> None:
-        if self._is_writing and not self._is_closed:
-            # What was given open goes on, and can be written to again.
-            self._is_closed = self._writer.is_opened_here
-            self._writer.close(failed)
+    def _write_ready(self) -> None:
+        while self._waiting and self._waiting[0].is_ready:
+            self._write_first()
 
     def _write_first(self) -> None:
         entry = self._waiting.popleft()
         values = entry.read()
         for row, number in entry.numbers():
-            self._writer.write(
-                number, {name: float(v[row]) for name, v in values.items()}
-            )
+            self._write(number, {name: float(v[row]) for name, v in values.items()})
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self.close()
-            return
-        # The devices may never finish what is not ready by now.
-        while self._waiting and self._waiting[0].is_ready:
-            self._write_first()
-        self._waiting.clear()
-        self._end(failed=True)
-
-
-# A method that all arrays have, and that the abstract class does not mention.
-_is_ready = operator.methodcaller("is_ready")
+        if kind is not None:
+            # The devices may never finish what is not ready by now.
+            self._write_ready()
+            self._waiting.clear()
+        self.flush()
 
 
 @dataclasses.dataclass
 class _Entry:
-    """The metrics of one call.
-
-    Attributes:
-      step: the number of its first step.
-      steps: how many steps they are of.
-      leaves: their values by name.
-      every: of how many steps one is written.
-    """
+    """The metrics of one call: of `steps` steps from `step` on, by name."""
 
     step: int
     steps: int
@@ -196,11 +154,13 @@ class _Entry:
 
     @classmethod
     def of(cls, step: int, metrics: PyTree, every: int) -> _Entry:
-        found = jax.tree.leaves_with_path(metrics, is_leaf=_trees.is_whole)
-        leaves = {_joined(path): leaf for path, leaf in found}
+        leaves: dict[str, Value] = {}
         lengths: dict[int, str] = {}
-        for name, leaf in leaves.items():
+        found = jax.tree.leaves_with_path(metrics, is_leaf=_trees.is_whole)
+        for path, leaf in found:
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
             _check(name, leaf)
+            leaves[name] = leaf
             if np.ndim(leaf) == 1:
                 lengths.setdefault(len(leaf), name)
         if len(lengths) > 1:
@@ -225,7 +185,6 @@ class _Entry:
 
     @property
     def is_ready(self) -> bool:
-        """Whether they can be read without waiting."""
         arrays = [x for x in self.leaves.values() if isinstance(x, jax.Array)]
         return all(array.is_deleted() or _is_ready(array) for array in arrays)
 
@@ -255,24 +214,16 @@ def _check(name: str, leaf: Leaf) -> None:
             "`get_replica_context().all_reduce('mean', value)` from the step, or "
             "`strategy.reduce('mean', value)`."
         )
-    if not _is_numeric(leaf):
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    if not isinstance(leaf, (bool, int, float)) and not (
+        _arrays.is_array(leaf) and any(jnp.issubdtype(leaf.dtype, k) for k in kinds)
+    ):
         raise TypeError(f"`{name}` is {leaf!r}; a number or an array was wanted.")
     if np.ndim(leaf) > 1:
         raise ValueError(
             f"`{name}` has shape {np.shape(leaf)}; a scalar was wanted, or a scalar "
             "for each of several steps. Log its mean, for example."
         )
-
-
-def _is_numeric(leaf: Leaf) -> bool:
-    if isinstance(leaf, (bool, int, float)):
-        return True
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    return _arrays.is_array(leaf) and any(jnp.issubdtype(leaf.dtype, k) for k in kinds)
-
-
-def _joined(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "value"
 
 
 def _checked(name: str, given: Value) -> int:

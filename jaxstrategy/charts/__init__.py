@@ -1,1 +1,0 @@
-"""Small charts as SVG inside HTML: no scripts, readable on white and dark pages."""

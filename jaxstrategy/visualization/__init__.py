@@ -1,1 +1,0 @@
-"""What lies where, as text and as pictures."""
