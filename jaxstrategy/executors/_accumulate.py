@@ -23,14 +23,7 @@ from jaxstrategy.values._types import Leaf, PyTree
 def accumulated(
     fn: Callable[..., PyTree], k: int, mean: bool, has_aux: bool
 ) -> Callable[..., PyTree]:
-    """`fn` called on `k` parts of its arguments, one after the other.
-
-    Args:
-      fn: works on a part; returns a pytree of arrays, with `has_aux` that and another.
-      k: how many parts.
-      mean: whether to divide the sum of the results by `k`.
-      has_aux: see `fn`; what it returns second is stacked, `[k, ...]`.
-    """
+    """`fn` called on `k` parts of its arguments, one after the other."""
 
     @functools.wraps(fn)
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -76,12 +69,7 @@ def _in_turn(
 
 
 def checked_parts(k: object) -> int:
-    """`k`, a number of parts.
-
-    Raises:
-      ValueError: it is less than 1.
-      TypeError: it is not a whole number.
-    """
+    """`k`, a number of parts."""
     number = whole(k)
     if number is None:
         raise TypeError(

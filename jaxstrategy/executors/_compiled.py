@@ -28,15 +28,7 @@ from jaxstrategy.values._types import Function, PyTree
 
 @final
 class CompiledExecutor(AbstractExecutor):
-    """Traces a function once as one replica sees it, and compiles it for all.
-
-    Args:
-      strategy: the strategy, which knows its replicas already.
-      processes: those that take its steps together; None for this one alone.
-
-    Attributes:
-      agreement: with the other processes, None if there are none.
-    """
+    """Traces a function once as one replica sees it, and compiles it for all."""
 
     def __init__(
         self, strategy: AbstractStrategy, processes: Processes | None = None

@@ -35,11 +35,7 @@ class FunctionProgram(Protocol):
         ...
 
     def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
-        """The function with these first arguments, which are looked into only now.
-
-        Raises:
-          TypeError: none of them can be changed in place.
-        """
+        """The function with these first arguments, which are looked into only now."""
         ...
 
 
@@ -48,9 +44,6 @@ class AbstractExecutor(abc.ABC):
 
     What a strategy asks of it does not say how: compiled as one program for all
     replicas, as the function stands, or sent to processes that take their own steps.
-
-    Args:
-      strategy: the strategy, which knows its replicas already.
     """
 
     def __init__(self, strategy: AbstractStrategy) -> None:
@@ -69,11 +62,7 @@ class AbstractExecutor(abc.ABC):
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
-        """The results of `fn`, in whatever context `run` is called.
-
-        Raises:
-          ContextError: inside another `run`, or in another strategy's scope.
-        """
+        """The results of `fn`, in whatever context `run` is called."""
         context = _context.current()
         if context.observer is not None and not context.in_step:
             context.observer(self, fn, args, kwargs, options)
@@ -110,14 +99,7 @@ class AbstractExecutor(abc.ABC):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """The results of `fn`, called for each copy of the variables it changes.
-
-        Args:
-          devices: those that it is told, of the copies.
-          fn: changes variables.
-          args: its positional arguments.
-          kwargs: its keyword arguments.
-        """
+        """The results of `fn`, called for each copy of the variables it changes."""
 
     def compile(
         self,
@@ -127,18 +109,7 @@ class AbstractExecutor(abc.ABC):
         options: RunOptions | None,
         obtain: Obtain,
     ) -> FunctionProgram:
-        """The program of one such call of `fn`, compiled before it is made.
-
-        Args:
-          fn: the step.
-          args: its positional arguments; types may stand for arrays.
-          kwargs: its keyword arguments.
-          options: how it is compiled.
-          obtain: says what the program is.
-
-        Raises:
-          NotImplementedError: steps are compiled elsewhere, or not at all.
-        """
+        """The program of one such call of `fn`, compiled before it is made."""
         raise NotImplementedError(
             f"A {type(self._strategy).__name__} compiles a step where it runs, when it "
             "is scheduled: `compile` and `load_compiled` cannot do it before. Set up "
@@ -152,11 +123,7 @@ class AbstractExecutor(abc.ABC):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """The results of what `compile` gave, wherever `run` may be called.
-
-        Raises:
-          ContextError: inside another `run`, or in another strategy's scope.
-        """
+        """The results of what `compile` gave, wherever `run` may be called."""
         raise NotImplementedError("`compile` gives nothing that could be run")
 
     def explain(
@@ -169,16 +136,7 @@ class AbstractExecutor(abc.ABC):
         topology: Topology,
         compiled: bool,
     ) -> Explanation:
-        """An explanation of `run` as one program, which is not run.
-
-        Args:
-          fn: the step.
-          args: its positional arguments.
-          kwargs: its keyword arguments.
-          options: how `run` would compile it.
-          topology: the links that communication times are predicted for.
-          compiled: whether to compile it, for what XLA has to say.
-        """
+        """An explanation of `run` as one program, which is not run."""
         return explain(
             fn,
             args,
@@ -259,12 +217,7 @@ class EagerExecutor(AbstractExecutor):
 
 @final
 class EagerProgram:
-    """One function of an `EagerExecutor`.
-
-    Args:
-      fn: the function.
-      run: calls it with a tuple and a dict of arguments.
-    """
+    """One function of an `EagerExecutor`."""
 
     def __init__(self, fn: Function, run: Callable[..., PyTree]) -> None:
         self._fn = fn
@@ -275,11 +228,7 @@ class EagerProgram:
         return self._run(tuple(args), kwargs)
 
     def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
-        """The function with these first arguments.
-
-        Raises:
-          TypeError: none of them can be changed in place.
-        """
+        """The function with these first arguments."""
         captured = _adapter.captured_by(self._fn)
         _adapter.require_objects(tuple(objects), captured)
 

@@ -26,16 +26,6 @@ class ReplicatedFunction:
     Made by `@strategy.run`. Called as the function is, with global values. On a class
     it makes a method: an object that is a registered pytree is passed as an argument
     like any other, any other object belongs to the step.
-
-    Attributes:
-      function: the function, as one replica sees it.
-      options: how it is compiled.
-
-    Args:
-      fn: the function, as one replica sees it.
-      executor: runs it.
-      describe: the strategy, for `repr`.
-      options: how it is compiled.
     """
 
     def __init__(

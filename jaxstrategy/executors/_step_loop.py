@@ -27,17 +27,7 @@ from jaxstrategy.variables._variable import Variable
 
 
 class ArrayTree:
-    """A pytree as its arrays and the rest of it.
-
-    Args:
-      tree: any.
-      with_numbers: whether Python's numbers count as arrays.
-
-    Attributes:
-      paths: of all its leaves.
-      leaves: they.
-      structure: how they are put together.
-    """
+    """A pytree as its arrays and the rest of it."""
 
     def __init__(self, tree: PyTree, with_numbers: bool = True) -> None:
         found, self.structure = jax.tree.flatten_with_path(
@@ -127,12 +117,7 @@ def first_names(fn: Function, count: int) -> list[str]:
 
 
 class BatchRun:
-    """Batches of one size, one after the other.
-
-    Attributes:
-      form: the first of them.
-      columns: for each array of a batch, that of each batch.
-    """
+    """Batches of one size, one after the other."""
 
     def __init__(self, batches: Sequence[ArrayTree]) -> None:
         self.form = batches[0]
@@ -145,14 +130,7 @@ class BatchRun:
 
 
 def runs(name: str, given: object) -> list[BatchRun]:
-    """The batches of one call: one loop each for those of one size.
-
-    Where there is one replica, the last batch of a dataset may be smaller.
-
-    Raises:
-      TypeError: they are in no tuple.
-      ValueError: there are none, or they are of several kinds.
-    """
+    """The batches of one call: one loop each for those of one size."""
     if not isinstance(given, (tuple, list)):
         raise TypeError(
             f"`{name}` makes several steps and takes a tuple of batches in the "
@@ -193,14 +171,7 @@ _Given: TypeAlias = tuple[list[jax.Array], dict[int, jax.Array]]
 
 
 class StepLoop:
-    """One call: what it carries from step to step, and what stays.
-
-    Args:
-      fn: the step.
-      args: its arguments before the batch.
-      kwargs: its keyword arguments.
-      synchronization: what the replicas have to do with each other.
-    """
+    """One call: what it carries from step to step, and what stays."""
 
     def __init__(
         self,
@@ -252,11 +223,7 @@ class StepLoop:
     def _joined(
         self, found: list[tuple[ArrayTree, list[jax.Array]]]
     ) -> list[jax.Array]:
-        """The other arrays of all steps, stacked.
-
-        Raises:
-          ValueError: they cannot be, because they have a row for each of the batch.
-        """
+        """The other arrays of all steps, stacked."""
         ((first, rest), *others) = found
         for form, arrays in others:
             pairs = zip(rest, arrays, strict=True)
@@ -433,17 +400,7 @@ def _structure(tree: PyTree) -> TreeStructure:
 def several(
     fn: Function, synchronization: Callable[[], AbstractSynchronization] = InEachStep
 ) -> Function:
-    """A function that makes one step of `fn` after the other, with a batch for each.
-
-    Args:
-      fn: the step, `fn(*going, batch, **same)`. It returns what it goes on with, and
-        then anything else.
-      synchronization: makes what the replicas have to do with each other in one call.
-
-    Returns:
-      A function `steps(*going, batches, **same)`. It returns what the last step went on
-      with; of anything else the arrays of all steps, stacked `[step, ...]`.
-    """
+    """A function that makes one step of `fn` after the other, with a batch for each."""
 
     @functools.wraps(fn)
     def steps(*args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -40,13 +40,7 @@ class AbstractSynchronization(abc.ABC):
         same: Sequence[bool],
         rest: Sequence[jax.Array],
     ) -> Ends:
-        """The state and the other arrays that the loop returns.
-
-        Args:
-          state: the arrays of the last step's.
-          same: for each of them whether no step changed it.
-          rest: what was kept, of all steps.
-        """
+        """The state and the other arrays that the loop returns."""
 
 
 @final
@@ -73,11 +67,7 @@ class InEachStep(AbstractSynchronization):
 
 @final
 class AfterTheLast(AbstractSynchronization):
-    """Each replica is by itself until the last step, and then they take means.
-
-    Args:
-      replica: the context that the loop is in.
-    """
+    """Each replica is by itself until the last step, and then they take means."""
 
     def __init__(self, replica: ReplicaContext) -> None:
         self._replica = replica
@@ -104,10 +94,7 @@ class AfterTheLast(AbstractSynchronization):
         same: Sequence[bool],
         rest: Sequence[jax.Array],
     ) -> Ends:
-        """The means of floating-point arrays, and what the steps reduced, reduced.
-
-        Mirrored variables that the steps have assigned become their means, too.
-        """
+        """The means of floating-point arrays, and what the steps reduced, reduced."""
         variables = list(filter(_has_mean, self._local.assigned.values()))
         arrays = [*state, *rest, *(each.value() for each in variables)]
         changed = zip(state, same, strict=True)

@@ -42,12 +42,7 @@ _PLACE = re.compile(r' loc\((?:#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)|^#loc.*\n', 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """An array that a step has captured.
-
-    Attributes:
-      value: the array.
-      site: of the equation that uses it first, None if none does.
-    """
+    """An array that a step has captured."""
 
     value: Leaf
     site: Site | None
@@ -67,12 +62,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """An argument that is the same in all processes, or should be.
-
-    Attributes:
-      label: how messages call it.
-      value: an array, or a number.
-    """
+    """An argument that is the same in all processes, or should be."""
 
     label: str
     value: Leaf
@@ -129,13 +119,7 @@ def constants(jaxpr: ClosedJaxpr) -> Iterator[Constant]:
 def fingerprint(
     name: str, jaxpr: ClosedJaxpr, given: Mapping[int, Given] | None = None
 ) -> ProgramPrint:
-    """A print of a program, equal in all processes that have made the same, as JSON.
-
-    Args:
-      name: of the step.
-      jaxpr: its trace.
-      given: what it is called with, and should be the same, by its place.
-    """
+    """A print of a program, equal in all processes that have made the same, as JSON."""
     found = [*constants(jaxpr), *(given or {}).values()]
     told = [each.description for each in constants(jaxpr)]
     told += [each.used_in(jaxpr, index) for index, each in (given or {}).items()]
@@ -148,11 +132,7 @@ def fingerprint(
 
 
 def code_of(jaxpr: Jaxpr) -> bytes:
-    """Equal for steps that compute the same from their captured arrays.
-
-    Of an exported function JAX prints the name, so that two files of `jax.export` with
-    other weights look the same: their modules follow.
-    """
+    """Equal for steps that compute the same from their captured arrays."""
     modules = [
         _PLACE.sub("", value.mlir_module()).encode()
         for eqn in all_eqns(jaxpr)

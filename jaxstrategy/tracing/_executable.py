@@ -31,22 +31,7 @@ from jaxstrategy.variables import _cell
 
 @final
 class InputLayout:
-    """The form in which one jitted function takes the arguments of its step.
-
-    Args:
-      signature: of the arguments.
-      donated: the leaves that are donated. JAX donates all of an argument or nothing;
-        a mask stays.
-      is_flat: whether it takes the leaves in any case.
-
-    Attributes:
-      structure: of `(args, kwargs)` as the user gave them, if the jitted function takes
-        them so, the keyword arguments as a last dict if there are any. None if it takes
-        the leaves.
-      divided: the arguments of the jitted function with some `PerReplica`: the place of
-        each, its structure, and of each `PerReplica` the places among its leaves and
-        among all.
-    """
+    """The form in which one jitted function takes the arguments of its step."""
 
     def __init__(
         self, signature: Signature, donated: Collection[int], is_flat: bool = False
@@ -86,19 +71,12 @@ class InputLayout:
         return as_inputs(*jax.tree.unflatten(self.structure, leaves))
 
     def leaves(self, inputs: Sequence[PyTree]) -> list[Tracer] | None:
-        """The leaves of what JAX gives the jitted function.
-
-        None if it is put together otherwise than the arguments of the step are.
-        """
+        """The leaves of what JAX gives the jitted function."""
         leaves, structure = jax.tree.flatten(tuple(inputs))
         return leaves if structure == self._expected else None
 
     def shardings(self, shardings: Sequence[NamedSharding]) -> Sequence[PyTree]:
-        """The shardings for `jax.jit`.
-
-        Args:
-          shardings: of each leaf.
-        """
+        """The shardings for `jax.jit`."""
         owned = [[shardings[index] for index in own] for own in self._places]
         if all(len(set(own)) == 1 for own in owned):
             # A class of the user may refuse what is no array.
@@ -147,11 +125,7 @@ class NotTraced(Exception):
 
 
 class Retraced(Exception):
-    """A trace has told that the jitted function is to be another one.
-
-    Args:
-      step: what was traced.
-    """
+    """A trace has told that the jitted function is to be another one."""
 
     def __init__(self, step: TracedStep) -> None:
         self.step = step
@@ -159,16 +133,7 @@ class Retraced(Exception):
 
 @final
 class Handover:
-    """The way in which a jitted function comes by the trace that it is compiled from.
-
-    Args:
-      trace: traces the step for the leaves of a call that offers nothing.
-
-    Attributes:
-      inputs: those of the call that was begun last, by whatever thread; cleared when it
-        ends, so that no array lives longer.
-      has_plain: whether a trace has told of results with leaves that are no arrays.
-    """
+    """Hands the trace of a step to the jitted function that asks for it."""
 
     __slots__ = ("_own", "_trace", "has_plain", "inputs")
 
@@ -188,12 +153,7 @@ class Handover:
             self._own.trace = None
 
     def take(self, inputs: Sequence[Tracer]) -> TracedStep:
-        """The step, traced for inputs like these.
-
-        Raises:
-          NotTraced: the leaves of the call may lie elsewhere.
-          Retraced: the step does not fit the function that asks.
-        """
+        """The step, traced for inputs like these."""
         trace = getattr(self._own, "trace", None)
         # As if nothing were being traced; JAX is about to trace what asks for this.
         with eval_context():
@@ -221,22 +181,7 @@ def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
 
 @final
 class Executable:
-    """A compiled step and what is done around its calls; threads may share it.
-
-    Args:
-      compiled: the jitted function, of the arguments and the variables' values. It
-        returns the results, the outputs that stages have added, and the new values.
-      layout: of the arguments.
-      handover: what the jitted function asks for traces.
-      variables: which the step is given, or reaches by references.
-      stages: what is done before and after.
-      placement: where arguments lie.
-
-    Attributes:
-      compiled: as given.
-      is_plain: whether it can be called without asking whether it is right still.
-      is_bare: whether `call_bare` may be called.
-    """
+    """A compiled step and what is done around its calls; threads may share it."""
 
     __slots__ = (
         "compiled",
@@ -281,15 +226,7 @@ class Executable:
         self.is_bare = self.is_plain and not is_asked
 
     def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
-        """The step's results for leaves that lie where they belong.
-
-        Args:
-          leaves: those of the arguments.
-          inputs: the arguments, as the layout has them.
-
-        Raises:
-          NotTraced: there is no trace for arguments like these.
-        """
+        """The step's results for leaves that lie where they belong."""
         for before in self._before:
             before(leaves)
         before_call = self._in_references() if self._checks else ()
@@ -309,14 +246,7 @@ class Executable:
         return _results.unwrap_plain(results) if has_plain else results
 
     def call_bare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """The step's results where JAX alone looks at the arguments.
-
-        It sees by itself whether they are of the types that the step was compiled for.
-        What it refuses, `Program` may take or can explain.
-
-        Raises:
-          NotTraced: a `PerReplica` lies elsewhere, or there is no trace for these.
-        """
+        """The step's results where JAX alone looks at the arguments."""
         # To JAX keyword arguments are one more argument, a dict as others may be.
         if bool(kwargs) is not self._layout.has_keywords:
             raise NotTraced
@@ -380,16 +310,7 @@ def jitted(
     stages: Sequence[Stage],
     **options: Any,
 ) -> Wrapped:
-    """The jitted function that an `Executable` calls.
-
-    Args:
-      name: of the step, which profiles and HLO dumps show.
-      layout: of its arguments.
-      handover: where the trace is that it is compiled from.
-      carried: the variables.
-      stages: what they add is computed as well.
-      options: of `jax.jit`.
-    """
+    """The jitted function that an `Executable` calls."""
 
     def program(*given: PyTree) -> _Returned:
         leaves = layout.leaves(given[: layout.count])
@@ -438,14 +359,7 @@ def _debugged(
     carried: Carried,
     stages: Sequence[Stage],
 ) -> _Returned:
-    """The results for what has led to a NaN, which `jax_debug_nans` looks for.
-
-    JAX calls a function again then, operation by operation. Inside a `shard_map` it
-    would do so for ever, and it knows nothing of replicas.
-
-    Raises:
-      NonFiniteError: that the step makes.
-    """
+    """The results for what has led to a NaN, which `jax_debug_nans` looks for."""
     finite = Finite(step.replica_step, bool(jax.config.jax_debug_infs))
     others = [stage for stage in stages if not isinstance(stage, Finite)]
     with jax.debug_nans(False), jax.debug_infs(False):

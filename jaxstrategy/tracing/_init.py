@@ -59,15 +59,7 @@ from jaxstrategy.values._types import Leaf, PyTree
 
 @final
 class InnerState:
-    """What is known of where the arrays lie that a function builds.
-
-    Args:
-      specs: what the user gave: a pytree of specs, or a prefix of the result.
-      args: the arguments of the function: an array of the result whose path ends like
-        that of an argument, and that has its shape, lies as that does. So moments lie
-        as their parameters.
-      replicas: those of the strategy.
-    """
+    """What is known of where the arrays lie that a function builds."""
 
     def __init__(
         self, specs: PyTree, args: Sequence[PyTree], replicas: Replicas
@@ -82,15 +74,7 @@ class InnerState:
         return self._specs is not None or has_inner_axes(self._replicas)
 
     def shardings(self, types: PyTree) -> list[NamedSharding]:
-        """For each array of the result its placement, whole over the replicas.
-
-        Args:
-          types: the result, with types for arrays.
-
-        Raises:
-          TypeError: `specs` has something else than specs.
-          ValueError: `specs`, or an annotation, does not fit the result.
-        """
+        """For each array of the result its placement, whole over the replicas."""
         return [sharding_by(spec, self._replicas) for spec in self._all_specs(types)]
 
     def typed(self, types: PyTree) -> PyTree:
@@ -258,18 +242,7 @@ def build_divided(
     inner: InnerState,
     name: str,
 ) -> tuple[PyTree, list[jax.Array]]:
-    """`build(*arrays)`, with each array of it placed as `replicas` keep their state.
-
-    It is the same bit by bit as if each device had computed all. So what is not exact
-    in parts is computed whole and then divided, one array after the other.
-
-    Args:
-      build: makes a state, and arrays `[replica, ...]`, of which each has its version.
-      arrays: its arguments; those of the first process count.
-      replicas: those of the strategy.
-      inner: where its arrays lie on the devices of each replica.
-      name: how other processes hear of it.
-    """
+    """`build(*arrays)`, with each array of it placed as `replicas` keep their state."""
     given = [
         _building.replicate_leaf(array, _place_of_input(array, replicas))
         for array in arrays
@@ -314,14 +287,7 @@ def _is_same_everywhere(name: str, traced: ClosedJaxpr) -> bool:
 
 @final
 class _Programs:
-    """The programs that build one state.
-
-    Args:
-      jaxpr: all of it.
-      inputs: its constants and its arguments, on all replicas.
-      wanted: where its results are to lie.
-      whole: where what is whole lies; None for JAX's default device.
-    """
+    """The programs that build one state."""
 
     def __init__(
         self,
@@ -475,25 +441,7 @@ def build_replicated(
     replicas: Replicas,
     specs: PyTree = None,
 ) -> PyTree:
-    """`fn(*args)` compiled so that its arrays come out as `replicas` keep their state.
-
-    That is whole on each of them, or in parts; a `PerReplica` that it makes comes out
-    with a version on each. Arrays in `args` are traced; everything else `fn` sees as it
-    is.
-
-    Args:
-      fn: builds the state.
-      args: its arguments.
-      replicas: those of the strategy.
-      specs: the divisions of its arrays over the devices of each replica: a pytree of
-        specs (`jax.P`), or a prefix of the result; where it is None, as Flax's
-        annotations say, or as an argument lies that the array is like.
-
-    Raises:
-      TypeError: `fn` cannot be called; an argument is a `PerReplica`; a leaf of the
-        result is an object that hides arrays; `specs` has something else.
-      ValueError: `specs` or annotations do not fit.
-    """
+    """`fn(*args)`, compiled so that its arrays lie as `replicas` keep their state."""
     if not callable(fn):
         raise TypeError(
             f"`init` was given {fn!r}, which cannot be called. Give the function that "
@@ -533,11 +481,7 @@ def build_replicated(
 def _called(
     fn: Callable[..., PyTree], args: Sequence[PyTree], replicas: Replicas
 ) -> PyTree:
-    """What `fn` returns, traced where the axes inside a replica have names if need be.
-
-    Raises:
-      ValueError: it wants an array to be divided along an axis that there is not.
-    """
+    """What `fn` returns, traced where inner axes have names if need be."""
     with without_eager_sharding():
         try:
             # Where there is a mesh, Flax refuses annotations of its attention layers,
@@ -596,11 +540,7 @@ class _Versions:
 def _without_versions(
     tree: PyTree, replicas: Replicas
 ) -> tuple[PyTree, list[jax.Array]]:
-    """`tree` with a mark for each `PerReplica` that was built, and their arrays.
-
-    Raises:
-      ValueError: one has not a version for each replica.
-    """
+    """`tree` with a mark for each `PerReplica` that was built, and their arrays."""
     stacked: list[jax.Array] = []
 
     def marked(path: KeyPath, leaf: Leaf) -> Leaf:

@@ -27,15 +27,7 @@ class OneText(str):
 
 @final
 class NumberedText(str):
-    """A format string of the leaves of some arguments, and the number of a replica.
-
-    Attributes:
-      structure: of the arguments, positional ones and those by name.
-      has_fields: whether it has fields for them; else they follow it.
-      is_said: whether the number stands before each line. XLA ends a program of a
-        single replica of several devices that prints and is given nothing (JAX 0.10 and
-        0.12), so there is one in any case.
-    """
+    """A format string of the leaves of some arguments, and the number of a replica."""
 
     __slots__ = ("has_fields", "is_said", "structure")
 
@@ -78,46 +70,25 @@ class NumberedText(str):
 
 
 def has_prints(jaxpr: Jaxpr, replicas: Replicas) -> bool:
-    """Whether a step has prints that `with_numbers` changes.
-
-    Args:
-      jaxpr: the step of one replica.
-      replicas: of the step.
-    """
+    """Whether a step has prints that `with_numbers` changes."""
     named = _changed(replicas)
     return bool(named) and any(e.primitive.name in named for e in all_eqns(jaxpr))
 
 
 def with_numbers(jaxpr: Jaxpr, replicas: Replicas) -> Jaxpr:
-    """`jaxpr`, of which each `jax.debug.print` says which replica printed.
-
-    In a `merge_call`, which is code of all replicas, one prints for all.
-
-    Args:
-      jaxpr: the step of one replica, without constants; it is evaluated here, where the
-        axes of the replicas have names.
-      replicas: of the step.
-    """
+    """`jaxpr`, of which each `jax.debug.print` says which replica printed."""
     if not has_prints(jaxpr, replicas):
         return jaxpr
     return rewritten(with_merges(jaxpr), _Prints(replicas).in_place_of)
 
 
 def with_merges(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr`, of which the prints in a `merge_call` say that they are such.
-
-    What an inner jaxpr is part of, its own equations do not know.
-    """
+    """`jaxpr`, of which the prints in a `merge_call` say that they are such."""
     return rewritten(jaxpr, _as_of_each, rule_at=_rule_at)
 
 
 def with_numbered_prints(fn: Function, replicas: Replicas) -> Function:
-    """As `with_numbers`, of a function whose prints `with_merges` has seen.
-
-    Args:
-      fn: of one replica; it returns a pytree of arrays.
-      replicas: of the step.
-    """
+    """As `with_numbers`, of a function whose prints `with_merges` has seen."""
     return rewritten_function(fn, _Prints(replicas).in_place_of)
 
 
@@ -166,11 +137,7 @@ class _Prints:
         return lambda *operands: printed(*operands, self.replicas.index())
 
     def _on_one_device(self, call: Function) -> Function:
-        """`call` on the first device of the replica.
-
-        JAX does so itself, but along one inner axis only, and on the mesh where the
-        equation was traced, which for steps with divided state is none (0.10 and 0.12).
-        """
+        """`call` on the first device of the replica."""
         if not self.replicas.inner_axes:
             return call
 

@@ -15,11 +15,7 @@ from jaxstrategy.values._types import Function, PyTree
 def on_own_devices(
     fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
 ) -> Function:
-    """As `on_replicas`, for replicas with one device or several.
-
-    Several compute one replica's values together, divided over the inner axes as XLA
-    sees fit, and as the constraints in `fn` say.
-    """
+    """As `on_replicas`, for replicas with one device or several."""
     # check_vma=False: with True, JAX sums the gradient of a replicated value over
     # the replicas by itself, and the user's own mean of it is N times too large (JAX
     # 0.10 and 0.12).
@@ -36,13 +32,7 @@ def on_own_devices(
 
 
 def on_each_device(fn: Function, inner: InnerSpec, replicas: Replicas) -> Function:
-    """`fn` of what one device has, as a function of what its replica has.
-
-    Args:
-      fn: takes one array, and returns one that is divided in the same way.
-      inner: how the devices of a replica divide both.
-      replicas: one of these computes it, in `on_own_devices`.
-    """
+    """`fn` of what one device has, as a function of what its replica has."""
     return jax.shard_map(
         fn,
         in_specs=inner,
@@ -53,12 +43,7 @@ def on_each_device(fn: Function, inner: InnerSpec, replicas: Replicas) -> Functi
 
 
 def on_all_devices(fn: Function, replicas: Replicas) -> Function:
-    """`fn` that makes nothing, of whole arrays, as each device of a replica calls it.
-
-    Args:
-      fn: takes arrays, and returns nothing.
-      replicas: one of these computes it, in `on_own_devices`.
-    """
+    """`fn` that makes nothing, of whole arrays, called by each device of a replica."""
     return jax.shard_map(
         fn,
         in_specs=WHOLE,

@@ -35,10 +35,7 @@ def without_collectives(fn: Function, axes: Sequence[str]) -> Function:
 
 
 def _alone(eqn: Equation, axes: set[str]) -> Function | None:
-    """The function that takes the place of a collective; None: the equation stays.
-
-    It makes copies, because in a jaxpr results are neither operands nor literals.
-    """
+    """The function that takes the place of a collective; None: the equation stays."""
     if not names(eqn) or not axes.issuperset(names(eqn)):
         return None
     if eqn.primitive.name == "axis_index":
@@ -128,14 +125,7 @@ def _compilable(array: jax.Array) -> jax.Array:
 def on_replicas(
     fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
 ) -> Function:
-    """`fn` of one replica as a function of all replicas' arrays.
-
-    Args:
-      fn: takes one replica's parts of arrays, and returns a pytree of them.
-      replicas: where it runs.
-      taken: how the arrays that it is given lie.
-      returned: how those that it returns do: a pytree of `Lies`, or a prefix of it.
-    """
+    """`fn` of one replica as a function of all replicas' arrays."""
     if replicas.per_device > 1:
         return on_shared_devices(fn, replicas, taken, returned)
     if replicas.inner_axes and replicas.count == 1:

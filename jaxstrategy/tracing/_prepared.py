@@ -22,17 +22,7 @@ from jaxstrategy.values._types import Leaf, TreeStructure
 @final
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """A step that was traced to be compiled ahead of time.
-
-    Attributes:
-      step: what was traced.
-      inputs: of the program, types or arrays: the arguments, then the variables.
-      variables: the names of the latter.
-      stages: the kinds of those that are active.
-      must_be_lowered: whether one of them learns something by that.
-      compiler_options: what the compiler is asked for besides.
-      lower: returns JAX's lowered form.
-    """
+    """A step that was traced to be compiled ahead of time."""
 
     step: TracedStep
     inputs: Sequence[Leaf]
@@ -59,12 +49,7 @@ class Preparation:
         return jax.tree.structure(((0,) * len(self.inputs), {}))
 
     def output_tree(self, num_added: int, num_kept: int) -> TreeStructure:
-        """The structure of what it returns.
-
-        Args:
-          num_added: how many outputs stand beside the step's results.
-          num_kept: how many variables it returns.
-        """
+        """The structure of what it returns."""
         varies = self.step.trace.varies
         results = self.step.results.rebuild([PerReplica(0) if v else 0 for v in varies])
         return jax.tree.structure((results, [0] * num_added, [0] * num_kept))
@@ -75,12 +60,7 @@ Obtain: TypeAlias = Callable[[Preparation], Compiled]
 
 @final
 class PreparedCall:
-    """A program in place of a jitted function, for inputs of certain types.
-
-    Args:
-      compiled: the program.
-      preparation: what it was made of.
-    """
+    """A program in place of a jitted function, for inputs of certain types."""
 
     __slots__ = ("_compiled", "_labels", "_name", "_types", "_weak")
 
@@ -152,11 +132,7 @@ class PreparedCall:
 
 @final
 class OutdatedCall:
-    """In place of a program that was compiled for what is not there any more.
-
-    Args:
-      name: of the step.
-    """
+    """In place of a program that was compiled for what is not there any more."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -174,11 +150,7 @@ class OutdatedCall:
 
 
 def traced_caller(name: str) -> str:
-    """For messages: JAX traces the code that calls a compiled step.
-
-    Args:
-      name: of the step.
-    """
+    """For messages: JAX traces the code that calls a compiled step."""
     return (
         f"`{name}` was compiled ahead of time, so it cannot be part of a function that "
         "JAX traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Call the step itself "

@@ -48,12 +48,7 @@ _told: set[tuple[str, int]] = set()
 
 
 def tell(name: str, jaxpr: ClosedJaxpr) -> None:
-    """Say once of a step why nothing will be seen of it for a while.
-
-    Args:
-      name: of the step.
-      jaxpr: of one replica, about to be compiled.
-    """
+    """Say once of a step why nothing will be seen of it for a while."""
     if max(len(jaxpr.invars), len(jaxpr.outvars)) < _MANY:  # the usual case
         return
     count = max(_used(jaxpr), len(jaxpr.outvars))
@@ -79,16 +74,7 @@ def _used(jaxpr: ClosedJaxpr) -> int:
 
 @final
 class Program:
-    """A step for one structure of arguments; shapes and dtypes are open.
-
-    Args:
-      step: the step.
-      stages: what is done for it besides.
-
-    Attributes:
-      executable: what its calls are of now.
-      layout: of the arguments of the compiled function.
-    """
+    """A step for one structure of arguments; shapes and dtypes are open."""
 
     def __init__(self, step: ReplicaStep, stages: Sequence[Stage]) -> None:
         self._step = step
@@ -111,12 +97,7 @@ class Program:
         self._compile()
 
     def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
-        """The step's results.
-
-        Args:
-          leaves: of its arguments: live arrays.
-          inputs: the same as `layout` has them.
-        """
+        """The step's results."""
         if self._must_place or not self._placement.is_right(leaves):
             return self.place_and_call(leaves)
         try:
@@ -134,12 +115,7 @@ class Program:
         return self.place_and_call(leaves)
 
     def is_placed(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether live arrays lie where the program needs them.
-
-        Raises:
-          PlacementError: their place shows a mistake.
-          DonatedValueError: an array that is donated is given twice.
-        """
+        """Whether live arrays lie where the program needs them."""
         return not _differ(self._placement.placed(leaves), leaves)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
@@ -157,12 +133,7 @@ class Program:
             return self.executable.lower(placed)
 
     def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
-        """Has the program compiled for arguments of these types, and for no others.
-
-        Args:
-          leaves: the arguments; types may stand for arrays.
-          obtain: says what the program is from now on.
-        """
+        """Has the program compiled for arguments of these types, and for no others."""
         # A file has no trees of the user's.
         self.layout = InputLayout(self._step.signature, self._donated, is_flat=True)
         self._compile()
@@ -187,10 +158,7 @@ class Program:
     def _traced_for(
         self, leaves: Sequence[Leaf]
     ) -> Iterator[tuple[TracedStep, list[jax.ShapeDtypeStruct]]]:
-        """A `with` block in which the program is traced for arguments of these types.
-
-        Its value is the trace, and where each argument lies.
-        """
+        """A `with` block in which the program is traced for these types."""
         # With the weak types of Python's numbers, as a call passes them: without them,
         # this would be another program than the call's.
         types = _overflow.types_of(leaves)
@@ -211,15 +179,7 @@ class Program:
                 yield step, placed
 
     def _trace_in_call(self, leaves: Sequence[Leaf]) -> TracedStep | None:
-        """A trace for a call that was dispatched as it is; None if it must be placed.
-
-        It must also come back, by `place_and_call`, if another thread traces, which may
-        wait for what this one holds; and if the step has used no variables before, of
-        which it depends on the caller how they are given.
-
-        Raises:
-          Retraced: the call must come back for another reason.
-        """
+        """A trace for a call dispatched as it is; None if it must be placed."""
         if _differ(self._placement.placed(leaves), leaves):
             return None
         if not self._one_tracer.acquire(blocking=False):
@@ -296,13 +256,7 @@ class Program:
         return step
 
     def _fit(self, step: TracedStep, is_traced: bool, leaves: Sequence[Leaf]) -> bool:
-        """Makes calls do what `step` needs; returns whether JAX is to compile anew.
-
-        Args:
-          step: a new trace.
-          is_traced: whether JAX traces the code that called.
-          leaves: the arguments.
-        """
+        """Makes calls do what `step` needs; returns whether JAX is to compile anew."""
         self._handover.has_plain |= step.results.has_plain
         is_other = self._variables.traced(step, is_traced)
         is_other |= self._placement.traced(step, leaves)
@@ -321,10 +275,7 @@ class Program:
         )
 
     def _is_newly_inside(self) -> bool:
-        """Whether it has compiler options, and is called inside another program.
-
-        JAX refuses options of a jitted function inside another one (0.10 and 0.12).
-        """
+        """Whether it has compiler options, and is called inside another program."""
         is_asked = bool(self._compiler_options) and not self._is_prepared
         return is_asked and _cell.is_traced()
 

@@ -30,14 +30,7 @@ _OWNERS_KEPT = 256
 
 
 class FunctionKey(NamedTuple):
-    """Equal for functions that do the same, compiled with the same options.
-
-    Attributes:
-      form: what the functions refer to; of a function that is known by itself alone,
-        its identity first.
-      code: their code.
-      options: how they are compiled.
-    """
+    """Equal for functions that do the same, compiled with the same options."""
 
     form: tuple[Hashable, ...]
     code: Identity
@@ -64,12 +57,7 @@ class _Itself(Identity):
 
 
 def form_of_itself(fn: object, *others: object) -> tuple[Identity, ...]:
-    """The form of a function that no other function shares.
-
-    Args:
-      fn: the function.
-      others: what else it must have, its object and constants.
-    """
+    """The form of a function that no other function shares."""
     return (_Itself(fn), *map(Identity, others))
 
 
@@ -79,14 +67,6 @@ class ProgramTable:
 
     The programs of functions that are gone stay, a few for each code, as long as the
     code: the function around them may define them anew.
-
-    Args:
-      environment: what steps run in.
-      agreement: with the other processes, if there are any.
-      seal: says when no program may be added; None if some always may.
-
-    Attributes:
-      asking: codes that ask Python for the values of arrays that they capture.
     """
 
     def __init__(
@@ -111,13 +91,7 @@ class ProgramTable:
     def find(
         self, key: FunctionKey, fn: Function, seen: Callable[[], _recompilation.Seen]
     ) -> SharedPrograms:
-        """The programs of functions with this key.
-
-        Args:
-          key: of `fn`.
-          fn: a function.
-          seen: returns what it refers to, for messages.
-        """
+        """The programs of functions with this key."""
         known = self._table.get(key)
         if known is not None:
             return known
@@ -154,14 +128,7 @@ class ProgramTable:
         owners: list[Owner],
         programs: SharedPrograms,
     ) -> None:
-        """Lets functions with this key share programs if the owners are the same.
-
-        Args:
-          key: of what a function referred to before it was traced, or after.
-          references: these.
-          owners: what the trace has changed of them.
-          programs: of the function.
-        """
+        """Lets functions with this key share programs if the owners are the same."""
         if owners:
             if len(self._owners) >= _OWNERS_KEPT:
                 del self._owners[next(iter(self._owners))]
@@ -215,12 +182,6 @@ class FunctionPrograms:
 
     What the function refers to is looked into once, and again when it may refer to
     something else; the table then says which programs are its own now.
-
-    Args:
-      fn: the function.
-      options: how it is compiled.
-      table: the programs of all functions.
-      forget: called when the function is gone.
     """
 
     def __init__(
@@ -280,13 +241,7 @@ class FunctionPrograms:
     def prepare(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], obtain: Obtain
     ) -> None:
-        """Has the program of such a call compiled now; types may stand for arrays.
-
-        Args:
-          args: positional arguments.
-          kwargs: keyword arguments.
-          obtain: says what the program is.
-        """
+        """Has the program of such a call compiled now; types may stand for arrays."""
         fn = self._fn
         prepare = functools.partial(SharedPrograms.prepare, obtain=obtain)
         try:
@@ -297,11 +252,7 @@ class FunctionPrograms:
             self._references = None
 
     def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
-        """The function with these first arguments, which are looked into only now.
-
-        Raises:
-          TypeError: none of them can be changed in place.
-        """
+        """The function with these first arguments, which are looked into only now."""
         fn = self._fn
         try:
             return self._look_at(fn).bound(fn, objects, self._captured)
@@ -425,11 +376,7 @@ class FunctionPrograms:
         return captured, FunctionKey(form, code, self._options)
 
     def _look_again(self, programs: SharedPrograms) -> None:
-        """After the function was traced, which may have changed what it refers to.
-
-        That happens once, while it is traced; its program goes on to be right. Only
-        functions that refer to the very things that were changed share it.
-        """
+        """After the function was traced, which may have changed what it refers to."""
         fn = self._fn
         if self._programs is not programs:
             return
@@ -477,12 +424,7 @@ def _is_ours(error: Exception) -> bool:
 
 @final
 class Programs:
-    """All programs of a strategy.
-
-    Args:
-      environment: what its steps run in.
-      agreement: with the other processes, if there are any.
-    """
+    """All programs of a strategy."""
 
     def __init__(
         self, environment: StepEnvironment, agreement: StepAgreement | None = None

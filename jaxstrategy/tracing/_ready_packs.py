@@ -31,13 +31,7 @@ _AT_ONCE = frozenset(("scan", "while", "cond"))
 def in_ready_packs(
     jaxpr: Jaxpr, packing: AbstractPacking, axis_sizes: Sequence[tuple[str, int]]
 ) -> Jaxpr:
-    """`jaxpr`, in which arrays that are summed in a row are summed in packs.
-
-    Args:
-      jaxpr: without constants.
-      packing: of arrays, in the order in which they are computed.
-      axis_sizes: the axes of the replicas.
-    """
+    """`jaxpr`, in which arrays that are summed in a row are summed in packs."""
     places: dict[Var, _Place] = {}
     _find_places(jaxpr, places, set())
 
@@ -106,11 +100,7 @@ def _find_places(jaxpr: Jaxpr, places: dict[Var, _Place], seen: set[int]) -> Non
 
 
 def _passed_on(eqn: Equation) -> Atom | None:
-    """The operand of which the only result is another form, with as many elements.
-
-    Such an equation, as a cast or a scaling, may stand far behind; XLA computes it with
-    its operand.
-    """
+    """The operand of which the only result is another form, with as many elements."""
     if len(eqn.outvars) != 1 or eqn.effects:  # as what was written to a reference
         return None
     size = _size(eqn.outvars[0])

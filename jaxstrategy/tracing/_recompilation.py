@@ -43,11 +43,7 @@ _CHOICES = (bool, str, bytes, type(None))
 
 
 class Seen:
-    """The values that a function refers to, as far as messages tell of them.
-
-    Args:
-      references: all that it refers to; None if it was not looked into.
-    """
+    """The values that a function refers to, as far as messages tell of them."""
 
     def __init__(self, references: References | None) -> None:
         self.opaque = None if references is None else references.opaque
@@ -103,11 +99,7 @@ def _told(value: Leaf) -> str:
 
 
 class Calls:
-    """The number of calls of functions of one form.
-
-    Args:
-      seen: what such a function refers to.
-    """
+    """The number of calls of functions of one form."""
 
     def __init__(self, seen: Seen) -> None:
         self.seen = seen
@@ -135,11 +127,7 @@ class Log:
 
 
 class History:
-    """The compilations of one function's code.
-
-    Attributes:
-      told: the kinds of warnings about it that are given once, and were.
-    """
+    """The compilations of one function's code."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.told: set[type[Warning]] = set()
@@ -157,14 +145,7 @@ class History:
         signature: Signature,
         avals: Sequence[ArrayType],
     ) -> None:
-        """Note a compilation; warn once when there have been too many.
-
-        Args:
-          fn: the function that is compiled.
-          calls: of this function object.
-          signature: of its arguments.
-          avals: the types of its arrays.
-        """
+        """Note a compilation; warn once when there have been too many."""
         last, self._last = self._last, (calls, signature, list(avals))
         if last is not None and last[0].count - self._calls_before >= WORTH:
             self._count = self._count_of_data = 0

@@ -29,14 +29,7 @@ Tracing = Callable[[Sequence[Leaf]], contextlib.AbstractContextManager[None]]
 @final
 @dataclasses.dataclass(frozen=True)
 class StepEnvironment:
-    """The surroundings of all steps of a strategy.
-
-    Attributes:
-      replicas: those that take each step together.
-      call: runs a function as one replica, contexts included: `call(fn, args, kwargs)`.
-      variables: returns those that steps may use now.
-      overlap: what is done so that reductions go beside the rest, if anything.
-    """
+    """The surroundings of all steps of a strategy."""
 
     replicas: Replicas
     call: Callable[[Function, Sequence[PyTree], dict[str, PyTree]], PyTree]
@@ -46,20 +39,7 @@ class StepEnvironment:
 
 @final
 class ReplicaStep:
-    """A step for one structure of arguments; their shapes and dtypes are open.
-
-    Args:
-      get_fn: returns the function, or None when it has been collected.
-      environment: what it runs in.
-      signature: the arguments that it is for.
-      may_create: whether it may make variables now.
-
-    Attributes:
-      signature: as given.
-      replicas: those that take it together.
-      overlap: what is done so that reductions go beside the rest, if anything.
-      roles: of the arguments that are traced.
-    """
+    """A step for one structure of arguments; their shapes and dtypes are open."""
 
     def __init__(
         self,
@@ -122,17 +102,7 @@ class ReplicaStep:
         }
 
     def trace(self, leaves: Sequence[Leaf], tracing: Sequence[Tracing]) -> Trace:
-        """Traces the function once, for arguments of these types.
-
-        Args:
-          leaves: arrays that lie where they belong, or types of arrays.
-          tracing: blocks in which the function is called.
-
-        Raises:
-          ContextError: code runs on each of several devices already.
-          LeakedTracerError: the function leaves a value of the trace where it stays.
-          Exception: whatever the function raises, JAX's own errors in our words.
-        """
+        """Traces the function once, for arguments of these types."""
         check_not_divided(self.name)
         try:
             return trace(

@@ -30,11 +30,7 @@ _MOST = 100_000
 
 
 def traced_within(value: object) -> str | None:
-    """The way from `value` to an array that is being traced; None without any.
-
-    Args:
-      value: any object, which is not asked for anything but what it holds.
-    """
+    """The way from `value` to an array that is being traced; None without any."""
     waiting: deque[tuple[str, object]] = deque([("", value)])
     seen: dict[int, object] = {}
     while waiting and len(seen) < _MOST:
@@ -97,12 +93,7 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plain:
-    """A leaf that is not an array, on its way out of the compiled program.
-
-    Attributes:
-      kept: the leaf; of a variable a weak reference, so that what a step returned does
-        not live as long as the step.
-    """
+    """A leaf that is not an array, on its way out of the compiled program."""
 
     kept: Leaf
 
@@ -115,12 +106,7 @@ class Plain:
 
 @dataclasses.dataclass
 class Results:
-    """The pytree that a step returned, without its arrays.
-
-    Attributes:
-      leaves: its leaves; None where an array stood.
-      treedef: its structure.
-    """
+    """The pytree that a step returned, without its arrays."""
 
     leaves: list[Plain | None]
     treedef: TreeStructure
@@ -160,16 +146,7 @@ class Results:
 def take_apart(
     tree: PyTree, statics: Sequence[Leaf], name: str
 ) -> tuple[list[jax.Array], Results]:
-    """The arrays of what step `name` returned, and the rest of it.
-
-    Args:
-      tree: what it returned.
-      statics: its static arguments, which may come back whatever they are.
-      name: how error messages call the step.
-
-    Raises:
-      TypeError: a leaf hides an array of the step, or is a captured `PerReplica`.
-    """
+    """The arrays of what step `name` returned, and the rest of it."""
     paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_one_leaf)
     arrays: list[jax.Array] = []
     leaves: list[Plain | None] = []

@@ -30,15 +30,7 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The common part of calls that can share a program, up to shapes and dtypes.
-
-    Attributes:
-      treedef: the structure of `(args, kwargs)`, with `PerReplica`s as leaves.
-      roles: one per leaf, and one per mask, after the leaf that has it.
-      kept: the static leaves; of a variable a weak reference, so that what a step was
-        called with does not live as long as the step.
-      static_types: their types, because 1, 1.0 and True are equal.
-    """
+    """The common part of calls that can share a program, up to shapes and dtypes."""
 
     treedef: TreeStructure
     roles: tuple[Role, ...]
@@ -80,11 +72,7 @@ class Signature:
         return [jax.tree.leaves(argument) for argument in args]
 
     def donated(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """The places, in what is passed to the program, of these positions of `args`.
-
-        Raises:
-          ValueError: a position is beyond the arguments.
-        """
+        """The places, in what the program is given, of these positions of `args`."""
         leaves = self.positions()
         beyond = [position for position in positions if position >= len(leaves)]
         if beyond:
@@ -124,14 +112,7 @@ def take_apart(
     kwargs: dict[str, PyTree],
     abstract: bool = False,
 ) -> tuple[list[Leaf], Signature]:
-    """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature.
-
-    With `abstract`, a `jax.ShapeDtypeStruct` counts as an array.
-
-    Raises:
-      TypeError: an argument is a `jax.Ref`, a static one cannot be hashed, or a
-        `PerReplica` holds something else than an array.
-    """
+    """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature."""
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_trees.is_whole)
     leaves: list[Leaf] = []
     roles: list[Role] = []

@@ -43,11 +43,7 @@ _OTHER_OPTIONS = re.compile(
 
 
 def facts_of(preparation: Preparation) -> Facts:
-    """All that a program of this step depends on.
-
-    Raises:
-      CompiledStepError: it calls Python while it runs, which no file can hold.
-    """
+    """All that a program of this step depends on."""
     step = preparation.step
     _check_callbacks(step)
     return {
@@ -194,15 +190,7 @@ _LIBRARY_CALL = re.compile(r'custom_call_target="(?!Sharding|SPMD|TopK|AllocateB
 @final
 @dataclasses.dataclass(frozen=True)
 class SavedStep:
-    """A compiled step as it is saved.
-
-    Attributes:
-      facts: what it depends on.
-      num_added: how many outputs it has beside the step's results.
-      num_kept: how many variables it returns.
-      calls_libraries: whether it must be lowered before it is loaded.
-      executable: as JAX serializes it.
-    """
+    """A compiled step as it is saved."""
 
     facts: Facts
     num_added: int
@@ -212,11 +200,7 @@ class SavedStep:
 
     @classmethod
     def of(cls, compiled: Compiled, facts: Facts, name: str) -> SavedStep:
-        """What there is to save of a compiled step.
-
-        Raises:
-          CompiledStepError: JAX cannot serialize it.
-        """
+        """What there is to save of a compiled step."""
         from jax.experimental import serialize_executable
 
         try:
@@ -251,12 +235,7 @@ class SavedStep:
 
     @classmethod
     def read(cls, path: str) -> SavedStep:
-        """The step in a file.
-
-        Raises:
-          FileNotFoundError: there is none.
-          CompiledStepError: it is another user's, or no compiled step, or damaged.
-        """
+        """The step in a file."""
         with open(path, "rb", opener=_without_waiting) as file:
             _check_trusted(path, os.fstat(file.fileno()))
             first = file.read(len(_FIRST_LINE))
@@ -280,15 +259,7 @@ class SavedStep:
             ) from error
 
     def loaded(self, path: str, preparation: Preparation) -> Compiled:
-        """The program, in this process.
-
-        Args:
-          path: of the file, for messages.
-          preparation: the step, as it is now.
-
-        Raises:
-          CompiledStepError: the file is not of this step, or not for this machine.
-        """
+        """The program, in this process."""
         from jax.experimental import serialize_executable
 
         differs = difference(self.facts, facts_of(preparation))
@@ -336,11 +307,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def _check_trusted(path: str, status: os.stat_result) -> None:
-    """Raises if it is no file, or another user can write it.
-
-    Raises:
-      CompiledStepError: it is none, or another one can.
-    """
+    """Raises if it is no file, or another user can write it."""
     if not stat.S_ISREG(status.st_mode):
         raise CompiledStepError(
             f"{path!r} is no file but a pipe or a device, which is not read. Give the "

@@ -41,14 +41,7 @@ from jaxstrategy.variables import _cell
 
 @final
 class AgreedProgram(Stage):
-    """A program that several processes run together.
-
-    Args:
-      step: its step in this one.
-      checked: looks at new traces before the other processes learn of them.
-      stages: the other stages of the program.
-      agreement: with the other processes.
-    """
+    """A program that several processes run together."""
 
     def __init__(
         self,
@@ -135,14 +128,7 @@ def program_of(
     stages: Sequence[Stage],
     agreement: StepAgreement | None,
 ) -> Program | AgreedProgram:
-    """The program of `step`, an agreed one if there are other processes.
-
-    Args:
-      step: the step in this process.
-      checked: looks at new traces first.
-      stages: the other stages of the program.
-      agreement: with the other processes; None if there are none.
-    """
+    """The program of `step`, an agreed one if there are other processes."""
     if agreement is None:
         return Program(step, [checked, *stages])
     return AgreedProgram(step, checked, stages, agreement)
@@ -150,11 +136,7 @@ def program_of(
 
 @final
 class Seal:
-    """Says whether a step may have further programs.
-
-    Attributes:
-      is_closed: whether it may not.
-    """
+    """Says whether a step may have further programs."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -165,11 +147,7 @@ class Seal:
         self._signatures.append(signature)
 
     def check_function(self, fn: Function) -> None:
-        """Raises if the step refers to other things than when it was compiled.
-
-        Raises:
-          CompiledStepError: it does.
-        """
+        """Raises if the step refers to other things than when it was compiled."""
         if self.is_closed:
             raise CompiledStepError(
                 f"`{name_of(fn)}` was compiled ahead of time, and what it captures has "
@@ -178,11 +156,7 @@ class Seal:
             )
 
     def check_arguments(self, fn: Function, signature: Signature) -> None:
-        """Raises if a step has no program for these arguments, and is to have none.
-
-        Raises:
-          CompiledStepError: it has not.
-        """
+        """Raises if a step has no program for these arguments, and is to have none."""
         if not self.is_closed:
             return
         known = self._signatures[-1]
@@ -248,18 +222,7 @@ _MOST_REFUSED = 3
 
 @final
 class SharedPrograms:
-    """The programs of functions that do the same, with one choice of options.
-
-    Args:
-      environment: what they run in.
-      agreement: with the other processes, if there are any.
-      options: how they are compiled.
-      history: of their code.
-      calls: how often the functions were called.
-      holder: the programs of which these are the same functions, of arrays instead of
-        objects.
-      seal: says when no program may be added; None if some always may.
-    """
+    """The programs of functions that do the same, with one choice of options."""
 
     def __init__(
         self,
@@ -523,11 +486,7 @@ class SharedPrograms:
     def bound(
         self, fn: Function, objects: Sequence[PyTree], captured: dict[str, Leaf]
     ) -> Callable[..., PyTree]:
-        """A function with these first arguments, which are looked into only now.
-
-        Raises:
-          TypeError: none of them can be changed in place.
-        """
+        """A function with these first arguments, which are looked into only now."""
         call = self._object_calls.require(objects, captured)
         programs, kept = self._object_calls.programs(call), objects
         bound = BoundCall(call)

@@ -64,13 +64,7 @@ _ADVICE_AHEAD = (
 
 @final
 class AgreedPreparation:
-    """A step that all processes compile or load, or none of them.
-
-    Args:
-      processes: those of the strategy.
-      name: of the step.
-      where: its source line.
-    """
+    """A step that all processes compile or load, or none of them."""
 
     def __init__(self, processes: Processes, name: str, where: str) -> None:
         self._processes = processes
@@ -90,18 +84,7 @@ class AgreedPreparation:
         leaves: Sequence[Leaf],
         obtain: Obtain,
     ) -> None:
-        """Prepares the step here, as all other processes do at once.
-
-        Args:
-          prepare: traces it for such arguments, and asks for its program.
-          leaves: the arguments; types may stand for arrays.
-          obtain: says what the program is.
-
-        Raises:
-          ClusterError: another process does something else, or has traced another
-            program.
-          CompiledStepError: another process has raised.
-        """
+        """Prepares the step here, as all other processes do at once."""
         types = _overflow.types_of(leaves)
         self._compare(list(map(_agreement.kind, types)))
         work = contextlib.ExitStack()  # of this process by itself
@@ -167,15 +150,7 @@ _FIRST, _EACH = 32, 64
 
 @final
 class StepAgreement:
-    """Agreement of the processes of a strategy about the step that each takes next.
-
-    Args:
-      processes: those of the strategy.
-      each: of how many steps one is compared, after the first ones.
-
-    Attributes:
-      end: called after a step was dispatched, or has failed to be.
-    """
+    """Agreement of the processes of a strategy about the step that each takes next."""
 
     def __init__(self, processes: Processes, each: int = _EACH) -> None:
         self._processes = processes
@@ -192,20 +167,11 @@ class StepAgreement:
         processes.operations.on_refusal(self._start_over)
 
     def _start_over(self) -> None:
-        """Compares the next steps as the first ones.
-
-        One process was in a step and another was not, so that they count differently,
-        and would compare different steps.
-        """
+        """Compares the next steps as the first ones."""
         self._count = 0
 
     def begin(self, name: str, where: str) -> bool:
-        """Before each step; whether this one is to be compared.
-
-        Args:
-          name: what users call it.
-          where: its source line.
-        """
+        """Before each step; whether this one is to be compared."""
         # Two processes on two cores call this with cold caches, where each line of
         # Python costs five times what it does in a loop by itself. So what only a
         # comparison needs is left to `compare`.
@@ -216,18 +182,7 @@ class StepAgreement:
     def compare(
         self, name: str, where: str, leaves: Sequence[Leaf], same: dict[int, Given]
     ) -> None:
-        """Compare a step that has begun with those of the other processes.
-
-        Args:
-          name: what users call it.
-          where: its source line.
-          leaves: what it is called with.
-          same: those of `leaves` that should be the same in all processes, and are not
-            part of a new program.
-
-        Raises:
-          ClusterError: another process is about to take another step.
-        """
+        """Compare a step that has begun with those of the other processes."""
         step = f"{name} at {os.path.basename(where)}"
         kinds = [_described(leaf, same.get(i)) for i, leaf in enumerate(leaves)]
         made = sorted(self._made, key=lambda program: program["prints"])
@@ -237,12 +192,7 @@ class StepAgreement:
         self._watchdog.arrivals.met()
 
     def preparation(self, name: str, where: str) -> AgreedPreparation:
-        """A step that all are about to compile, or load, before they call it.
-
-        Args:
-          name: what users call it.
-          where: its source line.
-        """
+        """A step that all are about to compile, or load, before they call it."""
         return AgreedPreparation(self._processes, name, where)
 
     def compiles(self, name: str) -> None:
@@ -257,23 +207,7 @@ class StepAgreement:
         same: dict[int, Given],
         is_dispatched: bool,
     ) -> None:
-        """Compare a new program with those of the other processes.
-
-        A program may be made once more in one process only, when something else was
-        forgotten there; so all that is compared is what is new.
-
-        Args:
-          name: of its step.
-          where: its source line.
-          closed: its trace.
-          same: what it is called with, and should be the same in all processes, by
-            its place.
-          is_dispatched: whether it is about to be. If not, JAX traces the code that
-            calls the step, and it is compared before one of the next steps.
-
-        Raises:
-          ClusterError: another process has made another one, or none.
-        """
+        """Compare a new program with those of the other processes."""
         known = self._known if is_dispatched else self._known_inside
         # Without what it is called with: that may be something else by now.
         key = (name, *fingerprint(name, closed)["prints"])
@@ -295,12 +229,7 @@ class StepAgreement:
 
 
 def _described(leaf: Leaf, given: Given | None) -> str:
-    """The part of an argument that must be the same in all processes.
-
-    Args:
-      leaf: it.
-      given: the same, if all of it must be.
-    """
+    """The part of an argument that must be the same in all processes."""
     batch = _origins.of(leaf)
     told = _agreement.described(leaf)
     if given is not None and given.is_captured and given.is_unshared:

@@ -60,11 +60,7 @@ _NO_MESH = AbstractMesh((), ())
 
 
 def without_meshes(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr`, and all that its equations hold, with types of no mesh.
-
-    What users have said of meshes stays: it names devices, which types do not; and so
-    do constraints along inner axes, which are for the replicas' part of the step.
-    """
+    """`jaxpr`, and all that its equations hold, with types of no mesh."""
     is_meant = any(map(_names_mesh, jaxpr.invars)) or any(
         any(map(_names_mesh, eqn.outvars)) or not eqn.ctx.cur_abstract_mesh.empty
         for eqn in all_eqns(jaxpr)
@@ -146,11 +142,7 @@ class _Renaming:
 
 
 def _seen_by_one_replica(params: dict[str, Any]) -> Sharding:
-    """The sharding of a constraint, on the mesh as one replica sees it.
-
-    JAX takes one on the mesh of devices for that where a user gives it, but not in the
-    equation (JAX 0.10 and 0.12).
-    """
+    """The sharding of a constraint, on the mesh as one replica sees it."""
     sharding = params["sharding"]
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -229,11 +221,7 @@ def by_axes(
     meanings: Sequence[Meaning],
     replicas: Replicas,
 ) -> OneReplica:
-    """Traces one replica by itself, where the axes of the replicas have names.
-
-    What is traced inside a `shard_map` carries a mesh in its types, and cannot be
-    evaluated outside of one (JAX 0.10 and 0.12).
-    """
+    """Traces one replica by itself, where the axes of the replicas have names."""
 
     is_own = [replicas.differ(meaning) for meaning in meanings]
     row = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=1)
@@ -283,24 +271,7 @@ Evaluate = Callable[[Sequence[Leaf]], tuple[list[jax.Array], list[jax.Array]]]
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A step as it was traced.
-
-    Attributes:
-      closed: a jaxpr of the arguments and the values of all variables that there were.
-      jaxpr: the step of one replica, without constants.
-      inputs: for each input of `jaxpr` its place among arguments and variables; None
-        for a constant that the step captured.
-      constants: those, by their place among the inputs.
-      meanings: of each input.
-      given_types: the types of the arguments, on all replicas.
-      unpacking: how many of the first equations of `jaxpr` only unpack arguments.
-      results: what the step returned, but for the arrays.
-      variables: all that there were; those that belong elsewhere, too.
-      used: those that the step reads or writes.
-      replicas: of the step.
-      findings: what is known about the arrays that it returned.
-      is_divided: whether the step is to be divided where all replicas become equal.
-    """
+    """A step as it was traced."""
 
     closed: ClosedJaxpr
     jaxpr: Jaxpr
@@ -318,10 +289,7 @@ class Trace:
 
     @property
     def contents(self) -> list[tuple[Variable, Replication | None]]:
-        """The contents of each used variable afterwards, as far as they are known.
-
-        None of those that the step only reads.
-        """
+        """The contents of each used variable afterwards, as far as they are known."""
         first = len(self.given_types)
         places, used = self.inputs, set(self.used)
         return [
@@ -344,15 +312,7 @@ class Trace:
         references: dict[AbstractCell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """The step's results, as the analysis proved them, and further outputs.
-
-        Args:
-          leaves: the arguments.
-          references: for each variable that is carried the one to work on.
-          within: adds outputs to the evaluation of the jaxpr of one replica. There is
-            at least one if the step returns no arrays: XLA runs the callbacks of a
-            program that returns nothing on the first device only (JAX 0.10 and 0.12).
-        """
+        """The step's results, as the analysis proved them, and further outputs."""
         operands = self.operands(leaves, references)
         kept = [i for i, each in enumerate(operands) if each is not None]
         varies = self.varies
@@ -387,12 +347,7 @@ class Trace:
     def operands(
         self, leaves: Sequence[Leaf], references: dict[AbstractCell, jax.Ref]
     ) -> list[Leaf]:
-        """For each input of `jaxpr` what it is, None of a variable that is not used.
-
-        Args:
-          leaves: the arguments.
-          references: for each variable that is carried the one to work on.
-        """
+        """For each input of `jaxpr` what it is, None of a variable that is not used."""
         used = set(self.used)
         given: list[Leaf] = list(leaves)
         for variable in self.variables:
@@ -415,21 +370,7 @@ def trace(
     may_create: bool,
     ready_packing: AbstractPacking | None = None,
 ) -> Trace:
-    """Traces a step once; or twice, if it makes variables or names unknown axes.
-
-    Args:
-      run: calls the step with one replica's part of `leaves`.
-      leaves: its arguments, on all replicas.
-      meanings: of each of them.
-      replicas: of the step.
-      variables: returns those that the step may use.
-      may_create: whether it may make some.
-      ready_packing: of arrays that are summed, in the order in which they are computed.
-
-    Raises:
-      ValueError: a `while_loop` changes a variable that its condition reads.
-      TypeError: the step captures a reference that is no variable.
-    """
+    """Traces a step once; or twice, if it makes variables or names unknown axes."""
     there = list(variables())
     found: list[Results] = []
     seen: list[StepVariables] = []
@@ -516,11 +457,7 @@ def _with_or_without_mesh(
     meanings: Sequence[Meaning],
     replicas: Replicas,
 ) -> OneReplica:
-    """Traces one replica inside a `shard_map`, if what it says of meshes allows that.
-
-    Where a replica is one device, Flax's annotations mean nothing. Flax leaves them out
-    where there is no mesh; it finds that of the `shard_map`, which has other axes.
-    """
+    """Traces one replica inside a `shard_map`, if what it says of meshes allows it."""
     try:
         return in_shard_map(replica, leaves, there, meanings, replicas)
     except UnknownAxis:
@@ -540,10 +477,7 @@ def can_divide(replicas: Replicas) -> bool:
 
 
 def _goes_inside(jaxpr: Jaxpr, replicas: Replicas) -> bool:
-    """Whether a step says itself what each device of a replica does.
-
-    What is traced there names the mesh, and can be evaluated in a `shard_map` only.
-    """
+    """Whether a step says itself what each device of a replica does."""
     return bool(replicas.inner_axes) and any(
         eqn.primitive.name == "shard_map" for eqn in all_eqns(jaxpr)
     )
@@ -554,11 +488,7 @@ class _MadeVariables(Exception):
 
 
 def _check_conditions(jaxpr: ClosedJaxpr) -> None:
-    """Raise if a `while_loop` changes a variable that its condition reads.
-
-    The condition would see what the variable held before the loop, each time (JAX 0.10
-    and 0.12), and such a loop often does not end.
-    """
+    """Raise if a `while_loop` changes a variable that its condition reads."""
     for eqn in all_eqns(jaxpr):
         if eqn.primitive.name != "while":
             continue
@@ -577,11 +507,7 @@ def _check_conditions(jaxpr: ClosedJaxpr) -> None:
 
 
 def check_not_divided(name: str) -> None:
-    """Raise if code runs on each of several devices already.
-
-    Raises:
-      ContextError: it does, inside `jax.pmap` or a `jax.shard_map`.
-    """
+    """Raise if code runs on each of several devices already."""
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in mesh.axis_types:
         raise ContextError(

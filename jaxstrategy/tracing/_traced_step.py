@@ -47,18 +47,7 @@ class AbstractDivision(Protocol):
 
 @final
 class TracedStep:
-    """A step, as one replica sees it; what checks and explanations ask about it.
-
-    Args:
-      step: what was traced.
-      trace: what came of it.
-      donated: the arguments that the step may overwrite.
-
-    Attributes:
-      division: between the replicas and what is computed once for all, if there is one.
-      placements: of results, where their place over inner axes is to be that of the
-        argument that they take the place of; by their number.
-    """
+    """A step, as one replica sees it; what checks and explanations ask about it."""
 
     def __init__(
         self, step: ReplicaStep, trace: Trace, donated: frozenset[int] = frozenset()
@@ -78,14 +67,7 @@ class TracedStep:
         within: Callable[[Evaluate], Evaluate],
         is_whole: bool = False,
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """The step's results on all replicas; see `Trace.evaluate`.
-
-        Args:
-          leaves: as there.
-          references: likewise.
-          within: likewise.
-          is_whole: whether each replica is to evaluate all of the step.
-        """
+        """The step's results on all replicas; see `Trace.evaluate`."""
         if self.division is None:
             arrays, more = self.trace.evaluate(leaves, references, within)
             return self._placed(arrays), more
@@ -103,10 +85,7 @@ class TracedStep:
 
     @property
     def has_objects(self) -> bool:
-        """Whether it returns the new arrays of objects besides its own results.
-
-        A step does so that is given objects as arrays.
-        """
+        """Whether it returns the new arrays of objects besides its own results."""
         return self.replica_step.takes_arrays
 
     @property
@@ -131,10 +110,7 @@ class TracedStep:
 
     @cached_property
     def inputs(self) -> Sequence[int | None]:
-        """For each input of `jaxpr` which argument it is.
-
-        None for a variable, and for a constant that the step captured.
-        """
+        """For each input of `jaxpr` which argument it is."""
         return [i if i is not None and i < self._count else None for i in self._places]
 
     @cached_property
@@ -157,10 +133,7 @@ class TracedStep:
 
     @property
     def types(self) -> Sequence[ArrayType]:
-        """The types of the inputs of `jaxpr`.
-
-        An argument that is a `PerReplica` has there a dimension of 1 before its own.
-        """
+        """The types of the inputs of `jaxpr`."""
         return [var.aval for var in self.jaxpr.invars]
 
     @cached_property
@@ -175,11 +148,7 @@ class TracedStep:
 
     @property
     def variables(self) -> Sequence[tuple[str, bool, Replication | None]]:
-        """The variables that it uses.
-
-        For each its name, whether its copies must agree, and what is known of what it
-        holds afterwards.
-        """
+        """The variables that it uses."""
         return [
             (variable.name, variable.copies_must_agree, state)
             for variable, state in self.trace.contents

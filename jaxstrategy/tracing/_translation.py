@@ -28,13 +28,7 @@ _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
 
 def translated(error: Exception, name: str, replicas: Replicas) -> Exception | None:
-    """An error to raise instead of `error`, which a step raised; or None.
-
-    Args:
-      error: what it raised.
-      name: of the step.
-      replicas: those it runs on.
-    """
+    """An error to raise instead of `error`, which a step raised; or None."""
     if isinstance(error, _ASKED_TOO_EARLY):
         return _asked_too_early(error, name)
     if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
@@ -80,13 +74,7 @@ def _changed_for_each(error: Exception, name: str) -> ValueError:
 
 
 def along_replicas(name: str, where: str, replicas: Replicas) -> ValueError:
-    """The error for a value of a step that is to be divided over the replicas.
-
-    Args:
-      name: of the step.
-      where: the line, with what separates it.
-      replicas: those of the step.
-    """
+    """The error for a value of a step that is to be divided over the replicas."""
     inner = replicas.inner_sizes
     advice = (
         f"Constrain it along the logical axes, {inner}, or not at all."

@@ -20,12 +20,7 @@ def needs_mesh(error: Exception) -> bool:
 
 
 def without_axes(error: Exception, name: str) -> ValueError:
-    """An error to raise instead, where a replica is one device.
-
-    Args:
-      error: what `name` raised.
-      name: of what builds state.
-    """
+    """An error to raise instead, where a replica is one device."""
     return UnknownAxis(
         f"`{name}` wants an array to be divided over axes inside a replica:"
         f"{_where(error)}Replicas have one device each. Make the strategy with "
@@ -44,13 +39,7 @@ class UnknownAxis(ValueError):
 
 
 def unknown_axis(error: Exception, name: str, replicas: Replicas) -> UnknownAxis | None:
-    """An error to raise instead of JAX's about an unknown axis; None of another error.
-
-    Args:
-      error: what `name` raised.
-      name: of the step, or of what builds state.
-      replicas: those it is for.
-    """
+    """An error to raise instead of JAX's about an unknown axis; None of another."""
     found = _NOT_FOUND.search(str(error))
     if found is None or not isinstance(error, ValueError):
         return None

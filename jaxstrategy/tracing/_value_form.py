@@ -21,25 +21,14 @@ from jaxstrategy.tracing.jaxprs._visit import Atom, Equation, Jaxpr, Var, jaxpr_
 @final
 @dataclasses.dataclass(frozen=True)
 class ValueForm:
-    """A step in which some references are values.
-
-    Attributes:
-      jaxpr: takes the contents of those references in their places, and returns what
-        they hold afterwards after its own results.
-      replaced: which of its inputs were references.
-    """
+    """A step in which some references are values."""
 
     jaxpr: Jaxpr
     replaced: tuple[int, ...]
 
 
 def with_values(jaxpr: Jaxpr, candidates: Collection[int]) -> ValueForm:
-    """`jaxpr` in which those of some references are values that can be.
-
-    Args:
-      jaxpr: flat, of one replica.
-      candidates: inputs that are references to what is equal on all replicas.
-    """
+    """`jaxpr` in which those of some references are values that can be."""
     chosen = [i for i in candidates if _is_simple(jaxpr, jaxpr.invars[i])]
     if not chosen:
         return ValueForm(jaxpr, ())

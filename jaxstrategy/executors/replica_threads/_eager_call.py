@@ -72,14 +72,7 @@ _TRACED = (
 def eagerly_translated(
     error: Exception, name: str, replicas: Replicas, options: RunOptions
 ) -> Exception | None:
-    """An error to raise instead of one that a replica raised; or None.
-
-    Args:
-      error: what it raised.
-      name: of the step.
-      replicas: those it runs on.
-      options: of the step.
-    """
+    """An error to raise instead of one that a replica raised; or None."""
     if isinstance(error, _TRACED):
         return None
     line = _user_code.users_line(error.__traceback__)
@@ -103,11 +96,7 @@ def eagerly_translated(
 
 
 def apart(value: Leaf, replicas: Replicas) -> list[Leaf]:
-    """What each replica of this process has of a value of all.
-
-    Shapes: of a `PerReplica` of versions `[...]` these; of an array a copy for each.
-    What is no array they all have.
-    """
+    """What each replica of this process has of a value of all."""
     if isinstance(value, PerReplica):
         return list(versions(_per_replica.contents(value), replicas))
     if isinstance(value, jax.Array):
@@ -171,17 +160,7 @@ Digests = Callable[[Sequence[Sequence[str]]], Sequence[Sequence[str]]]
 
 @final
 class OneCopy:
-    """One replica's copy of a variable, read and written whole, with `[...]`.
-
-    Args:
-      array: the copy; of an on-read variable `[1, ...]`.
-      name: of the variable.
-
-    Attributes:
-      array: what it holds now.
-      before: what it held at first.
-      line: of the user's code that assigned it last.
-    """
+    """One replica's copy of a variable, read and written whole, with `[...]`."""
 
     def __init__(self, array: jax.Array, name: str) -> None:
         self.array = self.before = array
@@ -216,13 +195,7 @@ class OneCopy:
 
 @final
 class ReplicaCopies:
-    """All variables that an eager step uses: a copy for each replica of this process.
-
-    Args:
-      replicas: of the step.
-      name: of the step.
-      digests: compares with the other processes.
-    """
+    """The variables that an eager step uses: a copy for each replica here."""
 
     def __init__(self, replicas: Replicas, name: str, digests: Digests) -> None:
         self._replicas = replicas
@@ -256,11 +229,7 @@ class ReplicaCopies:
         return is_here and not variable.copies_must_agree
 
     def checked(self) -> list[tuple[Variable, list[OneCopy]]]:
-        """The variables that some replica has changed.
-
-        Raises:
-          NotMirroredVariableError: copies that must be equal are not.
-        """
+        """The variables that some replica has changed."""
         found = list(self._copies.values())
         changed = [
             [str(copy.array is not copy.before) for copy in copies]
@@ -320,13 +289,7 @@ def _drifted(
 def told_versions(
     arrays: Sequence[jax.Array | np.ndarray], column: Sequence[str], replicas: Replicas
 ) -> str:
-    """Which replicas have what, for messages.
-
-    Args:
-      arrays: of the replicas of this process.
-      column: of all replicas what tells their arrays apart.
-      replicas: all of them.
-    """
+    """Which replicas have what, for messages."""
     texts = {column[i]: _short(a) for i, a in zip(replicas.own, arrays, strict=True)}
     groups: dict[str, list[int]] = {}
     for number, each in enumerate(column):
@@ -349,13 +312,7 @@ def _short(array: jax.Array | np.ndarray) -> str:
 
 @final
 class CopiesOfReplica(StepVariables):
-    """The variables of a step as one replica has them.
-
-    Args:
-      copies: of all.
-      place: of the replica among those of this process.
-      thread: of the replica.
-    """
+    """The variables of a step as one replica has them."""
 
     def __init__(
         self, copies: ReplicaCopies, place: int, thread: ReplicaThread
@@ -390,16 +347,7 @@ _NUMBERS = (int, float, complex, np.number)
 
 @final
 class EagerBlock:
-    """One block of `eager_replicas`, and what its steps remember of each other.
-
-    Args:
-      disable_jit: whether functions that are jitted run in Python, too.
-
-    Attributes:
-      disable_jit: as given.
-      varying: results that have differed once, by their function and path. They are
-        `PerReplica`s from then on, as a result of a compiled step is at each call.
-    """
+    """One block of `eager_replicas`, and what its steps remember of each other."""
 
     def __init__(self, disable_jit: bool) -> None:
         self.disable_jit = disable_jit
@@ -408,20 +356,7 @@ class EagerBlock:
 
 @final
 class EagerResults:
-    """What the replicas of an eager step returned.
-
-    Args:
-      name: of the step.
-      has_objects: whether new arrays of objects stand behind its own results.
-      replicas: all of them.
-      own: of each replica of this process the arrays, and the rest.
-      digests: compares with the other processes.
-
-    Attributes:
-      name: as given.
-      has_objects: likewise.
-      results: the rest of what the first replica returned.
-    """
+    """What the replicas of an eager step returned."""
 
     def __init__(
         self,
@@ -460,14 +395,7 @@ class EagerResults:
         return self.has_objects and bool(keys) and keys[0].idx == 1
 
     def check(self, expected: PyTree) -> None:
-        """Raises unless the results are equal that should be.
-
-        Args:
-          expected: as of `RunOptions`.
-
-        Raises:
-          NotMirroredError: one is not.
-        """
+        """Raises unless the results are equal that should be."""
         if expected is None:
             return
         is_expected = _varying_results.expectation(self, expected)
@@ -490,14 +418,7 @@ class EagerResults:
     def value(
         self, key: Hashable, block: EagerBlock, own: Sequence[Sequence[Leaf]]
     ) -> PyTree:
-        """The results, as `run` returns them.
-
-        Args:
-          key: of the function.
-          block: in which results may have differed before.
-          own: arguments of which each replica has its version: returned unchanged they
-            are their `PerReplica` again.
-        """
+        """The results, as `run` returns them."""
         numbered = self.results.treedef.unflatten(range(len(self._columns)))
         paths = [path for path, _ in jax.tree.leaves_with_path(numbered)]
         found = []
@@ -557,21 +478,7 @@ def _kind(leaf: Leaf) -> str:
 
 @final
 class EagerCall:
-    """A call of a step, whose arguments lie where those of a compiled one would.
-
-    Args:
-      fn: the step.
-      args: positional arguments.
-      kwargs: keyword arguments.
-      options: how it would be compiled.
-      environment: of the strategy's steps.
-
-    Attributes:
-      fn: as given.
-      name: of it, for messages.
-      options: as given.
-      leaves: its arrays, those of objects included.
-    """
+    """A call of a step, whose arguments lie where those of a compiled one would."""
 
     def __init__(
         self,
@@ -672,10 +579,7 @@ class EagerCall:
             raise told from error
 
     def _alike(self, returned: PyTree) -> PyTree:
-        """`returned`, in which equal changes of objects are the first replica's.
-
-        JAX compares them by identity, as parts of the structure.
-        """
+        """`returned`, in which equal changes of objects are the first replica's."""
         if self._call is None:
             return returned
         results, parts = returned

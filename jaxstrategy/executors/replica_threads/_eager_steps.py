@@ -62,12 +62,7 @@ _ADVICE = (
 
 @final
 class AgreedRounds:
-    """What replicas of several processes do next, compared before they do it.
-
-    Args:
-      processes: those that take the steps together; None for this one alone.
-      replicas: of all of them.
-    """
+    """What replicas of several processes do next, compared before they do it."""
 
     def __init__(self, processes: Processes | None, replicas: Replicas) -> None:
         several = processes is not None and processes.count > 1
@@ -83,11 +78,7 @@ class AgreedRounds:
         yield
 
     def agree(self, what: str) -> None:
-        """Says what the replicas of this process do next.
-
-        Raises:
-          ClusterError: those of another process do something else.
-        """
+        """Says what the replicas of this process do next."""
         if self._processes is not None:
             self._compare(what, None)
 
@@ -210,12 +201,7 @@ _NUMBERS = (bool, int, float, complex)
 
 @final
 class OneOfReplicas:
-    """Makes one value of all replicas' for code in cross-replica context.
-
-    Args:
-      replicas: all of them.
-      name: of the step.
-    """
+    """Makes one value of all replicas' for code in cross-replica context."""
 
     def __init__(self, replicas: Replicas, name: str) -> None:
         self._replicas = replicas
@@ -310,10 +296,7 @@ class OneOfReplicas:
         return _eager_call.together(column, self._replicas)
 
     def function(self, found: Sequence[Any], what: str) -> Any:
-        """One function of those that replicas give, which must do the same.
-
-        What it refers to in its closure must be equal; arrays there are mirrored.
-        """
+        """One function of those that replicas give, which must do the same."""
         first = found[0]
         if all(each is first for each in found):
             return first
@@ -422,14 +405,7 @@ RunProgram = Callable[[Function, tuple[PyTree, ...]], PyTree]
 
 @final
 class EagerSteps:
-    """Runs functions on the replicas of one strategy, each in a thread of its own.
-
-    Args:
-      strategy: whose replicas.
-      environment: of its steps.
-      compiled: runs a compiled step: what replicas do together is what it is compiled.
-      processes: those that take its steps together; None for this one alone.
-    """
+    """Runs functions on the replicas of one strategy, each in a thread of its own."""
 
     def __init__(
         self,
@@ -450,14 +426,7 @@ class EagerSteps:
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
-        """The results of `fn`, called once for each replica of this process.
-
-        Raises:
-          ContextError: JAX traces the code that calls.
-          DivergentCollectiveError: some replicas wait where others do not.
-          NotMirroredError: something that must be equal on all is not.
-          BaseException: whatever a replica raises.
-        """
+        """The results of `fn`, called once for each replica of this process."""
         call = EagerCall(fn, args, kwargs, options or RunOptions(), self._environment)
         _check_untraced(call.leaves, call.name)
         replicas = self._strategy._replicas

@@ -32,14 +32,7 @@ Settings = Callable[[Replicas, int, Device], contextlib.AbstractContextManager[N
 
 
 def thread_settings(options: RunOptions, disable_jit: bool) -> Settings:
-    """The settings of the thread that asks, for those of replicas.
-
-    JAX keeps them for each thread.
-
-    Args:
-      options: of the step; `check_finite` looks for NaN then, operation by operation.
-      disable_jit: whether functions that are jitted run in Python, too.
-    """
+    """The settings of the thread that asks, for those of replicas."""
     config = jax.config
     has_wide, promotion = config.jax_enable_x64, config.jax_numpy_dtype_promotion
     ranks = config.jax_numpy_rank_promotion
@@ -76,13 +69,7 @@ _ENDING_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class MetArrays:
-    """A collective with one replica's arrays.
-
-    Attributes:
-      collective: what is called.
-      arrays: of this replica.
-      weak: for each result whether it gives way to other dtypes, as numbers do.
-    """
+    """A collective with one replica's arrays."""
 
     collective: MetCollective
     arrays: tuple[jax.Array, ...]
@@ -121,23 +108,7 @@ class ReplicaEnded(BaseException):  # which no `except Exception` of a step take
 
 @final
 class ReplicaThread(EagerReplica):
-    """One replica, which runs when it is its turn.
-
-    Args:
-      number: of the replica.
-      index: the same on its device.
-      replicas: all of them.
-      meet: what its reductions do.
-      body: what it runs; returns its results.
-
-    Attributes:
-      wanted: what it waits for; None if it has not come to that in this round.
-      request: what the caller's thread is to do for it alone, if anything.
-      line: of the user's code, where it met the others last.
-      result: what `body` returned.
-      error: what it raised.
-      is_ended: whether it has returned or raised.
-    """
+    """One replica, which runs when it is its turn."""
 
     def __init__(
         self,
@@ -260,19 +231,12 @@ class ReplicaThread(EagerReplica):
         return jax.eval_shape(results, *arrays)
 
     def in_caller(self, function: Callable[[], object]) -> object:
-        """What `function` returns, called in the thread of the caller.
-
-        There JAX's settings are those of all replicas.
-        """
+        """What `function` returns, called in the thread of the caller."""
         self.request = function
         return self._pause()
 
     def _wait(self, wanted: Wanted) -> object:
-        """What comes of something for which all replicas meet.
-
-        Raises:
-          ReplicaEnded: the step is given up.
-        """
+        """What comes of something for which all replicas meet."""
         if self._gives_up:
             raise ReplicaEnded
         self.line = _user_code.innermost(_frames_here())
@@ -325,15 +289,7 @@ _DEBUGGERS = ("bdb", "pdb", "cmd", "pudb", "debugpy", "pydevd", "ipdb")
 
 @final
 class ReplicaTurns:
-    """The replicas of one eager step: each runs until it waits for all the others.
-
-    Args:
-      name: of the step.
-      threads: the replicas of this process, in their order.
-      answer: does what all of them wait for; returns what each of them gets.
-      agree: says to the other processes what this one does next; raises if they do
-        something else.
-    """
+    """The replicas of one eager step: each runs until it waits for all the others."""
 
     def __init__(
         self,
@@ -349,12 +305,7 @@ class ReplicaTurns:
         self._is_told = False
 
     def run(self) -> None:
-        """Runs all replicas to their ends.
-
-        Raises:
-          DivergentCollectiveError: some wait where the others do not.
-          BaseException: what a replica has raised.
-        """
+        """Runs all replicas to their ends."""
         try:
             replies: Sequence[object] = [None] * len(self._threads)
             refusal = None

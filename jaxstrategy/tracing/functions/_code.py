@@ -22,14 +22,7 @@ _WRITING = ("STORE_GLOBAL",)
 
 
 class About(NamedTuple):
-    """The global names of code.
-
-    Attributes:
-      reads: those that it reads.
-      writes: those that it assigns.
-      is_users: whether it is the user's own code. Of other code no names are given: a
-        library is what its version says.
-    """
+    """The global names of code."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -71,10 +64,7 @@ def _codes_in(code: types.CodeType) -> list[types.CodeType]:
 
 
 def attributes_read(method: types.MethodType) -> set[str]:
-    """The attributes of its object that a method reads, by methods it calls, too.
-
-    Of `self` written as a name; what is read in another way is not found.
-    """
+    """The attributes of its object that a method reads, by methods it calls, too."""
     kind, found = type(method.__self__), set[str]()
     left: list[object] = [method.__func__]
     while left:
@@ -157,12 +147,7 @@ _HOOKS = ("__getattribute__", "__setattr__", "__delattr__")
 
 
 class Reach(NamedTuple):
-    """The uses that some code makes of names.
-
-    Attributes:
-      used: the names in it, attributes among them.
-      passed_on: of variables and attributes whose value it uses as a whole.
-    """
+    """The uses that some code makes of names."""
 
     used: frozenset[str] = frozenset()
     passed_on: frozenset[str] = frozenset()

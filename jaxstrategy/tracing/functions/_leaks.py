@@ -95,17 +95,7 @@ def refused(
     is_object: Callable[[object], bool],
     given: Sequence[tuple[str, object]] = (),
 ) -> Iterator[None]:
-    """A `with` block in which a step is called, and may leave no values of its trace.
-
-    Args:
-      fn: the step.
-      name: how messages call it.
-      is_object: which objects are none of its places.
-      given: static arguments, by label.
-
-    Raises:
-      Leak: it left some; what held them holds what it held before.
-    """
+    """A `with` block in which a step may leave no values of its trace."""
 
     def look() -> References:
         return References(fn, is_object, _LIMIT, with_form=False, more=given)
@@ -164,10 +154,7 @@ def _holder(steps: Sequence[Referred], number: int) -> Referred | None:
 def _label_in_keras(
     steps: Sequence[Referred], number: int, owner: object
 ) -> str | None:
-    """The model, optimizer or metric that a variable of Keras belongs to, and its path.
-
-    What leads there in between are Keras' own lists of layers.
-    """
+    """The object of Keras that a variable belongs to, and its path."""
     if not _is_keras(owner):
         return None
     label = None

@@ -58,13 +58,7 @@ def callers_value(place: Place) -> object:
 def lent(
     fn: Function, replaced: Mapping[str, object], is_object: Callable[[object], bool]
 ) -> Iterator[Function]:
-    """`fn`, which refers to other values for the length of the `with` block.
-
-    Args:
-      fn: any callable.
-      replaced: the other values, by the labels of those that they stand for.
-      is_object: which objects have labels.
-    """
+    """`fn`, which refers to other values for the length of the `with` block."""
     if not replaced:
         yield fn
         return
@@ -85,16 +79,7 @@ def lent(
 
 @final
 class FunctionLoans:
-    """The places where a function refers to something else for a while.
-
-    Args:
-      fn: any callable.
-      replaced: the other values, by the labels of those that they stand for.
-      is_object: which objects have labels.
-
-    Attributes:
-      function: `fn`, or what takes its place because it holds such a value.
-    """
+    """The places where a function refers to something else for a while."""
 
     def __init__(
         self,

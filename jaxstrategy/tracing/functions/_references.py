@@ -64,15 +64,7 @@ _COMPILED = ("jax", "jaxlib")
 def look_into(
     is_object: Callable[[object], bool], walk: Walk, label: str, value: Any, number: int
 ) -> Token:
-    """Goes on with what `value` refers to; returns what stands for it in the form.
-
-    Args:
-      is_object: which objects the program of a step is given.
-      walk: the walk that came to the value.
-      label: how messages call it.
-      value: any object that is not known by its value alone.
-      number: of the value in the walk.
-    """
+    """Goes on with what `value` refers to; returns what stands for it in the form."""
     kind = type(value)
     if is_object(value):
         walk.objects[walk.unused(label)] = value
@@ -366,23 +358,7 @@ _LIMIT = 5000
 
 
 class References:
-    """All that a function refers to.
-
-    Args:
-      fn: any callable; of what is written in C nothing is known.
-      is_object: which objects the program of a step is given.
-      limit: how many values are looked at.
-      with_form: whether the form is asked for. For that NumPy's arrays are read, and of
-        objects only those attributes count that the function can name. Else all do.
-      more: values that are looked at as well, by label.
-
-    Attributes:
-      root: the function, or of an object that can be called the method.
-      reached: all values, in the order in which they were come by.
-      objects: those that `is_object` says, by label.
-      arrays: arrays in closures, defaults and partial functions, by label.
-      opaque: the label of something of which Python does not say what it is now.
-    """
+    """All that a function refers to."""
 
     def __init__(
         self,
@@ -417,10 +393,7 @@ class References:
 
     @property
     def form(self) -> tuple[Token, ...]:
-        """Equal for functions that do the same with the same objects and arrays.
-
-        It may not be hashed if there is something `opaque`.
-        """
+        """Equal for functions that do the same with the same objects and arrays."""
         return tuple(self._tokens)
 
     def owner(self, owner: Owner) -> object:
@@ -438,11 +411,7 @@ class References:
         return each.place.owner
 
     def changed(self, before: References) -> tuple[list[Owner], list[Owner]]:
-        """What has changed since another look at the same function.
-
-        Returns:
-          What was changed, as `owner` takes it, by its numbers before and now.
-        """
+        """What has changed since another look at the same function."""
         slots, was_slots = self._slots(), before._slots()
         values, was_values = self._values(), before._values()
         owners = {
@@ -485,11 +454,7 @@ class References:
         return list(found.values())
 
     def holders(self, values: Collection[int]) -> list[Referred]:
-        """The places that hold values, or a tuple with one in it, as they were reached.
-
-        Args:
-          values: the identities of the values.
-        """
+        """The places that hold values, or a tuple with one in it, in their order."""
         carriers = set(values)
         for number, each in enumerate(self.reached):
             if id(each.value) in values:

@@ -190,12 +190,7 @@ def one_level(value: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Any]:
 
 
 def rebuilt(value: Any, others: Mapping[int, object]) -> Any:
-    """`value`, or if it holds one of `others` and cannot be changed, one like it.
-
-    Args:
-      value: anything.
-      others: what takes the place of an object, by the identity of that.
-    """
+    """`value`, or if it holds one of `others` and cannot be changed, one like it."""
     if id(value) in others:
         return others[id(value)]
     # `Any`, and the class: `isinstance` asks some libraries' objects.
@@ -249,14 +244,7 @@ Token = Hashable
 
 
 class Referred(NamedTuple):
-    """One value that a walk came to.
-
-    Attributes:
-      label: how messages call it, `captured self.rate`.
-      place: what refers to it; None if that cannot be changed.
-      value: what it is.
-      parent: the number of the value that led here.
-    """
+    """One value that a walk came to."""
 
     label: str
     place: Place | None
@@ -267,23 +255,6 @@ class Referred(NamedTuple):
 class Walk:
     """One pass through all that a function refers to, in an order that is always the
     same.
-
-    Args:
-      look_into: goes on with what a value refers to, and says what stands for it in the
-        form: `look_into(walk, label, value, number)`.
-      limit: how many values are looked at.
-      with_form: whether the form is asked for.
-      reach: what the functions do that earlier passes came to.
-      whole: the identities of objects that one name does not lead to alone, so that all
-        of their attributes count.
-
-    Attributes:
-      reached: all values, in the order in which the walk came to them.
-      tokens: what stands for each in the form.
-      objects: those that the program of a step is given, by label.
-      arrays: arrays in closures, defaults and partial functions, by label.
-      opaque: the label of something of which Python does not say what it is now.
-      is_enclosed: whether no other code of the user's can come to what is looked into.
     """
 
     def __init__(

@@ -17,13 +17,7 @@ Answer = TypeVar("Answer")
 def of(
     owner: Owner, method: Callable[Concatenate[Owner, ...], object], *args: object
 ) -> Callable[..., None]:
-    """A callback that calls `method(owner, *args, *given)` as long as `owner` lives.
-
-    Args:
-      owner: what is told; it is not kept alive.
-      method: a function of its class.
-      args: what the method is given before what the callback is given.
-    """
+    """A callback that calls `method(owner, *args, *given)` as long as `owner` lives."""
     # When the interpreter exits, the names of a module are None before the last objects
     # are gone. So the callback has all that it uses with it.
     get, is_finalizing = weakref.ref(owner), sys.is_finalizing

@@ -71,14 +71,6 @@ class CallersObjects:
     """Some of the caller's objects, as they are put together now.
 
     It keeps no object alive.
-
-    Args:
-      objects: they.
-
-    Attributes:
-      form: how objects like them are put together again.
-      may_be_kept: whether it forgets the arrays of an object that is gone.
-      known: what the caller keeps here.
     """
 
     def __init__(self, objects: Sequence[object]) -> None:
@@ -162,22 +154,13 @@ class CallersObjects:
         ]
 
     def finish(self, returned: tuple[PyTree, list[Parts]]) -> PyTree:
-        """The results of a call; the objects then hold their new arrays.
-
-        Args:
-          returned: what the step as one of arrays returned.
-        """
+        """The results of a call; the objects then hold their new arrays."""
         results, parts = returned
         self.store(parts)
         return self.with_callers_objects(results)
 
     def store(self, parts: Sequence[Parts]) -> None:
-        """Put new arrays into the objects, and change what else the step changed.
-
-        Raises:
-          ObjectError: JAX traces the code that called the step, and Flax allows no
-            array of its there.
-        """
+        """Put new arrays into the objects, and change what else the step changed."""
         # Which variables may be changed where nothing is traced does not change.
         is_known = bool(self._setters) and not _arrays.is_traced()
         setters = self._setters if is_known else self._setters_that_ask()
@@ -261,13 +244,7 @@ _alive: weakref.WeakSet[CallersObjects] = weakref.WeakSet()
 
 
 def holders_of(arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
-    """The variables that hold arrays, and the objects whose they are.
-
-    Of all objects that steps were given, or have captured.
-
-    Args:
-      arrays: the identities of the arrays.
-    """
+    """The variables that hold arrays, and the objects whose they are."""
     return [pair for objects in list(_alive) for pair in objects.holders_of(arrays)]
 
 

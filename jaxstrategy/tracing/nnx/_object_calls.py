@@ -39,13 +39,7 @@ from jaxstrategy.values._types import Function, Leaf, PyTree
 def step_of_arrays(
     get_fn: Callable[[], Any], form: ObjectForm | None, captured: tuple[str, ...]
 ) -> Function:
-    """A step with `Parts` for objects: what it returns, and their new arrays.
-
-    Args:
-      get_fn: returns the step, which is not kept alive.
-      form: of the objects; None if there are none.
-      captured: the names of what the step captured.
-    """
+    """A step with `Parts` for objects: what it returns, and their new arrays."""
 
     def step(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, list[Parts]]:
         fn = get_fn()
@@ -118,11 +112,7 @@ def _name_like(step: Any, fn: Function) -> None:
 def _own_keys(
     objects: Sequence[object],
 ) -> list[tuple[FlaxVariable, jax.Array, jax.Array]]:
-    """Gives each replica random keys of its own, so that dropout differs.
-
-    Returns:
-      For each variable with a key: it, the replica's key, and the key of all.
-    """
+    """Gives each replica random keys of its own, so that dropout differs."""
     context = _context.current()
     strategy, replica = context.strategy, context.replica
     if not objects or strategy is None or strategy.num_replicas_in_sync == 1:
@@ -178,14 +168,7 @@ def came_from_step(error: Exception) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectCall:
-    """A call of a step with objects, or captured arrays, as one with arrays.
-
-    Attributes:
-      objects: the objects; None if there are none.
-      captured: the names of what the step captured.
-      args: positional arguments, with `Parts` for objects.
-      kwargs: keyword arguments; those that it captured stand here too.
-    """
+    """A call of a step with objects, or captured arrays, as one with arrays."""
 
     objects: CallersObjects | None
     captured: tuple[str, ...]
@@ -193,11 +176,7 @@ class ObjectCall:
     kwargs: dict[str, PyTree]
 
     def finish(self, returned: tuple[PyTree, list[Parts]]) -> PyTree:
-        """The results of the call; its objects then hold their new arrays.
-
-        Args:
-          returned: what the step as one of arrays returned.
-        """
+        """The results of the call; its objects then hold their new arrays."""
         return returned[0] if self.objects is None else self.objects.finish(returned)
 
 
@@ -207,14 +186,7 @@ def call_of(
     captured: Mapping[str, object],
     known: Sequence[CallersObjects] = (),
 ) -> ObjectCall | None:
-    """The call `fn(*args, **kwargs)` as one with arrays; None if it is one.
-
-    Args:
-      args: positional arguments.
-      kwargs: keyword arguments.
-      captured: what the step captured: objects, and arrays that it is to be given.
-      known: objects of earlier calls, which these may be.
-    """
+    """The call `fn(*args, **kwargs)` as one with arrays; None if it is one."""
     if not _trees.object_kinds() and not captured:
         return None
     kwargs = {**kwargs, **captured}
@@ -238,11 +210,7 @@ def require_objects(
     captured: Mapping[str, object],
     known: Sequence[CallersObjects] = (),
 ) -> ObjectCall:
-    """The call `fn(*objects)`, as `bind` begins one.
-
-    Raises:
-      TypeError: none of them can be changed in place.
-    """
+    """The call `fn(*objects)`, as `bind` begins one."""
     call = call_of(objects, {}, captured, known)
     if call is None or call.objects is None:
         raise TypeError(
@@ -272,10 +240,7 @@ def as_arrays(
 
 
 def options_of(options: RunOptions) -> RunOptions:
-    """The options of a step, for it as a function of arrays: its objects are mirrored.
-
-    Replicas that go on with different weights are not one model any more.
-    """
+    """The options of a step as a function of arrays: its objects are mirrored."""
     expected = options.expect_mirrored
     if is_function(expected):
 
@@ -295,12 +260,7 @@ Programs = TypeVar("Programs")
 
 @final
 class ObjectCalls(Generic[Programs]):
-    """Calls with objects of functions that do the same, and programs for each form.
-
-    Args:
-      get_fn: returns one of the functions, which is not kept alive.
-      make: makes the programs of a function of arrays.
-    """
+    """Calls with objects of functions that do the same, and programs for each form."""
 
     def __init__(
         self,
@@ -327,11 +287,7 @@ class ObjectCalls(Generic[Programs]):
     def require(
         self, objects: Sequence[object], captured: Mapping[str, object]
     ) -> ObjectCall:
-        """The call `fn(*objects)`, as `bind` begins one.
-
-        Raises:
-          TypeError: none of them can be changed in place.
-        """
+        """The call `fn(*objects)`, as `bind` begins one."""
         return require_objects(tuple(objects), captured, self._objects)
 
     def programs(self, call: ObjectCall) -> Programs:
@@ -367,12 +323,6 @@ class BoundCall:
     """Calls of a step whose first arguments are fixed, as calls with arrays.
 
     It keeps no array alive that the objects have no more.
-
-    Args:
-      call: the call with the first arguments alone, some of which are objects.
-
-    Attributes:
-      objects: those of the caller.
     """
 
     def __init__(self, call: ObjectCall) -> None:
@@ -430,15 +380,7 @@ def _went_through_flax(traceback: types.TracebackType | None) -> bool:
 
 @contextlib.contextmanager
 def unchanged(tree: PyTree, name: str) -> Iterator[None]:
-    """Raise at the end if objects in `tree` have changed meanwhile.
-
-    Args:
-      tree: what the function is given, while it is traced.
-      name: of the function.
-
-    Raises:
-      ObjectError: one has changed. Nobody would see it: a worker has no objects.
-    """
+    """Raise at the end if objects in `tree` have changed meanwhile."""
     # What a function makes of an `nnx.State` may have the variables of that.
     found = jax.tree.leaves(tree, is_leaf=is_whole_object)
     objects = [node for node in found if is_changed_in_place(node)]

@@ -82,13 +82,7 @@ def is_whole_object(node: object) -> bool:
 # By identity: JAX hashes it within a structure, and a list as `value` has no hash.
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttributeChange:
-    """A change that a step makes to an object, besides those of its arrays.
-
-    Attributes:
-      path: of the object, from the list of all.
-      name: of its attribute.
-      value: what that is now; `GONE` if there is none any more.
-    """
+    """A change that a step makes to an object, besides those of its arrays."""
 
     path: NodePath
     name: str
@@ -104,13 +98,7 @@ _Static: TypeAlias = "tuple[tuple[str, ...], tuple[AttributeChange, ...]]"
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
-    """The arrays that stand for an object.
-
-    Attributes:
-      arrays: they, or what else its variables hold.
-      names: how messages call them.
-      changes: what a step changes besides, of all objects.
-    """
+    """The arrays that stand for an object."""
 
     arrays: Sequence[Leaf]
     names: tuple[str, ...]
@@ -168,16 +156,7 @@ def is_whole_or_parts(node: object) -> bool:
 
 @dataclasses.dataclass
 class ObjectForm:
-    """A description by which objects are put together from arrays, and taken apart.
-
-    Attributes:
-      graph: Flax's description.
-      structure: of their state.
-      owners: for each object the variables that it has and none before it.
-      names: of these.
-      templates: variables like them; None for an array that is in no variable.
-      returns_objects: whether a step returns some of them.
-    """
+    """A description by which objects are put together from arrays, and taken apart."""
 
     graph: Hashable
     structure: Hashable
@@ -215,15 +194,7 @@ class ObjectForm:
     def take_apart(
         self, objects: Sequence[object], given: Sequence[Parts]
     ) -> list[Parts]:
-        """The arrays of objects that were put together so, after the step.
-
-        Args:
-          objects: they.
-          given: what they were put together from.
-
-        Raises:
-          ObjectError: the step changed what only Python can change.
-        """
+        """The arrays of objects that were put together so, after the step."""
         graph, state = sys.modules["flax.nnx"].split(objects)
         leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
         if structure != self.structure:
@@ -242,11 +213,7 @@ class ObjectForm:
         ]
 
     def _new_value(self, index: int, new: Leaf, old: Leaf) -> Leaf:
-        """The value of a variable after the step; None of an array that is in none.
-
-        Raises:
-          ObjectError: such an array has changed, or the metadata of a variable.
-        """
+        """The value of a variable after the step; None of an array that is in none."""
         like = self.templates[index]
         if like is not None:
             if like.get_metadata() != new.get_metadata():

@@ -59,13 +59,7 @@ _Ended: TypeAlias = tuple[list[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Where something may become infinite: an equation, or what a step is given.
-
-    Attributes:
-      source: what messages call it, if it is no equation.
-      site: the equation.
-      is_end: whether it is what the variable `source` holds after the step.
-    """
+    """Where something may become infinite: an equation, or what a step is given."""
 
     source: str = ""
     site: Site | None = None
@@ -74,12 +68,7 @@ class _Origin:
 
 @final
 class Finite(Stage):
-    """A search for NaN, and perhaps Inf, in all that one program computes.
-
-    Args:
-      step: the step.
-      with_infinities: whether it looks for Inf too.
-    """
+    """A search for NaN, and perhaps Inf, in all that one program computes."""
 
     evaluates_all = True
     learns_within = True
@@ -98,10 +87,7 @@ class Finite(Stage):
         return f"{type(self).__name__} ({what})"
 
     def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
-        """Evaluates the step equation by equation, and adds what was found first.
-
-        That takes the place of `evaluate`: the outputs of later stages are not there.
-        """
+        """Evaluates the step equation by equation, and adds what was found first."""
         return lambda inputs: self._evaluate(step.jaxpr, inputs, step.sources)
 
     def number(self, place: _Origin) -> int:
@@ -112,13 +98,7 @@ class Finite(Stage):
     def _evaluate(
         self, jaxpr: Jaxpr, given: Sequence[Value], sources: Sequence[str | None]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The outputs of `jaxpr`, and for each replica what was found first.
-
-        Args:
-          jaxpr: of one replica.
-          given: its inputs.
-          sources: what messages call them; None of an array that the step captured.
-        """
+        """The outputs of `jaxpr`, and for each replica what was found first."""
         turn = _Turn(self, ())
         references = []
         for value, source in zip(given, sources, strict=True):
@@ -135,12 +115,7 @@ class Finite(Stage):
         return outputs, [lax.all_gather(turn.found, self.replicas.collective_axes)]
 
     def check(self, output: jax.Array) -> None:
-        """Raises if a call has found something.
-
-        Raises:
-          NonFiniteError: it has.
-          ContextError: nobody knows yet, because JAX traces the caller.
-        """
+        """Raises if a call has found something."""
         if isinstance(output, Tracer):
             raise ContextError(
                 f"`{self._name}` is to be checked (`check_finite`) inside a function "
@@ -205,17 +180,7 @@ def finite(step: ReplicaStep, options: RunOptions) -> Finite | None:
 
 
 class _Turn:
-    """One pass through a jaxpr: the program itself, a branch, the body of a loop.
-
-    Args:
-      owner: what is looked for.
-      holders: the equations that hold the jaxpr, the innermost first.
-      found: what was found before.
-
-    Attributes:
-      found: the number of what was found first, times two, and one more for a NaN; 0
-        if there was nothing.
-    """
+    """One pass through a jaxpr: the program itself, a branch, the body of a loop."""
 
     def __init__(
         self,

@@ -43,20 +43,7 @@ _sharding_of = operator.attrgetter("_sharding")
 
 @final
 class Placement:
-    """Where the arguments of one program go.
-
-    Args:
-      step: whose arguments they are.
-      donated: which of them the program may overwrite.
-
-    Attributes:
-      shardings: how each argument lies, if nothing else is said.
-      divides_state: whether replicas keep parts of what is the same for all.
-      is_open: whether arguments may lie in several ways, which the program takes as
-        they are: divided over the replicas, or over the devices of each.
-      right: where a `PerReplica` stands, and a sharding that was seen there and is
-        right. If arguments may lie in several ways, the same of all of them.
-    """
+    """Where the arguments of one program go."""
 
     def __init__(self, step: ReplicaStep, donated: frozenset[int]) -> None:
         self._step = step
@@ -80,10 +67,7 @@ class Placement:
         self._numbers: dict[Hashable, jax.Array] = {}
 
     def is_right(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether each `PerReplica` lies as one did before; says nothing of others.
-
-        Where arguments may lie in several ways, it says so of all of them.
-        """
+        """Whether each `PerReplica` lies as one did before; says nothing of others."""
         for index, right in self.right.items():
             lies = getattr(leaves[index], "sharding", None)
             if lies is not right and (right is None or lies != right):
@@ -104,12 +88,7 @@ class Placement:
         return True
 
     def traced(self, step: TracedStep, leaves: Sequence[Leaf]) -> bool:
-        """Takes note of where a trace wants state; whether some of it lies elsewhere.
-
-        Args:
-          step: what was traced.
-          leaves: the arguments, as they were placed.
-        """
+        """Notes where a trace wants state; whether some of it lies elsewhere."""
         if step.division is None:
             return False
         for index, dimension in step.division.arguments.items():
@@ -139,13 +118,7 @@ class Placement:
         return self._replicas.inner_placement(leaf, meaning)
 
     def placed(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """`leaves` where the program needs them; the same objects where they are.
-
-        Raises:
-          PlacementError: a value belongs to another strategy, or is split over the
-            replicas without being a `PerReplica`.
-          DonatedValueError: a value was donated before.
-        """
+        """`leaves` where the program needs them; the same objects where they are."""
         if self._donated:  # moved twice, an array may lie in one memory twice
             check_once(self._step, leaves, self._donated)
         return [self._place(index, leaf) for index, leaf in enumerate(leaves)]
@@ -227,22 +200,13 @@ class Placement:
         return self._replicas.device_names
 
     def check_types(self, leaves: Sequence[Leaf]) -> None:
-        """Raises unless each `PerReplica` has a version for each replica.
-
-        Raises:
-          PlacementError: one has not.
-        """
+        """Raises unless each `PerReplica` has a version for each replica."""
         for index, leaf in enumerate(leaves):
             if self._split[index]:
                 self._check_replicas(index, leaf)
 
     def check_captured(self, step: TracedStep) -> None:
-        """Raises if a step captures an array that lies as none of its arguments may.
-
-        Raises:
-          PlacementError: it is split over the replicas' devices.
-          DonatedValueError: it was donated before.
-        """
+        """Raises if a step captures an array that lies as none of its arguments may."""
         for constant in constants(step.trace.closed):
             if _arrays.is_placed(constant.value):
                 name = f"What `{self._step.name}` captures, {constant.description},"
@@ -254,17 +218,7 @@ class Placement:
 
 
 def check_whole(array: jax.Array, replicas: Replicas, name: str, what: str) -> None:
-    """Raise if the parts of a plain array may be meant for the replicas.
-
-    Args:
-      array: an argument, or what a step captured.
-      replicas: those of the step.
-      name: how messages call it.
-      what: its part in the step.
-
-    Raises:
-      PlacementError: it is split over the replicas' devices.
-    """
+    """Raise if the parts of a plain array may be meant for the replicas."""
     ours = replicas.all_devices
     is_ours = len(ours) > 1 and bool(ours & array.sharding.device_set)
     if is_ours and _mesh.is_divided(array):

@@ -22,12 +22,6 @@ class Stage:
     A program has a list of stages. Of each it calls what the class of the stage
     overrides, and nothing else, so that a step pays for no stage that is of no use to
     it. The methods stand here in the order of a first call.
-
-    Attributes:
-      donated: the arguments whose memory the compiled function may reuse.
-      evaluates_all: whether `within` evaluates all of the step, on each replica. Then
-        it cannot be divided where all replicas become equal.
-      learns_within: whether `within` takes note of something that later calls need.
     """
 
     donated: frozenset[int] = frozenset()
@@ -40,11 +34,7 @@ class Stage:
         return type(self).__name__
 
     def tracing(self, own: Sequence[Leaf]) -> contextlib.AbstractContextManager[None]:
-        """A `with` block for the step's own code, while it is traced.
-
-        Args:
-          own: the arguments as one replica sees them.
-        """
+        """A `with` block for the step's own code, while it is traced."""
         return contextlib.nullcontext()
 
     def traced(self, step: TracedStep) -> None:
@@ -63,23 +53,11 @@ class Stage:
         """Before a call: whether it may be made; raises if not."""
 
     def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
-        """In the compiled function: `evaluate`, with one output more, for `after`.
-
-        Args:
-          step: what is compiled.
-          evaluate: of the inputs of one replica its results, and the further outputs
-            of the stages after this one.
-        """
+        """In the compiled function: `evaluate`, with one output more, for `after`."""
         return evaluate
 
     def check(self, output: jax.Array) -> None:
-        """After a call: whether what it has made may be kept.
-
-        If this raises, variables hold what they held before the call.
-
-        Args:
-          output: what `within` has added.
-        """
+        """After a call: whether what it has made may be kept."""
 
     def after(self, output: jax.Array) -> None:
         """After a call: what to do with the output that `within` has added."""
@@ -97,16 +75,7 @@ def overridden(stages: Sequence[Stage], method: str) -> tuple[Function, ...]:
 
 @final
 class Checked(Stage):
-    """Refuses a step that would hang or breaks a promise.
-
-    Args:
-      expect_mirrored: see `RunOptions`.
-      told: which warnings that are given once were given before; added to.
-
-    Attributes:
-      unstated: results of the last trace of which nobody has said whether they may
-        differ, by their place.
-    """
+    """Refuses a step that would hang or breaks a promise."""
 
     def __init__(self, expect_mirrored: PyTree, told: set[type[Warning]]) -> None:
         self._expected = expect_mirrored
@@ -121,11 +90,7 @@ class Checked(Stage):
 
 @final
 class Counted(Stage):
-    """Takes note of how often a step is compiled.
-
-    Args:
-      note: called with the function, and the types of its arrays.
-    """
+    """Takes note of how often a step is compiled."""
 
     def __init__(self, note: Callable[[Function, Sequence[ArrayType]], None]) -> None:
         self._note = note

@@ -38,15 +38,7 @@ from jaxstrategy.values._types import Leaf
 
 @final
 class Donation(Stage):
-    """The donated arguments of a program; none may be passed twice.
-
-    Args:
-      step: the step.
-      options: how it is compiled; the positions in `args` that are donated.
-
-    Raises:
-      ValueError: there is no such position.
-    """
+    """The donated arguments of a program; none may be passed twice."""
 
     def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
         self.donated = frozenset(step.signature.donated(options.donated))
@@ -58,27 +50,14 @@ class Donation(Stage):
         return bool(self.donated)
 
     def before(self, leaves: Sequence[Leaf]) -> None:
-        """Raises if a donated array is passed twice.
-
-        Raises:
-          DonatedValueError: it is.
-        """
+        """Raises if a donated array is passed twice."""
         check_once(self._step, leaves, self.donated)
 
 
 def check_once(
     step: ReplicaStep, leaves: Sequence[Leaf], donated: frozenset[int]
 ) -> None:
-    """Raises if a donated array is passed twice.
-
-    Args:
-      step: for messages.
-      leaves: its arguments.
-      donated: which of them are donated.
-
-    Raises:
-      DonatedValueError: naming both arguments. JAX 0.10 would end the process.
-    """
+    """Raises if a donated array is passed twice."""
     if len(set(map(id, leaves))) == len(leaves):
         return
     first: dict[int, int] = {}
@@ -95,12 +74,7 @@ def check_once(
 
 @final
 class MaskArguments(Stage):
-    """The masks among a program's arguments, and what its traces did with them.
-
-    Args:
-      step: the step.
-      options: not asked.
-    """
+    """The masks among a program's arguments, and what its traces did with them."""
 
     def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
         self._places = [i for i, role in enumerate(step.roles) if role is Role.MASK]
@@ -131,15 +105,7 @@ class MaskArguments(Stage):
         self._alike |= batches.alike
 
     def before(self, leaves: Sequence[Leaf]) -> None:
-        """Checks whether a call is one that the step does right by.
-
-        Before the first trace nothing is known of that. Warns, once, if rows that are
-        not real go into a step that asks for no mask, or gathers them; or if they may,
-        and nobody will know.
-
-        Raises:
-          ValueError: the step took the masks of two batches for one.
-        """
+        """Checks whether a call is one that the step does right by."""
         for places in self._alike:
             self._check_alike(places, [leaves[i] for i in places])
         if self._is_traced and (self._keeps_rows or not self._is_asked_for):
@@ -173,15 +139,7 @@ class MaskArguments(Stage):
 
 
 def check_traced(masks: StepMasks, name: str) -> None:
-    """Checks whether a function that was traced does right by batches with masks.
-
-    Args:
-      masks: of batches that are not full.
-      name: of the function.
-
-    Raises:
-      ValueError: it took the masks of two batches for one.
-    """
+    """Checks whether a function that was traced does right by batches with masks."""
     for places in masks.alike:
         if len(set(places)) > 1:
             raise ValueError(
@@ -233,12 +191,7 @@ _running: collections.deque[jax.Array] = collections.deque()
 
 @final
 class InFlight(Stage):
-    """Counts the calls of a program, and waits until few enough are running.
-
-    Args:
-      step: the step.
-      options: not asked.
-    """
+    """Counts the calls of a program, and waits until few enough are running."""
 
     def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
         self._is_needed = needed(step.replicas.all_devices)
@@ -309,12 +262,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 @final
 class ConstantObjects(Stage):
-    """The objects whose arrays are constants of a program.
-
-    Args:
-      step: the step.
-      options: not asked.
-    """
+    """The objects whose arrays are constants of a program."""
 
     def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
         self._name = step.name
@@ -375,10 +323,6 @@ _STAGES: tuple[Callable[[ReplicaStep, RunOptions], Stage | None], ...] = (
 
 
 def stages_of(step: ReplicaStep, options: RunOptions) -> list[Stage]:
-    """The stages of the program of a step that is compiled with these options.
-
-    Raises:
-      ValueError: an option does not fit the arguments.
-    """
+    """The stages of the program of a step that is compiled with these options."""
     made = (make(step, options) for make in _STAGES)
     return [stage for stage in made if stage is not None]

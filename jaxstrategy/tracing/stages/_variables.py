@@ -34,13 +34,7 @@ class _Home:
 
 @final
 class Carried:
-    """The variables that one program is given; does not change.
-
-    Args:
-      replicas: those of the step.
-      here: those that live on all replicas.
-      away: the others.
-    """
+    """The variables that one program is given; does not change."""
 
     def __init__(
         self,
@@ -84,12 +78,7 @@ class Carried:
         return variable.cell in self._here or variable.cell in self._away
 
     def missing(self, used: Sequence[Variable], traced: bool) -> list[Variable]:
-        """The variables among `used` that should be carried and are not.
-
-        Args:
-          used: by the step.
-          traced: whether the program is part of a function that JAX traces.
-        """
+        """The variables among `used` that should be carried and are not."""
 
         def by_reference(variable: Variable) -> bool:
             here = variable.lives_on(self._replicas)
@@ -116,12 +105,7 @@ class Carried:
         return Carried(self._replicas, kept, self._away)
 
     def values(self) -> list[jax.Array]:
-        """For the program.
-
-        Raises:
-          PlacementError: inside a function traced by JAX.
-          IsReference: some must be left out.
-        """
+        """For the program."""
         # Written out, because it is done for every variable at every step.
         here = [cell.array for cell in self._cells if cell.is_alone]
         if len(here) < len(self._cells):
@@ -175,16 +159,6 @@ class VariableArguments:
 
     A step's variables are known when it is traced. Those that JAX may turn into
     references, because it traces the code that calls the step, are not given.
-
-    Args:
-      step: the step.
-      forget: called when a variable is gone, and with it what was compiled.
-
-    Attributes:
-      carried: those that the program is given.
-      are_used: whether the step uses any.
-      by_reference: whether the program reaches some by references.
-      caller_is_traced: whether JAX traces the code of the last call that uses them.
     """
 
     def __init__(self, step: ReplicaStep, forget: Callable[[], object]) -> None:
@@ -197,20 +171,11 @@ class VariableArguments:
         self.caller_is_traced = False
 
     def check_outside(self) -> None:
-        """Raises inside a function that is differentiated with respect to one.
-
-        Raises:
-          ContextError: the call is there.
-        """
+        """Raises inside a function that is differentiated with respect to one."""
         _given_values.check_outside(used() for used in self._used)
 
     def traced(self, step: TracedStep, is_traced: bool) -> bool:
-        """Takes note of a new trace; returns whether the program must be made anew.
-
-        Args:
-          step: what was traced.
-          is_traced: whether JAX traces the code that calls the step.
-        """
+        """Takes note of a new trace; returns whether the program must be made anew."""
         used = step.trace.used
         self._watch([*used, *step.results.variables])
         missing = self.carried.missing(used, is_traced)
@@ -239,11 +204,7 @@ class VariableArguments:
         return [(cell.ref, cell[...]) for cell in used if cell.is_reference]
 
     def _watch(self, variables: Sequence[Handle]) -> None:
-        """Forgets what was compiled when one of these is gone.
-
-        The function uses another one now, if it is called at all: an attribute or a
-        global name that was given a new variable. And the memory is free.
-        """
+        """Forgets what was compiled when one of these is gone."""
         gone = _weak_references.of(self, VariableArguments._gone)
         watched = {used() for used in self._used}
         self._used += (weakref.ref(v, gone) for v in variables if v not in watched)
