@@ -115,24 +115,8 @@ def by_argument(strategy, context, x):
     return strategy.extended.call_for_each_replica(set_in_step, args=(context, x))
 
 
-def deep_in_an_argument(strategy, context, x):
-    def step(nest):
-        return set_in_step(nest["a"][0], nest["b"])
-
-    return strategy.run(step, ({"a": [context, 3], "b": x},))
-
-
-def by_keyword(strategy, context, x):
-    return strategy.run(lambda x, context: set_in_step(context, x), (x,),
-                        {"context": context})  # fmt: skip
-
-
 def by_closure(strategy, context, x):
     return strategy.run(lambda x: set_in_step(context, x), (x,))
-
-
-def by_partial(strategy, context, x):
-    return strategy.run(functools.partial(set_in_step, context), (x,))
 
 
 class Model:
@@ -147,24 +131,7 @@ def by_attribute(strategy, context, x):
     return strategy.run(Model(context).step, (x,))
 
 
-def in_the_core(strategy, context, x):
-    return strategy.core.run(set_in_step, (context, x))
-
-
-def in_a_replicated_function(strategy, context, x):
-    return strategy.core.run(set_in_step, options=js.RunOptions())(context, x)
-
-
-WAYS = [
-    by_argument,
-    deep_in_an_argument,
-    by_keyword,
-    by_closure,
-    by_partial,
-    by_attribute,
-    in_the_core,
-    in_a_replicated_function,
-]
+WAYS = [by_argument, by_closure, by_attribute]
 
 
 @each_kind

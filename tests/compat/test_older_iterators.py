@@ -3,7 +3,6 @@
 Expected values were measured with TensorFlow 2.21 (`tf.compat.v1.distribute`).
 """
 
-import jax
 import numpy as np
 import pytest
 from helpers.inputs import real
@@ -43,25 +42,6 @@ def test_each_call_takes_a_batch(kind, n):
     for _ in range(2):
         with pytest.raises(js.OutOfRangeError, match=r"The end of the data\."):
             strategy.experimental_run(lambda x: 10 * x, iterator)
-
-
-def check_an_element_is_one_argument(tree):
-    strategy = of_kind("mirrored", 2)
-    x, y = np.arange(4.0), np.arange(4, 8)
-    batch = (x, y) if tree is tuple else {"x": x, "y": y}
-
-    def step(element):
-        assert isinstance(element, tree)
-        return sum(jax.tree.leaves(element))
-
-    iterator = strategy.make_dataset_iterator([batch])
-    result = strategy.experimental_run(step, iterator)
-    assert versions(strategy, result) == [[4, 6], [8, 10]]
-
-
-def test_an_element_is_one_argument():
-    for tree in [tuple, dict]:
-        check_an_element_is_one_argument(tree)
 
 
 @each_kind
@@ -118,14 +98,6 @@ def test_what_cannot_be_shared_may_be_an_error():
         iterator.get_next()
 
 
-def test_an_element_that_is_no_batch():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_dataset_iterator(list(range(4)))
-    text = "`batch` of batch 0 is a scalar, which cannot be divided over the replicas"
-    with pytest.raises(ValueError, match=text):
-        iterator.get_next()
-
-
 def test_what_is_no_iterator():
     strategy = of_kind("mirrored", 2)
     text = (
@@ -170,22 +142,6 @@ def test_what_an_input_function_is_told(n):
     assert versions(strategy, iterator.get_next()) == wanted[0]
     assert told == [js.InputContext(1, 0, n)]  # called once
     assert told[0].get_per_replica_batch_size(8) == 8 // n
-
-
-def test_elements_are_not_divided():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_input_fn_iterator(lambda _: ranged(8, 2))
-    found = [versions(strategy, element) for element in iterator]
-    assert found == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-
-
-def test_an_element_with_fewer_rows_is_kept():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_input_fn_iterator(lambda _: ranged(7, 2))
-    assert [real(element) for element in iterator] == [
-        [[0, 1], [2, 3]],
-        [[4, 5], [6]],
-    ]
 
 
 def test_other_modes():

@@ -12,45 +12,6 @@ import jaxstrategy as js
 from jaxstrategy.compat import v1
 
 
-@pytest.mark.parametrize(
-    "kind, n, momentum, wanted",
-    [
-        ("one", 1, 0.8, [(12.0, 12.2), (21.6, 21.96)]),
-        ("default", 1, 0.8, [(12.0, 12.2), (21.6, 21.96)]),
-        ("mirrored", 2, 0.8, [(22.0, 22.2), (39.6, 39.96)]),
-        ("central", 2, 0.8, [(22.0, 22.2), (39.6, 39.96)]),
-        ("mirrored", 4, 0.9, [(21.0, 21.1), (39.9, 40.09)]),
-    ],
-)
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_moving_means(kind, n, momentum, wanted, iterations):
-    strategy = of_kind(kind, n)
-    with strategy.scope():
-        moving = js.Variable(
-            jnp.zeros(3), synchronization="on_read", aggregation="mean"
-        )
-    # Replica r sees rows whose mean is 60 + i + 100 r in column i.
-    rows = 60 + np.arange(3.0) + 100 * np.arange(n)[:, None, None] + [[-1.0], [1.0]]
-
-    def input_fn(context):
-        return [*np.float32(rows)] * 2
-
-    def step(context, x):
-        moving.assign_sub((1 - momentum) * (moving - x.mean(0)))
-        context.set_last_step_output("mean", x.mean(), v1.ReduceOp.MEAN)
-
-    def fn(context, x):
-        strategy.extended.call_for_each_replica(step, args=(context, x))
-
-    iterator = strategy.make_input_fn_iterator(input_fn)
-    run = strategy.extended.experimental_run_steps_on_iterator
-    for place in range(iterations - 1, 2, iterations):
-        context = run(fn, iterator, iterations)
-        found = strategy.extended.read_var(moving)
-        np.testing.assert_allclose(found[:2], wanted[place], rtol=1e-6)
-    assert float(context.last_step_outputs["mean"]) == 61 + 50 * (n - 1)
-
-
 @pytest.mark.parametrize("kind, n", [("mirrored", 2), ("mirrored", 4), ("one", 1)])
 def test_training_with_a_last_batch_of_few_rows(kind, n):
     strategy = of_kind(kind, n)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.inputs import real
 from helpers.towers import STRATEGIES, mirrored, unwrapped
 
 import jaxstrategy as js
@@ -52,31 +51,6 @@ def test_elements_are_not_divided(name):
     assert all_of(d, dataset) == rows.tolist()
     one = d.distribute_dataset(lambda: [np.array([[1.0]])] * n)
     assert all_of(d, one) == [[[[1.0]]] * n]
-
-
-def test_an_element_with_fewer_rows_is_kept():
-    d = mirrored(2)
-    dataset = d.distribute_dataset(lambda: js.batches(np.arange(7), 2))
-    assert [real(element) for element in dataset] == [[[0, 1], [2, 3]], [[4, 5], [6]]]
-
-
-def test_an_iterator_begins_again():
-    d = mirrored(2)
-    calls = []
-
-    def dataset_fn():
-        calls.append(1)
-        return range(4)
-
-    iterator = d.distribute_dataset(dataset_fn).make_initializable_iterator()
-    assert iterator.initializer == []  # before the first element
-    assert all_of(d, iterator) == [[0, 1], [2, 3]]
-    assert iterator.initializer == []
-    with d.scope():
-        assert unwrapped(d, iterator.get_next()) == [0, 1]
-    assert iterator.initialize() == []
-    assert all_of(d, iterator) == [[0, 1], [2, 3]]
-    assert calls == [1]
 
 
 @pytest.mark.parametrize("make", ["one_shot", "initializable"])

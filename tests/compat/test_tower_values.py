@@ -72,21 +72,6 @@ def test_other_aggregations_are_refused(d):
         check_other_aggregations_are_refused(d, aggregation)
 
 
-def test_batch_reduce(d):
-    with d.scope():
-        v, t = js.Variable(7.0), ids(d.core, 1.0)
-        twice = d.core.run(lambda t: 2 * t, (t,))
-        results = d.batch_reduce(SUM, [(t, v), (twice, v)])
-        assert isinstance(results, list)
-        assert [unwrapped(d, x) for x in results] == [[3.0, 3.0], [6.0, 6.0]]
-        assert [float(d.reduce(SUM, x, v)) for x in (t, twice)] == [3.0, 6.0]
-        assert v == 7.0
-        (alone,) = d.batch_reduce(MEAN, [(t, None)])
-        assert unwrapped(d, alone) == [1.5, 1.5]
-        with pytest.raises(ValueError, match="should be a tuple of a value"):
-            d.batch_reduce(SUM, [t])
-
-
 def test_cross_tower_ops_change_no_sum():
     for ops in [
         contrib.ReductionToOneDeviceCrossTowerOps(),
@@ -160,17 +145,6 @@ def test_map_and_reduce():
             ]
             assert d.unwrap(found) == of_towers
             assert repr(found) == f"MapOutput(10 elements on {n} towers)"
-
-
-def test_fetch(d):
-    with d.scope():
-        v = js.Variable(3.0)
-        assert d.fetch(v) == 3.0 and d.fetch(v, fn=lambda x: 2 * x) == 6.0
-        there = d.fetch(v, destination="CPU:0", fn=lambda x: x + 1)
-        assert devices(there) == [0] and there == 4.0
-        assert d.fetch(5.0) == 5.0
-        with pytest.raises(TypeError, match="`fetch` was given 3, which cannot be"):
-            d.fetch(v, fn=3)
 
 
 # Construction.

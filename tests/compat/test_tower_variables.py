@@ -10,7 +10,7 @@ from helpers.replicas import ids
 from helpers.towers import STRATEGIES, in_default, mirrored, unwrapped
 
 import jaxstrategy as js
-from jaxstrategy.compat import contrib, v1
+from jaxstrategy.compat import contrib
 
 
 @pytest.fixture
@@ -249,64 +249,4 @@ def test_tower_local_variables(d):
         pass
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "restored"), [("sum", [3.5, 3.5]), ("mean", [3.0, 3.0])]
-)
-def test_tower_local_variables_are_restored(d, aggregation, restored, tmp_path):
-    with d.scope(), d.tower_local_var_scope(aggregation):
-        v = js.Variable(0.0)
-
-    def fn():
-        number = contrib.get_tower_context().tower_id
-        v.assign(3.0 + number if aggregation == "sum" else 6.0 * number)
-
-    with d.scope():
-        d.call_for_each_tower(fn)
-    with js.checkpoint.CheckpointManager(tmp_path, d.core) as manager:
-        manager.save(1, {"v": v})
-        manager.wait()
-        v.assign(0.0)
-        manager.restore({"v": v})
-    with d.scope():
-        assert unwrapped(d, d.call_for_each_tower(lambda: v.value())) == restored
-
-
 # Several generations in one program.
-
-
-def test_two_generations_of_one_strategy(d):
-    older = v1.Strategy.over(d)
-    assert older.core is d.core and contrib.DistributionStrategy.over(older) is d
-
-    def by_v1(strategy, x):
-        assert strategy is older and contrib.get_cross_tower_context() is d
-        return strategy.reduce("sum", x) + d.reduce("sum", x)
-
-    def by_contrib(strategy, x):
-        assert strategy is d and v1.get_strategy() is older
-        return v1.get_strategy().reduce("mean", x)
-
-    def step(x):
-        first = v1.get_replica_context().merge_call(by_v1, (x,))
-        return first, contrib.get_tower_context().merge_call(by_contrib, x)
-
-    x = ids(d.core, 1.0)
-    with d.scope():
-        assert v1.get_strategy() is older and v1.in_cross_replica_context()
-        with older.scope():
-            assert contrib.get_cross_tower_context() is d
-            first, second = d.call_for_each_tower(step, x)
-            assert (float(first), float(second)) == (6.0, 1.5)
-            first, second = older.run(step, (x,))
-            assert (float(first), float(second)) == (6.0, 1.5)
-    assert not contrib.has_distribution_strategy() and not v1.has_strategy()
-
-
-def test_the_default_contexts_of_two_generations_merge():
-    def by_v1(strategy, word):
-        assert strategy is v1.get_strategy()
-        cross = contrib.get_cross_tower_context()
-        assert cross is contrib.get_distribution_strategy()
-        return cross.unwrap(word)
-
-    assert v1.get_replica_context().merge_call(by_v1, ("x",)) == ["x"]

@@ -3,7 +3,6 @@
 The numbers are those of TensorFlow's tests of 2018.
 """
 
-import jax
 import pytest
 from helpers.towers import STRATEGIES, in_default, in_towers, mirrored
 
@@ -230,20 +229,7 @@ def test_a_tower_context_is_required():
         contrib.TowerContext(d)
 
 
-def test_the_default_strategy_places_variables_beside_others_without_a_scope():
-    d = contrib.get_distribution_strategy()
-    with d.colocate_vars_with(js.Variable(1.0)):
-        assert js.Variable(2.0).strategy is None
-
-
 # Calls.
-
-
-def merged_sum(three):
-    context = contrib.get_tower_context()
-    v = three + context.tower_id
-    s = context.merge_call(lambda d, v: sum(d.unwrap(v)), v)
-    return s + v
 
 
 def test_the_numbers_of_towers(d):
@@ -293,17 +279,6 @@ def test_towers_take_the_same_path():
         contrib.get_distribution_strategy().call_for_each_tower(merge_on_the_first)
 
 
-def test_a_step_is_compiled_once(compilations):
-    d = mirrored(2)
-    with d.scope():
-        x = d.worker_device_index
-        jax.block_until_ready(d.call_for_each_tower(merged_sum, x))
-        compilations()
-        for _ in range(3):
-            jax.block_until_ready(d.call_for_each_tower(merged_sum, x))
-        assert compilations() == 0
-
-
 # The object.
 
 
@@ -318,17 +293,6 @@ def test_a_strategy_is_made_of_one_of_today():
         contrib.DistributionStrategy.over("x")
     with pytest.raises(TypeError, match=r"`DistributionStrategy.over\(strategy\)`"):
         contrib.DistributionStrategy(core)
-
-
-class Own(js.Strategy):
-    """A strategy of the user's."""
-
-
-def test_strategies_that_2018_had_not_have_its_methods():
-    core = Own(jax.devices()[:2])
-    d = contrib.DistributionStrategy.over(core)
-    assert repr(d) == f"compat.contrib.DistributionStrategy.over({core!r})"
-    assert in_towers(d, merged_sum, 3) == [10, 11]
 
 
 def test_what_was_done_around_sessions_does_nothing():

@@ -87,19 +87,6 @@ def test_a_captured_variable_changes_once_on_each_copy(strategy, how):
     assert copies(strategy, w) == [6.0] * len(v.devices)
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_on_read_copies_are_changed_one_by_one(strategy, how):
-    o = variable(strategy, 0.0, "on_read", "sum")
-    strategy.run(lambda x: o.assign(x), (ids(strategy),))
-    n = strategy.num_replicas_in_sync
-
-    def change(x):
-        o.assign(o.value() * 2 + x)
-
-    called(strategy, how, lambda s: s.extended.update_on(o, change, (1.0,)))
-    assert copies(strategy, o) == [2.0 * i + 1 for i in range(n)]
-
-
 def test_each_copys_result_if_asked(strategy):
     v = variable(strategy)
     update_on, on = strategy.extended.update_on, everywhere(strategy)
@@ -152,21 +139,6 @@ def test_copies_that_would_differ_are_refused_in_a_step(two):
     assert v.value() == 10.0
 
 
-def test_updates_are_nested(two):
-    v, w, found = variable(two, 1.0), variable(two, 2.0), []
-
-    def outer():
-        found.append(updated())
-        two.extended.update_on("CPU:3", lambda: found.append(updated()))
-        two.extended.update(w, lambda w: w.assign_add(v))
-        found.append(updated())
-        v.assign_add(1.0)
-
-    two.extended.update_on(v, outer)
-    assert found == [two.devices, (jax.devices()[3],), two.devices]
-    assert (v.value(), w.value()) == (2.0, 3.0)
-
-
 @pytest.mark.parametrize("how", HOW)
 def test_an_error_leaves_the_contexts_as_they_were(strategy, how):
     v = variable(strategy)
@@ -197,18 +169,6 @@ def test_inside_run_it_is_refused(two):
         two.run(lambda: two.extended.update_on("CPU:0", lambda: None))
 
 
-def test_the_default_strategy_updates(two):
-    update_on, v = js.get_strategy().extended.update_on, js.Variable(1.0)
-    assert update_on(v, lambda a: v.assign_add(a), (4.0,)) == 5.0
-    assert update_on("CPU:0", lambda: 5, group=False) == (5,)
-    assert update_on("CPU:0", updated) == (jax.devices()[0],)
-    merged = js.get_replica_context().merge_call(
-        lambda s, x: s.extended.update_on(v, lambda x: v.assign_sub(x), (x,)), (2.0,)
-    )
-    assert (merged, v.value()) == (3.0, 3.0)
-    assert updated() == ()
-
-
 def test_variables_of_servers_are_changed_once():
     strategy = js.ParameterServerStrategy(workers=1, backend="threads")
     v = variable(strategy, 1.0)
@@ -229,25 +189,3 @@ def test_variables_of_servers_are_changed_once():
     assert done.fetch() == (7.0, 7.0)
     assert v.value() == 7.0
     strategy.close()
-
-
-def test_a_step_with_updates_compiles_once(two, compilations):
-    v, o = variable(two, 1.0), variable(two, 1.0, "on_read", "sum")
-
-    def change(x):
-        v.assign_add(x)
-
-    def count():
-        o.assign(o + 1.0)
-
-    def both(x):
-        two.extended.update_on(v, change, (x,))
-        two.extended.update_on(o, count)
-
-    for i in range(3):
-        both(float(i))
-    compilations()
-    for i in range(5):
-        both(float(i))
-    assert compilations() == 0
-    assert v.value() == 14.0 and o.value() == 18.0

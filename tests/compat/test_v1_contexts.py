@@ -6,7 +6,6 @@ where it could not be.
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 
@@ -151,14 +150,6 @@ def _default():
 # The object.
 
 
-@of_each_kind
-def test_it_is_neither_copied_nor_pickled(make):
-    with pytest.raises(RuntimeError, match=r"can be deep-copied \(`copy.deepcopy`\)"):
-        copy.copy(make())
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(make())
-
-
 def test_one_object_for_each_strategy_of_today():
     core = js.MirroredStrategy(js.simulate(8)[:2])
     with core.scope():
@@ -250,19 +241,6 @@ def test_what_the_process_is_in_the_job():
         )
 
 
-def test_the_default_strategy_has_no_job_and_no_devices():
-    extended = v1.get_strategy().extended
-    assert extended.should_checkpoint and extended.should_save_summary
-    for name in ("experimental_between_graph", "experimental_should_init"):
-        with pytest.raises(
-            NotImplementedError, match=f"`extended.{name}` was asked of"
-        ):
-            getattr(extended, name)
-    for name in ("worker_devices", "parameter_devices"):
-        with pytest.raises(RuntimeError, match=f"`extended.{name}` was asked of"):
-            getattr(extended, name)
-
-
 def test_tpu_steps_per_run():
     assert tpu().steps_per_run == 1
     s = v1.experimental.TPUStrategy(steps_per_run=3)
@@ -290,33 +268,3 @@ def test_variables_of_either_generation_belong_to_one_strategy():
         assert s.core.extended.variable_created_in_scope(each)
     np.testing.assert_array_equal(s.run(lambda: v + w), 3.0)
     np.testing.assert_array_equal(s.core.run(lambda: v + w), 3.0)
-
-
-def test_steps_of_both_generations_call_each_other():
-    s = mirrored()
-
-    def merge(strategy, x):
-        assert strategy is s and v1.get_strategy() is s
-        return strategy.reduce("sum", x)
-
-    def of_today():
-        context = js.get_replica_context()
-        x = context.replica_id_in_sync_group + 1.0
-        y = context.merge_call(lambda core, x: core.reduce("mean", x), (x,))
-        return y, v1.get_replica_context().merge_call(merge, args=(x,))
-
-    for run in (s.run, s.core.run):
-        assert list(map(float, run(of_today))) == [1.5, 3.0]
-
-
-def test_a_face_that_a_step_captures_is_no_other_program(compilations):
-    s = mirrored()
-    extended = s.extended
-
-    def make():
-        return lambda x: (s.num_replicas_in_sync * x, extended.worker_devices and x)
-
-    s.run(make(), (np.float32(1),))
-    compilations()
-    s.run(make(), (np.float32(2),))
-    assert compilations() == 0

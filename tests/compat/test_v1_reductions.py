@@ -128,55 +128,6 @@ def test_the_documented_reduction_in_a_merge_function(make, expected, batched):
 # Local results.
 
 
-def test_unwrap():
-    s = mirrored()
-    x = per_replica(s)
-    assert [float(i) for i in s.unwrap(x)] == [1, 2]
-    assert s.unwrap(3) == (3,)
-    assert [float(i) for i in s.unwrap(s.reduce("sum", x))] == [3, 3]
-    first, second = s.unwrap({"a": x, "b": 1})
-    assert (float(first["a"]), first["b"]) == (1, 1)
-    assert (float(second["a"]), second["b"]) == (2, 1)
-    with s.scope():
-        v = js.Variable(7.0)
-    components = s.unwrap(v)
-    assert [float(c) for c in components] == [7, 7]
-    with pytest.raises(RuntimeError, match="`strategy.unwrap` was called inside `run`"):
-        s.run(lambda: s.unwrap(v))
-    assert s.core.run(lambda: 3) == 3
-    assert one().unwrap(3.0) == v1.get_strategy().unwrap(3.0) == (3.0,)
-
-
-@of_each_kind
-def test_value_container(make):
-    s = make()
-    with s.scope():
-        v = js.Variable(1.0)
-    container = s.extended.value_container
-    x = per_replica(s)
-    assert container(v) is v and container(3.0) == 3.0 and container(x) is x
-    components = s.experimental_local_results(v)
-    for component in components:
-        assert container(component) is v
-        held = s.experimental_local_results(container(component))
-        assert any(component is each for each in held)
-        assert s.extended.variable_created_in_scope(component)
-
-
-def test_variable_created_in_scope():
-    s, other, default = mirrored(), mirrored(4), v1.get_strategy()
-    ordinary = js.Variable(1.0)
-    with s.scope():
-        v = js.Variable(1.0)
-    assert s.extended.variable_created_in_scope(v)
-    assert not s.extended.variable_created_in_scope(ordinary)
-    assert not other.extended.variable_created_in_scope(v)
-    assert default.extended.variable_created_in_scope(ordinary)
-    assert not default.extended.variable_created_in_scope(v)
-    with pytest.raises(TypeError, match="`extended.variable_created_in_scope` was"):
-        s.extended.variable_created_in_scope(3)
-
-
 # broadcast_to.
 
 

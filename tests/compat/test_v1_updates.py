@@ -41,21 +41,6 @@ def test_the_documented_update(make):
     assert set(copies(v)) == {1.0}
 
 
-@of_each_kind
-def test_the_context_of_update(make):
-    s = make()
-    v = variable(s, 1.0)
-
-    def fn(*_):
-        assert v1.get_replica_context() is None and v1.in_cross_replica_context()
-        assert v1.get_strategy() is s and js.get_strategy() is s.core
-        return "seen"
-
-    assert s.extended.update(v, fn) == "seen"
-    assert s.extended.update_non_slot(None, fn) == "seen"
-    assert not v1.has_strategy()
-
-
 # update_non_slot.
 
 
@@ -143,20 +128,6 @@ def test_updates_that_are_refused():
 
 
 # Places.
-
-
-def test_where_non_slot_variables_are():
-    cpus = tuple(jax.devices())
-    assert mirrored().extended.non_slot_devices(None) == cpus[:2]
-    assert mirrored().extended.non_slot_devices(["anything"]) == cpus[:2]
-    assert one().extended.non_slot_devices([]) == cpus[:1]
-    for s in (v1.get_strategy(), central()):
-        b, a = variable(s, 1.0, name="b"), variable(s, 1.0, name="a")
-        assert s.extended.non_slot_devices([b, a]) is a
-        with pytest.raises(
-            ValueError, match="`extended.non_slot_devices` was given no"
-        ):
-            s.extended.non_slot_devices([])
 
 
 @pytest.mark.parametrize("make", [mirrored, one, tpu])

@@ -150,16 +150,6 @@ def test_missed_targets_stand_first():
     assert "| [first](#first) | 5 | 1 of 5 |" in found
 
 
-def test_what_was_stopped_and_notes_are_in_the_tables():
-    made = of_page("large", {"by hand": 1.0}, target=1.0, verdict="missed", note="hm")
-    made["programs"] = {"run": None, **made["programs"]}
-    assert "| large | stopped | 1 | | 1.00 | missed, hm |" in shown(made)
-    alone = of_page("alone", {"run": 1234.5}, note="of 8")
-    assert "| case | run | |\n| --- | --- | --- |\n| alone | 1,234 | of 8 |" in shown(
-        alone
-    )
-
-
 # What one benchmark has measured.
 
 OURS = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -194,35 +184,6 @@ def test_a_target_is_met_or_missed():
     ):
         found = Comparison("case", "step", "us", values, **options)
         assert found.is_met is is_met, (values, options)
-
-
-def test_what_was_stopped_has_no_ratio_and_says_so(capsys):
-    found = Comparison("10,000", "trace", "cpu s", {"run": [], "by hand": [3.0]}, 1.1)
-    assert found.ratio is None
-    timing.print_tables([found])
-    line, *_ = (x for x in capsys.readouterr().out.splitlines() if "10,000" in x)
-    assert line.split() == "10,000 trace stopped 3.00 cpu s 1.10 missed".split()
-
-
-def test_the_file_has_every_number(tmp_path, capsys):
-    file = tmp_path / "numbers.json"
-    found = Comparison("20 x 8", "step", "us", TWO, 1.2, note="best: jit")
-    timing.report([found], parsed("--json", file))
-    (kept,) = json.loads(file.read_text())["comparisons"]
-    assert kept == {
-        "case": "20 x 8",
-        "quantity": "step",
-        "unit": "us",
-        "values": TWO,
-        "target": 1.2,
-        "in_percent": False,
-        "least": 0.0,
-        "note": "best: jit",
-        "tolerance": 0.1,
-        "spreads": {"run": [3.0, 2.0, 4.0], "by hand": [2.0, 2.0, 2.0]},
-        "ratio": [1.5, 1.0, 2.0],
-        "verdict": "missed",
-    }
 
 
 def test_an_end_in_the_middle_keeps_what_was_measured(tmp_path, capsys):
@@ -381,65 +342,12 @@ def test_sigterm_is_like_ctrl_c_in_the_background_too(runner):
     assert len(runner.results.comparisons) == 1
 
 
-def test_without_other_frameworks_their_figures_stay_with_their_date(runner):
-    other = '    values = {"run": [1.0], "tensorflow": [3.0]}\n'
-    other += '    if args.others_python:\n        yield Comparison("small", '
-    other += '"tensorflow", "us", values, 0.5)\n'
-    script(runner.folder, "first", other)
-    runner.scripts = [
-        Script("first", "", 60, others=True),
-        Script("second", "", 60, others=True, needs_others=True),
-    ]
-    assert runner("--others-python", "/opt/other/python").returncode == 0
-    assert "/opt/other" not in runner.file.read_text() + runner.page
-    assert "first.py --others-python PYTHON`" in runner.page
-    content = runner.file.read_text()
-    date = runner.results.runs[0]["date"]
-    runner.file.write_text(content.replace(date, "2020-02-20 10:10 UTC"))
-
-    done = runner()
-    assert done.returncode == 0, done.stderr
-    assert "second: left out; it needs `--others-python PYTHON`" in done.stdout
-    assert sorted(names_of(runner.results.comparisons)) == [
-        ("first", "small", "step"),
-        ("first", "small", "tensorflow"),
-        ("second", "small", "step"),
-    ]
-    assert "| met, measured 2020-02-20 |" in runner.page
-    assert "`python benchmarks/second.py --others-python PYTHON`, 2020" in runner.page
-
-
 def test_a_busy_machine_is_refused(runner):
     done = runner(others=0.35)
     assert done.returncode == 2
     assert "Other processes use 35% of the" in done.stderr
     assert "End them, or measure anyway with `--busy`." in done.stderr
     assert not runner.file.exists() and "===" not in done.stdout
-
-
-def test_what_others_use_is_what_is_not_used_here(monkeypatch, tmp_path):
-    core = min(os.sched_getaffinity(0))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {core})
-    monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
-    hertz = os.sysconf("SC_CLK_TCK")
-
-    def at(seconds, own, *columns):
-        """So many seconds after a start, of which some were spent here."""
-        row = " ".join(str(int(each * hertz)) for each in columns)
-        lines = f"cpu 9 9 9\ncpu{core} {row}\ncpu{core + 1} 7 7 7 7 7 7 7 7 7 7\n"
-        machine.STAT.write_text(lines)
-        times = os.times_result((own / 2, own / 4, own / 8, own / 8, 0.0))
-        monkeypatch.setattr(machine.os, "times", lambda: times)
-        monkeypatch.setattr(machine.time, "perf_counter", lambda: seconds)
-
-    # User, nice, system, idle, waiting, two kinds of interrupts, stolen, guests.
-    at(100, 4, 10, 1, 5, 50, 3, 1, 1, 2, 8, 8)
-    watch = machine.Watch()
-    at(120, 10, 14, 2, 6, 90, 4, 2, 2, 3, 9, 9)
-    # 4 + 1 + 1 + 1 + 1 + 1 busy seconds, of which 6 were ours, of 20.
-    assert watch.others() == pytest.approx((9 - 6) / 20)
-    machine.STAT.unlink()
-    assert watch.others() is None
 
 
 def record(median, low=None, high=None, **options):
@@ -495,19 +403,6 @@ def test_a_regression_is_a_failure_with_a_table(runner):
     assert len(Results.read(runner.output).comparisons) == 2
 
 
-def test_what_is_slow_only_once_is_no_regression(runner):
-    assert runner().returncode == 0
-    once = """    if not os.path.exists("again"):
-        open("again", "w").close()
-        yield Comparison("small", "step", "us", {"run": [9.0], "by hand": [1.0]}, 1.0)
-"""
-    script(runner.folder, "second", once)
-    done = runner("--check")
-    assert done.returncode == 0, done.stdout
-    assert "Measured once more, as it seems slower: second" in done.stdout
-    assert "2 comparisons: none is slower than on the page." in done.stdout
-
-
 def of_run(case, median, quantity="step"):
     return {"case": case, "quantity": quantity, "ratio": [median] * 3}
 
@@ -539,13 +434,6 @@ def test_a_new_run_takes_the_place_of_the_one_before():
     )
     assert ("first", "b", "step", 0) in told(failed)
     assert ("first", "a", "step", 2) in told(failed)
-
-
-def test_runs_of_which_nothing_is_left_are_forgotten():
-    measured = [(done("first"), [of_run("a", 1.0)])]
-    found = Results().after({"date": "then"}, measured).after({"date": "now"}, measured)
-    assert [each["date"] for each in found.runs] == ["now"]
-    assert told(found) == [("first", "a", "step", 0)]
 
 
 def test_the_suite_has_every_script_with_arguments_that_it_takes():

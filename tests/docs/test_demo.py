@@ -91,25 +91,6 @@ def test_losses_are_those_of_a_plain_loop(short_run, untrained):
         np.testing.assert_allclose(losses, expected, atol=1e-5)
 
 
-def test_every_test_image_counts_once(strategy, untrained):
-    _, unseen = demo.load()
-    whole = demo.padded(unseen, strategy.num_replicas_in_sync)
-    (batch,) = strategy.experimental_distribute_dataset([whole])
-    state = strategy.mirror(jax.device_get(untrained))
-    counted = demo.counting_step(strategy)(state, *batch)
-    logits = untrained.apply_fn(untrained.params, unseen.images)
-    assert int(counted) == (np.argmax(logits, axis=-1) == unseen.labels).sum()
-
-
-def test_the_real_images_are_split_without_overlap():
-    examples, unseen = demo.load()
-    assert (len(examples.labels), len(unseen.labels)) == (1440, 357)
-    assert examples.images.shape == (1440, 8, 8, 1)
-    assert examples.images.min() == 0 and examples.images.max() == 1
-    known = {image.tobytes() for image in examples.images}
-    assert not known & {image.tobytes() for image in unseen.images}
-
-
 # What it shows.
 
 

@@ -103,24 +103,6 @@ def test_update(case):
     assert versions(strategy, v) == [1.0] * copies
 
 
-def test_update_of_a_variable_by_a_reduced_gradient(case):
-    strategy, replicas, copies = case
-    with strategy.scope():
-        v = js.Variable(10.0)
-
-    def merge(strategy, grad):
-        grad = strategy.extended.reduce_to("mean", grad, destinations=v)
-        strategy.extended.update(v, lambda v, g: v.assign_sub(g), args=(grad,))
-
-    def step(grad):
-        js.get_replica_context().merge_call(merge, args=(grad,))
-
-    strategy.run(
-        step, args=(strategy.per_replica([float(i) for i in range(replicas)]),)
-    )
-    assert versions(strategy, v) == [10.0 - (replicas - 1) / 2] * copies
-
-
 def test_a_variable_made_by_the_function_that_uses_it(case):
     strategy, _, copies = case
     x = []
@@ -137,14 +119,6 @@ def test_a_variable_made_by_the_function_that_uses_it(case):
     assert len(x) == 1 and versions(strategy, x[0]) == [2.0] * copies
 
 
-def test_reduce_over_examples(case):
-    strategy, replicas, _ = case
-    rows = strategy.experimental_distribute_dataset([np.arange(8.0).reshape(8, 1)])
-    (batch,) = rows
-    assert strategy.reduce("sum", batch, axis=0).tolist() == [28.0]
-    assert strategy.reduce("mean", batch, axis=0).tolist() == [3.5]
-
-
 def test_in_the_default_context_library_code_runs_alone():
     def library(x):
         context = js.get_replica_context()
@@ -154,21 +128,6 @@ def test_in_the_default_context_library_code_runs_alone():
 
     assert library(jnp.float32(3.0)) == 3.0
     assert js.get_strategy().num_replicas_in_sync == 1
-
-
-def test_merge_call_sums_local_results(case):
-    strategy, n, _ = case
-
-    def merge(strategy, three_plus_id):
-        return sum(strategy.experimental_local_results(three_plus_id))
-
-    def step():
-        context = js.get_replica_context()
-        value = 3 + context.replica_id_in_sync_group
-        return context.merge_call(merge, args=(value,))
-
-    wanted = 3 * n + n * (n - 1) // 2
-    assert on_each(strategy, strategy.run(step)) == [wanted] * n
 
 
 # The enums of variables.
@@ -189,24 +148,6 @@ def test_a_variable_that_aggregates(case, aggregation, wanted):
 
     assert on_each(strategy, strategy.run(step)) == [wanted(n)] * n
     assert versions(strategy, v) == [wanted(n)] * copies
-
-
-def test_a_variable_that_is_combined_when_read(case):
-    strategy, n, _ = case
-    with strategy.scope():
-        v = js.Variable(
-            5.0,
-            synchronization=js.VariableSynchronization.ON_READ,
-            aggregation=js.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
-
-    def step():
-        i = js.get_replica_context().replica_id_in_sync_group
-        return v.assign_add(1.0 + i)
-
-    assert on_each(strategy, strategy.run(step)) == [6.0 + i for i in range(n)]
-    assert versions(strategy, v) == [6.0 + i for i in range(n)]
-    assert v.value() == v.read_value() == v.numpy() == 6.0
 
 
 def test_gradients_kept_until_they_are_applied(case):
@@ -235,26 +176,6 @@ def test_gradients_kept_until_they_are_applied(case):
 
 
 # The module: training loops.
-
-
-def test_a_training_epoch(case):
-    strategy, _, _ = case
-    dataset = [np.full((8, 1), i, np.float32) for i in range(4)]
-
-    def replica_fn(rows):
-        return rows.sum()
-
-    with strategy.scope():
-        distributed = strategy.experimental_distribute_dataset(dataset)
-
-        def epoch():
-            total = 0.0
-            for x in distributed:
-                per_replica = strategy.run(replica_fn, args=(x,))
-                total += strategy.reduce(js.ReduceOp.SUM, per_replica, axis=None)
-            return total
-
-        assert [float(epoch()) for _ in range(2)] == [8.0 * 6, 8.0 * 6]
 
 
 def test_a_custom_training_loop_learns(case):
@@ -308,30 +229,6 @@ def test_a_moving_average(case):
 
 
 # The `DistributionStrategy` of 2018.
-
-
-def test_reduce_then_update_between_steps(case):
-    """The towers compute gradients, which are reduced and applied from outside."""
-    strategy, n, copies = case
-    with strategy.scope():
-        weights = [js.Variable(1.0, name="w"), js.Variable([2.0, 3.0], name="u")]
-
-    def gradients(x):
-        return js.grad(lambda: (weights[0] * weights[1].value() * x).sum(), weights)()
-
-    x = strategy.per_replica([float(i + 1) for i in range(n)])
-    with strategy.scope():
-        per_replica = strategy.run(gradients, (x,))
-        pairs = list(zip(per_replica, weights, strict=True))
-        reduced = strategy.extended.batch_reduce_to("sum", pairs)
-        for grad, weight in zip(reduced, weights, strict=True):
-            strategy.extended.update(
-                weight, lambda v, g: v.assign_sub(0.5 * g), args=(grad,), group=False
-            )
-    total = n * (n + 1) / 2
-    assert versions(strategy, weights[0]) == [1 - 0.5 * 5 * total] * copies
-    wanted = [2 - 0.5 * total, 3 - 0.5 * total]
-    assert versions(strategy, weights[1]) == [wanted] * copies
 
 
 def test_an_optimizer_in_merge_call(case):
