@@ -25,8 +25,6 @@ KINDS = (("mirrored", 2), ("central", 2), ("default", 1))
 each_kind = pytest.mark.parametrize(
     "kind, n", KINDS, ids=[f"{kind}-{n}" for kind, n in KINDS]
 )
-each_alone = pytest.mark.parametrize("kind", ["one", "default"])
-each_with_several = pytest.mark.parametrize("kind", ["mirrored", "central"])
 
 
 def versions(strategy, value):
