@@ -2,11 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax.training.train_state import TrainState
 from helpers.cases import looped
 from helpers.lines import AXIS, SEVERAL, ids, place
 from helpers.replicas import replica
@@ -232,62 +229,6 @@ def test_no_false_alarm(two):
         return {name: each(x, s) for name, each in ONCE.items()}
 
     two.run(step, (ids(two), 2.0))  # a warning is an error here
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(3)(x)
-        x = nn.BatchNorm(use_running_average=False, axis_name=AXIS)(x)
-        return nn.Dense(1)(nn.relu(x))
-
-
-class State(TrainState):
-    stats: dict
-
-
-def train_state(optimizer):
-    variables = Net().init(jax.random.key(0), jnp.ones((2, 2)))
-    return State.create(
-        apply_fn=Net().apply,
-        params=variables["params"],
-        tx=optimizer,
-        stats=variables["batch_stats"],
-    )
-
-
-def training_step(state, x, total):
-    """Sums of shares, as in TensorFlow, or means of means."""
-
-    def loss_of(params):
-        y, new = state.apply_fn(
-            {"params": params, "batch_stats": state.stats}, x, mutable=["batch_stats"]
-        )
-        decay = 1e-4 * sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
-        shares = replica().num_replicas_in_sync if total else 1
-        return (jnp.mean(y**2) + decay) / shares, new["batch_stats"]
-
-    (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-    grads = replica().all_reduce("sum" if total else "mean", grads)
-    metrics = {
-        "loss": replica().all_reduce("sum" if total else "mean", loss),
-        "examples": replica().all_reduce("sum", len(x)),
-        "norm": jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))),
-        "name": "training",
-    }
-    return state.apply_gradients(grads=grads, stats=stats), metrics, x.sum()
-
-
-@looped("total", [True, False])
-def test_real_training_steps_pass_all_checks(two, total):
-    state = train_state(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
-    entries = state.replace(step=True, params=True, opt_state=True, stats=True)
-    options = js.RunOptions(donate_argnums=0, expect_mirrored=(entries, True, False))
-    x = two.per_replica([np.ones((2, 2)), np.arange(4.0).reshape(2, 2)])
-    for _ in range(2):
-        state, metrics, own = two.run(training_step, (state, x, total), options=options)
-    assert metrics["name"] == "training" and metrics["examples"] == 4
-    assert isinstance(own, js.PerReplica)
 
 
 # False alarms that were.
