@@ -50,10 +50,11 @@ from jaxstrategy.tracing.jaxprs._collectives import (
 from jaxstrategy.tracing.jaxprs._rewrite import function_of
 from jaxstrategy.tracing.jaxprs._visit import (
     ArrayType,
-    Atom,
     Equation,
     Var,
     all_eqns,
+    origins_of,
+    variables,
 )
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.partition._divided_step import DividedStep
@@ -127,7 +128,7 @@ class _PerReplicaPart:
         self._division = division
         self._eqns = division.partition.per_replica
         self._count = division.replicas.parts
-        self._origins = {var: eqn for eqn in self._eqns for var in eqn.outvars}
+        self._origins = origins_of(self._eqns)
         self._found: dict[int, list[Collective]] = collections.defaultdict(list)
         for found in division.collectives:
             self._found[id(found.site.eqns[-1])].append(found)
@@ -291,7 +292,7 @@ def _outside(
     for exchange in outside.exchanges:
         site = division.site(exchange.eqns)
         yield _by_compiler(exchange.kind, exchange.type, site, 1, "of parts")
-    origins = {var: eqn for eqn in division.partition.global_ for var in eqn.outvars}
+    origins = origins_of(division.partition.global_)
     done: set[Var] = set()
     for name, (atom, lies, first) in zip(names, division.kept, strict=True):
         if isinstance(atom, Literal) or atom in done or outside.is_whole(atom):
@@ -503,16 +504,12 @@ def _reader(division: DividedStep, result: Var, line: Line | None) -> Line | Non
     """The first other line of the replicas' part that reads a sum made at `line`."""
     made_of_it = {result}
     for eqn in division.partition.per_replica:
-        if any(atom in made_of_it for atom in eqn.invars if not _is_literal(atom)):
+        if not made_of_it.isdisjoint(variables(eqn.invars)):
             made_of_it.update(eqn.outvars)
             at = division.site((eqn,)).line
             if at is not None and at != line:
                 return at
     return None
-
-
-def _is_literal(atom: Atom) -> bool:
-    return isinstance(atom, Literal)
 
 
 def _sums(

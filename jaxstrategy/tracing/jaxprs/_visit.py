@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -99,6 +100,35 @@ def closed_jaxprs(value: object) -> Iterator[ClosedJaxpr]:
         for item in value:
             if item.__class__ not in _PLAIN:
                 yield from closed_jaxprs(item)
+
+
+def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
+    """The atoms that are no literals."""
+    return (x for x in atoms if not isinstance(x, core.Literal | core.DropVar))
+
+
+def origins_of(eqns: Iterable[Equation]) -> dict[Var, Equation]:
+    """The equation that makes each variable."""
+    return {var: eqn for eqn in eqns for var in eqn.outvars}
+
+
+def uses_of(eqns: Iterable[Equation]) -> dict[Var, list[Equation]]:
+    """The equations that read each variable; of one that is not read there are none."""
+    uses: dict[Var, list[Equation]] = collections.defaultdict(list)
+    for eqn in eqns:
+        for var in variables(eqn.invars):
+            uses[var].append(eqn)
+    return uses
+
+
+def live_equations(eqns: Sequence[Equation], wanted: Iterable[Var]) -> list[Equation]:
+    """The equations that some variables are made by."""
+    live, found = set(wanted), list[Equation]()
+    for eqn in reversed(eqns):
+        if not live.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            live.update(variables(eqn.invars))
+    return found[::-1]
 
 
 def with_jaxprs(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:

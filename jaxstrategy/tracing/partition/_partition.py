@@ -9,7 +9,7 @@ weight update in data-parallel training. arXiv:2004.13336 (2020).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, final
 
@@ -25,7 +25,9 @@ from jaxstrategy.tracing.jaxprs._visit import (
     all_eqns,
     inner_jaxprs,
     jaxpr_of,
+    live_equations,
     plain,
+    variables,
 )
 from jaxstrategy.tracing.partition._values import (
     AROUND_FUNCTIONS,
@@ -155,7 +157,9 @@ class Partition:
     @cached_property
     def read_per_replica(self) -> frozenset[Var]:
         """The variables that the replicas' equations read."""
-        return frozenset(_vars(atom for eqn in self.per_replica for atom in eqn.invars))
+        return frozenset(
+            variables(atom for eqn in self.per_replica for atom in eqn.invars)
+        )
 
     @cached_property
     def read_by_users(self) -> frozenset[Var]:
@@ -163,14 +167,14 @@ class Partition:
 
         Whether a step returns its loss, too, is not to change where state lies.
         """
-        unused = _vars(atom for eqn in self.unused for atom in eqn.invars)
+        unused = variables(atom for eqn in self.unused for atom in eqn.invars)
         return self.read_per_replica.union(unused)
 
     @cached_property
     def read_globally(self) -> frozenset[Var]:
         """Those that the others read."""
         eqns = (*self.copied, *self.global_)
-        return frozenset(_vars(atom for eqn in eqns for atom in eqn.invars))
+        return frozenset(variables(atom for eqn in eqns for atom in eqn.invars))
 
     @cached_property
     def made_per_replica(self) -> frozenset[Var]:
@@ -193,22 +197,22 @@ def partition(
     per_replica: list[Equation] = []
     global_: list[Equation] = []
     needed: set[Var] = set()
-    alive, unused = set(_vars(jaxpr.outvars)), list[Equation]()
+    alive, unused = set(variables(jaxpr.outvars)), list[Equation]()
     for eqn in reversed(jaxpr.eqns):
         if not eqn.effects and alive.isdisjoint(eqn.outvars):
             unused.append(eqn)
             continue
-        alive.update(_vars(eqn.invars))
+        alive.update(variables(eqn.invars))
         is_free = _is_equal(eqn, varies) and not stays(eqn)
         if is_free and needed.isdisjoint(eqn.outvars):
             global_.append(eqn)
         else:
             per_replica.append(eqn)
-            needed.update(_vars(eqn.invars))
+            needed.update(variables(eqn.invars))
     per_replica.reverse()
     global_.reverse()
-    wanted = set(_vars(atom for eqn in global_ for atom in eqn.invars))
-    wanted.update(_vars(jaxpr.outvars))
+    wanted = set(variables(atom for eqn in global_ for atom in eqn.invars))
+    wanted.update(variables(jaxpr.outvars))
     copied = _copied(per_replica, set(jaxpr.invars), wanted, varies)
     return Partition(per_replica, global_, copied, unused)
 
@@ -231,21 +235,11 @@ def _copied(
         is_light = eqn.primitive.name not in _NOT_LIGHT and not any(
             True for _ in inner_jaxprs(eqn.params)
         )
-        if is_light and _is_equal(eqn, varies) and known.issuperset(_vars(eqn.invars)):
+        if (
+            is_light
+            and _is_equal(eqn, varies)
+            and known.issuperset(variables(eqn.invars))
+        ):
             light.append(eqn)
             known.update(eqn.outvars)
-    return _for_these(light, wanted)
-
-
-def _for_these(eqns: Sequence[Equation], wanted: set[Var]) -> list[Equation]:
-    """Those of the equations that some variables need."""
-    needed, found = set(wanted), list[Equation]()
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            found.append(eqn)
-            needed.update(_vars(eqn.invars))
-    return found[::-1]
-
-
-def _vars(atoms: Iterable[Atom]) -> Iterable[Var]:
-    return (atom for atom in atoms if not isinstance(atom, Literal | DropVar))
+    return live_equations(light, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
@@ -13,7 +12,15 @@ from jax.typing import DTypeLike
 from jaxstrategy.replicas._inner_placement import WHOLE, InnerSpec
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing.jaxprs._collectives import Effect, effect_of
-from jaxstrategy.tracing.jaxprs._visit import Atom, Equation, Jaxpr, Var, closed_jaxprs
+from jaxstrategy.tracing.jaxprs._visit import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    closed_jaxprs,
+    origins_of,
+    uses_of,
+)
 from jaxstrategy.tracing.partition._layout import Layout
 from jaxstrategy.tracing.partition._partition import Partition
 from jaxstrategy.tracing.partition._values import adds_few_rows
@@ -35,7 +42,7 @@ def meant_like(
     jaxpr: Jaxpr, partition: Partition, layout: Layout
 ) -> Mapping[Var, Along]:
     """For values of the shape of results that are made of parts how they lie."""
-    origins = {var: eqn for eqn in partition.global_ for var in eqn.outvars}
+    origins = origins_of(partition.global_)
     found: dict[Var, Along] = {}
     for atom, along in _results(jaxpr, layout):
         pending = [atom]
@@ -141,14 +148,8 @@ class _Search:
         self._like = {tuple(v.aval.shape): d for v, d in layout.inputs.items()}
         self._results = jaxpr.outvars
         self._meant = meant_like(jaxpr, partition, layout)
-        self._origins: dict[Var, Equation] = {
-            var: eqn for eqn in jaxpr.eqns for var in eqn.outvars
-        }
-        self._uses: dict[Var, list[Equation]] = collections.defaultdict(list)
-        for eqn in jaxpr.eqns:
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal):
-                    self._uses[atom].append(eqn)
+        self._origins = origins_of(jaxpr.eqns)
+        self._uses = uses_of(jaxpr.eqns)
 
     def dimension(self, operand: Atom, result: Var) -> int | str:
         """The dimension along which a sum is divided, or why it is not."""

@@ -13,7 +13,15 @@ from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.sharding import Mesh
 
 from jaxstrategy.tracing.jaxprs._collectives import Effect, effect_of, is_along
-from jaxstrategy.tracing.jaxprs._visit import Atom, ClosedJaxpr, Equation, Var, plain
+from jaxstrategy.tracing.jaxprs._visit import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Var,
+    origins_of,
+    plain,
+    uses_of,
+)
 from jaxstrategy.tracing.replication._primitives import Lowered, lowered
 from jaxstrategy.tracing.replication._types import (
     SAME,
@@ -221,17 +229,12 @@ class Frame:
     @functools.cached_property
     def uses(self) -> Mapping[Var, Sequence[Equation]]:
         """The equations that read each variable."""
-        uses: dict[Var, list[Equation]] = {}
-        for eqn in self.jaxpr.eqns:
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal):
-                    uses.setdefault(atom, []).append(eqn)
-        return uses
+        return uses_of(self.jaxpr.eqns)
 
     @functools.cached_property
     def origins(self) -> Mapping[Var, Equation]:
         """The equation that makes each variable."""
-        return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
+        return origins_of(self.jaxpr.eqns)
 
     def enter(
         self,
