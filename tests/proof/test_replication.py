@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import nnx
 from helpers.cases import looped
 from helpers.replicas import replica
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import io_callback
@@ -735,7 +735,13 @@ def test_what_is_called_mirrored_is_equal_on_all_replicas(four, examples):
     s = jnp.linspace(0.2, 0.8, 4)
     outcomes = []
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],  # compiling is not drawing
+    )
     @given(PROGRAMS)
     def is_equal(lines):
         outcomes.append("refused")
