@@ -19,7 +19,7 @@ from jaxstrategy.executors.replica_threads._eager_steps import EagerSteps
 from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.tracing._prepared import Obtain
-from jaxstrategy.tracing._programs import FunctionPrograms, Programs, ProgramTable
+from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing._replica_step import name_of
 from jaxstrategy.tracing._shared_programs import Seal
 from jaxstrategy.tracing._step_agreement import StepAgreement
@@ -59,8 +59,7 @@ class CompiledExecutor(AbstractExecutor):
         seal = Seal()
         # A table of its own: what is compiled ahead takes nothing from other calls of
         # the step, and refuses what these would compile.
-        table = ProgramTable(self._environment, self.agreement, seal)
-        program = FunctionPrograms(fn, options, table, lambda: None)
+        program = Programs(self._environment, self.agreement, seal).of(fn, options)
         program.prepare(args, kwargs, obtain)
         seal.is_closed = True
         return program

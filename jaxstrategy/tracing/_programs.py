@@ -62,8 +62,8 @@ def form_of_itself(fn: object, *others: object) -> tuple[Identity, ...]:
 
 
 @final
-class ProgramTable:
-    """The programs of all functions: those of one key, and no others, share theirs.
+class Programs:
+    """All programs of a strategy: functions of one key, and no others, share theirs.
 
     The programs of functions that are gone stay, a few for each code, as long as the
     code: the function around them may define them anew.
@@ -72,12 +72,13 @@ class ProgramTable:
     def __init__(
         self,
         environment: StepEnvironment,
-        agreement: StepAgreement | None,
+        agreement: StepAgreement | None = None,
         seal: Seal | None = None,
     ) -> None:
         self._environment = environment
         self._agreement = agreement
         self._seal = seal
+        self._functions: dict[Hashable, FunctionPrograms] = {}
         self._log = _recompilation.Log()
         self._table: dict[FunctionKey, SharedPrograms] = {}
         self._codes: set[int] = set()
@@ -85,8 +86,16 @@ class ProgramTable:
         self._owners: dict[FunctionKey, list[Owner]] = {}
         self.asking: set[Identity] = set()
 
-    def __len__(self) -> int:
-        return len(self._table)
+    def of(self, fn: Function, options: RunOptions | None = None) -> FunctionPrograms:
+        """The programs of `fn`, the same object as long as `fn` lives."""
+        key = _identity(fn), options
+        programs = self._functions.get(key)
+        if programs is None:
+            programs = FunctionPrograms(
+                fn, options, self, lambda: self._functions.pop(key, None)
+            )
+            self._functions[key] = programs
+        return programs
 
     def find(
         self, key: FunctionKey, fn: Function, seen: Callable[[], _recompilation.Seen]
@@ -110,7 +119,7 @@ class ProgramTable:
         if (known := self._table.setdefault(key, made)) is not made:
             return known  # another thread's
         if key.is_shared:
-            drop = _weak_references.of(self, ProgramTable._drop_gone)
+            drop = _weak_references.of(self, Programs._drop_gone)
             made.referred_to = [token.watched(drop) for token in key.tokens]
         self._watch(_code.code_of(fn))
         return made
@@ -148,7 +157,7 @@ class ProgramTable:
     def _watch(self, code: types.CodeType | None) -> None:
         if code is not None and id(code) not in self._codes:
             self._codes.add(id(code))
-            gone = _weak_references.of(self, ProgramTable._drop_code, id(code))
+            gone = _weak_references.of(self, Programs._drop_code, id(code))
             weakref.finalize(code, gone)
 
     def _make_room(self, key: FunctionKey) -> None:
@@ -170,6 +179,8 @@ class ProgramTable:
         """Forgets the programs of a code that is gone."""
         self._codes.discard(code)
         self._drop([k for k in list(self._table) if k.code.is_gone])
+        for key in [k for k in list(self._owners) if k.code.is_gone]:
+            self._owners.pop(key, None)
 
     def _drop(self, keys: Sequence[FunctionKey]) -> None:
         for key in keys:
@@ -188,7 +199,7 @@ class FunctionPrograms:
         self,
         fn: Function,
         options: RunOptions | None,
-        table: ProgramTable,
+        table: Programs,
         forget: Callable[[], object],
     ) -> None:
         let_go = _weak_references.of(self, FunctionPrograms._let_go)
@@ -420,28 +431,6 @@ def _is_ours(error: Exception) -> bool:
     asks = (_errors.TracedValueError, _errors.PlacementError)
     known = type(error).__module__ == _errors.__name__
     return known and not isinstance(error, asks)
-
-
-@final
-class Programs:
-    """All programs of a strategy."""
-
-    def __init__(
-        self, environment: StepEnvironment, agreement: StepAgreement | None = None
-    ) -> None:
-        self._table = ProgramTable(environment, agreement)
-        self._functions: dict[Hashable, FunctionPrograms] = {}
-
-    def of(self, fn: Function, options: RunOptions | None = None) -> FunctionPrograms:
-        """The programs of `fn`, the same object as long as `fn` lives."""
-        key = _identity(fn), options
-        programs = self._functions.get(key)
-        if programs is None:
-            programs = FunctionPrograms(
-                fn, options, self._table, lambda: self._functions.pop(key, None)
-            )
-            self._functions[key] = programs
-        return programs
 
 
 def _identity(fn: Function) -> Hashable:
