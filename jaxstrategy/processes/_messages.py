@@ -227,6 +227,8 @@ class Server:
                 os.unlink(self._path)
 
     def _received(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) < 2:
+            return  # it is of the job, and yet nonsense
         peer, header = frames[0].bytes, frames[1].bytes
         if peer not in self._known:
             self._known.add(peer)
@@ -234,7 +236,7 @@ class Server:
         try:
             kind, number = _HEADER.unpack(header)
         except struct.error:
-            return  # it is of the job, and yet nonsense
+            return
         request = Request(
             self, peer, kind, number, [frame.buffer for frame in frames[2:]]
         )

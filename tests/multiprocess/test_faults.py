@@ -31,6 +31,7 @@ def last_line(done):
     return done.stderr.rstrip().rsplit("\n", 1)[-1]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_the_cause():
     done = launched(2, 2, "kill", 1)
     assert done.returncode == 137, done

@@ -75,6 +75,7 @@ def add():
 for _ in range(200):
     coordinator.schedule(add)
 
+local = js.Server.create_local_server()
 watcher = PreemptionWatcher()
 manager = CheckpointManager(sys.argv[1])
 manager.save(1, {f"array {i}": np.full(30_000, i) for i in range(30)})
@@ -135,12 +136,18 @@ def check_end(program, end, folder):
     until(lambda: not processes_with(mark.encode()))
 
 
-@pytest.mark.parametrize("end", ENDS)
+def ends(*fast):
+    """All of them, the slow ones by `make test-all` only."""
+    slow = [], [pytest.mark.slow]
+    return [pytest.param(each, marks=slow[each not in fast]) for each in ENDS]
+
+
+@pytest.mark.parametrize("end", ends("last line", "interrupt"))
 def test_a_program_with_parameter_servers_simply_ends(end, tmp_path):
     check_end(PARAMETER_SERVERS, end, tmp_path)
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ends("exit"))
 def test_a_program_with_all_else_left_open_simply_ends(end, tmp_path):
     check_end(OTHERS, end, tmp_path)
     with CheckpointManager(tmp_path / "saved") as manager:
