@@ -20,7 +20,8 @@ from workers.divided_variables import WHOLE, trained, variables
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
 
-DEADLINE = 300
+DEADLINE = 600
+pytestmark = pytest.mark.timeout(2 * DEADLINE)  # the first test waits for all
 COUNT, OWN = 2, 2
 PROGRAMS = {
     "test_processes_that_do_different_things_are_told": "mismatches",
