@@ -9,7 +9,7 @@ import sys
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.resolvers._environment import TFConfigClusterResolver
 from jaxstrategy.parameter_servers._server import Server
-from jaxstrategy.parameter_servers.backends._checked_cluster import is_for_servers
+from jaxstrategy.parameter_servers.backends._cluster_tasks import is_for_servers
 
 
 def main() -> int:

@@ -4,13 +4,251 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Self, TypeVar, final
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar, final
 
+import jax
+from jax import export
+
+from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, GivenTasks
-from jaxstrategy.parameter_servers.backends import _checked_cluster
-from jaxstrategy.parameter_servers.backends._served_task import SERVED, ServedTask
+from jaxstrategy.parameter_servers._worker import WorkerEngine
+from jaxstrategy.parameter_servers.backends import _cluster_tasks
+from jaxstrategy.parameter_servers.backends._cluster_tasks import (
+    Hello,
+    ReconnectingServer,
+    checked_secret,
+    joined,
+)
+from jaxstrategy.parameter_servers.store._store import Store
+from jaxstrategy.parameter_servers.wire import _peer
+from jaxstrategy.parameter_servers.wire._listener import Listener
+from jaxstrategy.parameter_servers.wire._peer import Answer, Responder, done
+from jaxstrategy.parameter_servers.wire._remote import ServerAnswers, WorkerAnswers
+from jaxstrategy.parameter_servers.wire._stream import FrameError, Stream, WireFrame
 from jaxstrategy.processes._job import TrainingTask
+from jaxstrategy.processes._secret import Secret
+
+_SECONDS = 10.0  # for the first word of who has proved to be of the job
+
+
+@final
+class SessionHost:
+    """Answers connections for the newest coordinator, and for no earlier one."""
+
+    def __init__(
+        self,
+        begin: Callable[[Hello], Answer],
+        told: Callable[[], Mapping[str, Any]],
+        is_kept: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._begin = begin
+        self._told = told
+        self._is_kept = is_kept
+        self._say = say
+        self._lock = threading.Lock()
+        self._coordinator = ""
+        self._past: set[str] = set()
+        self._begun: dict[tuple[str, str], _Begun] = {}
+
+    def take(self, stream: Stream) -> None:
+        """Serve a connection, in a thread of its own."""
+        threading.Thread(
+            target=self._serve, args=(stream,), name="session", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            dropped, self._begun = self._begun, {}
+        _close_all(dropped)
+
+    def _serve(self, stream: Stream) -> None:
+        try:
+            hello = _received(stream)
+            begun = self._answered(stream, hello)
+        except (EOFError, OSError, FrameError):
+            stream.close()
+            return
+        if begun is None:
+            stream.close()
+            return
+        begun.responder.serve(stream)
+        self._left(hello, begun, stream)
+
+    def _answered(self, stream: Stream, hello: Hello) -> _Begun | None:
+        if hello.wants in ("devices", "end"):
+            if hello.wants == "end":
+                self._end(hello)
+            stream.send(done(self._told()))
+            return None
+        try:
+            begun = self._found(hello, stream)
+        except ClusterError as error:
+            stream.send(_peer.failed(error, may_pickle=False))
+            return None
+        stream.send(done(self._told()))
+        return begun
+
+    def _found(self, hello: Hello, stream: Stream) -> _Begun:
+        dropped: dict[tuple[str, str], _Begun] = {}
+        with self._lock:
+            if hello.coordinator in self._past:
+                raise ClusterError("it works for another coordinator, which came later")
+            if hello.wants == "begin" and hello.coordinator != self._coordinator:
+                dropped, self._begun = self._begun, {}
+                if self._coordinator:
+                    self._past.add(self._coordinator)
+                self._coordinator = hello.coordinator
+                self._say("a new coordinator has come")
+            begun = self._begun.get(hello.key)
+            if begun is None or hello.coordinator != self._coordinator:
+                if hello.wants != "begin":
+                    raise ClusterError(
+                        "it was started anew and has nothing of what was there before"
+                    )
+                begun = self._begun[hello.key] = _Begun(self._begin(hello))
+            begun.streams.add(stream)
+        _close_all(dropped)
+        return begun
+
+    def _end(self, hello: Hello) -> None:
+        with self._lock:
+            is_there = hello.coordinator == self._coordinator
+            begun = self._begun.pop(hello.key, None) if is_there else None
+        if begun is not None:
+            begun.close()
+
+    def _left(self, hello: Hello, begun: _Begun, stream: Stream) -> None:
+        with self._lock:
+            begun.streams.discard(stream)
+            is_over = not begun.streams and not self._is_kept
+            if is_over and self._begun.get(hello.key) is begun:
+                del self._begun[hello.key]
+        if is_over:
+            begun.close()
+
+
+@final
+class _Begun:
+    """Something that was begun, and the connections for it."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.responder = Responder(answer)
+        self.streams: set[Stream] = set()
+
+    def close(self) -> None:
+        for stream in tuple(self.streams):
+            stream.close()
+        self.responder.close()
+
+
+def _close_all(dropped: Mapping[tuple[str, str], _Begun]) -> None:
+    for begun in dropped.values():
+        begun.close()
+
+
+def _received(stream: Stream) -> Hello:
+    stream.limit_silence(_SECONDS)
+    frame: WireFrame = stream.receive()
+    stream.limit_silence(None)
+    hello = Hello.of(frame)
+    if hello is None:
+        raise FrameError(f"a frame of the kind {frame.kind} before any hello")
+    return hello
+
+
+SERVED = ("worker", "ps")
+
+
+@final
+class ServedTask:
+    """One task of a cluster that a coordinator calls."""
+
+    def __init__(self, spec: ClusterSpec, job: str, index: int) -> None:
+        self._address = spec.task_address(job, index)
+        self._name = f"{job} {index}"
+        self._is_worker = job == "worker"
+        self._listener: Listener | None = None
+        self._host: SessionHost | None = None
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Listen at its address; a second call does nothing."""
+        if self._listener is not None:
+            return
+        secret = checked_secret(self._address)
+        if not self._is_worker:
+            # GPUs of the host are those of workers.
+            jax.config.update("jax_platforms", "cpu")
+        try:
+            listener = Listener(self._address, secret)
+        except OSError as error:
+            raise ClusterError(
+                f"{self._name} cannot listen at its address {self._address}: {error}. "
+                "It must be one of this host, with a free port."
+            ) from error
+        begin = _Worker(secret).begin if self._is_worker else _begun_store
+        self._host = SessionHost(begin, told, not self._is_worker, self._say)
+        self._listener = listener
+        listener.start(self._host.take)
+        self._say(f"waits for a coordinator at {self._address}")
+
+    def join(self) -> None:
+        """Serve until the process is ended, or `close` is called."""
+        self.start()
+        self._closed.wait()
+
+    def close(self) -> None:
+        """Listen no more, and drop what is held."""
+        self._closed.set()
+        if self._listener is not None:
+            self._listener.close()
+        if self._host is not None:
+            self._host.close()
+
+    def _say(self, text: str) -> None:
+        if sys.stderr is not None:
+            print(f"jaxstrategy: {self._name}: {text}", file=sys.stderr, flush=True)
+
+
+def told() -> Mapping[str, Any]:
+    """What a worker says of its devices."""
+    return {
+        "devices": jax.local_device_count(),
+        "platform": export.default_export_platform(),
+    }
+
+
+def _begun_store(hello: Hello) -> Answer:
+    return ServerAnswers(Store())
+
+
+@final
+class _Worker:
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+
+    def begin(self, hello: Hello) -> Answer:
+        servers = [
+            self._server(number, address, hello)
+            for number, address in enumerate(hello.servers)
+        ]
+        engine = WorkerEngine(hello.index, servers, jax.local_devices())
+        return WorkerAnswers(engine)
+
+    def _server(self, number: int, address: str, hello: Hello) -> ReconnectingServer:
+        joining = Hello("join", hello.coordinator, hello.strategy)
+
+        def dial() -> Stream:
+            return joined(address, self._secret, joining)[0]
+
+        name = f"Parameter server {number} at {address}"
+        return ReconnectingServer(name, dial, _peer.PATIENCE)
+
 
 _T = TypeVar("_T")
 
@@ -129,9 +367,9 @@ class Server:
 
 
 def _task(cluster: ClusterSpec, job: str, index: int) -> TrainingTask | ServedTask:
-    if not _checked_cluster.is_for_servers(cluster):
+    if not _cluster_tasks.is_for_servers(cluster):
         return TrainingTask(cluster, job, index)
-    _checked_cluster.checked_cluster(cluster, job)
+    _cluster_tasks.checked_cluster(cluster, job)
     if job in SERVED:
         return ServedTask(cluster, job, index)
     advice = (

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple, cast, final
 import jax
 import numpy as np
 
-from jaxstrategy._errors import OutOfRangeError
+from jaxstrategy._errors import OutOfRangeError, WorkerLost
 from jaxstrategy.contexts import _context
 from jaxstrategy.parameter_servers._protocol import (
     AbstractServer,
+    AbstractWorker,
     Builder,
     Call,
     ElementChanged,
@@ -260,67 +262,26 @@ def _ended(name: str) -> OutOfRangeError:
 
 
 @final
-class Resources:
-    """The resources of a worker, by their numbers."""
-
-    def __init__(self, surroundings: WorkerSurroundings) -> None:
-        self._surroundings = surroundings
-        self._held: dict[int, Any] = {}
-
-    def build(self, resource: int, builder: Builder, uses: Sequence[int]) -> None:
-        """Make one; see `AbstractWorker.build`."""
-        others = [self._held[number] for number in uses]
-        with self._surroundings.entered():
-            self._held[resource] = builder(self._surroundings.index, *others)
-
-    def release(self, resources: Sequence[int]) -> None:
-        """Forget some, and end those that read."""
-        for number in resources:
-            held = self._held.pop(number, None)
-            if isinstance(held, PeekedIterator):
-                held.close()
-
-    def get(self, resource: int) -> Any:
-        """One."""
-        return self._held[resource]
-
-    def set(self, resource: int, value: np.ndarray) -> None:
-        """Put something in its place."""
-        self._held[resource] = value
-
-    def iterator(self, resource: int) -> PeekedIterator:
-        """One that is an iterator."""
-        held = self._held[resource]
-        if not isinstance(held, PeekedIterator):
-            held = self._held[resource] = PeekedIterator(iter(held))
-        return held
-
-
-def _nothing() -> None:
-    return None
-
-
-@final
-class WorkerEngine:
-    """Runs programs on some devices; one call at a time."""
+class WorkerEngine(AbstractWorker):
+    """A worker of this process, on some devices; one call at a time."""
 
     def __init__(
         self,
         index: int,
         servers: Sequence[AbstractServer],
         devices: Sequence[Device],
-        check: Callable[[], None] = _nothing,
     ) -> None:
         self.index = index
         self._servers = servers
         self._replicas = Replicas.on(list(devices))
-        self._check = check
         self._programs: RecentlyUsed[_LoadedProgram] = RecentlyUsed()
         self._surroundings = WorkerSurroundings(index, servers, self._replicas)
-        self._resources = Resources(self._surroundings)
+        # Datasets, iterators and variables of its own, by their numbers.
+        self._resources: dict[int, Any] = {}
+        self._is_killed = threading.Event()
 
     def define(self, program: ShippedProgram) -> None:
-        """Get ready to run a program."""
+        self._check()
         if program.key in self._programs:
             return
         if program.replicas != self._replicas.count:
@@ -335,22 +296,34 @@ class WorkerEngine:
         self._programs.put(program.key, _LoadedProgram(code))
 
     def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
-        """Make a resource."""
-        self._resources.build(resource, builder, uses)
+        self._check()
+        others = [self._resources[number] for number in uses]
+        with self._surroundings.entered():
+            self._resources[resource] = builder(self.index, *others)
 
     def release(self, resources: Sequence[int]) -> None:
-        """Forget resources."""
-        self._resources.release(resources)
+        self._check()
+        for number in resources:
+            held = self._resources.pop(number, None)
+            if isinstance(held, PeekedIterator):
+                held.close()
 
     def own(self, variable: int) -> np.ndarray:
-        """What one of the worker's own variables holds."""
-        return np.asarray(self._resources.get(variable))
+        self._check()
+        return np.asarray(self._resources[variable])
+
+    def kill(self) -> None:
+        """End it between two steps: in a process of its own, that would end it at once.
+
+        A program that runs goes on, and pushes nothing.
+        """
+        self._is_killed.set()
 
     def call(self, call: Call) -> list[np.ndarray]:
-        """The results of a program, once all that it pushes is on the servers."""
+        self._check()
         loaded = self._programs.use(call.program)
         program = loaded.program
-        elements = self._elements(program, call)
+        elements = Elements([self._iterator(n) for n in call.iterators], program)
         values = self._values(loaded, call, elements)
         elements.take()
         self._check()
@@ -362,16 +335,20 @@ class WorkerEngine:
         self._check()
         for server, operations in pushes.items():
             self._servers[server].push(operations, call.number)
-        self._keep_own(program, outputs)
+        for number, output in program.own:
+            self._resources[number] = np.asarray(outputs[output])
+        self._check()
         return [*results, *elements.positions()]
 
-    def _elements(self, program: ShippedProgram, call: Call) -> Elements:
-        iterators = [self._resources.iterator(number) for number in call.iterators]
-        return Elements(iterators, program)
+    def _check(self) -> None:
+        if self._is_killed.is_set():
+            raise WorkerLost(f"Worker {self.index} was killed.")
 
-    def _keep_own(self, program: ShippedProgram, outputs: Sequence[Any]) -> None:
-        for number, output in program.own:
-            self._resources.set(number, np.asarray(outputs[output]))
+    def _iterator(self, resource: int) -> PeekedIterator:
+        held = self._resources[resource]
+        if not isinstance(held, PeekedIterator):
+            held = self._resources[resource] = PeekedIterator(iter(held))
+        return held
 
     def _values(
         self, loaded: _LoadedProgram, call: Call, elements: Elements
@@ -387,7 +364,7 @@ class WorkerEngine:
             elif each.kind in ("element", "present"):
                 given[each] = elements.leaf(each)
             elif each.kind == "own":
-                given[each] = self._resources.get(each.number)
+                given[each] = self._resources[each.number]
         wanted = [each.number for each in program.inputs if each.kind == "variable"]
         ids: list[np.ndarray] = []
         reads: list[Read] = []

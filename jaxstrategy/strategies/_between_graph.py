@@ -16,9 +16,12 @@ from jaxstrategy.cluster.resolvers._environment import TFConfigClusterResolver
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._input_options import InputContext, InputOptions
 from jaxstrategy.parameter_servers._server_pool import JointPool
-from jaxstrategy.parameter_servers.backends._checked_cluster import checked_cluster
-from jaxstrategy.parameter_servers.backends._cluster_tasks import Hello, joined
-from jaxstrategy.parameter_servers.backends._served_task import checked_secret
+from jaxstrategy.parameter_servers.backends._cluster_tasks import (
+    Hello,
+    checked_cluster,
+    checked_secret,
+    joined,
+)
 from jaxstrategy.parameter_servers.wire._peer import Peer
 from jaxstrategy.parameter_servers.wire._remote import RemoteServer
 from jaxstrategy.parameter_servers.wire._stream import Stream

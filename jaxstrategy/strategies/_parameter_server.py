@@ -18,7 +18,7 @@ from jaxstrategy.parameter_servers import _worker
 from jaxstrategy.parameter_servers._protocol import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers.backends._chosen_backend import chosen_backend
-from jaxstrategy.parameter_servers.backends._worker_side import WorkerSide
+from jaxstrategy.parameter_servers.backends._threads import WorkerSide
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.scheduled._server_executor import ServerExecutor

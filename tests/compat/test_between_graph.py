@@ -10,7 +10,7 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy.compat import v1
-from jaxstrategy.parameter_servers.backends._served_task import ServedTask
+from jaxstrategy.parameter_servers._server import ServedTask
 
 
 def free_port():

@@ -13,7 +13,7 @@ from helpers.towers import in_default, mirrored, unwrapped
 import jaxstrategy as js
 from jaxstrategy.compat import contrib
 from jaxstrategy.compat.contrib import VariableAggregation
-from jaxstrategy.parameter_servers.backends._served_task import ServedTask
+from jaxstrategy.parameter_servers._server import ServedTask
 
 SUM, MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
 

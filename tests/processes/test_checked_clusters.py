@@ -3,7 +3,7 @@
 import pytest
 
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
-from jaxstrategy.parameter_servers.backends._checked_cluster import (
+from jaxstrategy.parameter_servers.backends._cluster_tasks import (
     checked_cluster,
     is_for_servers,
 )

@@ -8,7 +8,6 @@ parent, however that came, and then the child ends with all that it has started.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import queue
@@ -20,6 +19,7 @@ import types
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
+SERVER, WORKER = "parameter server", "worker"
 Task: TypeAlias = dict[str, Any]
 """What a child is to do, as JSON has it."""
 
@@ -66,10 +66,9 @@ def main() -> None:
     lifeline = Lifeline(sock, doors)
     task = lifeline.task()
     sys.path[:] = task["path"]
-    if task["is_light"]:
+    if task["role"] == SERVER:
         _import_less()
-    module, _, function = task["entry"].partition(":")
-    getattr(importlib.import_module(module), function)(lifeline, task)
+    (run_programs if task["role"] == WORKER else serve_variables)(lifeline, task)
 
 
 def _import_less() -> None:
@@ -77,6 +76,45 @@ def _import_less() -> None:
     package = types.ModuleType("jaxstrategy")
     package.__path__ = [str(Path(__file__).parents[2])]
     sys.modules["jaxstrategy"] = package
+
+
+def serve_variables(lifeline: Lifeline, task: Task) -> None:
+    """Be a parameter server, until the parent says that it is over."""
+    from jaxstrategy.parameter_servers.store._store import Store
+    from jaxstrategy.parameter_servers.wire._remote import ServerAnswers
+
+    _serve(lifeline, ServerAnswers(Store()))
+
+
+def run_programs(lifeline: Lifeline, task: Task) -> None:
+    """Be a worker, until the parent says that it is over."""
+    import jax
+
+    from jaxstrategy._errors import ParameterServerLost
+    from jaxstrategy.parameter_servers._worker import WorkerEngine
+    from jaxstrategy.parameter_servers.wire._peer import Peer
+    from jaxstrategy.parameter_servers.wire._remote import RemoteServer, WorkerAnswers
+    from jaxstrategy.parameter_servers.wire._stream import Door
+
+    servers = []
+    for number, door in enumerate(lifeline.doors[1:]):
+        name = f"Parameter server {number}"
+        peer = Peer(name, Door(door).dial, ParameterServerLost)
+        servers.append(RemoteServer(peer))
+    engine = WorkerEngine(task["index"], servers, jax.local_devices())
+    _serve(lifeline, WorkerAnswers(engine))
+
+
+def _serve(lifeline: Lifeline, answer: Any) -> None:
+    from jaxstrategy.parameter_servers.wire._peer import Responder
+    from jaxstrategy.parameter_servers.wire._stream import attended
+
+    take = Responder(answer).add
+    threading.Thread(
+        target=attended, args=(lifeline.doors[0], take), name="door", daemon=True
+    ).start()
+    lifeline.say_ready()
+    lifeline.over.wait()
 
 
 if __name__ == "__main__":

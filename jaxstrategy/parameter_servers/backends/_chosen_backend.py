@@ -6,8 +6,10 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.cluster.resolvers._environment import VARIABLE as TF_CONFIG
 from jaxstrategy.cluster.resolvers._environment import TFConfigClusterResolver
 from jaxstrategy.parameter_servers._protocol import AbstractWorkerBackend
-from jaxstrategy.parameter_servers.backends._checked_cluster import is_for_servers
-from jaxstrategy.parameter_servers.backends._cluster_tasks import ClusterTasks
+from jaxstrategy.parameter_servers.backends._cluster_tasks import (
+    ClusterTasks,
+    is_for_servers,
+)
 from jaxstrategy.parameter_servers.backends._local_processes import LocalProcesses
 from jaxstrategy.parameter_servers.backends._ray_processes import RayProcesses
 from jaxstrategy.parameter_servers.backends._threads import Threads

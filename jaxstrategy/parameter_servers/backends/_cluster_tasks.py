@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Self, TypeVar, final, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, final, get_args
 
 import numpy as np
 
 from jaxstrategy._errors import ClusterError, ParameterServerLost, WorkerLost
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, host_and_port
 from jaxstrategy.parameter_servers._protocol import (
     AbstractServer,
     AbstractWorkerBackend,
@@ -23,7 +24,6 @@ from jaxstrategy.parameter_servers._protocol import (
     Read,
     ServerOperation,
 )
-from jaxstrategy.parameter_servers.backends._checked_cluster import checked_cluster
 from jaxstrategy.parameter_servers.wire import _listener, _peer
 from jaxstrategy.parameter_servers.wire._peer import Peer
 from jaxstrategy.parameter_servers.wire._remote import RemoteServer, RemoteWorker
@@ -31,6 +31,98 @@ from jaxstrategy.parameter_servers.wire._stream import Kind, Stream, WireFrame
 from jaxstrategy.processes import _secret
 from jaxstrategy.processes._channel import Fields, has, is_text, is_whole
 from jaxstrategy.processes._secret import Secret
+
+_JOBS = ("chief", "worker", "evaluator", "ps")
+_ONE_TASK = ("chief", "evaluator")
+
+
+class ClusterAddresses(NamedTuple):
+    """The addresses of a cluster's workers and parameter servers, in their order."""
+
+    workers: Sequence[str]
+    servers: Sequence[str]
+
+
+def is_for_servers(spec: ClusterSpec) -> bool:
+    """Whether a cluster has parameter servers at all.
+
+    >>> is_for_servers(ClusterSpec({"worker": ["a:1", "b:1"]}))
+    False
+    """
+    return "ps" in spec.jobs and spec.num_tasks("ps") > 0
+
+
+def checked_cluster(
+    spec: ClusterSpec, task_type: str | None = None
+) -> ClusterAddresses:
+    """The tasks that a coordinator calls.
+
+    Args:
+      spec: the cluster, which may have a chief (the coordinator) and an evaluator, who
+        works by itself.
+      task_type: what this process is; None if that is not known.
+
+    Raises:
+      ValueError: the cluster cannot train in this way.
+
+    >>> checked_cluster(ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]}))
+    ClusterAddresses(workers=['a:1', 'b:1'], servers=['c:1'])
+    """
+    if not spec:
+        raise ValueError(
+            "Cluster spec must be non-empty: TF_CONFIG or the resolver names no task. "
+            "Without a cluster, `ParameterServerStrategy(workers=2, "
+            "parameter_servers=1)` starts processes on this host."
+        )
+    _check_jobs(spec, task_type)
+    for job in ("ps", "worker"):
+        if not _count(spec, job):
+            raise ValueError(
+                f"There must be at least one {job}. The cluster is {spec}, which needs "
+                "to have `ps` jobs and `worker` jobs."
+            )
+    return ClusterAddresses(_addresses(spec, "worker"), _addresses(spec, "ps"))
+
+
+def _check_jobs(spec: ClusterSpec, task_type: str | None) -> None:
+    allowed = ", ".join(_JOBS)
+    if set(spec.jobs) - set(_JOBS):
+        raise ValueError(
+            f"Disallowed task type found in cluster spec. Allowed types are {allowed}, "
+            f"and the cluster spec is {spec}."
+        )
+    if task_type is not None and task_type not in _JOBS:
+        raise ValueError(
+            f"Unrecognized task_type: {task_type!r}, valid task types are {allowed}."
+        )
+    if task_type not in (None, "evaluator", "chief", *spec.jobs):
+        raise ValueError(
+            f"`task_type` {task_type!r} not found in the cluster spec {spec}."
+        )
+    for job in _ONE_TASK:
+        if _count(spec, job) > 1:
+            raise ValueError(
+                f"There must be at most one {job!r} job, and the cluster has "
+                f"{_count(spec, job)}: {spec}."
+            )
+
+
+def _count(spec: ClusterSpec, job: str) -> int:
+    return spec.num_tasks(job) if job in spec.jobs else 0
+
+
+def _addresses(spec: ClusterSpec, job: str) -> list[str]:
+    tasks = spec.job_tasks(job)
+    addresses = [address for address in tasks if address is not None]
+    if len(addresses) < len(tasks):
+        raise ValueError(
+            f"The cluster names the tasks {spec.task_indices(job)} of {job!r}; the "
+            "coordinator calls all of them, so that it needs all addresses."
+        )
+    for address in addresses:
+        host_and_port(address)
+    return addresses
+
 
 COORDINATOR = secrets.token_hex(16)
 """The name of this process as a coordinator; another one has another name."""

@@ -35,7 +35,7 @@ from jaxstrategy.parameter_servers._protocol import (
     AbstractWorkerBackend,
     RestartedServer,
 )
-from jaxstrategy.parameter_servers.backends import _child, _child_roles
+from jaxstrategy.parameter_servers.backends import _child
 from jaxstrategy.parameter_servers.backends._child import Task
 from jaxstrategy.parameter_servers.wire import _peer
 from jaxstrategy.parameter_servers.wire._peer import Peer
@@ -501,9 +501,6 @@ class WorkerPlace(Generic[ProcessT]):
                 self._child, self._is_used = self._start(self._ended), False
 
 
-_ROLES = _child_roles.__name__
-
-
 @final
 class LocalProcesses(AbstractWorkerBackend):
     """Starts workers and parameter servers as processes, which end with this one.
@@ -655,7 +652,7 @@ class _Starter:
     def server(self, number: int) -> ChildProcess:
         child = self._started(
             f"parameter server {number}",
-            {"entry": f"{_ROLES}:{_child_roles.SERVER}", "is_light": True},
+            {"role": _child.SERVER},
             of_child(self._environment, 1, 1),
             lambda child: None,
         )
@@ -668,8 +665,7 @@ class _Starter:
 
     def worker(self, index: int) -> Callable[[Ended], ChildProcess | None]:
         task = {
-            "entry": f"{_ROLES}:{_child_roles.WORKER}",
-            "is_light": False,
+            "role": _child.WORKER,
             "index": index,
         }
         environment = self._devices.environment(self._environment, index, self._workers)

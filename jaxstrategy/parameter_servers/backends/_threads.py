@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import final
+from typing import NoReturn, final
 
 import jax
-import numpy as np
 
-from jaxstrategy._errors import WorkerLost
 from jaxstrategy.parameter_servers._protocol import (
     AbstractServer,
     AbstractWorker,
     AbstractWorkerBackend,
-    Builder,
-    Call,
     KilledServer,
     RestartedServer,
-    ShippedProgram,
 )
-from jaxstrategy.parameter_servers._worker import WorkerEngine
+from jaxstrategy.parameter_servers._worker import WorkerEngine, WorkerSurroundings
 from jaxstrategy.parameter_servers.store._store import Store
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.text._whole_numbers import positive
+
+
+@final
+class WorkerSide(AbstractWorkerBackend):
+    """Has the worker's connections to the servers, and starts nothing."""
+
+    def __init__(self, surroundings: WorkerSurroundings, num_workers: int) -> None:
+        self._surroundings = surroundings
+        self._num_workers = num_workers
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are in all."""
+        return self._num_workers
+
+    @property
+    def replicas_per_worker(self) -> int:
+        """How many devices this one has."""
+        return self._surroundings.replicas.count
+
+    @property
+    def servers(self) -> Sequence[AbstractServer]:
+        """The parameter servers."""
+        return self._surroundings.servers
+
+    def start(self, worker: int, incarnation: int) -> NoReturn:
+        """None: workers start no workers."""
+        raise RuntimeError(
+            "The function of a dataset, which a worker runs, was to start workers. "
+            "Make the ClusterCoordinator outside of it."
+        )
+
+    def close(self) -> None:
+        """Nothing: what there is belongs to the coordinator."""
 
 
 @final
@@ -61,7 +89,7 @@ class Threads(AbstractWorkerBackend):
                 f"{len(self._devices)} devices. `js.simulate(n)` makes some."
             )
         self._servers = tuple(RestartedServer(Store()) for _ in range(count))
-        self._lives: dict[int, _ThreadWorker] = {}
+        self._lives: dict[int, WorkerEngine] = {}
 
     @property
     def num_workers(self) -> int:
@@ -85,7 +113,7 @@ class Threads(AbstractWorkerBackend):
 
     def start(self, worker: int, incarnation: int) -> AbstractWorker:
         """A new life of a worker; it has nothing of the last one."""
-        life = _ThreadWorker(worker, self._servers, self._devices_of(worker))
+        life = WorkerEngine(worker, self._servers, self._devices_of(worker))
         self._lives[worker] = life
         return life
 
@@ -116,45 +144,6 @@ class Threads(AbstractWorkerBackend):
         """End all workers."""
         for life in self._lives.values():
             life.kill()
-
-
-@final
-class _ThreadWorker(AbstractWorker):
-    def __init__(
-        self, index: int, servers: Sequence[AbstractServer], devices: Sequence[Device]
-    ) -> None:
-        self._index = index
-        self._is_killed = threading.Event()
-        self._engine = WorkerEngine(index, servers, devices, self._check)
-
-    def _check(self) -> None:
-        if self._is_killed.is_set():
-            raise WorkerLost(f"Worker {self._index} was killed.")
-
-    def define(self, program: ShippedProgram) -> None:
-        self._check()
-        self._engine.define(program)
-
-    def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
-        self._check()
-        self._engine.build(resource, builder, uses)
-
-    def release(self, resources: Sequence[int]) -> None:
-        self._check()
-        self._engine.release(resources)
-
-    def call(self, call: Call) -> list[np.ndarray]:
-        self._check()
-        results = self._engine.call(call)
-        self._check()
-        return results
-
-    def own(self, variable: int) -> np.ndarray:
-        self._check()
-        return self._engine.own(variable)
-
-    def kill(self) -> None:
-        self._is_killed.set()
 
 
 def _exported_name(platform: str) -> str:
