@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers.replicas import replica
+from helpers.rows import each_of
 
 import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationOptions
@@ -69,4 +69,4 @@ ALGORITHMS = {
     "one device": (js.ReductionToOneDevice(), None),
     "ring": (None, RING),
 }
-algorithms = pytest.mark.parametrize("name", ALGORITHMS)
+algorithms = each_of("name", ALGORITHMS)

@@ -1,6 +1,5 @@
 """Reductions by several algorithms, in chosen dtypes."""
 
-import copy
 import dataclasses
 import re
 from functools import partial
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import slow
 from helpers.reductions import (
     ALGORITHMS,
     AXIS,
@@ -24,14 +22,11 @@ from helpers.reductions import (
     stacked,
 )
 from helpers.replicas import replica
+from helpers.rows import each_of
 from jax import lax
 
 import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationImplementation, CommunicationOptions
-from jaxstrategy.reductions._groups import near
-from jaxstrategy.reductions._packing import best_on
-from jaxstrategy.reductions._planned_ops import DefaultOps
-from jaxstrategy.replicas._replicas import Replicas
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")
 
@@ -120,7 +115,7 @@ def test_sums_in_another_dtype(four):
     assert out["x"].dtype == reduced(on_strategy, "mean", values["x"]).dtype
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@each_of("dtype", [jnp.bfloat16, jnp.float16])
 def test_short_numbers_are_summed_in_float32(dtype):
     eight = on(8)
     # Each 1 is lost when it is added to 4096 in either dtype.
@@ -159,7 +154,7 @@ def test_options_follow_each_other(four):
     assert operation == "psum"
 
 
-@pytest.mark.parametrize(
+@each_of(
     "given, error, words",
     [({"bytes_per_pack": -1}, ValueError, "`bytes_per_pack` was -1; a number of byte"),
      ({"bytes_per_pack": True}, ValueError, "`bytes_per_pack` was True"),
@@ -172,8 +167,7 @@ def test_options_follow_each_other(four):
      ({"reduce_dtype": int}, TypeError, "`reduce_dtype` was .*; a floating-point dty"),
      ({"reduce_dtype": "float33"}, TypeError, "`reduce_dtype` was 'float33'"),
      ({"reduce_dtype": 3}, TypeError, "`reduce_dtype` was 3"),
-     ({"reduce_dtype": bool}, TypeError, "whole numbers|Whole numbers")],
-)  # fmt: skip
+     ({"reduce_dtype": bool}, TypeError, "whole numbers|Whole numbers")])  # fmt: skip
 def test_options_that_make_no_sense(given, error, words):
     with pytest.raises(error, match=words):
         CommunicationOptions(**given)
@@ -231,7 +225,7 @@ def test_each_algorithm_is_another_program():
 
 
 @algorithms
-@pytest.mark.parametrize("n", [5, 8, *slow(1, 2, 3, 6)])
+@each_of("n", [5, 8])
 def test_each_algorithm_gives_numpys_numbers(name, n):
     strategy = on(n, *ALGORITHMS[name])
     draw = np.random.default_rng(0)
@@ -255,33 +249,6 @@ def test_each_algorithm_gives_numpys_numbers(name, n):
         assert found["n"].dtype == (jnp.float32 if op == "mean" else jnp.int32)
 
 
-def test_groups_of_near_devices():
-    def sizes(n):
-        groups = near(jax.devices()[:n])
-        assert sorted(member for group in groups for member in group) == [*range(n)]
-        return [len(group) for group in groups]
-
-    assert [sizes(n) for n in (1, 2, 3, 4, 6, 8)] == [
-        [1], [2], [3], [2, 2], [3, 3], [4, 4],
-    ]  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class FarDevice:
-    process_index: int
-    slice_index: int = 0
-
-
-@pytest.mark.parametrize(
-    "places, expected",
-    [([(0, 0), (1, 0), (0, 0), (1, 0)], ((0, 2), (1, 3))),
-     ([(0, 0), (0, 1), (0, 0), (0, 1)], ((0, 2), (1, 3))),
-     ([(0, 0), (0, 0), (0, 0), (1, 0)], ((0, 1), (2, 3)))],
-)  # fmt: skip
-def test_devices_of_one_process_are_near(places, expected):
-    assert near([FarDevice(*place) for place in places]) == expected
-
-
 def test_groups_of_a_hierarchy():
     draw = np.random.default_rng(0)
     x = draw.normal(size=(6, 5)).astype(np.float32)
@@ -302,7 +269,7 @@ BAD_GROUPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("groups", BAD_GROUPS, ids=str)
+@each_of("groups", BAD_GROUPS)
 def test_groups_that_hold_not_each_replica_once(four, groups):
     words = r"`groups` was .*; groups of one size .* replica from 0 to 3 stands once"
     with pytest.raises(ValueError, match=words):
@@ -311,14 +278,14 @@ def test_groups_that_hold_not_each_replica_once(four, groups):
         reduced(four, "sum", 1.0, groups=groups)
 
 
-@pytest.mark.parametrize("number", [-1, True, 1.0, "1", None])
-@pytest.mark.parametrize("ops", [js.NcclAllReduce, js.HierarchicalCopyAllReduce])
+@each_of("number", [-1, True, 1.0, "1", None])
+@each_of("ops", [js.NcclAllReduce, js.HierarchicalCopyAllReduce])
 def test_numbers_of_packs_that_make_no_sense(ops, number):
     with pytest.raises(ValueError, match="`num_packs` was .*; the number of packs"):
         ops(number)
 
 
-@pytest.mark.parametrize("given", [3, "nccl", js.NcclAllReduce, lambda: None])
+@each_of("given", [3, "nccl", js.NcclAllReduce, lambda: None])
 def test_something_else_than_operations(given):
     with pytest.raises(TypeError, match="`cross_device_ops` was .*; an object of a"):
         on(2, given)
@@ -459,19 +426,6 @@ def test_operations_by_hand(two):
     assert (total, mean) == (3, 1.5)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, "own"])
-def test_copies_keep_their_operations(name):
-    ops, options = ALGORITHMS.get(name, (InOrder(), None))
-    strategy = on(4, ops, options)
-    twin = copy.deepcopy(strategy)
-    x = strategy.per_replica(np.ones((4, 8), np.float32))
-
-    def step(x):
-        return replica().all_reduce("sum", x)
-
-    assert collectives(strategy, step, x) == collectives(twin, step, x)
-
-
 def test_strategies_of_one_replica():
     options = CommunicationOptions(bytes_per_pack=4, implementation="ring")
     one = js.OneDeviceStrategy("CPU:1")
@@ -490,9 +444,3 @@ def test_strategies_of_one_replica():
         ]  # fmt: skip
     out = step(tree)  # no strategy at all
     assert out["a"].tolist() == [0, 1, 2] and out["b"].dtype == jnp.float32
-
-
-def test_the_default_operations_are_the_platforms():
-    for n in (2, 8):
-        plan = DefaultOps().plan(Replicas.on(jax.devices()[:n]))
-        assert plan.packing == best_on("cpu", n)

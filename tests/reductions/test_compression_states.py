@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import slow
 from helpers.reductions import on
 from helpers.replicas import replica
+from helpers.rows import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager, MismatchError
@@ -15,13 +15,9 @@ from jaxstrategy.experimental import CommunicationOptions
 
 INT8 = CommunicationOptions(compression="int8")
 RANK1 = CommunicationOptions(compression=js.PowerSGD(rank=1))
-BOTH = pytest.mark.parametrize("options", [INT8, RANK1], ids=["int8", "PowerSGD"])
-INT8_FIRST = pytest.mark.parametrize(
-    "options", [INT8, *slow(RANK1)], ids=["int8", "PowerSGD"]
-)
-RANK1_FIRST = pytest.mark.parametrize(
-    "options", [RANK1, *slow(INT8)], ids=["PowerSGD", "int8"]
-)
+BOTH = each_of("options", [INT8, RANK1])
+INT8_FIRST = each_of("options", [INT8])
+RANK1_FIRST = each_of("options", [RANK1])
 PARAMS = {"b": np.ones(3, np.float32), "w": np.ones((16, 20), np.float32)}
 OWN = js.RunOptions(expect_mirrored=lambda path, _: "errors" not in str(path))
 
@@ -133,25 +129,6 @@ def test_a_state_made_in_a_step_is_one_replicas(four):
     np.testing.assert_allclose(updates["w"] / -0.1 + kept, exact, atol=1e-5)
 
 
-@RANK1_FIRST
-def test_a_state_made_outside_counts_for_every_replica(four, options):
-    tx, grads = transformation(options), [gradients(4, seed) for seed in range(2)]
-    state = tx.init(PARAMS)
-    assert compression(state).errors["w"].shape == (16, 20)
-    have, after = trained(four, tx, grads, state)
-    want, _ = trained(four, tx, grads)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), have, want)
-    assert isinstance(compression(after).errors["w"], js.PerReplica)
-
-
-def test_outside_any_strategy_all_bits_stay():
-    tx = transformation(INT8)
-    grad = jax.tree.map(lambda g: g[0], gradients(1))
-    updates, state = tx.update(grad, tx.init(PARAMS))
-    np.testing.assert_allclose(updates["w"], -0.1 * grad["w"], rtol=1e-6)
-    assert not compression(state).errors["w"].any()
-
-
 @INT8_FIRST
 def test_in_cross_replica_context_it_reduces_as_in_a_step(four, options):
     tx, grad = transformation(options), four.per_replica(gradients(4))
@@ -175,26 +152,6 @@ def test_parts_of_the_parameters_may_be_left_out(two):
     np.testing.assert_array_equal(have["b"].stacked, grad["b"])
     kept = np.asarray(compression(after).errors["w"].stacked).mean(0)
     np.testing.assert_allclose(have["w"] + kept, grad["w"].mean(0), atol=1e-6)
-
-
-@pytest.mark.slow
-def test_several_steps_at_once_send_once(four):
-    tx = optax.MultiSteps(transformation(INT8), 2)
-    grads = [gradients(4, seed) for seed in range(4)]
-    means = [
-        jax.tree.map(lambda a, b: (a + b) / 2, grads[i], grads[i + 1]) for i in (0, 2)
-    ]
-    want, _ = trained(four, transformation(INT8), means)
-
-    @four.run(options=js.RunOptions(expect_mirrored=(True, False)))
-    def step(params, state, grad):
-        updates, state = tx.update(grad, state, params)
-        return optax.apply_updates(params, updates), state
-
-    have, state = PARAMS, four.init(tx.init, PARAMS)
-    for grad in grads:
-        have, state = step(have, state, four.per_replica(grad))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), have, want)
 
 
 def test_a_skipped_step_forgets_nothing(four):
@@ -233,50 +190,6 @@ def test_an_optimizer_of_nnx_cannot_keep_it(two):
     x = two.per_replica(np.ones((2, 3, 16), np.float32))
     with pytest.raises(js.NotMirroredError, match=r"errors\.kernel` different on each"):
         step(model, optimizer, x)
-
-
-def test_beside_an_optimizer_of_nnx_it_is_kept(two):
-    from flax import nnx
-
-    with two.scope():
-        model = nnx.Linear(16, 20, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    @two.run
-    def step(model, optimizer, kept, x):
-        grads = nnx.grad(lambda m: m(x).sum())(model)
-        grads, kept = replica().all_reduce_compressed("mean", grads, kept, INT8)
-        optimizer.update(model, grads)
-        return kept
-
-    before = np.asarray(model.kernel[...])
-    kept = two.compression_state(nnx.state(model, nnx.Param), INT8)
-    x = np.random.default_rng(0).normal(size=(2, 3, 16)).astype(np.float32)
-    kept = step(model, optimizer, kept, two.per_replica(x))
-    exact = np.broadcast_to(x.sum(1).mean(0)[:, None], (16, 20))
-    (error,) = jax.tree.leaves(kept)
-    sent = (before - model.kernel[...]) / 0.1
-    np.testing.assert_allclose(sent + np.asarray(error).mean(0), exact, atol=1e-4)
-
-
-@pytest.mark.slow
-@BOTH
-def test_in_a_loop_of_steps(two, options):
-    x = np.random.default_rng(0).normal(size=(2, 16, 20)).astype(np.float32)
-    x = two.per_replica(x)
-    state = two.compression_state(np.zeros((16, 20), np.float32), options)
-
-    def step(state, x):
-        mean, state = replica().all_reduce_compressed("mean", x, state, options)
-        return state, mean
-
-    after, means = two.several(step)(state, (x, x))
-    # No value of it is infinite that comes from finite ones.
-    watched = two.run(options=js.RunOptions(check_finite=True))(step)
-    for want in means:
-        state, mean = watched(state, x)
-        np.testing.assert_allclose(mean, want, atol=1e-5)
-    np.testing.assert_allclose(after.errors.stacked, state.errors.stacked, atol=1e-4)
 
 
 # On disk.
@@ -344,11 +257,6 @@ def test_versions_that_are_built_lie_on_their_replicas(four):
     np.testing.assert_array_equal(built["own"].stacked, np.arange(12.0).reshape(4, 3))
 
 
-def test_versions_of_another_number_of_replicas_cannot_be_built(four):
-    with pytest.raises(ValueError, match=r"`result\['own'\]` has shape \(3, 2\)"):
-        four.init(lambda: {"own": js.PerReplica(jnp.zeros((3, 2)))})
-
-
 # What is refused.
 
 LOST = r"(?s)`compression` was .*no state.*`jaxstrategy\.optax\.all_reduce_gradients"
@@ -390,7 +298,7 @@ def test_no_other_compressions():
         js.PowerSGD(2, "2")
 
 
-@pytest.mark.parametrize("op", ["min", "max"])
+@each_of("op", ["min", "max"])
 def test_extremes_cannot_be_compressed(four, op):
     message = f"{op.upper()} cannot be compressed, .* only SUM and MEAN can"
     with pytest.raises(ValueError, match=message):
@@ -429,7 +337,7 @@ def test_states_of_something_else_are_refused(four):
         reduced(four, w, other, rank2)
 
 
-@pytest.mark.parametrize("options", [None, CommunicationOptions()])
+@each_of("options", [None, CommunicationOptions()])
 def test_options_without_compression_are_refused(four, options):
     with pytest.raises(ValueError, match="which have no `compression`"):
         four.compression_state(PARAMS, options)
@@ -438,11 +346,6 @@ def test_options_without_compression_are_refused(four, options):
         reduced(four, PARAMS, state, options)
     with pytest.raises(TypeError, match="a `CommunicationOptions` was wanted"):
         four.compression_state(PARAMS, "int8")
-
-
-def test_a_state_is_not_made_in_a_step(four):
-    with pytest.raises(js.ContextError, match="compression_state"):
-        four.run(lambda: four.compression_state(PARAMS, INT8))
 
 
 @BOTH
@@ -459,22 +362,6 @@ def test_there_is_no_gradient(four, options):
     x = four.per_replica(gradients(4)["w"])
     with pytest.raises(NotImplementedError, match="has no gradient: what arrives is"):
         four.run(step, (x, state))
-
-
-def test_beside_what_is_differentiated_it_may_stand(four):
-    state = four.compression_state(np.ones((16, 20), np.float32), INT8)
-
-    def step(w, x, state):
-        def loss(w):
-            own = jax.lax.stop_gradient(w * x)
-            mean, after = replica().all_reduce_compressed("mean", own, state, INT8)
-            return (w * mean).sum(), (mean, after)
-
-        return jax.grad(loss, has_aux=True)(w)
-
-    x = four.per_replica(gradients(4)["w"])
-    gradient, (mean, _) = four.run(step, (np.float32(2.0), x, state))
-    np.testing.assert_allclose(gradient, np.sum(mean), rtol=1e-5)
 
 
 class OneByOne(js.CrossDeviceOps):
@@ -495,11 +382,7 @@ def test_operations_that_add_whole_arrays_get_none(four):
             reduced(strategy, w, strategy.compression_state(w, INT8), INT8)
 
 
-@pytest.mark.parametrize(
-    "ops",
-    [OneByOne(), *slow(js.ReductionToOneDevice(), js.HierarchicalCopyAllReduce())],
-    ids=["own", "one device", "hierarchical"],
-)
+@each_of("ops", [OneByOne()])
 def test_thin_matrices_go_any_way(ops):
     strategy = on(4, ops)
     x = gradients(4)["w"][:, :, :1] @ np.ones((1, 20), np.float32)
@@ -541,14 +424,7 @@ def test_local_steps_send_nothing(two):
         local(np.ones((16, 20), np.float32), (x, x))
 
 
-@pytest.mark.parametrize(
-    ("options", "shard"),
-    [
-        (INT8, "state"),
-        pytest.param(INT8, "optimizer", marks=pytest.mark.slow),
-        pytest.param(RANK1, "state", marks=pytest.mark.slow),
-    ],
-)
+@each_of("options, shard", [(INT8, "state"), (RANK1, "optimizer")])
 def test_replicas_may_keep_parts_of_the_rest(four, options, shard):
     sharding = js.StateSharding(shard, min_bytes=256)
     divided = js.MirroredStrategy(jax.devices()[:4], sharding=sharding)

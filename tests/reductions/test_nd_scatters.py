@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.rows import each_of
 
 import jaxstrategy as js
 
@@ -23,9 +24,9 @@ def test_entries_are_read(variable):
     np.testing.assert_array_equal(variable.sparse_read([2, 0, 2]), ROWS[[2, 0, 2]])
 
 
-@pytest.mark.parametrize("change", ["add", "sub", "update"])
+@each_of("change", ["add", "sub", "update"])
 def test_entries_are_changed(variable, change):
-    want = ROWS.copy()
+    variable.assign(want := ROWS.copy())
     for (row, column), number in zip(INDICES, [10, 20], strict=True):
         new = {"add": want[row, column] + number, "sub": want[row, column] - number}
         want[row, column] = new.get(change, number)

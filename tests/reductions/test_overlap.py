@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.rows import each_of
 from jax.extend.core import Literal
 
 import jaxstrategy as js
@@ -26,8 +27,8 @@ def on(n, **options):
 # What is joined.
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
+@each_of(
+    "sizes, expected",
     [
         ([], []),
         ([1, 2, 3], [[0, 1, 2]]),
@@ -117,7 +118,7 @@ def test_without_it_packs_are_in_the_order_of_the_tree():
     assert products_before_sums(step) == [4 + 2 + 2, 4 + 2 + 3]
 
 
-@pytest.mark.parametrize("where", ["a jitted function", "a loop", "casts"])
+@each_of("where", ["a jitted function", "a loop", "casts"])
 def test_the_order_is_found_through(where):
     strategy = on(2, overlap=True, bytes_per_pack=4 * SIZE**2)  # one layer
     order = []
@@ -172,7 +173,7 @@ def place_of(jaxpr, var):
 # What comes out.
 
 
-@pytest.mark.parametrize(
+@each_of(
     "make",
     [
         lambda options: js.MirroredStrategy(
@@ -193,7 +194,6 @@ def place_of(jaxpr, var):
             jax.devices()[:1], communication_options=options
         ),
     ],
-    ids=["devices", "shared devices", "divided state", "inner axes", "one replica"],
 )
 def test_no_bit_changes(make):
     def total(tree):
@@ -224,19 +224,6 @@ def test_no_bit_changes(make):
     for alone, beside in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(alone, beside)
     np.testing.assert_allclose(found[1][0]["f"], tree["f"].sum(0), rtol=1e-5)
-
-
-def test_training_is_what_it_was():
-    found = []
-    for overlap in (False, True):
-        strategy = on(4, overlap=overlap)
-        step = strategy.run(gradient_step)
-        params = parameters()
-        for _ in range(3):
-            params = step(params, batches(strategy))
-        found.append(params)
-    for name in NAMES:
-        np.testing.assert_array_equal(found[0][name], found[1][name])
 
 
 def test_a_size_for_one_reduction_is_kept():
@@ -313,7 +300,7 @@ def test_the_compiler_is_asked(monkeypatch):
         strategy.run(total, (x,))
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["at first", "later"])
+@each_of("is_first", [True, False])
 def test_inside_another_program_its_options_hold(monkeypatch, is_first):
     asked = Overlap(None, {"xla_cpu_enable_fast_math": "False"})
     monkeypatch.setattr(_composition, "overlap_on", lambda *_: asked)

@@ -6,8 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from helpers.cases import slow
 from helpers.reductions import (
     OPS,
     assert_same_bits,
@@ -18,112 +16,13 @@ from helpers.reductions import (
     stacked,
 )
 from helpers.replicas import replica
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.rows import each_of
 from jax import lax
 
 import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationOptions
-from jaxstrategy.reductions._packing import NumberOfPacks, Packing, best_on, in_packs
 
 # Which arrays go together.
-
-
-@pytest.mark.parametrize(
-    "sizes, largest, pack, expected",
-    [([1, 2, 3], 4, 8, [[0, 1, 2]]),
-     ([4, 4, 4], 4, 8, [[0, 1], [2]]),
-     ([5, 1, 9, 1], 4, 8, [[0], [1, 3], [2]]),
-     ([3, 3, 3, 1], 4, 8, [[0, 1], [2, 3]]),
-     ([0, 4, 0, 4, 0], 4, 8, [[0, 1, 2, 3, 4]]),
-     ([8, 9], 16, 8, [[0], [1]]),
-     ([1, 1], 0, 0, [[0], [1]]),
-     ([], 4, 8, [])],
-)  # fmt: skip
-def test_small_arrays_are_joined_in_order(sizes, largest, pack, expected):
-    assert Packing(largest, pack).buckets(sizes) == expected
-
-
-SIZES = st.lists(st.integers(0, 30), max_size=12)
-
-
-@settings(max_examples=200, deadline=None, database=None)
-@given(SIZES, st.integers(0, 20), st.integers(0, 40))
-def test_packs_hold_each_array_once_and_keep_their_limits(sizes, largest, pack):
-    found = Packing(largest, pack).buckets(sizes)
-    assert sorted(index for bucket in found for index in bucket) == [*range(len(sizes))]
-    assert [bucket[0] for bucket in found] == sorted(bucket[0] for bucket in found)
-    for bucket in found:
-        assert bucket == sorted(bucket)
-        if len(bucket) > 1:
-            assert sum(sizes[index] for index in bucket) <= pack
-            assert max(sizes[index] for index in bucket) <= largest
-
-
-@pytest.mark.parametrize(
-    "sizes, number, expected",
-    [([1, 1, 1, 1], 2, [[0, 1], [2, 3]]),
-     ([1, 1, 1, 9], 2, [[0, 1, 2], [3]]),
-     ([9, 1, 1, 1], 2, [[0], [1, 2, 3]]),
-     ([1, 2, 3], 1, [[0, 1, 2]]),
-     ([1, 2, 3], 0, [[0], [1], [2]]),
-     ([5, 5], 8, [[0], [1]]),
-     ([0, 0], 3, [[0, 1]]),
-     ([], 2, [])],
-)  # fmt: skip
-def test_a_number_of_packs(sizes, number, expected):
-    assert NumberOfPacks(number).buckets(sizes) == expected
-
-
-@settings(max_examples=200, deadline=None, database=None)
-@given(SIZES, st.integers(1, 6))
-def test_a_number_of_packs_is_never_exceeded(sizes, number):
-    found = NumberOfPacks(number).buckets(sizes)
-    assert [index for bucket in found for index in bucket] == [*range(len(sizes))]
-    assert len(found) <= number
-
-
-def test_arrays_of_one_dtype_are_joined():
-    given = []
-
-    def double(array):
-        given.append((array.dtype.name, array.shape))
-        return array * 2
-
-    arrays = [jnp.ones((2, 3)), jnp.arange(4), jnp.float32(5), jnp.zeros((0, 2))]
-    done = in_packs(double, arrays, Packing(100, 100))
-    assert given == [("float32", (7,)), ("int32", (4,))]
-    for array, result in zip(arrays, done, strict=True):
-        np.testing.assert_array_equal(result, array * 2)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.int8])
-def test_joined_arrays_of_any_size_come_back(dtype):
-    """Short ones lie along the columns of a table if there are many; see `_ROWS`."""
-    sizes = [24, 64, 65, 3, 8, 256, 72, 1, 128, 16] * 7
-    given = [(np.arange(size) % 100 + i).astype(dtype) for i, size in enumerate(sizes)]
-    seen = []
-
-    def added(pack):
-        seen.append(pack.shape)
-        return pack + 1
-
-    arrays = [jnp.asarray(x.reshape(-1, 1, 2) if x.size % 2 == 0 else x) for x in given]
-    done = in_packs(added, arrays, NumberOfPacks(2))
-    assert len(seen) == 2 and sum(size for (size,) in seen) == sum(sizes)
-    for x, array, result in zip(given, arrays, done, strict=True):
-        assert result.dtype == dtype and result.shape == array.shape
-        np.testing.assert_array_equal(np.ravel(result), x + dtype(1))
-
-
-def test_there_are_defaults_everywhere():
-    for n in (2, 3, 5, 8, 1000):
-        packing = best_on("cpu", n)
-        assert 0 < packing.largest <= packing.pack
-    assert best_on("cpu", 1).buckets([1, 2, 3]) == [[0], [1], [2]]
-    for n in (1, 2, 8):
-        for platform in ("gpu", "tpu", "another"):  # where XLA joins
-            assert best_on(platform, n).buckets([1, 2, 3]) == [[0], [1], [2]]
 
 
 # What comes out of packs.
@@ -136,9 +35,9 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["default", "three", *slow("one", "64 bytes")])
-@pytest.mark.parametrize("n", [3, pytest.param(8, marks=pytest.mark.slow)])
-def test_packs_change_no_bit(name, n):
+@each_of("name", ["default", "three"])
+def test_packs_change_no_bit(name):
+    n = 3
     packed, plain = PACKINGS[name](n), on(n, js.NcclAllReduce(0))
     tree = stacked(n)
 
@@ -152,7 +51,7 @@ def test_packs_change_no_bit(name, n):
     assert_same_bits(out, plain.run(step, (plain.per_replica(tree),)))
 
 
-@pytest.mark.parametrize("op", OPS)
+@each_of("op", OPS)
 def test_packs_give_numpys_numbers(strategy, op):
     n = strategy.num_replicas_in_sync
     tree = ordered(stacked(n)) if op in ("min", "max") else stacked(n)
@@ -206,20 +105,6 @@ def test_the_strategy_or_the_call_says_how_much_is_packed(four):
     assert times(on(4, js.NcclAllReduce(1)), bytes_per_pack=640) == 3
 
 
-def test_reduce_outside_a_step_packs_too(four):
-    x = four.per_replica({"a": np.ones((4, 3)), "b": np.ones((4, 5))})
-
-    def step():
-        return replica().merge_call(lambda strategy: strategy.reduce("sum", x))
-
-    out = four.reduce("sum", x, options=CommunicationOptions(bytes_per_pack=4))
-    assert_same_bits(out, four.reduce("sum", x))
-    inside = four.run(
-        lambda x: replica().merge_call(lambda s, x: s.reduce("sum", x), (x,)), (x,)
-    )
-    assert_same_bits(out, inside)
-
-
 def test_packs_in_transformed_steps(four):
     rows = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
     x = four.per_replica({"x": rows})["x"]
@@ -244,8 +129,8 @@ def test_packs_in_transformed_steps(four):
         np.testing.assert_allclose(rest["a"], total, rtol=1e-5)
 
 
-@pytest.mark.parametrize("different", [range(1, 6), (64, 24, 3)])
-@pytest.mark.parametrize("number", [30, *slow(100)])
+@each_of("different", [range(1, 6), (64, 24, 3)])
+@each_of("number", [30])
 def test_packs_of_very_many_arrays(four, number, different):
     # Each many times: XLA is not told where those lie.
     sizes = [different[i % len(different)] for i in range(number)]

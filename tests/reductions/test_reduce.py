@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.oracle import recorded
 from helpers.replicas import ids
+from helpers.rows import each_of
 
 import jaxstrategy as js
 
@@ -18,8 +19,8 @@ def squares(strategy):
     return js.PerReplica(np.stack([base + 10 * i for i in range(n)]))
 
 
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1)])
+@each_of("op", ["SUM", "MEAN"])
+@each_of("axis", [None, 0, 1, -1, (0, 1)])
 def test_reduce_gives_tensorflows_numbers(four, op, axis):
     expected = ORACLE[f"reduce({op}, axis={axis}) of [[1,2],[3,4]]+10i"]["result"]
     out = four.reduce(op, squares(four), axis)
@@ -27,8 +28,8 @@ def test_reduce_gives_tensorflows_numbers(four, op, axis):
     assert isinstance(out, js.Mirrored)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
-@pytest.mark.parametrize("axis", [None, 0, [1], (0, -1)])
+@each_of("op", ["sum", "mean", "min", "max"])
+@each_of("axis", [None, 0, [1], (0, -1)])
 def test_reduce_gives_numpys_numbers(strategy, op, axis):
     x = squares(strategy)
     dims = {None: (0,), 0: (0, 1)}.get(axis if not isinstance(axis, list) else 9)
@@ -36,12 +37,6 @@ def test_reduce_gives_numpys_numbers(strategy, op, axis):
         dims = (0, 2) if axis == [1] else (0, 1, 2)
     expected = getattr(np, op)(np.asarray(x.stacked), axis=dims)
     np.testing.assert_allclose(strategy.reduce(op, x, axis), expected, rtol=1e-6)
-
-
-def test_reduce_of_structures(four):
-    out = four.reduce("sum", {"a": ids(four), "b": [ids(four), 2.0], "none": None})
-    assert out["a"] == 6 and out["b"][0] == 6 and out["b"][1] == 8
-    assert out["none"] is None
 
 
 def test_reduce_of_what_every_replica_holds(strategy):
@@ -65,7 +60,7 @@ def test_reduce_is_the_same_under_jit(four):
     assert whole(x, 3.0) == jax.jit(whole)(x, 3.0) == (6, 12, 3)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "axis, error, words",
     [(2, ValueError, "`axis` is 2, out of range for a value with 2 dimensions"),
      (-3, ValueError, "`axis` is -3, out of range"),
@@ -73,8 +68,7 @@ def test_reduce_is_the_same_under_jit(four):
      ((0, -2), ValueError, "names one dimension more than once"),
      (0.5, TypeError, "`axis` was 0.5; None, a whole number"),
      ("0", TypeError, "`axis` was '0'"),
-     (True, TypeError, "`axis` was True")],
-)  # fmt: skip
+     (True, TypeError, "`axis` was True")])  # fmt: skip
 def test_axes_that_make_no_sense(four, axis, error, words):
     with pytest.raises(error, match=words):
         four.reduce("sum", squares(four), axis)
@@ -106,15 +100,6 @@ def test_gather_of_structures_bools_and_mirrored_values(two):
     out = two.gather({"flag": two.per_replica([[True], [False]]), "same": jnp.ones(2)})
     assert out["flag"].tolist() == [True, False]
     assert out["same"].tolist() == [1, 1, 1, 1]
-
-
-def test_local_results(four):
-    x = ids(four)
-    assert [float(v) for v in four.experimental_local_results(x)] == [0, 1, 2, 3]
-    dicts = four.experimental_local_results({"a": x, "b": [x, "s"]})
-    assert [(float(d["a"]), d["b"][1]) for d in dicts] == [
-        (0, "s"), (1, "s"), (2, "s"), (3, "s"),
-    ]  # fmt: skip
 
 
 def test_local_results_of_mirrored_and_plain_values(four):
@@ -168,38 +153,22 @@ def test_batch_reduce_to(four):
     assert four.extended.batch_reduce_to("sum", []) == []
 
 
-def test_reduce_to_under_jit_stays_on_all_replicas(four):
-    x = ids(four)
-    out = jax.jit(lambda v: four.extended.reduce_to("sum", v, "CPU:1"))(x)
-    assert (out, devices(out)) == (6, [0, 1, 2, 3])
-    out = jax.jit(lambda v: four.extended.reduce_to("sum", v, v))(x)
-    assert out == 6
-
-
-@pytest.mark.parametrize("pairs", [[1, 2], [(1.0, "CPU:0", 3)], 1.0, [[1.0]]])
+@each_of("pairs", [[1, 2], [(1.0, "CPU:0", 3)], 1.0, [[1.0]]])
 def test_pairs_that_are_none(two, pairs):
     with pytest.raises(ValueError, match="should be a tuple of a value and its dest"):
         two.extended.batch_reduce_to("sum", pairs)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "destinations, error, words",
     [(None, TypeError, "`destinations` was None; a device"),
      (3.5, TypeError, "`destinations` was 3.5"),
      ([], ValueError, "The list of devices is empty"),
      ("CPU:99", ValueError, "Unknown device 'CPU:99'"),
-     (["CPU:0", "CPU:0"], ValueError, "No duplicates")],
-)  # fmt: skip
+     (["CPU:0", "CPU:0"], ValueError, "No duplicates")])  # fmt: skip
 def test_destinations_that_are_none(two, destinations, error, words):
     with pytest.raises(error, match=words):
         two.extended.reduce_to("sum", 1.0, destinations)
-
-
-def test_devices_of_a_strategy(four):
-    assert four.extended.worker_devices == tuple(jax.devices()[:4])
-    assert four.extended.parameter_devices == tuple(jax.devices()[:4])
-    assert four.extended.experimental_require_static_shapes is True
-    assert four.num_replicas_in_sync == 4
 
 
 def test_reduce_to_takes_communication_options(two):

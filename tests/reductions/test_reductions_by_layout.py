@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.rows import each_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -11,16 +12,9 @@ import jaxstrategy as js
 
 LAYOUTS = {
     "cores": (8, {"logical_axes": {"core": 2}}),
-    "one core": (4, {"logical_axes": {"core": 1}}),
-    "shared": (1, {"replicas_per_device": 4}),
     "two shared": (2, {"replicas_per_device": 2}),
 }
-ALL = [
-    "cores",
-    "two shared",
-    pytest.param("one core", marks=pytest.mark.slow),
-    pytest.param("shared", marks=pytest.mark.slow),
-]
+ALL = ["cores", "two shared"]
 # Small whole numbers, whose sums each of these holds.
 X = np.random.default_rng(0).integers(0, 2, (4, 4, 6))
 REAL = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int16"]
@@ -53,7 +47,7 @@ def same(found, wanted, dtype):
     np.testing.assert_array_equal(array.astype(np.complex64), wanted)
 
 
-@pytest.mark.parametrize("layout", ALL)
+@each_of("layout", ALL)
 def test_collectives_of_every_dtype(layout):
     strategy = made(layout)
 
@@ -92,7 +86,7 @@ def test_collectives_of_every_dtype(layout):
             same(result, wanted[name], dtype)
 
 
-@pytest.mark.parametrize("layout", ALL)
+@each_of("layout", ALL)
 def test_extremes_of_every_dtype(layout):
     strategy = made(layout)
     trees = {d: strategy.per_replica(of(d)) for d in [*REAL, "int32", "uint32"]}
@@ -109,7 +103,7 @@ def test_extremes_of_every_dtype(layout):
             same(result, take(rows, axis=0), dtype)
 
 
-@pytest.mark.parametrize("layout", ALL)
+@each_of("layout", ALL)
 def test_reductions_and_gathers_outside_of_steps(layout):
     strategy = made(layout)
     trees = {d: strategy.per_replica(of(d)) for d in DTYPES}
@@ -134,8 +128,8 @@ def options(**chosen):
     return {"communication_options": js.experimental.CommunicationOptions(**chosen)}
 
 
-@pytest.mark.parametrize("layout", ["cores", "two shared"])
-@pytest.mark.parametrize(
+@each_of("layout", ["cores", "two shared"])
+@each_of(
     "way",
     [
         {"cross_device_ops": js.NcclAllReduce()},
@@ -146,7 +140,6 @@ def options(**chosen):
         options(implementation="hierarchical", groups=GROUPS),
         options(implementation="nccl", bytes_per_pack=64, reduce_dtype=jnp.float32),
     ],
-    ids=["nccl", "levels", "one device", "user", "ring", "hierarchical", "packs"],
 )
 def test_all_ways_to_reduce_have_one_result(layout, way):
     strategy = made(layout, **way)

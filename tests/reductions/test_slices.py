@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.replicas import replica
+from helpers.rows import each_of
 
 import jaxstrategy as js
 
@@ -34,8 +35,8 @@ def test_tensorflows_numbers(four):
     assert mean.to_dense().tolist() == (expected / 4).tolist()
 
 
-@pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32, np.complex64])
+@each_of("op", ["sum", "mean"])
+@each_of("dtype", [np.float32, jnp.bfloat16, np.int32, np.complex64])
 def test_slices_reduce_like_their_dense_forms(strategy, op, dtype):
     n = strategy.num_replicas_in_sync
     draw = np.random.default_rng(0)
@@ -58,7 +59,7 @@ def test_slices_reduce_like_their_dense_forms(strategy, op, dtype):
     np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@each_of("op", ["sum", "mean"])
 def test_reduced_outside_a_step(four, op):
     ids = four.per_replica([0, 1, 2, 3])
     slices = four.run(documented, (ids,))
@@ -70,47 +71,13 @@ def test_reduced_outside_a_step(four, op):
     assert out["dense"] == (6 if op == "sum" else 1.5)
 
 
-def test_sparse_and_dense_values_keep_their_places(four):
-    def step(i):
-        tree = (1.0, documented(i), {"x": i, "rows": documented(i)}, None)
-        return all_reduced("sum", tree)
-
-    one, first, rest, none = four.run(step, (four.per_replica([0, 1, 2, 3]),))
-    assert (one, rest["x"], none) == (4, 6, None)
-    assert first.to_dense().tolist() == rest["rows"].to_dense().tolist()
-
-
-@pytest.mark.parametrize(
-    "ops", [js.NcclAllReduce(2), js.HierarchicalCopyAllReduce(),
-            js.ReductionToOneDevice()], ids=lambda ops: type(ops).__name__,
-)  # fmt: skip
+@each_of("ops", [js.NcclAllReduce(2), js.HierarchicalCopyAllReduce(),
+            js.ReductionToOneDevice()])  # fmt: skip
 def test_slices_with_other_operations(ops):
     four = js.MirroredStrategy(jax.devices()[:4], ops)
     ids = four.per_replica([0, 1, 2, 3])
     out = four.run(lambda i: all_reduced("sum", (documented(i), i)), (ids,))
     assert out[0].to_dense()[0].tolist() == [13, 24] and out[1] == 6
-
-
-def test_the_gradient_of_an_embedding(four):
-    draw = np.random.default_rng(0)
-    table = draw.normal(size=(10, 3)).astype(np.float32)
-    tokens = draw.integers(0, 10, (4, 5))
-
-    def loss(rows):
-        return jnp.sum(jnp.sin(rows))
-
-    def sparse(table, tokens):
-        gradient = jax.grad(loss)(table[tokens])
-        slices = js.IndexedSlices(gradient, tokens, table.shape)
-        return all_reduced("mean", slices).added_to(table)
-
-    def dense(table, tokens):
-        return table + all_reduced("mean", jax.grad(lambda t: loss(t[tokens]))(table))
-
-    args = table, four.per_replica({"t": tokens})["t"]
-    one, other = four.run(sparse, args), four.run(dense, args)
-    assert isinstance(one, js.Mirrored)
-    np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_gradients_go_through_the_reduction(four):
@@ -192,11 +159,10 @@ def test_an_unknown_shape():
     assert slices.added_to(jnp.zeros((2, 2))).tolist() == [[1, 1], [0, 0]]
 
 
-@pytest.mark.parametrize(
+@each_of(
     "values, indices, shape",
     [((2, 3), (3,), None), ((2, 3), (2, 1), None), ((), (), None), ((2,), (), None),
-     ((2, 3), (2,), (5, 4)), ((2, 3), (2,), (5,)), ((2, 3), (2,), ())],
-)  # fmt: skip
+     ((2, 3), (2,), (5, 4)), ((2, 3), (2,), (5,)), ((2, 3), (2,), ())])  # fmt: skip
 def test_shapes_that_do_not_fit(values, indices, shape):
     with pytest.raises(ValueError, match="`IndexedSlices` was given values of shape"):
         js.IndexedSlices(jnp.ones(values), jnp.ones(indices, int), shape)

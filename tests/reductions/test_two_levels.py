@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.reductions import ALGORITHMS, AXIS, OPS, algorithms, on, reduced
 from helpers.replicas import replica
+from helpers.rows import each_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -19,8 +20,8 @@ import jaxstrategy as js
 PAIRS, ACROSS, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("groups", [PAIRS, ACROSS, [[3, 0], [2, 1]]], ids=str)
+@each_of("op", OPS)
+@each_of("groups", [PAIRS, ACROSS, [[3, 0], [2, 1]]])
 def test_groups_reduce_among_themselves(four, op, groups):
     x = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
     tree = {"x": x, "n": np.arange(8).reshape(4, 2)}
@@ -190,7 +191,7 @@ def through_reference(a, b):
 
 
 @pytest.mark.filterwarnings("ignore::jaxstrategy.DoubleReductionWarning")
-@pytest.mark.parametrize("name", TWO_LEVELS)
+@each_of("name", TWO_LEVELS)
 def test_what_two_levels_prove(four, name):
     step, expected = TWO_LEVELS[name]
     x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.replicas import ids
+from helpers.rows import each_of
 from helpers.variables import copies, variable
 
 import jaxstrategy as js
@@ -143,7 +144,7 @@ def test_captured_values_that_differ_are_refused_too(two):
 # On-read variables.
 
 
-@pytest.mark.parametrize("aggregation", ["none", "sum"])
+@each_of("aggregation", ["none", "sum"])
 def test_on_read_copies_take_each_replicas_version(strategy, aggregation):
     o = variable(strategy, 1.0, "on_read", aggregation)
     n = strategy.num_replicas_in_sync
@@ -182,23 +183,6 @@ def test_an_update_that_reads_an_on_read_variable_sees_the_component(strategy):
     assert 1 <= len(calls) <= 2
     seen = strategy.extended.update(v, lambda v: v + o, group=False)
     assert seen == (3.0,) * len(v.devices)
-
-
-def test_components_seen_by_an_update_differ(two):
-    v, o = variable(two, 1.0), variable(two, 0.0, "on_read", "sum")
-    none = variable(two, 0.0, "on_read")
-    for each in (o, none):
-        each.assign(two.per_replica(np.float32([5, 7])))
-        seen = two.extended.update(v, lambda v, each=each: v.assign(2.0) + each.value())
-        assert [float(x) for x in seen.values] == [7, 9] and v == 2.0
-
-    def write(v):
-        return v.assign(0.0), o.assign_add(v), v.assign(4.0)
-
-    two.extended.update(v, write)
-    assert copies(two, o) == [5, 7] and v == 4.0  # once, and copy by copy
-    two.extended.update(v, lambda v: o.assign_add(v))
-    assert copies(two, o) == [9, 11]
 
 
 def test_an_error_after_a_component_was_read_is_the_functions(two):

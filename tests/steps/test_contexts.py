@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.rows import each_of
 
 import jaxstrategy as js
 
@@ -65,18 +66,6 @@ def test_run_and_merge_call_change_sides(four):
     assert state() == DEFAULT
 
 
-def test_run_is_the_same_inside_and_outside_scope(four):
-    def step():
-        return js.get_replica_context().all_reduce("sum", 1.0), state() == REPLICA
-
-    outside = four.run(step)
-    with four.scope():
-        inside = four.run(step)
-        assert state() == CROSS
-    assert outside[0] == inside[0] == 4.0
-    assert outside[1] is inside[1] is True
-
-
 def test_run_inside_merge_call_is_a_replica_again(four):
     x = four.per_replica([1.0, 2.0, 3.0, 4.0])
     seen = []
@@ -116,23 +105,7 @@ def test_another_strategys_scope_inside_is_an_error(two, four):
         assert js.get_strategy() is two
 
 
-def test_another_strategys_methods_inside_are_errors(two, four):
-    with two.scope():
-        with pytest.raises(js.ContextError, match="Mixing different Strategy objects"):
-            four.run(lambda: None)
-        with pytest.raises(js.ContextError, match="Mixing different Strategy objects"):
-            four.reduce("sum", 1.0)
-
-
-def test_nested_run_of_another_strategy_is_an_error(two, four):
-    with pytest.raises(js.ContextError, match="Mixing different Strategy objects"):
-        two.run(lambda: four.run(lambda: 1.0))
-    assert state() == DEFAULT
-
-
-@pytest.mark.parametrize(
-    "method, call",
-    [
+@each_of("method, call", [
         ("run", lambda s: s.run(lambda: 1.0)),
         ("reduce", lambda s: s.reduce("sum", 1.0)),
         ("gather", lambda s: s.gather(jnp.ones(1))),
@@ -140,17 +113,14 @@ def test_nested_run_of_another_strategy_is_an_error(two, four):
         ("extended.batch_reduce_to",
          lambda s: s.extended.reduce_to("sum", 1.0, "CPU:0")),
         ("scope", lambda s: s.scope().__enter__()),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_methods_for_all_replicas_are_errors_inside_run(two, method, call):
     with pytest.raises(js.ContextError, match=f"`strategy.{method}`.*merge_call"):
         two.run(lambda: call(two))
     assert state() == DEFAULT
 
 
-@pytest.mark.parametrize(
-    "method, call",
-    [
+@each_of("method, call", [
         ("mirror", lambda s: s.mirror(1.0)),
         ("per_replica", lambda s: s.per_replica([1.0, 2.0])),
         ("init", lambda s: s.init(jnp.ones, 3)),
@@ -158,8 +128,7 @@ def test_methods_for_all_replicas_are_errors_inside_run(two, method, call):
          lambda s: s.experimental_distribute_dataset([])),
         ("experimental_distribute_values_from_function",
          lambda s: s.experimental_distribute_values_from_function(lambda c: 1.0)),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_methods_that_place_values_are_to_be_called_outside(two, method, call):
     told = "while a step is traced and no value is known yet. Call it outside the step"
     with pytest.raises(
@@ -226,13 +195,6 @@ def test_merge_call_inside_the_default_merge_call_is_an_error():
         js.get_replica_context().merge_call(merge)
 
 
-def test_default_run_inside_default_merge_call_is_the_default_state():
-    def merge(strategy):
-        return strategy.run(state)
-
-    assert js.get_replica_context().merge_call(merge) == DEFAULT
-
-
 def test_the_default_strategy_has_the_whole_api_with_one_replica():
     strategy = js.get_strategy()
     assert strategy.num_replicas_in_sync == 1
@@ -261,32 +223,6 @@ def test_the_default_strategy_has_the_whole_api_with_one_replica():
     assert copy.deepcopy(strategy) is strategy
 
 
-def test_the_default_run_is_a_decorator_too():
-    @js.get_strategy().run
-    def step(x, y):
-        """Adds."""
-        return x + y
-
-    assert (step(1, y=2), step.__name__, step.__doc__) == (3, "step", "Adds.")
-
-
-def test_a_step_is_checked_in_every_context(two, four):
-    @two.run
-    def step(x):
-        return js.get_replica_context().all_reduce("sum", x)
-
-    assert step(1.0) == 2.0
-    with two.scope():
-        assert step(1.0) == 2.0
-    with four.scope(), pytest.raises(js.ContextError, match="Mixing different"):
-        step(1.0)
-    inside = two.run(
-        lambda x: js.get_replica_context().merge_call(lambda s, v: step(v), (x,)),
-        (1.0,),
-    )
-    assert inside == 2.0
-
-
 def test_the_default_run_refuses_a_value_of_more_replicas(two):
     with pytest.raises(ValueError, match="first dimension should be the number of"):
         js.get_strategy().run(lambda v: v, (two.per_replica([1.0, 2.0]),))
@@ -302,21 +238,6 @@ def test_the_default_scope_is_a_no_op_but_not_inside_another(two):
             default.scope()
         with pytest.raises(js.ContextError, match="Mixing different"):
             default.run(lambda: None)
-
-
-def test_library_code_works_with_and_without_a_strategy(four):
-    def normalised(x):
-        replica = js.get_replica_context()
-        total = replica.merge_call(lambda s, v: s.reduce("sum", v), (x,))
-        return x / total, replica.num_replicas_in_sync
-
-    alone, n = normalised(jnp.float32(4.0))
-    assert (alone, n) == (1.0, 1)
-    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
-    parts, n = four.run(normalised, (x,))
-    assert n == 4
-    np.testing.assert_allclose(four.gather(four.run(lambda v: v[None], (parts,))),
-                               [0.1, 0.2, 0.3, 0.4])  # fmt: skip
 
 
 # Setting a strategy without a block.
@@ -376,7 +297,7 @@ def boom(*_):
     raise Boom("the user's own")
 
 
-@pytest.mark.parametrize(
+@each_of(
     "step",
     [
         boom,
@@ -499,7 +420,7 @@ def test_a_strategy_can_be_deep_copied_only(two):
         pickle.dumps(two)
 
 
-@pytest.mark.parametrize("wrong", ["cpu", None, 3])
+@each_of("wrong", ["cpu", None, 3])
 def test_a_replica_context_of_something_else_is_refused(wrong):
     with pytest.raises(TypeError, match="`strategy` was .*; a strategy was wanted"):
         js.ReplicaContext(wrong)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers.replicas import ids
+from helpers.rows import each_of
 
 import jaxstrategy as js
 
@@ -32,18 +32,6 @@ def test_gradients_in_run_are_each_replicas_own(strategy):
     assert v.value() == 3
 
 
-def test_they_are_reduced_where_you_say_so(strategy):
-    v = variable(strategy, 3.0)
-
-    def step(x):
-        grad = js.grad(lambda: v**2 * x, v)()
-        return js.get_replica_context().all_reduce("sum", grad)
-
-    n = strategy.num_replicas_in_sync
-    out = strategy.run(step, (ids(strategy),))
-    assert out == 6 * sum(range(n)) and isinstance(out, js.Mirrored)
-
-
 def test_gradients_outside_of_run(two):
     v = variable(two, 3.0)
     w = js.Variable([1.0, 2.0])
@@ -63,14 +51,6 @@ def test_gradients_come_in_a_pytree_like_the_variables(two):
     wanted = {"dense": (0, [0]), "none": None}
     assert jax.tree.structure(grads) == jax.tree.structure(wanted)
     assert grads["dense"][0].tolist() == [[2, 2]] and grads["dense"][1] == [2]
-
-
-def test_a_variable_that_is_given_twice(two):
-    v = variable(two, 3.0)
-    assert two.run(lambda: js.grad(lambda: v**2, [v, {"again": v}])()) == [
-        6,
-        {"again": 6},
-    ]
 
 
 def test_a_variable_that_is_not_read_has_gradient_zero(two):
@@ -105,17 +85,6 @@ def test_on_read_variables(two):
     assert js.grad(lambda: v**2, v)() == 3  # of the value that the copies combine to
 
 
-def test_variables_made_by_the_step(two):
-    made = []
-
-    def step(x):
-        if not made:
-            made.append(js.Variable(3.0))
-        return js.grad(lambda: made[0] ** 2 * x, made)()[0]
-
-    assert two.run(step, (2.0,)) == 12
-
-
 def test_nested_gradients(two):
     v, w = variable(two, 3.0), variable(two, 2.0)
 
@@ -128,7 +97,7 @@ def test_nested_gradients(two):
     assert two.run(step) == ([36, 27], 36)
 
 
-@pytest.mark.parametrize("op", ["assign", "assign_add", "assign_sub"])
+@each_of("op", ["assign", "assign_add", "assign_sub"])
 def test_assigning_what_is_differentiated(two, op):
     v = variable(two, 3.0, name="v")
 
@@ -144,7 +113,7 @@ def test_assigning_what_is_differentiated(two, op):
     assert v.value() == 3 and two.run(lambda: v.assign_add(1.0)) == 4
 
 
-@pytest.mark.parametrize("where", ["run", "outside", "users-grad"])
+@each_of("where", ["run", "outside", "users-grad"])
 def test_other_variables_are_assigned_on_the_way(two, where):
     w = variable(two, 2.0)
     moving = variable(two, 0.0, aggregation="mean")
@@ -315,29 +284,3 @@ def test_a_loop_over_variables_trains_as_a_plain_one(strategy):
     np.testing.assert_allclose(w, w_end, rtol=1e-4)
     np.testing.assert_allclose(b, b_end, rtol=1e-4)
     assert losses[-1] < losses[0] / 50
-
-
-def test_a_loop_with_optax_over_variables_trains_as_a_plain_one(strategy):
-    optimizer = optax.sgd(RATE, momentum=0.9)
-    with strategy.scope():
-        params = {"w": js.Variable(np.zeros(3)), "b": js.Variable(0.0)}
-        state = jax.tree.map(js.Variable, optimizer.init(params))
-
-    def loss_fn(x, y):
-        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
-
-    @strategy.run
-    def train_step(x, y):
-        loss, grads = js.value_and_grad(loss_fn, params)(x, y)
-        loss, grads = js.get_replica_context().all_reduce("mean", (loss, grads))
-        updates, new = optimizer.update(grads, jax.tree.map(jnp.asarray, state))
-        jax.tree.map(lambda update, v: v.assign_add(update), updates, params)
-        jax.tree.map(lambda value, v: v.assign(value), new, state)
-        return loss
-
-    (batch,) = strategy.experimental_distribute_dataset([data()])
-    losses = [float(train_step(*batch)) for _ in range(20)]
-    expected, w_end, b_end = plain_loop(20, 0.9)
-    np.testing.assert_allclose(losses, expected, rtol=1e-3)
-    np.testing.assert_allclose(params["w"], w_end, rtol=1e-3)
-    np.testing.assert_allclose(params["b"], b_end, rtol=1e-3)

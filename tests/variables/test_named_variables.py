@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.rows import each_of
 from helpers.towers import STRATEGIES, mirrored, unwrapped
 
 import jaxstrategy as js
@@ -14,12 +15,11 @@ from jaxstrategy.compat import contrib, v1
 from jaxstrategy.compat.contrib import (
     AUTO_REUSE,
     get_variable,
-    get_variable_scope,
     variable_scope,
 )
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=["mirrored-2", "one-device"])
 def d(request):
     return STRATEGIES[request.param]()
 
@@ -41,37 +41,6 @@ def test_a_model_function_makes_its_variable_once(d):
         assert unwrapped(d, v) == [2.0] * d.num_towers
         assert d.call_for_each_tower(model_fn) is v and v == 3.0
         assert get_variable("foo") is v
-
-
-def test_variables_in_a_list_come_back_as_a_list():
-    d = mirrored(2)
-
-    def model_fn():
-        return [get_variable(f"v{i}", initializer=float(i)) for i in range(5)]
-
-    with d.scope():
-        made = d.call_for_each_tower(model_fn)
-        again = d.call_for_each_tower(model_fn)
-    assert isinstance(made, list) and [v.name for v in made] == [
-        f"v{i}" for i in range(5)
-    ]
-    assert [float(v) for v in made] == [0, 1, 2, 3, 4]
-    assert all(a is b for a, b in zip(made, again, strict=True))
-
-
-def test_a_step_that_makes_variables_is_compiled_once(compilations):
-    d = mirrored(2)
-
-    def model_fn(x):
-        return x * get_variable("w", [3], initializer=np.ones)
-
-    x = np.ones(3, np.float32)
-    with d.scope():
-        jax.block_until_ready(d.call_for_each_tower(model_fn, x))
-        compilations()
-        for _ in range(2):
-            jax.block_until_ready(d.call_for_each_tower(model_fn, x))
-        assert compilations() == 0
 
 
 def test_each_strategy_has_its_own():
@@ -168,34 +137,6 @@ def test_a_step_asks_for_a_name_once():
             assert v is w and v.name == "out/layer/w"
 
 
-def test_a_model_that_is_called_twice_uses_the_same_variables():
-    d = mirrored(2)
-
-    def model(x):
-        return x @ get_variable("w", [3, 1], initializer=np.zeros)
-
-    def step(x, y):
-        scope = get_variable_scope()
-        assert scope.name == "" and scope.reuse is None
-        with variable_scope(scope, reuse=AUTO_REUSE):
-            model(x)
-            w = get_variable("w")
-            gradient = js.grad(lambda: ((model(x) - y) ** 2).mean(), [w])()
-
-        def apply(d, g):
-            d.update(w, lambda w, g: w.assign_sub(0.1 * g), d.reduce("mean", g, w))
-
-        contrib.get_tower_context().merge_call(apply, *gradient)
-
-    x, y = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
-    expected = np.zeros((3, 1))
-    with d.scope():
-        for _ in range(3):
-            d.call_for_each_tower(step, x, y)
-            expected -= 0.1 * 2 * x.T @ (x @ expected - y) / 4
-        np.testing.assert_allclose(get_variable("w"), expected, rtol=1e-5)
-
-
 def test_scopes_that_only_give_what_there_is():
     with mirrored(2).scope(), variable_scope("s", reuse=True):
         with pytest.raises(
@@ -248,7 +189,7 @@ INITIALIZERS = {
 }
 
 
-@pytest.mark.parametrize("case", INITIALIZERS)
+@each_of("case", INITIALIZERS)
 def test_initial_values(case):
     shape, dtype, initializer, expected, kind = INITIALIZERS[case]
     with mirrored(2).scope():
@@ -259,7 +200,7 @@ def test_initial_values(case):
 FANS = {(): 2, (50,): 100, (20, 40): 60, (3, 3, 4, 8): 9 * 12}
 
 
-@pytest.mark.parametrize("shape", FANS)
+@each_of("shape", FANS)
 def test_the_default_is_glorots(shape):
     with mirrored(2).scope():
         v = get_variable("v", shape).numpy()
@@ -279,8 +220,8 @@ def test_random_values_are_of_the_name():
     assert not np.array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+@each_of(
+    "arguments, error, words",
     [
         ({}, ValueError, "must be fully defined"),
         ({"shape": [2], "initializer": 1.0}, ValueError, "do not specify `shape`"),

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from helpers.rows import each_of
 
 import jaxstrategy as js
 from jaxstrategy.experimental import partitioners
@@ -13,8 +14,8 @@ MAX = partitioners.MaxSizePartitioner
 
 
 # All numbers are TensorFlow's.
-@pytest.mark.parametrize(
-    ("partitioner", "shape", "wanted"),
+@each_of(
+    "partitioner, shape, wanted",
     [
         (FIXED(2), (10, 3), [2, 1]),
         (FIXED(4), (3,), [3]),
@@ -52,8 +53,8 @@ def test_the_number_of_parts_of_float32(partitioner, shape, wanted):
     assert partitioner(shape, np.float32) == wanted
 
 
-@pytest.mark.parametrize(
-    ("partitioner", "shape", "wanted"),
+@each_of(
+    "partitioner, shape, wanted",
     [
         (MIN(256 << 10, 4), (1000, 64), (1, 1, 2)),
         (MIN(256 << 10, 4), (2000, 64), (1, 2, 4)),
@@ -88,8 +89,8 @@ def test_a_scalar_has_no_dimension_and_an_empty_array_one_part():
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
+@each_of(
+    "make, error, text",
     [
         (lambda: FIXED(0), ValueError, "`num_shards` was 0; 1 or more was wanted"),
         (lambda: FIXED(2.0), TypeError, "`num_shards` was 2.0; a whole number"),
@@ -142,8 +143,8 @@ def test_it_is_asked_once_and_not_for_a_scalar(strategy):
     assert asked == [((4, 4), np.dtype("int8"), 0)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "answer", "dimension"),
+@each_of(
+    "shape, answer, dimension",
     [
         ((4,), [9], 0),
         ((8, 2), (2,), 0),
@@ -159,13 +160,8 @@ def test_the_dimension_of_several_parts_is_divided(strategy, shape, answer, dime
     assert found.reason if dimension is None else not found.reason
 
 
-def test_a_size_decides(strategy):
-    assert division(strategy, (64, 4), MIN(256, 8)).dimension == 0
-    assert division(strategy, (8, 4), MIN(256, 8)).dimension is None
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "text"),
+@each_of(
+    "answer, error, text",
     [
         ([2, 2], ValueError, r"returned \[2, 2\]; for each dimension a number"),
         ([0, 1], ValueError, r"of variable 'w' of shape \(8, 8\) returned \[0, 1\]"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.rows import each_of
 from helpers.sharded import sharded, slices
 
 import jaxstrategy as js
@@ -16,17 +17,9 @@ TABLE = np.arange(8, dtype=np.float32).reshape(4, 2)
 CUTS = [1, 3]  # shards of 1, 2 and 1 rows
 
 
-ONE = pytest.param("one device", marks=pytest.mark.slow)
-
-
-@pytest.fixture(params=["ordinary", ONE, "two replicas"])
-def table(request):
-    made = {
-        "ordinary": lambda: None,
-        "one device": lambda: js.OneDeviceStrategy(jax.devices()[1]),
-        "two replicas": lambda: js.MirroredStrategy(jax.devices()[:2]),
-    }
-    return sharded(TABLE, CUTS, made[request.param]())
+@pytest.fixture
+def table(two):
+    return sharded(TABLE, CUTS, two)
 
 
 def rows(table):
@@ -49,7 +42,7 @@ def test_it_has_the_shape_of_all(table):
     assert table.is_distributed == (table.strategy is not None)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "read",
     [
         lambda v: v.value(),
@@ -60,15 +53,9 @@ def test_it_has_the_shape_of_all(table):
         lambda v: js.to_host({"v": v})["v"],
         lambda v: np.asarray(v, np.float64),
     ],
-    ids=["value", "read_value", "numpy", "NumPy", "JAX", "to_host", "float64"],
 )
 def test_it_reads_as_all_rows(table, read):
     np.testing.assert_array_equal(read(table), TABLE)
-
-
-def test_on_the_host_it_is_one_array():
-    found = js.to_host({"v": sharded(TABLE, CUTS)})["v"]
-    assert type(found) is np.ndarray and found.shape == (4, 2)
 
 
 def test_it_prints_without_its_numbers():
@@ -81,11 +68,6 @@ def test_it_prints_without_its_numbers():
     assert repr(jax.tree.map(lambda _: 1, table)) == "ShardedVariable([1, 1, 1])"
 
 
-def test_an_untrainable_shard_makes_it_untrainable():
-    table = sharded(TABLE, CUTS, trainable=False)
-    assert not table.trainable
-
-
 def test_it_has_no_one_device(table):
     with pytest.raises(AttributeError, match=r"'table' has no one device.*part_0' on"):
         _ = table.device
@@ -94,9 +76,7 @@ def test_it_has_no_one_device(table):
     assert set(table.devices) == used and len(table.devices) == len(used)
 
 
-@pytest.mark.parametrize(
-    "given", [None, [], (), 3, "ab", [1.0], [[js.Variable([1.0])]]]
-)
+@each_of("given", [None, [], (), 3, "ab", [1.0], [[js.Variable([1.0])]]])
 def test_shards_are_variables(given):
     with pytest.raises(TypeError, match=r"`variables` of .* a list of one or more"):
         ShardedVariable(given)
@@ -107,8 +87,8 @@ def test_a_table_is_no_shard():
         ShardedVariable([sharded(TABLE, CUTS)])
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "text"),
+@each_of(
+    "first, second, text",
     [
         ({}, {"dtype": "int32"}, "differ in their dtype: .* float32 and .* int32"),
         (
@@ -167,7 +147,7 @@ def test_assignments_are_cut_by_rows(table):
     assert table.assign(new, read_value=False) is None
 
 
-@pytest.mark.parametrize("value", [TABLE + 1, jnp.asarray(TABLE) + 1])
+@each_of("value", [TABLE + 1, jnp.asarray(TABLE) + 1])
 def test_values_of_the_host_and_of_devices_are_assigned(table, value):
     table.assign(value)
     np.testing.assert_array_equal(table.numpy(), TABLE + 1)
@@ -175,9 +155,9 @@ def test_values_of_the_host_and_of_devices_are_assigned(table, value):
     np.testing.assert_array_equal(table.numpy(), TABLE + 2)
 
 
-@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
-@pytest.mark.parametrize("make", [np.ones, jnp.ones], ids=["host", "device"])
-@pytest.mark.parametrize("shape", [(3, 2), (5, 2), (4, 3), (4, 1), (1, 2), ()])
+@each_of("method", ["assign", "assign_add", "assign_sub"])
+@each_of("make", [np.ones, jnp.ones])
+@each_of("shape", [(3, 2), (5, 2), (4, 3), (4, 1), (1, 2), ()])
 def test_another_shape_changes_nothing(table, method, make, shape):
     text = r"'table' has shape \(4, 2\) and was given"
     with pytest.raises(ValueError, match=text):
@@ -242,7 +222,7 @@ ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize("index", [*BASIC, *ARRAYS], ids=str)
+@each_of("index", [*BASIC, *ARRAYS])
 def test_parts_are_numpys(index):
     table = sharded(TABLE, CUTS)
     found = table[index].value()
@@ -250,8 +230,8 @@ def test_parts_are_numpys(index):
     assert found.shape == TABLE[index].shape
 
 
-@pytest.mark.parametrize(
-    ("index", "error"),
+@each_of(
+    "index, error",
     [
         (4, IndexError),
         (-5, IndexError),
@@ -264,7 +244,6 @@ def test_parts_are_numpys(index):
         (slice(None, None, 0), ValueError),
         ([0, 4], IndexError),
     ],
-    ids=str,
 )
 def test_what_is_no_part_is_numpys_error(index, error):
     with pytest.raises(error):
@@ -274,7 +253,7 @@ def test_what_is_no_part_is_numpys_error(index, error):
         table[index]
 
 
-@pytest.mark.parametrize(
+@each_of(
     "index",
     [jnp.array(1), slice(jnp.array(1), None), (0, jnp.array(1)), [jnp.array(0)]],
 )
@@ -287,7 +266,7 @@ def test_an_array_of_jax_does_not_choose_shards(index):
 ASSIGNED = [i for i in BASIC if str(i) not in ("Ellipsis", "(None, 2)")]
 
 
-@pytest.mark.parametrize("index", ASSIGNED, ids=str)
+@each_of("index", ASSIGNED)
 def test_parts_are_assigned(index):
     table, want = sharded(TABLE, CUTS), TABLE.copy()
     value = np.arange(TABLE[index].size, dtype=np.float32).reshape(TABLE[index].shape)
@@ -403,12 +382,6 @@ def test_functions_of_tables_of_one_shape_are_traced_once():
     assert traces == [(4, 2)]
 
 
-def test_a_gradient_with_respect_to_an_argument_is_a_table_of_arrays():
-    gradient = jax.grad(lambda table: (table.value() ** 2).sum())(sharded(TABLE, CUTS))
-    assert isinstance(gradient, ShardedVariable)
-    np.testing.assert_array_equal(gradient.numpy(), 2 * TABLE)
-
-
 # In steps.
 
 
@@ -445,18 +418,6 @@ def test_what_replicas_assign_is_reduced_and_cut(two):
     ]
 
 
-def test_what_differs_between_replicas_is_not_assigned(two):
-    table = sharded(TABLE, CUTS, two)
-
-    @two.run
-    def step(x):
-        table.assign(jnp.ones((4, 2)) * x)
-
-    with pytest.raises(js.NotMirroredVariableError, match="table/part_0"):
-        step(two.per_replica([1.0, 2.0]))
-    np.testing.assert_array_equal(table.numpy(), TABLE)
-
-
 def test_shards_with_a_copy_for_each_replica(two):
     choices = {"synchronization": "on_read", "aggregation": "sum"}
     table = sharded(np.zeros((3, 1)), [1], two, **choices)
@@ -476,24 +437,3 @@ def test_shards_with_a_copy_for_each_replica(two):
         table.scatter_add(slices([0], [[1.0]]))
     table.assign_add(slices([2], [[5.0]], (3, 1)))
     assert table.numpy()[2, 0] == 2 * given.sum(0)[2, 0] + 5
-
-
-def test_versions_are_assigned_in_merge_calls(two):
-    table = sharded(np.zeros((3, 1)), [1], two)
-
-    @two.run
-    def step(x):
-        def assign(strategy, x):
-            table.assign(strategy.reduce("sum", x, axis=None))
-
-        js.get_replica_context().merge_call(assign, args=(x,))
-
-    step(two.per_replica(np.ones((2, 3, 1), np.float32)))
-    assert table.numpy().tolist() == [[2], [2], [2]]
-
-
-def test_what_differs_is_not_assigned_outside(two):
-    table = sharded(np.zeros((3, 1)), [1], two)
-    with pytest.raises(ValueError, match="was given a PerReplica outside `run`"):
-        table.assign(two.per_replica(np.ones((2, 3, 1), np.float32)))
-    assert not table.numpy().any()

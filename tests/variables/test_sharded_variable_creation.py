@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.rows import each_of
 
 import jaxstrategy as js
 from jaxstrategy.experimental import ShardedVariable, partitioners
@@ -29,8 +30,8 @@ def lengths(variable):
     return [shard.shape[0] for shard in variable.variables]
 
 
-@pytest.mark.parametrize(
-    ("rows", "shards", "wanted"),
+@each_of(
+    "rows, shards, wanted",
     [
         (10, 4, [3, 3, 2, 2]),
         (7, 3, [3, 2, 2]),
@@ -39,7 +40,7 @@ def lengths(variable):
         (3, 4, [1, 1, 1]),
     ],
 )
-@pytest.mark.parametrize("give", ["array", "list", "function"])
+@each_of("give", ["array", "list", "function"])
 def test_earlier_shards_are_longer(rows, shards, wanted, give):
     value = np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2)
     given = {"array": value, "list": value.tolist(), "function": lambda: value}[give]
@@ -62,16 +63,8 @@ def test_names_and_choices_reach_every_shard():
     assert v.strategy.extended.variable_created_in_scope(v.variables[0])
 
 
-def test_without_a_type_it_is_found_out():
-    v = made(FIXED(2), [0, 1, 2, 3])
-    assert v.dtype == np.int32
-    assert [s.numpy().tolist() for s in v.variables] == [[0, 1], [2, 3]]
-    v = made(FIXED(2), lambda: [0, 1, 2, 3], dtype="float32")
-    assert v.dtype == np.float32 and lengths(v) == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("partitioner", "value", "choices"),
+@each_of(
+    "partitioner, value, choices",
     [
         (FIXED(2), 3.0, {}),
         (FIXED(2), [3.0], {}),
@@ -88,19 +81,6 @@ def test_without_a_type_it_is_found_out():
         ),
         (FIXED(2), lambda: jax.random.split(jax.random.key(0), 4), {}),
         (lambda shape, dtype: [7], [1.0], {}),
-    ],
-    ids=[
-        "scalar",
-        "one row",
-        "no rows",
-        "one shard",
-        "too small",
-        "no partitioner",
-        "a sharding",
-        "whole",
-        "on read",
-        "keys",
-        "more than rows",
     ],
 )
 def test_these_are_plain(partitioner, value, choices):
@@ -122,14 +102,6 @@ def test_a_function_is_called_once():
         v = made(FIXED(3), functools.partial(value, rows))
         np.testing.assert_array_equal(v.numpy(), np.arange(rows))
     assert calls == [1, 3, 6]
-
-
-def test_shards_of_a_random_function_are_rows_of_one_array():
-    v = made(FIXED(3), lambda: np.random.rand(6, 2))
-    assert len(np.unique(v.numpy())) == 12
-    key = jax.random.key(3)
-    v = made(FIXED(3), lambda: jax.random.normal(key, (6, 2)))
-    np.testing.assert_array_equal(v.numpy(), jax.random.normal(key, (6, 2)))
 
 
 class Parts:
@@ -173,26 +145,6 @@ def test_without_a_type_the_function_is_traced_for_it():
     assert v.numpy()[:, 0].tolist() == [0, 0, 0, 3, 3]
 
 
-def test_one_shard_of_such_a_function_is_all_of_it():
-    parts = Parts()
-    make = functools.partial(parts, shape=(4, 4), dtype=np.float32)
-    v = made(FIXED(1), make, dtype=np.float32, shape=(4, 4))
-    assert isinstance(v, js.Variable) and parts.asked == [(None, None)]
-    np.testing.assert_array_equal(v.numpy(), np.eye(4))
-
-
-def test_a_function_that_takes_anything_may_make_all():
-    calls = []
-
-    def value(**kwargs):
-        calls.append(sorted(kwargs))
-        return np.arange(5.0)
-
-    v = made(FIXED(2), value, dtype="float32", shape=(5,))
-    np.testing.assert_array_equal(v.numpy(), np.arange(5))
-    assert calls == [["partition_offset", "partition_shape"]]
-
-
 def test_a_part_of_another_shape_is_an_error():
     def value(partition_shape, partition_offset):
         return np.zeros((1, 1))
@@ -201,15 +153,15 @@ def test_a_part_of_another_shape_is_an_error():
         made(FIXED(2), value, name="w", dtype="float32", shape=(5, 2))
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
+@each_of(
+    "given, error, text",
     [
         ((3,), ValueError, r"'w' was made with `shape` \(3,\) and a value of .*\(2,\)"),
         ("ab", TypeError, "`shape` of variable 'w' was 'ab'"),
         (2, TypeError, "`shape` of variable 'w' was 2"),
     ],
 )
-@pytest.mark.parametrize("partitioner", [None, FIXED(2)])
+@each_of("partitioner", [None, FIXED(2)])
 def test_the_shape_is_that_of_the_value(partitioner, given, error, text):
     with pytest.raises(error, match=text):
         made(partitioner, [1.0, 2.0], name="w", shape=given)
@@ -239,14 +191,8 @@ def test_a_partitioner_is_asked_once_for_each():
     assert asked == [((4, 4), "int8", 0), ((1, 2), "float32", 0)]
 
 
-@pytest.mark.parametrize(("answer", "wanted"), [([9], [1] * 4), ((2,), [2, 2])])
-def test_answers_that_are_enough(answer, wanted):
-    v = made(lambda shape, dtype: answer, np.zeros((4, 2)))
-    assert lengths(v) == wanted
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "text"),
+@each_of(
+    "answer, error, text",
     [
         ([1, 2], ValueError, r"'w' of shape \(4, 2\) returned \[1, 2\]; the number of"),
         ([0, 1], ValueError, r"returned \[0, 1\]"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.rows import each_of
 from helpers.sharded import sharded, slices
 
 import jaxstrategy as js
@@ -15,26 +16,17 @@ TABLE = np.arange(14, dtype=np.float32).reshape(7, 2)
 CUTS = [3, 5]  # shards of 3, 2 and 2 rows
 
 
-ONE = pytest.param("one device", marks=pytest.mark.slow)
-
-
-@pytest.fixture(params=["ordinary", ONE, "two replicas"])
-def table(request):
-    made = {
-        "ordinary": lambda: None,
-        "one device": lambda: js.OneDeviceStrategy(jax.devices()[1]),
-        "two replicas": lambda: js.MirroredStrategy(jax.devices()[:2]),
-    }
-    return sharded(TABLE, CUTS, made[request.param]())
+@pytest.fixture
+def table(two):
+    return sharded(TABLE, CUTS, two)
 
 
 # Lookups.
 
 
-@pytest.mark.parametrize(
+@each_of(
     "ids",
     [[0, 6, 3], [[0, 1], [6, 6]], 4, np.array([2, 5], np.int64), np.uint8([3]), []],
-    ids=str,
 )
 def test_rows_are_those_of_the_whole(table, ids):
     want = TABLE[np.asarray(ids, int)]
@@ -42,7 +34,7 @@ def test_rows_are_those_of_the_whole(table, ids):
     np.testing.assert_array_equal(table.sparse_read(ids), want)
 
 
-@pytest.mark.parametrize("cuts", [[], [0], [3, 3], [7]], ids=str)
+@each_of("cuts", [[], [0], [3, 3], [7]])
 def test_shards_may_be_empty_or_all(cuts):
     table = sharded(TABLE, cuts)
     np.testing.assert_array_equal(embedding_lookup(table, [6, 0]), TABLE[[6, 0]])
@@ -52,7 +44,7 @@ def test_shards_may_be_empty_or_all(cuts):
     np.testing.assert_array_equal(table.numpy(), want)
 
 
-@pytest.mark.parametrize("wrong", [7, -1, 1000])
+@each_of("wrong", [7, -1, 1000])
 def test_what_is_no_row_is_an_error(table, wrong):
     text = rf"Row {wrong} of variable 'table'.*the rows \[0, 7\)"
     for read in (functools.partial(embedding_lookup, table), table.sparse_read):
@@ -73,8 +65,8 @@ def test_of_one_variable_and_of_an_array_it_is_the_same():
             embedding_lookup(given, [7])
 
 
-@pytest.mark.parametrize(
-    ("given", "ids", "error", "text"),
+@each_of(
+    "given, ids, error, text",
     [
         (TABLE, [0.5], TypeError, "`ids` are float32.*whole numbers were wanted"),
         (TABLE, "one", TypeError, "`ids` was 'one'"),
@@ -112,19 +104,7 @@ def test_long_rows_are_shortened():
 FIVE = np.arange(1, 11, dtype=np.float32).reshape(5, 2)
 
 
-def test_tensorflows_lookups():
-    table = sharded(FIVE, [2, 4])
-    assert embedding_lookup(table, [0, 3, 4]).tolist() == [[1, 2], [7, 8], [9, 10]]
-    groups = [[2, -1], [4, -1], [0, 2]]
-    mean = embedding_lookup(table, groups, combiner="mean", weights=np.ones((3, 2)))
-    assert mean.tolist() == [[5, 6], [9, 10], [3, 4]]
-    weights = [[1.0, 1.0], [-1.0, -2.0], [1.0, -1.0]]
-    groups = [[0, -1], [0, 3], [1, 2]]
-    safe = embedding_lookup(table, groups, combiner="mean", weights=weights)
-    assert safe.tolist() == [[1, 2], [0, 0], [3, 4]]
-
-
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@each_of("combiner", ["sum", "mean", "sqrtn"])
 def test_groups_are_those_of_a_loop(combiner):
     table = sharded(FIVE, [1, 4])
     groups = np.array([[4, 0, -1], [-1, -1, -1], [2, 2, 3]])
@@ -142,8 +122,8 @@ def test_groups_are_those_of_a_loop(combiner):
     np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("choices", "text"),
+@each_of(
+    "choices, text",
     [
         ({"combiner": "max"}, "`combiner` was 'max'"),
         ({"weights": [1.0]}, "without a `combiner`"),
@@ -158,12 +138,6 @@ def test_combiners_that_cannot_be(choices, text):
 def test_a_group_with_a_row_that_is_none_is_an_error():
     with pytest.raises(IndexError, match="Row 5 of variable 'table'"):
         embedding_lookup(sharded(FIVE, [1]), [[0, 5]], combiner="sum")
-
-
-def test_integers_have_rows():
-    table = sharded(np.arange(6).reshape(3, 2), [1])
-    found = embedding_lookup(table, [2, 0])
-    assert found.dtype == "int32" and found.tolist() == [[4, 5], [0, 1]]
 
 
 def test_each_replica_looks_its_own_rows_up(strategy):
@@ -211,43 +185,16 @@ IDS = [6, 0, 0, 3]
 VALUES = np.array([[2, 3], [4, 5], [0.5, 2], [-7, 8]], np.float32)
 
 
-@pytest.mark.parametrize("word", REFERENCE)
+@each_of("word", REFERENCE)
 def test_rows_change_as_those_of_the_whole(table, word):
-    want = TABLE.copy()
+    table.assign(want := TABLE.copy())
     REFERENCE[word](want, IDS, VALUES)
     assert getattr(table, f"scatter_{word}")(slices(IDS, VALUES)) is table
     np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
 
 
-def test_rows_are_put_in_the_place_of_others(table):
-    table.scatter_update(slices([6, 0], VALUES[:2], (7, 2)))
-    want = TABLE.copy()
-    want[[6, 0]] = VALUES[:2]
-    np.testing.assert_array_equal(table.numpy(), want)
-
-
-def test_tensorflows_changes_of_one_row():
-    table = sharded(np.zeros((7, 2)), CUTS)
-    changes = [("update", 9), ("mul", 2), ("div", 2), ("max", 5), ("min", 0)]
-    rows = [2, 2, 2, 4, 4]
-    found = []
-    for (word, value), row in zip(changes, rows, strict=True):
-        getattr(table, f"scatter_{word}")(slices([row], [[value, value]]))
-        found.append(table.numpy()[row, 0])
-    assert found == [9, 18, 9, 5, 0]
-
-
-def test_the_division_of_tensorflow():
-    table = sharded(np.ones((32, 1)), [11, 22])
-    ids = [0, 10, 11, 12, 30, 31]
-    table.scatter_add(slices(ids, np.arange(6.0)[:, None]))
-    want = np.ones((32, 1), np.float32)
-    want[ids, 0] += np.arange(6)
-    np.testing.assert_array_equal(table.numpy(), want)
-
-
-@pytest.mark.parametrize(
-    ("rows", "error", "text"),
+@each_of(
+    "rows, error, text",
     [
         (slices([7], [[1, 1]]), IndexError, r"Row 7 of variable 'table'.*\[0, 7\)"),
         (slices([0, -1], VALUES[:2]), IndexError, "Row -1 of variable 'table'"),
@@ -257,7 +204,6 @@ def test_the_division_of_tensorflow():
         (js.IndexedSlices(1j * VALUES[:1], np.array([0])), TypeError, "complex64"),
         (js.IndexedSlices(VALUES[:1], np.array([0.5])), TypeError, "whole numbers"),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_rows_that_do_not_fit_change_nothing(table, rows, error, text):
     with pytest.raises(error, match=text):
@@ -265,12 +211,7 @@ def test_rows_that_do_not_fit_change_nothing(table, rows, error, text):
     np.testing.assert_array_equal(table.numpy(), TABLE)
 
 
-def test_without_rows_nothing_changes(table):
-    table.scatter_update(slices([], np.zeros((0, 2))))
-    np.testing.assert_array_equal(table.numpy(), TABLE)
-
-
-@pytest.mark.parametrize("aggregation", ["none", "sum", "mean", "only_first_replica"])
+@each_of("aggregation", ["none", "sum", "mean", "only_first_replica"])
 def test_rows_of_all_replicas_count_once(two, aggregation):
     table = sharded(TABLE, CUTS, two, aggregation=aggregation)
     ids = np.array([[6, 0], [0, 3]])
@@ -332,14 +273,6 @@ def test_a_gradient_of_shards_has_their_own_rows(table):
     assert [g.dense_shape for g in gradients] == [(3, 2), (2, 2), (2, 2)]
 
 
-def test_a_gradient_of_one_shard_alone(table):
-    last = table.variables[2]
-    gradient = js.grad(lambda: loss(table, [0, 6, 6]) + last[0, 0], last)()
-    assert gradient.tolist() == [[1, 0], [8, 10]]
-    gradient = js.grad(lambda: loss(table, [0, 6, 6]), last)()
-    assert gradient.indices.tolist() == [1, 1]
-
-
 def test_several_lookups_in_several_ways(table):
     def total():
         found = embedding_lookup(table, [[1, 5, 1]])[0] * WEIGHTS
@@ -378,7 +311,7 @@ def test_the_gradient_of_an_unused_table_has_no_rows(table):
     assert gradients[1].indices.shape == (0,) and gradients[1].dense_shape == (7, 2)
 
 
-@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap, "scan"])
+@each_of("around", [jax.jit, jax.checkpoint, jax.vmap, "scan"])
 def test_lookups_in_functions_that_jax_traces(around):
     table = sharded(TABLE, CUTS)
     ids = jnp.array([0, 6, 6])
@@ -399,18 +332,6 @@ def test_lookups_in_functions_that_jax_traces(around):
     if isinstance(gradient, js.IndexedSlices):
         gradient = gradient.to_dense()
     np.testing.assert_array_equal(gradient, want)
-
-
-def test_a_function_that_looks_at_numbers():
-    table = sharded(TABLE, CUTS)
-
-    def total():
-        rows = embedding_lookup(table, [0, 6])
-        return rows.sum() if rows.sum() > 0 else -rows.sum()
-
-    want = np.zeros_like(TABLE)
-    want[[0, 6]] = 1
-    np.testing.assert_array_equal(js.grad(total, table)(), want)
 
 
 def test_the_function_has_its_effects_once():
@@ -450,33 +371,6 @@ def test_second_derivatives():
         return js.grad(total, table)().values.sum()
 
     assert js.grad(slope, w)() == 4 * 2 * 3
-
-
-def test_training_by_rows_is_training_of_the_whole(two):
-    table = sharded(TABLE, CUTS, two)
-    ids = np.array([[0, 6, 6], [2, 6, 4]])
-
-    def of(rows):
-        return (rows**2 * WEIGHTS).sum()
-
-    @two.run
-    def step(ids):
-        count = js.Variable(0) if not seen else seen[0]
-        seen[:] = [count]
-        count.assign_add(1)
-        gradient = js.grad(lambda: of(embedding_lookup(table, ids)), table)()
-        assert isinstance(gradient, js.IndexedSlices)
-        mean = js.get_replica_context().all_reduce("mean", gradient)
-        table.scatter_sub(js.IndexedSlices(0.1 * mean.values, mean.indices))
-
-    seen = []
-    whole = TABLE.copy()
-    for _ in range(3):
-        step(two.per_replica(ids))
-        slopes = [jax.grad(lambda v, i=i: of(v[i]))(jnp.asarray(whole)) for i in ids]
-        whole -= 0.1 * np.mean(slopes, 0)
-    np.testing.assert_allclose(table.numpy(), whole, rtol=1e-5)
-    assert seen[0].value() == 3
 
 
 def test_gradients_of_shards_in_a_step_have_room_for_all_rows(two):

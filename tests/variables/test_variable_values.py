@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.replicas import ids
+from helpers.rows import each_of
 from helpers.variables import copies, variable
 
 import jaxstrategy as js
@@ -32,30 +33,6 @@ def test_a_branch_that_only_some_replicas_take(two):
     drifts(two, step, r"varies since: .*cond\(x > 0.*\n.*from argument `x`, a PerRep")
 
 
-def test_a_branch_that_only_some_replicas_take_may_read(two):
-    v = variable(two, 3.0)
-
-    def step(x):
-        return jax.lax.cond(x > 0, lambda: v.value(), lambda: 2 * v.value())
-
-    assert copies(two, two.run(step, (ids(two),))) == [6, 3]
-
-
-def test_a_varying_value_that_a_reduced_one_overwrites_is_none(two):
-    v = variable(two, name="v")
-
-    @two.run
-    def step(x):
-        v.assign(x)
-        v.assign(js.get_replica_context().all_reduce("sum", x))
-
-    step(ids(two))
-    assert copies(two, v) == [1, 1]
-    drifts(
-        two, lambda x: (v.assign(2.0), v.assign(x)), r"varies since: .*v\.assign\(x\)"
-    )
-
-
 def test_a_value_that_varies_since_an_on_read_variable(two):
     v, o = variable(two, name="v"), variable(two, 1.0, "on_read", name="o")
     words = r"v\.assign\(o\.value\(\)\).*\n.*from variable 'o', which has a copy per"
@@ -76,17 +53,15 @@ def test_an_aggregated_assign_that_only_some_replicas_reach(two):
 # Assigning.
 
 
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
-@pytest.mark.parametrize("where", ["outside", "step"])
-@pytest.mark.parametrize(
+@each_of("kind", ["auto", "on_read"])
+@each_of("where", ["outside", "step"])
+@each_of(
     "value, error, words",
     [(np.zeros(3), ValueError, r"'v' has shape \(2,\) and was given \(3,\)"),
      (1.0, ValueError, r"shape \(2,\) and was given \(\)\. Assign a value of its own"),
      (np.ones(2, np.complex64), TypeError, "holds float32 and was given complex64"),
      (1j, TypeError, r"was given complex64, .* Convert it: `value.astype\('float32"),
-     ("text", TypeError, "text")],
-    ids=["shape", "scalar", "complex", "python-complex", "text"],
-)  # fmt: skip
+     ("text", TypeError, "text")])  # fmt: skip
 def test_values_that_do_not_fit(two, kind, where, value, error, words):
     v = variable(two, np.zeros(2), kind, name="v", aggregation="mean")
     for op in ("assign", "assign_add", "assign_sub"):
@@ -115,13 +90,7 @@ def test_dtypes_that_would_lose_something():
     assert v.dtype == v.value().dtype == "bfloat16"
 
 
-def test_numbers_and_lists_of_the_same_shape_are_converted():
-    v = js.Variable([1.0, 2.0])
-    assert v.assign(np.array([3, 4])).dtype == "float32"
-    assert v.assign_add(np.array([True, False])).tolist() == [4, 4]
-
-
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
+@each_of("kind", ["auto", "on_read"])
 def test_values_from_other_devices(two, four, kind):
     v = variable(two, 1.0, kind, "sum")
     elsewhere = jax.device_put(2.0, jax.devices()[7])
@@ -134,18 +103,7 @@ def test_values_from_other_devices(two, four, kind):
     assert set(v.value().devices()) == set(two.devices)
 
 
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
-def test_assigning_returns_the_new_value(strategy, kind):
-    v = variable(strategy, 1.0, kind, "mean")
-    for out, expected in (
-        (v.assign(2.0), 2), (v.assign_add(3), 5), (v.assign_sub(1.0), 4)
-    ):  # fmt: skip
-        assert out == expected and not out.weak_type
-    out = strategy.run(lambda: v.assign_add(1.0) * 2)
-    assert strategy.reduce("mean", out) == 10
-
-
-@pytest.mark.parametrize("kind", ["auto", "on_read", "ordinary"])
+@each_of("kind", ["auto", "on_read", "ordinary"])
 def test_arrays_given_and_read_before_stay_as_they_are(two, kind):
     given = two.mirror(jnp.arange(3.0))
     if kind == "ordinary":
@@ -178,7 +136,7 @@ BINARY += [operator.floordiv, operator.pow, operator.lt, operator.le, operator.g
 BINARY += [operator.ge, divmod]
 
 
-@pytest.mark.parametrize("function", BINARY, ids=lambda f: f.__name__)
+@each_of("function", BINARY)
 def test_arithmetic_is_that_of_the_value(two, function):
     a, b = np.float32([7, 5]), np.float32([2, 3])
     v, expected = variable(two, a), function(a, b)
@@ -195,7 +153,7 @@ def test_arithmetic_is_that_of_the_value(two, function):
     np.testing.assert_allclose(function(v, 2), function(a, 2))
 
 
-@pytest.mark.parametrize("name", ["and_", "or_", "xor", "lshift", "rshift"])
+@each_of("name", ["and_", "or_", "xor", "lshift", "rshift"])
 def test_arithmetic_of_bits(name):
     function = getattr(operator, name)
     v = js.Variable(6)
@@ -236,19 +194,6 @@ def test_numpy_and_jax_functions_take_it(two):
     assert jax.grad(lambda x: jnp.sum(x**2))(v).tolist() == [2, 8]
 
 
-def test_functions_and_operators_inside_run(strategy):
-    v = variable(strategy, [1.0, 4.0])
-
-    def step(x):
-        left = np.float32([1, 2]) * v + np.float32(2) * v
-        return jnp.sum(jnp.sqrt(v)) + left[1] + v[0] * x + jnp.dot(v, v), v, {"v": v}
-
-    out, mirrored, nested = strategy.run(step, (ids(strategy),))
-    n = strategy.num_replicas_in_sync
-    assert copies(strategy, out) == [3 + 16 + 17 + i for i in range(n)]
-    assert mirrored is v and nested["v"] is v
-
-
 def test_tree_functions_give_arrays(two):
     tree = {"v": variable(two, 2.0), "o": variable(two, 1.0, "on_read", "sum")}
     out = jax.tree.map(lambda x: x * 2, tree)
@@ -257,12 +202,6 @@ def test_tree_functions_give_arrays(two):
     # What has no one value is all of its copies.
     (only,) = jax.tree.map(lambda x: x + 1, [variable(two, 1.0, "on_read")])
     assert isinstance(only, js.PerReplica) and only.stacked.tolist() == [2, 2]
-
-
-def test_two_variables_are_equal_if_they_are_the_same_one(two):
-    v, w = variable(two, 1.0), variable(two, 1.0)
-    assert (v == v) is True and (v != w) is True and (v == w) is False
-    assert {v: "v", w: "w"}[v] == "v" and v in [w, v] and len({v, w, v}) == 2
 
 
 # How it prints and copies.
@@ -339,7 +278,7 @@ def test_how_it_prints_while_it_is_traced(two):
     assert seen[0][2] == "<Variable 'w' float32[], being traced>"
 
 
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
+@each_of("kind", ["auto", "on_read"])
 def test_a_deep_copy_is_independent(two, kind):
     v = variable(two, 1.0, kind, name="v", trainable=False)
     if kind == "on_read":
@@ -386,7 +325,7 @@ def numpys_rows(n):
     return dense
 
 
-@pytest.mark.parametrize("how, sign", [("assign_add", 1), ("assign_sub", -1)])
+@each_of("how, sign", [("assign_add", 1), ("assign_sub", -1)])
 def test_rows_are_added_where_they_belong(four, how, sign):
     with four.scope():
         v = js.Variable(np.ones((5, 2), np.float32), aggregation="sum")
@@ -426,20 +365,6 @@ def test_rows_that_differ_are_refused_outside_of_run(two):
     rows = two.run(rows_of, (two.per_replica([0, 1]),))
     with pytest.raises(ValueError, match="given rows that differ between replicas"):
         v.assign_add(rows)
-
-
-def test_an_embedding_moves_only_the_rows_that_were_touched(four):
-    with four.scope():
-        table = js.Variable(np.zeros((10_000, 8), np.float32), aggregation="sum")
-
-    def step(ids):
-        table.assign_add(js.IndexedSlices(jnp.ones((16, 8)), ids))
-
-    ids = four.per_replica(np.arange(64, dtype=np.int32).reshape(4, 16))
-    found = four.explain(step, (ids,))
-    assert found.communicated_bytes == 16 * 8 * 4 + 16 * 4
-    four.run(step, (ids,))
-    assert table.numpy().sum() == 64 * 8
 
 
 def test_rows_of_an_array_of_another_shape_are_refused(two):

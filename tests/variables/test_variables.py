@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.replicas import ids
+from helpers.rows import each_of
 from helpers.variables import copies, variable
 
 import jaxstrategy as js
@@ -54,19 +55,7 @@ def test_dtype_is_that_of_the_value_unless_given():
     assert js.Variable(js.Variable(2.0)).value() == 2
 
 
-def test_names_need_not_differ(two):
-    a, b = variable(two, 1.0, name="same"), variable(two, 2.0, name="same")
-    assert two.run(lambda: (a.assign_add(1.0), b.assign_add(1.0))) == (2, 3)
-
-
-@pytest.mark.parametrize("text", ["sum", "SUM", "Sum"])
-def test_names_of_choices_in_any_case(text):
-    assert js.Variable(1.0, aggregation=text).aggregation.name == "SUM"
-
-
-@pytest.mark.parametrize(
-    "choice, words",
-    [({"synchronization": "read"},
+@each_of("choice, words", [({"synchronization": "read"},
       "`synchronization` was 'read'; a VariableSynchronization or one of 'auto', "
       "'none', 'on_write', 'on_read' was wanted"),
      ({"synchronization": None}, "`synchronization` was None"),
@@ -78,22 +67,20 @@ def test_names_of_choices_in_any_case(text):
      ({"dtype": "int32", "aggregation": "mean"},
       "holds int32, which has no aggregation MEAN. Use 'sum' or 'only_first"),
      ({"dtype": bool, "aggregation": "sum"},
-      "holds bool, which has no aggregation SUM. Use 'only_first_replica'")],
-)  # fmt: skip
+      "holds bool, which has no aggregation SUM. Use 'only_first_replica'"),
+])  # fmt: skip
 def test_choices_that_are_none(choice, words):
     with pytest.raises(ValueError, match=words):
         js.Variable(1.0, **choice)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "start, words",
     [("text", "Variable 'v' was given 'text' to start with; an array, a number or a "
               "function that returns one was wanted"),
      (lambda: object(), "was given <object object"),
      (None, "was given None"),
-     (js.PerReplica(np.zeros(2)), "was given a PerReplica to start with")],
-    ids=["text", "function", "none", "per-replica"],
-)  # fmt: skip
+     (js.PerReplica(np.zeros(2)), "was given a PerReplica to start with")])  # fmt: skip
 def test_what_no_variable_starts_with(start, words):
     with pytest.raises(TypeError, match=words):
         js.Variable(start, name="v")
@@ -120,7 +107,7 @@ class Once:
         return self.v
 
 
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
+@each_of("kind", ["auto", "on_read"])
 def test_a_step_may_make_a_variable_when_it_is_first_traced(strategy, kind):
     made = Once(synchronization=kind, aggregation="sum")
 
@@ -157,7 +144,7 @@ def in_jit(get, x):
     return get().value()
 
 
-@pytest.mark.parametrize("inside", [in_scan, in_branch, in_merge, in_jit])
+@each_of("inside", [in_scan, in_branch, in_merge, in_jit])
 def test_a_variable_made_deep_inside_a_step(two, inside):
     made = Once()
 
@@ -168,32 +155,10 @@ def test_a_variable_made_deep_inside_a_step(two, inside):
         assert two.run(step, (ids(two),)) == made.v.value() == expected
 
 
-def test_a_variable_made_under_the_users_jit_around_run(two):
-    made = Once(aggregation="sum")
-
-    def step(x):
-        return made.get().assign_add(x)
-
-    whole = jax.jit(lambda x: two.run(step, (x,)))
-    assert [float(whole(ids(two))) for _ in range(2)] == [6, 7]
-    assert made.v.value() == 7
-
-
 def test_a_variable_made_anew_in_each_trace(two):
     words = "Variable 'v' was made inside a step that is traced again.*self.v is None"
     with pytest.raises(ValueError, match=words):
         two.run(lambda: js.Variable(0.0, name="v").value())
-
-
-def test_a_variable_made_in_a_later_trace(two):
-    made = Once(aggregation="sum")
-
-    def step(x):
-        return made.get().assign(jnp.sum(x)) if x.ndim else x
-
-    two.run(step, (1.0,))
-    with pytest.raises(ValueError, match="was made inside a step that is traced again"):
-        two.run(step, (jnp.ones(2),))
 
 
 # Ways to it.
@@ -249,7 +214,7 @@ def test_variables_in_merge_calls(strategy):
     assert v == 1 + total and all(isinstance(each, js.Mirrored) for each in out)
 
 
-@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+@each_of("aggregation", ["sum", "mean", "only_first_replica"])
 def test_on_read_variables_assigned_in_merge_calls(two, aggregation):
     v = variable(two, 1.0, "on_read", aggregation)
 
@@ -270,16 +235,6 @@ def test_on_read_variables_assigned_in_merge_calls(two, aggregation):
     ours = {"sum": (5.0, [4, 1]), "mean": (5.5, [6, 5])}
     expected = ours.get(aggregation, (6.0, [6, 5]))
     assert (out[4], copies(two, v)) == expected
-
-
-def test_cross_replica_assigns_of_what_has_no_aggregation_in_merge_calls(two):
-    v = variable(two, 1.0, "on_read", name="v")
-
-    def step():
-        return js.get_replica_context().merge_call(lambda s: v.assign(4.0))
-
-    with pytest.raises(ValueError, match="Variable 'v' has a copy per replica and agg"):
-        two.run(step)
 
 
 def test_variables_in_loops_and_branches(strategy):
@@ -335,17 +290,7 @@ def test_jitted_functions_inside_steps_see_each_steps_variable(two):
     assert v.value() == 6
 
 
-def test_remat_inside_steps(two):
-    v = variable(two, 2.0)
-
-    def step(x):
-        return jax.grad(jax.checkpoint(lambda x: jnp.sin(v * x)))(x)
-
-    out = two.run(step, (ids(two),))
-    np.testing.assert_allclose(out.stacked, 2 * np.cos([0.0, 2.0]), rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["auto", "on_read"])
+@each_of("kind", ["auto", "on_read"])
 def test_the_users_jit_around_several_runs(strategy, kind):
     v = variable(strategy, 1.0, kind, "sum")
 
@@ -371,7 +316,7 @@ def test_the_users_jit_around_several_runs(strategy, kind):
     assert v.value() == start
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@each_of("wrap", [jax.jit, lambda f: f])
 def test_the_users_scan_around_run(two, wrap):
     v = variable(two, 0.0, "on_read", "sum")
 
@@ -443,25 +388,7 @@ def test_an_ordinary_variable_in_steps_of_several_strategies(two, four):
     assert summed.value() == 1
 
 
-def test_a_step_that_uses_more_ordinary_variables_for_another_shape(two):
-    v, w = js.Variable(1.0), js.Variable(2.0)
-
-    def step(x):
-        return (v.assign_add(1.0) if x.ndim else w.assign_add(1.0)) * x
-
-    given = [1.0, jnp.ones(2), 1.0, jnp.ones(2)]
-    out = [two.run(step, (x,)).tolist() for x in given]
-    assert out == [3, [2, 2], 4, [3, 3]] and (v.value(), w.value()) == (3, 4)
-
-
-def test_an_ordinary_on_read_variable_is_its_one_copy(two):
-    v = js.Variable(1.0, synchronization="on_read")
-    assert v.value() == 1 and v.assign_add(2.0) == 3
-    assert two.run(lambda: v.assign_add(1.0)) == 4
-    assert v.value() == 4 and copies(two, v) == [4]
-
-
-@pytest.mark.parametrize("central", [False, True], ids=["ordinary", "central"])
+@each_of("central", [False, True])
 def test_what_lives_elsewhere_is_not_part_of_a_traced_function(two, central):
     if central:
         two = js.experimental.CentralStorageStrategy(two.devices, "CPU:5")
@@ -489,24 +416,6 @@ def test_reductions_of_variables(strategy):
     assert strategy.reduce("mean", v, axis=0) == 2
     assert strategy.gather(o).tolist() == list(range(n))
     assert strategy.gather(v).tolist() == [2] * n
-
-
-def test_local_results_of_variables(two):
-    v, o = variable(two, 2.0), variable(two, 0.0, "on_read")
-    o.assign(ids(two))
-    both = two.experimental_local_results({"v": v, "o": o})
-    assert both == ({"v": 2, "o": 0}, {"v": 2, "o": 1})
-    local = two.experimental_local_results(v)
-    assert sum(local) == 4
-
-
-def test_a_variable_as_destination_is_not_changed(two):
-    w = js.Variable(5.0)
-    for v, where in ((variable(two), 2), (variable(two, 1.0, "on_read", "sum"), 2),
-                     (w, 1)):  # fmt: skip
-        before = v.numpy()
-        out = two.extended.reduce_to("sum", ids(two, 1.0), v)
-        assert out == 3 and len(out.devices()) == where and v.value() == before
 
 
 def test_explaining_a_step_does_not_change_its_variables(two):
@@ -560,17 +469,3 @@ def test_variables_under_the_default_strategy():
     assert default.run(lambda x: v.assign_add(x), (2.0,)) == v.value() == 3
     assert default.reduce("sum", v) == 3
     assert default.experimental_local_results(v) == (3,)
-
-
-def test_run_inside_merge_call_is_given_the_variable_itself(two):
-    with two.scope():
-        v = js.Variable(1.0, aggregation="sum")
-
-    def step(x):
-        def merge(strategy, x):
-            return strategy.run(lambda v, x: v.assign_add(x), (v, x))
-
-        return js.get_replica_context().merge_call(merge, (x,))
-
-    assert float(two.run(step, (two.per_replica([1.0, 2.0]),))) == 4.0
-    assert v.numpy() == 4.0

@@ -3,7 +3,7 @@
 import types
 
 import numpy as np
-import pytest
+from helpers.rows import each_of
 
 import jaxstrategy as js
 
@@ -14,8 +14,8 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("key_of", KEYS.values(), ids=KEYS)
-@pytest.mark.parametrize("is_view", [False, True], ids=["dict", "view"])
+@each_of("key_of", KEYS.values())
+@each_of("is_view", [False, True])
 def test_a_step_may_capture_them(two, key_of, is_view):
     with two.scope():
         v, slot = js.Variable(1.0, aggregation="sum"), js.Variable(2.0)
@@ -30,7 +30,7 @@ def test_a_step_may_capture_them(two, key_of, is_view):
         assert float(v) == expected
 
 
-@pytest.mark.parametrize("key_of", KEYS.values(), ids=KEYS)
+@each_of("key_of", KEYS.values())
 def test_a_step_may_make_them(two, key_of):
     with two.scope():
         v = js.Variable(1.0)
