@@ -86,7 +86,7 @@ class ContextFaces(Generic[C]):
             return known
 
 
-ScopeFace = TypeVar("F", bound=StrategyFace)
+ScopeFace = TypeVar("ScopeFace", bound=StrategyFace)
 
 
 @final

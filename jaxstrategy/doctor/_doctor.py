@@ -104,7 +104,8 @@ def look(seconds: float, simulated: int | None) -> None:
     """
     faulthandler.dump_traceback_later(seconds, exit=True)
     strategy = MirroredStrategy(simulate(simulated) if simulated else None)
-    lines = jax.print_environment_info(return_string=True).strip().splitlines()
+    told = jax.print_environment_info(return_string=True) or ""
+    lines = told.strip().splitlines()
     # Variables are told below, without secrets.
     print(*(line for line in lines if not re.match(r"\w+=", line)), sep="\n")
     n = strategy.num_replicas_in_sync

@@ -221,11 +221,14 @@ def start(
                     "Which process this is of how many is not known. Give it, or start "
                     "`jax.distributed` first."
                 )
-            count = jax.process_count() if is_jaxs else process.count
+            if process is None or is_jaxs:
+                count = jax.process_count()
+            else:
+                count = process.count
             if count == 1:
                 store = Store()
                 _started = Processes(store, Watchdog(store, timeout_seconds))
-            elif is_jaxs:
+            elif process is None or is_jaxs:
                 _started = _adopted(timeout_seconds, start_seconds)
             else:
                 _started = _met(process, timeout_seconds, start_seconds)

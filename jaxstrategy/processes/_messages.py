@@ -30,7 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 import numpy as np
 import zmq
@@ -203,9 +203,10 @@ class Server:
             if isinstance(error, RefusedError):
                 raise
             raise OSError(error.errno, error.strerror) from error
-        bound = sock.last_endpoint.decode().rstrip("\0")
+        bound = cast(bytes, sock.last_endpoint).decode().rstrip("\0")
         self.address = bound
         if not bound.startswith("ipc://"):
+            host = (address or "").rpartition(":")[0]
             self.address = f"{host}:{bound.rpartition(':')[2]}"
         self._socket.start()
 
@@ -392,7 +393,7 @@ class Client:
 
     def _received(self, frames: list[zmq.Frame]) -> None:
         kind, number = _HEADER.unpack(frames[0].bytes)
-        rest = [frame.buffer for frame in frames[1:]]
+        rest: list[Buffer] = [frame.buffer for frame in frames[1:]]
         if kind == _NEWS:
             if self._news is not None:
                 self._news(rest)
@@ -515,7 +516,7 @@ class _Socket:
             with contextlib.suppress(zmq.Again):
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
             # Sending takes in what came meanwhile, of which nothing else would tell.
-            is_readable = self.socket.events & zmq.POLLIN
+            is_readable = cast(int, self.socket.events) & zmq.POLLIN
         if is_readable:
             self.loop.call(self.readable)
 
@@ -525,14 +526,14 @@ class _Socket:
             # First: a descriptor that was closed may be another connection's by now.
             self.look()
             with self.lock:
-                if self.is_closed or not self.socket.events & zmq.POLLIN:
+                if self.is_closed or not cast(int, self.socket.events) & zmq.POLLIN:
                     return
                 frames = self.socket.recv_multipart(copy=False)
             self.received(frames)
 
     def look(self) -> None:
         """Take in what has become of connections, in the loop's thread."""
-        while not self.is_closed and self.monitor.events & zmq.POLLIN:
+        while not self.is_closed and cast(int, self.monitor.events) & zmq.POLLIN:
             told = parse_monitor_message(self.monitor.recv_multipart())
             event, value = told["event"], told["value"]
             if event in _OPENED:

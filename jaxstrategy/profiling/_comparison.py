@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar, final
 import jax
 
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.text._units import with_noun, with_seconds
 from jaxstrategy.text._wrapped import lines_of
 from jaxstrategy.values._types import PyTree
@@ -184,7 +185,7 @@ def _seconds(call: Callable[[], PyTree], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
-def _note(devices: tuple[jax.Device, ...]) -> str:
+def _note(devices: tuple[Device, ...]) -> str:
     if len(devices) == 1 or any(device.platform != "cpu" for device in devices):
         return ""
     cores = with_noun(os.cpu_count() or 1, "core")

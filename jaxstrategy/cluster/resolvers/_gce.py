@@ -262,7 +262,7 @@ class GCEClusterResolver(ClusterResolver):
         )
 
     def _explanation(self, error: Exception) -> ClusterError:
-        status = getattr(getattr(error, "resp", None), "status", None)
+        status = int(getattr(getattr(error, "resp", None), "status", 0))
         told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         is_limited = status == 403 and "rateLimitExceeded" in told
         is_unanswered = (

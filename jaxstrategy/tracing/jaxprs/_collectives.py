@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable
+from typing import Any
 
 from jaxstrategy.tracing.jaxprs._visit import Equation
 
@@ -35,7 +36,7 @@ class CollectivePrimitive:
 
 # Each: its name, what it does, what it is to a `Topology`, what StableHLO calls it, and
 # the functions of `jax.lax` that users call for it.
-_ROWS = (
+_ROWS: tuple[tuple[Any, ...], ...] = (
     ("psum", Effect.SUM, "all_reduce", "all_reduce", ("psum", "pmean")),
     ("psum_invariant", Effect.SUM, "all_reduce", "all_reduce"),
     ("pmax", Effect.EXTREME, "all_reduce", "all_reduce", ("pmax",)),

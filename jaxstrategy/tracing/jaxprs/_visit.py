@@ -138,14 +138,18 @@ def with_jaxprs(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
         if all(a is b for a, b in zip(new, value, strict=True)):
             return value
         # `custom_linear_solve` has named tuples.
-        return value._make(new) if hasattr(value, "_make") else type(value)(new)
+        make = getattr(value, "_make", type(value))
+        return make(new)
     if not hasattr(value, "eqns"):
         return value
     inner = plain(value)
     new = change(inner)
     if new is inner:
         return value
-    return new if inner is value else value.replace(jaxpr=new)
+    if inner is value:
+        return new
+    closed: Any = value
+    return closed.replace(jaxpr=new)
 
 
 # Most parameters of most equations.
