@@ -5,7 +5,6 @@ The oracle is NumPy, and numbers recorded from TensorFlow.
 
 import dataclasses
 import functools
-import json
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
+from helpers.loops import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager, MismatchError
@@ -121,20 +121,9 @@ def original():
     return whole_state(js.get_strategy(), 1)
 
 
-def all_pairs():
-    """Of writer and reader; those that follow each other are enough for a quick run."""
-    names = [*STRATEGIES]
-    for i, writer in enumerate(names):
-        for j, reader in enumerate(names):
-            is_next = j == (i + 1) % len(names)
-            marks = [] if is_next else [pytest.mark.slow]
-            yield pytest.param(writer, reader, marks=marks)
-
-
-@pytest.mark.parametrize(("writer", "reader"), list(all_pairs()))
-def test_every_strategy_restores_what_every_other_saved(
-    writer, reader, written, original
-):
+@pytest.mark.parametrize("number", range(len(STRATEGIES)))
+def test_every_strategy_restores_what_every_other_saved(number, written, original):
+    writer, reader = [*STRATEGIES][number - 1], [*STRATEGIES][number]
     strategy = STRATEGIES[reader]()
     into = whole_state(strategy, 2)
     kinds = {name: v.sharding for name, v in into["variables"].items()}
@@ -162,32 +151,6 @@ def test_every_strategy_restores_what_every_other_saved(
     )
 
 
-def test_a_mirrored_array_is_written_once(tmp_path):
-    draw = np.random.default_rng(0).random((500, 500), np.float32)
-    for n in (1, 8):
-        strategy = js.MirroredStrategy(jax.devices()[:n])
-        saved(tmp_path / str(n), strategy.mirror(draw))
-    one, eight = (
-        sum(f.stat().st_size for f in (tmp_path / n).rglob("*") if f.is_file())
-        for n in "18"
-    )
-    assert eight < 1.1 * one
-
-
-def test_arrays_split_over_devices_come_back_split_otherwise(tmp_path, four, two):
-    array = np.arange(32.0, dtype=np.float32).reshape(8, 4)
-    rows = jax.sharding.NamedSharding(four.mesh, jax.sharding.PartitionSpec("replica"))
-    saved(tmp_path, {"w": jax.device_put(array, rows)})
-    columns = jax.sharding.NamedSharding(
-        two.mesh, jax.sharding.PartitionSpec(None, "replica")
-    )
-    like = {"w": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=columns)}
-    state = restored(tmp_path, like)
-    assert state["w"].sharding == columns
-    np.testing.assert_array_equal(state["w"], array)
-    assert {s.data.shape for s in state["w"].addressable_shards} == {(8, 2)}
-
-
 # Variables: numbers recorded from TensorFlow (`tests/oracle`).
 
 
@@ -198,11 +161,11 @@ def on_read(strategy, aggregation, versions=None, dtype=jnp.float32):
         )
     if versions is not None:
         give = strategy.per_replica(list(np.asarray(versions, dtype)))
-        strategy.run(lambda x: (variable.assign(x), None)[1], (give,))
+        strategy.run(lambda v, x: (v.assign(x), None)[1], (variable, give))
     return variable
 
 
-@pytest.mark.parametrize(
+@each_of(
     "aggregation, value, copies_after",
     [
         ("sum", 7.0, [3.5, 3.5]),
@@ -221,15 +184,7 @@ def test_an_on_read_variable_is_saved_as_its_aggregate(
     assert copies(variable).tolist() == copies_after
 
 
-def test_a_sum_of_integers_keeps_its_remainder(tmp_path, two):
-    variable = on_read(two, "sum", [3, 4], jnp.int32)
-    saved(tmp_path, {"v": variable})
-    variable.assign(0)
-    restored(tmp_path, {"v": variable})
-    assert variable.numpy() == 7  # TensorFlow would say 6
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
+@each_of("n", [1, 2, 4])
 def test_a_sum_restores_under_any_number_of_replicas(tmp_path, two, n):
     saved(tmp_path, {"v": on_read(two, "sum", [3.0, 4.0])})
     strategy = js.MirroredStrategy(jax.devices()[:n])
@@ -267,26 +222,7 @@ def test_an_on_read_variable_without_aggregation_is_refused(tmp_path, two):
     assert [float(x) for x in back["v"].values] == [1.0, 2.0]
 
 
-def test_random_keys_of_a_variable_are_saved(tmp_path, two):
-    with two.scope():
-        variable = js.Variable(jax.random.key(3))
-    saved(tmp_path, {"v": variable})
-    variable.assign(jax.random.key(4))
-    restored(tmp_path, {"v": variable})
-    assert jax.random.key_data(variable.value()).tolist() == [0, 3]
-
-
 # PerReplica.
-
-
-def test_versions_come_back_to_as_many_replicas(tmp_path, four):
-    value = four.per_replica([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-    saved(tmp_path, {"x": value})
-    zeros = four.per_replica([[0.0, 0.0]] * 4)
-    back = restored(tmp_path, {"x": zeros})["x"]
-    assert isinstance(back, js.PerReplica) and back.mask is None
-    assert back.stacked.sharding == value.stacked.sharding
-    np.testing.assert_array_equal(back.stacked, np.arange(1.0, 9.0).reshape(4, 2))
 
 
 def test_versions_of_another_number_of_replicas_are_refused(tmp_path, four, two):
@@ -314,11 +250,6 @@ def test_a_batch_keeps_the_mask_of_its_rows(tmp_path, two):
     assert np.asarray(back.mask).sum() == 2
     total = two.run(lambda batch: js.masked_sum(batch), (back,))
     assert float(two.reduce("sum", total)) == 4.0 + 5.0
-
-
-def test_a_per_replica_of_something_else_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="`x` is a PerReplica of a str"):
-        saved(tmp_path, {"x": js.PerReplica("text")})
 
 
 # Objects of Flax NNX.
@@ -401,20 +332,6 @@ def test_a_model_without_numbers_is_restored_into(tmp_path):
     assert same(arrays_of(state["model"]), arrays_of(Net(3)))
 
 
-class Plain(nnx.Module):
-    def __init__(self, number):
-        self.table = nnx.data(jnp.full(3, number))
-        self.rows = nnx.List([jnp.float32(number)])
-        self.nothing = nnx.Variable(None)
-
-
-def test_arrays_of_objects_outside_of_variables_are_restored(tmp_path):
-    saved(tmp_path, Plain(2.0))
-    second = Plain(0.0)
-    assert restored(tmp_path, second) is second
-    assert second.table.tolist() == [2.0] * 3 and second.rows[0] == 2.0
-
-
 def test_a_train_state_of_linen_is_restored(tmp_path, two):
     params = {"dense": {"kernel": jnp.ones((3, 2))}}
     state = train_state.TrainState.create(
@@ -455,35 +372,6 @@ def test_what_lies_nowhere_yet_is_mirrored_by_the_strategy(tmp_path, four):
         assert len(restored(tmp_path, state)["w"].devices()) == 4
     alone = restored(tmp_path, state)["w"]
     assert len(alone.devices()) == 1 and not alone.committed
-
-
-def test_an_array_that_lies_somewhere_comes_back_there(tmp_path, two):
-    there = jax.device_put(jnp.arange(3.0), jax.devices()[6])
-    saved(tmp_path, {"w": there})
-    back = restored(tmp_path, {"w": there})["w"]
-    assert back.devices() == {jax.devices()[6]} and back.committed
-
-
-def test_iterators_go_on_where_they_were(tmp_path, two):
-    rows = {"x": np.arange(40.0, dtype=np.float32)}
-
-    def passing(strategy):
-        data = js.batches(rows, batch_size=8, shuffle=1)
-        return iter(strategy.experimental_distribute_dataset(data))
-
-    def seen(batch):
-        real = np.asarray(batch["x"].mask)
-        return np.asarray(batch["x"].stacked)[real].tolist()
-
-    with passing(two) as first:
-        before = [seen(next(first)) for _ in range(2)]
-        saved(tmp_path, {"data": first})
-        after = [seen(batch) for batch in first]
-    assert len(after) == 3 and before[0] != sorted(before[0])
-    eight = js.MirroredStrategy(jax.devices())
-    with passing(eight) as second:
-        assert restored(tmp_path, {"data": second})["data"] is second
-        assert [seen(batch) for batch in second] == after
 
 
 def test_an_iterator_that_cannot_be_resumed_is_refused(tmp_path, two):
@@ -581,7 +469,7 @@ def test_partial_restoring_tells_what_was_left_out(simple):
         assert manager.restored.step == 1
 
 
-@pytest.mark.parametrize(
+@each_of(
     "like, told",
     [
         (jnp.zeros((3, 2)), r"`a` is float32\[2,3\] in the checkpoint, and float32\[3"),
@@ -601,19 +489,15 @@ def test_another_dtype_or_shape_is_an_error(simple, like, told):
     assert variable.numpy() == 5.0
 
 
-@pytest.mark.parametrize(
+@each_of(
     "before, after, expected",
     [
         (3, jnp.int32(0), 3),
         (3, jnp.float32(0), 3.0),
-        (2.5, np.float64(0), 2.5),
-        (True, jnp.bool_(False), True),
         (jnp.int32(4), 0, 4),
         (jnp.float32(0.5), 1.0, 0.5),
-        (np.float64(0.1), np.float64(0), 0.1),
         (1 + 2j, 0j, 1 + 2j),
         (float("inf"), 0.0, float("inf")),
-        (0.1 + 0.2, 0.0, 0.1 + 0.2),
         (2**70, 0, 2**70),
     ],
 )
@@ -624,7 +508,7 @@ def test_numbers_and_scalars_stand_for_each_other(tmp_path, before, after, expec
     assert isinstance(back, jax.Array if isinstance(after, jax.Array) else type(after))
 
 
-@pytest.mark.parametrize(
+@each_of(
     "before, after, told",
     [
         (2.5, jnp.int32(0), "`.` is a Python float in the checkpoint, and int32"),
@@ -639,7 +523,7 @@ def test_numbers_do_not_lose_anything(tmp_path, before, after, told):
         restored(tmp_path, after)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "value, told",
     [
         (object(), "`x` is a object, which a checkpoint cannot hold"),
@@ -768,7 +652,7 @@ def test_absent_checkpoints_are_an_error(tmp_path):
                 method(3)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "kwargs, told",
     [
         ({"keep": 0}, "`keep` was 0; at least 1 was wanted"),
@@ -782,7 +666,7 @@ def test_wrong_choices_are_errors(tmp_path, kwargs, told):
         manager_of(tmp_path, **kwargs)
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "3", None])
+@each_of("step", [-1, 1.5, "3", None])
 def test_a_step_is_a_number(tmp_path, step):
     with manager_of(tmp_path) as manager:
         with pytest.raises(ValueError, match="`step` was .*; a number from 0 to "):
@@ -804,7 +688,7 @@ def test_a_state_may_be_callable(tmp_path):
         assert manager.restore_or_init(lambda: model) == (model, 1)
 
 
-@pytest.mark.parametrize("donated", [False, True])
+@each_of("donated", [False, True])
 def test_the_state_may_be_changed_while_it_is_saved(tmp_path, four, donated):
     state = four.mirror({"w": np.zeros((512, 512), np.float32)})
     host = np.zeros(100_000)
@@ -828,22 +712,6 @@ def test_the_state_may_be_changed_while_it_is_saved(tmp_path, four, donated):
         back = restored(tmp_path, like, step=n)
         assert np.all(np.asarray(back["s"]["w"]) == n)
         assert np.all(back["host"] == n - 1) and np.all(variable.numpy() == n)
-
-
-def test_plain_orbax_reads_the_arrays(tmp_path, two):
-    saved(tmp_path, {"params": {"w": two.mirror(np.arange(3.0))}})
-    np.testing.assert_array_equal(plainly(tmp_path / "1", "params/w"), [0, 1, 2])
-
-
-def test_a_state_without_arrays_is_saved(tmp_path):
-    saved(tmp_path, {"a": 1, "b": ("x", 2.0)})
-    assert restored(tmp_path, {"a": 0, "b": ("", 0.0)}) == {"a": 1, "b": ("x", 2.0)}
-
-
-def test_the_format_has_a_version(tmp_path):
-    saved(tmp_path, {"a": 1})
-    told = json.loads((tmp_path / "1" / "jaxstrategy.json").read_text())
-    assert told["version"] == 1
 
 
 def test_it_prints(tmp_path):

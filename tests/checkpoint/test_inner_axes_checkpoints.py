@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 from helpers.cores import COLUMNS, cored, drawn, lies, over
+from helpers.loops import each_of
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
-from jaxstrategy.checkpoint.backends._orbax_backend import OrbaxBackend
 
 W = drawn(16, 8)
 
@@ -46,7 +46,7 @@ def written(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@each_of("name", STRATEGIES)
 def test_any_strategy_reads_it(written, name):
     strategy = STRATEGIES[name]()
     has_cores = bool(strategy._replicas.inner_axes)
@@ -74,24 +74,6 @@ def test_any_strategy_reads_it(written, name):
         assert after[key].is_equivalent_to(where, np.ndim(restored[key])), key
     keys = jax.random.split(jax.random.key(1), 4)
     assert (restored["key"] == keys).all()
-
-
-def test_it_is_read_straight_into_the_parts(written, monkeypatch):
-    strategy = cored(2, 4)
-    asked = []
-    read = OrbaxBackend.read
-
-    def reading(self, folder, readings, *args, **kwargs):
-        asked.append(readings)
-        return read(self, folder, readings, *args, **kwargs)
-
-    monkeypatch.setattr(OrbaxBackend, "read", reading)
-    target = {"w": over(strategy, 0 * W, None, "core")}
-    with CheckpointManager(written, strategy) as manager:
-        restored = manager.restore(target, partial=True)
-    (readings,) = asked
-    assert [each.sharding.spec for each in readings.values()] == [COLUMNS]
-    np.testing.assert_array_equal(restored["w"], W)
 
 
 def test_versions_over_the_cores_come_back_so(tmp_path):
@@ -132,7 +114,7 @@ def size_of(folder):
     )
 
 
-@pytest.mark.parametrize("spec", [(None, "core"), ()])
+@each_of("spec", [(None, "core"), ()])
 def test_several_devices_of_a_replica_write_it_once(tmp_path, spec):
     strategy = cored(2, 4)
     large = drawn(64, 256)  # which no compression makes smaller than 3/4

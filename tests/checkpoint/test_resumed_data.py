@@ -6,20 +6,11 @@ import re
 import jax
 import numpy as np
 import pytest
+from helpers.loops import each_of
 
 import jaxstrategy as js
-from jaxstrategy.inputs._division import ReplicaRange
-from jaxstrategy.inputs._global import GlobalReader
-from jaxstrategy.inputs._pipelines import PipelinesReader
-from jaxstrategy.inputs._steps import Steps
-from jaxstrategy.inputs.sources._choose import as_source
-from jaxstrategy.processes._agreement import Agreement
 
 X = np.arange(40.0).reshape(20, 2)
-
-
-def steps(source, replicas):
-    return Steps(GlobalReader(as_source(source).start(), replicas), Agreement(), "pad")
 
 
 def as_json(state):
@@ -57,7 +48,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other, words", OTHERS.values(), ids=OTHERS)
+@each_of("other, words", OTHERS.values())
 def test_other_arrays_are_noticed(two, other, words):
     state = saved(two, js.batches(X, 4, shuffle=1))
     text = f"The state was saved with other data in js.batches: .*{re.escape(words)}"
@@ -67,36 +58,6 @@ def test_other_arrays_are_noticed(two, other, words):
     iterator = iter(two.experimental_distribute_dataset(whole))
     iterator.set_state(state)
     assert len(list(iterator)) == 3
-
-
-@pytest.mark.parametrize("other, words", OTHERS.values(), ids=OTHERS)
-def test_each_of_two_processes_notices(other, words):
-    for first in (0, 1):
-        replicas = ReplicaRange(2, first, 1)
-        begun = steps(js.batches(X, 4, shuffle=1), replicas)
-        # A process alone agrees with itself only: reading is what is looked at.
-        begun.reader.read(), begun.reader.read()
-        resumed = steps(other, replicas)
-        with pytest.raises(ValueError, match=re.escape(words)):
-            resumed.reader.set_state(as_json(begun.reader.get_state()), 2, [None])
-
-
-@pytest.mark.parametrize("replicas", [ReplicaRange(2, 0, 2), ReplicaRange(2, 1, 1)])
-def test_a_list_of_another_length_or_with_other_batches_is_noticed(replicas):
-    batches = list(X.reshape(5, 4, 2))
-    begun = steps(batches, replicas).reader
-    begun.read(), begun.read()
-    state, prints = as_json(begun.get_state()), [begun.prints[0]]
-    longer = steps([*batches, batches[0]], replicas).reader
-    text = "The state was saved with 5 batches in the list, which has 6 now, so that"
-    with pytest.raises(ValueError, match=text):
-        longer.set_state(state, 2, prints)
-    other = steps([batches[0], *batches[2:], batches[1]], replicas).reader
-    with pytest.raises(ValueError, match="batch 1 of this dataset is another one than"):
-        other.set_state(state, 2, prints)
-    same = steps(list(batches), replicas).reader
-    same.set_state(state, 2, prints)
-    assert same.number == 2
 
 
 def test_each_pipeline_is_looked_at(two):
@@ -145,7 +106,7 @@ def test_grain_of_another_length_is_noticed(two):
 def test_objects_in_arrays_play_no_part():
     def make():
         names = np.array([str(i) * 20 for i in range(4)], dtype=object)
-        return js.batches({"x": np.arange(4), "name": names}, 2).start()
+        return iter(js.batches({"x": np.arange(4), "name": names}, 2))
 
     one = make()
     next(one)
@@ -170,8 +131,7 @@ def read(strategy, batches, **options):
         yield [each.tolist() for each in rows]
 
 
-@pytest.mark.parametrize("kind", [np.asarray, jax.numpy.asarray])
-@pytest.mark.parametrize("turned", [False, True])
+@each_of("kind, turned", [(np.asarray, False), (jax.numpy.asarray, True)])
 def test_first_batches_of_any_sizes(two, turned, kind):
     batches = [kind(np.array(rows, np.float32)) for rows in ([10], [1, 2, 3])]
     batches = batches[::-1] if turned else batches
@@ -190,8 +150,7 @@ def test_empty_batches_have_no_real_rows(two):
         list(read(two, [none, none, some, some]))
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@each_of("n, ahead", [(1, 0), (2, 2), (4, 0)])
 def test_empty_global_batches_have_no_real_rows(n, ahead):
     strategy = js.MirroredStrategy(jax.devices()[:n])
     options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
@@ -202,15 +161,6 @@ def test_empty_global_batches_have_no_real_rows(n, ahead):
         np.testing.assert_array_equal(rows, batch)
     with pytest.raises(ValueError, match="Batch 0 has no rows, and it is the first"):
         next(iter(strategy.experimental_distribute_dataset(batches[1:], options)))
-
-
-def test_an_empty_batch_for_several_processes():
-    for first in (0, 1):
-        replicas = ReplicaRange(2, first, 1)
-        reader = GlobalReader(as_source([X[:4], X[:0]]).start(), replicas)
-        reader.read()
-        share = reader.read()
-        assert share.own_counts == (0,) and share.arrays[0].shape == (1, 2, 2)
 
 
 def test_an_empty_batch_may_be_dropped(two):
@@ -262,19 +212,3 @@ def test_scalars_of_global_batches_are_refused(two):
     text = "is a scalar, which cannot be divided over the replicas.*from_function"
     with pytest.raises(ValueError, match=text):
         next(iter(two.experimental_distribute_dataset([1.0, 2.0])))
-
-
-def test_a_pipeline_reader_widens_to_what_processes_agree_on():
-    class Told(Agreement):
-        topic = "batches"
-
-        def exchange(self, said):
-            return [said, None if said is None else [3, [3], []]]
-
-    replicas = ReplicaRange(2, 0, 1)
-    source = as_source([np.arange(2), np.arange(2, 4)]).start()
-    reader = PipelinesReader([source], replicas)
-    found = list(zip(range(2), Steps(reader, Told(), "pad"), strict=False))
-    assert [step.each for _, step in found] == [3, 3]
-    assert [step.counts for _, step in found] == [(2, 3), (2, 3)]
-    assert found[0][1].arrays[0].tolist() == [[0, 1, 1]]

@@ -1,12 +1,12 @@
 """Iterators that go on where a saved state says."""
 
-import functools
 import json
 import re
 
 import numpy as np
 import pytest
-from helpers.inputs import AT_ONCE, PER_REPLICA, each_way, ranged, real
+from helpers.inputs import PER_REPLICA, ranged, real, ways
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -26,9 +26,9 @@ RESUMABLE = {
 }
 
 
-@pytest.mark.parametrize("make", RESUMABLE.values(), ids=RESUMABLE)
-@each_way
-@pytest.mark.parametrize("used", [0, 2, 5, 6])
+@each_of("make", RESUMABLE.values())
+@each_of("options", ways()[::2])
+@each_of("used", [0, 2, 6])
 def test_a_restart_sees_exactly_what_was_not_seen(two, options, make, used):
     iterator = iter(two.experimental_distribute_dataset(make(), options))
     for _ in range(used):
@@ -55,26 +55,6 @@ def test_a_resumed_pass_pads_as_the_first(two):
     assert batch.shape == (4,) and real(batch) == [[0, 1, 2], []]
 
 
-def test_every_example_is_seen_once_over_restarts(four):
-    """Stopped after any step, again and again; each epoch has all rows once."""
-    make = functools.partial(js.batches, ROWS, 4, shuffle=1, epochs=3)
-    straight = [
-        real(batch) for batch in four.experimental_distribute_dataset(make(), AT_ONCE)
-    ]
-    seen, state = [], None
-    for steps in (1, 3, 2, 5, 1, 20):
-        iterator = iter(four.experimental_distribute_dataset(make()))
-        if state is not None:
-            iterator.set_state(json.loads(state))
-        seen += [real(batch) for _, batch in zip(range(steps), iterator, strict=False)]
-        state = json.dumps(iterator.get_state())
-        iterator.close()
-    assert seen == straight
-    rows = [row for batch in seen for each in batch for row in each]
-    for epoch in range(3):
-        assert sorted(rows[23 * epoch : 23 * (epoch + 1)]) == ROWS.tolist()
-
-
 def test_the_state_of_another_dataset(two):
     of = two.experimental_distribute_dataset
     iterator = iter(of([np.arange(4), np.arange(4, 8), np.arange(4)]))
@@ -93,7 +73,7 @@ def test_the_state_of_another_dataset(two):
         short.set_state(iterator.get_state())
 
 
-@pytest.mark.parametrize("state", [None, {}, 3, {"version": 0}, {"steps": 1}])
+@each_of("state", [None, {}, 3, {"version": 0}, {"steps": 1}])
 def test_what_is_no_state(two, state):
     iterator = iter(two.experimental_distribute_dataset(ranged(4, 2)))
     text = f"`set_state` was given {state!r}, which `get_state` of a distributed iter"
@@ -118,7 +98,7 @@ def test_what_can_be_read_only_once_cannot_resume(two):
     assert len(list(iterator)) == 2
 
 
-@pytest.mark.parametrize("mode", js.InputReplicationMode)
+@each_of("mode", js.InputReplicationMode)
 def test_batches_from_functions_resume(four, mode):
     options = js.InputOptions(experimental_replication_mode=mode)
 

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.loops import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
-from jaxstrategy.checkpoint.backends._orbax_backend import OrbaxBackend
 
 
 def sharded(count=8, shard="state", **options):
@@ -94,8 +95,8 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("kind", ["placed", "free", "types"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@each_of("kind", ["placed", "free", "types"])
+@each_of("name", STRATEGIES)
 def test_any_strategy_restores_what_any_other_saved(folder, name, kind):
     strategy = STRATEGIES[name]()
     like = jax.tree.map(jnp.zeros_like, {**state_of(9), "key": 0})
@@ -130,31 +131,6 @@ def test_the_record_has_logical_shapes_and_no_file_is_too_large(tmp_path):
     np.testing.assert_array_equal(
         restored(tmp_path, {"w": np.zeros_like(whole)})["w"], whole
     )
-
-
-def test_parts_are_written_and_read_as_they_lie(tmp_path, monkeypatch):
-    written, read = {}, {}
-    begin, readings = OrbaxBackend.begin, OrbaxBackend.read
-
-    def watched_begin(self, folder, arrays, record):
-        written.update(arrays)
-        begin(self, folder, arrays, record)
-
-    def watched_read(self, folder, wanted):
-        read.update(wanted)
-        found = readings(self, folder, wanted)
-        assert found["w"].sharding == wanted["w"].sharding
-        return found
-
-    monkeypatch.setattr(OrbaxBackend, "begin", watched_begin)
-    monkeypatch.setattr(OrbaxBackend, "read", watched_read)
-    strategy = sharded(4)
-    state = {"w": strategy.mirror(np.arange(16.0))}
-    saved(tmp_path, state)
-    assert written["w"] is state["w"]
-    found = restored(tmp_path, {"w": jnp.zeros(16)}, strategy)
-    assert read["w"].sharding.shard_shape((16,)) == (4,)
-    assert isinstance(found["w"], js.Sharded)
 
 
 def test_a_state_says_where_it_is_to_lie(folder):
@@ -244,20 +220,20 @@ def bits_of_object(owner):
     ]
 
 
-@pytest.mark.parametrize("name", ["4 parts", "2 copies"])
+@each_of("name", ["4 parts", "2 copies"])
 def test_divided_variables_are_restored_as_the_new_ones_lie(
     tmp_path, name, monkeypatch
 ):
     whole, read = np.arange(16.0, dtype=np.float32), {}
     with sharded().scope():
         saved(tmp_path, {"v": js.Variable(whole, name="v")})
-    backend = OrbaxBackend.read
+    restore = ocp.PyTreeCheckpointHandler.restore
 
-    def watched(self, folder, wanted):
-        read.update(wanted)
-        return backend(self, folder, wanted)
+    def watched(self, folder, args):
+        read.update(args.restore_args)
+        return restore(self, folder, args=args)
 
-    monkeypatch.setattr(OrbaxBackend, "read", watched)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", watched)
     strategy = STRATEGIES[name]()
     with strategy.scope():
         v = js.Variable(np.zeros(16, np.float32), name="v")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.loops import each_of
 from helpers.sharded import sharded
 
 import jaxstrategy as js
@@ -59,8 +60,8 @@ def restored(path, state, **choices):
 WAYS = [[], [3, 5], [1], [1, 2, 3, 4, 5, 6], "plain", "array", "host array"]
 
 
-@pytest.mark.parametrize("after", WAYS, ids=str)
-@pytest.mark.parametrize("before", [[4], "plain"], ids=str)
+@each_of("after", WAYS)
+@each_of("before", [[4], "plain"])
 def test_it_is_restored_into_any_number_of_shards(tmp_path, before, after):
     saved(tmp_path, {"w": made(before, mirrored(), TABLE)})
     target = made(after, None, np.zeros_like(TABLE))
@@ -70,8 +71,8 @@ def test_it_is_restored_into_any_number_of_shards(tmp_path, before, after):
         assert found is target
 
 
-@pytest.mark.parametrize("after", [nobody, one_device, mirrored, on_servers])
-@pytest.mark.parametrize("before", [nobody, on_servers])
+@each_of("after", [nobody, one_device, mirrored, on_servers])
+@each_of("before", [nobody, on_servers])
 def test_it_goes_from_each_strategy_to_each(tmp_path, before, after):
     saved(tmp_path, {"a": sharded(TABLE, [3, 5], before()), "b": 2})
     table = sharded(np.zeros_like(TABLE), [2], after())
@@ -127,8 +128,8 @@ def test_types_of_slots_are_restored_into_arrays(tmp_path):
     np.testing.assert_array_equal(restored(tmp_path, like).numpy(), TABLE)
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
+@each_of(
+    "other, text",
     [
         (TABLE[:6], r"`w` is float32\[7,2\] in the .*, and float32\[6,2\] was wanted"),
         (TABLE.astype(int), r"and int32\[7,2\] was wanted"),
@@ -151,9 +152,3 @@ def test_copies_without_a_value_are_not_saved(tmp_path):
     saved(tmp_path, {"w": table})
     into = sharded(np.zeros_like(TABLE), [5], mirrored(), **choices)
     np.testing.assert_array_equal(restored(tmp_path, {"w": into})["w"], 2 * TABLE)
-
-
-def test_tables_without_rows_are_restored(tmp_path):
-    saved(tmp_path, {"w": sharded(np.zeros((0, 2), np.float32), [])})
-    table = sharded(np.zeros((0, 2), np.float32), [0])
-    assert restored(tmp_path, {"w": table})["w"].shape == (0, 2)

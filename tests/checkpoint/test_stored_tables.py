@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import linen
+from helpers.loops import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
@@ -16,7 +16,7 @@ def divided(replicas):
     return js.MirroredStrategy(jax.devices()[:replicas], sharding=EVERYTHING)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "rows, stored",
     [(1, 1), (8, 8), (31, 31), (32, 32), (33, 34), (1000, 1024), (50_257, 51_200)],
 )

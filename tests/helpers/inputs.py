@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-import pytest
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -22,7 +22,7 @@ def ways():
     ]
 
 
-each_way = pytest.mark.parametrize("options", ways(), ids=range(6))
+each_way = each_of("options", ways())
 
 
 def real(value):

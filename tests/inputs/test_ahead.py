@@ -14,10 +14,10 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from helpers.loops import each_of
 from helpers.threads import INPUT, SECONDS, Started, until
 
 import jaxstrategy as js
-from jaxstrategy.inputs._ahead import Ahead
 
 
 @pytest.fixture(autouse=True)
@@ -29,152 +29,123 @@ def threads():
 
 
 class Counting:
-    """Makes 0, 1, 2, ... up to `end`; `made` says how many."""
+    """A source of 0, 1, 2, ... up to `end`; `made` says how many were read."""
 
-    def __init__(self, end=1000, error=StopIteration):
-        self.made, self.end, self.error = 0, end, error
+    def __init__(self, end=1000):
+        self.made, self.end = 0, end
 
     def __call__(self):
-        if self.made == self.end:
-            raise self.error
-        self.made += 1
-        return self.made - 1
+        while self.made < self.end:
+            self.made += 1
+            yield np.full(2, self.made - 1)
 
 
-def settled(make):
-    """How many were made when no more are."""
-    seen = -1
-    while seen != make.made:
-        seen = make.made
-        time.sleep(0.05)
-    return seen
+def ahead(source, depth=2, to_devices=True):
+    options = js.InputOptions(
+        experimental_per_replica_buffer_size=depth,
+        experimental_fetch_to_device=to_devices,
+    )
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    return iter(strategy.experimental_distribute_dataset(source, options))
 
 
-def test_no_thread_before_the_first_is_asked_for(threads):
-    make = Counting()
-    ahead = Ahead(make, 2)
-    assert not threads() and make.made == 0
-    assert next(ahead) == 0
+def number(batch):
+    return batch.local(0).item()
+
+
+@each_of("depth, to_devices", [(1, True), (2, False), (5, True)])
+def test_so_many_are_read_ahead_and_come_in_order(threads, depth, to_devices):
+    source = Counting(20)
+    iterator = ahead(source, depth, to_devices)
+    assert not threads() and source.made == 0
+    assert number(next(iterator)) == 0
     assert len(threads()) == 1
-    ahead.close()
+    until(lambda: source.made == depth + 1)
+    time.sleep(0.05)
+    for wanted, batch in enumerate(iterator, 1):
+        assert number(batch) == wanted
+        assert source.made <= wanted + depth + 1
+    assert wanted == 19 and not threads()
+    assert list(iterator) == []
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_results_come_in_order_and_few_are_made_ahead(depth):
-    make = Counting(20)
-    most = 0
-    for taken, result in enumerate(Ahead(make, depth)):
-        assert result == taken
-        most = max(most, make.made - taken)
-    assert taken == 19
-    assert most <= depth + 1
+def test_reading_may_begin_before_the_first_is_asked_for(threads):
+    source = Counting()
+    iterator = ahead(source)
+    iterator.start_prefetch()
+    until(lambda: source.made == 2)
+    iterator.close()
+    assert not threads() and list(iterator) == []
+    iterator.close()
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_so_many_are_made_ahead(depth):
-    make = Counting()
-    ahead = Ahead(make, depth)
-    next(ahead)
-    until(lambda: make.made == depth + 1)
-    assert settled(make) == depth + 1
-    ahead.close()
+def test_closing_before_the_beginning_reads_nothing():
+    source = Counting()
+    iterator = ahead(source)
+    iterator.close()
+    assert list(iterator) == [] and source.made == 0
 
 
-def test_it_ends_with_the_results(threads):
-    ahead = Ahead(Counting(3), 2)
-    assert list(ahead) == [0, 1, 2]
-    assert not threads()
-    assert list(ahead) == []
-
-
-def test_an_error_comes_after_what_was_made_before_and_again_and_again(threads):
-    ahead = Ahead(Counting(3, KeyError("broken")), 10)
-    assert [next(ahead) for _ in range(3)] == [0, 1, 2]
-    for _ in range(3):
-        with pytest.raises(KeyError, match="broken"):
-            next(ahead)
-    assert not threads()
-
-
-def test_it_ends_when_closed(threads):
-    ahead = Ahead(Counting(), 2)
-    next(ahead)
-    ahead.close()
-    assert not threads()
-    assert list(ahead) == []
-    ahead.close()
-
-
-def test_closing_before_the_beginning():
-    make = Counting()
-    ahead = Ahead(make, 2)
-    ahead.close()
-    assert list(ahead) == [] and make.made == 0
-
-
-def test_closing_lets_go_of_what_was_made():
+def test_closing_lets_go_of_what_was_read():
     made = []
 
-    def make():
-        made.append(weakref.ref(array := np.ones(3)))
-        return array
+    def source():
+        while True:
+            array = np.ones(4)
+            made.append(weakref.ref(array))
+            yield array
+            del array
 
-    ahead = Ahead(make, 3)
-    next(ahead)
+    iterator = ahead(source, 3, False)
+    next(iterator)
     until(lambda: len(made) == 4)
-    ahead.close()
+    iterator.close()
     gc.collect()
     assert [each() for each in made] == [None] * 4
 
 
-def test_it_ends_when_it_is_forgotten(threads):
-    ahead = Ahead(Counting(), 2)
-    next(ahead)
-    del ahead
-    gc.collect()
-    until(lambda: not threads())
-
-
-def test_it_ends_when_it_is_forgotten_in_a_circle(threads):
-    ahead = Ahead(Counting(), 2)
-    ahead.self = ahead
-    next(ahead)
-    del ahead
-    assert threads()
+@each_of("in_a_circle", [False, True])
+def test_it_ends_when_it_is_forgotten(threads, in_a_circle):
+    iterator = ahead(Counting())
+    if in_a_circle:
+        iterator.self = iterator
+    next(iterator)
+    del iterator
     gc.collect()
     until(lambda: not threads())
 
 
 def test_the_collector_may_end_it_from_its_own_thread(threads):
-    """What is made there may be what starts the collector."""
+    """What is read there may be what starts the collector."""
 
-    def make():
-        gc.collect()
-        return 1
+    def source():
+        while True:
+            gc.collect()
+            yield np.ones(2)
 
     for _ in range(5):
-        ahead = Ahead(make, 2)
-        ahead.self = ahead
-        next(ahead)
-        del ahead
+        iterator = ahead(source)
+        iterator.self = iterator
+        next(iterator)
+        del iterator
         until(lambda: not threads())
 
 
 def test_closing_from_another_thread_wakes_who_waits():
     begun, release = threading.Event(), threading.Event()
 
-    def make():
+    def source():
         begun.set()
         release.wait(SECONDS)
-        raise StopIteration
+        yield from ()
 
-    ahead = Ahead(make, 2)
+    iterator = ahead(source)
     results = []
-    waiting = threading.Thread(target=lambda: results.extend(ahead), daemon=True)
+    waiting = threading.Thread(target=lambda: results.extend(iterator), daemon=True)
     waiting.start()
     assert begun.wait(SECONDS)
     threading.Timer(0.05, release.set).start()
-    ahead.close()
+    iterator.close()
     waiting.join(SECONDS)
     assert not waiting.is_alive() and results == []
 
@@ -190,18 +161,18 @@ def interrupts():
 def test_an_interrupted_wait_leaves_it_usable(interrupts):
     release = threading.Event()
 
-    def make():
+    def source():
         release.wait(SECONDS)
-        return 1
+        yield np.ones(2)
+        yield np.ones(2)
 
-    ahead = Ahead(make, 1)
+    iterator = ahead(source, 1)
     timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        next(ahead)
+        next(iterator)
     release.set()
-    assert [next(ahead), next(ahead)] == [1, 1]
-    ahead.close()
+    assert len(list(iterator)) == 2
 
 
 # Whole iterators.
@@ -210,17 +181,6 @@ def test_an_interrupted_wait_leaves_it_usable(interrupts):
 def endless():
     while True:
         yield np.ones(4, np.float32)
-
-
-def test_an_iterator_ends_its_thread_when_forgotten(two, threads):
-    iterator = iter(two.experimental_distribute_dataset(endless))
-    next(iterator)
-    assert len(threads()) == 1
-    found = weakref.ref(iterator)
-    del iterator
-    gc.collect()
-    assert found() is None
-    until(lambda: not threads())
 
 
 def test_leaving_a_loop_ends_the_thread(two, threads):
@@ -265,20 +225,7 @@ def test_an_interrupted_loop_can_go_on(two, interrupts):
     iterator.close()
 
 
-PROGRAMS = {
-    "blocked": "threading.Event().wait()",
-    "slow": "time.sleep(0.001)",
-    "fast": "pass",
-}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(body, id=name, marks=[pytest.mark.slow] * (name == "slow"))
-        for name, body in PROGRAMS.items()
-    ],
-)
+@each_of("body", ["threading.Event().wait()", "pass"])
 def test_the_program_ends_whatever_the_source_does(tmp_path, body):
     program = f"""
     import threading, time
@@ -307,15 +254,7 @@ def test_the_program_ends_whatever_the_source_does(tmp_path, body):
     assert (done.returncode, done.stdout, done.stderr) == (0, "(2,)\n", "")
 
 
-def test_devices_of_batches_read_ahead(two):
-    iterator = iter(two.experimental_distribute_dataset(endless))
-    batch = next(iterator)
-    assert [v.devices() for v in batch.values] == [{d} for d in jax.devices()[:2]]
-    iterator.close()
-    assert isinstance(batch, js.PerReplica)
-
-
-@pytest.mark.parametrize("shuffle", [None, 0])
+@each_of("shuffle", [None, 0])
 def test_arrays_in_memory_are_copied_when_asked_for(threads, shuffle):
     """On devices of the host: a thread would only take the cores from the steps."""
     strategy = js.MirroredStrategy(js.simulate(8)[:2])

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.loops import each_of
 from helpers.sources import assert_same, cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxstrategy as js
 from jaxstrategy import batches
-from jaxstrategy.inputs.sources._choose import as_source
-from jaxstrategy.inputs.sources._source import Pass, Source
 
 
 def rows_of(count):
@@ -22,8 +21,8 @@ def rows_of(count):
     return {"x": x, "y": np.arange(count)}
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 7, 9])
-@pytest.mark.parametrize("drop", [False, True])
+@each_of("size", [1, 3, 7, 9])
+@each_of("drop", [False, True])
 def test_unshuffled_batches_are_slices(size, drop):
     data = rows_of(7)
     if drop and size > 7:
@@ -86,11 +85,6 @@ def test_the_order_is_this_on_every_machine():
 RECORDED = [[6, 7, 2, 1, 4, 5, 3, 0], [2, 1, 4, 0, 5, 7, 6, 3]]
 
 
-def test_the_rows_of_all_arrays_stay_together():
-    for batch in batches(rows_of(11), 4, shuffle=1):
-        np.testing.assert_array_equal(batch["x"][:, 0], 2 * batch["y"])
-
-
 def test_without_end():
     source = batches(rows_of(4), 3, shuffle=0, epochs=None)
     assert source.length is None and source
@@ -107,8 +101,7 @@ def test_without_end():
 
 def test_batches_are_a_source_and_a_plain_iterable():
     source = batches(np.arange(3), 2)
-    assert isinstance(source, Source) and as_source(source) is source
-    assert isinstance(iter(source), Pass)
+    assert [batch.tolist() for batch in source] == [[0, 1], [2]]
     assert repr(source) == "batches(3 rows, 2)"
     shuffled = batches(np.arange(3), 2, shuffle=1, epochs=None)
     assert repr(shuffled) == "batches(3 rows, 2, shuffle=1, epochs=None)"
@@ -125,7 +118,7 @@ def resumed(draw):
     return rows, size, options, draw(st.integers(0, 2)), draw(st.integers(0, 40))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(resumed())
 def test_batches_resume_anywhere(case):
     rows, size, options, earlier, position = case
@@ -162,8 +155,8 @@ def test_the_pass_after_a_restored_one_is_the_next_epoch():
     assert order_of(fresh) == orders[3]
 
 
-@pytest.mark.parametrize("shuffle", [None, 4])
-@pytest.mark.parametrize("epochs", [1, 2])
+@each_of("shuffle", [None, 4])
+@each_of("epochs", [1, 2])
 def test_parts_are_the_chosen_rows(shuffle, epochs):
     def make():
         return batches(rows_of(10), 4, shuffle=shuffle, epochs=epochs)
@@ -185,20 +178,8 @@ def test_parts_are_the_chosen_rows(shuffle, epochs):
             one.part(choose)
 
 
-def test_only_the_chosen_rows_are_read(monkeypatch):
-    read, take = [], np.take
-
-    def counted(array, numbers, **options):
-        read.append(len(numbers))
-        return take(array, numbers, **options)
-
-    monkeypatch.setattr(np, "take", counted)
-    batches(np.arange(12), 6, shuffle=0).start().part(lambda rows: slice(2, 4))
-    assert read == [2]
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.uint8, bool, "U3", "U0", object])
-@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 0), (7, 2, 2)])
+@each_of("dtype, shape", [(np.float32, (7, 3)), (np.uint8, (7,)), ("U3", (7,)),
+                       ("U0", (7, 3)), (object, (7, 0)), (bool, (7, 0))])  # fmt: skip
 def test_shuffled_rows_lie_where_devices_take_them_over(dtype, shape):
     array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     for batch in batches(array, 3, shuffle=1):
@@ -231,13 +212,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("message", BAD)
+@each_of("message", BAD)
 def test_bad_arrays(message):
     with pytest.raises(ValueError, match=message):
         batches(*BAD[message])
 
 
-@pytest.mark.parametrize("size", [2.0, "2", None, True])
+@each_of("size", [2.0, "2", None, True])
 def test_a_batch_size_that_is_no_int(size):
     with pytest.raises(TypeError, match="`batch_size` is .*; it is to be an int"):
         batches(np.zeros(3), size)
@@ -258,7 +239,7 @@ def test_bad_options():
         batches(js.PerReplica(np.zeros((2, 3))), 2)
 
 
-@pytest.mark.parametrize("state", [{"batches": 1}, {"epoch": 0}, None, {"epoch": 0.5},
+@each_of("state", [{"batches": 1}, {"epoch": 0}, None, {"epoch": 0.5},
                                    {"epoch": 0, "batch": 0}])  # fmt: skip
 def test_batches_refuse_a_foreign_state(state):
     with pytest.raises(ValueError, match="is not the state of a pass over js.batches"):

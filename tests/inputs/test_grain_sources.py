@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from helpers.sources import assert_resumes, assert_same, taken
+from helpers.loops import each_of
+from helpers.sources import Source, assert_resumes, assert_same, taken
 from helpers.threads import Started, until
 
 import jaxstrategy as js
-from jaxstrategy.inputs.sources._choose import as_source
 
 
 @pytest.fixture(scope="module")
@@ -52,39 +52,39 @@ def grain_loader(grain):
 GRAIN = [grain_map, grain_iter, grain_mixed, grain_loader]
 
 
-@pytest.mark.parametrize("make", GRAIN)
+@each_of("make", GRAIN)
 def test_grain_gives_its_batches_and_resumes(grain, make):
     own = make(grain)
     expected = list(own.to_iter_dataset() if make is grain_map else own)
     assert len(expected) > 3
-    source = as_source(own)
+    source = Source(own)
     assert_same(taken(source.start()), expected)
     assert_same(taken(source.start()), expected)
     assert_resumes(lambda: make(grain), expected)
 
 
-@pytest.mark.parametrize("make", GRAIN)
+@each_of("make", GRAIN)
 def test_grain_leaves_no_threads(grain, make):
     threads = Started()
-    one = as_source(make(grain)).start()
+    one = Source(make(grain)).start()
     next(one)
     one.close()
     until(lambda: gc.collect() >= 0 and not threads())
 
 
 def test_grain_lengths(grain):
-    assert as_source(grain_map(grain)).length == 4
-    assert as_source(grain_map(grain).repeat(3)).length == 12
-    assert as_source(grain_map(grain).repeat(None)).length is None
+    assert Source(grain_map(grain)).length == 4
+    assert Source(grain_map(grain).repeat(3)).length == 12
+    assert Source(grain_map(grain).repeat(None)).length is None
     filtered = grain_map(grain).filter(lambda batch: batch[0] > 5)
-    assert as_source(filtered.map(lambda batch: batch)).length is None
-    assert as_source(grain_iter(grain)).length is None
-    assert as_source(grain_mixed(grain)).length is None
-    assert as_source(grain_loader(grain)).length is None
+    assert Source(filtered.map(lambda batch: batch)).length is None
+    assert Source(grain_iter(grain)).length is None
+    assert Source(grain_mixed(grain)).length is None
+    assert Source(grain_loader(grain)).length is None
 
 
 def test_grain_names(grain):
-    names = [as_source(make(grain)).name for make in GRAIN]
+    names = [Source(make(grain)).name for make in GRAIN]
     assert names == [
         "the Grain MapDataset",
         "the Grain IterDataset",
@@ -94,7 +94,7 @@ def test_grain_names(grain):
 
 
 def test_grain_does_not_change_a_state_that_it_gave(grain):
-    one = as_source(grain_mixed(grain)).start()
+    one = Source(grain_mixed(grain)).start()
     next(one)
     state = one.get_state()
     text = json.dumps(state)
@@ -103,12 +103,12 @@ def test_grain_does_not_change_a_state_that_it_gave(grain):
 
 
 def test_grain_refuses_a_foreign_state(grain):
-    one = as_source(grain_map(grain)).start()
+    one = Source(grain_map(grain)).start()
     with pytest.raises(ValueError, match="not the state of a pass over the Grain Map"):
         one.set_state({"batches": 3})
     with pytest.raises(ValueError, match="a state that Grain takes"):
         one.set_state({"dataset": {"epoch": 3}})
-    loader = as_source(grain_loader(grain)).start()
+    loader = Source(grain_loader(grain)).start()
     with pytest.raises(ValueError, match="a state that Grain takes"):
         loader.set_state({"data_loader": "{}"})
     one.close(), loader.close()
@@ -129,7 +129,7 @@ def test_a_grain_state_that_json_cannot_hold(grain):
         def __iter__(self):
             return Iterator()
 
-    one = as_source(Own()).start()
+    one = Source(Own()).start()
     next(one)
     with pytest.raises(TypeError, match="Own cannot be written as JSON|IterDataset"):
         one.get_state()
@@ -143,7 +143,7 @@ def test_grains_worker_processes_want_flags(grain):
             raise flags.UnparsedFlagAccessError("--grain_something")
 
     with pytest.raises(flags.UnparsedFlagAccessError) as caught:
-        next(as_source(Unparsed()).start())
+        next(Source(Unparsed()).start())
     assert "mark_as_parsed" in caught.value.__notes__[0]
 
 

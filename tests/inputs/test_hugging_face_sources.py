@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from helpers.sources import assert_resumes, assert_same, cut, taken
-
-from jaxstrategy.inputs.sources._choose import as_source
+from helpers.loops import each_of
+from helpers.sources import Source, assert_resumes, assert_same, cut, taken
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +45,19 @@ def face_generated(datasets):
 FACES = [face_table, face_stream, face_generated]
 
 
-@pytest.mark.parametrize("make", FACES)
+@each_of("make", FACES)
 def test_hugging_face_gives_batches_and_resumes(datasets, make):
     expected = cut(face_data(), 4)
-    source = as_source(make(datasets))
+    source = Source(make(datasets))
     assert source.length == (3 if make is face_table else None)
     assert_same(taken(source.start()), expected)
     assert_same(taken(source.start()), expected)
     assert_resumes(lambda: make(datasets), expected)
 
 
-@pytest.mark.parametrize("make", FACES)
+@each_of("make", FACES)
 def test_the_pass_after_a_resumed_one_has_everything(datasets, make):
-    source = as_source(make(datasets))
+    source = Source(make(datasets))
     one = source.start()
     next(one), next(one)
     state = one.get_state()
@@ -76,32 +75,32 @@ def test_a_hugging_face_stream_keeps_its_epoch(datasets):
         stream.set_epoch(epoch)
         return stream
 
-    first = as_source(make(3)).start()
+    first = Source(make(3)).start()
     state = (next(first), first.get_state())[1]
     assert state["stream"]["epoch"] == 3
     left = taken(first)
-    other = as_source(make(0)).start()
+    other = Source(make(0)).start()
     other.set_state(state)
     assert_same(taken(other), left)
 
 
 def test_hugging_face_in_another_form(datasets):
     with pytest.raises(TypeError, match=r'in the form None .*with_format\("numpy"\)'):
-        as_source(face(datasets).batch(4))
+        Source(face(datasets).batch(4))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@each_of("streamed", [False, True])
 def test_hugging_face_without_batches(datasets, streamed):
     single = face(datasets).with_format("numpy")
     single = single.to_iterable_dataset() if streamed else single
-    one = as_source(single).start()
+    one = Source(single).start()
     with pytest.raises(TypeError, match=r"`batch\['y'\]` .* one example and not a bat"):
         next(one)
 
 
 def test_a_hugging_face_shuffle_buffer_cannot_resume(datasets):
     stream = face(datasets).to_iterable_dataset().shuffle(seed=0, buffer_size=5)
-    one = as_source(stream.with_format("numpy").batch(4)).start()
+    one = Source(stream.with_format("numpy").batch(4)).start()
     rows = np.concatenate([batch["y"] for batch in one])
     assert sorted(rows.tolist()) == list(range(10))
     with pytest.raises(TypeError, match="shuffles through a buffer, .* left out"):
@@ -112,15 +111,15 @@ def test_a_hugging_face_shuffle_buffer_cannot_resume(datasets):
 
 def test_hugging_face_refuses_a_foreign_state(datasets):
     with pytest.raises(ValueError, match="is not the state of a pass over the Hugging"):
-        as_source(face_stream(datasets)).start().set_state({"batches": 1})
+        Source(face_stream(datasets)).start().set_state({"batches": 1})
     with pytest.raises(ValueError, match="is not the state of a pass over the Hugging"):
-        as_source(face_table(datasets)).start().set_state({"stream": {}})
+        Source(face_table(datasets)).start().set_state({"stream": {}})
     with pytest.raises(ValueError, match="saved after batch 9, but .* has 3 batches"):
-        as_source(face_table(datasets)).start().set_state({"batches": 9})
+        Source(face_table(datasets)).start().set_state({"batches": 9})
 
 
 def test_hugging_face_passes_in_turns_lose_their_place(datasets):
-    source = as_source(face_stream(datasets))
+    source = Source(face_stream(datasets))
     one, other = source.start(), source.start()
     next(one), next(other), next(one)
     for each in (one, other):
@@ -136,4 +135,4 @@ def test_several_hugging_face_splits(datasets):
     with pytest.raises(
         TypeError, match=r"several datasets: train. .*dataset\['train'\]"
     ):
-        as_source(splits)
+        Source(splits)

@@ -6,8 +6,8 @@ The oracle is NumPy: replica i gets the i-th part of each global batch.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers.cores import COLUMNS, cored, drawn, lies, over
+from helpers.loops import each_of
 from helpers.replicas import replica
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +20,7 @@ def batches(size=8):
     return [X[at : at + size] for at in range(0, len(X), size)]
 
 
-@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (1, 8)])
+@each_of("sizes", [(4, 2), (2, 4), (1, 8)])
 def test_all_devices_of_a_replica_have_its_rows(sizes):
     replicas, cores = sizes
     strategy = cored(replicas, cores)
@@ -66,27 +66,12 @@ def test_rows_that_fill_up_count_in_no_mean():
     np.testing.assert_array_equal(np.concatenate(versions), last)
 
 
-def test_a_function_for_each_worker_feeds_its_replicas():
-    strategy = cored()
-    dataset = strategy.distribute_datasets_from_function(lambda _: iter(X[:8, None]))
-    first = next(iter(dataset))
-    np.testing.assert_array_equal(np.concatenate(first.values), X[:4])
-
-
 def test_batches_on_devices_are_copied_to_those_of_their_replicas():
     strategy = cored()
     dataset = strategy.experimental_distribute_dataset([jnp.asarray(X[:8])])
     (batch,) = list(dataset)
     np.testing.assert_array_equal(np.concatenate(batch.values), X[:8])
     assert set(batch.stacked.devices()) == set(jax.devices())
-
-
-def test_values_from_a_function_are_one_for_each_replica():
-    strategy = cored()
-    value = strategy.experimental_distribute_values_from_function(
-        lambda context: np.full(3, context.replica_id_in_sync_group)
-    )
-    assert [version.tolist() for version in value.values] == [[i] * 3 for i in range(4)]
 
 
 def test_a_step_may_divide_its_rows_over_the_cores():

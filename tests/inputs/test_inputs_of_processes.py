@@ -7,8 +7,8 @@ import threading
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from helpers.inputs import SECONDS, ranged
+from helpers.loops import each_of
 from hypothesis import given, settings
 
 import jaxstrategy as js
@@ -227,19 +227,6 @@ def test_a_list_that_is_changed_while_it_is_read():
     assert text in str(found[0])
 
 
-def test_as_tensorflow_with_two_workers():
-    """DAT-70: range(8) and range(9) in batches of 2 give 5 steps for both."""
-    lists = [list(ranged(8, 2)), list(ranged(9, 2))]
-    found = in_processes(2, 1, of_pipelines(lists))
-    assert [[rows_of(s, p, 1)[0] for s in each] for p, each in enumerate(found)] == [
-        [[0, 1], [2, 3], [4, 5], [6, 7], []],
-        [[0, 1], [2, 3], [4, 5], [6, 7], [8]],
-    ]
-    assert found[0][4].counts == found[1][4].counts == (0, 1)
-    dropped = in_processes(2, 1, of_pipelines(lists), "drop")
-    assert [len(each) for each in dropped] == [4, 4]
-
-
 def test_processes_with_different_sizes():
     lists = [list(ranged(8, 2)), list(ranged(9, 3))]
     found = in_processes(2, 2, of_pipelines(lists))
@@ -263,7 +250,7 @@ def test_a_process_without_batches():
     assert all("The dataset has no batches" in str(error) for error in found)
 
 
-@pytest.mark.parametrize("used", [1, 2, 3, 4])
+@each_of("used", [1, 2, 3, 4])
 def test_processes_resume_even_after_their_own_end(used):
     lists = [list(ranged(4, 2)), list(ranged(10, 2))]
     begun = in_processes(2, 1, of_pipelines(lists), most=used)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.inputs import AT_ONCE, SECONDS, each_way, ranged, real, ways
+from helpers.loops import each_of
 from helpers.replicas import mirrored
 
 import jaxstrategy as js
@@ -15,7 +16,7 @@ import jaxstrategy as js
 
 
 @each_way
-@pytest.mark.parametrize("n", [1, 2, 8])
+@each_of("n", [1, 8])
 def test_a_source_may_overwrite_its_arrays(n, options):
     strategy = mirrored(n)
 
@@ -33,8 +34,8 @@ def test_a_source_may_overwrite_its_arrays(n, options):
     assert len(batches) == 8
 
 
-@pytest.mark.parametrize("start", range(0, 64, 4))
-@pytest.mark.parametrize("columns", [1, 2, 4, 16, 17])
+@each_of("start", [0, 16, 32, 60])
+@each_of("columns", [1, 16])
 def test_wherever_an_array_begins_it_may_be_overwritten(four, start, columns):
     """A device of the host may share memory that begins where it should."""
     memory = np.zeros(8 * 4 * columns + 128, np.uint8)
@@ -62,8 +63,8 @@ def test_a_function_of_replicas_may_overwrite_its_arrays(four, options):
     ]
 
 
-@pytest.mark.parametrize("array", [np.array, jnp.array])
-@pytest.mark.parametrize("n", [1, 2])
+@each_of("array", [np.array, jnp.array])
+@each_of("n", [1, 2])
 def test_the_arrays_of_a_source_are_left_alone(n, array):
     """Also by steps that overwrite their arguments."""
     strategy = mirrored(n)
@@ -113,13 +114,6 @@ def test_a_dataset_can_be_iterated_again_and_a_generator_once(two):
         iter(once)
 
 
-def test_passes_at_the_same_time(two):
-    dataset = two.experimental_distribute_dataset(ranged(6, 2))
-    a, b = iter(dataset), iter(dataset)
-    found = [real(next(each))[0][0] for each in (a, b, a, a, b, b)]
-    assert found == [0, 0, 2, 4, 2, 4]
-
-
 def test_nothing_is_read_ahead_of_its_turn_if_so_wished(two):
     read = []
 
@@ -156,7 +150,7 @@ def test_reduce(two):
     assert rows == list(range(7))
 
 
-@pytest.mark.parametrize("of", ["dataset", "iterator"])
+@each_of("of", ["dataset", "iterator"])
 @each_way
 def test_element_spec(two, options, of):
     read = []
@@ -184,18 +178,6 @@ def test_element_spec_takes_no_batch_from_the_state(two):
     iterator.element_spec  # noqa: B018 (it reads)
     assert iterator.get_state() == before
     assert real(next(iterator)) == [[0], [1]]
-
-
-@each_way
-def test_element_spec_of_an_iterator_that_has_ended(two, options):
-    for end in (list, js.DistributedIterator.close):
-        iterator = iter(two.experimental_distribute_dataset(ranged(6, 4), options))
-        next(iterator)
-        end(iterator)
-        assert (iterator.element_spec.shape, iterator.element_spec.dtype) == (
-            (2,),
-            np.int32,
-        )
 
 
 @each_way

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -47,7 +48,7 @@ def only_batch(strategy, x):
     return batch
 
 
-@pytest.mark.parametrize("layer", [linen_layer, nnx_layer])
+@each_of("layer", [linen_layer, nnx_layer])
 def test_rows_that_fill_up_a_batch_do_not_count_unasked(four, layer):
     normalized = layer()
 

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from helpers.inputs import each_way, ranged, real
+from helpers.loops import each_of
 from helpers.replicas import mirrored
 
 import jaxstrategy as js
@@ -17,7 +18,7 @@ def elements(n, source, options=DROP_EMPTY):
     return [real(element) for element in dataset]
 
 
-@pytest.mark.parametrize(
+@each_of(
     "n, count, wanted",
     [
         (2, 4, [[0, 1], [2, 3]]),

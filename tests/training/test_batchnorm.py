@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.cases import slow
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -104,8 +104,7 @@ def assert_close(have, want, tolerance=1e-5):
 # Equal to one big batch.
 
 
-@pytest.mark.parametrize("fast", [True, *slow(False)], ids=["fast", "two-pass"])
-@pytest.mark.parametrize("kind", KINDS)
+@each_of("kind, fast", [("linen", True), ("nnx", False)])
 def test_without_a_mask_it_is_one_big_batch(strategy, kind, fast):
     n = strategy.num_replicas_in_sync
     x, target = rows(n)
@@ -120,9 +119,8 @@ def test_without_a_mask_it_is_one_big_batch(strategy, kind, fast):
     assert all(isinstance(leaf, js.Mirrored) for leaf in stats.values())
 
 
-@pytest.mark.parametrize("real", [9, *slow(4 * 8 - 3, 1)], ids="{}-rows".format)
-@pytest.mark.parametrize("kind", KINDS)
-def test_masks_count_each_row_once(kind, real):
+@each_of("kind", KINDS)
+def test_masks_count_each_row_once(kind, real=9):
     """Also where replicas have no real row; what is left out may be anything."""
     strategy = js.MirroredStrategy(jax.devices())
     x, target = rows(8)
@@ -157,7 +155,7 @@ def test_flaxs_own_with_an_axis_name_is_not_count_weighted(two):
     np.testing.assert_allclose(found["flax"], 1.5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_of("kind", KINDS)
 def test_statistics_are_finite_where_what_is_left_out_is_not(two, kind):
     x, _ = rows(2)
     mask = np.arange(8).reshape(2, 4, 1) < 5
@@ -171,7 +169,7 @@ def test_statistics_are_finite_where_what_is_left_out_is_not(two, kind):
     assert_close(stats, jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, START, want))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_of("kind", KINDS)
 def test_a_batch_without_rows_leaves_the_statistics_unchanged(two, kind):
     x, _ = rows(2)
     mask = np.zeros((2, 4, 1), bool)
@@ -185,7 +183,7 @@ def test_a_batch_without_rows_leaves_the_statistics_unchanged(two, kind):
     assert_close(y.stacked, normal * SCALE["scale"] + SCALE["bias"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_of("kind", KINDS)
 def test_masks_may_choose_features_and_positions(two, kind):
     rng = np.random.default_rng(3)
     x = rng.normal(size=(2, 4, 5, FEATURES)).astype(np.float32)
@@ -201,7 +199,7 @@ def test_masks_may_choose_features_and_positions(two, kind):
     assert_close(stats, jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, START, want))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_of("kind", KINDS)
 def test_groups_have_their_own_statistics(four, kind):
     x, _ = rows(4)
     layer = ours(kind, axis_index_groups=[[0, 1], [2, 3]])
@@ -218,16 +216,15 @@ HALF, BARE = {"dtype": jnp.bfloat16}, {"use_scale": False, "use_bias": False}
 SLOW, WIDE = {"use_fast_variance": False, "epsilon": 0.1}, {"axis": (0, 2), **BARE}
 
 
-@pytest.mark.parametrize("average", [False, True], ids=["batch", "running"])
-@pytest.mark.parametrize(
-    ("kind", "options"),
+@each_of("average", [False, True])
+@each_of(
+    "kind, options",
     [
         (kind, options)
         for kind in KINDS
         for options in ({}, HALF, BARE, SLOW, WIDE)
-        if (kind, options) != ("nnx", WIDE)  # Flax's has one number of features
+        if (kind, options) != ("nnx", WIDE)
     ],
-    ids=str,
 )
 def test_outside_any_strategy_it_is_flaxs(kind, options, average):
     x, _ = rows(2)
@@ -281,14 +278,6 @@ def test_nnx_layers_follow_train_and_eval(two):
     assert_close(layer.mean[...], 0.01 * x.mean(0))
 
 
-def test_nnx_layers_that_hold_references_can_be_differentiated():
-    with nnx.var_defaults(ref=True):
-        layer = js.flax.nnx.BatchNorm(FEATURES, momentum=0.0, rngs=nnx.Rngs(0))
-    x = rows(1)[0][0]
-    jax.jit(jax.grad(lambda x: jnp.square(layer(x)).sum()))(x)
-    assert_close(layer.mean[...], x.mean(0))
-
-
 def test_one_step_costs_one_collective(two):
     layer = ours("linen")
     found = two.explain(
@@ -325,22 +314,6 @@ def test_unsynchronized_statistics_are_averaged(four):
     assert js.flax.average_statistics({"mean": 1.0}) == {"mean": 1.0}
 
 
-def test_nnx_statistics_are_averaged_in_a_step(two):
-    model = nnx.BatchNorm(FEATURES, momentum=0.0, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(model)
-    x, _ = rows(2)
-
-    @two.run
-    def step(state, x):
-        model = nnx.merge(graph, state)
-        model(x)
-        nnx.update(model, js.flax.average_statistics(nnx.state(model, nnx.BatchStat)))
-        return nnx.state(model)
-
-    have = step(state, two.per_replica(x))
-    assert_close(have["mean"][...], x.mean(1).mean(0))
-
-
 def test_the_axis_name_is_that_of_the_step(two):
     names = []
     two.run(lambda: names.append(js.flax.axis_name()))
@@ -368,7 +341,7 @@ def test_axis_names_are_refused():
         js.flax.nnx.BatchNorm(3, axis_name="replica", rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_of("kind", KINDS)
 def test_masks_that_do_not_fit_are_refused(kind):
     x = rows(1)[0][0]
     for mask in (np.ones(4, bool), np.ones((3, 1), bool)):
@@ -378,12 +351,6 @@ def test_masks_that_do_not_fit_are_refused(kind):
         )
         with pytest.raises(ValueError, match=message):
             ours(kind)(SCALE, START, x, mask)
-
-
-def test_an_nnx_layer_must_know_what_to_use():
-    layer = js.flax.nnx.BatchNorm(3, use_running_average=None, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="Neither the layer nor the call says whether"):
-        layer(rows(1)[0][0])
 
 
 def test_only_what_is_there_can_be_asked_for():

@@ -1,6 +1,5 @@
 """Keras models in `run`, called in ways for which there is `js.keras`."""
 
-import functools
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -26,26 +25,6 @@ def network(norm):
 @pytest.fixture(scope="module")
 def two():
     return js.MirroredStrategy(js.simulate(8)[:2])
-
-
-def masks(strategy, call, state, calls):
-    """What is dropped on each replica, at each call; and the state in the end."""
-    x = strategy.per_replica(np.ones((2, 4, 32), np.float32))
-    step = strategy.run(lambda state, x: call([], state, x))
-    taken = []
-    for _ in range(calls):
-        y, state = step(state, x)
-        taken.append(np.asarray(y.stacked) != 0)
-    return taken, state
-
-
-def test_keras_itself_drops_the_same_on_all_replicas(two):
-    """When it is no longer true, `js.keras.stateless_call` can go."""
-    model = keras.Sequential([keras.Input((32,)), keras.layers.Dropout(0.5)])
-    state = two.mirror([v.value for v in model.non_trainable_variables])
-    call = functools.partial(model.stateless_call, training=True)
-    ((first, second),), state = masks(two, call, state, 1)
-    np.testing.assert_array_equal(first, second)
 
 
 def test_a_model_that_would_train_in_place_is_refused_and_kept(two):

@@ -9,6 +9,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -150,14 +151,13 @@ def test_other_numbers_of_values_are_refused(two):
 
 
 @pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
-@pytest.mark.parametrize(
+@each_of(
     "make",
     [
         lambda: keras.metrics.BinaryAccuracy(),
         lambda: keras.metrics.AUC(num_thresholds=20),
         lambda: keras.metrics.Precision(),
     ],
-    ids=["accuracy", "auc", "precision"],
 )
 def test_metrics_see_all_rows_and_only_real_ones(two, make):
     labels = RNG.integers(0, 2, 11).astype(np.float32)
@@ -255,9 +255,3 @@ def test_a_missing_keras_is_named(monkeypatch):
         js.MissingExtraError, match=r"pip install 'jaxstrategy\[keras\]'"
     ):
         js.keras.BatchNormalization  # noqa: B018
-
-
-def test_other_names_are_not_there():
-    with pytest.raises(AttributeError, match="has no attribute 'fit'"):
-        js.keras.fit  # noqa: B018
-    assert {"stateless_call", "BatchNormalization"} <= set(dir(js.keras))

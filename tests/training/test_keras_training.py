@@ -11,8 +11,8 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers.cases import chosen, slow
 from helpers.keras_models import compiled
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -61,15 +61,12 @@ def assert_on(strategy, model):
 
 
 WAYS = {
-    "plain": ({}, {}),
     "sample weights": ({}, {"sample_weight": np.linspace(0, 2, 22)}),
-    "validation": ({}, {"validation_data": (ROWS[:7], WANTED[:7])}),
-    "validation split": ({}, {"validation_split": 0.3}),
-    "several steps": ({"steps_per_execution": 2}, {}),
+    "validation split": ({"steps_per_execution": 2}, {"validation_split": 0.3}),
 }
 
 
-@pytest.mark.parametrize("way", chosen(WAYS, "plain", "sample weights"))
+@each_of("way", WAYS)
 def test_fit_outside_of_the_scope_has_the_numbers_of_one_device(way, four):
     compiling, fitting = WAYS[way]
     want, have = compiled(**compiling), in_scope(four, **compiling)
@@ -80,33 +77,7 @@ def test_fit_outside_of_the_scope_has_the_numbers_of_one_device(way, four):
     assert keras.distribution.distribution() is None
 
 
-def test_fit_in_the_scope_is_the_same(four):
-    want = compiled()
-    numbers = fitted(want)
-    with four.scope():
-        have = compiled()
-        assert_equal_training(fitted(have), numbers)
-    assert_equal_models(have, want)
-
-
-def test_class_weights(four):
-    def classifier():
-        keras.utils.set_random_seed(1)
-        layers = [keras.Input((3,)), keras.layers.Dense(2)]
-        model = keras.Sequential(layers)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss)
-        return model
-
-    want = classifier()
-    with four.scope():
-        have = classifier()
-    labels = (WANTED[:, 0] > 0).astype(np.int32)
-    options = {"y": labels, "class_weight": {0: 1.0, 1: 3.0}}
-    assert_equal_training(fitted(have, **options), fitted(want, **options))
-
-
-@pytest.mark.parametrize("rows", [22, 1, *slow(8, 3)])
+@each_of("rows", [22, 1])
 def test_evaluation_and_predictions_of_uneven_batches_are_exact(rows, four):
     want, have = compiled(), in_scope(four)
     x, y = ROWS[:rows], WANTED[:rows]
@@ -262,7 +233,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_of("name", REFUSED)
 def test_strategies_that_keras_cannot_follow_are_refused(name):
     make, reason = REFUSED[name]
     with (
@@ -285,17 +256,6 @@ def test_parts_that_were_made_elsewhere_are_refused(four):
     two = js.MirroredStrategy(js.simulate(8)[:2])
     with two.scope(), pytest.raises(ValueError, match="made under MirroredStrategy"):
         fitted(model)
-
-
-@pytest.mark.slow
-def test_two_strategies_train_their_models_in_turns(four):
-    two = js.MirroredStrategy(js.simulate(8)[:2])
-    first, second, want = in_scope(four), in_scope(two), compiled()
-    numbers = fitted(want)
-    assert_equal_training(fitted(first), numbers)
-    assert_equal_training(fitted(second), numbers)
-    assert_on(four, first)
-    assert_on(two, second)
 
 
 def test_the_distribution_is_a_public_one_and_always_the_same(four):

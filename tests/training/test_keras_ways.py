@@ -12,8 +12,8 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers.cases import slow
 from helpers.keras_models import compiled
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -41,10 +41,9 @@ def of_both(strategy, program):
     return [program(scope) for scope in (strategy.scope(), NOWHERE)]
 
 
-@pytest.mark.parametrize(
+@each_of(
     "options",
-    [{"steps_per_execution": 2}, *slow({"run_eagerly": True}), {"jit_compile": False}],
-    ids=str,
+    [{"steps_per_execution": 2}, {"jit_compile": False}],
 )
 def test_ways_to_run_steps(four, options):
     def history(scope):
@@ -53,17 +52,6 @@ def test_ways_to_run_steps(four, options):
         return model.fit(X, Y, batch_size=10, epochs=2, verbose=0).history
 
     are_equal(*of_both(four, history))
-
-
-def test_single_batches_of_any_rows(four):
-    def results(scope):
-        with scope:
-            model = compiled(4)
-        first = model.train_on_batch(X[:10], Y[:10])
-        second = model.test_on_batch(X[:7], Y[:7])
-        return first, second, model.predict_on_batch(X[:3])
-
-    are_equal(*of_both(four, results))
 
 
 class Looking(keras.layers.Layer):
@@ -107,7 +95,7 @@ def test_a_step_that_a_model_overrides_has_divided_rows(four):
     assert (2, 4) in {sharding.shard_shape((8, 4)) for sharding in seen}
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+@each_of("method", ["fit", "evaluate", "predict"])
 def test_datasets_of_ours_are_refused(four, method):
     with four.scope():
         model = compiled(4)

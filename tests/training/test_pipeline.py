@@ -5,8 +5,8 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from helpers.loops import each_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -77,7 +77,7 @@ def piped(params, x, layer=layer, microbatches=4, **more):
 WANTED = jax.value_and_grad(lambda p, x: (in_a_row(p, x) ** 2).mean())
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
+@each_of("stages", [2, 8])
 def test_the_gradients_of_each_replica_are_those_of_its_layers_in_a_row(stages):
     strategy = staged(stages)
     replicas = 8 // stages
@@ -110,7 +110,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("make", WITHOUT.values(), ids=WITHOUT)
+@each_of("make", WITHOUT.values())
 def test_strategies_without_stages_compute_the_same_in_turn(make):
     strategy = make()
     x = rows_of(strategy.num_replicas_in_sync)
@@ -165,36 +165,6 @@ def test_layers_that_are_computed_again_give_the_same_and_keep_less():
     assert less < 0.6 * more
 
 
-def test_a_device_has_the_parameters_and_moments_of_its_stage_only():
-    strategy = staged(4)
-    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
-
-    def step(params, state, x):
-        loss, grads = jax.value_and_grad(lambda p: (piped(p, x) ** 2).mean())(params)
-        grads = js.get_replica_context().all_reduce("mean", grads)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = over(strategy, PARAMS, "stage")
-    state = jax.tree.map(
-        lambda a: over(strategy, a, "stage") if a.ndim else strategy.mirror(a),
-        tx.init(PARAMS),
-    )
-    options = js.RunOptions(donate_argnums=(0, 1))
-    wanted, wanted_state = PARAMS, tx.init(PARAMS)
-    for _ in range(3):
-        x = rows_of(2)
-        values = strategy.per_replica([*x])
-        params, state = strategy.run(step, (params, state, values), options=options)
-        grads = WANTED(wanted, x.reshape(-1, SIZE))[1]
-        updates, wanted_state = tx.update(grads, wanted_state, wanted)
-        wanted = optax.apply_updates(wanted, updates)
-    close((params, state), (wanted, wanted_state))
-    for array in jax.tree.leaves((params, state)):
-        own = array.sharding.shard_shape(array.shape)
-        assert own[:1] == ((LAYERS // 4,) if array.ndim else ())
-
-
 def test_state_may_be_divided_over_replicas_too():
     strategy = js.MirroredStrategy(logical_axes={"stage": 4}, sharding=STATE)
     x = rows_of(2)
@@ -235,8 +205,7 @@ def test_activations_may_be_trees_with_numbers_flags_and_random_keys():
         close(own, wanted)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits(dtype):
+def test_sixteen_bits(dtype="bfloat16"):
     strategy = staged(4)
     params, x = jax.tree.map(lambda a: jnp.asarray(a, dtype), (PARAMS, rows_of(2)))
 
@@ -334,34 +303,6 @@ def test_what_stages_compute_while_they_wait_makes_no_gradient_nan():
         close(own, wanted)
 
 
-def test_forward_derivatives():
-    strategy = staged(8)
-    (x,) = rows_of(1)
-
-    def tangent(call, p):
-        return jax.jvp(lambda p: call(p, x), (p,), (p,))[1]
-
-    found = strategy.run(
-        lambda p: tangent(piped, p), (over(strategy, PARAMS, "stage"),)
-    )
-    close(found, tangent(in_a_row, PARAMS), 1e-4)
-
-
-def test_layers_may_read_variables():
-    strategy = staged(4)
-    with strategy.scope():
-        scale = js.Variable(np.float32(1.5))
-
-    def scaled(p, h):
-        return layer(p, h) * jnp.asarray(scale) / 2
-
-    x = rows_of(2)
-    args = over(strategy, PARAMS, "stage"), strategy.per_replica([*x])
-    run = strategy.run(lambda p, x: piped(p, x, scaled), args)
-    for i, own in enumerate(strategy.experimental_local_results(run)):
-        close(own, in_a_row(PARAMS, x[i], lambda p, h: layer(p, h) * 0.75))
-
-
 def refused(error, text, *args, stages=4, **more):
     more = {"microbatches": 4, **more}
     strategy = staged(stages)
@@ -394,7 +335,7 @@ def test_layers_that_cannot_be_divided_are_refused():
     refused(TypeError, r"`params\['w'\]` was 'x'; an array", layer, {"w": "x"}, X)
 
 
-@pytest.mark.parametrize("stages", [1, 4])
+@each_of("stages", [1, 4])
 def test_layers_that_the_next_cannot_follow_are_refused(stages):
     def wider(p, h):
         return jnp.concatenate([h, h], -1)

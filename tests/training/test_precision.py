@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.loops import each_of
 
 import jaxstrategy as js
 
@@ -27,23 +28,7 @@ def test_only_real_floats_are_cast():
         assert have[same] is tree[same]
 
 
-def test_gradients_of_cast_parameters_are_float32(two):
-    def step(w, x):
-        def loss_fn(w):
-            half = js.cast_floating(w, "bfloat16") * x.astype("bfloat16")
-            assert half.dtype == jnp.bfloat16
-            return half.astype("float32").sum()
-
-        grad = jax.grad(loss_fn)(w)
-        return js.get_replica_context().all_reduce("mean", grad)
-
-    x = two.per_replica(np.array([[1.0, 3.0], [5.0, 7.0]], np.float32))
-    grad = two.run(step, (np.ones(2, np.float32), x))
-    assert grad.dtype == jnp.float32
-    np.testing.assert_allclose(grad, [3.0, 5.0])
-
-
-@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+@each_of("dtype", ["int32", "complex64"])
 def test_casts_to_other_types_are_refused(dtype):
     with pytest.raises(
         TypeError, match=f"`dtype` is {dtype}; a type of floating-point"
@@ -54,7 +39,7 @@ def test_casts_to_other_types_are_refused(dtype):
 # What is finite.
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@each_of("bad", [np.nan, np.inf, -np.inf])
 def test_one_bad_number_on_one_replica_is_seen_by_all(strategy, bad):
     n = strategy.num_replicas_in_sync
     x = np.ones((n, 3), np.float32)
@@ -130,8 +115,8 @@ def test_scaling_is_undone_in_float32():
     np.testing.assert_array_equal(back["w"], np.float32([2.0**-24]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each_of(
+    "arguments, message",
     [
         ({"period": 0}, "`period` is 0; at least 1 step is wanted"),
         ({"factor": 1.0}, "`factor` is 1.0; more than 1 is wanted"),

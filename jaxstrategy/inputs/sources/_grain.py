@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any, final
 
 from jaxstrategy.inputs.sources import _counted
@@ -52,19 +53,11 @@ class _GrainPass(SnapshotPass):
 
     def _begun(self) -> Any:
         if self._iterator is None:
-            self._iterator = iter(self._dataset)
+            self._iterator = _told(lambda: iter(self._dataset))
         return self._iterator
 
     def _read(self) -> PyTree:
-        try:
-            return next(self._begun())
-        except Exception as error:
-            if type(error).__name__ == "UnparsedFlagAccessError":
-                error.add_note(
-                    "Grain's worker processes want absl's flags: call "
-                    "`absl.flags.FLAGS.mark_as_parsed()` before the first batch."
-                )
-            raise
+        return _told(lambda: next(self._begun()))
 
     def _check_place(self) -> None:
         """All can."""
@@ -103,6 +96,19 @@ class _GrainPass(SnapshotPass):
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
         _counted.close(iterator)  # a DataLoader's ends when it is let go
+
+
+def _told(read: Callable[[], Any]) -> Any:
+    """What `read` returns; Grain's error about flags says what to do."""
+    try:
+        return read()
+    except Exception as error:
+        if type(error).__name__ == "UnparsedFlagAccessError":
+            error.add_note(
+                "Grain's worker processes want absl's flags: call "
+                "`absl.flags.FLAGS.mark_as_parsed()` before the first batch."
+            )
+        raise
 
 
 def _kind(dataset: Dataset) -> str:
