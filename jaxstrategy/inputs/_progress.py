@@ -1,40 +1,40 @@
 """A loop over a dataset, and on the terminal or in the notebook how far it is.
 
-rich or tqdm draws the line, knows terminals and notebooks, and how often to draw. What
-is here is what they do not know: their one rate is that of the turns of the loop, here
-there are steps and examples, of which only real rows count; one process of several
-draws; and neither need be installed.
+rich or tqdm draws the line. What is here is what they do not know: steps and examples
+per second, of which only real rows count; that one process of several draws; and that
+neither need be installed.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Generic, TypeVar, final
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, Generic, TextIO, TypeAlias, TypeVar, final
 
 import jax
 
 from jaxstrategy.inputs._grouped import Grouped
-from jaxstrategy.inputs._progress_displays import (
-    Console,
-    Display,
-    Lines,
-    Nothing,
-    Rich,
-    Tqdm,
-)
 from jaxstrategy.masks._filled_rows import number_of_examples
 from jaxstrategy.text._units import plural
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import PyTree, Value
 
 _T = TypeVar("_T")
+_Show: TypeAlias = Callable[[int, str, bool], None]  # steps, rates, whether it ends
+
+Console: TypeAlias = Any
+"""A `rich.console.Console`; rich may be missing."""
 
 # Rates are those of so many seconds.
 _WINDOW_SECONDS = 10.0
+# Lines in a log: when the first comes, and the longest time between two.
+_FIRST_LINE_SECONDS, _MOST_SECONDS = 10.0, 300.0
+# Loops that are over sooner say nothing there: there may be thousands of them.
+_LEAST_SECONDS = 1.0
 
 
 def progress(
@@ -111,7 +111,6 @@ class Progress(Generic[_T]):
         examples: Callable[[_T], int] | int | None,
         total: int | None,
         console: Console,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.iterator: Iterator[_T] | None = None
         self._iterable = iterable
@@ -119,7 +118,6 @@ class Progress(Generic[_T]):
         self._examples = examples
         self._total = total
         self._console = console
-        self._clock = clock
 
     def __len__(self) -> int:
         """The number of turns of the loop, where the iterable knows it."""
@@ -131,26 +129,31 @@ class Progress(Generic[_T]):
     def __iter__(self) -> Generator[_T]:
         self.iterator = iterator = iter(self._iterable)
         try:
-            display = _display(
-                self._description, self._steps(), self._console, self._clock
-            )
-            with contextlib.closing(display):
-                yield from self._counted(iterator, display)
+            with _display(self._description, self._steps(), self._console) as show:
+                yield from self._shown(iterator, show)
         finally:
             if iterator is not self._iterable:  # else it is the user's own
                 closing = getattr(iterator, "close", None)
                 if callable(closing):
                     closing()
 
-    def _counted(self, iterator: Iterator[_T], display: Display) -> Generator[_T]:
-        rates = Rates(self._clock)
-        for batch in iterator:
+    def _shown(self, iterator: Iterator[_T], show: _Show) -> Generator[_T]:
+        # When so many steps were done, with so many examples.
+        marks = collections.deque([(time.monotonic(), 0, 0)])
+        steps, examples, rates = 0, 0, ""
+        is_counted = True
+        for turn in iterator:
             # Now: the step may donate it.
-            steps, examples = self._count(batch)
-            yield batch
-            rates.add(examples, steps)
-            display.show(rates.steps, str(rates))
-        display.end(rates.steps)
+            made, seen = self._count(turn)
+            yield turn
+            steps, examples = steps + made, examples + (seen or 0)
+            is_counted &= seen is not None
+            marks.append((time.monotonic(), steps, examples))
+            while len(marks) > 2 and marks[-1][0] - marks[0][0] > _WINDOW_SECONDS:
+                marks.popleft()
+            rates = _rates(marks, ("step", "example") if is_counted else ("step",))
+            show(steps, rates, False)
+        show(steps, rates, True)
 
     def _count(self, turn: PyTree) -> tuple[int, int | None]:
         """The numbers of steps, and of examples, of one turn of the loop."""
@@ -173,76 +176,104 @@ class Progress(Generic[_T]):
         return None
 
 
-@final
-class Rates:
-    """Steps and examples per second, of the last seconds.
-
-    Attributes:
-      steps: how many there were in all.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.steps = 0
-        self._examples: int | None = 0
-        self._marks = collections.deque([(clock(), 0, 0)])
-
-    def add(self, examples: int | None, steps: int = 1) -> None:
-        """So many steps are done, with so many examples in all."""
-        self.steps += steps
-        if self._examples is not None:
-            self._examples = None if examples is None else self._examples + examples
-        now = self._clock()
-        self._marks.append((now, self.steps, self._examples or 0))
-        while len(self._marks) > 2 and now - self._marks[0][0] > _WINDOW_SECONDS:
-            self._marks.popleft()
-
-    @property
-    def steps_per_second(self) -> float | None:
-        """None before the first step."""
-        return self._per_second(1)
-
-    @property
-    def examples_per_second(self) -> float | None:
-        """None before the first step, and if a batch did not tell its examples."""
-        return None if self._examples is None else self._per_second(2)
-
-    def _per_second(self, which: int) -> float | None:
-        first, last = self._marks[0], self._marks[-1]
-        seconds = last[0] - first[0]
-        return (last[which] - first[which]) / seconds if seconds > 0 else None
-
-    def __str__(self) -> str:
-        rates = {"step": self.steps_per_second, "example": self.examples_per_second}
-        return ", ".join(
-            f"{_short(rate)} {plural(1 if rate == 1 else 2, noun)}/s"
-            for noun, rate in rates.items()
-            if rate is not None
-        )
-
-
-def _short(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+def _rates(marks: Sequence[tuple[float, int, int]], nouns: Sequence[str]) -> str:
+    """`2 steps/s, 16 examples/s`; nothing before time has passed."""
+    (start, *before), (now, *after) = marks[0], marks[-1]
+    if now <= start:
+        return ""
+    told = []
+    for noun, first, last in zip(nouns, before, after, strict=False):
+        rate = (last - first) / (now - start)
+        number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        told.append(f"{number} {plural(1 if rate == 1 else 2, noun)}/s")
+    return ", ".join(told)
 
 
 def _display(
-    description: str, total: int | None, console: Console, clock: Callable[[], float]
-) -> Display:
+    description: str, total: int | None, console: Console
+) -> contextlib.AbstractContextManager[_Show]:
+    """What shows it here: rich, tqdm, printed lines, or nothing."""
     if jax.distributed.is_initialized() and jax.process_index() > 0:
-        return Nothing()
-    lines = Lines(description, total, clock, sys.stderr)
+        return contextlib.nullcontext(lambda *_: None)
     with contextlib.suppress(ImportError):
         from rich.console import Console
-        from rich.errors import LiveError
 
         console = Console(stderr=True) if console is None else console
-        if not (console.is_terminal or console.is_jupyter):
-            return Lines(description, total, clock, console.file)
-        with contextlib.suppress(LiveError):
-            return Rich(description, total, console)
-        return Nothing()
-    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
-        return lines
-    with contextlib.suppress(ImportError):
-        return Tqdm(description, total)
-    return lines
+        if console.is_terminal or console.is_jupyter:
+            return _rich(description, total, console)
+        return contextlib.nullcontext(_lines(description, total, console.file))
+    if sys.stderr.isatty() or "ipykernel" in sys.modules:
+        with contextlib.suppress(ImportError):
+            import tqdm
+
+            return _tqdm(description, total, tqdm.tqdm)
+    return contextlib.nullcontext(_lines(description, total, sys.stderr))
+
+
+@contextlib.contextmanager
+def _rich(description: str, total: int | None, console: Console) -> Iterator[_Show]:
+    from rich import progress as rich
+    from rich.errors import LiveError
+    from rich.table import Column
+
+    # A long description would take the width of what comes behind it.
+    column = Column(no_wrap=True, max_width=console.width // 4)
+    bar = rich.Progress(
+        rich.TextColumn("{task.description}", table_column=column),
+        rich.BarColumn(bar_width=None),
+        rich.MofNCompleteColumn(),
+        rich.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        rich.TextColumn("{task.fields[rates]}"),
+        console=console,
+        expand=True,
+    )
+    task = bar.add_task(description, total=total, rates="")
+    try:
+        bar.start()
+    except LiveError:  # an older rich draws another line, and cannot draw two
+        yield lambda *_: None
+        return
+
+    def show(steps: int, rates: str, is_end: bool) -> None:
+        # A full bar in the end, also where it was not known how many steps there are.
+        most = steps if is_end and total is None else total
+        bar.update(task, completed=steps, rates=rates, total=most)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+@contextlib.contextmanager
+def _tqdm(description: str, total: int | None, tqdm: Any) -> Iterator[_Show]:
+    with tqdm(desc=description or None, total=total, file=sys.stderr) as bar:
+
+        def show(steps: int, rates: str, is_end: bool) -> None:
+            bar.set_postfix_str(rates, refresh=False)
+            bar.update(steps - bar.n)
+            if is_end and bar.total is None:
+                bar.total = steps
+                bar.refresh()
+
+        yield show
+
+
+def _lines(description: str, total: int | None, file: TextIO) -> _Show:
+    """Prints a line after 10 seconds, later less often, and at the end."""
+    begin = time.monotonic()
+    interval, due = _FIRST_LINE_SECONDS, begin + _FIRST_LINE_SECONDS
+
+    def show(steps: int, rates: str, is_end: bool) -> None:
+        nonlocal interval, due
+        now = time.monotonic()
+        if now < due and not (is_end and now - begin >= _LEAST_SECONDS):
+            return
+        of = (steps if is_end else "?") if total is None else total
+        passed = datetime.timedelta(seconds=int(now - begin))
+        text = ", ".join(filter(None, [f"{steps}/{of}", str(passed), rates]))
+        print(f"{description} {text}".lstrip(), file=file, flush=True)
+        interval = min(1.5 * interval, _MOST_SECONDS)
+        due = now + interval
+
+    return show
