@@ -17,26 +17,20 @@ from jaxstrategy import _lazy_names
 
 if TYPE_CHECKING:
     from jaxstrategy.checkpoint._manager import CheckpointManager as CheckpointManager
-    from jaxstrategy.checkpoint._restored import Restored as Restored
-    from jaxstrategy.checkpoint.folders._checkpoint_errors import (
-        CheckpointError as CheckpointError,
-    )
-    from jaxstrategy.checkpoint.folders._checkpoint_errors import (
+    from jaxstrategy.checkpoint._manager import Restored as Restored
+    from jaxstrategy.checkpoint._record import CheckpointError as CheckpointError
+    from jaxstrategy.checkpoint._record import (
         DamagedCheckpointWarning as DamagedCheckpointWarning,
     )
-    from jaxstrategy.checkpoint.folders._checkpoint_errors import (
-        MismatchError as MismatchError,
-    )
-    from jaxstrategy.checkpoint.folders._record import Record as Record
+    from jaxstrategy.checkpoint._record import MismatchError as MismatchError
+    from jaxstrategy.checkpoint._record import Record as Record
 else:
     __getattr__, __dir__ = _lazy_names.of(
         __name__,
         {
-            "checkpoint._manager": "CheckpointManager",
-            "checkpoint._restored": "Restored",
-            "checkpoint.folders._checkpoint_errors": (
-                "CheckpointError DamagedCheckpointWarning MismatchError"
+            "checkpoint._manager": "CheckpointManager Restored",
+            "checkpoint._record": (
+                "CheckpointError DamagedCheckpointWarning MismatchError Record"
             ),
-            "checkpoint.folders._record": "Record",
         },
     )

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxstrategy._errors import ParameterServerLost
 from jaxstrategy.checkpoint._manager import CheckpointManager
-from jaxstrategy.checkpoint._slots import Slots
+from jaxstrategy.checkpoint._state import slots
 from jaxstrategy.coordinator._queue import ClosureQueue
 from jaxstrategy.parameter_servers._protocol import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._server_pool import ServerPool
@@ -193,7 +193,7 @@ class ServerRestarts:
 
 
 def _cells(state: PyTree) -> Iterator[ServerCell]:
-    for slot in Slots(state).all:
+    for slot in slots(state):
         value = slot.value
         shards = value.variables if isinstance(value, ShardedVariable) else [value]
         for shard in shards:

@@ -17,23 +17,12 @@ _TICK_SECONDS = 0.5
 
 
 def current() -> _job.Processes | None:
-    """The processes that take part; None if there is but one.
-
-    Where JAX was started without us, they meet now; then all must call this.
-    """
+    """The processes that take part; None if there is but one."""
     return None if jax.process_count() == 1 else _job.start()
 
 
 def agree(what: str, said: Json) -> list[Json]:
-    """Say something; get what each process says. All must call it, in the same order.
-
-    Args:
-      what: they do with which checkpoint, in words.
-      said: what JSON can hold.
-
-    Raises:
-      ClusterError: another process does something else.
-    """
+    """Say something."""
     processes = current()
     if processes is None:
         return [said]
@@ -41,15 +30,7 @@ def agree(what: str, said: Json) -> list[Json]:
 
 
 def compare_leaves(what: str, leaves: Sequence[str]) -> None:
-    """Nothing if all processes have the same leaves.
-
-    Args:
-      what: they do with which checkpoint, in words.
-      leaves: names with kinds.
-
-    Raises:
-      ClusterError: they have not; the first that differs is named.
-    """
+    """Nothing if all processes have the same leaves."""
     whole = "\n".join(leaves).encode()
     prints = agree(what, [len(leaves), zlib.crc32(whole)])
     if all(each == prints[0] for each in prints):
@@ -78,12 +59,7 @@ def _difference(first: list[str], other: list[str], index: int) -> str:
 
 @contextlib.contextmanager
 def watched(what: str, busy: str | None = None) -> Iterator[None]:
-    """A block that waits for other processes; or for which they wait, if it is `busy`.
-
-    Args:
-      what: the block is part of, in words.
-      busy: what this process does by itself, such as `reads files`.
-    """
+    """A block that waits for other processes."""
     processes = current()
     if processes is None:
         yield
@@ -93,12 +69,7 @@ def watched(what: str, busy: str | None = None) -> Iterator[None]:
 
 
 def join(thread: threading.Thread, what: str) -> None:
-    """Wait for the end of a thread that writes; as long as any process writes.
-
-    Args:
-      thread: of this process.
-      what: is waited for, in words.
-    """
+    """Wait for the end of a thread that writes; as long as any process writes."""
     processes = current()
     if processes is None:
         thread.join()

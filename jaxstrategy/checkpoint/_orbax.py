@@ -1,12 +1,13 @@
-"""Arrays on disk by Orbax, which no other file than those of this folder imports."""
+"""Arrays on disk by Orbax, which no other file imports."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Self, final
 
 import jax
 import numpy as np
@@ -14,20 +15,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.checkpoint.backends._backend import AbstractBackend
-from jaxstrategy.checkpoint.backends._unfinished import Unfinished
-from jaxstrategy.checkpoint.folders import _record
-from jaxstrategy.checkpoint.folders._files import Path
-from jaxstrategy.checkpoint.folders._record import Record
-from jaxstrategy.checkpoint.processes import _checkpoint_agreement
-from jaxstrategy.checkpoint.processes._barrier import (
-    Barrier,
-    ElsewhereError,
-)
-from jaxstrategy.checkpoint.sorts._entries import (
-    Array,
-    Reading,
-)
+from jaxstrategy.checkpoint import _agreement, _record
+from jaxstrategy.checkpoint._agreement import first_line
+from jaxstrategy.checkpoint._folder import Folder
+from jaxstrategy.checkpoint._handlers import Array, Reading
+from jaxstrategy.checkpoint._record import Path, Record
+from jaxstrategy.processes._job import Processes
+
+_types = ocp.path.atomicity_types
+_METADATA = "_CHECKPOINT_METADATA"
+
 
 _NOTHING = "nothing"  # Orbax writes at least one array
 _MOST_SECONDS = 1200  # to write a checkpoint; Orbax's own choice
@@ -54,19 +51,14 @@ class Handler(ocp.PyTreeCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class ToSave(ocp.args.CheckpointArgs):
-    """The arguments of a handler.
-
-    Attributes:
-      arrays: for Orbax.
-      record: what else is known.
-    """
+    """The arguments of a handler."""
 
     arrays: ocp.args.PyTreeSave
     record: Record
 
 
 @final
-class OrbaxBackend(AbstractBackend):
+class OrbaxBackend:
     """Writes and reads arrays with Orbax, whose tools can read them, too."""
 
     def __init__(self) -> None:
@@ -92,7 +84,7 @@ class OrbaxBackend(AbstractBackend):
             unless_begun.pop_all()
 
     def _made(self) -> ocp.AsyncCheckpointer:
-        processes = _checkpoint_agreement.current()
+        processes = _agreement.current()
         self._barrier = None if processes is None else Barrier(processes)
         meet = None if self._barrier is None else self._barrier.meet
         options = ocp.AsyncOptions(
@@ -157,3 +149,99 @@ def _how(reading: Reading) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(
         sharding=reading.sharding, global_shape=reading.shape, dtype=reading.dtype
     )
+
+
+@final
+class Unfinished(_types.TemporaryPath):
+    """A folder that exists already, made where all processes learn of a failure."""
+
+    def __init__(self, path: epath.Path, store: Any) -> None:
+        self._path = path
+        self._folder = Folder(path.parent)
+        self._store = store
+
+    @classmethod
+    def from_final(
+        cls, final_path: epath.Path, *, checkpoint_metadata_store: Any = None, **_: Any
+    ) -> Self:
+        """The folder at `final_path`, which is what Orbax was told to write."""
+        return cls(final_path, checkpoint_metadata_store)
+
+    @classmethod
+    def from_temporary(cls, temporary_path: epath.Path, **_: Any) -> Self:
+        """The folder at `temporary_path`."""
+        return cls(temporary_path, None)
+
+    @classmethod
+    async def validate(cls, temporary_path: epath.Path) -> None:
+        """Nothing is wrong with it."""
+
+    @classmethod
+    async def validate_final(cls, final_path: epath.Path) -> None:
+        """Nothing is wrong with it."""
+
+    def get(self) -> epath.Path:
+        """The path that Orbax writes to."""
+        return self._path
+
+    def get_final(self) -> epath.Path:
+        """The path at the end."""
+        return self._folder.final(self._path.name)
+
+    async def create(self) -> epath.Path:
+        """Make the file in which Orbax keeps its times; the folder is there."""
+        if self._store is not None:
+            now = {"init_timestamp_nsecs": time.time_ns()}
+            self._store.write(self._path / _METADATA, now)
+        return self._path
+
+    async def finalize(self) -> None:
+        """Give it its name; called in the first process, in the background."""
+        if self._store is not None:
+            now = time.time_ns()
+            self._store.update(self._path / _METADATA, commit_timestamp_nsecs=now)
+            self._store.wait_until_finished()
+        mark = self._path / _types.COMMIT_SUCCESS_FILE  # so Orbax does it
+        mark.write_text(f"Checkpoint commit was successful to {self.get_final()}")
+        self._folder.finish(self._path.name)
+
+
+class ElsewhereError(OSError):
+    """Another process could not write its part; the text says which, and why."""
+
+
+@final
+class Barrier:
+    """Lets all processes fail when one of them does."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._watchdog = processes.watchdog
+        self._name = ""
+
+    def begin(self, name: str) -> None:
+        """From now on they meet because of this checkpoint."""
+        self._name = f"checkpoint {name}"
+        self._watchdog.writes = self._name
+
+    def end(self) -> None:
+        """Nothing is written any more."""
+        self._watchdog.writes = None
+
+    def meet(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for all, as Orbax asks for it."""
+        del key  # one for all: who fails does not know where the others are
+        self._gather(None, timeout_ms / 1000)
+
+    def fail(self, error: Exception, timeout_seconds: float) -> None:
+        """Tell the others where they wait; raises as `meet` does."""
+        self._gather(first_line(error), timeout_seconds)
+
+    def _gather(self, failure: str | None, seconds: float) -> None:
+        self._watchdog.writes = None  # this process waits for those that still do
+        agreement = self._processes.agreement(self._name)
+        told = agreement.exchange(failure, seconds)
+        self._watchdog.writes = self._name
+        for process, reason in enumerate(told):
+            if reason is not None and failure is None:
+                raise ElsewhereError(f"process {process}: {reason}")

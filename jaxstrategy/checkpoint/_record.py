@@ -1,4 +1,4 @@
-"""The record of a checkpoint: `Record`, one file of JSON.
+"""The record of a checkpoint, one file of JSON, and errors about checkpoints.
 
 It is written last, before the checkpoint gets its name, and has the size and checksum
 of each other file. Orbax notices neither a flipped bit in an array nor a file that was
@@ -16,17 +16,28 @@ import errno
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Self, final
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, final
 
-from jaxstrategy.checkpoint.folders._checkpoint_errors import CheckpointError
-from jaxstrategy.checkpoint.folders._files import (
-    AbstractFiles,
-    Path,
-    PathOrText,
-)
-from jaxstrategy.checkpoint.sorts import _sorts
-from jaxstrategy.checkpoint.sorts._entries import Entry
+from jaxstrategy.checkpoint import _handlers
+from jaxstrategy.checkpoint._handlers import Entry
 from jaxstrategy.processes._rendezvous import Json, Message
+from jaxstrategy.text._lists import and_more
+from jaxstrategy.text._units import with_noun
+
+if TYPE_CHECKING:
+    from etils import epath  # which comes with Orbax
+
+Path: TypeAlias = "epath.Path"
+# A thousand paths take longer to put together than to ask the disk for, texts do not.
+PathOrText: TypeAlias = "epath.Path | str"
+
+
+class Disk(Protocol):
+    """What a record asks of the disk."""
+
+    def text(self, path: PathOrText) -> str: ...
+    def size(self, path: PathOrText) -> int: ...
+
 
 VERSION = 1
 FILE = "jaxstrategy.json"
@@ -45,13 +56,109 @@ _NO_FILE = {
 }
 
 
-class Damage(Exception):
-    """A checkpoint cannot be used; the text says why.
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; earlier ones are as they were.
 
-    Args:
-      text: why.
-      is_unread: whether it may be well, but the disk did not give it.
+    >>> import pathlib, tempfile
+    >>> import jaxstrategy as js
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> with js.checkpoint.CheckpointManager(folder) as manager:
+    ...     _ = manager.save(1, {"w": np.ones(3)})
+    ...     manager.wait()
+    ...     _ = (folder / "1" / "jaxstrategy.json").write_text("{")
+    ...     try:
+    ...         manager.restore({"w": np.ones(3)}, step=1)
+    ...     except js.checkpoint.CheckpointError as error:
+    ...         print(str(error).partition(": ")[2].partition(". ")[0])
+    its `jaxstrategy.json` is cut or overwritten
     """
+
+
+class MismatchError(ValueError):
+    """A checkpoint does not hold what was asked of it.
+
+    Attributes:
+      missing: names of values that the checkpoint has not.
+      unexpected: names of values that only the checkpoint has.
+      differing: one sentence for each value of another kind, dtype or shape.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> with js.checkpoint.CheckpointManager(tempfile.mkdtemp()) as manager:
+    ...     _ = manager.save(1, {"w": np.ones(3, np.float32)})
+    ...     try:
+    ...         manager.restore({"w": np.ones(4, np.float32)})
+    ...     except js.checkpoint.MismatchError as error:
+    ...         print(error.differing[0])
+    `w` is float32[3] in the checkpoint, and float32[4] was wanted
+    """
+
+    _NAMED = 8  # of each sort; the others are counted
+
+    def __init__(
+        self,
+        where: str,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        differing: Sequence[str] = (),
+        partial: bool = False,
+    ) -> None:
+        super().__init__(where, missing, unexpected, differing, partial)
+        self._where = where
+        self._is_partial = partial
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.differing = tuple(differing)
+
+    def __str__(self) -> str:
+        lines = [f"{self._where} does not fit what it is restored into:"]
+        lines += self._listed("", self.differing)
+        if self._is_partial:  # the rest is as it may be
+            return "\n".join(lines)
+        lines += self._listed("missing in the checkpoint: ", self.missing)
+        # Many more than are missing are no renamed ones, and hide what matters.
+        is_other = self.differing or (
+            self.missing and len(self.unexpected) > 2 * len(self.missing) + 1
+        )
+        if self.unexpected and is_other:
+            values = with_noun(len(self.unexpected), "value")
+            lines.append(f"  only in the checkpoint: {values}")
+        else:
+            lines += self._listed("only in the checkpoint: ", self.unexpected)
+        if not self.differing:
+            lines.append(
+                "Restore into the structure that was saved, or only what both have: "
+                "`restore(..., partial=True)`."
+            )
+        return "\n".join(lines)
+
+    def _listed(self, head: str, items: Sequence[str]) -> list[str]:
+        quote = "`" if head else ""
+        lines = [f"  {head}{quote}{item}{quote}" for item in items[: self._NAMED]]
+        more = and_more(len(items), self._NAMED, before=f"  {head}")
+        return [*lines, more] if more else lines
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint is damaged and an earlier one is used; it says which, and why.
+
+    >>> import pathlib, tempfile, warnings
+    >>> import jaxstrategy as js
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> with js.checkpoint.CheckpointManager(folder) as manager:
+    ...     saved = [manager.save(step, {"w": np.ones(3)}) for step in (1, 2)]
+    ...     manager.wait()
+    ...     _ = (folder / "2" / "jaxstrategy.json").write_text("{")
+    ...     with warnings.catch_warnings(record=True) as told:
+    ...         warnings.simplefilter("always")
+    ...         state, step = manager.restore_or_init({"w": np.zeros(3)})
+    >>> print(told[0].category.__name__, step)
+    DamagedCheckpointWarning 1
+    """
+
+
+class Damage(Exception):
+    """A checkpoint cannot be used; the text says why."""
 
     def __init__(self, text: str, is_unread: bool = False) -> None:
         super().__init__(text)
@@ -148,7 +255,7 @@ def _wrong(content: Message) -> str | None:
             case _:
                 return f"its file {name!r} has no size and checksum, or is elsewhere"
     for name, entry in content["leaves"].items():
-        if not _sorts.is_entry(entry):
+        if not _handlers.is_entry(entry):
             return f"`{name}` is nothing that a checkpoint holds"
     return None
 
@@ -173,13 +280,8 @@ def write(folder: Path, record: Record) -> None:
     (folder / FILE).write_text(whole.to_json())
 
 
-def read(disk: AbstractFiles, folder: PathOrText) -> Record:
-    """The record of a checkpoint all of whose files are there in their sizes.
-
-    Raises:
-      Damage: it is not such a one, or the disk does not give it.
-      CheckpointError: a later version of the library has written it.
-    """
+def read(disk: Disk, folder: PathOrText) -> Record:
+    """The record of a checkpoint all of whose files are there in their sizes."""
     try:
         text = disk.text(f"{folder}/{FILE}")
     except FileNotFoundError:
@@ -195,12 +297,8 @@ def read(disk: AbstractFiles, folder: PathOrText) -> Record:
     return record
 
 
-def check_sizes(disk: AbstractFiles, folder: PathOrText, record: Record) -> None:
-    """Look whether all files of a record are there in their sizes.
-
-    Raises:
-      Damage: they are not, or the disk does not say.
-    """
+def check_sizes(disk: Disk, folder: PathOrText, record: Record) -> None:
+    """Look whether all files of a record are there in their sizes."""
     for name, (size, _) in record.files.items():
         try:
             found = disk.size(f"{folder}/{name}")
@@ -216,11 +314,7 @@ def check_sizes(disk: AbstractFiles, folder: PathOrText, record: Record) -> None
 
 
 def verify(folder: Path, record: Record, share: int, shares: int) -> None:
-    """Read the files again: those whose turn it is of so many `shares`.
-
-    Raises:
-      Damage: one of them is not as it was written.
-    """
+    """Read the files again: those whose turn it is of so many `shares`."""
     names = sorted(record.files)[share::shares]
     found = _checksums([folder / name for name in names])
     for name, checksum in zip(names, found, strict=True):

@@ -1,1 +1,0 @@
-"""Agreement of processes while they save and restore together."""
