@@ -65,15 +65,15 @@ if TYPE_CHECKING:
     from jaxstrategy.executors._eager_replicas import eager_replicas as eager_replicas
     from jaxstrategy.executors._replicated_function import CompiledStep as CompiledStep
     from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
-    from jaxstrategy.inputs._grouped import grouped as grouped
+    from jaxstrategy.inputs._dataset import grouped as grouped
     from jaxstrategy.inputs._input_options import InputContext as InputContext
     from jaxstrategy.inputs._input_options import InputOptions as InputOptions
     from jaxstrategy.inputs._input_options import (
         InputReplicationMode as InputReplicationMode,
     )
     from jaxstrategy.inputs._iterator import DistributedIterator as DistributedIterator
+    from jaxstrategy.inputs._memory_source import batches as batches
     from jaxstrategy.inputs._progress import progress as progress
-    from jaxstrategy.inputs.sources._memory import batches as batches
     from jaxstrategy.masks._masked_means import batch_mask as batch_mask
     from jaxstrategy.masks._masked_means import masked_mean as masked_mean
     from jaxstrategy.masks._masked_means import masked_sum as masked_sum
@@ -168,12 +168,12 @@ else:
             "contexts._replica_context": "ReplicaContext",
             "executors._replicated_function": "CompiledStep",
             "executors._eager_replicas": "eager_replicas",
-            "inputs._dataset": "DistributedDataset",
-            "inputs._grouped": "grouped",
+            "inputs._dataset": "DistributedDataset grouped",
+            
             "inputs._input_options": ("InputContext InputOptions InputReplicationMode"),
             "inputs._iterator": "DistributedIterator",
             "inputs._progress": "progress",
-            "inputs.sources._memory": "batches",
+            "inputs._memory_source": "batches",
             "masks._masked_means": "batch_mask masked_mean masked_sum",
             "parameter_servers._server": "Server",
             "reductions._compression_state": "CompressionState",

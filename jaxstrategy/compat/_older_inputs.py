@@ -12,14 +12,16 @@ import jax
 import numpy as np
 
 from jaxstrategy._errors import OutOfRangeError
-from jaxstrategy.inputs._abstract_input_iterator import AbstractInputIterator
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._input_options import (
     InputOptions,
 )
-from jaxstrategy.inputs._iterator import DistributedIterator
-from jaxstrategy.inputs._optional import Optional
-from jaxstrategy.inputs.sources._source import Dataset, Source, State
+from jaxstrategy.inputs._iterator import (
+    AbstractInputIterator,
+    DistributedIterator,
+    Optional,
+)
+from jaxstrategy.inputs._sources import Dataset, Source, State
 from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import Leaf, PyTree, Value

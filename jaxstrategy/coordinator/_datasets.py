@@ -15,13 +15,11 @@ import numpy as np
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.coordinator._values import PerWorkerValue
-from jaxstrategy.inputs._ahead import Ahead
-from jaxstrategy.inputs._dataset import DistributedDataset
-from jaxstrategy.inputs._deferred_dataset import DeferredDataset
+from jaxstrategy.inputs._dataset import DeferredDataset, DistributedDataset
 from jaxstrategy.inputs._input_options import InputContext
-from jaxstrategy.inputs._iterator import DistributedIterator
-from jaxstrategy.inputs.sources._choose import as_source
-from jaxstrategy.inputs.sources._source import Dataset, Pass, Source, State
+from jaxstrategy.inputs._iterator import Ahead, DistributedIterator
+from jaxstrategy.inputs._library_sources import as_source
+from jaxstrategy.inputs._sources import Dataset, Pass, Source, State
 from jaxstrategy.parameter_servers import _worker
 from jaxstrategy.parameter_servers._worker import (
     Positioned,

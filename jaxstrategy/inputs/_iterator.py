@@ -1,26 +1,102 @@
-"""One pass over a `DistributedDataset`."""
+"""One pass over a `DistributedDataset`, read ahead in a thread."""
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import json
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Self, final
+from typing import Any, Self, TypeVar, final
 
 import jax
 
 from jaxstrategy._errors import ContextError, OutOfRangeError
-from jaxstrategy.inputs import _batch_waits, _origins
-from jaxstrategy.inputs._abstract_input_iterator import AbstractInputIterator
-from jaxstrategy.inputs._ahead import Ahead
-from jaxstrategy.inputs._host_batch import HostBatch
+from jaxstrategy.contexts import _context
+from jaxstrategy.inputs import _origins
+from jaxstrategy.inputs._batches import HostBatch, Steps
 from jaxstrategy.inputs._input_options import InputOptions
-from jaxstrategy.inputs._optional import Optional
-from jaxstrategy.inputs._steps import Steps
+from jaxstrategy.inputs._sources import State
 from jaxstrategy.inputs._transfer import Transfer
-from jaxstrategy.inputs.sources._source import State
 from jaxstrategy.text._units import with_noun
 from jaxstrategy.values import _arrays
 from jaxstrategy.values._types import PyTree
+
+_T = TypeVar("_T")
+
+# A thread that waits for a source is left behind at the end of the program.
+_PATIENCE_SECONDS = 2.0
+
+
+@final
+class Optional:
+    """A batch, or nothing.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.experimental_distribute_dataset([np.arange(4)])
+    >>> with iter(dataset) as iterator:
+    ...     first = iterator.get_next_as_optional()
+    ...     second = iterator.get_next_as_optional()
+    >>> first.has_value(), second.has_value()
+    (True, False)
+    """
+
+    def __init__(self, values: tuple[PyTree, ...]) -> None:
+        self._values = values
+
+    @classmethod
+    def of(cls, value: PyTree) -> Self:
+        """One that has a value."""
+        return cls((value,))
+
+    @classmethod
+    def empty(cls) -> Self:
+        """One without."""
+        return cls(())
+
+    def has_value(self) -> bool:
+        """Whether there is one."""
+        return bool(self._values)
+
+    def get_value(self) -> PyTree:
+        """The value.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if not self._values:
+            raise ValueError(
+                "The optional has no value: the data has ended. Ask `has_value()` "
+                "first."
+            )
+        return self._values[0]
+
+    def __repr__(self) -> str:
+        return f"Optional({self._values[0]!r})" if self._values else "Optional.empty()"
+
+
+class AbstractInputIterator(Iterator[PyTree], abc.ABC):
+    """Batches, and the position among them, which checkpoints save."""
+
+    @abc.abstractmethod
+    def get_state(self) -> State:
+        """The position, as JSON can hold it.
+
+        Raises:
+          TypeError: the source cannot be resumed.
+        """
+
+    @abc.abstractmethod
+    def set_state(self, state: State) -> None:
+        """Goes on after the batch after which `state` was taken.
+
+        Raises:
+          ValueError: it is the state of something else.
+          TypeError: the source cannot be resumed.
+        """
 
 
 @final
@@ -85,7 +161,7 @@ class DistributedIterator(AbstractInputIterator):
             raise self._raised
         agreement, name = self._steps.agreement, self._steps.name_of(self._number)
         try:
-            with agreement.waiting(name), _batch_waits.waiting():
+            with agreement.waiting(name), _origins.waiting():
                 found = next(self._placed)
         except Exception as error:
             self._raised = error
@@ -181,7 +257,7 @@ class DistributedIterator(AbstractInputIterator):
         self._begun.clear()
         # What another thread still reads from cannot be closed.
         if self._ahead is None or self._ahead.close():
-            self._steps.reader.close()
+            self._steps.close()
 
     def __repr__(self) -> str:
         given = with_noun(self._number - len(self._begun), "step")
@@ -209,17 +285,20 @@ def _placed(
     """Batches with the state after them, and what reads them ahead, if anything."""
 
     def place(step: HostBatch) -> tuple[PyTree, State | TypeError]:
-        kind = steps.reader.kind
-        assert kind is not None, "a batch was read"
-        return transfer.place(step, kind), step.state
+        return transfer.place(step, steps), step.state
 
     if not options.ahead or _is_at_hand(steps, transfer):
         return None, map(place, steps)
     if options.experimental_fetch_to_device:
         ahead = Ahead(lambda: place(next(steps)), options.ahead)
         return ahead, ahead
+
     # Copied, because the source may overwrite its arrays when it is asked for the next.
-    ahead = Ahead(lambda: next(steps).copied(), options.ahead)
+    def copied() -> HostBatch:
+        batch = next(steps)
+        return batch if steps.are_own else batch.copied()
+
+    ahead = Ahead(copied, options.ahead)
     return ahead, map(place, ahead)
 
 
@@ -231,7 +310,7 @@ def _is_at_hand(steps: Steps, transfer: Transfer) -> bool:
     when its own step reads it (1.1 to 1.7 times the processor time of copying it just
     before, 3 to 38 MB a batch, on 2 cores). Other processes would be waited for.
     """
-    in_memory = all(each.is_in_memory for each in steps.reader.passes)
+    in_memory = all(each.is_in_memory for each in steps.passes)
     return in_memory and transfer.is_on_host and steps.agreement.topic is None
 
 
@@ -249,3 +328,111 @@ def _require_host() -> None:
 
 def _type(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+class Ahead(Iterator[_T]):
+    """The results of a function, one after the other, called some calls ahead.
+
+    The thread begins with `start` or the first `next`. It ends when the function
+    raises, and when this object is closed, is collected or the program ends. What the
+    function raised is raised here, after all that it returned before, at each further
+    `next`.
+
+    The thread knows for which worker of a coordinator it reads, as its maker does.
+
+    Args:
+      make: called in the thread. Must not refer to this object.
+      depth: how many calls ahead.
+    """
+
+    def __init__(self, make: Callable[[], _T], depth: int) -> None:
+        # Of this kind because its methods may be interrupted by the collector, which
+        # may call `_end` in the midst of any of them.
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._wanted.put(None)
+        self._stop = threading.Event()
+        self._raised: BaseException | None = None
+        self._thread = threading.Thread(
+            target=_work,
+            args=(
+                make,
+                self._wanted,
+                self._results,
+                self._stop,
+                _context.current().worker,
+            ),
+            name="jaxstrategy input",
+            daemon=True,
+        )
+        # Also called at the end of the program.
+        self._finalizer = weakref.finalize(
+            self, _end, self._thread, self._wanted, self._results, self._stop
+        )
+
+    def __next__(self) -> _T:
+        if self._raised is not None:
+            raise self._raised
+        if self._stop.is_set():
+            raise StopIteration
+        self.start()
+        result, error = self._results.get()
+        if error is not None:
+            self._raised = error
+            self.close()
+            raise error
+        self._wanted.put(None)
+        return result
+
+    def start(self) -> None:
+        """Begin, if it has not begun."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> bool:
+        """End the thread. It may be called twice.
+
+        Returns:
+          Whether it has ended: it does not while its function waits for something.
+        """
+        self._finalizer()
+        return not self._thread.is_alive()
+
+
+def _work(
+    make: Callable[[], _T],
+    wanted: queue.SimpleQueue[None],
+    results: queue.SimpleQueue[Any],
+    stop: threading.Event,
+    worker: object,
+) -> None:
+    while True:
+        wanted.get()
+        if stop.is_set():
+            return
+        try:
+            with _context.entered(worker=worker):
+                result = make(), None
+        except BaseException as error:
+            # Of any kind: who waits for the result would otherwise wait for ever.
+            result = None, error
+        results.put(result)
+        if result[1] is not None:
+            return
+
+
+def _end(
+    thread: threading.Thread,
+    wanted: queue.SimpleQueue[None],
+    results: queue.SimpleQueue[Any],
+    stop: threading.Event,
+) -> None:
+    stop.set()
+    wanted.put(None)  # the thread may wait for it
+    with contextlib.suppress(queue.Empty):
+        while True:
+            results.get_nowait()
+    results.put((None, StopIteration()))  # somebody may wait for it in another thread
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(_PATIENCE_SECONDS)

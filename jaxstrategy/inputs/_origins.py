@@ -1,11 +1,15 @@
-"""The arrays that are batches of a dataset, and the numbers of these.
+"""The batches that datasets have given, and how long loops waited for them.
 
-Processes compare the numbers, and a profile counts the rows of nothing else.
+Processes compare the numbers of batches, and a profile counts the rows of nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from typing import final
 
 import jax
 
@@ -51,3 +55,49 @@ def _array(leaf: Leaf) -> Leaf:
 def _found(array: Leaf) -> tuple[weakref.ref[Leaf], str | None] | None:
     found = _known.get(id(array))
     return found if found is not None and found[0]() is array else None
+
+
+@final
+class BatchWaits:
+    """The seconds for which this thread has waited for batches of iterators.
+
+    Args:
+      clock: returns seconds.
+
+    Attributes:
+      seconds: of all waits since it was made.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._depth = 0
+        _all.add(self)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A `with` block in which a batch is waited for; within another it is one."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._depth += 1
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.seconds += self._clock() - start
+
+
+_all: weakref.WeakSet[BatchWaits] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """A `with` block in which a batch is waited for, for all that count it."""
+    with contextlib.ExitStack() as stack:
+        for each in list(_all):
+            stack.enter_context(each.waiting())
+        yield

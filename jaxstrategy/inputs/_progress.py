@@ -17,7 +17,7 @@ from typing import Any, Generic, TextIO, TypeAlias, TypeVar, final
 
 import jax
 
-from jaxstrategy.inputs._grouped import Grouped
+from jaxstrategy.inputs._dataset import Grouped
 from jaxstrategy.masks._filled_rows import number_of_examples
 from jaxstrategy.text._units import plural
 from jaxstrategy.text._whole_numbers import whole

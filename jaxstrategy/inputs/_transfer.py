@@ -7,10 +7,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxstrategy.inputs import _aligned
-from jaxstrategy.inputs._batch import Array, BatchSpec
-from jaxstrategy.inputs._division import ReplicaRange
-from jaxstrategy.inputs._host_batch import HostBatch
+from jaxstrategy.inputs import _memory_source
+from jaxstrategy.inputs._batches import Array, HostBatch, ReplicaRange, Steps
 from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.values import _per_replica
@@ -38,21 +36,22 @@ class Transfer:
         self.is_on_host = replicas.devices[0].platform == "cpu"
         self._full: dict[int, jax.Array] = {}
 
-    def place(self, batch: HostBatch, spec: BatchSpec) -> PyTree:
+    def place(self, batch: HostBatch, steps: Steps) -> PyTree:
         """A batch on the devices, each array a `PerReplica` with the mask of its rows.
 
         One replica has its rows and no others, in plain arrays. The host's arrays may
         be overwritten as soon as it returns.
         """
+        assert steps.spec is not None, "a batch was read"
         if self._fed.is_one:
-            leaves = [self._whole(array, batch.are_own) for array in batch.arrays]
+            leaves = [self._whole(array, steps.are_own) for array in batch.arrays]
             jax.block_until_ready(leaves)
-            return jax.tree.unflatten(spec.treedef, leaves)
-        mask = self._mask(batch) if batch.is_padded else None
-        placed = [self._divided(array, batch.are_own) for array in batch.arrays]
+            return jax.tree.unflatten(steps.spec.treedef, leaves)
+        mask = self._mask(batch) if steps.is_padded else None
+        placed = [self._divided(array, steps.are_own) for array in batch.arrays]
         jax.block_until_ready(placed)
         leaves = [_with_mask(array, mask) for array in placed]
-        return jax.tree.unflatten(spec.treedef, leaves)
+        return jax.tree.unflatten(steps.spec.treedef, leaves)
 
     def _divided(self, array: Array, is_own: bool) -> jax.Array:
         if isinstance(array, list):
@@ -78,7 +77,11 @@ class Transfer:
     def _private(self, array: Array) -> Array:
         """`array`, or a copy, so that no device shares its memory."""
         if self.is_on_host and isinstance(array, np.ndarray):
-            return _aligned.own(array) if _aligned.may_be_shared(array) else array
+            return (
+                _memory_source.own_copy(array)
+                if _memory_source.may_be_shared(array)
+                else array
+            )
         return array
 
     def _shape(self, array: Array) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._iterator import DistributedIterator
-from jaxstrategy.inputs.sources._source import Source
+from jaxstrategy.inputs._sources import Source
 from jaxstrategy.keras._keras_distribution import distribution
 
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")

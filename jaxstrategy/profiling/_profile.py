@@ -16,7 +16,7 @@ from jaxstrategy._errors import ClusterError
 from jaxstrategy.executors._replicated_function import CompiledStep
 from jaxstrategy.executors._step_loop import number_of_steps
 from jaxstrategy.inputs import _origins
-from jaxstrategy.inputs._batch_waits import BatchWaits
+from jaxstrategy.inputs._origins import BatchWaits
 from jaxstrategy.masks._filled_rows import number_of_examples
 from jaxstrategy.processes import _job
 from jaxstrategy.profiling._metric_logger import MetricLogger

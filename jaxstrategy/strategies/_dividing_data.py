@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxstrategy.contexts import _context
-from jaxstrategy.inputs._dataset import DistributedDataset
-from jaxstrategy.inputs._distribute import Feeding
+from jaxstrategy.inputs._dataset import DistributedDataset, Feeding
 from jaxstrategy.inputs._input_options import (
     InputContext,
     InputOptions,

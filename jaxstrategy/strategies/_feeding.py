@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from jaxstrategy.inputs._distribute import Feeding
+from jaxstrategy.inputs._dataset import Feeding
 from jaxstrategy.processes._agreement import Agreement
 from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._replicas import Replicas

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
-from jaxstrategy.inputs._deferred_dataset import DeferredDataset
-from jaxstrategy.inputs._distribute import refuse_for_each_replica
+from jaxstrategy.inputs._dataset import DeferredDataset, refuse_for_each_replica
 from jaxstrategy.inputs._input_options import (
     InputContext,
     InputOptions,

@@ -12,12 +12,9 @@ from helpers.loops import each_of
 from hypothesis import given, settings
 
 import jaxstrategy as js
-from jaxstrategy.inputs._division import ReplicaRange
-from jaxstrategy.inputs._global import GlobalReader
-from jaxstrategy.inputs._pipelines import PipelinesReader
-from jaxstrategy.inputs._steps import Steps
+from jaxstrategy.inputs._batches import ReplicaRange, Steps
+from jaxstrategy.inputs._library_sources import as_source
 from jaxstrategy.inputs._transfer import Transfer
-from jaxstrategy.inputs.sources._choose import as_source
 from jaxstrategy.processes._agreement import Agreement
 
 
@@ -47,8 +44,6 @@ class Meeting:
 
 
 class Talk(Agreement):
-    topic = "batches"
-
     def __init__(self, meeting, index):
         self._meeting, self._index, self._turn = meeting, index, 0
 
@@ -58,20 +53,23 @@ class Talk(Agreement):
 
 
 def in_processes(
-    count, local, make, remainder="pad", resumed=None, most=None, meeting=None
-):
+    count, local, make, remainder="pad", resumed=None, most=None, meeting=None,
+    after=lambda index, step: None,
+):  # fmt: skip
     """What each process feeds: its steps, or what it raised."""
     meeting = meeting or Meeting(count)
     found = [None] * count
 
     def process(index):
         replicas = ReplicaRange(count * local, index * local, local)
-        steps = Steps(make(index, replicas), Talk(meeting, index), remainder)
+        steps = Steps(*make(index), replicas, Talk(meeting, index), remainder)
         fed = []
         try:
             if resumed is not None:
                 steps.set_state(json.loads(json.dumps(resumed[index])))
-            fed.extend(itertools.islice(steps, most))
+            for step in itertools.islice(steps, most):
+                fed.append(step)
+                after(index, len(fed))
             found[index] = fed
         except (ValueError, EOFError) as error:
             meeting.leave()
@@ -89,17 +87,12 @@ def in_processes(
 
 
 def of_global(batches):
-    def make(index, replicas):
-        # Each process has a source of its own.
-        return GlobalReader(as_source(copy.copy(batches)).start(), replicas)
-
-    return make
+    # Each process has a source of its own.
+    return lambda index: ([as_source(copy.copy(batches)).start()], True)
 
 
 def of_pipelines(lists):
-    return lambda index, replicas: PipelinesReader(
-        [as_source(lists[index]).start()], replicas
-    )
+    return lambda index: ([as_source(lists[index]).start()], False)
 
 
 def rows_of(step, index, local):
@@ -146,8 +139,8 @@ def test_a_process_reads_only_its_own_rows(monkeypatch):
     replicas = ReplicaRange(8, 2, 2)
     source = js.batches(np.arange(32), 16)
     source._arrays = np.arange(32).view(Watched)
-    share = GlobalReader(source.start(), replicas).read()
-    assert read == [slice(4, 8, 1)]
+    share = next(Steps([source.start()], True, replicas, Agreement(), "pad"))
+    assert [each for each in read if isinstance(each, slice)] == [slice(4, 8, 1)]
     assert share.arrays[0].tolist() == [[4, 5], [6, 7]]
 
 
@@ -206,23 +199,13 @@ def test_what_is_in_memory_is_agreed_about_once_and_ends_together():
 
 
 def test_a_list_that_is_changed_while_it_is_read():
-    batches = [np.arange(4)] * 3
+    lists = [[np.arange(4)] * 3, [np.arange(4)] * 3]
 
-    def make(index, replicas):
-        own = list(batches)
-        reader = PipelinesReader([as_source(own).start()], replicas)
-        read = reader.read
+    def change(index, steps):
+        if index == 0 and steps == 2:
+            lists[0][2] = np.arange(1)
 
-        def changed():
-            found = read()
-            if reader.number == 2 and index == 0:
-                own[2] = np.arange(1)
-            return found
-
-        reader.read = changed
-        return reader
-
-    found = in_processes(2, 1, make)
+    found = in_processes(2, 1, of_pipelines(lists), after=change)
     text = "Step 2 has (1,) rows, where the other processes count on (4,) of the repl"
     assert text in str(found[0])
 
@@ -275,9 +258,9 @@ def test_arrays_of_several_processes_are_copies(four):
             yield {"x": x}
         x[:] = -1
 
-    reader = GlobalReader(as_source(source).start(), ReplicaRange(4, 0, 4))
-    steps = Steps(reader, Agreement(), "pad")
-    batches = [placing.place(step, reader.kind) for step in steps]
+    passes, replicas = [as_source(source).start()], ReplicaRange(4, 0, 4)
+    steps = Steps(passes, True, replicas, Agreement(), "pad")
+    batches = [placing.place(step, steps) for step in steps]
     assert [np.unique(b["x"].stacked).tolist() for b in batches] == [[0], [1], [2], [3]]
     assert batches[0]["x"].stacked.sharding.is_equivalent_to(
         four.per_replica([0] * 4).stacked.sharding, 3

@@ -11,7 +11,7 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy import profiling
-from jaxstrategy.inputs import _batch_waits
+from jaxstrategy.inputs import _origins
 from jaxstrategy.profiling import Comparison, MetricLogger, Profile, _links, compare
 from jaxstrategy.profiling._step_analysis import StepFacts
 from jaxstrategy.tracing.explanation._facts import Memory
@@ -434,7 +434,7 @@ def test_batches_that_another_thread_waits_for_do_not_count():
     machine = Machine(dispatch=0.5, device=1.0)
 
     def read():
-        with _batch_waits.waiting():
+        with _origins.waiting():
             machine.now += 100.0
 
     with profile(machine, every=3) as train:
@@ -442,7 +442,7 @@ def test_batches_that_another_thread_waits_for_do_not_count():
             train()
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 pool.submit(read).result()
-            with _batch_waits.waiting():
+            with _origins.waiting():
                 machine.now += 2.0
     assert train.report().input == pytest.approx(2.0)
 

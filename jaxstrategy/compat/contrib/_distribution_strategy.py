@@ -31,7 +31,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import StrategyFace
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._input_options import InputContext
-from jaxstrategy.inputs.sources._choose import as_source
+from jaxstrategy.inputs._library_sources import as_source
 from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _current

@@ -95,7 +95,7 @@ class DistributedDatasetV1(MakesIterators, DistributedDataset):
             dataset._transfer,
             dataset._options,
             dataset._name,
-            dataset._length,
+            dataset._sized,
         )
 
     def _read(self) -> DistributedDataset:

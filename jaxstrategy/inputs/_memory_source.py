@@ -10,12 +10,54 @@ from typing import final
 import jax
 import numpy as np
 
-from jaxstrategy.inputs import _aligned, _origins
-from jaxstrategy.inputs.sources import _counted
-from jaxstrategy.inputs.sources._source import Pass, Source, State
+from jaxstrategy.inputs import _origins, _sources
+from jaxstrategy.inputs._sources import Pass, Source, State
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._types import Leaf, PyTree, Value
+
+# Where memory of the host begins that a device takes over instead of copying it. It is
+# so with XLA; half of it would be found, too.
+_ALIGNMENT = 64
+
+
+def may_be_shared(array: np.ndarray) -> bool:
+    """Whether devices of the host would share memory with `array`, when it is split.
+
+    They may although `device_put` was told otherwise.
+    """
+    if not array.flags.c_contiguous:
+        return True
+    start, step = array.ctypes.data, array.strides[0]
+    return any((start + i * step) % (_ALIGNMENT // 2) == 0 for i in range(len(array)))
+
+
+def own_copy(array: np.ndarray) -> np.ndarray:
+    """A copy that lies where it can be taken over, so that no second one is made."""
+    made = _empty(array.shape, array.dtype)
+    np.copyto(made, array)
+    return made
+
+
+def taken_rows(array: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """`array[numbers]`, where it can be taken over.
+
+    Args:
+      array: `[n, ...]`.
+      numbers: of rows, each from 0 to n - 1.
+    """
+    if array.dtype.hasobject or not array.dtype.itemsize:
+        return array[numbers]  # has no bytes of its own
+    made = _empty((len(numbers), *array.shape[1:]), array.dtype)
+    # With "raise", NumPy makes another array first and copies that.
+    return np.take(array, numbers, axis=0, out=made, mode="clip")
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def batches(
@@ -151,7 +193,7 @@ class ArrayBatches(Source):
         """
         then = state.get("data") if isinstance(state, dict) else None
         if not isinstance(then, dict):
-            raise _counted.foreign(self.name, state, "what its data are under 'data'")
+            raise _sources.foreign(self.name, state, "what its data are under 'data'")
         differing = [
             f"`{key}` was {then.get(key)!r} and is {now!r}"
             if key != "contents"
@@ -163,7 +205,7 @@ class ArrayBatches(Source):
             raise ValueError(
                 f"The state was saved with other data in {self.name}: "
                 f"{', and '.join(differing)}. Other examples would follow. "
-                f"{_counted.SAME_DATA}"
+                f"{_sources.SAME_DATA}"
             )
 
     def _order(self, epoch: int) -> np.ndarray | None:
@@ -221,7 +263,7 @@ class _ArrayPass(Pass):
         self._epoch, self._batch = epoch, batch + 1
         if isinstance(index, slice):
             return rows, jax.tree.map(lambda array: array[index], source._arrays)
-        picked = functools.partial(_aligned.rows, numbers=index)
+        picked = functools.partial(taken_rows, numbers=index)
         return rows, jax.tree.map(picked, source._arrays)
 
     def rows_ahead(self, most: int) -> list[int]:
@@ -248,11 +290,11 @@ class _ArrayPass(Pass):
 
     def set_state(self, state: State) -> None:
         source = self._source
-        epoch = _counted.counted(state, "epoch", source.name)
-        batch = _counted.counted(state, "batch", source.name)
+        epoch = _sources.counted(state, "epoch", source.name)
+        batch = _sources.counted(state, "batch", source.name)
         source.check_described(state)
         if batch > source._per_epoch:
-            raise _counted.too_few("an epoch", source._per_epoch, batch)
+            raise _sources.too_few("an epoch", source._per_epoch, batch)
         self._go_to(epoch, batch)
         source._next_epoch = self._first + (source._epochs or 1)
 

@@ -1,1 +1,0 @@
-"""Sources of batches: one kind a file, chosen by protocol."""
