@@ -71,16 +71,7 @@ class ReplicaRange:
 @final
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
-    """This process's part of the batch of one step, on the host.
-
-    Attributes:
-      arrays: `[local replica, each, ...]`, filled up; of arrays on devices lists of
-        `[1, each, ...]`.
-      own_counts: how many real rows each of this process's replicas has.
-      each: how many rows each replica has, real or not.
-      counts: how many real rows each of all replicas has; none until it is agreed.
-      state: where the pass is after this step; or why it cannot be resumed.
-    """
+    """This process's part of the batch of one step, on the host."""
 
     arrays: list[Any]
     own_counts: tuple[int, ...]
@@ -101,12 +92,7 @@ class HostBatch:
 @final
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """The structure, row shapes and dtypes that all batches of a dataset share.
-
-    Attributes:
-      treedef: their structure.
-      types: of each leaf the shape of a row, None of a scalar, and the dtype.
-    """
+    """The structure, row shapes and dtypes that all batches of a dataset share."""
 
     treedef: PyTree
     types: list[tuple[tuple[int, ...] | None, np.dtype]]
@@ -114,21 +100,7 @@ class BatchSpec:
 
 @final
 class Steps:
-    """The batches of one pass, step by step.
-
-    Args:
-      passes: over sources. If they are of global batches, one, which gives all
-        processes the same; else the batches are for single replicas: one pass, whose
-        batches go to the replicas of this process in turn, or one for each.
-      are_global: whether batches are divided over all replicas.
-      replicas: those of this process.
-      agreement: with the other processes.
-      remainder: what is done with a step some of whose rows are missing.
-
-    Attributes:
-      done: how many batches were agreed about.
-      spec: what the batches have in common, when one was read.
-    """
+    """The batches of one pass, step by step."""
 
     def __init__(
         self,
@@ -220,11 +192,7 @@ class Steps:
         return HostBatch(stacked, self._own_counts(rows, each), each)
 
     def _rows_of_each(self, rows: int, number: int) -> int:
-        """The rows of each replica, by the first batch.
-
-        Raises:
-          ValueError: this one has more, and there are several replicas.
-        """
+        """The rows of each replica, by the first batch."""
         total = self._replicas.total
         if self._each is None:
             if not rows:
@@ -305,14 +273,7 @@ class Steps:
         return [array[-1:] if array.ndim else array for array in self._last_rows]
 
     def _checked(self, tree: PyTree, number: int) -> list[Array]:
-        """The arrays of a batch.
-
-        Raises:
-          TypeError: a leaf is not an array of numbers.
-          ValueError: it has no leaves, or is of another kind than the first; a leaf has
-            integers that JAX does not hold, is a scalar and may not be, or has other
-            rows than the first.
-        """
+        """The arrays of a batch."""
         found, treedef = jax.tree.flatten_with_path(
             tree, is_leaf=_per_replica.is_per_replica
         )
@@ -390,10 +351,7 @@ class Steps:
         return dataclasses.replace(batch, counts=tuple(counts), state=self.state())
 
     def _heard(self, batch: HostBatch | None) -> list[list[Any] | None]:
-        """Of each process: rows of a replica, own counts, and those ahead in runs.
-
-        None of one that has no batch left.
-        """
+        """Of each process: rows of a replica, own counts, and those ahead in runs."""
         heard = self.agreement.exchange(self._said(batch))
         if all(isinstance(said, list) for said in heard):
             self._own_replicas = [len(said[1]) for said in heard]
@@ -544,12 +502,7 @@ class Steps:
         }
 
     def set_state(self, state: State) -> None:
-        """Goes on from a state.
-
-        Raises:
-          ValueError: it is not one of ours, or of another dataset.
-          TypeError: the source cannot be resumed.
-        """
+        """Goes on from a state."""
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise ValueError(
                 f"`set_state` was given {state!r}, which `get_state` of a distributed "
@@ -661,10 +614,7 @@ def _widened(array: Any, each: int) -> Any:
 
 
 def _joined(versions: Sequence[Sequence[Array]], each: int) -> list[Any]:
-    """The arrays of several replicas, `[rows, ...]`, as `[replica, each, ...]`.
-
-    Of arrays on devices a list of `[1, each, ...]`, which stay where they are.
-    """
+    """The arrays of several replicas, `[rows, ...]`, as `[replica, each, ...]`."""
     filled = [[_stacked(array, 1, each) for array in arrays] for arrays in versions]
     return [
         list(column)

@@ -88,11 +88,7 @@ class DistributedDataset:
         return self._spec
 
     def __len__(self) -> int:
-        """The number of steps of a pass.
-
-        Raises:
-          TypeError: that is not known before it ends, or it has no end.
-        """
+        """The number of steps of a pass."""
         length = None if self._sized is None else self._sized.length
         if length is None:
             raise TypeError(
@@ -218,12 +214,7 @@ class DeferredDataset(DistributedDataset):
 
 
 class Feeding:
-    """Makes datasets whose batches are divided over the replicas of a strategy.
-
-    Args:
-      replicas: all of them.
-      agree: makes an agreement with the other processes, for one pass.
-    """
+    """Makes datasets whose batches are divided over the replicas of a strategy."""
 
     def __init__(
         self,
@@ -235,12 +226,7 @@ class Feeding:
         self._transfer = Transfer(replicas, self._fed)
 
     def of_dataset(self, dataset: Dataset, options: InputOptions) -> DistributedDataset:
-        """Global batches, divided.
-
-        Raises:
-          ValueError: `options` ask for a pipeline for each replica.
-          TypeError: `dataset` is nothing that batches can be read from.
-        """
+        """Global batches, divided."""
         refuse_for_each_replica(options)
         source = as_source(dataset)
 
@@ -254,11 +240,7 @@ class Feeding:
     def of_function(
         self, function: Callable[[InputContext], Dataset], options: InputOptions
     ) -> DistributedDataset:
-        """The batches of an input function, one for each replica.
-
-        Raises:
-          TypeError: `function` is none, or gives nothing that can be read from.
-        """
+        """The batches of an input function, one for each replica."""
         sources = [as_source(function(each)) for each in self._contexts(options)]
 
         def start() -> Steps:
@@ -287,11 +269,7 @@ class Feeding:
 
 
 def refuse_for_each_replica(options: InputOptions) -> None:
-    """Raise if one dataset is to be a pipeline for each replica.
-
-    Raises:
-      ValueError: `options` say so.
-    """
+    """Raise if one dataset is to be a pipeline for each replica."""
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise ValueError(
             "InputReplicationMode.PER_REPLICA is for input functions: use "
@@ -327,11 +305,7 @@ class Grouped(Iterable[tuple[PyTree, ...]]):
             yield tuple(group)
 
     def __len__(self) -> int:
-        """The number of tuples of a pass.
-
-        Raises:
-          TypeError: the dataset does not know its length.
-        """
+        """The number of tuples of a pass."""
         return -(-self.number_of_batches() // self._k)
 
     def number_of_batches(self) -> int:

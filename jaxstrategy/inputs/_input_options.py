@@ -110,11 +110,7 @@ class InputOptions:
 
 
 def checked_input_options(options: object) -> InputOptions:
-    """`options`, or the default for None.
-
-    Raises:
-      TypeError: they are something else.
-    """
+    """`options`, or the default for None."""
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):

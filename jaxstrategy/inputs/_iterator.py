@@ -83,20 +83,11 @@ class AbstractInputIterator(Iterator[PyTree], abc.ABC):
 
     @abc.abstractmethod
     def get_state(self) -> State:
-        """The position, as JSON can hold it.
-
-        Raises:
-          TypeError: the source cannot be resumed.
-        """
+        """The position, as JSON can hold it."""
 
     @abc.abstractmethod
     def set_state(self, state: State) -> None:
-        """Goes on after the batch after which `state` was taken.
-
-        Raises:
-          ValueError: it is the state of something else.
-          TypeError: the source cannot be resumed.
-        """
+        """Goes on after the batch after which `state` was taken."""
 
 
 @final
@@ -140,14 +131,7 @@ class DistributedIterator(AbstractInputIterator):
         self._is_closed = False
 
     def __next__(self) -> PyTree:
-        """The next batch.
-
-        Raises:
-          StopIteration: there is none.
-          ContextError: inside a function that JAX traces, such as a step.
-          Exception: what the source raised when it was asked for this batch; the same
-            again at each further call.
-        """
+        """The next batch."""
         _require_host()
         batch, self._state = self._begun.pop() if self._begun else self._next()
         return batch
@@ -303,13 +287,7 @@ def _placed(
 
 
 def _is_at_hand(steps: Steps, transfer: Transfer) -> bool:
-    """Whether nothing is gained by reading ahead.
-
-    So it is with arrays in memory and devices of the host: to copy a batch in another
-    thread takes the cores from the step that runs, and the batch is out of their caches
-    when its own step reads it (1.1 to 1.7 times the processor time of copying it just
-    before, 3 to 38 MB a batch, on 2 cores). Other processes would be waited for.
-    """
+    """Whether nothing is gained by reading ahead."""
     in_memory = all(each.is_in_memory for each in steps.passes)
     return in_memory and transfer.is_on_host and steps.agreement.topic is None
 
@@ -331,19 +309,7 @@ def _type(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 class Ahead(Iterator[_T]):
-    """The results of a function, one after the other, called some calls ahead.
-
-    The thread begins with `start` or the first `next`. It ends when the function
-    raises, and when this object is closed, is collected or the program ends. What the
-    function raised is raised here, after all that it returned before, at each further
-    `next`.
-
-    The thread knows for which worker of a coordinator it reads, as its maker does.
-
-    Args:
-      make: called in the thread. Must not refer to this object.
-      depth: how many calls ahead.
-    """
+    """The results of a function, one after the other, called some calls ahead."""
 
     def __init__(self, make: Callable[[], _T], depth: int) -> None:
         # Of this kind because its methods may be interrupted by the collector, which
@@ -391,11 +357,7 @@ class Ahead(Iterator[_T]):
             self._thread.start()
 
     def close(self) -> bool:
-        """End the thread. It may be called twice.
-
-        Returns:
-          Whether it has ended: it does not while its function waits for something.
-        """
+        """End the thread. It may be called twice."""
         self._finalizer()
         return not self._thread.is_alive()
 

@@ -158,11 +158,7 @@ class _StatefulPass(SnapshotPass):
 
 
 def to_numpy(batch: PyTree, what: str = "batch") -> PyTree:
-    """`batch` with NumPy arrays for tensors and tuples for lists.
-
-    Raises:
-      TypeError: a tensor is of a kind that NumPy does not have.
-    """
+    """`batch` with NumPy arrays for tensors and tuples for lists."""
     if isinstance(batch, dict):
         return {
             key: to_numpy(value, f"{what}[{key!r}]") for key, value in batch.items()
@@ -520,11 +516,7 @@ _LIBRARIES = (
 
 
 def as_source(dataset: Dataset) -> Source:
-    """`dataset` as a source of batches, by what it can do; nothing is read yet.
-
-    Raises:
-      TypeError: it is no dataset of batches; the message says what to give.
-    """
+    """`dataset` as a source of batches, by what it can do; nothing is read yet."""
     if isinstance(dataset, Source):
         return dataset
     if isinstance(dataset, type):

@@ -22,10 +22,7 @@ _ALIGNMENT = 64
 
 
 def may_be_shared(array: np.ndarray) -> bool:
-    """Whether devices of the host would share memory with `array`, when it is split.
-
-    They may although `device_put` was told otherwise.
-    """
+    """Whether devices of the host would share memory with `array`, when it is split."""
     if not array.flags.c_contiguous:
         return True
     start, step = array.ctypes.data, array.strides[0]
@@ -40,12 +37,7 @@ def own_copy(array: np.ndarray) -> np.ndarray:
 
 
 def taken_rows(array: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """`array[numbers]`, where it can be taken over.
-
-    Args:
-      array: `[n, ...]`.
-      numbers: of rows, each from 0 to n - 1.
-    """
+    """`array[numbers]`, where it can be taken over."""
     if array.dtype.hasobject or not array.dtype.itemsize:
         return array[numbers]  # has no bytes of its own
     made = _empty((len(numbers), *array.shape[1:]), array.dtype)

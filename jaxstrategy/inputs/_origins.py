@@ -20,12 +20,7 @@ _known: dict[int, tuple[weakref.ref[Leaf], str | None]] = {}
 
 
 def note(batch: PyTree, name: str | None) -> None:
-    """Let the arrays of `batch` be known as such as long as they live.
-
-    Args:
-      batch: what a dataset has given.
-      name: its number in words, for processes that compare it.
-    """
+    """Let the arrays of `batch` be known as such as long as they live."""
     for leaf in jax.tree.leaves(batch, is_leaf=is_per_replica):
         array = _array(leaf)
         key = id(array)
@@ -59,14 +54,7 @@ def _found(array: Leaf) -> tuple[weakref.ref[Leaf], str | None] | None:
 
 @final
 class BatchWaits:
-    """The seconds for which this thread has waited for batches of iterators.
-
-    Args:
-      clock: returns seconds.
-
-    Attributes:
-      seconds: of all waits since it was made.
-    """
+    """The seconds for which this thread has waited for batches of iterators."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = 0.0

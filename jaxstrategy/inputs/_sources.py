@@ -26,11 +26,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> Pass:
-        """A new pass over all batches.
-
-        Raises:
-          TypeError: the batches can be read only once, and were.
-        """
+        """A new pass over all batches."""
 
     @property
     def length(self) -> int | None:
@@ -44,13 +40,7 @@ class Source(abc.ABC):
 
 
 class Pass(abc.ABC):
-    """One pass over a source.
-
-    Attributes:
-      are_own: whether nobody else has the arrays that it gives, so that devices may
-        share their memory.
-      is_in_memory: whether its batches are in memory already, so that it never waits.
-    """
+    """One pass over a source."""
 
     are_own = False
     is_in_memory = False
@@ -60,55 +50,23 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def __next__(self) -> PyTree:
-        """The next batch.
-
-        Raises:
-          StopIteration: there is none.
-        """
+        """The next batch."""
 
     def part(self, choose: Callable[[int], slice]) -> tuple[int, PyTree] | None:
-        """Some rows of the next batch, for a source that need not read the others.
-
-        Args:
-          choose: from the number of rows in the batch, those that are wanted.
-
-        Returns:
-          The number of rows in the whole batch, and the rows; None if this source
-          reads batches only whole (then `__next__` is called instead).
-
-        Raises:
-          StopIteration: there is no batch left.
-        """
+        """Some rows of the next batch, for a source that need not read the others."""
         return None
 
     def rows_ahead(self, most: int) -> list[int]:
-        """The numbers of rows of the next batches, as far as they are sure unread.
-
-        Args:
-          most: of how many batches at most.
-        """
+        """The numbers of rows of the next batches, as far as they are sure unread."""
         return []
 
     @abc.abstractmethod
     def get_state(self) -> State:
-        """The place of this pass, for `set_state` of a pass in another process.
-
-        Raises:
-          TypeError: the source cannot be resumed; the message says why.
-        """
+        """The place of this pass, for `set_state` of a pass in another process."""
 
     @abc.abstractmethod
     def set_state(self, state: State) -> PyTree | None:
-        """Go on where the pass was whose state it is.
-
-        Returns:
-          The batch before, where it had to be read to get there; else None.
-
-        Raises:
-          ValueError: it is the state of something else, or there are not so many
-            batches.
-          TypeError: the source cannot be resumed.
-        """
+        """Go on where the pass was whose state it is."""
 
     def close(self) -> None:  # noqa: B027 (most passes hold nothing)
         """Let go of files and workers. A closed pass is not used again."""
@@ -116,14 +74,7 @@ class Pass(abc.ABC):
 
 @final
 class CountedPass(Pass):
-    """Batches of an iterator; a later pass gets to the same place by reading again.
-
-    Args:
-      begin: makes the iterator.
-      name: of the source, in messages.
-      length: how many batches there are, if that is known.
-      in_memory: all batches, if they are in a list.
-    """
+    """Batches of an iterator; a later pass gets to the same place by reading again."""
 
     def __init__(
         self,
@@ -185,10 +136,7 @@ _EVERY = 16
 
 
 class SnapshotPass(Pass):
-    """A pass over a source that has a state of its own, which takes long to ask for.
-
-    Its place is such a state, of every sixteenth batch, and how many were read since.
-    """
+    """A pass over a source that has a state of its own, which takes long to ask for."""
 
     name: str
     _snapshot: dict[str, State] | None = None
@@ -246,11 +194,7 @@ def close(iterator: Any) -> None:
 
 
 def counted(state: State, key: str, name: str) -> int:
-    """The number of batches or epochs that `state` holds under `key`.
-
-    Raises:
-      ValueError: it holds none.
-    """
+    """The number of batches or epochs that `state` holds under `key`."""
     count = whole(state.get(key)) if isinstance(state, dict) else None
     if count is None or count < 0:
         raise foreign(name, state, f"a number under {key!r}")
@@ -315,11 +259,7 @@ class ReadingOrder:
         self._is_mixed |= reader is not self._latest
 
     def check(self, reader: Pass, name: str) -> None:
-        """Raise unless the dataset's place is that of `reader`.
-
-        Raises:
-          TypeError: another pass read since `reader` began.
-        """
+        """Raise unless the dataset's place is that of `reader`."""
         if self._is_mixed or reader is not self._latest:
             raise TypeError(
                 f"The place of this pass is unknown: {name} remembers one place only, "
@@ -442,11 +382,7 @@ def is_tf_data(dataset: Dataset) -> bool:
 
 @final
 class TfDataSource(Source):
-    """A `tf.data.Dataset` of batches, read as NumPy arrays.
-
-    It is resumed by reading again, so its shuffling needs a `seed`, and
-    `reshuffle_each_iteration=False` if there is more than one pass.
-    """
+    """A `tf.data.Dataset` of batches, read as NumPy arrays."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset

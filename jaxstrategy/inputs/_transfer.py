@@ -18,15 +18,7 @@ from jaxstrategy.values._types import PyTree
 
 @final
 class Transfer:
-    """Places batches on the replicas' devices.
-
-    Args:
-      replicas: all of them.
-      fed: the numbers of those that this process feeds, by default its own.
-
-    Attributes:
-      is_on_host: whether the devices are this host's processors.
-    """
+    """Places batches on the replicas' devices."""
 
     def __init__(self, replicas: Replicas, fed: ReplicaRange | None = None) -> None:
         self._replicas = replicas

@@ -21,12 +21,7 @@ from jaxstrategy.values._types import PyTree
 
 
 def row_mask(counts: Sequence[int], rows: int) -> np.ndarray:
-    """The mask of so many rows, `bool[replica, rows]`.
-
-    Args:
-      counts: how many are, for each replica.
-      rows: of each replica.
-    """
+    """The mask of so many rows, `bool[replica, rows]`."""
     return np.arange(rows) < np.asarray(counts)[:, None]
 
 
@@ -66,16 +61,7 @@ def is_of_rows(axis: int, array: ArrayLike) -> bool:
 
 
 def without_filling(value: PyTree, joined: PyTree, axis: int) -> PyTree:
-    """`joined`, what all replicas have of `value`, with the real rows only.
-
-    All rows stay where another dimension than the rows was joined, and while JAX
-    traces, where shapes are static; a warning says so.
-
-    Args:
-      value: with `PerReplica`s.
-      joined: their versions, joined along `axis`.
-      axis: a dimension.
-    """
+    """`joined`, what all replicas have of `value`, with the real rows only."""
     leaves, treedef = jax.tree.flatten(joined)
     given = jax.tree.leaves(value, is_leaf=_trees.is_whole)
     masks = [

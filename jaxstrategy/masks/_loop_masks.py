@@ -16,15 +16,7 @@ from jaxstrategy.masks._step_masks import BatchArray, CurrentMasks, StepMasks
 
 @final
 class LoopMasks:
-    """The masks of several steps' batches, where the steps are traced as one loop.
-
-    Args:
-      columns: for each array of a batch that of each step.
-
-    Attributes:
-      masks: of the arrays that have one, by their number: `bool[step, replica, rows]`.
-        The loop gives each step its own.
-    """
+    """The masks of several steps' batches, where the steps are traced as one loop."""
 
     def __init__(self, columns: Sequence[Sequence[jax.Array]]) -> None:
         self._current = _step_masks.current() or CurrentMasks(StepMasks(()))

@@ -142,21 +142,13 @@ def masked_mean(
 
 
 def given_rows(mask: Value, rows: int) -> RealRows:
-    """The real rows by a user's mask; the replicas sum up their numbers.
-
-    Raises:
-      ValueError: `mask` has another shape.
-    """
+    """The real rows by a user's mask; the replicas sum up their numbers."""
     checked = _checked(mask, (rows,))
     return RealRows(checked, _share(checked))
 
 
 def _given(mask: Value, values: Value) -> jax.Array:
-    """`mask` of rows of `values`, or of their entries: those of real rows.
-
-    Raises:
-      ValueError: `mask` has not the shape of the first dimensions of `values`.
-    """
+    """`mask` of rows of `values`, or of their entries: those of real rows."""
     mask = _checked(mask, np.shape(values))
     if mask.ndim > 1 and (known := _step_masks.real_rows(values)) is not None:
         mask &= known.mask.reshape(-1, *[1] * (mask.ndim - 1))
@@ -203,11 +195,7 @@ def _rows(values: Value, name: str) -> int:
 
 
 def _checked(mask: Value, wanted: tuple[int, ...]) -> jax.Array:
-    """`mask` as Booleans.
-
-    Raises:
-      ValueError: its dimensions are not the first ones that are wanted.
-    """
+    """`mask` as Booleans."""
     shape, rows = np.shape(mask), wanted[0]
     if not shape or shape != wanted[: len(shape)]:
         entries = ""

@@ -21,13 +21,7 @@ from jaxstrategy.contexts import _context, _trace_numbers
 
 @dataclasses.dataclass(frozen=True)
 class BatchArray:
-    """An array of a batch that a step was given.
-
-    Attributes:
-      array: what the step sees of it, `[rows, ...]`.
-      mask: which rows are real on each replica, `bool[replica, rows]`.
-      place: the number of the mask among the arrays of the call.
-    """
+    """An array of a batch that a step was given."""
 
     array: jax.Array
     mask: jax.Array
@@ -36,26 +30,14 @@ class BatchArray:
 
 @dataclasses.dataclass(frozen=True)
 class RealRows:
-    """The real rows of one replica.
-
-    Attributes:
-      mask: this replica's, `bool[rows]`.
-      share: what a sum over them is to be multiplied by, so that the mean over the
-        replicas, and over the parts of the batch, is the mean over all real rows.
-    """
+    """The real rows of one replica."""
 
     mask: jax.Array
     share: jax.Array
 
 
 class StepMasks:
-    """The masks of one call's batches, as its trace sees them.
-
-    Attributes:
-      asked: whether the step asked which rows are real.
-      kept: whether it gathers arrays of a batch, rows that are not real included.
-      alike: the places of masks that the step took for one.
-    """
+    """The masks of one call's batches, as its trace sees them."""
 
     def __init__(self, given: Sequence[BatchArray]) -> None:
         self._given = given
@@ -88,17 +70,7 @@ class StepMasks:
     def find(
         self, array: jax.Array, parts: int, part: ArrayLike, asks: bool = True
     ) -> RealRows | None:
-        """Those of `array`, `[rows, ...]`; None if no batch has a mask.
-
-        Args:
-          array: computed from a batch, row by row.
-          parts: how many parts the batch is worked on in.
-          part: which one it is.
-          asks: whether it is the step that asks.
-
-        Raises:
-          ValueError: no batch has as many rows.
-        """
+        """Those of `array`, `[rows, ...]`; None if no batch has a mask."""
         if not self._given:
             return None
         _context.check_unstaged("The mask of a batch")
@@ -132,13 +104,7 @@ def _this_replica() -> jax.Array | int:
 
 @dataclasses.dataclass(frozen=True)
 class CurrentMasks:
-    """The masks that the code which is traced may ask about.
-
-    Attributes:
-      masks: of the batches of its step.
-      parts: how many parts the batches are worked on in, one after the other.
-      part: the number of the part that is traced; itself traced in a loop over them.
-    """
+    """The masks that the code which is traced may ask about."""
 
     masks: StepMasks
     parts: int = 1
@@ -174,10 +140,7 @@ def current() -> CurrentMasks | None:
 
 
 def given(masks: StepMasks) -> contextlib.AbstractContextManager[object]:
-    """A `with` block in which a step with these masks is traced.
-
-    Inside another one a step without masks has those of the other.
-    """
+    """A `with` block in which a step with these masks is traced."""
     now = current()
     return (CurrentMasks(masks) if masks.any or now is None else now).entered()
 
@@ -194,21 +157,13 @@ def part(index: ArrayLike, parts: int) -> contextlib.AbstractContextManager[obje
 
 
 def real_rows(array: jax.Array) -> RealRows | None:
-    """The real rows of `array`; None where no mask tells them.
-
-    Raises:
-      ValueError: the step has batches, but none with as many rows.
-    """
+    """The real rows of `array`; None where no mask tells them."""
     now = current()
     return None if now is None else now.find(array)
 
 
 def known_rows(array: jax.Array) -> jax.Array | None:
-    """The mask of the rows of `array`, if a batch of the step has as many.
-
-    For a layer that leaves the others out unasked. The step goes on to be one that has
-    not asked: what it computes from the layer's results counts them still.
-    """
+    """The mask of the rows of `array`, if a batch of the step has as many."""
     now = current()
     if now is None or not now.fits(array):
         return None

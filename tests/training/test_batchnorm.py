@@ -367,7 +367,7 @@ import jaxstrategy as js
 assert js.flax.axis_name() is None
 for name in ("linen", "nnx"):
     try:
-        getattr(js.flax, name)
+        getattr(js.flax, name).BatchNorm
     except js.MissingExtraError as error:
         print(error)
 """
@@ -375,7 +375,7 @@ for name in ("linen", "nnx"):
         [sys.executable, "-c", code], check=True, timeout=120, capture_output=True
     )
     assert done.stdout.decode().splitlines() == [
-        f"`jaxstrategy.flax.{name}` needs Flax, which is not installed. Install the "
-        "extra: pip install 'jaxstrategy[flax]'"
+        f"`jaxstrategy.flax.{name}.BatchNorm` needs Flax, which is not installed. "
+        "Install the extra: pip install 'jaxstrategy[flax]'"
         for name in ("linen", "nnx")
     ]
