@@ -88,7 +88,11 @@ class DistributedDataset:
         return self._spec
 
     def __len__(self) -> int:
-        """The number of steps of a pass."""
+        """The number of steps of a pass.
+
+        Raises:
+          TypeError: that is not known before it ends, or it has no end.
+        """
         length = None if self._sized is None else self._sized.length
         if length is None:
             raise TypeError(
@@ -305,7 +309,11 @@ class Grouped(Iterable[tuple[PyTree, ...]]):
             yield tuple(group)
 
     def __len__(self) -> int:
-        """The number of tuples of a pass."""
+        """The number of tuples of a pass.
+
+        Raises:
+          TypeError: the dataset does not know its length.
+        """
         return -(-self.number_of_batches() // self._k)
 
     def number_of_batches(self) -> int:

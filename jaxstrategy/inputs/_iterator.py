@@ -131,7 +131,14 @@ class DistributedIterator(AbstractInputIterator):
         self._is_closed = False
 
     def __next__(self) -> PyTree:
-        """The next batch."""
+        """The next batch.
+
+        Raises:
+          StopIteration: there is none.
+          ContextError: inside a function that JAX traces, such as a step.
+          Exception: what the source raised when it was asked for this batch; the same
+            again at each further call.
+        """
         _require_host()
         batch, self._state = self._begun.pop() if self._begun else self._next()
         return batch

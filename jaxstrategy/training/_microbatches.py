@@ -22,25 +22,14 @@ Layer: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 
 
 def in_turn(layer: Layer, params: PyTree, parts: PyTree) -> PyTree:
-    """What comes out of all layers, part by part.
-
-    Args:
-      layer: returns arrays of the shapes and dtypes that it is given.
-      params: of all layers, `[layer, ...]`.
-      parts: what goes in, `[part, row, ...]`.
-    """
+    """What comes out of all layers, part by part."""
     return lax.map(lambda part: _through(layer, params, part), parts)
 
 
 def in_stages(
     layer: Layer, params: PyTree, parts: PyTree, stages: int, axis: str
 ) -> PyTree:
-    """As `in_turn`, with the layers divided over an inner axis of that size.
-
-    Shapes inside: parameters `[stage, layer of it, ...]`; what the stages are given,
-    and return, `[stage, row, ...]`, divided over the axis like the parameters. Each
-    device computes one stage, and hands what comes out on to the next.
-    """
+    """As `in_turn`, with the layers divided over an inner axis of that size."""
     # `vmap` and constraints rather than a `shard_map` over the axis: inside of that one
     # a layer may not use traced values that it is not given, and a step that is traced
     # by the names of its axes has none (JAX 0.10 and 0.12).
@@ -115,11 +104,7 @@ def _along(dimension: int, flags: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _guarded(layer: Layer, is_real: jax.Array) -> Layer:
-    """`layer`, whose parameters have no gradient while it works on no real part.
-
-    What it works on then never was a layer's input. The gradient is multiplied by
-    zero, and could be NaN all the same.
-    """
+    """`layer`, whose parameters have no gradient while it works on no real part."""
 
     def called(params: PyTree, part: PyTree) -> PyTree:
         own = jax.tree.map(lambda array: _guard(array, is_real), params)

@@ -99,12 +99,7 @@ def all_reduce_gradients(
 
 
 def _compressing(op: ReduceOp, options: CommunicationOptions) -> GradientTransformation:
-    """A transformation that reduces gradients and keeps what was not sent of them.
-
-    Raises:
-      ValueError: `op` is no sum.
-      MissingExtraError: Optax is not installed.
-    """
+    """A transformation that reduces gradients and keeps what was not sent of them."""
 
     def reduce(updates: PyTree, state: CompressionState) -> tuple[PyTree, PyTree]:
         replica = get_replica_context()

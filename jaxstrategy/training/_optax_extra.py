@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def optax_for(function: str) -> ModuleType:
-    """The module `optax`, for a function of `jaxstrategy.optax`.
-
-    Raises:
-      MissingExtraError: it is not installed.
-    """
+    """The module `optax`, for a function of `jaxstrategy.optax`."""
     try:
         import optax
     except ImportError as missing:
@@ -29,15 +25,7 @@ def optax_for(function: str) -> ModuleType:
 
 
 def check_transformation(name: str, given: GradientTransformation) -> None:
-    """Raise unless this is a transformation of Optax.
-
-    Args:
-      name: of the argument, in the message.
-      given: anything.
-
-    Raises:
-      TypeError: it is something else.
-    """
+    """Raise unless this is a transformation of Optax."""
     # A dict has an `update`, too.
     if not all(callable(getattr(given, n, None)) for n in ("init", "update")):
         raise TypeError(

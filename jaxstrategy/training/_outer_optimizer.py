@@ -163,12 +163,7 @@ def outer(
 @final
 @dataclasses.dataclass(frozen=True)
 class _OuterStep:
-    """A step of the outer optimizer.
-
-    Attributes:
-      outer: it.
-      options: how the parameters are reduced.
-    """
+    """A step of the outer optimizer."""
 
     outer: GradientTransformation
     options: CommunicationOptions | None
@@ -176,11 +171,7 @@ class _OuterStep:
     def after(
         self, updates: PyTree, state: OuterState, params: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """Instead of `updates` those that make the parameters equal on all replicas.
-
-        Returns:
-          They, the new parameters, and the new state of the outer optimizer.
-        """
+        """Instead of `updates` those that make the parameters equal on all replicas."""
         optax = optax_for("outer")
         ends = optax.apply_updates(params, updates)
         ways = jax.tree.map(lambda start, end: start - end, state.params, ends)

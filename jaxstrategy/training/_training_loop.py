@@ -22,15 +22,7 @@ from jaxstrategy.values._types import PyTree
 
 @final
 class TrainingLoop:
-    """Steps with their batches, and all that happens between them.
-
-    Made by `training_loop`; a context manager and an iterable.
-
-    Attributes:
-      state: what is trained. The body of the loop replaces it.
-      step: how many steps are done, those before a restart included.
-      manager: of the checkpoints, None without.
-    """
+    """Steps with their batches, and all that happens between them."""
 
     def __init__(
         self,
