@@ -117,6 +117,7 @@ class Steps:
         self.is_padded = remainder in ("pad", "drop_empty")
         self.are_own = all(each.are_own for each in passes)  # nobody else has arrays
         self._are_global = are_global
+        self._is_alone = type(agreement) is Agreement  # no other process reads
         self._replicas = replicas
         self._remainder = remainder
         self._number = 0  # of batches that were read
@@ -326,7 +327,10 @@ class Steps:
     # Agreement.
 
     def _agreed(self, batch: HostBatch | None) -> HostBatch:
-        if self._counts_ahead:
+        counts: Sequence[int]
+        if batch is not None and self._is_alone:
+            counts = batch.own_counts
+        elif self._counts_ahead:
             counts = self._counts_ahead.popleft()
             batch = self._as_announced(batch, counts)
         else:
@@ -366,7 +370,7 @@ class Steps:
         if batch is None:
             return None
         counts, ahead = list(batch.own_counts), []
-        if type(self.agreement) is not Agreement:
+        if not self._is_alone:
             most = max(_MOST_AHEAD // self._replicas.total, 1)
             # Equal neighbours as one, with their number.
             runs = itertools.groupby(self._own_counts_ahead(most))
@@ -403,7 +407,9 @@ class Steps:
         for step in zip(*own, strict=False):
             self._counts_ahead.append([count for counts in step for count in counts])
 
-    def _as_announced(self, batch: HostBatch | None, counts: list[int]) -> HostBatch:
+    def _as_announced(
+        self, batch: HostBatch | None, counts: Sequence[int]
+    ) -> HostBatch:
         """Raises if a batch is not the one that the other processes were told of."""
         first, local = self._replicas.first, self._replicas.local
         own = tuple(counts[first : first + local])
