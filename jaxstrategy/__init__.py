@@ -169,7 +169,6 @@ else:
             "executors._replicated_function": "CompiledStep",
             "executors._eager_replicas": "eager_replicas",
             "inputs._dataset": "DistributedDataset grouped",
-            
             "inputs._input_options": ("InputContext InputOptions InputReplicationMode"),
             "inputs._iterator": "DistributedIterator",
             "inputs._progress": "progress",
