@@ -551,7 +551,7 @@ OTHERS: list[Name] = [
             "`nnx.Linear`",
             "contrib.framework contrib.training contrib.eager": "contrib ended with "
             "TensorFlow 1",
-            "summary": "`js.profiling` logs scalars to TensorBoard",
+            "summary": "`js.profiling.MetricLogger` logs scalars by your function",
             "print Print": "`jax.debug.print`, which says which replica it was",
             "random random_normal random_uniform set_random_seed "
             "truncated_normal": "`jax.random` with a key; "
