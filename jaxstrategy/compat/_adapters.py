@@ -1,4 +1,4 @@
-"""The variable that stands for the place of an optimizer's own state."""
+"""Strategies and contexts of older generations, as adapters of today's."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Class = TypeVar("Class", bound=type[StrategyFace])
 
 
 @final
-class Faces(Generic[F]):
+class StrategyAdapters(Generic[F]):
     """The strategies of one generation, one object for each of today's."""
 
     def __init__(self, common: Callable[[], type[F]]) -> None:
         self._common = common
         self._classes: dict[type, type[StrategyFace]] = {}
-        # By the strategy's `id`, which is no other's while the face keeps it alive.
+        # By the strategy's `id`, which is no other's while the adapter keeps it alive.
         self._known: weakref.WeakValueDictionary[int, F] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
 
     def of_type(self, *strategies: type) -> Callable[[Class], Class]:
-        """A decorator of the class of faces for these types of strategies."""
+        """A decorator of the class of adapters for these types of strategies."""
 
         def register(cls: Class) -> Class:
             self._classes.update(dict.fromkeys(strategies, cls))
@@ -42,38 +42,44 @@ class Faces(Generic[F]):
 
         return register
 
-    def add(self, face: F) -> None:
-        """Makes `face` the one of its strategy."""
+    def add(self, adapter: F) -> None:
+        """Makes `adapter` the one of its strategy."""
         with self._lock:
-            assert self._known.get(id(face.core), face) is face
-            self._known[id(face.core)] = face
+            assert self._known.get(id(adapter.core), adapter) is adapter
+            self._known[id(adapter.core)] = adapter
 
     def of(self, strategy: Any) -> F:
-        """The face of a strategy."""
+        """The adapter of a strategy."""
         core = strategy.core if isinstance(strategy, StrategyFace) else strategy
         with self._lock:
-            face = self._known.get(id(core))
-            return self._made(core) if face is None else face
-
-    def _made(self, core: Any) -> F:
-        """A new face, without the `__init__` of its class, which makes a strategy."""
+            known = self._known.get(id(core))
+        if known is not None:
+            return known
+        # Imports the module of all classes: never while the lock is held, because that
+        # module asks for adapters when it is imported.
         common: Any = self._common()
+        with self._lock:
+            known = self._known.get(id(core))
+            return self._made(core, common) if known is None else known
+
+    def _made(self, core: Any, common: Any) -> F:
+        """A new adapter, without the `__init__` of its class that makes a strategy."""
         cls: Any = self._classes.get(type(core), common)
-        face = cls.__new__(cls)
-        common.__init__(face, core)
-        return face
+        adapter = cls.__new__(cls)
+        common.__init__(adapter, core)
+        return adapter
 
 
 C = TypeVar("C")
 
 
 @final
-class ContextFaces(Generic[C]):
+class ContextAdapters(Generic[C]):
     """One object of a generation for each replica context, while somebody holds it."""
 
     def __init__(self, make: Callable[[ReplicaContext], C]) -> None:
         self._make = make
-        # By the context's `id`, which is no other's while the face keeps it alive.
+        # By the context's `id`, which is no other's while the adapter keeps it alive.
         self._known: weakref.WeakValueDictionary[int, C] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -86,20 +92,17 @@ class ContextFaces(Generic[C]):
             return known
 
 
-ScopeFace = TypeVar("ScopeFace", bound=StrategyFace)
-
-
 @final
-class FaceScope(contextlib.AbstractContextManager[ScopeFace], Generic[ScopeFace]):
+class AdapterScope(contextlib.AbstractContextManager[F], Generic[F]):
     """A `with` block in which a strategy is current, and which is given its adapter."""
 
     def __init__(
-        self, face: ScopeFace, scope: contextlib.AbstractContextManager[object]
+        self, adapter: F, scope: contextlib.AbstractContextManager[object]
     ) -> None:
-        self._face = face
+        self._face = adapter
         self._scope = scope
 
-    def __enter__(self) -> ScopeFace:
+    def __enter__(self) -> F:
         self._scope.__enter__()
         return self._face
 
@@ -156,16 +159,16 @@ NAMES_IN_V1 = {
 
 
 def missing_member(
-    face: object, core: object, name: str, way: str, names: Mapping[str, str]
+    adapter: object, core: object, name: str, way: str, names: Mapping[str, str]
 ) -> NoReturn:
-    """Raises the error for an attribute that `face` does not have."""
-    text = f"{type(face).__name__!r} object has no attribute {name!r}"
+    """Raises the error for an attribute that `adapter` does not have."""
+    text = f"{type(adapter).__name__!r} object has no attribute {name!r}"
     if not name.startswith("_") and hasattr(type(core), name):
         text += f", which is younger: `{way}.{name}` is today's"
     here = names.get(name)
-    if here and hasattr(type(face), here.split(".")[0]):
+    if here and hasattr(type(adapter), here.split(".")[0]):
         text += f"; in this generation it is `{here}`"
-    raise AttributeError(f"{text}.", name=name, obj=face)
+    raise AttributeError(f"{text}.", name=name, obj=adapter)
 
 
 class OlderStrategy(StrategyFace):

@@ -1,5 +1,8 @@
 """Names of one generation, asked of another: the error says what it is called there."""
 
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -79,3 +82,20 @@ def check_arguments_of_merge_call_are_a_tuple(strategy):
 def test_arguments_of_merge_call_are_a_tuple():
     for strategy in [js, v1]:
         check_arguments_of_merge_call_are_a_tuple(strategy)
+
+
+def test_a_strategy_of_today_has_its_class_before_that_was_asked_for():
+    """Names are imported when they are asked for, classes of strategies are not."""
+    code = """
+import jaxstrategy as js
+from jaxstrategy.compat import contrib, v1
+core = js.MirroredStrategy(js.simulate(2))
+print(repr(contrib.DistributionStrategy.over(core)), repr(v1.Strategy.over(core)))
+print(type(contrib.get_distribution_strategy()).__name__, type(v1.get_strategy()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
+    )
+    assert "compat.contrib.MirroredStrategy(2 replicas" in done.stdout, done.stderr
+    assert "compat.v1.MirroredStrategy(2 replicas" in done.stdout
+    assert "DefaultDistributionStrategy" in done.stdout

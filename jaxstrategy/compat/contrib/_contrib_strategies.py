@@ -10,7 +10,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy.cluster.resolvers._tpu import TPUClusterResolver
 from jaxstrategy.compat._adapters import first_named
 from jaxstrategy.compat.contrib._distribution_strategy import (
-    FACES,
+    ADAPTERS,
     DistributionStrategy,
     MapOutput,
     operation_of,
@@ -85,7 +85,7 @@ def AllReduceCrossTowerOps(  # noqa: N802 - a class in TensorFlow
 
 
 @final
-@FACES.of_type(_mirrored.MirroredStrategy)
+@ADAPTERS.of_type(_mirrored.MirroredStrategy)
 class MirroredStrategy(DistributionStrategy):
     """One tower per device of this host; variables are mirrored on all of them.
 
@@ -134,7 +134,7 @@ class MirroredStrategy(DistributionStrategy):
 
 
 @final
-@FACES.of_type(_one_device.OneDeviceStrategy)
+@ADAPTERS.of_type(_one_device.OneDeviceStrategy)
 class OneDeviceStrategy(DistributionStrategy):
     """One tower on one device; values are never wrapped.
 
@@ -163,7 +163,7 @@ class OneDeviceStrategy(DistributionStrategy):
 
 
 @final
-@FACES.of_type(_multi_worker.MultiWorkerMirroredStrategy)
+@ADAPTERS.of_type(_multi_worker.MultiWorkerMirroredStrategy)
 class CollectiveAllReduceStrategy(DistributionStrategy):
     """One tower per device of every process; today's `MultiWorkerMirroredStrategy`.
 
@@ -197,7 +197,7 @@ class CollectiveAllReduceStrategy(DistributionStrategy):
 
 
 @final
-@FACES.of_type(_between_graph.BetweenGraphStrategy, _central.CentralStorageStrategy)
+@ADAPTERS.of_type(_between_graph.BetweenGraphStrategy, _central.CentralStorageStrategy)
 class ParameterServerStrategy(DistributionStrategy):
     """Variables on parameter servers, each worker by itself; alone, on one device.
 
@@ -240,7 +240,7 @@ class ParameterServerStrategy(DistributionStrategy):
 
 
 @final
-@FACES.of_type(_tpu.TPUStrategy)
+@ADAPTERS.of_type(_tpu.TPUStrategy)
 class TPUStrategy(DistributionStrategy):
     """One tower per core of a TPU system, or per device of any other platform.
 
@@ -281,7 +281,7 @@ class TPUStrategy(DistributionStrategy):
 
 
 @final
-@FACES.of_type(_default.DefaultStrategy)
+@ADAPTERS.of_type(_default.DefaultStrategy)
 class DefaultDistributionStrategy(DistributionStrategy):
     """The strategy of code that runs under none; `get_distribution_strategy()` has it.
 
@@ -340,7 +340,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
 
 
 # Nobody else holds it, and it is one object for ever.
-_DEFAULT = FACES.of(_current.get_strategy())
+_DEFAULT = ADAPTERS.of(_current.get_strategy())
 
 
 def _unsupported(name: str) -> ContextError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,9 +18,9 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp, VariableAggregation, VariableSynchronization
 from jaxstrategy.compat._adapters import (
     NAMES_IN_2018,
-    Faces,
-    FaceScope,
+    AdapterScope,
     OlderStrategy,
+    StrategyAdapters,
     checked_core,
 )
 from jaxstrategy.compat._multi_steps import (
@@ -330,7 +331,7 @@ class DistributionStrategy(OlderStrategy):
                 "`jaxstrategy`: `DistributionStrategy.over(strategy)`."
             )
         super().__init__(core)
-        FACES.add(self)
+        ADAPTERS.add(self)
 
     @staticmethod
     def over(core: Strategy | StrategyFace) -> DistributionStrategy:
@@ -344,7 +345,7 @@ class DistributionStrategy(OlderStrategy):
         >>> contrib.DistributionStrategy.over(strategy)
         compat.contrib.MirroredStrategy(8 replicas, 4 on each device, on cpu:0, cpu:1)
         """
-        return FACES.of(checked_core(core))
+        return ADAPTERS.of(checked_core(core))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = super().__deepcopy__(memo)
@@ -482,7 +483,7 @@ class DistributionStrategy(OlderStrategy):
         """
         if _current.has_strategy():
             require_cross_tower(self, "scope")
-        return FaceScope(self, self._core.scope())
+        return AdapterScope(self, self._core.scope())
 
     def colocate_vars_with(
         self, colocate_with_variable: Any
@@ -652,5 +653,11 @@ class OtherDistributionStrategy(DistributionStrategy):
         return f"compat.contrib.DistributionStrategy.over({self.core!r})"
 
 
-FACES: Faces[DistributionStrategy] = Faces(lambda: OtherDistributionStrategy)
+def _common() -> type[DistributionStrategy]:
+    """The class for strategies without one of their own, once those with are known."""
+    importlib.import_module("jaxstrategy.compat.contrib._contrib_strategies")
+    return OtherDistributionStrategy
+
+
+ADAPTERS: StrategyAdapters[DistributionStrategy] = StrategyAdapters(_common)
 """The strategies with the methods of 2018, one for each strategy of today."""

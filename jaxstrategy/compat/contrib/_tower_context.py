@@ -10,10 +10,10 @@ import jax
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation
-from jaxstrategy.compat._adapters import NAMES_IN_2018, ContextFaces, missing_member
+from jaxstrategy.compat._adapters import NAMES_IN_2018, ContextAdapters, missing_member
 from jaxstrategy.compat.contrib import _distribution_strategy
 from jaxstrategy.compat.contrib._distribution_strategy import (
-    FACES,
+    ADAPTERS,
     DistributionStrategy,
 )
 from jaxstrategy.contexts import _context
@@ -77,14 +77,14 @@ class TowerContext:
         _distribution_strategy.require_function("merge_call", merge_fn)
 
         def with_face(core: AbstractStrategy, /, *args: Any, **kwargs: Any) -> PyTree:
-            return merge_fn(FACES.of(core), *args, **kwargs)
+            return merge_fn(ADAPTERS.of(core), *args, **kwargs)
 
         return self._replica.merge_call(with_face, args, kwargs)
 
     @property
     def distribution_strategy(self) -> DistributionStrategy:
         """The strategy whose tower this is."""
-        return FACES.of(self._replica.strategy)
+        return ADAPTERS.of(self._replica.strategy)
 
     @property
     def num_towers(self) -> int:
@@ -123,7 +123,7 @@ class TowerContext:
             missing_member(self, core, name, way, NAMES_IN_2018)
 
 
-_CONTEXTS: ContextFaces[TowerContext] = ContextFaces(TowerContext)
+_CONTEXTS: ContextAdapters[TowerContext] = ContextAdapters(TowerContext)
 _DEFAULT = _CONTEXTS.of(_current.get_replica_context())
 
 
@@ -163,7 +163,7 @@ def get_distribution_strategy() -> DistributionStrategy:
     >>> contrib.get_distribution_strategy().num_towers
     1
     """
-    return FACES.of(_current.get_strategy())
+    return ADAPTERS.of(_current.get_strategy())
 
 
 def has_distribution_strategy() -> bool:

@@ -9,10 +9,10 @@ import jax
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._options import ReduceOp
-from jaxstrategy.compat._adapters import NAMES_IN_V1, ContextFaces, missing_member
+from jaxstrategy.compat._adapters import NAMES_IN_V1, ContextAdapters, missing_member
 from jaxstrategy.compat.v1._v1_extended import options_of
 from jaxstrategy.compat.v1._v1_strategies import DefaultStrategy
-from jaxstrategy.compat.v1._v1_strategy import FACES, Strategy
+from jaxstrategy.compat.v1._v1_strategy import ADAPTERS, Strategy
 from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.contexts._strategy_face import core_of
 from jaxstrategy.replicas._devices import Device
@@ -67,7 +67,7 @@ class ReplicaContext:
     @property
     def strategy(self) -> Strategy:
         """The strategy whose replica this is."""
-        return FACES.of(self._core.strategy)
+        return ADAPTERS.of(self._core.strategy)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -107,12 +107,12 @@ class ReplicaContext:
             return self._core.merge_call(merge_fn)  # says so
 
         def of_face(core: object, /, *across: PyTree, **named: PyTree) -> PyTree:
-            return merge_fn(FACES.of(core), *across, **named)
+            return merge_fn(ADAPTERS.of(core), *across, **named)
 
         return self._core.merge_call(of_face, args, kwargs)
 
     def __repr__(self) -> str:
-        return f"compat.v1.ReplicaContext({FACES.of(self._core.strategy)!r})"
+        return f"compat.v1.ReplicaContext({ADAPTERS.of(self._core.strategy)!r})"
 
     if not TYPE_CHECKING:  # type checkers would find any name
 
@@ -122,7 +122,7 @@ class ReplicaContext:
             missing_member(self, core, name, way, NAMES_IN_V1)
 
 
-CONTEXTS: ContextFaces[ReplicaContext] = ContextFaces(ReplicaContext)
+CONTEXTS: ContextAdapters[ReplicaContext] = ContextAdapters(ReplicaContext)
 """The replica contexts of TensorFlow 1, one for each of today's."""
 
 
@@ -139,7 +139,7 @@ def get_strategy() -> Strategy:
     >>> v1.get_strategy() is v1.get_strategy()
     True
     """
-    return FACES.of(_current.get_strategy())
+    return ADAPTERS.of(_current.get_strategy())
 
 
 def has_strategy() -> bool:

@@ -16,7 +16,7 @@ from jaxstrategy.compat.v1._v1_extended import (
     OneDeviceExtended,
     ParameterServerExtended,
 )
-from jaxstrategy.compat.v1._v1_strategy import FACES, Strategy
+from jaxstrategy.compat.v1._v1_strategy import ADAPTERS, Strategy
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import (
@@ -34,7 +34,7 @@ from jaxstrategy.tpu._device_assignment import DeviceAssignment
 
 
 @final
-@FACES.of_type(_default.DefaultStrategy)
+@ADAPTERS.of_type(_default.DefaultStrategy)
 class DefaultStrategy(Strategy):
     """One replica wherever code runs: `get_strategy()` outside any scope."""
 
@@ -42,7 +42,7 @@ class DefaultStrategy(Strategy):
 
 
 @final
-@FACES.of_type(_mirrored.MirroredStrategy)
+@ADAPTERS.of_type(_mirrored.MirroredStrategy)
 class MirroredStrategy(Strategy):
     """One replica per device of this host; variables are mirrored on all of them.
 
@@ -70,7 +70,7 @@ class MirroredStrategy(Strategy):
 
 
 @final
-@FACES.of_type(_one_device.OneDeviceStrategy)
+@ADAPTERS.of_type(_one_device.OneDeviceStrategy)
 class OneDeviceStrategy(Strategy):
     """One replica on one device; nothing is a `PerReplica`.
 
@@ -93,7 +93,7 @@ class OneDeviceStrategy(Strategy):
 
 
 @final
-@FACES.of_type(_central.CentralStorageStrategy)
+@ADAPTERS.of_type(_central.CentralStorageStrategy)
 class CentralStorageStrategy(Strategy):
     """One replica on each compute device; mirrored variables on one device only.
 
@@ -126,7 +126,7 @@ class CentralStorageStrategy(Strategy):
 
 
 @final
-@FACES.of_type(
+@ADAPTERS.of_type(
     _multi_worker.MultiWorkerMirroredStrategy,
     _multi_worker.ExperimentalMultiWorkerMirroredStrategy,
 )
@@ -169,7 +169,7 @@ _steps_per_run = weakref.WeakKeyDictionary()
 
 
 @final
-@FACES.of_type(_tpu.TPUStrategy, _tpu.ExperimentalTPUStrategy)
+@ADAPTERS.of_type(_tpu.TPUStrategy, _tpu.ExperimentalTPUStrategy)
 class TPUStrategy(Strategy):
     """Replicas on TPUs, and on any other platform.
 
@@ -215,7 +215,7 @@ class TPUStrategy(Strategy):
 
 
 @final
-@FACES.of_type(_between_graph.BetweenGraphStrategy)
+@ADAPTERS.of_type(_between_graph.BetweenGraphStrategy)
 class ParameterServerStrategy(Strategy):
     """Asynchronous training: each worker runs the whole program by itself.
 

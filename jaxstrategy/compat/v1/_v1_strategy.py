@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, final
 
@@ -14,9 +15,9 @@ from jaxstrategy._options import ReduceOp
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.compat._adapters import (
     NAMES_IN_V1,
-    Faces,
-    FaceScope,
+    AdapterScope,
     OlderStrategy,
+    StrategyAdapters,
     checked_core,
 )
 from jaxstrategy.compat._older_inputs import (
@@ -135,7 +136,7 @@ class Strategy(OlderStrategy):
             )
         super().__init__(core)
         self._extended = self._extended_class(core)
-        FACES.add(self)
+        ADAPTERS.add(self)
 
     @staticmethod
     def over(core: _strategy.Strategy | StrategyFace) -> Strategy:
@@ -149,7 +150,7 @@ class Strategy(OlderStrategy):
         >>> v1.Strategy.over(js.MirroredStrategy(devices, replicas_per_device=4))
         compat.v1.MirroredStrategy(8 replicas, 4 on each device, on cpu:0, cpu:1)
         """
-        return FACES.of(checked_core(core))
+        return ADAPTERS.of(checked_core(core))
 
     @property
     def extended(self) -> StrategyExtended:
@@ -170,7 +171,7 @@ class Strategy(OlderStrategy):
 
     def scope(self) -> AbstractContextManager[Self]:
         """A `with` block in which this is the current strategy."""
-        return FaceScope(self, self._core.scope())
+        return AdapterScope(self, self._core.scope())
 
     def run(
         self,
@@ -372,5 +373,11 @@ class OtherStrategy(Strategy):
         return f"compat.v1.Strategy.over({self.core!r})"
 
 
-FACES: Faces[Strategy] = Faces(lambda: OtherStrategy)
+def _common() -> type[Strategy]:
+    """The class for strategies without one of their own, once those with are known."""
+    importlib.import_module("jaxstrategy.compat.v1._v1_strategies")
+    return OtherStrategy
+
+
+ADAPTERS: StrategyAdapters[Strategy] = StrategyAdapters(_common)
 """The strategies with TensorFlow 1's methods, one for each strategy of today."""
