@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import socket
 import sys
@@ -14,7 +13,7 @@ from typing import final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.launch._child_process import started
-from jaxstrategy.parameter_servers.wire._stream import LARGEST, Keys, Stream
+from jaxstrategy.parameter_servers.wire._stream import Keys, Stream
 from jaxstrategy.processes import _secret
 from jaxstrategy.processes._channel import (
     NONCE_BYTES,
@@ -37,7 +36,7 @@ from jaxstrategy.processes._secret import Secret
 SECONDS = 10.0
 """The time for a handshake."""
 
-_PROTOCOL = "jaxstrategy-frames/1 " + sys.byteorder
+_PROTOCOL = "jaxstrategy-frames/2 " + sys.byteorder
 
 
 def _is_nonce(value: object) -> bool:
@@ -47,33 +46,17 @@ def _is_nonce(value: object) -> bool:
         return False
 
 
-def _is_told(value: object) -> bool:
-    return isinstance(value, dict)
+_HELLO: Fields = {"protocol": is_text, "nonce": _is_nonce}
 
 
-_HELLO: Fields = {"protocol": is_text, "nonce": _is_nonce, "told": _is_told}
-_REFUSED: Fields = {"protocol": is_text, "refused": is_text}
-
-
-def nothing_told(heard: Message) -> Message:
-    """Who calls may be anybody of the job, and is told nothing."""
-    return {}
-
-
-def welcomed(
-    sock: socket.socket,
-    secret: Secret,
-    answer: Callable[[Message], Message] = nothing_told,
-    seconds: float = SECONDS,
-    largest: int = LARGEST,
-) -> Stream:
+def welcomed(sock: socket.socket, secret: Secret) -> Stream:
     """The stream of a connection that somebody made to this process."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + SECONDS
     greeting, nonce = Greeting(secret, is_host=True), secrets.token_bytes(NONCE_BYTES)
     try:
         connection = _host_greeted(sock, greeting, end)
         hello = _hello(connection, end)
-        connection.send(_own_hello(nonce, _told(connection, hello, answer)))
+        connection.send(_own_hello(nonce))
     except (EOFError, OSError, ValueError) as error:
         if isinstance(error, ForgedError):
             _refuse(sock)
@@ -83,25 +66,16 @@ def welcomed(
         sock.close()
         raise
     nonces = bytes.fromhex(hello["nonce"]), nonce
-    stream = _stream(sock, secret, nonces, is_host=True, largest=largest)
-    stream.heard = hello["told"]
-    return stream
+    return _stream(sock, secret, nonces, is_host=True)
 
 
-def greeted(
-    sock: socket.socket,
-    secret: Secret,
-    where: str,
-    told: Message | None = None,
-    seconds: float = SECONDS,
-    largest: int = LARGEST,
-) -> Stream:
+def greeted(sock: socket.socket, secret: Secret, where: str) -> Stream:
     """The stream of a connection that this process has made."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + SECONDS
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
         connection = _guest_greeted(sock, Greeting(secret, is_host=False), end)
-        connection.send(_own_hello(nonce, told or {}))
+        connection.send(_own_hello(nonce))
         hello = _hello(connection, end)
     except BaseException as error:
         sock.close()
@@ -111,9 +85,7 @@ def greeted(
             raise _stranger(where, secret, error) from error
         raise
     nonces = nonce, bytes.fromhex(hello["nonce"])
-    stream = _stream(sock, secret, nonces, is_host=False, largest=largest)
-    stream.heard = hello["told"]
-    return stream
+    return _stream(sock, secret, nonces, is_host=False)
 
 
 def _host_greeted(sock: socket.socket, greeting: Greeting, end: float) -> Connection:
@@ -131,24 +103,12 @@ def _guest_greeted(sock: socket.socket, greeting: Greeting, end: float) -> Conne
     return Connection(sock, channel)
 
 
-def _own_hello(nonce: bytes, told: Message) -> Message:
-    return {"protocol": _PROTOCOL, "nonce": nonce.hex(), "told": told}
-
-
-def _told(
-    connection: Connection, hello: Message, answer: Callable[[Message], Message]
-) -> Message:
-    try:
-        return answer(hello["told"])
-    except ClusterError as error:
-        connection.send({"protocol": _PROTOCOL, "refused": str(error)})
-        raise
+def _own_hello(nonce: bytes) -> Message:
+    return {"protocol": _PROTOCOL, "nonce": nonce.hex()}
 
 
 def _hello(connection: Connection, end: float) -> Message:
     hello = connection.receive(end)
-    if has(hello, _REFUSED):
-        raise ClusterError(hello["refused"])
     if not has(hello, _HELLO):
         raise ValueError("it says something else than hello")
     if hello["protocol"] != _PROTOCOL:
@@ -157,23 +117,13 @@ def _hello(connection: Connection, end: float) -> Message:
 
 
 def _stream(
-    sock: socket.socket,
-    secret: Secret,
-    nonces: tuple[bytes, bytes],
-    is_host: bool,
-    largest: int,
+    sock: socket.socket, secret: Secret, nonces: tuple[bytes, bytes], is_host: bool
 ) -> Stream:
     context = b"".join((_PROTOCOL.encode(), b"\n", *nonces))
     to_host = secret.key(context + b"guest to host")
     to_guest = secret.key(context + b"host to guest")
     keys = Keys(to_guest, to_host) if is_host else Keys(to_host, to_guest)
-    return Stream(sock, keys, _is_trusted(sock, secret), largest)
-
-
-def _is_trusted(sock: socket.socket, secret: Secret) -> bool:
-    """Whether who has passed the handshake is of the job."""
-    is_unix = sock.family == socket.AF_UNIX
-    return bool(secret) or is_unix or _secret.is_network_trusted()
+    return Stream(sock, keys, bool(secret) or _secret.is_network_trusted())
 
 
 def _refuse(sock: socket.socket) -> None:
@@ -205,20 +155,9 @@ _MOST_STRANGERS = 64  # connections at once whose other end has not proved itsel
 class Listener:
     """An address at which processes of the job connect, and nobody else."""
 
-    def __init__(
-        self,
-        address: str,
-        secret: Secret,
-        answer: Callable[[Message], Message] = nothing_told,
-        seconds: float = SECONDS,
-        largest: int = LARGEST,
-    ) -> None:
+    def __init__(self, address: str, secret: Secret) -> None:
         self._secret = secret
-        self._answer = answer
-        self._seconds = seconds
-        self._largest = largest
-        self._path = address if is_path(address) else None
-        self._sock = _bound_path(address) if self._path else _bound(address, secret)
+        self._sock = _bound(address, secret)
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, socket.socket | None] = {}
         self._is_closed = False
@@ -226,7 +165,7 @@ class Listener:
     @property
     def address(self) -> str:
         """Where others connect."""
-        return self._path or address_of(*self._sock.getsockname()[:2])
+        return address_of(*self._sock.getsockname()[:2])
 
     def start(self, take: Callable[[Stream], None]) -> None:
         """Call a function with the stream of each that connects, in threads."""
@@ -246,8 +185,6 @@ class Listener:
             if thread is not threading.current_thread():
                 thread.join()
         self._sock.close()
-        if self._path:
-            os.unlink(self._path)
 
     def _accept(self, take: Callable[[Stream], None]) -> None:
         while True:
@@ -270,11 +207,8 @@ class Listener:
 
     def _welcome(self, sock: socket.socket, take: Callable[[Stream], None]) -> None:
         try:
-            if self._path is None:
-                tune(sock)
-            stream = welcomed(
-                sock, self._secret, self._answer, self._seconds, self._largest
-            )
+            tune(sock)
+            stream = welcomed(sock, self._secret)
         except (ClusterError, OSError):
             sock.close()
             return
@@ -299,47 +233,20 @@ class Listener:
                 self._threads[thread] = sock
 
 
-def dialled(
-    address: str,
-    secret: Secret,
-    wait: float = 0.0,
-    told: Message | None = None,
-    seconds: float = SECONDS,
-    largest: int = LARGEST,
-) -> Stream:
+def dialled(address: str, secret: Secret) -> Stream:
     """The stream of a new connection to a `Listener`."""
-    end = time.monotonic() + wait
-    while True:
-        try:
-            sock = _connected(address, secret, seconds)
-        except OSError as error:
-            if time.monotonic() >= end:
-                why = error.strerror or error
-                raise ConnectionError(f"{address} does not answer ({why})") from error
-            time.sleep(_PAUSE)
-        else:
-            return greeted(sock, secret, address, told, seconds, largest)
+    try:
+        sock = _connected(address, secret)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConnectionError(f"{address} does not answer ({why})") from error
+    return greeted(sock, secret, address)
 
 
-def is_path(address: str) -> bool:
-    """Whether an address is that of a Unix socket."""
-    return "/" in address
-
-
-def _connected(address: str, secret: Secret, seconds: float) -> socket.socket:
-    if is_path(address):
-        _check_folder(address)
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.settimeout(seconds)
-            sock.connect(address)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+def _connected(address: str, secret: Secret) -> socket.socket:
     host, port = endpoint(address)
     _secret.check(secret, host)
-    sock = socket.create_connection((host, port), seconds)
+    sock = socket.create_connection((host, port), SECONDS)
     # While nobody listens, a call from this very port reaches itself.
     if sock.getsockname() == sock.getpeername():
         sock.close()
@@ -360,30 +267,6 @@ def _bound(address: str, secret: Secret) -> socket.socket:
     _secret.check(secret, host)
     family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(where, family=family)
-
-
-def _bound_path(path: str) -> socket.socket:
-    _check_folder(path)
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.bind(path)
-        sock.listen()
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _check_folder(path: str) -> None:
-    """Nothing if only this user's processes can listen or call at a path."""
-    folder = os.path.dirname(path)
-    found = os.stat(folder)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ClusterError(
-            f"Other users can reach the socket {path}: its directory has the mode "
-            f"{found.st_mode & 0o777:o}. Use one of your own with the mode 700, as "
-            "`tempfile.mkdtemp` makes."
-        )
 
 
 def _shut(sock: socket.socket) -> None:

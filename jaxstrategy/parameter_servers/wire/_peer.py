@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias, final
 
@@ -175,12 +175,10 @@ _SHORTEST = 0.02
 class _Busy:
     """A stream at whose other end somebody may wait."""
 
-    __slots__ = ("stream", "pause", "since", "on_lost")
+    __slots__ = ("stream", "pause", "since")
 
-    def __init__(
-        self, stream: Stream, pause: float, on_lost: Callable[[], None] | None
-    ) -> None:
-        self.stream, self.pause, self.on_lost = stream, pause, on_lost
+    def __init__(self, stream: Stream, pause: float) -> None:
+        self.stream, self.pause = stream, pause
         self.since: float | None = None
 
 
@@ -194,18 +192,13 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def add(
-        self,
-        stream: Stream,
-        patience: float,
-        on_lost: Callable[[], None] | None = None,
-    ) -> None:
+    def add(self, stream: Stream, patience: float) -> None:
         """Know a stream, whose other end waits so many seconds for a sign."""
         pause = max(patience / _PER_PATIENCE, _SHORTEST)
         with self._lock:
             if self._is_closed:
                 return
-            self._busy[id(stream)] = _Busy(stream, pause, on_lost)
+            self._busy[id(stream)] = _Busy(stream, pause)
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._run, name="jaxstrategy heartbeat", daemon=True
@@ -259,8 +252,6 @@ class Heartbeat:
             busy.stream.send_if_idle(_ALIVE)
         except OSError:
             self.remove(busy.stream)
-            if busy.on_lost is not None and not busy.stream.is_closed:
-                busy.on_lost()
 
 
 Answer: TypeAlias = Callable[[WireFrame, Stream], WireFrame]
@@ -271,11 +262,8 @@ Answer: TypeAlias = Callable[[WireFrame, Stream], WireFrame]
 class Responder:
     """Answers what comes over streams, each with a thread of its own."""
 
-    def __init__(
-        self, answer: Answer, on_lost: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._on_lost = on_lost
         self._heartbeat = Heartbeat()
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Stream] = {}
@@ -326,7 +314,7 @@ class Responder:
         """Answer one request; whether another may come."""
         request = stream.receive()
         if request.kind == Kind.PATIENCE:
-            self._heartbeat.add(stream, _patience(request), self._on_lost)
+            self._heartbeat.add(stream, _patience(request))
             return True
         if request.kind == Kind.PING:
             stream.send(done())
@@ -413,18 +401,13 @@ class Peer:
         self._why: str | None = None
         weakref.finalize(self, _close, self._all)
 
-    def ask(self, request: WireFrame, seconds: float | None = None) -> WireFrame:
+    def ask(self, request: WireFrame) -> WireFrame:
         """The answer to a request."""
-        end = None if seconds is None else time.monotonic() + seconds
         stream = self._taken()
-        answer = self._exchanged(stream, request, self._patience, end)
+        answer = self._exchanged(stream, request)
         if answer.kind == Kind.FAILED:
             raise raised_by(answer, self._name, stream.is_trusted)
         return answer
-
-    def wait_until_up(self, seconds: float) -> None:
-        """Wait for a process that has only been started, up to so many seconds."""
-        self._exchanged(self._taken(), WireFrame(Kind.PING), seconds)
 
     def close(self, why: str = "its connections were closed here") -> None:
         """Close all streams; who waits for an answer gets the error of a lost one."""
@@ -435,42 +418,23 @@ class Peer:
             self._idle.clear()
         _close(streams)
 
-    def _exchanged(
-        self,
-        stream: Stream,
-        request: WireFrame,
-        patience: float,
-        end: float | None = None,
-    ) -> WireFrame:
+    def _exchanged(self, stream: Stream, request: WireFrame) -> WireFrame:
         is_whole = False
         try:
-            answer = self._asked(stream, request, patience, end)
+            stream.send(request)
+            while (answer := _received(stream)).kind == Kind.ALIVE:
+                pass
+            if answer.kind not in (Kind.DONE, Kind.FAILED):
+                raise ConnectionError(f"it answered with a message {answer.kind}")
             is_whole = True
         except (FrameError, TypeError):
             is_whole = True  # nothing was sent
             raise
-        except _LateError:
-            raise TimeoutError(f"{self._name} did not answer in time.") from None
         except (EOFError, OSError) as error:
-            raise self._losing(_reason(error, patience)) from error
+            raise self._losing(_reason(error, self._patience)) from error
         finally:
             # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
             self._put_back(stream, is_whole)
-        return answer
-
-    def _asked(
-        self, stream: Stream, request: WireFrame, patience: float, end: float | None
-    ) -> WireFrame:
-        is_usual = patience == self._patience and end is None
-        if not is_usual:
-            stream.limit_silence(patience)
-        stream.send(request)
-        while (answer := _received(stream, patience, end)).kind == Kind.ALIVE:
-            pass
-        if answer.kind not in (Kind.DONE, Kind.FAILED):
-            raise ConnectionError(f"it answered with a message {answer.kind}")
-        if not is_usual:
-            stream.limit_silence(self._patience)
         return answer
 
     def _taken(self) -> Stream:
@@ -535,42 +499,14 @@ class Peer:
         return self._lost(text)
 
 
-def dial_of(streams: Iterable[Stream]) -> Callable[[], Stream]:
-    """A `dial` that hands out streams that exist already."""
-    left = list(streams)
-
-    def dial() -> Stream:
-        try:
-            return left.pop(0)
-        except IndexError:
-            raise ConnectionError("all connections to it are in use") from None
-
-    return dial
-
-
 def _close(streams: set[Stream]) -> None:
     for stream in streams:
         stream.close()
 
 
-class _LateError(Exception):
-    """The time for an answer is over, and the other process lives."""
-
-
-def _received(stream: Stream, patience: float, end: float | None) -> WireFrame:
+def _received(stream: Stream) -> WireFrame:
     try:
-        if end is None:
-            return stream.receive()
-        left = end - time.monotonic()
-        if left <= 0:
-            raise _LateError
-        stream.limit_silence(min(left, patience))
-        try:
-            return stream.receive()
-        except TimeoutError:
-            if left <= patience:
-                raise _LateError from None
-            raise
+        return stream.receive()
     except FrameError as error:
         raise ConnectionError(str(error)) from error
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers._protocol import aligned_empty
-from jaxstrategy.processes._channel import Message
 
 # noqa: F401  # makes names such as "bfloat16" known to NumPy
 
@@ -125,9 +124,6 @@ class Kind(enum.IntEnum):
     CALL = 35
     OWN = 36
 
-    METHODS = 64  # requests to servers of `experimental.rpc`
-    INVOKE = 65
-
 
 Fields: TypeAlias = Any
 """A value of JSON, whose reader knows its form."""
@@ -199,13 +195,13 @@ def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[bytes | memoryvi
     return b"".join((head, types, fields, frame.blob)), contents
 
 
-def lengths(head: bytes, largest: int, largest_head: int = LARGEST_HEAD) -> Lengths:
+def lengths(head: bytes, largest: int) -> Lengths:
     """The lengths that a head announces."""
     mark, kind, zero, arrays, types, fields, blob, size = HEAD.unpack(head)
     found = Lengths(kind, arrays, types, fields, blob, size)
     if mark != _MARK or zero:
         raise FrameError("what came is no message of this protocol")
-    if found.rest > largest_head or found.rest + size > largest:
+    if found.rest > LARGEST_HEAD or found.rest + size > largest:
         raise FrameError(f"a message of {found.rest + size} bytes was announced")
     if 2 * arrays > types:
         raise FrameError(f"a message of {found.rest + size} bytes was announced")
@@ -368,11 +364,9 @@ class Stream:
     ) -> None:
         sock.settimeout(None)
         self.is_trusted = is_trusted
-        self.heard: Message = {}
         self._sock = sock
         self._keys = keys
-        self._largest = self._largest_received = largest
-        self._largest_head = LARGEST_HEAD
+        self._largest = largest
         self._buffers = buffers
         self._sending = threading.Lock()
         self._sent = self._received = 0
@@ -380,10 +374,6 @@ class Stream:
         self._start = self._end = 0
         self._is_closed = False
         self._process = os.getpid()
-
-    def fileno(self) -> int:
-        """The number of the socket; -1 when it is closed."""
-        return self._sock.fileno()
 
     @property
     def is_closed(self) -> bool:
@@ -393,10 +383,6 @@ class Stream:
     def limit_silence(self, seconds: float | None) -> None:
         """Let `send` and `receive` fail when no byte moves for so long."""
         limit_silence(self._sock, seconds)
-
-    def limit_received(self, head: int, whole: int) -> None:
-        """Refuse what is larger: in memory JSON takes 30 times its size."""
-        self._largest_head, self._largest_received = head, whole
 
     def send(self, frame: WireFrame) -> None:
         """Send a frame; its arrays must not change meanwhile."""
@@ -420,7 +406,7 @@ class Stream:
             self._start = 0
             self._end = self._read(self._ahead, is_between=True)
         head = self._bytes(HEAD.size)
-        found = lengths(head, self._largest_received, self._largest_head)
+        found = lengths(head, self._largest)
         try:
             rest = self._opened(head, found)
             fields, blob, types = unpacked(found, rest)
