@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+import textwrap
 import time
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar, final
@@ -14,7 +15,6 @@ import jax
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.text._units import with_noun, with_seconds
-from jaxstrategy.text._wrapped import lines_of
 from jaxstrategy.values._types import PyTree
 
 S = TypeVar("S", bound=AbstractStrategy)
@@ -99,7 +99,18 @@ class Comparison:
             )
         if self.note:
             lines.append(f"  {self.note}")
-        return "\n".join(map(lines_of, lines))
+        wrapped = []
+        for line in lines:
+            indent = "  " if line.startswith("  ") else ""
+            wrapped.append(
+                textwrap.fill(
+                    line.strip(),
+                    width=80,
+                    initial_indent=indent,
+                    subsequent_indent=indent + "  ",
+                )
+            )
+        return "\n".join(wrapped)
 
     __repr__ = __str__
 

@@ -23,7 +23,6 @@ from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.reductions._user_plan import UserPlan
 from jaxstrategy.replicas import _compilation_cache
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._cross_replica import CrossReplicaValues
 from jaxstrategy.strategies._extended import StrategyExtended
@@ -58,12 +57,6 @@ class ComposedStrategy(AbstractStrategy):
         self._executor = choices.executor(self, choices.processes)
         self._values = CrossReplicaValues(self, self._executor)
         self._extended = StrategyExtended(self, self._executor, _role_of(choices))
-
-    def _with_one_replica(self) -> Self:
-        """A strategy of this type with one replica, on a device of this process."""
-        one = type(self).__new__(type(self))
-        one._compose(Choices(Replicas.on(self._replicas.own_devices[:1])))
-        return one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
