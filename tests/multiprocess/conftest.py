@@ -4,10 +4,7 @@ import concurrent.futures
 
 import harness
 import pytest
-
-from jaxstrategy.processes import _rendezvous
-from jaxstrategy.processes._secret import Secret
-from jaxstrategy.processes._store import SharedStore
+from harness import Secret, SharedStore
 
 
 @pytest.fixture
@@ -34,11 +31,11 @@ def address():
 
 @pytest.fixture
 def join():
-    """`_rendezvous.meet`, whose connections are closed after the test."""
+    """`harness.meet`, whose connections are closed after the test."""
     meetings = []
 
     def joined(*arguments):
-        meetings.append(_rendezvous.meet(*arguments))
+        meetings.append(harness.meet(*arguments))
         return meetings[-1]
 
     yield joined

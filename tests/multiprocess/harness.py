@@ -10,6 +10,26 @@ import sys
 import textwrap
 import time
 
+from jaxstrategy.processes import (
+    _messages,
+    _rendezvous,
+    _secret,
+    _store,
+    _stragglers,
+    _watchdog,
+)
+
+# What tests of the mechanism itself need, which no user sees.
+Client, RefusedError = _messages.Client, _messages.RefusedError
+RemoteError = _messages.RemoteError
+Secret = _secret.Secret
+Member, meet = _rendezvous.Member, _rendezvous.meet
+Store, SharedStore = _store.Store, _store.SharedStore
+ProcessState = _store.ProcessState
+Watchdog, stacks = _watchdog.Watchdog, _watchdog.stacks
+ExitCode = _watchdog.ExitCode
+rendezvous, watchdog, late = _rendezvous, _watchdog, _stragglers
+
 # Each rank of a job runs this first: `processes` are those of the job, and
 # `total(x)` sums over all of them a number that each gives.
 STARTED = """

@@ -14,12 +14,10 @@ import traceback
 
 import harness
 import pytest
-from harness import meets
+from harness import Client, RefusedError, Secret, meets
 
 import jaxstrategy
 from jaxstrategy import ClusterError
-from jaxstrategy.processes._messages import Client, RefusedError
-from jaxstrategy.processes._secret import Secret
 
 VARIABLE, NETWORK = "JAXSTRATEGY_CLUSTER_SECRET", "JAXSTRATEGY_CLUSTER_NETWORK"
 WORD = "correct horse battery staple"

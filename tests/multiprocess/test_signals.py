@@ -30,8 +30,8 @@ import os, time
 import jax
 RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
 jax.distributed.initialize(os.environ["JAXSTRATEGY_COORDINATOR"], 2, RANK)
-from jaxstrategy.processes import _job as _processes
-_processes.start(timeout_seconds=30, start_seconds=30)
+import jaxstrategy as js
+js.MultiWorkerMirroredStrategy()
 print("going")
 time.sleep(60)
 """
@@ -50,11 +50,8 @@ def test_a_handler_of_the_users_own_stays(job):
     script = """
     import signal
     signal.signal(signal.SIGTERM, lambda *_: print("heard"))
-    import jax, os, time
-    from jaxstrategy.processes import _job as _processes
-    from jaxstrategy.cluster.resolvers._cluster_resolver import Process
-    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
-    _processes.start(Process(RANK, 2, os.environ["JAXSTRATEGY_COORDINATOR"]))
+    import jaxstrategy as js
+    js.MultiWorkerMirroredStrategy()
     print("going")
     signal.pause()
     """

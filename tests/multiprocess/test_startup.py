@@ -7,12 +7,10 @@ import textwrap
 import threading
 
 import pytest
-from harness import STARTED, VERSIONS
+from harness import STARTED, VERSIONS, Client, RefusedError, Secret, rendezvous
+from harness import meet as meet_others
 
 import jaxstrategy as js
-from jaxstrategy.processes import _rendezvous
-from jaxstrategy.processes._messages import Client, RefusedError
-from jaxstrategy.processes._secret import Secret
 
 WORD = "correct horse battery staple"
 
@@ -97,7 +95,7 @@ def test_processes_that_do_not_come_are_named(meet):
 
 def test_nobody_answers(address):
     with pytest.raises(js.ClusterError) as caught:
-        _rendezvous.meet(1, 2, address, 0.5)
+        meet_others(1, 2, address, 0.5)
     text = str(caught.value)
     assert f"could not reach process 0 at the coordinator's address {address}" in text
     assert "within 0.5 s: Connection refused" in text
@@ -113,13 +111,13 @@ def test_nobody_answers(address):
     ids=["other-protocol", "silent", "hangs-up"],
 )
 def test_another_program_at_the_port(answer, does, address, monkeypatch):
-    monkeypatch.setattr(_rendezvous, "CLOSED_SECONDS", 0.5)
-    monkeypatch.setattr(_rendezvous, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "CLOSED_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
     with server(address, answer):
         with pytest.raises(js.ClusterError, match="use by another program") as zero:
-            _rendezvous.meet(0, 2, address, 5)
+            meet_others(0, 2, address, 5)
         with pytest.raises(js.ClusterError, match=does) as one:
-            _rendezvous.meet(1, 2, address, 600)  # it does not wait so long
+            meet_others(1, 2, address, 600)  # it does not wait so long
     assert "Process 0 cannot listen" in str(zero.value) and address in str(zero.value)
     assert "The port is in use" in str(one.value) and address in str(one.value)
 
@@ -139,10 +137,10 @@ def test_a_process_of_another_job_is_refused_and_the_job_goes_on(address, join):
 
 
 def test_the_coordinator_is_another_host(monkeypatch):
-    monkeypatch.setattr(_rendezvous, "CLOSED_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "CLOSED_SECONDS", 0.5)
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "0123456789abcdef")
     with pytest.raises(js.ClusterError, match=r"has no address 192\.0\.2\.1"):
-        _rendezvous.meet(0, 2, "192.0.2.1:8476", 2)
+        meet_others(0, 2, "192.0.2.1:8476", 2)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +148,7 @@ def test_the_coordinator_is_another_host(monkeypatch):
 )
 def test_an_address_that_cannot_be_right(address):
     with pytest.raises(ValueError, match="as host:port with a port from 1"):
-        _rendezvous.meet(0, 2, address)
+        meet_others(0, 2, address)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])

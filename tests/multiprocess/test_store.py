@@ -6,11 +6,10 @@ import signal
 
 import hypothesis.strategies as st
 import pytest
-from harness import STATUS, until
+from harness import STATUS, SharedStore, until
 from hypothesis import HealthCheck, given, settings
 
 from jaxstrategy import ClusterError
-from jaxstrategy.processes._store import SharedStore
 
 
 def waiting(zero, key):
@@ -198,11 +197,10 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     """A forked child holds copies of its parent's connections."""
     script = """
     import os, sys, time
-    from jaxstrategy.processes import _rendezvous
-    from jaxstrategy.processes._store import SharedStore
+    from jaxstrategy.processes import _rendezvous, _store
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
-    board = SharedStore(_rendezvous.meet(RANK, 2, address, 30))
+    board = _store.SharedStore(_rendezvous.meet(RANK, 2, address, 30))
     os.register_at_fork(after_in_child=board.close_in_forked_child)
     if RANK == 1:
         child = os.fork()

@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import workers
+from harness import Member
+from harness import late as found_late
 from workers import late
-
-from jaxstrategy.processes import _stragglers
-from jaxstrategy.processes._rendezvous import Member
 
 ZERO, ONE = Member(0, "a", 10), Member(1, "b", 11)
 
@@ -21,7 +20,7 @@ def rows(delay, steps=100, period=0.1, every=64):
 
 def test_the_slowest_is_named_with_median_and_tail():
     told = {ZERO: rows(lambda k: 0.0), ONE: rows(lambda k: 0.09 if k < 10 else 0.03)}
-    found = _stragglers.stragglers(told)
+    found = found_late.stragglers(told)
     assert found.steps == 100 and found.step_seconds == pytest.approx(0.1)
     zero, one = found.processes
     assert (zero.median, zero.tail) == (0, 0)
@@ -35,9 +34,7 @@ def test_the_slowest_is_named_with_median_and_tail():
 
 
 def test_who_is_late_by_little_is_not_named():
-    found = _stragglers.stragglers(
-        {ZERO: rows(lambda k: 0), ONE: rows(lambda k: 0.005)}
-    )
+    found = found_late.stragglers({ZERO: rows(lambda k: 0), ONE: rows(lambda k: 0.005)})
     assert found.slowest is None
     assert found.verdict == "no process is late, in 100 steps"
 
@@ -48,28 +45,28 @@ def compared(delay, steps=20, period=0.1):
 
 
 def test_a_step_takes_as_long_where_each_is_compared():
-    found = _stragglers.stragglers({ZERO: compared(0), ONE: compared(0.001)})
+    found = found_late.stragglers({ZERO: compared(0), ONE: compared(0.001)})
     assert found.step_seconds == pytest.approx(0.101)
     assert found.verdict == "no process is late, in 20 steps"
-    found = _stragglers.stragglers({ZERO: compared(0), ONE: compared(0.1)})
+    found = found_late.stragglers({ZERO: compared(0), ONE: compared(0.1)})
     assert found.verdict.endswith(" 100.0 ms), 50% of a step")
 
 
 def test_nobody_is_late_where_no_two_steps_follow_each_other():
     told = {ZERO: [[2 * k, k, 0.0] for k in range(20)], ONE: []}
     told[ONE] = [[step, met, 0.5] for step, met, _ in told[ZERO]]
-    found = _stragglers.stragglers(told)
+    found = found_late.stragglers(told)
     assert found.step_seconds == 0 and found.slowest is None
     assert "too few to tell who is late" in found.verdict
 
 
 def test_steps_that_one_does_not_tell_of_are_left_out():
     told = {ZERO: rows(lambda k: 0)[50:], ONE: rows(lambda k: 0.05, steps=55)}
-    found = _stragglers.stragglers(told)
+    found = found_late.stragglers(told)
     assert found.steps == 5 and found.slowest is None
     assert found.verdict == "only 5 steps were seen, too few to tell who is late"
     told[ONE] = told[ONE][:51]
-    assert _stragglers.stragglers(told).verdict.startswith("only 1 step was seen")
+    assert found_late.stragglers(told).verdict.startswith("only 1 step was seen")
 
 
 TOLD = r"process 1 \(host .*\) is late: it comes [\d.]+ ms after the first to a step"

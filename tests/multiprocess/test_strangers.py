@@ -7,11 +7,9 @@ import socket
 import textwrap
 
 import pytest
-from harness import VERSIONS, meets
+from harness import VERSIONS, Client, RemoteError, Secret, meets
 
 import jaxstrategy
-from jaxstrategy.processes._messages import Client, RemoteError
-from jaxstrategy.processes._secret import Secret
 
 HELLO = {"index": 1, "count": 2, "host": "h", "pid": 7, "versions": VERSIONS}
 NO_HELLOS = [

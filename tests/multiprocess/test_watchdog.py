@@ -4,13 +4,17 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from harness import STATUS, until
-
-from jaxstrategy.processes import _watchdog
-from jaxstrategy.processes._exit_codes import ExitCode
-from jaxstrategy.processes._rendezvous import Member
-from jaxstrategy.processes._store import ProcessState, Store
-from jaxstrategy.processes._watchdog import Watchdog, stacks
+from harness import (
+    STATUS,
+    ExitCode,
+    Member,
+    ProcessState,
+    Store,
+    Watchdog,
+    stacks,
+    until,
+)
+from harness import watchdog as _watchdog
 
 # A loop that says when it is under way, and goes on until something ends it.
 LOOP = """
