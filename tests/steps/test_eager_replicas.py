@@ -11,6 +11,8 @@ import pytest
 import jaxstrategy as js
 
 DEVICES = js.simulate(8)
+# A replica is late when the machine is busy, whatever it does.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.LateReplicaWarning")
 
 
 @pytest.fixture(autouse=True)

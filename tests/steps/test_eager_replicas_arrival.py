@@ -17,6 +17,8 @@ from helpers.threads import in_threads
 import jaxstrategy as js
 
 DEVICES = js.simulate(8)
+# A replica is late when the machine is busy, whatever it does.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.LateReplicaWarning")
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,8 @@ def test_a_debugger_shows_one_replica_at_a_time(three):
     with js.eager_replicas():
         total = three.run(step, (three.per_replica([1.0, 2.0, 3.0]),))
     assert float(total) == 6
-    assert re.findall(r"\('has', ([\d.]+)\)", out.getvalue()) == ["1.0", "2.0", "3.0"]
+    found = re.findall(r"\('has', ([\d.]+)\)", out.getvalue())
+    assert found == ["1.0", "2.0", "3.0"], out.getvalue()
 
 
 def test_axes_by_hand_and_assignments_of_what_is_mapped_are_refused(three):

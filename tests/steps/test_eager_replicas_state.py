@@ -7,6 +7,8 @@ from flax import nnx
 import jaxstrategy as js
 
 DEVICES = js.simulate(8)
+# A replica is late when the machine is busy, whatever it does.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.LateReplicaWarning")
 
 
 @pytest.fixture(scope="module")
