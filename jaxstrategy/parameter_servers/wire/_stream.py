@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
+import ml_dtypes  # noqa: F401  # makes names such as "bfloat16" known to NumPy
 import numpy as np
 
 from jaxstrategy.launch._child_process import started
