@@ -122,8 +122,10 @@ def about_to_change(cell: AbstractCell) -> None:
 
 def check_not_mapped(error: Exception, name: str) -> None:
     """Raise an error of ours if JAX's is of a change under `jax.vmap`."""
-    # It has no type of its own, and speaks of references (JAX 0.10 and 0.12).
-    if "vmapped value on an unbatched" in str(error):
+    # It has no type of its own, and speaks of references (JAX 0.10 and 0.12). In a step
+    # it is for the step, which knows the user's line.
+    is_outside = not _context.current().in_step
+    if is_outside and "vmapped value on an unbatched" in str(error):
         raise ContextError(
             f"Variable {name!r} was changed under `jax.vmap` by a value that is "
             "mapped: it would have another value in each call. Return what is to be "

@@ -217,6 +217,7 @@ def test_wrong_arguments_of_a_method_name_the_strategy(name):
         lambda v, a: v[0].assign(a[0]),
         lambda v, a: v.scatter_add(js.IndexedSlices(a[:1], np.array([0]), (3,))),
     ],
+    anew=True,
 )
 def test_a_variable_changed_for_each_mapped_row_is_told_with_the_line(two, change):
     with two.scope():
