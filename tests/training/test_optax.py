@@ -237,12 +237,14 @@ WRONG = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
 @each_of("name", RIGHT)
 def test_right_chains_pass_the_check(two, name):
     tx, steps = RIGHT[name]
     js.optax.check_chain(tx, PARAMS, strategy=two, steps=steps)
 
 
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
 @each_of("name", WRONG)
 def test_wrong_chains_are_found(two, name):
     message = (
