@@ -78,17 +78,15 @@ if TYPE_CHECKING:
     from jaxstrategy.masks._masked_means import masked_mean as masked_mean
     from jaxstrategy.masks._masked_means import masked_sum as masked_sum
     from jaxstrategy.parameter_servers._server import Server as Server
-    from jaxstrategy.reductions._compression_state import (
-        CompressionState as CompressionState,
-    )
+    from jaxstrategy.reductions._compression import CompressionState as CompressionState
     from jaxstrategy.reductions._cross_device_ops import (
         CrossDeviceOps as CrossDeviceOps,
     )
-    from jaxstrategy.reductions._planned_ops import (
+    from jaxstrategy.reductions._cross_device_ops import (
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
     )
-    from jaxstrategy.reductions._planned_ops import NcclAllReduce as NcclAllReduce
-    from jaxstrategy.reductions._planned_ops import (
+    from jaxstrategy.reductions._cross_device_ops import NcclAllReduce as NcclAllReduce
+    from jaxstrategy.reductions._cross_device_ops import (
         ReductionToOneDevice as ReductionToOneDevice,
     )
     from jaxstrategy.replicas._compilation_cache import (
@@ -175,10 +173,10 @@ else:
             "inputs._memory_source": "batches",
             "masks._masked_means": "batch_mask masked_mean masked_sum",
             "parameter_servers._server": "Server",
-            "reductions._compression_state": "CompressionState",
-            "reductions._cross_device_ops": "CrossDeviceOps",
-            "reductions._planned_ops": (
-                "HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice"
+            "reductions._compression": "CompressionState",
+            "reductions._cross_device_ops": (
+                "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce "
+                "ReductionToOneDevice"
             ),
             "replicas._compilation_cache": "compilation_cache",
             "replicas._devices": "simulate",

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._options import ReduceOp
-from jaxstrategy.reductions._met_reduction import MetReduction
-from jaxstrategy.reductions._overlap import Overlap
-from jaxstrategy.reductions._own_reduction import OwnReduction
-from jaxstrategy.reductions._reduction import Reduction
+from jaxstrategy.reductions._packing import Overlap
+from jaxstrategy.reductions._reduction import MetReduction, OwnReduction, Reduction
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._types import PyTree

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import jax
 
-from jaxstrategy.reductions._met_reduction import MetReduction
+from jaxstrategy.reductions._reduction import MetReduction
 from jaxstrategy.values._types import PyTree
 
 

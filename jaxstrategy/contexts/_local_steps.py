@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from jaxstrategy.reductions._own_reduction import OwnReduction
+from jaxstrategy.reductions._reduction import OwnReduction
 from jaxstrategy.values._handle import Handle
 
 # What local steps are part of in profiles, and how checks find what they send.

@@ -19,13 +19,13 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._call_arguments import check_merge_call
 from jaxstrategy.contexts._context import Context
 from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
-from jaxstrategy.reductions._compression_state import (
+from jaxstrategy.reductions._compression import (
     CompressionState,
     checked_debts,
     compression_of,
     state_of,
 )
-from jaxstrategy.reductions._groups import checked_groups
+from jaxstrategy.reductions._operations import checked_groups
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.values import _arrays, _per_replica, _trees
 from jaxstrategy.values._handle import Handle

@@ -14,7 +14,7 @@ from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._local_steps import LOCAL_SCOPE, LocalSteps
 from jaxstrategy.contexts._replica_context import ReplicaContext
-from jaxstrategy.reductions._own_reduction import HowReduced
+from jaxstrategy.reductions._reduction import HowReduced
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables._variable import Variable
 

@@ -18,8 +18,15 @@ from jaxstrategy._communication_options import (
 )
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._options import ReduceOp
-from jaxstrategy.reductions import _eight_bits, _sums
-from jaxstrategy.reductions._groups import chosen_groups
+from jaxstrategy.reductions import _compression, _operations
+from jaxstrategy.reductions._operations import (
+    OPERATIONS,
+    Axes,
+    Groups,
+    Sum,
+    checked,
+    chosen_groups,
+)
 from jaxstrategy.reductions._packing import (
     AbstractPacking,
     NumberOfPacks,
@@ -27,11 +34,6 @@ from jaxstrategy.reductions._packing import (
     in_packs,
     pairs_in_packs,
 )
-from jaxstrategy.reductions._reduce_operations import (
-    OPERATIONS,
-    checked,
-)
-from jaxstrategy.reductions._sums import Axes, Groups, Sum
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._types import Leaf
 
@@ -107,7 +109,7 @@ class Plan(AbstractPlan):
     """
 
     packing: AbstractPacking
-    sum: Sum = _sums.direct
+    sum: Sum = _operations.direct
     groups: Groups | None = None
     reduce_dtype: DTypeLike | None = None
     near: Groups | None = None
@@ -116,7 +118,7 @@ class Plan(AbstractPlan):
 
     def in_levels(self, groups: Groups) -> Plan:
         """The same, with sums inside these groups, between them, and back to all."""
-        in_groups = functools.partial(_sums.hierarchical, groups=groups)
+        in_groups = functools.partial(_operations.hierarchical, groups=groups)
         return dataclasses.replace(self, sum=in_groups, near=groups)
 
     def with_options(
@@ -142,9 +144,9 @@ class Plan(AbstractPlan):
         if options.reduce_dtype is not None:
             plan = dataclasses.replace(plan, reduce_dtype=options.reduce_dtype)
         if options.implementation is Implementation.RING:
-            plan = dataclasses.replace(plan, sum=_sums.ring, near=None)
+            plan = dataclasses.replace(plan, sum=_operations.ring, near=None)
         if options.implementation is Implementation.NCCL:
-            plan = dataclasses.replace(plan, sum=_sums.direct, near=None)
+            plan = dataclasses.replace(plan, sum=_operations.direct, near=None)
         if options.implementation is Implementation.HIERARCHICAL:
             plan = plan.in_levels(chosen_groups(options.groups, replicas))
         return plan
@@ -177,11 +179,13 @@ class Plan(AbstractPlan):
             )
         divisor = self._members(axes) if row.divides else 1
         wide = [array.astype(self._dtype_for(array)) for array in arrays]
-        if self.is_packed_later and self.sum is _sums.direct:
-            sums = _sums.all_direct(wide, axes, divisor)
+        if self.is_packed_later and self.sum is _operations.direct:
+            sums = _operations.all_direct(wide, axes, divisor)
         else:
             sums = in_packs(
-                lambda x: _sums.unfolded(self.sum(_sums.unfolded(x), axes, divisor)),
+                lambda x: _operations.unfolded(
+                    self.sum(_operations.unfolded(x), axes, divisor)
+                ),
                 wide,
                 self.packing,
             )
@@ -209,7 +213,7 @@ class Plan(AbstractPlan):
         Raises:
           ValueError: the sum is one that gets arrays whole.
         """
-        if self.near is None and self.sum not in (_sums.direct, _sums.ring):
+        if self.near is None and self.sum not in (_operations.direct, _operations.ring):
             raise ValueError(
                 "`compression='int8'` was given, but this strategy's cross-device "
                 "operations add up whole arrays. Use the default ones, "
@@ -217,7 +221,7 @@ class Plan(AbstractPlan):
             )
         divisor = lax.axis_size(axes) if OPERATIONS[op].divides else 1
         summed = functools.partial(
-            _eight_bits.summed, axes=axes, divisor=divisor, near=self.near
+            _compression.summed, axes=axes, divisor=divisor, near=self.near
         )
         return pairs_in_packs(summed, arrays, self.packing)
 
@@ -225,7 +229,7 @@ class Plan(AbstractPlan):
         """The same, but over the replicas of each group."""
         if groups is None or len(groups) == 1:  # one group is all replicas
             return self
-        sum_ = functools.partial(_sums.grouped, groups=groups)
+        sum_ = functools.partial(_operations.grouped, groups=groups)
         return dataclasses.replace(self, sum=sum_, groups=groups)
 
     def _members(self, axes: Axes) -> int:

@@ -15,7 +15,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._replica_context import ReplicaContext
-from jaxstrategy.reductions._reduce_operations import OPERATIONS
+from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.sharded import _lookup, _row_updates, _table_arguments
 from jaxstrategy.sharded._combiners import Combiner
 from jaxstrategy.sharded._row_optimizers import RowOptimizer, Slots

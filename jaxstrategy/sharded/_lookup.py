@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy.reductions._table_rows import table_rows
+from jaxstrategy.reductions._rows import table_rows
 from jaxstrategy.sharded import _combiners, _table_arguments
 from jaxstrategy.sharded._combiners import Combiner
 from jaxstrategy.values._types import Value

@@ -7,10 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy.reductions import _exchange
-from jaxstrategy.reductions._rows_by_id import summed_by_id
-from jaxstrategy.reductions._shard_functions import ShardFunction, registered
-from jaxstrategy.reductions._sums import Axes
+from jaxstrategy.reductions import _rows
+from jaxstrategy.reductions._operations import Axes
+from jaxstrategy.reductions._rows import ShardFunction, registered, summed_by_id
 from jaxstrategy.sharded._row_optimizers import RowOptimizer, Slots
 
 
@@ -61,7 +60,7 @@ def _updating(
 
     def of_parts(*operands: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
         blocks, (ids, *rest) = operands[:stored], operands[stored:]
-        own = _exchange.numbers_in_block(ids, blocks[0].shape[0], axes)
+        own = _rows.numbers_in_block(ids, blocks[0].shape[0], axes)
         return whole(*blocks, own, *rest)
 
     return registered(

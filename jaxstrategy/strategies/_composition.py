@@ -13,14 +13,15 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
-from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
-from jaxstrategy.reductions._met_reduction import MetReduction
-from jaxstrategy.reductions._overlap import overlap_on
-from jaxstrategy.reductions._own_reduction import OwnReduction
+from jaxstrategy.reductions._cross_device_ops import (
+    CrossDeviceOps,
+    PlannedOps,
+    UserPlan,
+    checked_ops,
+)
+from jaxstrategy.reductions._packing import overlap_on
 from jaxstrategy.reductions._plan import AbstractPlan
-from jaxstrategy.reductions._planned_ops import PlannedOps, checked_ops
-from jaxstrategy.reductions._reduction import Reduction
-from jaxstrategy.reductions._user_plan import UserPlan
+from jaxstrategy.reductions._reduction import MetReduction, OwnReduction, Reduction
 from jaxstrategy.replicas import _compilation_cache
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies._choices import Choices

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxstrategy._communication_options import CommunicationOptions
-from jaxstrategy.reductions._compression_state import CompressionState, initial_state
+from jaxstrategy.reductions._compression import CompressionState, initial_state
 from jaxstrategy.replicas._inner_placement import (
     WHOLE,
     inner_spec,

@@ -10,7 +10,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors._executor import EagerExecutor
-from jaxstrategy.reductions._planned_ops import NcclAllReduce
+from jaxstrategy.reductions._cross_device_ops import NcclAllReduce
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.variables._policy import ORDINARY

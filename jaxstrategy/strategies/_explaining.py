@@ -22,7 +22,7 @@ from jaxstrategy.profiling import _links
 from jaxstrategy.profiling._metric_logger import MetricLogger
 from jaxstrategy.profiling._profile import Profile
 from jaxstrategy.profiling._step_analysis import StepAnalysis
-from jaxstrategy.reductions._reduce_operations import OPERATIONS
+from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.strategies._calls import check_options
 from jaxstrategy.strategies._composition import ComposedStrategy

@@ -13,7 +13,7 @@ from jaxstrategy._options import (
     ValueContext,
 )
 from jaxstrategy.contexts import _context
-from jaxstrategy.reductions._compression_state import CompressionState
+from jaxstrategy.reductions._compression import CompressionState
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.strategies._compression_states import compression_state
 from jaxstrategy.strategies._in_sync import has_copies

@@ -12,15 +12,13 @@ from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.masks import _filled_rows, _step_masks
 from jaxstrategy.reductions._fingerprint import fingerprints
-from jaxstrategy.reductions._gather import checked_axis
-from jaxstrategy.reductions._met_reduction import MetReduction
-from jaxstrategy.reductions._own_reduction import OwnReduction
-from jaxstrategy.reductions._reduce_operations import (
+from jaxstrategy.reductions._operations import (
     OPERATIONS,
+    checked_axis,
     reduced_over,
     sums,
 )
-from jaxstrategy.reductions._reduction import Reduction
+from jaxstrategy.reductions._reduction import MetReduction, OwnReduction, Reduction
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.text._whole_numbers import several_whole, whole
 from jaxstrategy.values._slices import is_slices

@@ -10,7 +10,7 @@ from jax import lax
 from jax.ref import AbstractRef
 from jax.typing import DTypeLike
 
-from jaxstrategy.reductions._sums import unfolded
+from jaxstrategy.reductions._operations import unfolded
 from jaxstrategy.replicas._replicas import SAME, Lies, Replicas
 from jaxstrategy.tracing._on_own_devices import on_own_devices
 from jaxstrategy.tracing.jaxprs._collectives import Effect, effect_of, names

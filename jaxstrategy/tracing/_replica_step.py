@@ -10,7 +10,7 @@ from typing import final
 
 import jax
 
-from jaxstrategy.reductions._overlap import Overlap
+from jaxstrategy.reductions._packing import Overlap
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._constants import Given

@@ -17,8 +17,8 @@ from jaxstrategy._options import (
     RunOptions,
 )
 from jaxstrategy.contexts._strategy_face import AnyStrategy
-from jaxstrategy.reductions import _compressed
-from jaxstrategy.reductions._compression_state import CompressionState
+from jaxstrategy.reductions import _compression
+from jaxstrategy.reductions._compression import CompressionState
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.strategies import _compression_states, _strategy
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
@@ -121,7 +121,7 @@ def _compressing(op: ReduceOp, options: CommunicationOptions) -> GradientTransfo
             return reduce(updates, state)
         return get_strategy().run(reduce, (updates, state))
 
-    _compressed.check_compressible(op)
+    _compression.check_compressible(op)
     return optax_for("all_reduce_gradients").GradientTransformation(init, update)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy._options import ReduceOp, VariableAggregation
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.reductions._reduce_operations import OPERATIONS
+from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._inner_placement import inner_spec, of_versions, with_inner
 from jaxstrategy.values._per_replica import PerReplica

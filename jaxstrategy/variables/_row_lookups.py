@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy.reductions._table_rows import table_rows
+from jaxstrategy.reductions._rows import table_rows
 from jaxstrategy.variables import _access, _given_values, _row_tape
 from jaxstrategy.variables._abstract_variable import AbstractVariable
 from jaxstrategy.variables._row_functions import read_rows, row_numbers

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationOptions
-from jaxstrategy.reductions._overlap import Overlap, ReadyPacking, overlap_on
+from jaxstrategy.reductions._packing import Overlap, ReadyPacking, overlap_on
 from jaxstrategy.strategies import _composition
 
 OVERLAP = CommunicationOptions(overlap=True)

@@ -76,8 +76,10 @@ if TYPE_CHECKING:
     from jaxstrategy.compat.contrib._tower_context import (
         require_tower_context as require_tower_context,
     )
-    from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
-    from jaxstrategy.reductions._planned_ops import ReductionToOneDevice
+    from jaxstrategy.reductions._cross_device_ops import (
+        CrossDeviceOps,
+        ReductionToOneDevice,
+    )
     from jaxstrategy.strategies._mirrored_type import Mirrored as Mirrored
     from jaxstrategy.tpu._topology import initialize_tpu_system as initialize_tpu_system
     from jaxstrategy.values._per_replica import PerReplica
@@ -108,8 +110,8 @@ else:
                 "get_tower_context get_update_device has_distribution_strategy "
                 "increment_var require_tower_context TowerContext UpdateContext"
             ),
-            "reductions._cross_device_ops": "CrossTowerOps=CrossDeviceOps",
-            "reductions._planned_ops": (
+            "reductions._cross_device_ops": (
+                "CrossTowerOps=CrossDeviceOps "
                 "ReductionToOneDeviceCrossTowerOps=ReductionToOneDevice"
             ),
             "strategies._mirrored_type": "Mirrored",

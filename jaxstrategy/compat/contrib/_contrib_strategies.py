@@ -16,8 +16,11 @@ from jaxstrategy.compat.contrib._distribution_strategy import (
     operation_of,
     require_cross_tower,
 )
-from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
-from jaxstrategy.reductions._planned_ops import HierarchicalCopyAllReduce, NcclAllReduce
+from jaxstrategy.reductions._cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+)
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import (

@@ -33,7 +33,7 @@ from jaxstrategy.contexts._strategy_face import StrategyFace
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._input_options import InputContext
 from jaxstrategy.inputs._library_sources import as_source
-from jaxstrategy.reductions._reduce_operations import OPERATIONS
+from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _current
 from jaxstrategy.strategies._destinations import Destinations, checked_pairs

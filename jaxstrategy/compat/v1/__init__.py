@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from jaxstrategy.reductions._cross_device_ops import (
         CrossDeviceOps as CrossDeviceOps,
     )
-    from jaxstrategy.reductions._planned_ops import (
+    from jaxstrategy.reductions._cross_device_ops import (
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
     )
-    from jaxstrategy.reductions._planned_ops import NcclAllReduce as NcclAllReduce
-    from jaxstrategy.reductions._planned_ops import (
+    from jaxstrategy.reductions._cross_device_ops import NcclAllReduce as NcclAllReduce
+    from jaxstrategy.reductions._cross_device_ops import (
         ReductionToOneDevice as ReductionToOneDevice,
     )
 else:
@@ -78,9 +78,9 @@ else:
             "compat.v1._v1_strategy": "RunOptions Strategy",
             "inputs._input_options": "InputContext InputReplicationMode",
             "parameter_servers._server": "Server",
-            "reductions._cross_device_ops": "CrossDeviceOps",
-            "reductions._planned_ops": (
-                "HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice"
+            "reductions._cross_device_ops": (
+                "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce "
+                "ReductionToOneDevice"
             ),
         },
         modules=["cluster_resolver", "compat.v1.experimental"],

@@ -38,13 +38,13 @@ from jaxstrategy.executors.replica_threads._replica_thread import (
 )
 from jaxstrategy.processes._agreement import Operation, users_line
 from jaxstrategy.processes._job import Processes
-from jaxstrategy.reductions._met_collectives import (
+from jaxstrategy.reductions._reduction import (
     Derivative,
     Mapped,
     MetCollective,
+    Reduction,
     Transposed,
 )
-from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text._shown import shown
 from jaxstrategy.tracing import _results

@@ -16,8 +16,12 @@ import jax
 from jaxstrategy._errors import DivergentCollectiveError, LateReplicaWarning
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts._eager_replica import EagerReplica, Loans
-from jaxstrategy.reductions._met_collectives import MetCollective, SameShapes
-from jaxstrategy.reductions._met_reduction import Meet, MetReduction
+from jaxstrategy.reductions._reduction import (
+    Meet,
+    MetCollective,
+    MetReduction,
+    SameShapes,
+)
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _user_code

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
 from jaxstrategy._options import RunOptions
-from jaxstrategy.reductions._table_rows import part_of_sum
+from jaxstrategy.reductions._rows import part_of_sum
 from jaxstrategy.replicas._inner_placement import InnerSpec, inner_spec, with_inner
 from jaxstrategy.replicas._replicas import SPLIT, Replicas, lies_along
 from jaxstrategy.replicas._state_sharding import LeafSharding

@@ -14,8 +14,7 @@ from jax.extend import core
 from jax.extend.core import DropVar, Literal
 from jax.typing import DTypeLike
 
-from jaxstrategy.reductions._shard_functions import ShardFunction
-from jaxstrategy.reductions._table_rows import part_of_sum
+from jaxstrategy.reductions._rows import ShardFunction, part_of_sum
 from jaxstrategy.replicas._inner_placement import WHOLE, InnerSpec
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing.jaxprs._visit import (

@@ -12,8 +12,8 @@ from jax.extend import core
 from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
-from jaxstrategy.reductions import _shard_functions
-from jaxstrategy.reductions._shard_functions import ShardFunction
+from jaxstrategy.reductions import _rows
+from jaxstrategy.reductions._rows import ShardFunction
 from jaxstrategy.replicas._inner_placement import WHOLE, InnerSpec, of_versions
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing._on_own_devices import on_each_device
@@ -125,7 +125,7 @@ def shard_function(eqn: Equation) -> ShardFunction | None:
         return None
     operands = [atom.aval for atom in eqn.invars]
     results = [var.aval for var in eqn.outvars]
-    return _shard_functions.called_by(eqn.params["name"], operands, results)
+    return _rows.called_by(eqn.params["name"], operands, results)
 
 
 def is_around_function(jaxpr: Jaxpr) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxstrategy.reductions._sums import unfolded
+from jaxstrategy.reductions._operations import unfolded
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing.jaxprs._collectives import is_along
 from jaxstrategy.tracing.jaxprs._visit import Equation
