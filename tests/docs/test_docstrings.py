@@ -218,17 +218,6 @@ def test_of_the_arguments_all_are_explained_or_none():
 # Pages.
 
 
-def test_the_changelog_names_them_all():
-    text = (PACKAGE.parent / "CHANGELOG.md").read_text()
-    named = set(re.findall(r"[\w.]+", text))
-    short = (name.removeprefix("jaxstrategy.") for name in NAMES)
-    short = (name.replace("variables.", "experimental.") for name in short)
-    short = (re.sub("^rpc", "experimental.rpc", name) for name in short)
-    # In lists behind these words.
-    lists = re.compile(r"^(cluster_resolver|compat\.\w+)\.")
-    told(n for n in short if not {n, lists.sub("", n)} & named)
-
-
 def test_a_guide_says_when_each_error_comes():
     lines = all_prose().splitlines()
     table = "\n".join(line for line in lines if line.startswith("|"))
