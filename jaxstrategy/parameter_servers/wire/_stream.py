@@ -1,4 +1,4 @@
-"""An inherited socket over which processes open streams: `Door`, `attended`."""
+"""Frames between processes, the streams that carry them, and doors to open streams."""
 
 from __future__ import annotations
 
