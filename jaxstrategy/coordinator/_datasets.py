@@ -1,4 +1,4 @@
-"""The index of the worker that runs code: `experimental_get_current_worker_index`."""
+"""Datasets that each worker reads by itself, and its index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits in the queue: scheduled functions, and tasks for one worker."""
+"""The queue of a coordinator, and what waits in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows when parameter servers are lost: `Recovery`."""
+"""How often workers and servers may be lost, and what brings servers back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of the parts of a data set, added up: `WideSums`, `shard_sums`."""
+"""What functions return, values for each worker, and sums of them."""
 
 from __future__ import annotations
 

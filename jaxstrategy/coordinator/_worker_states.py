@@ -1,4 +1,4 @@
-"""A table of the workers that changes while they work: `LiveTable`."""
+"""What workers are doing, and how long functions took."""
 
 from __future__ import annotations
 

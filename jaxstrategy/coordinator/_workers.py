@@ -1,4 +1,4 @@
-"""The thread that gives functions to one worker: `WorkerThread`."""
+"""A thread for each worker, and what follows when functions or workers end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Server`: one process of a cluster, started by hand."""
+"""`Server`: one process of a cluster, and the task that it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers of several processes that make the same variables: `JointPool`."""
+"""The servers of a strategy, and which variables are where."""
 
 from __future__ import annotations
 

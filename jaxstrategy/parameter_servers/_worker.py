@@ -1,4 +1,4 @@
-"""What a worker does with a call: pull, compute, push. `WorkerEngine`."""
+"""A worker: its resources, and what it does with a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheduled functions and their programs: `FunctionTracer`."""
+"""Scheduled functions, their arguments and their programs."""
 
 from __future__ import annotations
 

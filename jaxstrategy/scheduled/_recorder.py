@@ -1,4 +1,4 @@
-"""Iterators of workers as functions see them: `IteratorSlot`."""
+"""What a function uses that only its worker has, while it is traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace as workers get it: `shipped`."""
+"""A trace as workers get it: changes, tables and programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ClusterTasks`: workers and parameter servers that somebody else has started."""
+"""`ClusterTasks`: workers and servers that somebody else has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LocalProcesses`: workers and parameter servers as processes of this host."""
+"""`LocalProcesses`: workers and servers as child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RayProcesses`: workers and parameter servers on the machines of a Ray cluster."""
+"""`RayProcesses`: workers and servers on a Ray cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that changes variables together: `UpdateProgram`."""
+"""What a server computes with JAX: tables, and updates by programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of one parameter server: `Store`."""
+"""The state of one parameter server: `Store`; imports no JAX by itself."""
 
 from __future__ import annotations
 

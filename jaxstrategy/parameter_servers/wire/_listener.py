@@ -1,4 +1,4 @@
-"""Where other processes connect, and how: `Listener`, `dialled`."""
+"""Where processes of the job connect and prove that they are of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another process that answers requests: `Peer`."""
+"""Who asks over streams, who answers, and errors that travel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers of a worker to the coordinator: `WorkerAnswers`."""
+"""Servers and workers in other processes, and who answers there."""
 
 from __future__ import annotations
 
