@@ -6,7 +6,6 @@ A value that lies elsewhere is copied; one whose place shows a mistake is refuse
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Hashable, Sequence
 from typing import final
 
@@ -35,10 +34,6 @@ from jaxstrategy.values._types import Leaf
 # Numbers that were placed lately: a learning rate is often the same at each step, and
 # placing a number costs as much as dispatching a small step (44 to 60 us on CPU).
 _NUMBERS_KEPT = 256
-
-
-# Without a call of Python for each array, as `sharding` makes one.
-_sharding_of = operator.attrgetter("_sharding")
 
 
 @final
@@ -76,10 +71,7 @@ class Placement:
             return True
         # JAX 0.10 ends the process where an array lies on the same devices in another
         # order; 0.12 raises.
-        try:
-            lie = tuple(map(_sharding_of, leaves))
-        except AttributeError:  # of random keys
-            lie = tuple([leaf.sharding for leaf in leaves])
+        lie = tuple([leaf.sharding for leaf in leaves])
         if lie != self._lay:
             for sharding, wanted in zip(lie, self.shardings, strict=True):
                 if _mesh.is_in_another_order(sharding, wanted):
