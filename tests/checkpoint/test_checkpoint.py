@@ -714,6 +714,18 @@ def test_the_state_may_be_changed_while_it_is_saved(tmp_path, four, donated):
         assert np.all(back["host"] == n - 1) and np.all(variable.numpy() == n)
 
 
+def test_plain_orbax_reads_the_arrays(tmp_path, two):
+    parts = js.MirroredStrategy(
+        jax.devices()[:4], sharding=js.StateSharding("state", min_bytes=0)
+    )
+    divided = parts.mirror(np.arange(16.0))
+    assert isinstance(divided, js.Sharded)
+    saved(tmp_path, {"params": {"w": two.mirror(np.arange(3.0)), "parts": divided}})
+    np.testing.assert_array_equal(plainly(tmp_path / "1", "params/w"), np.arange(3))
+    found = plainly(tmp_path / "1", "params/parts")
+    np.testing.assert_array_equal(found, np.arange(16))
+
+
 def test_it_prints(tmp_path):
     with manager_of(tmp_path) as manager:
         assert repr(manager) == f"CheckpointManager('{tmp_path}')"
