@@ -77,6 +77,23 @@ def test_fit_outside_of_the_scope_has_the_numbers_of_one_device(way, four):
     assert keras.distribution.distribution() is None
 
 
+def test_class_weights(four):
+    def classifier():
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input((3,)), keras.layers.Dense(2)]
+        model = keras.Sequential(layers)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        return model
+
+    want = classifier()
+    with four.scope():
+        have = classifier()
+    labels = (WANTED[:, 0] > 0).astype(np.int32)
+    options = {"y": labels, "class_weight": {0: 1.0, 1: 3.0}}
+    assert_equal_training(fitted(have, **options), fitted(want, **options))
+
+
 @each_of("rows", [22, 1])
 def test_evaluation_and_predictions_of_uneven_batches_are_exact(rows, four):
     want, have = compiled(), in_scope(four)

@@ -226,10 +226,111 @@ def test_nnx_transformer_block(eight, multi):
     assert_equal(have, want)
 
 
-# Loss scaling.
+# Loss scaling, and computing in 16 bits.
+
+
+def test_loss_scaling_with_skipped_steps(eight):
+    """A scale that is too large at first, and a row that is: both skip these steps."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
+    x[7, 3] = 1e20  # overflows on one replica only
+    y = x[..., 0] * 2
+    start = np.zeros(4, np.float32)
+
+    def loss(w, x, y):
+        return jnp.square(x @ w - y).mean()
+
+    want, scale, good, skipped = start, 2.0**127, 0, []
+    gradient = jax.jit(jax.grad(lambda w, s, x, y: s * loss(w, x, y)))
+    for i in range(STEPS):
+        grad = np.asarray(gradient(want, np.float32(scale), x[i], y[i]))
+        if np.isfinite(grad).all():
+            want = want - np.float32(0.1) * (grad / np.float32(scale))
+            good += 1
+            if good == 8:
+                scale, good = scale * 1024, 0
+        else:
+            scale, good = scale / 1024, 0
+            skipped.append(i)
+    assert skipped == [0, 7] and scale == 2.0**117
+
+    @eight.run(options=js.RunOptions(expect_mirrored=True))
+    def step(w, loss_scale, x, y):
+        grad = jax.grad(lambda w: loss_scale.scale(loss(w, x, y)))(w)
+        grad = js.get_replica_context().all_reduce("mean", grad)
+        grad = loss_scale.unscale(grad)
+        finite = js.all_finite(grad)
+        return jnp.where(finite, w - 0.1 * grad, w), loss_scale.adjust(finite), finite
+
+    state = eight.mirror(
+        (start, js.DynamicLossScale(2.0**127, period=8, factor=1024.0))
+    )
+    seen = []
+    for i in range(STEPS):
+        *state, finite = step(*state, *distributed(eight, x[i], y[i]))
+        seen += [] if finite else [i]
+    assert seen == skipped
+    assert_equal(state[0], want)
+    np.testing.assert_array_equal(state[1].loss_scale, np.float32(scale))
+
+
+def test_bfloat16_computing_trains_float32_parameters(eight):
+    """Close to the float32 run, as 8 bits of mantissa allow."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
+    y = x @ np.float32([1, -2, 0.5, 0])
+
+    def stepped(dtype):
+        @eight.run(options=js.RunOptions(expect_mirrored=True))
+        def step(w, x, y):
+            def loss_fn(w):
+                half, x16 = js.cast_floating((w, x), dtype)
+                out = x16 @ half
+                assert out.dtype == dtype
+                return jnp.square(out.astype("float32") - y).mean()
+
+            grad = js.get_replica_context().all_reduce("mean", jax.grad(loss_fn)(w))
+            return w - 0.1 * grad
+
+        w = np.zeros(4, np.float32)
+        for i in range(STEPS):
+            w = step(w, *distributed(eight, x[i], y[i]))
+        assert w.dtype == jnp.float32
+        return w
+
+    half, full = stepped(jnp.bfloat16), stepped(jnp.float32)
+    np.testing.assert_allclose(half, full, atol=0.03)
+    assert not np.array_equal(half, full)
 
 
 # Dropout.
+
+
+def dropped(key, ids, x):
+    """Each row with a mask of its own, that of its number in the global batch."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
+    layer = linen.Dropout(0.5, deterministic=False)
+    return jax.vmap(lambda key, row: layer.apply({}, row, rngs={"dropout": key}))(
+        keys, x
+    )
+
+
+def test_dropout_differs_by_example_or_by_replica(eight):
+    x, key = np.ones((ROWS, 32), np.float32), jax.random.key(5)
+    ids, rows = distributed(eight, np.arange(ROWS), x)
+    have = np.asarray(eight.run(dropped, (key, ids, rows)).stacked).reshape(ROWS, 32)
+    np.testing.assert_array_equal(have, jax.jit(dropped)(key, np.arange(ROWS), x))
+    assert len({row.tobytes() for row in have}) == ROWS  # no two rows share a mask
+
+    @eight.run
+    def step(key, x):
+        key = js.get_replica_context().fold_in(key)
+        layer = linen.Dropout(0.5, deterministic=False)
+        return layer.apply({}, x, rngs={"dropout": key})
+
+    masks = np.asarray(step(jax.random.key(0), x[0]).stacked)
+    assert len({mask.tobytes() for mask in masks}) == REPLICAS
+    np.testing.assert_array_equal(masks, step(jax.random.key(0), x[0]).stacked)
 
 
 # TensorFlow's own run, with its way of scaling losses.
