@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each
+from helpers.clusters import coordinated
 from helpers.cores import cored
 from helpers.replicas import replica
 from helpers.variables import variable
@@ -170,6 +171,32 @@ def test_what_is_around_a_step(two, of_two):
         with jax.checking_leaks():
             found = call(two, of_two, jnp.float32(2))
         np.testing.assert_allclose(found, 2 * START, rtol=1e-6)
+
+
+@pytest.fixture
+def all_threads():
+    """JAX looks in all of them, as with `JAX_CHECK_TRACER_LEAKS=1`."""
+    jax.config.update("jax_check_tracer_leaks", True)
+    yield
+    jax.config.update("jax_check_tracer_leaks", False)
+
+
+def test_functions_of_workers(all_threads):
+    with coordinated(workers=2) as coordinator:
+        with coordinator.strategy.scope():
+            v = js.Variable(START)
+            table = js.Variable(jnp.ones((4, 2)))
+        scaled = jax.jit(lambda x: v * x)
+
+        @coordinator.function
+        def fn(x):
+            v.assign_add(js.grad(lambda: (scaled(x) * v / 2).sum(), v)())
+            table.scatter_add(js.IndexedSlices(jnp.ones((1, 2)), jnp.array([1])))
+            return scaled(x)
+
+        found = coordinator.schedule(fn, (2.0,)).fetch()
+        coordinator.join()
+    np.testing.assert_allclose(found, 6 * START, rtol=1e-6)
 
 
 # What is found, and what is kept.

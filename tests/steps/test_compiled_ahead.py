@@ -21,6 +21,8 @@ from flax.training.train_state import TrainState
 from helpers.cases import each
 
 import jaxstrategy as js
+from jaxstrategy.reductions._packing import Overlap
+from jaxstrategy.strategies import _composition
 
 ROWS = np.arange(24, dtype=np.float32).reshape(8, 3) / 10
 START = np.array([0.5, -1.0, 2.0], np.float32)
@@ -387,6 +389,44 @@ def test_other_options_are_refused(saved):
     ):
         options = js.RunOptions(check_finite=True)
         strategy.load_compiled(path, double, (START,), options=options)
+
+
+def test_arguments_of_other_names_in_another_order_are_refused(tmp_path):
+    """Of which the same one by name is donated, and another one by its place."""
+    strategy, path = replicas(2), tmp_path / "step"
+
+    def first(a, b):
+        return a - b, 2 * a
+
+    def second(b, a):
+        return b - a, 2 * b
+
+    donating = [js.RunOptions(donate_argnums=place) for place in (0, 1)]
+    types = START, START
+    strategy.compile(first, types, options=donating[0]).save(path)
+    with pytest.raises(js.CompiledStepError, match=(
+        "the order of its inputs was 'argument `a`, argument `b`', and is 'argument "
+        "`b`, argument `a`'. Compile and save it again."
+    )):  # fmt: skip
+        strategy.load_compiled(path, second, types, options=donating[1])
+
+
+def test_other_options_of_the_compiler_are_refused(tmp_path, monkeypatch):
+    """By which reductions go beside the computation on some platforms."""
+
+    def asking(answer):
+        overlap = Overlap(None, {"xla_cpu_enable_fast_min_max": answer})
+        monkeypatch.setattr(_composition, "overlap_on", lambda *_: overlap)
+        return replicas(2)
+
+    path = tmp_path / "double"
+    asking("False").compile(double, (START,)).save(path)
+    same = asking("False").load_compiled(path, double, (START,))
+    np.testing.assert_array_equal(same(START), 4 * START)
+    with pytest.raises(js.CompiledStepError, match=(
+        "the compiler's option xla_cpu_enable_fast_min_max was 'False', and is 'True'"
+    )):  # fmt: skip
+        asking("True").load_compiled(path, double, (START,))
 
 
 def rewritten(path, **facts):
