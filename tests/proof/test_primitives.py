@@ -66,6 +66,47 @@ def test_every_primitive_that_jax_lists_is_known():
     assert not set(_rules._RULES) & _primitives.PURE
 
 
+def of_linalg(x):
+    """Results of all primitives of `lax.linalg` that CPUs have, of pure ones alone."""
+    square = jnp.outer(x, x) + 3 * jnp.eye(4)
+    factors, taus = lax.linalg.hessenberg(square)
+    triangle = lax.linalg.cholesky(square)
+    rows = x[None]
+    return {
+        "cholesky": triangle,
+        "update": lax.linalg.cholesky_update(triangle, x),
+        "eigh": lax.linalg.eigh(square),
+        "eig": lax.linalg.eig(square),
+        "hessenberg": (factors, taus),
+        "householder": lax.linalg.householder_product(factors[:, :3], taus),
+        "ormqr": lax.linalg.ormqr(factors[:, :3], taus, square),
+        "lu": lax.linalg.lu(square),
+        "qr": lax.linalg.qr(square),
+        "schur": lax.linalg.schur(square),
+        "svd": lax.linalg.svd(square),
+        "triangular": lax.linalg.triangular_solve(triangle, square),
+        "tridiagonal": lax.linalg.tridiagonal(square),
+        "solve": lax.linalg.tridiagonal_solve(*3 * [rows[0]], square),
+        "symmetric": lax.linalg.symmetric_product(square, square),
+    }
+
+
+def test_results_of_linear_algebra_are_as_their_operands_are(four):
+    def step(s, x):
+        return of_linalg(s), of_linalg(x)
+
+    same, own = four.run(step, (jnp.arange(1.0, 5.0), local(four)))
+    for name, results in same.items():
+        assert all(map(is_mirrored, jax.tree.leaves(results))), name
+    for name, results in own.items():
+        assert all(
+            isinstance(each, js.PerReplica)
+            for each in jax.tree.leaves(
+                results, is_leaf=lambda each: isinstance(each, js.PerReplica)
+            )
+        ), name
+
+
 # Primitives of a user's.
 
 
