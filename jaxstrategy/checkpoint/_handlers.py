@@ -216,7 +216,7 @@ def _dtype(entry: Entry) -> np.dtype:
     return jnp.dtype("uint32" if "impl" in entry else entry["dtype"])
 
 
-def _read_array(entry: Entry, array: Array | None, dtype: DTypeLike) -> Array:
+def _read_array(entry: Entry, array: Array | None, dtype: DTypeLike | None) -> Array:
     """The array as it was before it was written; a number as a scalar of `dtype`."""
     if entry["kind"] == "number":
         return np.asarray(_number(entry), dtype)

@@ -284,7 +284,9 @@ class Repeatable(Source):
 
     def start(self) -> Pass:
         batches = self._batches
-        in_memory = batches if type(batches) in (list, tuple) else ()
+        in_memory: Sequence[PyTree] = ()
+        if isinstance(batches, (list, tuple)) and type(batches) in (list, tuple):
+            in_memory = batches
         return CountedPass(lambda: iter(batches), self.name, self.length, in_memory)
 
     @property

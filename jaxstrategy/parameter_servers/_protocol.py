@@ -431,7 +431,7 @@ class RestartedServer:
     """Stands for a server that may be replaced by another: who has it need not know."""
 
     def __init__(self, server: AbstractServer) -> None:
-        self.server = server
+        self.server: AbstractServer | KilledServer = server
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.server, name)

@@ -352,7 +352,9 @@ def is_in_another_order(sharding: Sharding | None, wanted: NamedSharding) -> boo
     """Whether `sharding` is of the devices of `wanted` in another order."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh is wanted.mesh:
         return False
-    devices, others = (list(each.mesh.devices.flat) for each in (sharding, wanted))
+    devices, others = (
+        list(np.ravel(np.asarray(each.mesh.devices))) for each in (sharding, wanted)
+    )
     return devices != others and set(devices) == set(others)
 
 

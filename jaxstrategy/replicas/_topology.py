@@ -271,7 +271,8 @@ class Topology:
         ways = _ALGORITHMS[algorithm]
         stages = [
             min(
-                links._of_one_level(*way(each, links.replicas), operand) for way in ways
+                links._of_one_level(*way(each, links.replicas), nbytes=operand)
+                for way in ways
             )
             for links, each, operand in self._stages(kind, _link_numbers.nbytes(nbytes))
         ]

@@ -12,7 +12,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias, final
+from typing import Any, NamedTuple, Self, TypeAlias, cast, final
 
 import jax
 import numpy as np
@@ -412,7 +412,7 @@ class _Function:
     def note(self, own: Any) -> None:
         """Take note of what it refers to now."""
         if isinstance(own, types.MethodType):
-            self._owner = weakly(own.__self__)
+            self._owner = weakly(cast(Any, own.__self__))
             self._attributes = self._attributes_now()
             own = own.__func__
         cells = map(ClosureCell, getattr(own, "__closure__", None) or ())
@@ -665,7 +665,7 @@ def _own_function(fn: Any) -> tuple[Function, tuple[Hashable, ...]]:
         own, wrappers = _own_function(fn.__wrapped__)
         return own, (type(fn), *wrappers)
     if isinstance(fn, Wrapped):  # its options are known to JAX alone
-        own, wrappers = _own_function(fn.__wrapped__)
+        own, wrappers = _own_function(cast(Any, fn).__wrapped__)
         return own, (Identity(fn), *wrappers)
     return as_method(fn), ()
 

@@ -54,7 +54,9 @@ class ComposedStrategy(AbstractStrategy):
         self._replicas = choices.replicas
         self._compiled_reduction = _reduction_for(self, choices)
         self._overlap = overlap_on(choices.replicas, choices.options)
-        self._variable_policy = choices.variables or ReplicatedVariables(self._replicas)
+        policy = choices.variables or ReplicatedVariables(self._replicas)
+        # Its base class has what lower folders may ask of it.
+        self._variable_policy = policy  # pyright: ignore[reportIncompatibleVariableOverride]
         self._executor = choices.executor(self, choices.processes)
         self._values = CrossReplicaValues(self, self._executor)
         self._extended = StrategyExtended(self, self._executor, _role_of(choices))

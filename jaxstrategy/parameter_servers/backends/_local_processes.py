@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar, final
+from typing import Any, Generic, Protocol, Self, TypeVar, cast, final
 
 import jax
 from jax import export
@@ -567,7 +567,7 @@ class LocalProcesses(AbstractWorkerBackend):
     @property
     def servers(self) -> Sequence[AbstractServer]:
         """The parameter servers."""
-        return self._servers
+        return cast("Sequence[AbstractServer]", self._servers)
 
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
         """A new process of a worker; the one before is ended, if it has not.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, final
+from typing import NoReturn, cast, final
 
 import jax
 
@@ -109,11 +109,11 @@ class Threads(AbstractWorkerBackend):
     @property
     def servers(self) -> Sequence[AbstractServer]:
         """The parameter servers."""
-        return self._servers
+        return cast("Sequence[AbstractServer]", self._servers)
 
     def start(self, worker: int, incarnation: int) -> AbstractWorker:
         """A new life of a worker; it has nothing of the last one."""
-        life = WorkerEngine(worker, self._servers, self._devices_of(worker))
+        life = WorkerEngine(worker, self.servers, self._devices_of(worker))
         self._lives[worker] = life
         return life
 

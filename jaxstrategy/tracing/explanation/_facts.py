@@ -51,7 +51,8 @@ class AbstractCollective:
 
         def bound(which: int) -> float:
             return self._longest(
-                topology, lambda links, *of: links.bounds(*of, algorithm)[which]
+                topology,
+                lambda links, *of: links.bounds(*of, algorithm=algorithm)[which],
             )
 
         return bound(0), bound(1)

@@ -46,12 +46,12 @@ def references(fn: Function, is_object: Callable[[object], bool]) -> References:
 
 def callers_value(place: Place) -> object:
     """The value of a place, whatever another thread's trace has lent there."""
-    version = None
-    while version is not _version:
+    while True:
         version, found = _version, place.get()
         for loans in reversed(_active):
             found = loans.callers_value(place, found)
-    return found
+        if version is _version:
+            return found
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from jaxstrategy.tracing.jaxprs._visit import Equation
 
@@ -36,7 +36,7 @@ class CollectivePrimitive:
 
 # Each: its name, what it does, what it is to a `Topology`, what StableHLO calls it, and
 # the functions of `jax.lax` that users call for it.
-_ROWS: tuple[tuple[Any, ...], ...] = (
+_ROWS = (
     ("psum", Effect.SUM, "all_reduce", "all_reduce", ("psum", "pmean")),
     ("psum_invariant", Effect.SUM, "all_reduce", "all_reduce"),
     ("pmax", Effect.EXTREME, "all_reduce", "all_reduce", ("pmax",)),
@@ -58,7 +58,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("precv", Effect.SCATTER, "permute", "recv"),
     ("pgather", Effect.UNKNOWN, "permute", "all_gather"),
 )  # fmt: skip
-COLLECTIVES = {name: CollectivePrimitive(name, *row) for name, *row in _ROWS}
+COLLECTIVES = {row[0]: CollectivePrimitive(*row) for row in cast(Any, _ROWS)}
 
 
 def effect_of(eqn: Equation) -> Effect | None:
