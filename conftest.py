@@ -19,6 +19,7 @@ pytest.register_assert_rewrite("helpers")
 # No examples, and no tests; all but the first are programs of their own.
 collect_ignore = [
     "tests/helpers",
+    "tests/multiprocess/workers",
     "tests/first_ten_minutes",
     "tests/typed_programs",
     "tests/wheel/programs",

@@ -292,8 +292,9 @@ class ClusterError(RuntimeError):
     The message names the processes by their ids and hosts.
 
     >>> import jaxstrategy as js
+    >>> resolver = js.cluster_resolver.SimpleClusterResolver({})
     >>> try:
-    ...     strategy = js.MultiWorkerMirroredStrategy()
+    ...     strategy = js.MultiWorkerMirroredStrategy(resolver)
     ... except js.ClusterError as error:
     ...     print(error)  # which process did not come, and why
     """

@@ -51,7 +51,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def said(request, folder, plain):
     """What each process printed in a program, by its name: those of selected tests."""
-    here = [each for each in request.session.items if each.module is request.module]
+    items = request.session.items
+    here = [each for each in items if getattr(each, "module", 0) is request.module]
     tests = {each.originalname for each in here}
     names = [name for test, name in PROGRAMS.items() if test in tests]
     if "divided_variables" in names:
