@@ -452,7 +452,8 @@ class _StreamPass(SnapshotPass):
         self._order.check(self, self.name)
 
     def _take(self) -> dict[str, State]:
-        state = self._view.state_dict()
+        # Before the first batch its own state has epoch 0.
+        state = {**self._view.state_dict(), "epoch": self._view.epoch}
         # Through text: a copy of numbers, text, lists and dicts.
         return {"stream": json.loads(json.dumps(state))}
 
