@@ -300,7 +300,7 @@ class HostCode:
             strategy, fn, args, kwargs, slots = _peer.loaded(*self._sent)
         for each in arrived:
             if isinstance(each, Variable):
-                each.adopt(strategy)
+                each._adopt(strategy)
         with _context.entered(worker=None):
             leaves, signature = _roles.take_apart(fn, args, kwargs)
             own = self._trace(fn, strategy, signature, leaves, slots)

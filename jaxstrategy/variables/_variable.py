@@ -529,7 +529,7 @@ class Variable(AbstractVariable, WorkerCopies):
             "of the other process."
         )
 
-    def adopt(self, strategy: AbstractStrategy) -> None:
+    def _adopt(self, strategy: AbstractStrategy) -> None:
         """Makes it a variable of a strategy, on a worker that traces functions."""
         policy = strategy._variable_policy
         assert isinstance(policy, VariablePolicy), "which contexts know in part only"

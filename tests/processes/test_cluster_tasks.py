@@ -303,6 +303,8 @@ def test_the_program_says_what_is_wrong(cluster, monkeypatch, capsys):
 def test_tf_config_is_found(cluster, serve, monkeypatch):
     with pytest.raises(ValueError, match="Cluster spec must be non-empty"):
         js.ParameterServerStrategy()
+    with pytest.raises(TypeError, match=r"`cluster_resolver` was .* was wanted"):
+        js.ParameterServerStrategy({"worker": ["a:1"]})
     serve()
     config = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))

@@ -41,6 +41,12 @@ def chosen_backend(
             f"`backend` was {shown(backend)}; 'processes', 'threads', 'ray' or an "
             "object that starts workers was wanted."
         )
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
+        raise TypeError(
+            f"`cluster_resolver` was {shown(resolver)}; one of "
+            "`jaxstrategy.cluster_resolver` was wanted, such as a "
+            "`SimpleClusterResolver`."
+        )
     resolver = resolver or _of_environment()
     if resolver is None and workers is not None:
         servers = 1 if parameter_servers is None else parameter_servers
