@@ -44,11 +44,10 @@ def needs(extra, function):
 
 manager = js.checkpoint.CheckpointManager
 pods = js.cluster_resolver.KubernetesClusterResolver
-needs("flax", lambda: js.flax.linen)
-needs("flax", lambda: js.flax.nnx)
+needs("flax", lambda: js.flax.linen.BatchNorm)
+needs("flax", lambda: js.flax.nnx.BatchNorm)
 needs("flax", lambda: js.optax.all_reduce_gradients())
 needs("checkpoint", lambda: manager("saved", strategy).save(0, {"w": w}))
-needs("tensorboard", lambda: js.profiling.MetricLogger("logs"))
 needs("kubernetes", lambda: pods().cluster_spec())
 
 
