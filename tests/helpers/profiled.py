@@ -39,13 +39,19 @@ def each_call(called: Callable[[str, FrameType], object]) -> Iterator[None]:
             gc.enable()
 
 
+# With JAX 0.10, which ends the process where an array lies in a wrong order, each is asked
+# where it lies.
+ASKED_OF_EACH_ARRAY = () if jax.__version_info__ >= (0, 12) else ("ArrayImpl.sharding",)
+
+
 def python_calls(call: Callable[[], object]) -> list[str]:
     """The functions of Python that `call` calls, JAX's own included."""
     found: list[str] = []
 
     def called(event: str, frame: FrameType) -> None:
-        if event == "call":
-            found.append(frame.f_code.co_qualname)
+        name = frame.f_code.co_qualname
+        if event == "call" and name not in ASKED_OF_EACH_ARRAY:
+            found.append(name)
 
     with each_call(called):
         call()
