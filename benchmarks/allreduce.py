@@ -36,9 +36,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps, PlannedOps
-from jaxstrategy.reductions._packing import Packing
-from jaxstrategy.reductions._plan import Plan
+from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps, PlannedOps
+from jaxstrategy._src.reductions.packing import Packing
+from jaxstrategy._src.reductions.plan import Plan
 
 PyTree = Any
 Reduce = Callable[[PyTree], PyTree]

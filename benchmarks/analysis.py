@@ -32,7 +32,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy.tracing.replication._rules import analyse
+from jaxstrategy._src.tracing.replication.rules import analyse
 
 PyTree = Any
 

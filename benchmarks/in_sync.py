@@ -20,7 +20,7 @@ import numpy as np
 from _timing import Comparison, add_options, in_turn, report
 
 import jaxstrategy as js
-from jaxstrategy.demo import _demo as demo
+from jaxstrategy._src.demo import demo as demo
 
 TARGET = 0.02
 

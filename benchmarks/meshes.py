@@ -44,8 +44,7 @@ from _compiled import compiled
 from _timing import Comparison, add_options, in_turn, report
 from dispatch import Model, by_hand, with_run
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

@@ -81,7 +81,7 @@ def worker() -> None:
     import jax
 
     import jaxstrategy as js
-    from jaxstrategy.tracing import _step_agreement
+    from jaxstrategy._src.tracing import step_agreement
 
     layers, units = int(sys.argv[2]), int(sys.argv[3])
     strategy = js.MultiWorkerMirroredStrategy()
@@ -90,11 +90,11 @@ def worker() -> None:
         "shard_map": by_hand(strategy.devices, layers, units),
     }
     if jax.process_count() > 1:
-        usual, _step_agreement._EACH = _step_agreement._EACH, 1
+        usual, step_agreement._EACH = step_agreement._EACH, 1
         every = js.MultiWorkerMirroredStrategy()
         assert every._executor.agreement is not None
         every._executor.agreement._each = 1
-        _step_agreement._EACH = usual
+        step_agreement._EACH = usual
         forms["compared"] = ours(every, layers, units)
     print("ready", *forms, flush=True)
     for line in sys.stdin:
@@ -143,8 +143,7 @@ def by_hand(devices: Sequence[Any], layers: int, units: int) -> Callable[[int], 
     import jax
     from jax import lax
     from jax.flatten_util import ravel_pytree
-    from jax.sharding import AxisType, Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
     mesh = Mesh(np.asarray(devices), ("r",), axis_types=(AxisType.Auto,))
 

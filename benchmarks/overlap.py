@@ -31,12 +31,12 @@ from _timing import Comparison, add_options, report
 from jax.experimental import topologies
 
 import jaxstrategy as js
-from jaxstrategy._options import RunOptions
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.tracing import roles
+from jaxstrategy._src.tracing.program import Program
+from jaxstrategy._src.tracing.replica_step import ReplicaStep
+from jaxstrategy._src.tracing.stages.stages import stages_of
 from jaxstrategy.experimental import CommunicationOptions
-from jaxstrategy.tracing import _roles
-from jaxstrategy.tracing._program import Program
-from jaxstrategy.tracing._replica_step import ReplicaStep
-from jaxstrategy.tracing.stages._stages import stages_of
 
 # What XLA has to know of a GPU to compile for it: those of an H100, as XLA's own tests
 # describe it.
@@ -99,7 +99,7 @@ def compiled(strategy: js.Strategy, layers: int, width: int) -> str:
     rows: Any = jax.ShapeDtypeStruct(
         (strategy.num_replicas_in_sync, 128, width), floats
     )
-    leaves, signature = _roles.take_apart(
+    leaves, signature = roles.take_apart(
         gradient_step, (params, js.PerReplica(rows)), {}, abstract=True
     )
     environment = strategy._executor._environment

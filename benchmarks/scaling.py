@@ -43,8 +43,7 @@ import optax
 from _timing import Comparison, add_options, report
 from flax import linen as nn
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

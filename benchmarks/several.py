@@ -33,8 +33,7 @@ import jax
 import jax.numpy as jnp
 from _timing import Comparison, add_options, in_turn, report
 from dispatch import Model, step_with
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

@@ -46,8 +46,7 @@ from _compiled import Compiled, compiled
 from _sharded_models import MODELS, SMALL, Model, Sizes, as_they_are
 from _timing import Comparison, add_options, in_turn, report
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

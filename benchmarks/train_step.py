@@ -45,11 +45,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _timing import Comparison, add_options, in_turn, report
-from flax import linen as nn
-from flax import traverse_util
+from flax import linen as nn, traverse_util
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

@@ -31,8 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _timing import Comparison, add_options, in_turn, report
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

@@ -12,21 +12,18 @@ left has another direction. `check_chain` finds such a chain.
 
 from typing import TYPE_CHECKING
 
-from jaxstrategy import _lazy_names
+from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy.training._optax import all_reduce_gradients as all_reduce_gradients
-    from jaxstrategy.training._optax import apply_if_finite as apply_if_finite
-    from jaxstrategy.training._optax import check_chain as check_chain
-    from jaxstrategy.training._outer_optimizer import OuterState as OuterState
-    from jaxstrategy.training._outer_optimizer import outer as outer
-    from jaxstrategy.training._own_copies import own_copies as own_copies
-else:
-    __getattr__, __dir__ = _lazy_names.of(
-        __name__,
-        {
-            "training._optax": "all_reduce_gradients apply_if_finite check_chain",
-            "training._outer_optimizer": "OuterState outer",
-            "training._own_copies": "own_copies",
-        },
+    from jaxstrategy._src.training.optax import (
+        all_reduce_gradients as all_reduce_gradients,
+        apply_if_finite as apply_if_finite,
+        check_chain as check_chain,
     )
+    from jaxstrategy._src.training.outer_optimizer import (
+        OuterState as OuterState,
+        outer as outer,
+    )
+    from jaxstrategy._src.training.own_copies import own_copies as own_copies
+else:
+    __getattr__, __dir__ = lazy_names.of(__name__)

@@ -2,12 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from jaxstrategy import _lazy_names
+from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy.compat import contrib as contrib
-    from jaxstrategy.compat import v1 as v1
+    from jaxstrategy.compat import contrib as contrib, v1 as v1
 else:
-    __getattr__, __dir__ = _lazy_names.of(
-        __name__, {}, modules=["compat.contrib", "compat.v1"]
-    )
+    __getattr__, __dir__ = lazy_names.of(__name__)

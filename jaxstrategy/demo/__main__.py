@@ -2,8 +2,8 @@
 
 import sys
 
-from jaxstrategy._errors import MissingExtraError
-from jaxstrategy.demo._demo import main
+from jaxstrategy._src.demo.demo import main
+from jaxstrategy._src.errors import MissingExtraError
 
 if __name__ == "__main__":
     try:

@@ -7,17 +7,13 @@ strategy, in `model.init`, and with no strategy at all.
 
 from typing import TYPE_CHECKING
 
-from jaxstrategy import _lazy_names
+from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy.flax import linen as linen
-    from jaxstrategy.flax import nnx as nnx
-    from jaxstrategy.flax._statistics import average_statistics as average_statistics
-    from jaxstrategy.flax._statistics import axis_name as axis_name
-else:
-    __getattr__, __dir__ = _lazy_names.of(
-        __name__,
-        {"flax._statistics": "average_statistics axis_name"},
-        modules=["flax.linen", "flax.nnx"],
-        extra=("flax", "Flax"),
+    from jaxstrategy._src.flax.statistics import (
+        average_statistics as average_statistics,
+        axis_name as axis_name,
     )
+    from jaxstrategy.flax import linen as linen, nnx as nnx
+else:
+    __getattr__, __dir__ = lazy_names.of(__name__, extra=("flax", "Flax"))

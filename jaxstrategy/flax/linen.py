@@ -2,15 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from jaxstrategy import _lazy_names
+from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy.flax._linen import BatchNorm as BatchNorm
+    from jaxstrategy._src.flax.linen import BatchNorm as BatchNorm
 else:
-    __getattr__, __dir__ = _lazy_names.of(
-        __name__,
-        {
-            "flax._linen": "BatchNorm",
-        },
-        extra=("flax", "Flax"),
-    )
+    __getattr__, __dir__ = lazy_names.of(__name__, extra=("flax", "Flax"))

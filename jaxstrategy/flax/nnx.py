@@ -2,17 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from jaxstrategy import _lazy_names
+from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy.flax._metrics import update_metrics as update_metrics
-    from jaxstrategy.flax._nnx import BatchNorm as BatchNorm
+    from jaxstrategy._src.flax.metrics import update_metrics as update_metrics
+    from jaxstrategy._src.flax.nnx import BatchNorm as BatchNorm
 else:
-    __getattr__, __dir__ = _lazy_names.of(
-        __name__,
-        {
-            "flax._metrics": "update_metrics",
-            "flax._nnx": "BatchNorm",
-        },
-        extra=("flax", "Flax"),
-    )
+    __getattr__, __dir__ = lazy_names.of(__name__, extra=("flax", "Flax"))

@@ -9,15 +9,15 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-from jaxstrategy._errors import ClusterError, MissingExtraError
-from jaxstrategy.launch import _kubernetes, _slurm
-from jaxstrategy.launch._child_process import Guard, signal_name
-from jaxstrategy.launch._local import Asked, Events, Job, ThisMachine
-from jaxstrategy.launch._options import Options, parse
-from jaxstrategy.launch._ray import RayMachines
-from jaxstrategy.launch._roles import RoleJob
+from jaxstrategy._src.errors import ClusterError, MissingExtraError
+from jaxstrategy._src.launch import kubernetes, slurm
+from jaxstrategy._src.launch.child_process import Guard, signal_name
+from jaxstrategy._src.launch.local import Asked, Events, Job, ThisMachine
+from jaxstrategy._src.launch.options import Options, parse
+from jaxstrategy._src.launch.ray import RayMachines
+from jaxstrategy._src.launch.roles import RoleJob
 
-_PRINTED = {"slurm": _slurm.script, "k8s": _kubernetes.manifest}
+_PRINTED = {"slurm": slurm.script, "k8s": kubernetes.manifest}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,10 +6,10 @@ other until it is ended.
 
 import sys
 
-from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.resolvers._environment import TFConfigClusterResolver
-from jaxstrategy.parameter_servers._server import Server
-from jaxstrategy.parameter_servers.backends._cluster_tasks import is_for_servers
+from jaxstrategy._src.cluster.resolvers.environment import TFConfigClusterResolver
+from jaxstrategy._src.errors import ClusterError
+from jaxstrategy._src.parameter_servers.backends.cluster_tasks import is_for_servers
+from jaxstrategy._src.parameter_servers.server import Server
 
 
 def main() -> int:

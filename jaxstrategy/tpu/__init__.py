@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from jaxstrategy import _lazy_names
+from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
     from jaxstrategy.tpu import experimental as experimental
 else:
-    __getattr__, __dir__ = _lazy_names.of(__name__, {}, modules=["tpu.experimental"])
+    __getattr__, __dir__ = lazy_names.of(__name__)

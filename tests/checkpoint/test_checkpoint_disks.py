@@ -20,10 +20,7 @@ import pytest
 from helpers.loops import each_of
 from helpers.states import is_state_of, state_of
 
-from jaxstrategy.checkpoint import (
-    CheckpointError,
-    CheckpointManager,
-)
+from jaxstrategy.checkpoint import CheckpointError, CheckpointManager
 
 # What the library asks the disk by: its module, and the function in it.
 CALLS = {

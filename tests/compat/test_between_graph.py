@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy._src.parameter_servers.server import ServedTask
 from jaxstrategy.compat import v1
-from jaxstrategy.parameter_servers._server import ServedTask
 
 
 def free_port():

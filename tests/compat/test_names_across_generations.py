@@ -7,7 +7,8 @@ import jax
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy.compat import _adapters, contrib, v1
+from jaxstrategy._src.compat import adapters
+from jaxstrategy.compat import contrib, v1
 
 TWO = jax.devices()[:2]
 
@@ -53,9 +54,9 @@ def test_contexts_and_extended():
 def test_what_is_said_is_there():
     d, s = contrib.MirroredStrategy(TWO), v1.MirroredStrategy(TWO)
     tower, replica = contrib.get_tower_context(), v1.get_replica_context()
-    for here in _adapters.NAMES_IN_2018.values():
+    for here in adapters.NAMES_IN_2018.values():
         assert hasattr(type(d), here) or hasattr(type(tower), here), here
-    for here in _adapters.NAMES_IN_V1.values():
+    for here in adapters.NAMES_IN_V1.values():
         first, _, second = here.partition(".")
         assert hasattr(type(s), first) or hasattr(type(replica), first), here
         assert not second or hasattr(type(s.extended), second), here

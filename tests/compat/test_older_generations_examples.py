@@ -10,7 +10,7 @@ import textwrap
 import numpy as np
 from helpers.loops import each_of
 
-from jaxstrategy.compat.port._rewriting import ported
+from jaxstrategy._src.compat.port.rewriting import ported
 
 DEVICES = 'devices=["CPU:0", "CPU:1"]'
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstrategy.compat.port._rewriting import ported
-from jaxstrategy.compat.port._tables import ARRAYS
+from jaxstrategy._src.compat.port.rewriting import ported
+from jaxstrategy._src.compat.port.tables import ARRAYS
 
 ORACLE = Path(__file__).parents[1] / "oracle" / "array_functions.json"
 CALLS = json.loads(ORACLE.read_text())["calls"]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxstrategy.compat.port._port_command import main
+from jaxstrategy._src.compat.port.port_command import main
 
 OLD = "import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n"
 NEW = "import jaxstrategy as js\ns = js.MirroredStrategy()\n"

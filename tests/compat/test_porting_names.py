@@ -6,7 +6,7 @@ import inspect
 
 from helpers.oracle import recorded
 
-from jaxstrategy.compat.port._tables import NAMES, ROWS, row_of
+from jaxstrategy._src.compat.port.tables import NAMES, ROWS, row_of
 
 SYMBOLS = recorded("tf_surface.json")["symbols"]
 # What `tf.contrib.distribute` of TensorFlow 1.12 exports, and functions of its modules.

@@ -6,12 +6,11 @@ import sys
 import textwrap
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from jaxstrategy.compat.port._name_uses import Generation
-from jaxstrategy.compat.port._program import NoPythonError
-from jaxstrategy.compat.port._rewriting import ported
+from jaxstrategy._src.compat.port.name_uses import Generation
+from jaxstrategy._src.compat.port.program import NoPythonError
+from jaxstrategy._src.compat.port.rewriting import ported
 
 
 def text_of(program):

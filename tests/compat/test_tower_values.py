@@ -11,9 +11,9 @@ from helpers.replicas import ids
 from helpers.towers import in_default, mirrored, unwrapped
 
 import jaxstrategy as js
+from jaxstrategy._src.parameter_servers.server import ServedTask
 from jaxstrategy.compat import contrib
 from jaxstrategy.compat.contrib import VariableAggregation
-from jaxstrategy.parameter_servers._server import ServedTask
 
 SUM, MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
 

@@ -8,7 +8,7 @@ from helpers.replicas import ids
 from helpers.variables import copies, variable
 
 import jaxstrategy as js
-from jaxstrategy.contexts import _context
+from jaxstrategy._src.contexts import context
 
 KINDS = {
     "one": lambda: js.OneDeviceStrategy("CPU:1"),
@@ -43,7 +43,7 @@ def everywhere(strategy):
 
 
 def updated():
-    return _context.current().updated
+    return context.current().updated
 
 
 def seen():

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from helpers.threads import in_threads, until
 from helpers.updates import exported
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxstrategy as js
-from jaxstrategy.parameter_servers._protocol import CallNumber, Read, ServerOperation
+from jaxstrategy._src.parameter_servers.protocol import (
+    CallNumber,
+    Read,
+    ServerOperation,
+)
 
 SHAPE = (300, 40)
 ONES = np.ones(SHAPE, np.float32)

@@ -7,7 +7,11 @@ import pytest
 from helpers.sharded import slices
 
 import jaxstrategy as js
-from jaxstrategy.experimental import ShardedVariable, embedding_lookup, partitioners
+from jaxstrategy.experimental import (
+    ShardedVariable,
+    embedding_lookup,
+    partitioners,
+)
 
 TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
 

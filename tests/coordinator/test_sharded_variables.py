@@ -10,8 +10,8 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy import checkpoint
-from jaxstrategy.replicas import _mesh
-from jaxstrategy.variables._initial_program import InitialProgram
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.variables.initial_program import InitialProgram
 
 WHOLE = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 
@@ -163,7 +163,7 @@ def test_a_function_is_called_once_and_makes_parts(plain, is_large, monkeypatch)
         return array
 
     if is_large:
-        monkeypatch.setattr(_mesh, "_AT_ONCE_BYTES", 64)
+        monkeypatch.setattr(mesh, "_AT_ONCE_BYTES", 64)
         monkeypatch.delattr(InitialProgram, "whole")
     variable = made(plain, start, sharding=0)
     assert seen == [True] and lies_at(variable) == 0
@@ -285,7 +285,7 @@ def test_all_changes_keep_the_division(plain, dimension):
 
 
 def test_large_arrays_of_the_host_go_to_the_devices_in_parts(plain, monkeypatch):
-    monkeypatch.setattr(_mesh, "_AT_ONCE_BYTES", 64)
+    monkeypatch.setattr(mesh, "_AT_ONCE_BYTES", 64)
     variable, given = made(plain, sharding=1), WHOLE + 1
     asarray = jnp.asarray
 

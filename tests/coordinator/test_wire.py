@@ -18,12 +18,12 @@ import pytest
 from helpers.threads import until
 
 import jaxstrategy as js
-from jaxstrategy.parameter_servers.wire import _stream
-from jaxstrategy.parameter_servers.wire._stream import SMALLEST, ReceiveBuffers
+from jaxstrategy._src.parameter_servers.wire import stream
+from jaxstrategy._src.parameter_servers.wire.stream import SMALLEST, ReceiveBuffers
 
 SECRET = "a secret of the tests"
-WireFrame, FrameError, Stream = _stream.WireFrame, _stream.FrameError, _stream.Stream
-KEYS = _stream.Keys(b"1" * 32, b"2" * 32), _stream.Keys(b"2" * 32, b"1" * 32)
+WireFrame, FrameError, Stream = stream.WireFrame, stream.FrameError, stream.Stream
+KEYS = stream.Keys(b"1" * 32, b"2" * 32), stream.Keys(b"2" * 32, b"1" * 32)
 
 
 # Strangers, at the address of a parameter server of this process.
@@ -382,7 +382,7 @@ def test_frames_over_the_limit_are_refused():
 
 
 def head(mark=0xA7, kind=1, zero=0, arrays=0, types=0, fields=0, blob=0, contents=0):
-    return _stream.HEAD.pack(mark, kind, zero, arrays, types, fields, blob, contents)
+    return stream.HEAD.pack(mark, kind, zero, arrays, types, fields, blob, contents)
 
 
 def array_type(code, *shape, rank=None):
@@ -438,7 +438,7 @@ def test_a_hostile_head_is_an_error_and_takes_no_memory():
 def test_changed_and_cut_off_frames_never_do_worse_than_an_error(keys):
     chance = random.Random(1)
     frame = WireFrame(1, {"a": [1, 2]}, b"blob", (np.arange(5), np.ones((2, 3), bool)))
-    out = _stream.packed(frame, 1 << 20)
+    out = stream.packed(frame, 1 << 20)
     for turn in range(150):
         with connected(keys, largest=1 << 20) as (here, there):
             start, rest = here._sealed(out[0]), b"".join(out[1])
@@ -470,7 +470,7 @@ def test_frames_with_seals_cannot_be_replayed_reordered_or_reflected():
 
     one = recorded(WireFrame(1))
     both = recorded(WireFrame(1), WireFrame(2))
-    other = _stream.Keys(b"3" * 32, b"4" * 32)
+    other = stream.Keys(b"3" * 32, b"4" * 32)
     for data, kinds, keys in (
         (both, [1, 2], KEYS[1]),
         (one + one, [1], KEYS[1]),  # replayed

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 import jaxstrategy as js
-from jaxstrategy.demo import _demo as demo
+from jaxstrategy._src.demo import demo as demo
 
 
 def options(**given):
@@ -240,7 +240,7 @@ def test_importing_it_touches_no_device_and_no_extra(tmp_path):
     code = f"""
 import sys
 import jax
-import jaxstrategy.demo._demo
+import jaxstrategy._src.demo.demo
 assert not set({list(demo.EXTRAS)}) & set(sys.modules)
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched
 assert len(jax.devices("cpu")) == 3

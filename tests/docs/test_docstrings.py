@@ -22,18 +22,20 @@ MODULES = [
     "jaxstrategy.compat.v1",
     "jaxstrategy.compat.v1.experimental",
     "jaxstrategy.experimental",
+    "jaxstrategy.experimental.partitioners",
+    "jaxstrategy.experimental.rpc",
     "jaxstrategy.flax",
     "jaxstrategy.flax.linen",
     "jaxstrategy.flax.nnx",
     "jaxstrategy.keras",
     "jaxstrategy.launch",
     "jaxstrategy.optax",
-    "jaxstrategy.preemption",
+    "jaxstrategy._src.preemption",
     "jaxstrategy.profiling",
-    "jaxstrategy.rpc",
+    "jaxstrategy.experimental.rpc",
     "jaxstrategy.sharded",
     "jaxstrategy.tpu.experimental",
-    "jaxstrategy.variables.partitioners",
+    "jaxstrategy.experimental.partitioners",
 ]
 
 

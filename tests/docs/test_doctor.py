@@ -90,12 +90,12 @@ def test_a_wrong_sum_and_a_device_that_hangs_are_told():
 
 
 def test_options_that_make_no_sense(capsys):
-    from jaxstrategy.doctor import _doctor
+    from jaxstrategy._src.doctor import doctor
 
     for options, told in (
         (["--simulate", "0"], "'0' is not a whole number above 0"),
         (["--seconds", "0"], "'0' is not a time above 0 seconds"),
     ):
         with pytest.raises(SystemExit):
-            _doctor.main(options)
+            doctor.main(options)
         assert told in capsys.readouterr().err

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_guides import FIRST
-from test_guides import README as TEXT
+from test_guides import FIRST, README as TEXT
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parents[1] / "first_ten_minutes"

@@ -18,7 +18,7 @@ def module_of(path):
     return ".".join(parts).removesuffix(".__init__")
 
 
-# Modules and packages without an underscore, found by walking.
+# What lies beside `_src`, but for programs.
 PUBLIC = {
     name: path
     for path in PACKAGE.rglob("*.py")
@@ -69,7 +69,7 @@ def test_public_modules_have_exactly_their_names():
 
 def test_no_package_waits_for_its_own_modules():
     """Else threads that import two of them at once could wait in a circle."""
-    light = {"jaxstrategy._lazy_names", "jaxstrategy.contexts._scope_blocks"}
+    light = {"jaxstrategy._src.lazy_names", "jaxstrategy._src.contexts.scope_blocks"}
     for name, path in PUBLIC.items():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and node.module != "typing":
@@ -87,9 +87,10 @@ print(*sorted(set(sys.modules) - before))
 """
     assert in_a_fresh_process(code) == [
         "jaxstrategy",
-        "jaxstrategy._lazy_names",
-        "jaxstrategy.contexts",
-        "jaxstrategy.contexts._scope_blocks",
+        "jaxstrategy._src",
+        "jaxstrategy._src.contexts",
+        "jaxstrategy._src.contexts.scope_blocks",
+        "jaxstrategy._src.lazy_names",
     ]
 
 
@@ -135,7 +136,9 @@ def test_other_names_are_not_there():
 
 def test_a_module_that_lacks_something_else_says_so(monkeypatch):
     """Only the library of the extra is an extra that is missing."""
-    monkeypatch.delitem(sys.modules, "jaxstrategy.keras._batch_normalization", False)
+    monkeypatch.delitem(
+        sys.modules, "jaxstrategy._src.keras.batch_normalization", False
+    )
     monkeypatch.delitem(vars(js.keras), "BatchNormalization", False)
     monkeypatch.setitem(sys.modules, "jax.numpy", None)
     with pytest.raises(ModuleNotFoundError, match=r"jax\.numpy"):

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import jax_utils
-from flax import linen as nn
+from flax import jax_utils, linen as nn
 from flax.training.train_state import TrainState
 from sklearn.datasets import load_digits
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import jax
 
-from jaxstrategy.tracing.stages import _stages
+from jaxstrategy._src.tracing.stages import stages
 
 
 @contextlib.contextmanager
@@ -25,9 +25,9 @@ def each_call(called: Callable[[str, FrameType], object]) -> Iterator[None]:
         if event in ("call", "c_call"):
             called(event, frame)
 
-    while _stages._running:
+    while stages._running:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # as a test wanted it
-            _stages._running.popleft().block_until_ready()
+            stages._running.popleft().block_until_ready()
     was_enabled = gc.isenabled()
     gc.disable()
     sys.setprofile(profile)
@@ -39,7 +39,7 @@ def each_call(called: Callable[[str, FrameType], object]) -> Iterator[None]:
             gc.enable()
 
 
-# With JAX 0.10, which ends the process where an array lies in a wrong order, each is asked
+# JAX 0.10 ends the process where an array lies in a wrong order, so each is asked
 # where it lies.
 ASKED_OF_EACH_ARRAY = () if jax.__version_info__ >= (0, 12) else ("ArrayImpl.sharding",)
 

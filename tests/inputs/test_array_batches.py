@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from helpers.loops import each_of
 from helpers.sources import assert_same, cut
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxstrategy as js
 from jaxstrategy import batches

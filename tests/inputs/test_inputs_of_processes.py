@@ -12,10 +12,10 @@ from helpers.loops import each_of
 from hypothesis import given, settings
 
 import jaxstrategy as js
-from jaxstrategy.inputs._batches import ReplicaRange, Steps
-from jaxstrategy.inputs._library_sources import as_source
-from jaxstrategy.inputs._transfer import Transfer
-from jaxstrategy.processes._agreement import Agreement
+from jaxstrategy._src.inputs.batches import ReplicaRange, Steps
+from jaxstrategy._src.inputs.library_sources import as_source
+from jaxstrategy._src.inputs.transfer import Transfer
+from jaxstrategy._src.processes.agreement import Agreement
 
 
 class Meeting:

@@ -10,25 +10,25 @@ import sys
 import textwrap
 import time
 
-from jaxstrategy.processes import (
-    _messages,
-    _rendezvous,
-    _secret,
-    _store,
-    _stragglers,
-    _watchdog,
+from jaxstrategy._src.processes import (
+    messages,
+    rendezvous as _rendezvous,
+    secret,
+    store,
+    stragglers,
+    watchdog as _watchdog,
 )
 
 # What tests of the mechanism itself need, which no user sees.
-Client, RefusedError = _messages.Client, _messages.RefusedError
-RemoteError = _messages.RemoteError
-Secret = _secret.Secret
+Client, RefusedError = messages.Client, messages.RefusedError
+RemoteError = messages.RemoteError
+Secret = secret.Secret
 Member, meet = _rendezvous.Member, _rendezvous.meet
-Store, SharedStore = _store.Store, _store.SharedStore
-ProcessState = _store.ProcessState
+Store, SharedStore = store.Store, store.SharedStore
+ProcessState = store.ProcessState
 Watchdog, stacks = _watchdog.Watchdog, _watchdog.stacks
 ExitCode = _watchdog.ExitCode
-rendezvous, watchdog, late = _rendezvous, _watchdog, _stragglers
+rendezvous, watchdog, late = _rendezvous, _watchdog, stragglers
 
 # Each rank of a job runs this first: `processes` are those of the job, and
 # `total(x)` sums over all of them a number that each gives.
@@ -36,8 +36,8 @@ STARTED = """
 import os, signal, sys, time
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxstrategy.processes import _job as _processes
-from jaxstrategy.cluster.resolvers._cluster_resolver import Process
+from jaxstrategy._src.processes import _job as _processes
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import Process
 
 RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
 COUNT = int(os.environ["JAXSTRATEGY_NUM_PROCESSES"])

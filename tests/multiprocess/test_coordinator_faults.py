@@ -11,8 +11,8 @@ from harness import until
 from helpers.processes import stop
 
 import jaxstrategy as js
+from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy.coordinator import ClusterCoordinator, LocalProcesses
-from jaxstrategy.parameter_servers._worker import WorkerResource
 
 # A busy computer may take long to start all workers again, of which `join` tells.
 pytestmark = pytest.mark.filterwarnings("ignore:All . workers are lost:RuntimeWarning")

@@ -15,8 +15,8 @@ from harness import until
 from helpers.processes import children, is_alive, stop
 
 import jaxstrategy as js
+from jaxstrategy._src.parameter_servers.backends.local_processes import divided
 from jaxstrategy.coordinator import ClusterCoordinator, LocalProcesses
-from jaxstrategy.parameter_servers.backends._local_processes import divided
 
 PATIENCE = 1.5
 index = js.coordinator.experimental_get_current_worker_index

@@ -257,7 +257,7 @@ def test_it_can_be_stopped_while_it_waits_for_room(start, tmp_path):
 def test_the_processes_of_a_job_meet(start):
     """The same job as that of the local launcher: a sum over all replicas."""
     env = {"JAX_PLATFORMS": "cpu"}
-    options = "-n 2 --devices-per-process 2 -m jaxstrategy.training._job_check"
+    options = "-n 2 --devices-per-process 2 -m jaxstrategy._src.training.job_check"
     said = start(options, "", **env).finish()
     assert "2 processes met in" in said
     assert "a sum over 4 replicas is 6, 6 was wanted" in said

@@ -122,7 +122,7 @@ def test_the_launcher_gives_a_secret_that_nobody_sees(tmp_path):
     """It is in the environment of the workers: not in an argument, not printed."""
     script = """
     import contextlib, os, pathlib
-    from jaxstrategy.processes import _rendezvous
+    from jaxstrategy._src.processes import _rendezvous
     rank = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     secret = os.environ["JAXSTRATEGY_CLUSTER_SECRET"]
     meeting = _rendezvous.meet(rank, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)

@@ -7,8 +7,15 @@ import textwrap
 import threading
 
 import pytest
-from harness import STARTED, VERSIONS, Client, RefusedError, Secret, rendezvous
-from harness import meet as meet_others
+from harness import (
+    STARTED,
+    VERSIONS,
+    Client,
+    RefusedError,
+    Secret,
+    meet as meet_others,
+    rendezvous,
+)
 
 import jaxstrategy as js
 
@@ -223,7 +230,7 @@ def test_a_runtime_that_is_initialised_already_is_kept(job):
         return tell(text)
 
     held, multihost_utils.broadcast_one_to_all = [], told
-    from jaxstrategy.processes import _job as _processes
+    from jaxstrategy._src.processes import _job as _processes
     processes = _processes.start(timeout_seconds=30)
     assert (processes.index, processes.count) == (RANK, 2)
     print(processes.store.gather("rank", RANK))

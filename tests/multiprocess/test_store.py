@@ -197,7 +197,7 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     """A forked child holds copies of its parent's connections."""
     script = """
     import os, sys, time
-    from jaxstrategy.processes import _rendezvous, _store
+    from jaxstrategy._src.processes import _rendezvous, _store
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
     board = _store.SharedStore(_rendezvous.meet(RANK, 2, address, 30))

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import workers
-from harness import Member
-from harness import late as found_late
+from harness import Member, late as found_late
 from workers import late
 
 ZERO, ONE = Member(0, "a", 10), Member(1, "b", 11)

@@ -13,8 +13,8 @@ from harness import (
     Watchdog,
     stacks,
     until,
+    watchdog as _watchdog,
 )
-from harness import watchdog as _watchdog
 
 # A loop that says when it is under way, and goes on until something ends it.
 LOOP = """

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
-from jaxstrategy.parameter_servers.backends._cluster_tasks import (
+from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
+from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     checked_cluster,
     is_for_servers,
 )

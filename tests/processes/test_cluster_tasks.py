@@ -16,7 +16,7 @@ import pytest
 from helpers.threads import until
 
 import jaxstrategy as js
-from jaxstrategy.parameter_servers.backends._cluster_tasks import ClusterTasks
+from jaxstrategy._src.parameter_servers.backends.cluster_tasks import ClusterTasks
 
 SECRET = "a secret of all processes of the job"
 

@@ -14,8 +14,8 @@ import pytest
 import zmq
 from helpers.threads import until
 
-from jaxstrategy.processes import _messages
-from jaxstrategy.processes._messages import (
+from jaxstrategy._src.processes import messages
+from jaxstrategy._src.processes.messages import (
     Client,
     LostError,
     RefusedError,
@@ -24,7 +24,7 @@ from jaxstrategy.processes._messages import (
     packed,
     unpacked,
 )
-from jaxstrategy.processes._secret import Secret
+from jaxstrategy._src.processes.secret import Secret
 
 WORD = "correct horse battery staple"
 SECRET = Secret(WORD)
@@ -87,7 +87,7 @@ def test_requests_news_and_errors_at_all_kinds_of_addresses(serve, call):
 
         server, heard = serve(handle, address=address), []
         client = call(server, news=lambda frames, h=heard: h.append(unpacked(frames)))
-        for size in (0, 3, _messages.CHUNK // 8, 3 * _messages.CHUNK // 8 + 1):
+        for size in (0, 3, messages.CHUNK // 8, 3 * messages.CHUNK // 8 + 1):
             value = {"name": address, "array": np.arange(float(size)), "none": None}
             got = unpacked(client.request(*packed(value), timeout_seconds=20))
             assert got.keys() == value.keys() and got["name"] == address
@@ -159,7 +159,7 @@ def test_another_secret_is_refused_and_gets_nothing(serve, call):
         with pytest.raises(RefusedError, match="has another secret, or is no"):
             call(server, Secret(word))
     public, private = zmq.curve_keypair()
-    job = _messages.keys(SECRET, b"server")[0]
+    job = messages.keys(SECRET, b"server")[0]
     with zmq.Context() as context:
         for key in (None, public, job):  # the last knows whom it calls, but no more
             with context.socket(zmq.DEALER) as stranger:
@@ -168,7 +168,7 @@ def test_another_secret_is_refused_and_gets_nothing(serve, call):
                     stranger.curve_serverkey = key
                     stranger.curve_publickey, stranger.curve_secretkey = public, private
                 stranger.connect(f"tcp://{server.address}")
-                stranger.send_multipart([_messages._HEADER.pack(0, 0), b"x"])
+                stranger.send_multipart([messages._HEADER.pack(0, 0), b"x"])
                 assert not stranger.poll(300)
     assert bytes(call(server).request(b"x")[0]) == b"x" and server.seen == [[b"x"]]
 
@@ -277,8 +277,8 @@ def test_a_folder_that_others_may_enter_is_not_trusted(serve):
 
 CHILD = """
 import os, sys, time
-from jaxstrategy.processes._secret import Secret
-from jaxstrategy.processes._messages import Client, Server
+from jaxstrategy._src.processes.secret import Secret
+from jaxstrategy._src.processes.messages import Client, Server
 server = Server(Secret(os.environ["WORD"]), lambda request: None, address=sys.argv[2])
 client = Client(sys.argv[1], Secret(os.environ["WORD"]))
 client.request(server.address.encode())

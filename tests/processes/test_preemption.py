@@ -15,13 +15,13 @@ from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy import ClusterError
+from jaxstrategy._src.processes.agreement import StopAgreement
+from jaxstrategy._src.processes.store import Store
 from jaxstrategy.experimental import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,
     TerminationConfig,
 )
-from jaxstrategy.processes._agreement import StopAgreement
-from jaxstrategy.processes._store import Store
 
 SECONDS = 60
 

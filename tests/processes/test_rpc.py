@@ -20,7 +20,7 @@ import pytest
 from helpers.threads import in_threads, until
 
 import jaxstrategy as js
-from jaxstrategy.processes import _messages, _secret
+from jaxstrategy._src.processes import messages, secret as _secret
 
 rpc = js.experimental.rpc
 INT = jax.ShapeDtypeStruct((), jnp.int32)
@@ -646,7 +646,7 @@ def test_other_messages_of_the_job_are_errors_and_nothing_is_unpickled():
     blob = pickle.dumps(Bomb())
     deep = b"[" * 5000 + b"]" * 5000
     with started() as server:
-        client = _messages.Client(server.address, _secret.Secret.of_environment())
+        client = messages.Client(server.address, _secret.Secret.of_environment())
         for frames, told in [
             ([b'[["mul"], []]'], "['mul'] is not registered."),
             ([b'["__class__", []]'], "__class__ is not registered."),
@@ -675,7 +675,7 @@ def answering(*answers):
         request.reply(*answers[0 if listing else 1])
 
     secret = _secret.Secret.of_environment()
-    server = _messages.Server(secret, answer, address="127.0.0.1:0")
+    server = messages.Server(secret, answer, address="127.0.0.1:0")
     yield server.address
     server.close()
 

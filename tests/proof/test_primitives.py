@@ -19,7 +19,7 @@ from jax.extend.core import Primitive, primitives
 from jax.interpreters import mlir
 
 import jaxstrategy as js
-from jaxstrategy.tracing.replication import _primitives, _rules
+from jaxstrategy._src.tracing.replication import primitives as _primitives, rules
 
 AXIS = "replica"
 F4 = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -62,9 +62,9 @@ WITHOUT_RULE = {"custom_lin"}
 
 
 def test_every_primitive_that_jax_lists_is_known():
-    known = set(_rules._RULES) | _primitives.PURE | WITHOUT_RULE
+    known = set(rules._RULES) | _primitives.PURE | WITHOUT_RULE
     assert registered() - known == set()
-    assert not set(_rules._RULES) & _primitives.PURE
+    assert not set(rules._RULES) & _primitives.PURE
 
 
 def of_linalg(x):

@@ -11,12 +11,10 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from helpers.cases import looped
 from helpers.replicas import replica
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback

@@ -26,7 +26,10 @@ from helpers.rows import each_of
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy.experimental import CommunicationImplementation, CommunicationOptions
+from jaxstrategy.experimental import (
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")
 

@@ -11,9 +11,9 @@ from helpers.rows import each_of
 from jax.extend.core import Literal
 
 import jaxstrategy as js
+from jaxstrategy._src.reductions.packing import Overlap, ReadyPacking, overlap_on
+from jaxstrategy._src.strategies import composition
 from jaxstrategy.experimental import CommunicationOptions
-from jaxstrategy.reductions._packing import Overlap, ReadyPacking, overlap_on
-from jaxstrategy.strategies import _composition
 
 OVERLAP = CommunicationOptions(overlap=True)
 
@@ -289,7 +289,7 @@ def test_what_the_user_has_said_stays(monkeypatch):
 
 def test_the_compiler_is_asked(monkeypatch):
     asked = Overlap(None, {"xla_no_such_option": "1"})
-    monkeypatch.setattr(_composition, "overlap_on", lambda *_: asked)
+    monkeypatch.setattr(composition, "overlap_on", lambda *_: asked)
     strategy = on(2)
     x = strategy.per_replica(np.ones((2, 3)))
 
@@ -303,7 +303,7 @@ def test_the_compiler_is_asked(monkeypatch):
 @each_of("is_first", [True, False])
 def test_inside_another_program_its_options_hold(monkeypatch, is_first):
     asked = Overlap(None, {"xla_cpu_enable_fast_math": "False"})
-    monkeypatch.setattr(_composition, "overlap_on", lambda *_: asked)
+    monkeypatch.setattr(composition, "overlap_on", lambda *_: asked)
     strategy = on(2)
     x = strategy.per_replica(np.ones((2, 3)))
 

@@ -5,8 +5,7 @@ import numpy as np
 import optax
 from helpers.cases import looped
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

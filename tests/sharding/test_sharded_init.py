@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 from helpers.cases import looped
 
 import jaxstrategy as js
-from jaxstrategy.tracing import _init
+from jaxstrategy._src.tracing import init
 
 
 def sharded(count=8, shard="state", **options):
@@ -156,7 +156,7 @@ def layers(key, width=128, count=4):
 
 def test_no_device_ever_has_more_than_its_parts_and_one_array(monkeypatch):
     leaf, taken, most = 128 * 128 * 4, [], []
-    jit, place = jax.jit, _init._mesh.place
+    jit, place = jax.jit, init._mesh.place
 
     def analysed(fn, **options):
         jitted = jit(fn, **options)
@@ -179,8 +179,8 @@ def test_no_device_ever_has_more_than_its_parts_and_one_array(monkeypatch):
         most.append(on_one_device() - before)
         return moved
 
-    monkeypatch.setattr(_init, "jax", Jax())
-    monkeypatch.setattr(_init._mesh, "place", watched)
+    monkeypatch.setattr(init, "jax", Jax())
+    monkeypatch.setattr(init._mesh, "place", watched)
     before = on_one_device()
     state = sharded().init(layers, jax.random.key(0))
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from helpers.cases import looped
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy.replicas import _mesh
+from jaxstrategy._src.replicas import mesh
 
 
 def sharded(count=4, shard="state", **options):
@@ -50,12 +50,12 @@ def test_each_device_gets_its_part_of_what_is_mirrored():
         np.testing.assert_array_equal(part, whole[:, 2 * i : 2 * i + 2])
 
 
-@looped("limit", [_mesh._AT_ONCE_BYTES, 16])
+@looped("limit", [mesh._AT_ONCE_BYTES, 16])
 @looped("before", ["host", "one device", "every device", "rows"])
 def test_all_placements_are_divided_without_a_share_in_their_memory(
     before, limit, monkeypatch
 ):
-    monkeypatch.setattr(_mesh, "_AT_ONCE_BYTES", limit)
+    monkeypatch.setattr(mesh, "_AT_ONCE_BYTES", limit)
     strategy, whole = sharded(), np.arange(64.0, dtype=np.float32).reshape(2, 32)
     given = {
         "host": lambda: whole,

@@ -10,8 +10,7 @@ import pytest
 from helpers.cases import looped
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

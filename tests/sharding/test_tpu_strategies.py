@@ -11,13 +11,10 @@ import pytest
 from helpers.cases import looped
 
 import jaxstrategy as js
+from jaxstrategy._src.tpu import topology
 from jaxstrategy.checkpoint import CheckpointManager
 from jaxstrategy.cluster_resolver import TPUClusterResolver
-from jaxstrategy.tpu import _topology
-from jaxstrategy.tpu.experimental import (
-    DeviceAssignment,
-    Topology,
-)
+from jaxstrategy.tpu.experimental import DeviceAssignment, Topology
 
 MESH = [2, 2, 1, 2]
 CORES = [[x, y, 0, core] for y in (0, 1) for x in (0, 1) for core in (0, 1)]
@@ -26,7 +23,7 @@ TOPOLOGY = Topology(mesh_shape=MESH, device_coordinates=[CORES])
 
 @pytest.fixture(autouse=True)
 def as_at_the_beginning(monkeypatch):
-    monkeypatch.setattr(_topology, "_initialized", set())
+    monkeypatch.setattr(topology, "_initialized", set())
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ The oracle is NumPy: replica i of an array of shape `[replica, ...]` has entry i
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

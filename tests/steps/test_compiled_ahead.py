@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
 from helpers.cases import each
 
 import jaxstrategy as js
-from jaxstrategy.reductions._packing import Overlap
-from jaxstrategy.strategies import _composition
+from jaxstrategy._src.reductions.packing import Overlap
+from jaxstrategy._src.strategies import composition
 
 ROWS = np.arange(24, dtype=np.float32).reshape(8, 3) / 10
 START = np.array([0.5, -1.0, 2.0], np.float32)
@@ -416,7 +415,7 @@ def test_other_options_of_the_compiler_are_refused(tmp_path, monkeypatch):
 
     def asking(answer):
         overlap = Overlap(None, {"xla_cpu_enable_fast_min_max": answer})
-        monkeypatch.setattr(_composition, "overlap_on", lambda *_: overlap)
+        monkeypatch.setattr(composition, "overlap_on", lambda *_: overlap)
         return replicas(2)
 
     path = tmp_path / "double"

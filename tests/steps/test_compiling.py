@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxstrategy import PerReplica
-from jaxstrategy.inputs import _origins
-from jaxstrategy.processes._store import Store
-from jaxstrategy.processes._watchdog import Watchdog
-from jaxstrategy.tracing import _step_agreement
+from jaxstrategy._src.inputs import origins
+from jaxstrategy._src.processes.store import Store
+from jaxstrategy._src.processes.watchdog import Watchdog
+from jaxstrategy._src.tracing import step_agreement
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_call_waits_once_its_function_is_compiled(watchdog):
         jnp.sin(np.ones(3))  # a program of its own, perhaps compiled
         return 2 * x
 
-    _step_agreement.begin(watchdog, "outer.<locals>.double")
+    step_agreement.begin(watchdog, "outer.<locals>.double")
     compiled = jax.jit(double)
     np.testing.assert_array_equal(compiled(np.ones(3, np.float32)), [2, 2, 2])
     assert seen == ["compiles"]
@@ -35,7 +35,7 @@ def test_a_call_waits_once_its_function_is_compiled(watchdog):
 
 
 def test_other_functions_do_not_end_it(watchdog):
-    _step_agreement.begin(watchdog, "outer.<locals>.double")
+    step_agreement.begin(watchdog, "outer.<locals>.double")
     jax.jit(lambda x: x * 3)(np.ones(5, np.float32))
     assert watchdog.pending.busy == "compiles"
     watchdog.step_dispatched()
@@ -45,9 +45,9 @@ def test_other_functions_do_not_end_it(watchdog):
 def test_arrays_are_known_by_their_batch_while_they_live():
     array, other = jnp.arange(3), jnp.arange(3)
     batch = {"x": PerReplica(array)}
-    _origins.note(batch, "batch 3 of input 0")
-    assert _origins.of(array) == "batch 3 of input 0"
-    assert _origins.of(other) is None and _origins.of(1.0) is None
+    origins.note(batch, "batch 3 of input 0")
+    assert origins.of(array) == "batch 3 of input 0"
+    assert origins.of(other) is None and origins.of(1.0) is None
     key = id(array)
     del array, batch
-    assert key not in _origins._known
+    assert key not in origins._known

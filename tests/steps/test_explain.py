@@ -14,7 +14,7 @@ from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy.text._user_code import Line
+from jaxstrategy._src.text.user_code import Line
 
 AXIS = "replica"
 

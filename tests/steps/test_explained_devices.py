@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from helpers.replicas import replica
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy.profiling import _links
-from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.text._user_code import Line
-from jaxstrategy.tracing.explanation._compiled_program import compiled_collectives
+from jaxstrategy._src.profiling import links as _links
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.tracing.explanation.compiled_program import compiled_collectives
 
 AXIS = "replica"
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy.text._user_code import Line
+from jaxstrategy._src.text.user_code import Line
 
 N = 8
 F4 = np.dtype("f4")

@@ -11,8 +11,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from helpers.rows import each_of
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 

@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from helpers.cases import looped
 from helpers.replicas import replica
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy.text import _absent
+from jaxstrategy._src.text import absent
 
 
 def total(x):
@@ -170,7 +169,7 @@ def test_run_inside_vmap_is_run_for_each(two):
 
 
 def test_names_of_tensorflow_that_are_not_here_say_what_to_use():
-    for full, advice in _absent.ADVICE.items():
+    for full, advice in absent.ADVICE.items():
         *modules, name = full.split(".")
         module = functools.reduce(getattr, modules, js)
         with pytest.raises(AttributeError) as caught:

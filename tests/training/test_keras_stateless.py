@@ -248,7 +248,7 @@ def test_masked_entries_do_not_count(two):
 
 def test_a_missing_keras_is_named(monkeypatch):
     monkeypatch.delitem(vars(js.keras), "BatchNormalization", raising=False)
-    for module in [m for m in sys.modules if m.startswith("jaxstrategy.keras._")]:
+    for module in [m for m in sys.modules if m.startswith("jaxstrategy._src.keras.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "keras", None)
     with pytest.raises(

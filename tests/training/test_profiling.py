@@ -11,10 +11,16 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy import profiling
-from jaxstrategy.inputs import _origins
-from jaxstrategy.profiling import Comparison, MetricLogger, Profile, _links, compare
-from jaxstrategy.profiling._step_analysis import StepFacts
-from jaxstrategy.tracing.explanation._facts import Memory
+from jaxstrategy._src.inputs import origins
+from jaxstrategy._src.profiling import links as _links
+from jaxstrategy._src.profiling.step_analysis import StepFacts
+from jaxstrategy._src.tracing.explanation.facts import Memory
+from jaxstrategy.profiling import (
+    Comparison,
+    MetricLogger,
+    Profile,
+    compare,
+)
 
 
 class Later(list):
@@ -29,7 +35,7 @@ def ready(monkeypatch):
     """Says which arrays are ready: those of `ready`, by identity; all if it is None."""
     arrays = []
     monkeypatch.setattr(
-        "jaxstrategy.profiling._metric_logger._is_ready",
+        "jaxstrategy._src.profiling.metric_logger._is_ready",
         lambda array: any(array is known for known in arrays),
     )
     return arrays
@@ -434,7 +440,7 @@ def test_batches_that_another_thread_waits_for_do_not_count():
     machine = Machine(dispatch=0.5, device=1.0)
 
     def read():
-        with _origins.waiting():
+        with origins.waiting():
             machine.now += 100.0
 
     with profile(machine, every=3) as train:
@@ -442,7 +448,7 @@ def test_batches_that_another_thread_waits_for_do_not_count():
             train()
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 pool.submit(read).result()
-            with _origins.waiting():
+            with origins.waiting():
                 machine.now += 2.0
     assert train.report().input == pytest.approx(2.0)
 

@@ -2,14 +2,14 @@
 
 import sys
 
-from jaxstrategy._errors import MissingExtraError
-from jaxstrategy.compat.port._libcst_extra import require_libcst
+from jaxstrategy._src.compat.port.libcst_extra import require_libcst
+from jaxstrategy._src.errors import MissingExtraError
 
 if __name__ == "__main__":
     try:
         require_libcst()
     except MissingExtraError as missing:
         sys.exit(f"error: {missing}")
-    from jaxstrategy.compat.port._port_command import main
+    from jaxstrategy._src.compat.port.port_command import main
 
     sys.exit(main())

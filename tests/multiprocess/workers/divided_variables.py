@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxstrategy as js
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy.checkpoint import CheckpointManager
-from jaxstrategy.replicas import _mesh
 from workers.sharded import EVERYTHING, parts_are
 
 WHOLE = np.arange(32.0, dtype=np.float32).reshape(8, 4)
@@ -52,8 +52,8 @@ def starts(own):
         parts_are(variable.value(), WHOLE)
     key = jax.random.key(3)
     wanted = np.asarray(jax.random.normal(key, (8, 4)))
-    for limit in (_mesh._AT_ONCE_BYTES, 8):
-        _mesh._AT_ONCE_BYTES = limit
+    for limit in (mesh._AT_ONCE_BYTES, 8):
+        mesh._AT_ONCE_BYTES = limit
         parts_are(js.Variable(lambda: number * 2).value(), np.full((8, 4), 2.0))
         other = js.Variable(lambda: jnp.full((8, 4), 1.0 + own)).value()
         parts_are(other, np.ones((8, 4)))

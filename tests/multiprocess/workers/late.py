@@ -11,12 +11,12 @@ import time
 import numpy as np
 
 import jaxstrategy as js
-from jaxstrategy.processes import _job
+from jaxstrategy._src.processes import job
 
 
 def until_all_have_told():
     """Return when process 0 has heard from each process of its last step."""
-    processes, end = _job.current(), time.monotonic() + 20
+    processes, end = job.current(), time.monotonic() + 20
     last = processes.watchdog.status()["step"]
     while True:
         told = [s.status["arrivals"][-1:] for s in processes.store.states() if s.status]

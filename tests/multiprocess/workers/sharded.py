@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 import jaxstrategy as js
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy.checkpoint import CheckpointManager
-from jaxstrategy.replicas import _mesh
 
 STEPS = 6
 EVERYTHING = js.StateSharding("state", min_bytes=0)
@@ -88,8 +88,8 @@ def parts_are(array, whole):
 
 def mirror(strategy):
     own, whole = jax.process_index(), np.arange(48.0, dtype=np.float32).reshape(3, 16)
-    for limit in (_mesh._AT_ONCE_BYTES, 8):
-        _mesh._AT_ONCE_BYTES = limit
+    for limit in (mesh._AT_ONCE_BYTES, 8):
+        mesh._AT_ONCE_BYTES = limit
         tree = {"host": whole + own, "device": jnp.asarray(whole) + own, "n": 3 + own}
         placed = strategy.mirror(tree)
         parts_are(placed["host"], whole)
@@ -124,7 +124,7 @@ def alone(strategy, placed):
 
 
 def in_sync(strategy, placed):
-    whole = jax.jit(lambda: jnp.ones(8), out_shardings=_mesh.replicated_like(
+    whole = jax.jit(lambda: jnp.ones(8), out_shardings=mesh.replicated_like(
         placed["host"].sharding))()  # fmt: skip
     strategy.assert_in_sync({"parts": placed, "whole": whole})
     local = [shard.data for shard in whole.addressable_shards]

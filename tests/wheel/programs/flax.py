@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 import optax
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 
 import jaxstrategy as js
 

@@ -1,0 +1,1 @@
+"""The private code of the package; its public modules stand beside it."""

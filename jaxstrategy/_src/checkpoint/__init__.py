@@ -1,0 +1,1 @@
+"""Checkpoints of training, which any strategy restores."""

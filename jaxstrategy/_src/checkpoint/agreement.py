@@ -1,0 +1,103 @@
+"""Agreement of processes about what they do with a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jaxstrategy._src.errors import ClusterError
+from jaxstrategy._src.processes import job
+from jaxstrategy._src.processes.rendezvous import Json
+
+_TICK_SECONDS = 0.5
+
+
+def current() -> job.Processes | None:
+    """The processes that take part; None if there is but one."""
+    return None if jax.process_count() == 1 else job.start()
+
+
+def agree(what: str, said: Json) -> list[Json]:
+    """Say something."""
+    processes = current()
+    if processes is None:
+        return [said]
+    return processes.operations.agree(what, said)
+
+
+def compare_leaves(what: str, leaves: Sequence[str]) -> None:
+    """Nothing if all processes have the same leaves."""
+    whole = "\n".join(leaves).encode()
+    prints = agree(what, [len(leaves), zlib.crc32(whole)])
+    if all(each == prints[0] for each in prints):
+        return
+    # All have heard the same, so all come here; names are sent only if they differ.
+    listed = agree(what, list(leaves))
+    other = next(k for k, each in enumerate(listed) if each != listed[0])
+    processes = current()
+    assert processes is not None, "there is another one"
+    raise processes.operations.refusal(
+        f"The processes have different states in {what}: "
+        f"{_difference(listed[0], listed[other], other)}. All processes must give a "
+        "state of the same structure, dtypes and shapes.",
+    )
+
+
+def _difference(first: list[str], other: list[str], index: int) -> str:
+    def lacking(one: list[str], two: list[str]) -> str:
+        return next((leaf for leaf in one if leaf not in set(two)), "nothing else")
+
+    return (
+        f"process 0 has {lacking(first, other)}, process {index} has "
+        f"{lacking(other, first)}"
+    )
+
+
+@contextlib.contextmanager
+def watched(what: str, busy: str | None = None) -> Iterator[None]:
+    """A block that waits for other processes."""
+    processes = current()
+    if processes is None:
+        yield
+        return
+    with processes.watchdog.waiting(what, busy):
+        yield
+
+
+def join(thread: threading.Thread, what: str) -> None:
+    """Wait for the end of a thread that writes; as long as any process writes."""
+    processes = current()
+    if processes is None:
+        thread.join()
+        return
+    with processes.watchdog.waiting(what) as activity:
+        while thread.is_alive():
+            thread.join(_TICK_SECONDS)
+            if _is_written(processes):
+                activity.progress()
+
+
+def _is_written(processes: job.Processes) -> bool:
+    """Whether a process has not yet written its part, and is heard of."""
+    if processes.watchdog.writes is not None:
+        return True
+    try:
+        states = processes.store.states()
+    except ClusterError:
+        return False
+    return any(state.writes is not None for state in states)
+
+
+def is_first() -> bool:
+    """Whether this is the process that changes folders."""
+    return jax.process_index() == 0
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

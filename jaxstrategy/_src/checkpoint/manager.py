@@ -1,0 +1,645 @@
+"""`CheckpointManager`: saves states, and finds and restores them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Self, final, overload
+
+import jax
+
+from jaxstrategy._src.checkpoint import agreement, record as _record
+from jaxstrategy._src.checkpoint.agreement import first_line
+from jaxstrategy._src.checkpoint.folder import Best, Catalogue, Folder
+from jaxstrategy._src.checkpoint.handlers import described
+from jaxstrategy._src.checkpoint.record import (
+    CheckpointError,
+    Damage,
+    DamagedCheckpointWarning,
+    Record,
+)
+from jaxstrategy._src.checkpoint.state import State
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.contexts.strategy_face import AnyStrategy, checked_core
+from jaxstrategy._src.errors import ContextError, MissingExtraError
+from jaxstrategy._src.processes.rendezvous import Json
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text import user_code
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.values import arrays as _arrays, trees
+from jaxstrategy._src.values.types import PyTree, TreeT
+
+if TYPE_CHECKING:
+    from jaxstrategy._src.checkpoint.orbax import OrbaxBackend
+
+_STEPS = 2**63  # such numbers are names of files, and of 64 bits elsewhere
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """The outcome of restoring: which checkpoint, and what did not fit.
+
+    Attributes:
+      step: of the checkpoint.
+      metrics: that were saved with it.
+      extra: what was saved with it as such.
+      missing: names of values that it had not, which stayed as they were.
+      unexpected: names of values that only it has.
+      damaged: for each later checkpoint that could not be used: why.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> with js.checkpoint.CheckpointManager(tempfile.mkdtemp()) as manager:
+    ...     _ = manager.save(7, {"w": np.ones(3)}, extra="after the first pass")
+    ...     state = manager.restore({"w": np.zeros(3), "b": 0.0}, partial=True)
+    >>> restored = manager.restored
+    >>> restored.step, restored.extra, restored.missing
+    (7, 'after the first pass', ('b',))
+    """
+
+    step: int
+    metrics: dict[str, float]
+    extra: Json
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    damaged: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+@final
+class CheckpointManager:
+    """Checkpoints of one training, in one folder.
+
+    A state is any pytree of arrays, numbers and strings; `Variable`s, objects of Flax
+    NNX (modules, optimizers, metrics, random streams), typed random keys, `PerReplica`s
+    and iterators of distributed datasets may stand in it. Their logical values are
+    saved: what is mirrored once, an on-read variable as what its copies combine to. So
+    any strategy restores what any other saved, whatever the number of replicas, devices
+    and processes, or of parameter servers. Only a `PerReplica` needs the same number of
+    replicas again. While functions of a `coordinator.ClusterCoordinator` change
+    variables on parameter servers, `save` pauses them to read, so that all values are
+    of one moment.
+
+    A checkpoint appears under its name when it is complete, and its files have
+    checksums. A writer may be killed at any moment: earlier checkpoints stay as they
+    are.
+
+    With several processes all of them call the same methods, in the same order, on a
+    folder that all of them see. Close it, or use it in `with`: what is still being
+    written when Python ends is lost.
+
+    Args:
+      directory: the folder; it is made when the first checkpoint is.
+      strategy: where arrays go that lie nowhere in particular yet: they are mirrored.
+        By default the strategy of the scope in which it restores, if there is one.
+      keep: how many of the last checkpoints stay, None for all.
+      best: a metric and `"max"` or `"min"`: the best one by it stays, too.
+      every: save only at multiples of so many steps.
+      asynchronous: whether `save` returns while the files are still written. The state
+        may be changed and donated then.
+
+    Raises:
+      MissingExtraError: Orbax is not installed.
+      ValueError: `keep`, `best` or `every` is not as described.
+      TypeError: `strategy` is no strategy.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy import checkpoint
+    >>> two = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> eight = js.MirroredStrategy(js.simulate(8))
+    >>> directory = tempfile.mkdtemp()
+    >>> with checkpoint.CheckpointManager(directory, two) as manager:
+    ...     manager.save(10, {"w": two.mirror(np.arange(3.0)), "epoch": 1})
+    True
+    >>> with checkpoint.CheckpointManager(directory, eight) as manager:
+    ...     state, step = manager.restore_or_init({"w": jnp.zeros(3), "epoch": 0})
+    >>> step, state["epoch"], state["w"], len(state["w"].devices())
+    (10, 1, Array([0., 1., 2.], dtype=float32), 8)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        strategy: AnyStrategy | None = None,
+        *,
+        keep: int | None = 3,
+        best: tuple[str, str] | None = None,
+        every: int | None = None,
+        asynchronous: bool = True,
+    ) -> None:
+        for name, number in {"keep": keep, "every": every}.items():
+            if number is not None and operator.index(number) < 1:
+                raise ValueError(f"`{name}` was {number}; at least 1 was wanted.")
+        backend = _installed()
+        folder = Folder(backend.path_of(directory))
+        self._backend, self._folder = backend, folder
+        self._strategy = None if strategy is None else checked_core(strategy)
+        self._every = every
+        self._catalogue = Catalogue(folder, None if best is None else Best.of(best))
+        self._saver = Saver(self._catalogue, backend, keep, asynchronous)
+        self._restored: Restored | None = None
+
+    # Saving.
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        metrics: Mapping[str, float] | None = None,
+        extra: Json = None,
+        *,
+        force: bool = False,
+    ) -> bool:
+        """Save the state after `step` steps.
+
+        Args:
+          step: how many steps were taken; the name of the checkpoint.
+          state: what to save.
+          metrics: numbers by name, for `best`.
+          extra: what JSON can say, for your own use.
+          force: save although it is no multiple of `every`.
+
+        Returns:
+          Whether it was saved: not if it is no multiple of `every`, or was saved or
+          restored before by this manager.
+
+        Raises:
+          ContextError: inside a step.
+          CheckpointError: it cannot be written, or the one before could not be.
+          ValueError: the folder has a later checkpoint, or one of this step by another
+            manager; an on-read variable has aggregation NONE.
+          TypeError: the state has something that a checkpoint cannot hold; `extra` is
+            more than JSON can say.
+          DonatedValueError: an array was donated to an earlier step.
+          ParameterServerLost: a server of some variable is gone; nothing is saved.
+        """
+        _check_host("save")
+        step = _checked_step(step)
+        self._saver.raise_failure()
+        if not force and self._every is not None and step % self._every:
+            return False
+        numbers = _checked_metrics(metrics)
+        self._catalogue.check_metrics(numbers)
+        _check_json(extra)
+        return self._saver.save(step, state, numbers, extra)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+          CheckpointError: what was being written could not be.
+        """
+        self._saver.wait()
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of `step`.
+
+        Raises:
+          FileNotFoundError: there is none.
+        """
+        self.wait()
+        self._catalogue.delete(step)
+
+    # Restoring.
+
+    def restore(
+        self, state_like: PyTree, step: int | None = None, *, partial: bool = False
+    ) -> PyTree:
+        """A state as it was saved.
+
+        Each array is read to where it will be: each device reads what it holds.
+        Variables, objects of Flax NNX and iterators are changed in place, and stand in
+        the result, too; nothing is changed if anything cannot be restored. What else is
+        known of the checkpoint is in `restored` afterwards.
+
+        Args:
+          state_like: a state of the same structure. Its values say what is wanted:
+            dtype, shape and placement; they may be `jax.ShapeDtypeStruct`s.
+          step: which one; by default the latest that is not damaged. If that is not
+            the latest of all, a `DamagedCheckpointWarning` says why.
+          partial: restore what both have; the rest stays as in `state_like`.
+
+        Raises:
+          ContextError: inside a step.
+          FileNotFoundError: there is no such checkpoint.
+          CheckpointError: it is damaged, or all are.
+          MismatchError: a dtype or shape differs; without `partial`, values are missing
+            in the checkpoint, or only there.
+          ValueError: `step` is no number from 0 on.
+        """
+        _check_host("restore")
+        self.wait()
+        if step is not None:
+            step = _checked_step(step)
+        named = self._catalogue.named(self._catalogue.what("restore", step))
+        damaged: dict[int, str] = {}
+        if step is not None:
+            self._catalogue.require(step, named)
+            reason = self._damage(step)
+            if reason is not None:
+                raise CheckpointError(
+                    f"Checkpoint {step} in `{self._folder.path}` is damaged: "
+                    f"{reason}. Without a step the latest good one is restored."
+                )
+        elif named:
+            step, damaged = self._latest_good(named)
+        else:
+            raise FileNotFoundError(
+                f"There is no checkpoint in `{self._folder.path}`. Save one, "
+                "or begin with `restore_or_init`."
+            )
+        state = self._read(state_like, step, partial, damaged)
+        self._saver.own.add(step)
+        return state
+
+    def _latest_good(self, named: list[int]) -> tuple[int, dict[int, str]]:
+        damaged: dict[int, str] = {}
+        step = named[-1]
+        # Orbax goes back to no earlier step by itself (0.12.8).
+        for step in reversed(named):
+            reason = self._damage(step)
+            if reason is None:
+                break
+            damaged[step] = reason
+        told = "; ".join(f"{step}: {reason}" for step, reason in damaged.items())
+        if len(damaged) == len(named):
+            raise CheckpointError(
+                f"All checkpoints in `{self._folder.path}` are damaged. {told}. Delete "
+                "or move them to begin anew."
+            )
+        if damaged:
+            self._catalogue.damaged |= set(damaged)
+            user_code.warn(
+                f"Checkpoint {step} in `{self._folder.path}` is restored, "
+                f"because later ones are damaged. {told}.",
+                DamagedCheckpointWarning,
+            )
+        return step, damaged
+
+    def _damage(self, step: int) -> str | None:
+        """The reason why a checkpoint cannot be used, the same in all processes."""
+        folder = self._folder.of(step)
+        what = self._catalogue.what("verify", step)
+        try:
+            with agreement.watched(what, busy="reads its files"):
+                record = self._folder.record(step)
+                _record.verify(folder, record, jax.process_index(), jax.process_count())
+            reason = None
+        except Damage as damage:
+            reason = str(damage)
+        except OSError as error:
+            reason = f"it cannot be read: {first_line(error)}"
+        reasons = agreement.agree(what, reason)
+        return next((each for each in reasons if each is not None), None)
+
+    def _read(
+        self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
+    ) -> PyTree:
+        record = self._catalogue.record(step)
+        state = State(state_like, self._replicas())
+        what = self._catalogue.what("restore", step)
+        agreement.compare_leaves(what, list(state.names))
+        where = f"Checkpoint {step} in `{self._folder.path}`"
+        fit = state.fit(record.leaves, where, partial)
+        readings = state.readings(record.leaves, fit.common)
+        try:
+            with agreement.watched(what, busy="reads arrays"):
+                arrays = self._backend.read(self._folder.of(step), readings)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{where} could not be read: {first_line(error)}. Did "
+                "another program delete or change it meanwhile?"
+            ) from error
+        restored = state.restored(record.leaves, fit.common, arrays)
+        self._restored = Restored(
+            step, record.metrics, record.extra, fit.missing, fit.unexpected, damaged
+        )
+        return restored
+
+    @overload
+    def restore_or_init(
+        self, init: Callable[[], TreeT], *, partial: bool = False
+    ) -> tuple[TreeT, int]: ...
+    @overload
+    def restore_or_init(
+        self, init: TreeT, *, partial: bool = False
+    ) -> tuple[TreeT, int]: ...
+    def restore_or_init(
+        self, init: PyTree | Callable[[], PyTree], *, partial: bool = False
+    ) -> tuple[PyTree, int]:
+        """The latest state and its step; where there is none, the first one and 0.
+
+        Args:
+          init: the first state, or a function without arguments that makes it.
+          partial: as for `restore`.
+
+        Raises:
+          ContextError: inside a step.
+          CheckpointError: there are checkpoints, and all are damaged.
+          MismatchError: as for `restore`.
+        """
+        state = init() if _is_function(init) else init
+        self.wait()
+        if not self._catalogue.named(self._catalogue.what("restore")):
+            return State(state, self._replicas()).placed(), 0
+        state = self.restore(state, partial=partial)
+        assert self._restored is not None, "it has just restored"
+        return state, self._restored.step
+
+    @property
+    def restored(self) -> Restored | None:
+        """The outcome of restoring last; None before."""
+        return self._restored
+
+    def _replicas(self) -> Replicas | None:
+        strategy = self._strategy
+        if strategy is None:
+            strategy = context.current().strategy
+        if strategy is None or not strategy._replicas.axes:
+            return None
+        return strategy._replicas
+
+    # What there is.
+
+    def all_steps(self) -> list[int]:
+        """The steps of all complete checkpoints, in order."""
+        return self._catalogue.steps()
+
+    def latest_step(self) -> int | None:
+        """The last step whose checkpoint is complete; None if there is none."""
+        return self._catalogue.latest()
+
+    def best_step(self) -> int | None:
+        """The step that is best by the metric; None if no checkpoint has it.
+
+        Raises:
+          ValueError: the manager was not given `best`.
+        """
+        return self._catalogue.best()
+
+    def record(self, step: int) -> Record:
+        """The description of a checkpoint, which is not restored.
+
+        Raises:
+          FileNotFoundError: there is none.
+          CheckpointError: it is damaged.
+        """
+        what = self._catalogue.what("read the record of", step)
+        self._catalogue.require(step, self._catalogue.named(what))
+        return self._catalogue.record(step)
+
+    # Its end.
+
+    def close(self) -> None:
+        """Wait, as `wait` does, and end the background threads."""
+        self._saver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({str(self._catalogue.folder.path)!r})"
+
+
+@final
+class Saver:
+    """Writes one checkpoint at a time, and then deletes older ones."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        backend: OrbaxBackend,
+        keep: int | None,
+        asynchronous: bool,
+    ) -> None:
+        self._catalogue = catalogue
+        self._folder = catalogue.folder
+        self._backend = backend
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._writing = 0
+        self._unfinished = ""  # the folder that is written into
+        self._failure: Exception | None = None
+        self.own: set[int] = set()
+        if asynchronous:
+            _finish_at_exit(self)
+
+    def save(
+        self, step: int, state: PyTree, metrics: dict[str, float], extra: Json
+    ) -> bool:
+        """Write `state`; False if this training has saved or restored it before."""
+        what = self._catalogue.what("save", step)
+        self.wait()
+        if self._is_saved(step, what):
+            return False
+        written = State(state)
+        # Nothing is restored meanwhile by another thread.
+        with written.snapshot(step):
+            entries, arrays = written.saved()
+            told = [f"`{name}` ({described(e)})" for name, e in entries.items()]
+            agreement.compare_leaves(what, told)
+            record = Record(step, entries, metrics, extra)
+            self._unfinished = self._prepare(step, what)
+            try:
+                with agreement.watched(what):
+                    folder = self._folder.path / self._unfinished
+                    self._backend.begin(folder, arrays, record)
+            except (OSError, ValueError) as error:
+                raise self._unwritten(step, first_line(error)) from error
+            self._writing = step
+            self._thread = threading.Thread(target=self._finish, name="checkpoint")
+            self._thread.start()
+        if not self._asynchronous:
+            self.wait()
+        return True
+
+    def _is_saved(self, step: int, what: str) -> bool:
+        """Whether this manager has done so already."""
+        is_own = step in self.own and step in self._catalogue.good()
+        latest = self._folder.latest(self._catalogue.damaged)
+        is_own, latest = agreement.agree(what, [is_own, latest])[0]
+        if is_own:
+            return True
+        if latest is None or latest < step:
+            return False
+        raise ValueError(
+            f"Checkpoint {step} was to be saved, but `{self._folder.path}` has "
+            f"checkpoint {latest} already, of another training or another course of "
+            "this one. Restore that one and go on, use another directory, or delete it "
+            f"first: `manager.delete({latest})`."
+        )
+
+    def _prepare(self, step: int, what: str) -> str:
+        """The name of a new folder to write into; all raise if the first cannot."""
+        name = failure = None
+        if agreement.is_first():
+            try:
+                name = self._folder.begin(step, self._catalogue.damaged)
+            except OSError as error:
+                failure = first_line(error)
+        # The name has a random part, so the first process makes it for all.
+        name, failure = agreement.agree(what, [name, failure])[0]
+        if failure is not None:
+            raise self._unwritten(step, failure)
+        # `begin` has given these checkpoints other names.
+        self._catalogue.damaged.clear()
+        return name
+
+    def _finish(self) -> None:
+        """In the background: wait until all is written, then delete older ones."""
+        step = self._writing
+        try:
+            self._backend.finish()
+            self.own.add(step)
+        # Any error counts: nobody catches it in this thread, so `wait` raises it.
+        except Exception as error:
+            reason = self._other_writer(step, error) or first_line(error)
+            self._failure = self._unwritten(step, reason)
+            # `wait` raises it, where `from error` cannot be said any more.
+            self._failure.__cause__ = error
+            return
+        try:
+            if agreement.is_first():
+                self._thin_out()
+        except OSError as error:
+            self._failure = CheckpointError(
+                f"Checkpoint {step} is written, but an older one could not be deleted "
+                f"in `{self._folder.path}`: {first_line(error)}"
+            )
+            self._failure.__cause__ = error
+
+    def _thin_out(self) -> None:
+        if self._keep is not None:
+            for step in self._catalogue.surplus(self._keep):
+                self._folder.delete(step)
+
+    def _unwritten(self, step: int, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"Checkpoint {step} could not be written to `{self._folder.path}`: "
+            f"{reason}\nEarlier checkpoints are as they were. Is the folder "
+            "writable, and is there room on the disk?"
+        )
+
+    def _other_writer(self, step: int, error: Exception) -> str | None:
+        """The damage that another writer into this folder did; None if it did none."""
+        if isinstance(error, FileExistsError):
+            did = f"checkpoint {step} is there meanwhile"
+        elif not self._folder.has(self._unfinished) and not self._folder.has(str(step)):
+            did = f"`{self._unfinished}`, into which it was written, was deleted"
+        else:
+            return None
+        return f"{did}. Does another training save to this folder? Give it another one."
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more."""
+        if self._thread is not None:
+            what = f"checkpoint {self._writing} in `{self._folder.path}` to be written"
+            agreement.join(self._thread, what)
+            self._thread = None
+        self.raise_failure(is_over=True)
+
+    def raise_failure(self, is_over: bool = False) -> None:
+        """Raise what has failed in the background, if anything has."""
+        is_over = is_over or self._thread is None or not self._thread.is_alive()
+        if is_over and self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Wait, as `wait` does, and end the background threads."""
+        try:
+            self.wait()
+        finally:
+            self._backend.close()
+
+
+def _finish_at_exit(saver: Saver) -> None:
+    """Let a program that ends finish its files before Orbax's executors end."""
+    alive = weakref.ref(saver)
+
+    def finish() -> None:
+        if (saver := alive()) is None or saver._thread is None:
+            return
+        saver._thread.join()
+        try:
+            saver.raise_failure(is_over=True)
+        except CheckpointError as error:  # nobody is left to catch it
+            print(error, file=sys.stderr)
+
+    threading._register_atexit(finish)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _check_host(method: str) -> None:
+    """Raise unless code runs outside of steps, eagerly."""
+    if _arrays.is_traced():
+        raise ContextError(
+            f"`{method}` was called inside a step, or inside another function that JAX "
+            "compiles, which would do it once, while it is traced. Call it between "
+            "steps."
+        )
+
+
+def _checked_step(step: object) -> int:
+    """`step` as a number of Python."""
+    number = whole(step)
+    if number is None or not 0 <= number < _STEPS:
+        raise ValueError(
+            f"`step` was {shown(step)}; a number from 0 to {_STEPS - 1} was wanted."
+        )
+    return number
+
+
+def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Numbers by name."""
+    try:
+        return {str(name): float(value) for name, value in dict(metrics or {}).items()}
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"`metrics` was {shown(metrics)}; numbers by name were wanted: "
+            "`{'accuracy': 0.9}`."
+        ) from None
+
+
+def _check_json(extra: object) -> None:
+    """Raise unless JSON can say it."""
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"`extra` was {shown(extra)}, which JSON cannot say ({error}). Put "
+            "arrays and other values into the state."
+        ) from error
+
+
+def _is_function(init: object) -> bool:
+    """Whether it makes a state; a model can be both callable and a state."""
+    if not callable(init):
+        return False
+    trees.object_kinds()
+    if trees.is_object(init):
+        return False
+    leaves = jax.tree.leaves(init)
+    return len(leaves) == 1 and leaves[0] is init
+
+
+def _installed() -> OrbaxBackend:
+    try:
+        from jaxstrategy._src.checkpoint.orbax import OrbaxBackend
+    except ImportError as missing:
+        raise MissingExtraError(
+            "`jaxstrategy.checkpoint` needs Orbax, which is not installed. Install the "
+            "extra: pip install 'jaxstrategy[checkpoint]'"
+        ) from missing
+    return OrbaxBackend()

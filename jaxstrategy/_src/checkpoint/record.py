@@ -1,0 +1,346 @@
+"""The record of a checkpoint, one file of JSON, and errors about checkpoints.
+
+It is written last, before the checkpoint gets its name, and has the size and checksum
+of each other file. Orbax notices neither a flipped bit in an array nor a file that was
+cut before it reads it. Its formats know checksums, but it writes none over the numbers
+(measured with Orbax 0.12, with Zarr 2 and 3, each with and without OCDBT: all of 20
+flipped bits gave other numbers, and no error), and has no option to. And a checksum
+that is read with its array is read too late: variables before it were restored.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import errno
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, final
+
+from jaxstrategy._src.checkpoint import handlers
+from jaxstrategy._src.checkpoint.handlers import Entry
+from jaxstrategy._src.processes.rendezvous import Json, Message
+from jaxstrategy._src.text.lists import and_more
+from jaxstrategy._src.text.units import with_noun
+
+if TYPE_CHECKING:
+    from etils import epath  # which comes with Orbax
+
+Path: TypeAlias = "epath.Path"
+# A thousand paths take longer to put together than to ask the disk for, texts do not.
+PathOrText: TypeAlias = "epath.Path | str"
+
+
+class Disk(Protocol):
+    """What a record asks of the disk."""
+
+    def text(self, path: PathOrText) -> str: ...
+    def size(self, path: PathOrText) -> int: ...
+
+
+VERSION = 1
+FILE = "jaxstrategy.json"
+# Orbax writes these when the record is there already.
+_LATER = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
+_CHUNK = 2**20
+_THREADS = 4
+# Errors of a file that is no such file, and not of a disk that does not answer.
+_NO_FILE = {
+    errno.EINVAL,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; earlier ones are as they were.
+
+    >>> import pathlib, tempfile
+    >>> import jaxstrategy as js
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> with js.checkpoint.CheckpointManager(folder) as manager:
+    ...     _ = manager.save(1, {"w": np.ones(3)})
+    ...     manager.wait()
+    ...     _ = (folder / "1" / "jaxstrategy.json").write_text("{")
+    ...     try:
+    ...         manager.restore({"w": np.ones(3)}, step=1)
+    ...     except js.checkpoint.CheckpointError as error:
+    ...         print(str(error).partition(": ")[2].partition(". ")[0])
+    its `jaxstrategy.json` is cut or overwritten
+    """
+
+
+class MismatchError(ValueError):
+    """A checkpoint does not hold what was asked of it.
+
+    Attributes:
+      missing: names of values that the checkpoint has not.
+      unexpected: names of values that only the checkpoint has.
+      differing: one sentence for each value of another kind, dtype or shape.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> with js.checkpoint.CheckpointManager(tempfile.mkdtemp()) as manager:
+    ...     _ = manager.save(1, {"w": np.ones(3, np.float32)})
+    ...     try:
+    ...         manager.restore({"w": np.ones(4, np.float32)})
+    ...     except js.checkpoint.MismatchError as error:
+    ...         print(error.differing[0])
+    `w` is float32[3] in the checkpoint, and float32[4] was wanted
+    """
+
+    _NAMED = 8  # of each sort; the others are counted
+
+    def __init__(
+        self,
+        where: str,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        differing: Sequence[str] = (),
+        partial: bool = False,
+    ) -> None:
+        super().__init__(where, missing, unexpected, differing, partial)
+        self._where = where
+        self._is_partial = partial
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.differing = tuple(differing)
+
+    def __str__(self) -> str:
+        lines = [f"{self._where} does not fit what it is restored into:"]
+        lines += self._listed("", self.differing)
+        if self._is_partial:  # the rest is as it may be
+            return "\n".join(lines)
+        lines += self._listed("missing in the checkpoint: ", self.missing)
+        # Many more than are missing are no renamed ones, and hide what matters.
+        is_other = self.differing or (
+            self.missing and len(self.unexpected) > 2 * len(self.missing) + 1
+        )
+        if self.unexpected and is_other:
+            values = with_noun(len(self.unexpected), "value")
+            lines.append(f"  only in the checkpoint: {values}")
+        else:
+            lines += self._listed("only in the checkpoint: ", self.unexpected)
+        if not self.differing:
+            lines.append(
+                "Restore into the structure that was saved, or only what both have: "
+                "`restore(..., partial=True)`."
+            )
+        return "\n".join(lines)
+
+    def _listed(self, head: str, items: Sequence[str]) -> list[str]:
+        quote = "`" if head else ""
+        lines = [f"  {head}{quote}{item}{quote}" for item in items[: self._NAMED]]
+        more = and_more(len(items), self._NAMED, before=f"  {head}")
+        return [*lines, more] if more else lines
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint is damaged and an earlier one is used; it says which, and why.
+
+    >>> import pathlib, tempfile, warnings
+    >>> import jaxstrategy as js
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> with js.checkpoint.CheckpointManager(folder) as manager:
+    ...     saved = [manager.save(step, {"w": np.ones(3)}) for step in (1, 2)]
+    ...     manager.wait()
+    ...     _ = (folder / "2" / "jaxstrategy.json").write_text("{")
+    ...     with warnings.catch_warnings(record=True) as told:
+    ...         warnings.simplefilter("always")
+    ...         state, step = manager.restore_or_init({"w": np.zeros(3)})
+    >>> print(told[0].category.__name__, step)
+    DamagedCheckpointWarning 1
+    """
+
+
+class Damage(Exception):
+    """A checkpoint cannot be used; the text says why."""
+
+    def __init__(self, text: str, is_unread: bool = False) -> None:
+        super().__init__(text)
+        self.is_unread = is_unread
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A description of a checkpoint, which stands beside its arrays.
+
+    Attributes:
+      step: its number.
+      leaves: for each value, by name, what it is: kind, dtype, shape.
+      metrics: that were saved with it.
+      extra: what was saved with it as such.
+      files: for each file its size in bytes and its checksum.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> with js.checkpoint.CheckpointManager(tempfile.mkdtemp()) as manager:
+    ...     _ = manager.save(7, {"w": np.ones(3)}, metrics={"loss": 0.5})
+    ...     manager.wait()
+    ...     record = manager.record(7)
+    >>> record.leaves["w"], record.metrics
+    ({'kind': 'array', 'dtype': 'float64', 'shape': [3]}, {'loss': 0.5})
+    """
+
+    step: int
+    leaves: dict[str, Entry]
+    metrics: dict[str, float]
+    extra: Json
+    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The record as text."""
+        # As it will be read, where numbers that are keys have become text: they sort
+        # in another order then, and the checksum would be another.
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        content = json.loads(json.dumps(own))
+        told = {"version": VERSION, "crc32": _checksum(content), "content": content}
+        return json.dumps(told)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The record that a text tells.
+
+        Raises:
+          Damage: it is not what was written.
+          CheckpointError: a later version of the library has written it.
+        """
+        try:
+            told = json.loads(text)
+            version, checksum = told["version"], told["crc32"]
+            content = dict(told["content"])
+            found = _checksum(content)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise Damage(f"its `{FILE}` is cut or overwritten") from None
+        if type(version) is int and version > VERSION:
+            raise CheckpointError(
+                f"Checkpoint {content.get('step')} has format {version!r}, of a later "
+                f"jaxstrategy; this one reads format {VERSION}. Upgrade jaxstrategy, "
+                "or use another directory."
+            )
+        if version != VERSION or checksum != found:
+            raise Damage(f"its `{FILE}` has another checksum than when it was written")
+        wrong = _wrong(content)
+        if wrong is not None:
+            raise Damage(f"its `{FILE}` was not written by jaxstrategy: {wrong}")
+        files = {name: (size, crc) for name, (size, crc) in content["files"].items()}
+        return cls(**{**content, "files": files})
+
+
+def _checksum(content: Message) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _wrong(content: Message) -> str | None:
+    """What no record has although the checksum is right; None if all is well."""
+    fields = {field.name for field in dataclasses.fields(Record)}
+    if set(content) != fields:
+        return f"it has {', '.join(sorted(content))} instead of {sorted(fields)}"
+    if not _is_count(content["step"]):
+        return "`step` is no number from 0 on"
+    for name in ("leaves", "metrics", "files"):
+        if not isinstance(content[name], dict):
+            return f"`{name}` has no names"
+    if not all(type(each) in (int, float) for each in content["metrics"].values()):
+        return "a metric is no number"
+    for name, told in content["files"].items():
+        match told:
+            case [size, crc] if _is_count(size) and _is_count(crc) and _is_inner(name):
+                pass
+            case _:
+                return f"its file {name!r} has no size and checksum, or is elsewhere"
+    for name, entry in content["leaves"].items():
+        if not handlers.is_entry(entry):
+            return f"`{name}` is nothing that a checkpoint holds"
+    return None
+
+
+def _is_count(value: object) -> bool:
+    # Not `isinstance`: JSON has `true`, which is an int of Python.
+    return type(value) is int and value >= 0
+
+
+def _is_inner(name: str) -> bool:
+    return bool(name) and name[0] != "/" and ".." not in name.split("/")
+
+
+def write(folder: Path, record: Record) -> None:
+    """Write the record of the files that are in `folder`."""
+    paths = [path for path in _files(folder) if path.name not in _LATER]
+    files = {
+        str(path.relative_to(folder)): (path.stat().length, checksum)
+        for path, checksum in zip(paths, _checksums(paths), strict=True)
+    }
+    whole = dataclasses.replace(record, files=files)
+    (folder / FILE).write_text(whole.to_json())
+
+
+def read(disk: Disk, folder: PathOrText) -> Record:
+    """The record of a checkpoint all of whose files are there in their sizes."""
+    try:
+        text = disk.text(f"{folder}/{FILE}")
+    except FileNotFoundError:
+        raise Damage(
+            f"it has no `{FILE}`: it was not written to its end, or not by jaxstrategy"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            raise Damage(f"its `{FILE}` cannot be read: {error}", True) from None
+        raise Damage(f"its `{FILE}` is cut or overwritten") from None
+    record = Record.from_json(text)
+    check_sizes(disk, folder, record)
+    return record
+
+
+def check_sizes(disk: Disk, folder: PathOrText, record: Record) -> None:
+    """Look whether all files of a record are there in their sizes."""
+    for name, (size, _) in record.files.items():
+        try:
+            found = disk.size(f"{folder}/{name}")
+        except (FileNotFoundError, ValueError):
+            raise Damage(f"its file `{name}` is missing") from None
+        except OSError as error:
+            is_unread = error.errno not in _NO_FILE
+            raise Damage(
+                f"its file `{name}` cannot be read: {error}", is_unread
+            ) from None
+        if found != size:
+            raise Damage(f"its file `{name}` has {found} bytes instead of {size}")
+
+
+def verify(folder: Path, record: Record, share: int, shares: int) -> None:
+    """Read the files again: those whose turn it is of so many `shares`."""
+    names = sorted(record.files)[share::shares]
+    found = _checksums([folder / name for name in names])
+    for name, checksum in zip(names, found, strict=True):
+        if checksum != record.files[name][1]:
+            raise Damage(
+                f"its file `{name}` has another checksum than when it was written"
+            )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
+
+
+def _checksums(paths: Sequence[Path]) -> list[int]:
+    """Of files, some at once: zlib and reading let other threads run."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(_crc32, paths))
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum

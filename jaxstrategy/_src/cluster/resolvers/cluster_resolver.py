@@ -1,0 +1,497 @@
+"""`UnionClusterResolver`: several clusters seen as one."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import final
+
+from jaxstrategy._src.cluster.resolvers.cluster_spec import (
+    ClusterSpec,
+    GivenTasks,
+    host_and_port,
+)
+
+# In the order of their ranks. `master` is what `chief` was called before.
+TRAINING = ("chief", "master", "worker")
+_CHIEFS = ("chief", "master")
+_OTHERS = ("ps", "evaluator")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """The place of one process among those that train together.
+
+    Attributes:
+      index: its rank: the chief is 0, workers follow in the order of their tasks.
+      count: how many train together.
+      coordinator: `host:port` of the process of rank 0, where `jax.distributed` lets
+        them meet. Empty if the cluster has no tasks: the process is alone.
+
+    >>> import jaxstrategy as js
+    >>> cluster = {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}
+    >>> resolver = js.cluster_resolver.SimpleClusterResolver(
+    ...     cluster, task_type="worker", task_id=0
+    ... )
+    >>> process = resolver.process()
+    >>> process.index, process.count, process.coordinator
+    (1, 3, 'a:2222')
+    """
+
+    index: int
+    count: int
+    coordinator: str
+
+
+class ClusterResolver(abc.ABC):
+    """Tells a process what the cluster is and which of its tasks it is.
+
+    Subclass it to ask a cluster manager of your own. `cluster_spec` is all that is
+    needed; set `self.task_type` and `self.task_id` to what this process is.
+
+    Task types are those of TensorFlow: `chief` (a worker with more duties, as saving),
+    `worker`, `ps` (a parameter server) and `evaluator`.
+
+    >>> class MyResolver(js.cluster_resolver.ClusterResolver):
+    ...     def __init__(self, rank):
+    ...         self.task_type, self.task_id = "worker", rank
+    ...
+    ...     def cluster_spec(self):
+    ...         return js.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+    >>> MyResolver(1).process()
+    Process(index=1, count=2, coordinator='a:2222')
+    """
+
+    # What was given or set; if None, what the resolver finds counts.
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+    _environment = ""
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it is now; asked for anew at every call."""
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task, as `grpc://host:port` where there is an RPC layer.
+
+        Without arguments that of this process; empty if it is not known which one
+        that is.
+
+        Raises:
+          ValueError: there is no such task.
+        """
+        if task_type is None or task_id is None:
+            return self._own_master(task_type, task_id, rpc_layer)
+        return self._url_of(task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        """A task's accelerators, counted by kind: `{"GPU": 8}`. CPUs do not count.
+
+        It asks JAX, which starts the devices; in a cluster, build the strategy first.
+        Resolvers that were told, as those of Slurm, ask nobody.
+
+        Args:
+          task_type: together with `task_id` the task; this process by default.
+          task_id: see `task_type`.
+          config_proto: not used; TensorFlow 1 had sessions.
+
+        Raises:
+          ValueError: it is a task that does not train.
+          RuntimeError: JAX does not know the task's process yet.
+        """
+        return self._accelerators(task_type, task_id)
+
+    def process(self) -> Process:
+        """The rank of this process, how many there are, and where they meet.
+
+        The chief has rank 0 and the workers follow. The coordinator is at the address
+        of the first of them: that port must be free on that host.
+
+        Raises:
+          ValueError: the cluster or the task is not one that can train.
+        """
+        spec, task_type, task_id = self._now()
+        if task_type is None and task_id is None:
+            if not spec:
+                return Process(0, 1, "")
+            only = _only_task(spec)
+            if only is not None:
+                return place(spec, *only)
+        return self._placed(spec, task_type, task_id)
+
+    @property
+    def environment(self) -> str:
+        """The place where this runs; an empty string unless a subclass knows better."""
+        return self._environment
+
+    @property
+    def task_type(self) -> str | None:
+        """`"chief"`, `"worker"`, `"ps"` or `"evaluator"`; None if it is not known."""
+        given = self._task_type
+        return self._found_task_type() if given is None else self._as_task_type(given)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process among the tasks of its type, or None."""
+        given = self._task_id
+        return self._found_task_id() if given is None else self._as_task_id(given)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The prefix that `master` puts before addresses: `"grpc"` makes `grpc://host:port`."""
+        # An empty one that was given does not become None where none is found.
+        return self._rpc_layer or self._found_rpc_layer() or self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    # What resolvers differ in.
+
+    def _found_task_type(self) -> str | None:
+        """The task type where none was given."""
+        return None
+
+    def _found_task_id(self) -> int | None:
+        """The task index where none was given."""
+        return None
+
+    def _found_rpc_layer(self) -> str | None:
+        """The RPC layer where none was given."""
+        return None
+
+    def _as_task_type(self, given: str) -> str:
+        """The task type that was given, or an error."""
+        return given
+
+    def _as_task_id(self, given: int) -> int:
+        """The task index that was given, or an error."""
+        return given
+
+    def _now(self) -> tuple[ClusterSpec, str | None, int | None]:
+        """The cluster and the task that this process is, at one moment."""
+        return self.cluster_spec(), self.task_type, self.task_id
+
+    def _how_to_tell(self) -> str:
+        """What to do where it is not known which task this process is."""
+        return 'Give both, in TF_CONFIG as "task": {"type": "worker", "index": 0}.'
+
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        """The result of `master` for a task that is not named in full."""
+        spec, own_type, own_id = self._now()
+        task_type = own_type if task_type is None else task_type
+        task_id = own_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        return as_url(
+            spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer
+        )
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
+        """The result of `num_accelerators`; this process's unless both are given."""
+        # Imported only here: the launcher, which has no devices, reads this module.
+        import jax
+
+        if task_type is None or task_id is None:
+            devices = jax.local_devices()
+        else:
+            process = place(self.cluster_spec(), task_type, task_id)
+            if process.count != jax.process_count():
+                raise RuntimeError(
+                    f"The accelerators of {task_type} {task_id} are not known: the "
+                    f"cluster has {process.count} processes, JAX knows "
+                    f"{jax.process_count()}. Build the strategy first."
+                )
+            devices = [d for d in jax.devices() if d.process_index == process.index]
+        kinds = (device.platform.upper() for device in devices)
+        return dict(collections.Counter(kind for kind in kinds if kind != "CPU"))
+
+    # What they share.
+
+    def _placed(
+        self, spec: ClusterSpec, task_type: str | None, task_id: int | None
+    ) -> Process:
+        """The place of a task, or an error if it is not known."""
+        if task_type is None or task_id is None:
+            raise ValueError(
+                f"The cluster is {spec}, but which of its tasks this process is, is "
+                f"not known: task_type is {task_type!r}, task_id is {task_id!r}. "
+                f"{self._how_to_tell()}"
+            )
+        return place(spec, task_type, task_id)
+
+    def _completed(
+        self, task_type: str | None, task_id: int | None
+    ) -> tuple[str | None, int | None]:
+        """A task of which what was not given is this process's."""
+        return (
+            self.task_type if task_type is None else task_type,
+            self.task_id if task_id is None else task_id,
+        )
+
+    def _url_of(self, task_type: str, task_id: int, rpc_layer: str | None) -> str:
+        """The address of a task behind its RPC layer."""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return as_url(address, rpc_layer or self.rpc_layer)
+
+
+def as_url(address: str, rpc_layer: str | None) -> str:
+    """`grpc://host:port`, or the bare address without a layer."""
+    return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+def place(spec: ClusterSpec, task_type: str, task_id: int) -> Process:
+    """The rank of a task among those that train."""
+    _check_jobs(spec)
+    if task_type not in TRAINING:
+        raise ValueError(_no_trainer(task_type))
+    tasks = [
+        (job, index)
+        for job in TRAINING
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    ]
+    if (task_type, task_id) not in tasks:
+        raise ValueError(
+            f"This process is said to be task {task_id!r} of {task_type!r}, which "
+            f"{spec} does not have."
+        )
+    coordinator = spec.task_address(*tasks[0])
+    host_and_port(coordinator)
+    return Process(tasks.index((task_type, task_id)), len(tasks), coordinator)
+
+
+def _check_jobs(spec: ClusterSpec) -> None:
+    unknown = sorted(set(spec.jobs) - {*TRAINING, *_OTHERS})
+    if unknown:
+        raise ValueError(
+            f"The cluster has the unknown job {unknown[0]!r}. Jobs are "
+            f"{', '.join((*TRAINING, *_OTHERS))}; the cluster is {spec}."
+        )
+    chiefs = sum(spec.num_tasks(job) for job in _CHIEFS if job in spec.jobs)
+    if chiefs > 1:
+        raise ValueError(
+            f"The cluster has {chiefs} chiefs, and there is at most one; make the "
+            f"others workers. The cluster is {spec}."
+        )
+    for job in TRAINING:
+        if job in spec.jobs and None in spec.job_tasks(job):
+            raise ValueError(
+                f"The cluster does not name all tasks of {job!r}: it has "
+                f"{spec.task_indices(job)}. Every process must know how many train: "
+                "give all addresses."
+            )
+
+
+def _only_task(spec: ClusterSpec) -> tuple[str, int] | None:
+    tasks = [(job, index) for job in spec.jobs for index in spec.task_indices(job)]
+    return tasks[0] if len(tasks) == 1 else None
+
+
+def _no_trainer(task_type: str) -> str:
+    if task_type == "evaluator":
+        advice = (
+            "An evaluator is a cluster of its own: use MirroredStrategy there, and "
+            "load the checkpoints that the others save."
+        )
+    elif task_type == "ps":
+        advice = (
+            "Replicas that are kept equal need no parameter servers: leave these "
+            "tasks out, or start no training in them."
+        )
+    else:
+        advice = f"Tasks that train are of the type {', '.join(TRAINING)}."
+    return f"This process is a {task_type!r}, which does not train. {advice}"
+
+
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """Gives back what it was given.
+
+    Args:
+      cluster_spec: the cluster, a `ClusterSpec` or what makes one.
+      master: what `master()` gives if no task is named.
+      task_type: what this process is, as `"worker"`.
+      task_id: its index among the tasks of that type.
+      environment: where this runs; for your own use.
+      num_accelerators: what `num_accelerators()` gives for every task, as
+        `{"GPU": 8}`; nothing is looked for.
+      rpc_layer: what `master` puts before addresses.
+
+    Raises:
+      TypeError: `cluster_spec` is no cluster, or `master` is no string.
+
+    >>> resolver = js.cluster_resolver.SimpleClusterResolver(
+    ...     {"chief": ["a:2222"], "worker": ["b:2222"]}, task_type="worker", task_id=0
+    ... )
+    >>> resolver.process()
+    Process(index=1, count=2, coordinator='a:2222')
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec | Mapping[str, GivenTasks],
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(master, str):
+            raise TypeError(f"`master` is {master!r}. Give an address, a string.")
+        self._cluster_spec = ClusterSpec(cluster_spec)
+        self._master = master
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        self._num_accelerators = dict(num_accelerators or {})
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster that was given."""
+        return self._cluster_spec
+
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        return as_url(self._master, rpc_layer or self.rpc_layer)
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
+        return dict(self._num_accelerators)
+
+
+@final
+class UnionClusterResolver(ClusterResolver):
+    """The tasks of several resolvers together; also known as `UnionResolver`.
+
+    Where two name the same job, lists of tasks follow each other; tasks that are given
+    with their indices keep them. `num_accelerators`, and `master` without a task, give
+    what the first resolver says.
+
+    Args:
+      *args: the resolvers.
+      rpc_layer: what `master` puts before addresses; by default the first resolver's.
+      task_type: what this process is; by default the first resolver's.
+      task_id: its index among the tasks of that type; by default the first resolver's.
+
+    Raises:
+      ValueError: there is no resolver.
+      TypeError: something that is no resolver.
+
+    >>> Simple = js.cluster_resolver.SimpleClusterResolver
+    >>> js.cluster_resolver.UnionResolver(
+    ...     Simple({"worker": ["a:1", "b:1"]}), Simple({"worker": ["c:1"]})
+    ... ).cluster_spec()
+    ClusterSpec({'worker': ['a:1', 'b:1', 'c:1']})
+    """
+
+    def __init__(
+        self,
+        *args: ClusterResolver,
+        rpc_layer: str | None = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        if not args:
+            raise ValueError(
+                "At least one ClusterResolver is required; none was given."
+            )
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(
+                    f"All arguments must be resolvers, got {resolver!r}. Put a "
+                    "cluster into a SimpleClusterResolver."
+                )
+        self._resolvers = args
+        self._rpc_layer = rpc_layer
+        self._task_type = task_type
+        self._task_id = task_id
+
+    def cluster_spec(self) -> ClusterSpec:
+        """All tasks of all resolvers.
+
+        Raises:
+          KeyError: two of them give an address to the same task.
+        """
+        specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        jobs = dict.fromkeys(job for spec in specs for job in spec)
+        return ClusterSpec(
+            {job: _merged(job, [s[job] for s in specs if job in s]) for job in jobs}
+        )
+
+    @property
+    def environment(self) -> str:
+        """The first resolver's."""
+        return self._first.environment
+
+    def _found_task_type(self) -> str | None:
+        return self._first.task_type
+
+    def _found_task_id(self) -> int | None:
+        return self._first.task_id
+
+    def _found_rpc_layer(self) -> str | None:
+        return self._first.rpc_layer
+
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        return self._first.master(rpc_layer=rpc_layer or self._rpc_layer)
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
+        return self._first.num_accelerators(task_type, task_id)
+
+    @property
+    def _first(self) -> ClusterResolver:
+        return self._resolvers[0]
+
+
+def _merged(
+    job: str, given: list[list[str] | dict[int, str]]
+) -> list[str] | dict[int, str]:
+    lists = [tasks for tasks in given if isinstance(tasks, list)]
+    if len(lists) == len(given):
+        return [address for tasks in lists for address in tasks]
+    merged: dict[int, str] = {}
+    for tasks in given:
+        tasks = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks
+        twice = sorted(merged.keys() & tasks.keys())
+        if twice:
+            raise KeyError(
+                f"Several resolvers give an address to the tasks {twice} of job "
+                f"{job!r}. Give each task to one of them, or give lists, which follow "
+                "each other."
+            )
+        merged |= tasks
+    return merged

@@ -1,0 +1,513 @@
+"""`TPUClusterResolver`: the hosts of the TPU on which this program runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self, final
+
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
+    TRAINING,
+    ClusterResolver,
+    Process,
+)
+from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
+from jaxstrategy._src.cluster.resolvers.environment import default_resolver
+from jaxstrategy._src.text.shown import shown
+
+
+class EmbeddingFeature(enum.Enum):
+    """The generation of the units of a TPU that look up embeddings."""
+
+    UNSUPPORTED = "UNSUPPORTED"
+    V1 = "V1"
+    V2 = "V2"
+
+
+class TPUHardwareFeature(NamedTuple):
+    """What a topology says of the hardware.
+
+    Attributes:
+      embedding_feature: the generation, as TensorFlow's messages number it.
+    """
+
+    embedding_feature: int
+
+
+@final
+class HardwareFeature:
+    """The units of a TPU besides its cores.
+
+    Args:
+      tpu_hardware_feature_proto: the `tpu_hardware_feature` of a resolver, or
+        TensorFlow's message of that name.
+
+    >>> import jaxstrategy as js
+    >>> resolver = js.cluster_resolver.TPUClusterResolver("local")
+    >>> resolver.set_tpu_topology(bytes.fromhex("2a020802"))  # of TensorFlow
+    >>> feature = resolver.tpu_hardware_feature
+    >>> js.tpu.experimental.HardwareFeature(feature).embedding_feature.name
+    'V2'
+    """
+
+    EmbeddingFeature = EmbeddingFeature
+
+    def __init__(self, tpu_hardware_feature_proto: object) -> None:
+        self.tpu_hardware_feature_proto = tpu_hardware_feature_proto
+
+    @property
+    def embedding_feature(self) -> EmbeddingFeature:
+        """The units that look up embeddings.
+
+        Raises:
+          ValueError: what was given does not say.
+        """
+        number = getattr(self.tpu_hardware_feature_proto, "embedding_feature", None)
+        features = list(EmbeddingFeature)
+        if not isinstance(number, int) or not 0 <= number < len(features):
+            raise ValueError(
+                "`HardwareFeature` was given "
+                f"{shown(self.tpu_hardware_feature_proto)}, which names no embedding "
+                "feature. Give `resolver.tpu_hardware_feature`; it is None until "
+                "`resolver.set_tpu_topology` was told of hardware: JAX does not say."
+            )
+        return features[number]
+
+
+# The numbers of the fields, and how values are written: protocol buffers.
+_MESH_SHAPE, _TASKS, _DEVICES, _COORDINATES, _HARDWARE = 1, 2, 3, 4, 5
+_EMBEDDING = 1  # a field of the message of the hardware
+_NUMBER, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
+_SKIPPED = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TopologyMessage:
+    """A TPU's topology as numbers."""
+
+    mesh_shape: Sequence[int]
+    tasks: int
+    devices: int
+    coordinates: Sequence[int]
+    embedding: int | None = None
+
+    @staticmethod
+    def parsed(serialized: bytes) -> TopologyMessage:
+        """The message in `serialized`."""
+        try:
+            return _of_fields(list(_fields(bytes(memoryview(serialized)))))
+        except (IndexError, TypeError):  # it ends too early; it has no bytes
+            raise ValueError(
+                "A serialized topology was wanted, as `Topology.serialized()` makes "
+                f"it; got {shown(serialized)}."
+            ) from None
+
+    def serialized(self) -> bytes:
+        """The message as bytes, which TensorFlow reads."""
+        parts = [
+            _packed(_MESH_SHAPE, self.mesh_shape),
+            _numbered(_TASKS, self.tasks),
+            _numbered(_DEVICES, self.devices),
+            _packed(_COORDINATES, self.coordinates),
+        ]
+        if self.embedding is not None:
+            hardware = _numbered(_EMBEDDING, self.embedding)
+            parts.append(_delimited(_HARDWARE, hardware))
+        return b"".join(parts)
+
+
+def _of_fields(fields: Sequence[tuple[int, int | bytes]]) -> TopologyMessage:
+    mesh_shape: list[int] = []
+    coordinates: list[int] = []
+    single = {_TASKS: 0, _DEVICES: 0}
+    embedding: int | None = None
+    for number, value in fields:
+        if number == _MESH_SHAPE:
+            mesh_shape += _numbers(value)
+        elif number == _COORDINATES:
+            coordinates += _numbers(value)
+        elif number in single:
+            (single[number],) = _numbers(value)
+        elif number == _HARDWARE and isinstance(value, bytes):
+            found = [v for n, v in _fields(value) if n == _EMBEDDING]
+            embedding = _numbers(found[-1])[0] if found else 0
+    return TopologyMessage(
+        mesh_shape, single[_TASKS], single[_DEVICES], coordinates, embedding
+    )
+
+
+def _numbers(value: int | bytes) -> list[int]:
+    """The numbers of a field, which stand alone or packed."""
+    if isinstance(value, int):
+        return [value]
+    found: list[int] = []
+    place = 0
+    while place < len(value):
+        number, place = _number_at(value, place)
+        found.append(number)
+    return found
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message, each by its number."""
+    place = 0
+    while place < len(message):
+        key, place = _number_at(message, place)
+        number, kind = key >> 3, key & 7
+        if kind == _NUMBER:
+            value, place = _number_at(message, place)
+        else:
+            size, place = _size_at(message, place, kind)
+            value, place = message[place : place + size], place + size
+        if place > len(message):
+            raise IndexError("it ends too early")
+        yield number, value
+
+
+def _size_at(message: bytes, place: int, kind: int) -> tuple[int, int]:
+    """The size of a value that is no number, and where it begins."""
+    if kind == _BYTES:
+        return _number_at(message, place)
+    if kind not in _SKIPPED:
+        raise IndexError("there is no such kind of field")
+    return _SKIPPED[kind], place
+
+
+def _number_at(message: bytes, place: int) -> tuple[int, int]:
+    """The number at `place`, in groups of 7 bits, and where the next begins."""
+    number = shift = 0
+    while True:
+        byte = message[place]
+        number |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if not byte & 0x80:
+            return number, place
+
+
+def _written(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
+
+
+def _delimited(field: int, value: bytes) -> bytes:
+    return _written(field << 3 | _BYTES) + _written(len(value)) + value
+
+
+def _packed(field: int, numbers: Iterable[int]) -> bytes:
+    value = b"".join(map(_written, numbers))
+    return _delimited(field, value) if value else b""
+
+
+def _numbered(field: int, number: int) -> bytes:
+    # A field that is 0 is left out, as TensorFlow does.
+    return _written(field << 3 | _NUMBER) + _written(number) if number else b""
+
+
+class TPUSystemMetadata(NamedTuple):
+    """The devices and hosts of a TPU, or of what JAX has instead of one.
+
+    Attributes:
+      num_cores: the number of devices of all hosts.
+      num_hosts: the number of processes, which on a TPU is that of hosts.
+      num_of_cores_per_host: the number of devices of each.
+      topology: None; `js.tpu.experimental.initialize_tpu_system()` returns it.
+      devices: the devices of JAX, those of process 0 first.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> resolver = js.cluster_resolver.TPUClusterResolver("local")
+    >>> metadata = resolver.get_tpu_system_metadata()
+    >>> metadata.num_cores, metadata.num_hosts, metadata.num_of_cores_per_host
+    (8, 1, 8)
+    """
+
+    num_cores: int
+    num_hosts: int
+    num_of_cores_per_host: int
+    topology: None
+    devices: list[Any]
+
+
+NAME = "TPU_NAME"
+HOSTS = "TPU_WORKER_HOSTNAMES"
+WORKER_ID = "TPU_WORKER_ID"
+_SLICES = "MEGASCALE_COORDINATOR_ADDRESS"
+_LOCAL = "local"
+_PORT = 8476  # where JAX lets the processes of a TPU meet
+
+
+@final
+class TPUClusterResolver(ClusterResolver):
+    """The hosts of the TPU on which this program runs, as Google's machines tell.
+
+    The program runs on the hosts of the TPU themselves, one process on each, so that
+    nothing is asked of a cloud: the hosts are those that `TF_CONFIG` or a launcher
+    names, or else the environment variables `TPU_WORKER_HOSTNAMES` and
+    `TPU_WORKER_ID`, or the processes that JAX has found. Without a TPU it tells of the
+    devices that there are.
+
+    Args:
+      tpu: None or `""` for the TPU on which this runs; `"local"` for the devices of
+        this host alone; or its name, if `TPU_NAME` in the environment is the same.
+      zone: not needed to find a TPU on which this runs.
+      project: not needed either.
+      job_name: of the hosts' tasks in the cluster.
+      coordinator_name: the job of a further task, which does not train.
+      coordinator_address: of that task.
+      credentials: not needed; they are for the interface of the cloud.
+      service: not needed either.
+      discovery_url: not needed either.
+
+    Raises:
+      ValueError: a TPU on which this does not run; a coordinator without an address.
+      TypeError: `tpu` is no string.
+
+    >>> import jaxstrategy as js
+    >>> resolver = js.cluster_resolver.TPUClusterResolver("local")
+    >>> resolver.task_type, resolver.task_id, resolver.master()
+    ('worker', 0, '')
+    >>> resolver.process().count
+    1
+    """
+
+    def __init__(
+        self,
+        tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: object = "default",
+        service: object = None,
+        discovery_url: str | None = None,
+    ) -> None:
+        self.tpu = _checked_name(tpu)
+        self._job = job_name
+        self._coordinator = _checked_coordinator(coordinator_name, coordinator_address)
+        self._topology: TopologyMessage | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+    ) -> TPUClusterResolver:
+        """A resolver; there is nothing to connect to.
+
+        A strategy, or `js.tpu.experimental.initialize_tpu_system`, lets the processes
+        meet.
+
+        Args:
+          tpu: as of the resolver.
+          zone: not needed.
+          project: not needed.
+
+        Raises:
+          ValueError: a TPU on which this does not run.
+          TypeError: `tpu` is no string.
+        """
+        return cls(tpu, zone, project)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it tells of this host alone."""
+        return self.tpu == _LOCAL
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The hosts as tasks of one job; empty where none is known.
+
+        Raises:
+          ValueError: an environment variable is malformed.
+        """
+        found, _ = self._hosts()
+        tasks = {self._job: found} if found else {}
+        return ClusterSpec({**tasks, **self._coordinator} if found else {})
+
+    def process(self) -> Process:
+        """The rank of this process, how many there are, and where they meet.
+
+        Raises:
+          ValueError: an environment variable is malformed.
+        """
+        hosts, index = self._hosts()
+        return Process(index, len(hosts), hosts[0]) if hosts else Process(0, 1, "")
+
+    def get_master(self) -> str:
+        """`master()`."""
+        return self.master()
+
+    def get_job_name(self) -> str | None:
+        """The job of the hosts' tasks."""
+        return self.task_type
+
+    def get_coordination_service_leader(self) -> str:
+        """The task in which the processes meet, `/job:worker/task:0`."""
+        return f"/job:{self.get_job_name()}/task:0"
+
+    def get_tpu_system_metadata(self) -> TPUSystemMetadata:
+        """The numbers of devices and hosts, and the devices.
+
+        It asks JAX, which starts the devices; in a cluster, build the strategy first.
+        """
+        devices = self.devices()
+        hosts = len({device.process_index for device in devices})
+        return TPUSystemMetadata(
+            len(devices), hosts, len(devices) // hosts, None, devices
+        )
+
+    def devices(self) -> list[Any]:
+        """JAX's devices, those of process 0 first; of a local TPU those of this host.
+
+        It asks JAX, which starts the devices; in a cluster, build the strategy first.
+        """
+        import jax  # only here, as in `_cluster_resolver`
+
+        found = jax.local_devices() if self.is_local else jax.devices()
+        return sorted(found, key=lambda d: (d.process_index, d.id))
+
+    def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
+        """Keeps what `tpu_hardware_feature` tells.
+
+        Args:
+          serialized_tpu_topology: a topology, `serialized()` here or in TensorFlow.
+
+        Raises:
+          ValueError: it is none.
+        """
+        self._topology = TopologyMessage.parsed(serialized_tpu_topology)
+
+    @property
+    def tpu_hardware_feature(self) -> TPUHardwareFeature | None:
+        """The hardware, as a topology that was set describes it; None without one.
+
+        JAX does not know it.
+        """
+        if self._topology is None or self._topology.embedding is None:
+            return None
+        return TPUHardwareFeature(self._topology.embedding)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        type: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Nothing is open."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return f"TPUClusterResolver({self.tpu!r})"
+
+    def _found_task_type(self) -> str:
+        return self._job
+
+    def _found_task_id(self) -> int:
+        return self._hosts()[1]
+
+    def _found_rpc_layer(self) -> str:
+        return "grpc"
+
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        if not self._hosts()[0]:
+            return ""
+        return super()._own_master(task_type, task_id, rpc_layer)
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
+        """The TPU cores of this host; all hosts of a TPU have as many."""
+        import jax  # only here, as in `_cluster_resolver`
+
+        tpus = [device for device in jax.local_devices() if device.platform == "tpu"]
+        return {"TPU": len(tpus)}
+
+    def _hosts(self) -> tuple[list[str], int]:
+        """The address of each process, and which is this one; none if none is known."""
+        if self.is_local:
+            return [], 0
+        others = default_resolver()
+        if others is not None:
+            return _of_resolver(others)
+        # With several slices, the variable has the hosts of one of them.
+        if os.environ.get(HOSTS, "").strip() and not os.environ.get(_SLICES):
+            return _of_environment()
+        return _of_jax()
+
+
+def _of_environment() -> tuple[list[str], int]:
+    names = [name.strip() for name in os.environ[HOSTS].split(",") if name.strip()]
+    text = os.environ.get(WORKER_ID, "").strip() or ("0" if len(names) == 1 else "")
+    if not text.isdecimal() or int(text) >= len(names):
+        raise ValueError(
+            f"{WORKER_ID} is {text!r} and {HOSTS} has {len(names)} hosts; a whole "
+            f"number from 0 to {len(names) - 1} was wanted, the place of this host "
+            "among them. To use the devices of this host alone, give "
+            '`TPUClusterResolver("local")`.'
+        )
+    return [f"{name}:{_PORT}" for name in names], int(text)
+
+
+def _of_resolver(other: ClusterResolver) -> tuple[list[str], int]:
+    """The processes that another resolver knows, in the order of their ranks."""
+    spec, place = other.cluster_spec(), other.process()
+    jobs = [job for job in TRAINING if job in spec.jobs]
+    found = [spec.task_address(j, i) for j in jobs for i in spec.task_indices(j)]
+    return found, place.index
+
+
+def _of_jax() -> tuple[list[str], int]:
+    """The processes that JAX has found, of which it does not say the addresses."""
+    import jax  # only here, as in `_cluster_resolver`
+
+    if not jax.distributed.is_initialized():
+        return [], 0
+    return [f"process-{i}:0" for i in range(jax.process_count())], jax.process_index()
+
+
+def _checked_name(given: object) -> str:
+    """The name of the TPU on which this runs, which may be empty."""
+    if given is not None and not isinstance(given, str):
+        raise TypeError(
+            f"`tpu` was {shown(given)}; the name of a TPU was wanted, a string, or "
+            "None for the one on which this runs."
+        )
+    here = os.environ.get(NAME, "")
+    if not given:
+        return here
+    if given in (_LOCAL, here):
+        return given
+    raise ValueError(
+        f"`tpu` was {given!r}, and this program does not know to run on a TPU of that "
+        f"name: {NAME} in the environment is {here!r}. Programs run on the hosts of "
+        "the TPU themselves, one process on each, and nothing is asked of a cloud or "
+        "sent to a server. Start this program on each host (`gcloud compute tpus "
+        "tpu-vm ssh NAME --worker=all --command=...`) with `TPUClusterResolver()`, or "
+        'with `TPUClusterResolver("local")` for the devices of one host.'
+    )
+
+
+def _checked_coordinator(name: str | None, address: str | None) -> dict[str, list[str]]:
+    if name is None:
+        return {}
+    if not address:
+        raise ValueError(
+            f"`coordinator_name` was {name!r} without a `coordinator_address`. No "
+            "server is started here: give the address, or leave out both."
+        )
+    return {name: [address]}

@@ -1,0 +1,1 @@
+"""Names of `tf.contrib.distribute`, of TensorFlow 1.7 to 1.12."""

@@ -1,0 +1,314 @@
+"""Training steps as callables, as in 2018: `Step`, `StandardSingleLossStep`."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, final
+
+from jaxstrategy._src.compat.contrib.distribution_strategy import (
+    DistributionStrategy,
+    MultiStepContext,
+)
+from jaxstrategy._src.contexts import outbox
+from jaxstrategy._src.errors import OutOfRangeError
+from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.strategies import current
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.whole_numbers import positive, whole
+from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.variables.gradients import value_and_grad, value_and_grad_of_read
+from jaxstrategy._src.variables.variable import Variable
+
+
+@final
+class Monitor:
+    """Calls a step so many times, or until the data ends.
+
+    Args:
+      step_callable: a step without arguments. At the end of the data it raises
+        `OutOfRangeError`, as `get_next()` of an iterator does.
+      session: leave it out.
+
+    Raises:
+      TypeError: `step_callable` cannot be called.
+      ValueError: a session is given.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.Monitor(lambda: print("step")).run_steps(2)
+    step
+    step
+    """
+
+    def __init__(
+        self, step_callable: Callable[[], object], session: object = None
+    ) -> None:
+        if not callable(step_callable):
+            raise TypeError(
+                f"`step_callable` was {shown(step_callable)}, which cannot be called."
+            )
+        if session is not None:
+            raise ValueError(
+                "Should not provide a `session`: steps are run without one."
+            )
+        self._step = step_callable
+
+    def run_steps(self, num_steps: int | None = None) -> None:
+        """Takes steps."""
+        left = None if num_steps is None else positive("num_steps", num_steps)
+        while left is None or left > 0:
+            try:
+                self._step()
+            except OutOfRangeError:
+                return
+            left = None if left is None else left - 1
+
+
+_State: TypeAlias = PyTree
+
+
+class Transformation(Protocol):
+    """An optimizer of Optax."""
+
+    def init(self, params: PyTree) -> _State:
+        """Its state before the first update."""
+        ...
+
+    def update(
+        self, updates: PyTree, state: _State, params: PyTree
+    ) -> tuple[PyTree, _State]:
+        """What is added to the parameters, and the state afterwards."""
+        ...
+
+
+class Step(abc.ABC):
+    """Something that is called to train a little.
+
+    Args:
+      distribution: the strategy.
+
+    Raises:
+      TypeError: `distribution` is no strategy of 2018.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> class Count(contrib.Step):
+    ...     def __call__(self):
+    ...         return self.distribution.num_towers
+    >>> Count(contrib.MirroredStrategy(js.simulate(8)[:2]))()
+    2
+    """
+
+    def __init__(self, distribution: DistributionStrategy) -> None:
+        if not isinstance(distribution, DistributionStrategy):
+            raise TypeError(
+                f"`distribution` was {shown(distribution)}; a strategy of "
+                "`compat.contrib` was wanted."
+            )
+        self._distribution = distribution
+
+    @property
+    def distribution(self) -> DistributionStrategy:
+        """The strategy."""
+        return self._distribution
+
+    def initialize(self) -> list[Any]:
+        """An empty list: of what a session has to run before the first step."""
+        return []
+
+    @abc.abstractmethod
+    def __call__(self) -> Any:
+        """Trains a little."""
+
+
+class StandardInputStep(Step):
+    """A step that takes its elements from a dataset.
+
+    Args:
+      dataset_fn: as of `distribute_dataset`.
+      distribution: the strategy.
+
+    Raises:
+      TypeError: `dataset_fn` is no function, `distribution` no strategy of 2018.
+      ValueError: the function returns no dataset.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> class First(contrib.StandardInputStep):
+    ...     def __call__(self):
+    ...         return self.next_element().values[0]
+    >>> step = First(lambda: range(4), contrib.MirroredStrategy(js.simulate(8)[:2]))
+    >>> int(step()), int(step()), step.initialize(), int(step())
+    (0, 2, [], 0)
+    """
+
+    def __init__(
+        self, dataset_fn: Callable[[], Any], distribution: DistributionStrategy
+    ) -> None:
+        super().__init__(distribution)
+        dataset = distribution.distribute_dataset(dataset_fn)
+        self._iterator = dataset.make_initializable_iterator()
+
+    def next_element(self) -> PyTree:
+        """The next element of each tower."""
+        return self._iterator.get_next()
+
+    def initialize(self) -> list[Any]:
+        """Begins again at the first element."""
+        return self._iterator.initialize()
+
+
+@final
+class StandardSingleLossStep(StandardInputStep):
+    """A training step of a model with one loss.
+
+    Each tower differentiates its own loss with respect to the trainable variables that
+    `loss_fn` reads when it is first called; it makes none then. The sum of the
+    gradients over the towers goes to the optimizer; in 2018 optimizers divided it by
+    the number of towers if the last loss was a mean: do so in `loss_fn`, if it is.
+
+    Args:
+      dataset_fn: as of `distribute_dataset`.
+      loss_fn: is called in each tower with a `MultiStepContext` and the parts of an
+        element, and returns the loss.
+      optimizer: an optimizer of Optax.
+      distribution: the strategy.
+      iterations_per_step: how many updates one call makes.
+
+    Raises:
+      TypeError: an argument is of another kind.
+      ValueError: `iterations_per_step` is below 1; `dataset_fn` returns no dataset.
+
+    >>> import jaxstrategy as js
+    >>> import optax
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     w = js.Variable(0.0)
+    >>> step = contrib.StandardSingleLossStep(
+    ...     lambda: [np.float32([1])] * 4, lambda context, x: ((w * x - 1) ** 2).sum(),
+    ...     optax.sgd(0.05), strategy)
+    >>> for _ in range(2):
+    ...     step()
+    ...     print(round(float(w), 4))
+    0.2
+    0.36
+    """
+
+    def __init__(
+        self,
+        dataset_fn: Callable[[], Any],
+        loss_fn: Callable[..., Any],
+        optimizer: Transformation,
+        distribution: DistributionStrategy,
+        iterations_per_step: int = 1,
+    ) -> None:
+        super().__init__(dataset_fn, distribution)
+        if not callable(loss_fn):
+            raise TypeError(
+                f"`loss_fn` was {shown(loss_fn)}; a function of a context and an "
+                "element was wanted."
+            )
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise TypeError(
+                f"`optimizer` was {shown(optimizer)}; an optimizer of Optax was "
+                "wanted, such as `optax.sgd(0.1)`."
+            )
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._iterations = _checked(iterations_per_step)
+        self._state: _State = None
+        self._variables: tuple[Variable, ...] | None = None
+        self._context: MultiStepContext | None = None
+
+    @property
+    def last_context(self) -> MultiStepContext | None:
+        """The context of the last call, with the outputs that `loss_fn` set."""
+        return self._context
+
+    def __call__(self) -> None:
+        """Makes so many updates as `iterations_per_step` says."""
+        strategy = self._distribution
+        with strategy.scope():
+            replica = current.get_replica_context()
+            if replica is None:
+                self._train(strategy)
+            else:  # the default strategy's scope changes nothing
+                replica.merge_call(self._train)
+
+    def _train(self, _: object) -> None:
+        self._context = self._distribution.run_steps_on_dataset(
+            self._update, self._iterator, self._iterations
+        )
+
+    def _update(self, context: MultiStepContext, *inputs: PyTree) -> None:
+        """One update of all variables."""
+        update = _updating(self._loss_fn, self._optimizer, self._variables)
+        core = self._distribution.core
+        found = core.run(update, (context, self._state, *inputs))
+        self._variables, self._state = found
+
+
+def _updating(
+    loss_fn: Callable[..., Any],
+    optimizer: Transformation,
+    variables: tuple[Variable, ...] | None,
+) -> Callable[..., tuple[tuple[Variable, ...], _State]]:
+    """The step of one tower."""
+
+    def update(
+        context: MultiStepContext, state: _State, *inputs: PyTree
+    ) -> tuple[tuple[Variable, ...], _State]:
+        replica = current.get_replica_context()
+        loss = outbox.posting(loss_fn)
+        if variables is None:
+            differentiated = value_and_grad_of_read(loss, replica.strategy)
+        else:
+            differentiated = value_and_grad(loss, variables, has_aux=True)
+        (_, posted), grads = differentiated(context, *inputs)
+        for message in posted:
+            outbox.post(message, "ctx.set_last_step_output")
+        trained = variables
+        if trained is None:
+            trained, grads = tuple(v for _, v in grads), tuple(g for g, _ in grads)
+
+        def apply(strategy: Any, grads: Sequence[PyTree]) -> _State:
+            return _applied(strategy, optimizer, grads, trained, state)
+
+        return trained, replica.merge_call(apply, (grads,))
+
+    return update
+
+
+def _applied(
+    strategy: Any,
+    optimizer: Transformation,
+    grads: Sequence[PyTree],
+    variables: Sequence[Variable],
+    state: _State,
+) -> _State:
+    """The optimizer's state after all variables were changed."""
+    pairs = list(zip(grads, variables, strict=True))
+    summed = tuple(strategy.extended.batch_reduce_to(ReduceOp.SUM, pairs))
+    values = tuple(variable.value() for variable in variables)
+    if not variables:
+        raise ValueError(
+            "`loss_fn` reads no trainable variable, so that there is nothing to train. "
+            "Make variables in the strategy's scope, of a floating-point type."
+        )
+    state = optimizer.init(values) if state is None else state
+    changes, state = optimizer.update(summed, state, values)
+    for variable, change in zip(variables, changes, strict=True):
+        strategy.extended.update(variable, Variable.assign_add, args=(change,))
+    return state
+
+
+def _checked(iterations: object) -> int:
+    number = whole(iterations)
+    if number is None:
+        raise TypeError(
+            f"`iterations_per_step` was {shown(iterations)}; a whole number was wanted."
+        )
+    if number < 1:
+        raise ValueError(f"`iterations_per_step` was {number}; 1 or more was wanted.")
+    return number

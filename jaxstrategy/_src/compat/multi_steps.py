@@ -1,0 +1,170 @@
+"""Several steps of one function, an element of an iterator for each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jaxstrategy._src.compat.older_inputs import require_iterator
+from jaxstrategy._src.contexts import outbox as _outbox, replica_context
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
+from jaxstrategy._src.strategies.strategy import Strategy
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.values.types import PyTree, Value
+
+# What is done with what a step hands out.
+_OUTPUT, _OTHER, _OF_REPLICAS = "output", "other", "other, of each replica"
+
+
+class AbstractMultiStepContext(_outbox.Sender):
+    """Named outputs of the last of several steps, set while the steps run.
+
+    Outside of steps what is set is there at once; what a step of `run` sets is there
+    when the step was started.
+    """
+
+    def __init__(self) -> None:
+        self._last_step_outputs: dict[str, PyTree] = {}
+        self._non_tensor_outputs: dict[str, Any] = {}
+
+    @property
+    def last_step_outputs(self) -> dict[str, PyTree]:
+        """The outputs by name."""
+        return self._read("last_step_outputs", self._last_step_outputs)
+
+    @property
+    def non_tensor_outputs(self) -> dict[str, Any]:
+        """The outputs that are no arrays, by name."""
+        return self._read("non_tensor_outputs", self._non_tensor_outputs)
+
+    @property
+    def run_op(self) -> None:
+        """The operation that a session would have to run: none."""
+        return None
+
+    def outbox(self, core: AbstractStrategy) -> _outbox.Outbox:
+        """The receiver of the outputs that steps of `core` set."""
+        return _outbox.Outbox(self, functools.partial(self._receive, core))
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Sets an output that is no array."""
+        method = self._checked("set_non_tensor_output", name)
+        kind = _OTHER if get_replica_context() is None else _OF_REPLICAS
+        self._post((kind, name, output), method)
+
+    def _set_output(self, name: str, output: PyTree, op: ReduceOp | None) -> None:
+        """Sets an output, reduced with `op` over the replicas if there is one."""
+        method = self._checked("set_last_step_output", name)
+        replica = get_replica_context()
+        if replica is None:
+            if op is not None:
+                output = get_strategy().reduce(op, output)
+        elif op is None:
+            raise ValueError(
+                f"The output {name!r} was set in a replica context without saying how "
+                "the replicas' values are reduced. Give "
+                f"{self._operation_example}, or return the value from the step and set "
+                "the output outside."
+            )
+        else:
+            output = replica.merge_call(_reduced, (op, output))
+        self._post((_OUTPUT, name, output), method)
+
+    # How the argument with the operation is written in this generation.
+    _operation_example = ""
+
+    def _checked(self, method: str, name: Any) -> str:
+        """The method as the user has called it, if it may be called."""
+        called = f"ctx.{method}"
+        _outbox.require_open(self, called)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"The name of an output was {shown(name)}; a text was wanted."
+            )
+        return called
+
+    def _post(self, message: tuple[str, str, PyTree], method: str) -> None:
+        if _outbox.in_step() and get_replica_context() is None:  # in `merge_call`
+            message = replica_context.to_replica(message)
+        _outbox.post(message, method)
+
+    def _receive(self, core: Any, message: tuple[str, str, PyTree]) -> None:
+        kind, name, value = message
+        if kind == _OUTPUT:
+            self._last_step_outputs[name] = value
+        elif kind == _OTHER:
+            self._non_tensor_outputs[name] = value
+        else:
+            self._non_tensor_outputs[name] = self._several(
+                core.experimental_local_results(value)
+            )
+
+    def _several(self, values: tuple[Any, ...]) -> Any:
+        """The different values of the replicas, as this generation has them."""
+        return values
+
+    def _read(self, name: str, outputs: dict[str, Any]) -> dict[str, Any]:
+        if _outbox.in_step():
+            raise ContextError(
+                f"`ctx.{name}` was read inside a step, which is compiled once, so that "
+                "each later step would have the values of now. Read it outside of "
+                "`run`, and pass what the step needs as an argument."
+            )
+        return outputs
+
+
+def _reduced(strategy: Any, op: ReduceOp, output: PyTree) -> PyTree:
+    return strategy.reduce(op, output)
+
+
+_C = TypeVar("_C", bound=AbstractMultiStepContext)
+
+
+def run_steps_on_iterator(
+    core: Strategy,
+    context: _C,
+    call: Callable[[Any], object],
+    iterator: Any,
+    iterations: int = 1,
+    initial_loop_values: Any = None,
+) -> _C:
+    """Calls a function so many times in cross-replica context, each with an element."""
+    source, count = require_iterator(iterator), _checked(iterations)
+    if count == 0:
+        context.last_step_outputs.update(_named(initial_loop_values))
+
+    def loop(_: object) -> None:
+        with context.outbox(core).opened():
+            for _ in range(count):
+                call(source.get_next())
+
+    with core.scope():
+        replica = get_replica_context()
+        if replica is None:
+            loop(None)
+        else:  # the default strategy's scope changes nothing
+            replica.merge_call(loop)
+    return context
+
+
+def _checked(iterations: Value) -> int:
+    number = whole(iterations)
+    if number is None:
+        raise TypeError(f"`iterations` is {shown(iterations)}; it is to be an int.")
+    if number < 0:
+        raise ValueError(f"`iterations` is {number}; it is to be at least 0.")
+    return number
+
+
+def _named(values: Any) -> Mapping[str, Any]:
+    if values is None or isinstance(values, Mapping):
+        return values or {}
+    raise ValueError(
+        f"`initial_loop_values` is {shown(values)} and `iterations` is 0, so that "
+        "these values are the outputs, but they have no names. Give a dict by name."
+    )

@@ -1,0 +1,1 @@
+"""Rewrites programs of `tf.distribute`: `python -m jaxstrategy.compat.port --help`."""

@@ -1,0 +1,318 @@
+"""The strategy, step and side that code is part of: one record, `Context`.
+
+A thread (or asyncio task) is on one of three sides: outside, where code runs alone as
+its own single replica; in the cross-replica context of a strategy (inside `scope()` and
+`merge_call`), in which code sees all replicas at once; or in the replica context of a
+strategy (inside `run`), in which it sees one of them. Besides, a step may be traced, a
+variable updated, a function differentiated. One `ContextVar` holds all of that, and
+`entered` is the one way to change it for a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from jaxstrategy._src.contexts import scope_blocks
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.eager_replica import EagerReplica
+from jaxstrategy._src.contexts.local_steps import LocalSteps
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.options import (
+    VariableAggregation,
+    VariableSynchronization,
+)
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.values import arrays
+from jaxstrategy._src.values.annotations import without_eager_sharding
+from jaxstrategy._src.values.handle import Handle
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """The state of the code that runs; `entered` changes fields of it for a block.
+
+    Layers that stand above this one keep here what they must know, so that there is
+    one state and one way in and out. Such a field is read by the module that it names.
+
+    Attributes:
+      strategy: whose scope, step or `merge_call` it is; None outside of all.
+      replica: the `ReplicaContext`; None in cross-replica context, and outside.
+      in_step: whether a step of `run` is being traced, so that values are one
+        replica's own and collectives may be used on them.
+      is_set: whether it was set rather than entered, and may be set again.
+      around: makes the `with` block of each step of `run` in some scope.
+      variables: those of the step that is being traced. Read by `variables._access`.
+      trace: the number of that trace, if its step may use variables.
+      updated: the devices of the copies that code of `extended.update` or `update_on`
+        changes; none elsewhere. Read by `variables._access`.
+      before: what variables held before an update. Read by `variables._access`.
+      colocated: what variables are made beside in `colocate_vars_with`: a variable, or
+        replicas. Read by the policies of variables.
+      new_variables: how variables are kept that are made here and do not say it: their
+        synchronization and aggregation; None for the default. Read by
+        `variables._variable`.
+      variable_scope: the names that variables get. Read by `compat._variables_by_name`.
+      update_device: the devices that code says it updates, and those that it updated
+        before. Read by `compat.contrib._tower_context`.
+      given: what variables hold in a function that is differentiated, by their `id`.
+        Read by `variables._given_values`.
+      lookups: those of tables that the function makes. Read by `variables._row_tape`.
+      read: takes the `id` of each variable that a function reads which is
+        differentiated. Read by `variables._given_values`.
+      outbox: what receives values that steps hand out beside what they return. Read by
+        `contexts._outbox`.
+      posted: those of the step that is being traced.
+      is_initial: whether JAX traces a function that makes an initial value, which reads
+        what variables hold now. Read by `variables._cell`.
+      batches: the batches of the step that is being traced, and on which part of them
+        it works. Read by `masks._step_masks`.
+      local: the local steps that are being traced, in which each replica is by itself;
+        None elsewhere.
+      worker: the worker of a coordinator for which a dataset is built or read. Read by
+        `parameter_servers._worker`.
+      is_shipping: whether objects are pickled to be sent to a worker, where variables
+        and strategies are its own. Read by what refuses to be pickled otherwise.
+      arrived: what a worker has unpickled of a function that it was sent: the strategy
+        and its variables. Read by these.
+      function: what a function uses that a coordinator sends to workers, while it is
+        traced. Read by `scheduled._recorder`.
+      runs_eagerly: what steps that run eagerly, each replica in a thread of its own,
+        remember of each other; None if steps are compiled. Read by executors.
+      eager: the replica whose thread it is; None in other threads.
+      observer: is told of each call of `run` before it is made: the executor, function,
+        arguments, keyword arguments and options. Read by executors.
+    """
+
+    strategy: AbstractStrategy | None = None
+    replica: object = None
+    in_step: bool = False
+    is_set: bool = False
+    around: Callable[[], AbstractContextManager[None]] | None = None
+    variables: object = None
+    trace: int | None = None
+    updated: tuple[Device, ...] = ()
+    before: object = None
+    colocated: Handle | Replicas | None = None
+    new_variables: tuple[VariableSynchronization, VariableAggregation] | None = None
+    variable_scope: object = None
+    update_device: tuple[tuple[Device, ...], tuple[Device, ...]] | None = None
+    # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
+    given: Mapping[int, object] = dataclasses.field(
+        default_factory=lambda: types.MappingProxyType({})
+    )
+    lookups: object = None
+    read: set[int] | None = None
+    outbox: object = None
+    posted: tuple[object, list[Any]] | None = None
+    is_initial: bool = False
+    batches: object = None
+    local: LocalSteps | None = None
+    arrived: list[object] | None = None
+    function: object = None
+    worker: object = None
+    is_shipping: bool = False
+    runs_eagerly: object = None
+    eager: EagerReplica | None = None
+    observer: Callable[..., None] | None = None
+
+    @property
+    def jit_key(self) -> Hashable:
+        """The value by which JAX keys its caches, None outside of steps.
+
+        A jitted helper that a step calls must be traced again on the other side of
+        `merge_call`, and in another trace of the step: its trace has the references of
+        that trace's variables. A replica that runs eagerly computes operation by
+        operation, and each of those is compiled once for all calls; `check_unstaged`
+        refuses what a traced helper must not keep.
+        """
+        strategy = self.strategy if self.in_step else None
+        if strategy is None:
+            return self.trace
+        side = self.replica is None, self.local is not None
+        if self.eager is not None:
+            return type(strategy), strategy._replicas, side, "eager", self.eager.number
+        return type(strategy), strategy._replicas, side, self.trace
+
+
+OUTSIDE = Context()
+"""The context of code that is part of nothing; there is one, known by identity."""
+
+_current: contextvars.ContextVar[Context] = contextvars.ContextVar(
+    "jaxstrategy_context", default=OUTSIDE
+)
+current: Callable[[], Context] = _current.get
+
+# Set only while a step is traced: elsewhere a jitted function keeps its cache.
+_jit_key = jax.make_user_context(None)
+_same_key = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def entered(**changed: Any) -> Iterator[Context]:
+    """Changes fields of the current context for the length of the `with` block.
+
+    Raises:
+      ContextError: something else was entered inside the block and not left.
+    """
+    context = dataclasses.replace(_current.get(), **changed)
+    key, token = context.jit_key, _current.set(context)
+    try:
+        with _same_key if key is None else _jit_key(key):
+            yield context
+        if _current.get() is not context:
+            raise _wrong_order(context)
+    finally:
+        _current.reset(token)
+
+
+def outside() -> contextlib.AbstractContextManager[Context]:
+    """A `with` block of code that is part of no strategy."""
+    return entered(
+        strategy=None, replica=None, in_step=False, updated=(), colocated=None
+    )
+
+
+def check_unstaged(what: str) -> None:
+    """Raise where a replica runs eagerly, but JAX records the code that asks.
+
+    Args:
+      what: the recorded function would keep, for the message.
+
+    Raises:
+      ContextError: in a function that JAX traces for itself, and does not trace again
+        at the next call.
+    """
+    if _current.get().eager is None or not arrays.is_staged():
+        return
+    raise ContextError(
+        f"{what} was used, in `eager_replicas()`, in a function that JAX traces by "
+        "itself (`jax.checkpoint`; `jax.jit` with `disable_jit=False`), which would "
+        "keep it for later calls. Use it before, and pass the function the arrays that "
+        "it needs."
+    )
+
+
+def set_current(strategy: AbstractStrategy | None) -> None:
+    """Makes `strategy` current until another is set or an outer block ends."""
+    context = dataclasses.replace(
+        _current.get(), strategy=strategy, is_set=strategy is not None
+    )
+    _current.set(OUTSIDE if context == OUTSIDE else context)
+
+
+def replica_index(strategy: AbstractStrategy) -> jax.Array | int:
+    """The number of this replica: known, traced in a compiled step, 0 without axes."""
+    eager = _current.get().eager
+    return strategy._replicas.index() if eager is None else eager.index
+
+
+def describe(context: Context) -> str:
+    """A context in words, for messages."""
+    if context.strategy is None:
+        return "the default context"
+    side = "cross-replica" if context.replica is None else "replica"
+    return f"the {side} context of {context.strategy!r}"
+
+
+def require_same(context: Context, strategy: AbstractStrategy) -> None:
+    """Raise unless `strategy` is the current strategy or there is none.
+
+    Raises:
+      ContextError: code of one strategy is used inside another's.
+    """
+    if context.strategy is not None and context.strategy is not strategy:
+        raise ContextError(
+            f"Mixing different Strategy objects: {strategy!r} was used inside "
+            f"{describe(context)}. Leave that `scope()` or `run` first, or use one "
+            "strategy for both."
+        )
+
+
+def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context:
+    """The context, if `strategy.method` may be called here: not inside a replica.
+
+    Raises:
+      ContextError: in a replica context, or in another strategy's.
+    """
+    context = _current.get()
+    require_same(context, strategy)
+    if context.replica is not None:
+        raise ContextError(
+            f"`strategy.{method}` was called inside `run`, where code sees one "
+            f"replica. `{method}` needs all of them (cross-replica context): use "
+            "`get_replica_context().merge_call(merge_fn, args)` and call it in "
+            "`merge_fn`, or use a method of the replica context such as `all_reduce`."
+        )
+    return context
+
+
+class Scope:
+    """A `with` block in which a strategy is current; may be entered again.
+
+    Raises:
+      ContextError: on entering, inside another strategy's scope or inside `run`; on
+        leaving, when a block entered inside it was not left. Then nothing changes, and
+        it can be left after the inner one.
+    """
+
+    def __init__(self, strategy: AbstractStrategy) -> None:
+        self._strategy = strategy
+        self._entered: list[tuple[Context, Context, contextlib.ExitStack]] = []
+
+    def __enter__(self) -> AbstractStrategy:
+        before = require_cross_replica(self._strategy, "scope")
+        # A new record each time, so that leaving in the wrong order is seen.
+        context = dataclasses.replace(before, strategy=self._strategy, is_set=False)
+        blocks = contextlib.ExitStack()
+        # No `jax.set_mesh`, for which Flax asks: computing with arrays of one replica
+        # would be an error then (JAX 0.10 and 0.12).
+        if jax.sharding.get_abstract_mesh().empty:
+            blocks.enter_context(without_eager_sharding())
+        blocks.enter_context(scope_blocks.entered(self._strategy))
+        self._entered.append((context, before, blocks))
+        _current.set(context)
+        return self._strategy
+
+    def __exit__(self, *error: object) -> None:
+        context, before, blocks = self._entered[-1]
+        if _current.get() is not context:
+            raise _wrong_order(context)
+        self._entered.pop()
+        _current.set(before)
+        blocks.close()
+
+
+def _wrong_order(context: Context) -> ContextError:
+    return ContextError(
+        "Strategy contexts were left in another order than they were entered: leaving "
+        f"{describe(context)} while in {describe(_current.get())}, which was entered "
+        "later. Use `with` blocks, one inside the other."
+    )
+
+
+def require_host(strategy: AbstractStrategy, method: str) -> None:
+    """Raise unless `strategy.method` is called outside every step.
+
+    Raises:
+      ContextError: inside `run`, `merge_call`, or another strategy's scope.
+    """
+    context = _current.get()
+    require_same(context, strategy)
+    if not context.in_step:
+        require_cross_replica(strategy, method)
+        return
+    where = "`merge_call`" if context.replica is None else "`run`"
+    raise ContextError(
+        f"`strategy.{method}` was called inside {where}, while a step is traced and no "
+        "value is known yet. Call it outside the step; what the step needs of its "
+        "result is passed to it as an argument."
+    )

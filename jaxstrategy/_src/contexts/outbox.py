@@ -1,0 +1,172 @@
+"""Values that a step hands out beside what it returns: `Outbox`.
+
+What code of a step computes is known to its trace only. So what it hands out goes, as
+further results, out of the program, and whoever has opened an `Outbox` around the call
+receives it afterwards, each time the program runs.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast, final
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+
+from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.values import trees
+from jaxstrategy._src.values.types import Function, PyTree
+
+
+class Sender(abc.ABC):
+    """An object with methods that steps call to hand something out.
+
+    To a program one is as good as another, because it keeps nothing itself: whichever
+    a step is given, or refers to, the outbox around the call receives what it sends.
+    """
+
+    @classmethod
+    @abc.abstractmethod
+    def of_steps(cls) -> Sender:
+        """The one that steps are given in place of another."""
+
+
+@final
+class Outbox:
+    """Receives what steps hand out while it is open.
+
+    Args:
+      sender: the object whose methods steps call.
+      receive: is called with each message of a step, in their order, when the step has
+        been started: a pytree of what the caller of a step gets.
+    """
+
+    def __init__(self, sender: Sender, receive: Callable[[PyTree], object]) -> None:
+        self.sender = sender
+        self.receive = receive
+        self._posting: dict[Function, Function] = {}
+
+    def opened(self) -> AbstractContextManager[object]:
+        """A `with` block whose steps hand out to this one."""
+        return _context.entered(outbox=self)
+
+    def posting(self, fn: Function) -> Function:
+        """A function that returns what `fn` does, and a list of what it hands out.
+
+        The same for the last few functions, because what a new one refers to is looked
+        through.
+        """
+        try:
+            if (known := self._posting.get(fn)) is not None:
+                return known
+        except TypeError:  # it cannot be hashed
+            return posting(fn)
+        if len(self._posting) >= _KEPT:
+            del self._posting[next(iter(self._posting))]
+        return self._posting.setdefault(fn, posting(fn))
+
+
+_KEPT = 8
+
+
+def around_steps() -> Outbox | None:
+    """The outbox for a step that begins now, if there is one."""
+    context = _context.current()
+    if context.outbox is None or context.posted is not None:
+        return None
+    return cast("Outbox", context.outbox)
+
+
+def in_step() -> bool:
+    """Whether what is handed out now goes out of a step that has not ended."""
+    return _context.current().posted is not None
+
+
+def require_open(sender: Sender, method: str) -> None:
+    """Raise unless what `sender` hands out now is received.
+
+    Raises:
+      ContextError: its steps have ended, or others run.
+    """
+    outbox = cast("Outbox | None", _context.current().outbox)
+    if outbox is None:
+        raise ContextError(
+            f"`{method}` was called after the steps had ended whose context it belongs "
+            "to. Call it in the function that is run, or in a step that this starts."
+        )
+    if sender is not outbox.sender and sender is not type(sender).of_steps():
+        raise ContextError(_of_others(method))
+
+
+def post(message: PyTree, method: str) -> None:
+    """Hands out a message, after `require_open`.
+
+    Args:
+      message: a pytree of arrays, and of what else a step may return.
+      method: what the user has called.
+
+    Raises:
+      ContextError: it is an array of a function that JAX traces within the step.
+    """
+    context = _context.current()
+    if context.posted is not None:
+        began, messages = context.posted
+        if get_opaque_trace_state() != began:
+            raise ContextError(_inner(method))
+        messages.append(message)
+    elif _is_traced(message):
+        raise ContextError(_inner(method))
+    else:
+        cast("Outbox", context.outbox).receive(message)
+
+
+def posting(fn: Function) -> Function:
+    """A function that returns what `fn` does, and a list of what it hands out.
+
+    As of one step. A function that is differentiated in a step can be one: what the
+    list holds is posted again where the arrays are the step's own.
+    """
+
+    @functools.wraps(fn)
+    def step(*args: Any, **kwargs: Any) -> tuple[PyTree, list[PyTree]]:
+        messages: list[PyTree] = []
+        with _context.entered(posted=(get_opaque_trace_state(), messages)):
+            return fn(*args, **kwargs), messages
+
+    return step
+
+
+def without_sender(outbox: Outbox, tree: PyTree) -> PyTree:
+    """`tree` with the sender of steps in place of that of the outbox.
+
+    A static argument is a part of the program, which is to serve the next, too.
+    """
+    sender = outbox.sender
+    return trees.map_around_objects(
+        lambda leaf: type(sender).of_steps() if leaf is sender else leaf, tree
+    )
+
+
+def _is_traced(message: PyTree) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(message))
+
+
+def _of_others(method: str) -> str:
+    return (
+        f"`{method}` was called on the context of other steps than those that run now. "
+        "Use the context that the function of these steps is given."
+    )
+
+
+def _inner(method: str) -> str:
+    return (
+        f"`{method}` was called inside a function that JAX traces by itself within the "
+        "step (`jax.jit`, `jax.grad`, `jax.lax.scan`), whose arrays nobody outside of "
+        "it can use. Let the function return the value (`has_aux=True` of `jax.grad`), "
+        "and call it where the function has returned."
+    )

@@ -1,0 +1,1 @@
+"""Functions scheduled on workers of a `ParameterServerStrategy`; as in TensorFlow."""

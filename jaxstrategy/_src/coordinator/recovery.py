@@ -1,0 +1,335 @@
+"""How often workers and servers may be lost, and what brings servers back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import final
+
+import numpy as np
+
+from jaxstrategy._src.checkpoint.manager import CheckpointManager
+from jaxstrategy._src.checkpoint.state import slots
+from jaxstrategy._src.coordinator.queue import ClosureQueue
+from jaxstrategy._src.errors import ParameterServerLost
+from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
+from jaxstrategy._src.parameter_servers.server_pool import ServerPool
+from jaxstrategy._src.text.units import with_seconds
+from jaxstrategy._src.text.user_code import warn
+from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.variables.server_cell import ServerCell
+from jaxstrategy._src.variables.sharded_variable import ShardedVariable
+
+_FIRST_PAUSE = 0.1
+
+
+_LONGEST_PAUSE = 5.0
+
+
+@final
+class Deaths:
+    """Decides whether a worker is started again, and when."""
+
+    def __init__(
+        self,
+        limit: int,
+        seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._clock = clock
+        self._times: list[float] = []
+
+    def forget(self) -> None:
+        """The worker has finished a function."""
+        if self._times:
+            self._times.clear()
+
+    def add(self) -> None:
+        """The worker was lost, or did not come up."""
+        now = self._clock()
+        self._times = [t for t in self._times if now - t < self._seconds] + [now]
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether it is better not to start it again."""
+        return len(self._times) > self._limit
+
+    @property
+    def pause(self) -> float:
+        """How many seconds to wait before the next start: none after one death."""
+        again = len(self._times) - 1
+        return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**again) if again > 0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self._times)} times within {with_seconds(self._seconds)} without "
+            "finishing a function in between"
+        )
+
+
+@final
+class Incarnations:
+    """The number each worker pushes with; servers refuse earlier ones."""
+
+    def __init__(self, backend: AbstractWorkerBackend) -> None:
+        self._servers = tuple(backend.servers)
+        self._numbers = _of_backends.setdefault(backend, [0] * backend.num_workers)
+        self._lock = threading.Lock()
+
+    def __getitem__(self, worker: int) -> int:
+        return self._numbers[worker]
+
+    def fence(self, worker: int) -> None:
+        """What a worker pushes with its present number does not count any more."""
+        with self._lock:
+            self._numbers[worker] += 1
+            for server in self._servers:
+                server.fence(worker, self._numbers[worker])
+
+    def fence_all(self) -> None:
+        """As `fence`, of all workers."""
+        for worker in range(len(self._numbers)):
+            self.fence(worker)
+
+
+_of_backends: weakref.WeakKeyDictionary[AbstractWorkerBackend, list[int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@final
+class ServerRestarts:
+    """Replaces lost servers of one strategy, and rolls all variables back together."""
+
+    def __init__(
+        self,
+        backend: AbstractWorkerBackend,
+        pool: ServerPool,
+        manager: CheckpointManager,
+        state: PyTree,
+        limit: int,
+    ) -> None:
+        if not backend.can_restart_servers:
+            raise ValueError(
+                f"`restore_from` was given, and a {type(backend).__name__} cannot "
+                "start a parameter server again: somebody else starts it. Leave it "
+                "out, and start all again when a server is lost."
+            )
+        self.manager = manager
+        self._backend = backend
+        self._pool = pool
+        self._state = state
+        self._cells = {cell.number: cell for cell in _cells(state)}
+        if not self._cells:
+            raise ValueError(
+                "`state` has no variable on a parameter server. Give the state that "
+                "the manager saves, `ClusterCoordinator(strategy, "
+                "restore_from=manager, state=state)`."
+            )
+        self._deaths = [Deaths(limit) for _ in backend.servers]
+        if manager.latest_step() is None:
+            manager.save(0, state, force=True)
+            manager.wait()
+
+    def check(self, numbers: Iterable[int]) -> None:
+        """Raise unless variables can be restored, which a function uses."""
+        missing = [number for number in numbers if number not in self._cells]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of the variables that the function uses are on "
+                "parameter servers, and not in the `state` that the coordinator was "
+                "given with `restore_from`: they would be lost with their server. Make "
+                "the coordinator with all of them."
+            )
+
+    @property
+    def lost(self) -> list[int]:
+        """The numbers of the servers that do not answer."""
+        return [k for k in range(len(self._backend.servers)) if not self._answers(k)]
+
+    def restart(self, lost: Sequence[int]) -> float:
+        """Start lost servers again, with nothing; returns how long to wait before."""
+        for number in lost:
+            self._deaths[number].add()
+            if self._deaths[number].are_too_many:
+                raise RuntimeError(
+                    f"parameter server {number} was lost {self._deaths[number]}; it is "
+                    "not started again."
+                )
+        self._backend.restart_servers(lost)
+        return max(self._deaths[number].pause for number in lost)
+
+    def fill(self, servers: Sequence[int]) -> None:
+        """Let new servers have the variables and programs of those before."""
+        for number, cell in self._cells.items():
+            if self._pool.home(number) in servers:
+                cell.server.create(number, np.zeros(cell.shape, cell.dtype))
+        for server in servers:
+            self._pool.define_again(server)
+
+    def restore(self) -> int:
+        """Roll all variables back to the last checkpoint; returns its step."""
+        self.manager.restore(self._state)
+        restored = self.manager.restored
+        assert restored is not None, "it has just restored"
+        return restored.step
+
+    def forget(self) -> None:
+        """A function has finished: the servers are well."""
+        for deaths in self._deaths:
+            deaths.forget()
+
+    def _answers(self, server: int) -> bool:
+        try:
+            self._backend.servers[server].versions([])
+        except ParameterServerLost:
+            return False
+        return True
+
+
+def _cells(state: PyTree) -> Iterator[ServerCell]:
+    for slot in slots(state):
+        value = slot.value
+        shards = value.variables if isinstance(value, ShardedVariable) else [value]
+        for shard in shards:
+            cell = getattr(shard, "cell", None)
+            if isinstance(cell, ServerCell):
+                yield cell
+
+
+_PROBE_SECONDS = 0.5
+
+
+@final
+class Recovery:
+    """Has lost servers started again in a thread, while the queue gives out nothing."""
+
+    def __init__(
+        self,
+        restarts: ServerRestarts,
+        queue: ClosureQueue,
+        incarnations: Incarnations,
+        finished: Callable[[], int],
+        renew: Callable[[], None],
+    ) -> None:
+        self.check = restarts.check
+        self._restarts = restarts
+        self._queue = queue
+        self._incarnations = incarnations
+        self._finished = finished
+        self._renew = renew
+        # How many had finished when the checkpoint of a step was read.
+        self._at: dict[int, int] = {}
+        self._last = 0
+        self._told: list[str] = []
+        self._lost = threading.Event()
+        self._is_stopped = False
+        self._thread = threading.Thread(
+            target=self._run, name="jaxstrategy servers", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin to look after the servers."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let servers be lost from now on."""
+        self._is_stopped = True
+        self._lost.set()
+
+    def report(self) -> bool:
+        """A server seems to be lost: nothing is given out until that is mended."""
+        if self._is_stopped:
+            return False
+        self._queue.hold()
+        self._lost.set()
+        return True
+
+    @contextlib.contextmanager
+    def noted(self, step: int) -> Iterator[None]:
+        """For a `with` block in a pause that reads the checkpoint of a step."""
+        finished = self._finished()
+        yield
+        self._at[step] = finished
+
+    def tell(self) -> None:
+        """Warn the user, in a thread of his, of what was rolled back."""
+        while self._told:
+            warn(self._told.pop(0), RuntimeWarning)
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            is_reported = self._lost.wait(_PROBE_SECONDS)
+            if self._is_stopped:
+                return
+            if is_reported or self._restarts.lost:
+                self._recover_or_give_up()
+
+    def _recover_or_give_up(self) -> None:
+        self._queue.hold()
+        try:
+            self._queue.wait_alone()
+            self._lost.clear()
+            self._recover()
+        except BaseException as error:  # nobody may wait for ever
+            self._give_up(error)
+        finally:
+            self._queue.resume()
+
+    def _recover(self) -> None:
+        if self._finished() > self._last:
+            self._restarts.forget()
+        ever: set[int] = set()
+        step = None
+        while step is None:
+            lost = self._restarts.lost
+            if not (lost or ever):  # only a worker has lost its connection
+                self._renew()
+                return
+            ever.update(lost)
+            step = self._rolled_back(lost)
+        self._queue.each_queued(lambda closure: closure.renumber())
+        self._note(step, sorted(ever))
+
+    def _rolled_back(self, lost: list[int]) -> int | None:
+        """The step that all has now; None if a server was lost again meanwhile."""
+        self._renew()
+        try:
+            time.sleep(self._restarts.restart(lost) if lost else 0.0)
+            self._restarts.fill(lost)
+            self._incarnations.fence_all()
+            return self._restarts.restore()
+        except ParameterServerLost:
+            if self._restarts.lost:
+                return None
+            raise
+
+    def _note(self, step: int, lost: list[int]) -> None:
+        finished = self._finished()
+        count = finished - self._at.get(step, self._last)
+        self._at = {step: finished}
+        self._last = finished
+        names = " and ".join(map(str, lost))
+        self._told.append(
+            f"Parameter server {names} was lost and started again. All variables were "
+            f"rolled back to checkpoint {step}: what {count} functions did that had "
+            "finished since is lost. Those that were queued or ran go on."
+        )
+
+    def _give_up(self, error: BaseException) -> None:
+        if not isinstance(error, ParameterServerLost):
+            lost = ParameterServerLost(
+                "A parameter server is lost, and the variables could not be rolled "
+                f"back to a checkpoint: {error}"
+            )
+            lost.__cause__ = error
+            error = lost
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._queue.cancel(error, for_ever=True)

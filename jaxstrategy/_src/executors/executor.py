@@ -1,0 +1,251 @@
+"""Steps that are called as they are, by the only replica: `EagerExecutor`."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, cast, final
+
+from jaxstrategy._src.contexts import context as _context, outbox as _outbox
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.replica_context import ReplicaContext
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas.topology import Topology
+from jaxstrategy._src.tracing.explanation.explain import explain
+from jaxstrategy._src.tracing.explanation.explanation import Explanation
+from jaxstrategy._src.tracing.functions import code
+from jaxstrategy._src.tracing.nnx import adapter
+from jaxstrategy._src.tracing.prepared import Obtain
+from jaxstrategy._src.tracing.replica_step import StepEnvironment
+from jaxstrategy._src.values import building, per_replica, trees
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.variables import registry
+from jaxstrategy._src.variables.variable import Variable
+
+
+class FunctionProgram(Protocol):
+    """One function, as an executor runs it on all replicas."""
+
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        """The results of the function, called outside of every scope and step."""
+        ...
+
+    def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
+        """The function with these first arguments, which are looked into only now."""
+        ...
+
+
+class AbstractExecutor(abc.ABC):
+    """Runs functions on all replicas of one strategy.
+
+    What a strategy asks of it does not say how: compiled as one program for all
+    replicas, as the function stands, or sent to processes that take their own steps.
+    """
+
+    def __init__(self, strategy: AbstractStrategy) -> None:
+        self._strategy = strategy
+
+    @abc.abstractmethod
+    def program(
+        self, fn: Function, options: RunOptions | None = None
+    ) -> FunctionProgram:
+        """The program of `fn`, the same object as long as `fn` lives."""
+
+    def run(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """The results of `fn`, in whatever context `run` is called."""
+        context = _context.current()
+        if context.observer is not None and not context.in_step:
+            context.observer(self, fn, args, kwargs, options)
+        outbox = _outbox.around_steps()
+        if outbox is None:
+            return self._run(fn, args, kwargs, options)
+        posting = outbox.posting(fn)
+        code.define_at(posting, code.place_of(fn))
+        args, kwargs = _outbox.without_sender(outbox, (args, kwargs))
+        result, posted = self._run(posting, args, kwargs, options)
+        for message in posted:
+            outbox.receive(message)
+        return result
+
+    @abc.abstractmethod
+    def _run(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """The results of `fn` and nothing besides, as `run`."""
+
+    @abc.abstractmethod
+    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+        """`function` of each replica's version of `value`, in a step or outside."""
+
+    @abc.abstractmethod
+    def update(
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        """The results of `fn`, called for each copy of the variables it changes."""
+
+    def compile(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+        obtain: Obtain,
+    ) -> FunctionProgram:
+        """The program of one such call of `fn`, compiled before it is made."""
+        raise NotImplementedError(
+            f"A {type(self._strategy).__name__} compiles a step where it runs, when it "
+            "is scheduled: `compile` and `load_compiled` cannot do it before. Set up "
+            "`js.compilation_cache(directory)` in each process instead."
+        )
+
+    def run_compiled(
+        self,
+        program: FunctionProgram,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        """The results of what `compile` gave, wherever `run` may be called."""
+        raise NotImplementedError("`compile` gives nothing that could be run")
+
+    def explain(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        *,
+        options: RunOptions,
+        topology: Topology,
+        compiled: bool,
+    ) -> Explanation:
+        """An explanation of `run` as one program, which is not run."""
+        return explain(
+            fn,
+            args,
+            kwargs,
+            environment=self._environment,
+            options=options,
+            topology=topology,
+            compiled=compiled,
+        )
+
+    @property
+    def _environment(self) -> StepEnvironment:
+        """The replicas and the caller of functions that traces need."""
+        replicas = self._strategy._replicas
+        return StepEnvironment(
+            replicas, self._as_replica, self._variables, self._strategy._overlap
+        )
+
+    def _as_replica(
+        self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> PyTree:
+        """One replica's call of `fn`, while it is traced."""
+        with self._in_replica():
+            return fn(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _in_replica(self) -> Iterator[ReplicaContext]:
+        """A `with` block in which code is a step's, as one replica sees it."""
+        replica = ReplicaContext(self._strategy)
+        with _context.entered(
+            strategy=self._strategy, replica=replica, in_step=True, updated=()
+        ):
+            yield replica
+
+    def _variables(self) -> list[Variable]:
+        """The variables that steps may use."""
+        return cast("list[Variable]", registry.usable_by(self._strategy))
+
+
+@final
+class EagerExecutor(AbstractExecutor):
+    """Calls a function, in which code is part of no strategy; compiles nothing."""
+
+    def program(
+        self, fn: Function, options: RunOptions | None = None
+    ) -> FunctionProgram:
+        """The function itself, called with a tuple and a dict of arguments."""
+        return EagerProgram(fn, functools.partial(self.run, fn, options=options))
+
+    def _run(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """The results of the function."""
+        _context.require_same(_context.current(), self._strategy)
+        args, kwargs = _alone((args, kwargs))
+        with _context.outside():
+            return fn(*args, **kwargs)
+
+    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+        """`function` of the only version."""
+        return function(_alone(value))
+
+    def update(
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        """The results of `fn`, called for the only copy."""
+        with _context.entered(updated=devices):
+            return fn(*args, **kwargs)
+
+
+@final
+class EagerProgram:
+    """One function of an `EagerExecutor`."""
+
+    def __init__(self, fn: Function, run: Callable[..., PyTree]) -> None:
+        self._fn = fn
+        self._run = run
+
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        """The results of the function."""
+        return self._run(tuple(args), kwargs)
+
+    def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
+        """The function with these first arguments."""
+        captured = adapter.captured_by(self._fn)
+        adapter.require_objects(tuple(objects), captured)
+
+        @functools.wraps(self._fn)
+        def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
+            return self((*objects, *rest), kwargs)
+
+        return step
+
+
+def _alone(tree: PyTree) -> PyTree:
+    """`tree` with each `PerReplica` as its only version."""
+
+    def unwrap(leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        building.check_stacked(per_replica.contents(leaf), 1, "value")
+        return leaf.local(0)
+
+    return trees.map_around_objects(unwrap, tree)

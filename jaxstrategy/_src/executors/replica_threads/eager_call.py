@@ -1,0 +1,607 @@
+"""One call of a step that runs eagerly, from arguments to results: `EagerCall`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Hashable, Sequence
+from types import EllipsisType
+from typing import Any, cast, final
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.lax import convert_element_type_p
+from jax.sharding import NamedSharding
+
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.errors import (
+    NonFiniteError,
+    NotMirroredError,
+    NotMirroredVariableError,
+    PlacementError,
+)
+from jaxstrategy._src.executors.replica_threads.replica_thread import ReplicaThread
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas.inner_placement import lying_like
+from jaxstrategy._src.replicas.random_keys import is_key
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text import user_code
+from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.tracing import roles as _roles
+from jaxstrategy._src.tracing.checks import varying_results
+from jaxstrategy._src.tracing.functions import leaks, lending
+from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
+from jaxstrategy._src.tracing.nnx.adapter import (
+    AttributeChange,
+    call_of,
+    is_changed_in_place,
+    options_of,
+    step_of_arrays,
+)
+from jaxstrategy._src.tracing.replica_step import ReplicaStep, StepEnvironment, name_of
+from jaxstrategy._src.tracing.results import Results
+from jaxstrategy._src.tracing.roles import Role
+from jaxstrategy._src.tracing.stages.placement import Placement
+from jaxstrategy._src.tracing.stages.stages import MaskArguments
+from jaxstrategy._src.tracing.translation import translated
+from jaxstrategy._src.values import (
+    arrays as _arrays,
+    building,
+    per_replica as _per_replica,
+)
+from jaxstrategy._src.values.handle import Handle
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.versions import Versions
+from jaxstrategy._src.variables import access
+from jaxstrategy._src.variables.access import StepVariables
+from jaxstrategy._src.variables.kinds.kind import on_host
+from jaxstrategy._src.variables.variable import Variable
+
+_UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
+# In a function that the step maps or differentiates: JAX says itself what to do.
+_TRACED = (
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+
+
+def eagerly_translated(
+    error: Exception, name: str, replicas: Replicas, options: RunOptions
+) -> Exception | None:
+    """An error to raise instead of one that a replica raised; or None."""
+    if isinstance(error, _TRACED):
+        return None
+    line = user_code.users_line(error.__traceback__)
+    where = f"\n  {line}\n" if line else " "
+    if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
+        return NameError(
+            f"`{name}` reduces over the axis {unbound[1]!r} by hand, which "
+            f"`eager_replicas()` has not:{where}"
+            "Each replica runs by itself there, and JAX knows nothing of the others. "
+            "Use `get_replica_context().all_reduce('sum', x)` or `all_gather` instead "
+            "of `jax.lax.psum` and its like, and `replica_id_in_sync_group` instead of "
+            "`jax.lax.axis_index`; or run this step compiled."
+        )
+    is_checked = bool(options.check_finite)
+    if is_checked and type(error) is FloatingPointError:
+        return NonFiniteError(
+            f"`{name}` made a NaN in `eager_replicas()`:{where}{error}",
+            line=line and str(line),
+        )
+    return translated(error, name, replicas)
+
+
+def apart(value: Leaf, replicas: Replicas) -> list[Leaf]:
+    """What each replica of this process has of a value of all."""
+    if isinstance(value, PerReplica):
+        return list(versions(_per_replica.contents(value), replicas))
+    if isinstance(value, jax.Array):
+        return list(copies(value, replicas))
+    return [value] * len(replicas.own)
+
+
+def versions(stacked: Leaf, replicas: Replicas) -> list[jax.Array]:
+    """The entries of an array `[replica, ...]`, each on its replica's devices."""
+    placed = _per_replica.contents(building.place_stacked(stacked, replicas))
+    return list(replicas.versions(placed))
+
+
+def copies(array: jax.Array, replicas: Replicas) -> list[jax.Array]:
+    """An array that all have, once on the devices of each."""
+    whole = mesh.place(array, lying_like(array, replicas))
+    return [
+        as_weak(each, getattr(array, "weak_type", False))
+        for each in replicas.copies(whole)
+    ]
+
+
+def as_weak(array: jax.Array, is_weak: bool) -> jax.Array:
+    """`array`, which gives way to other dtypes, as Python's numbers do, or does not."""
+    if is_key(array.dtype) or array.weak_type == is_weak:
+        return array
+    convert: Any = convert_element_type_p
+    return convert.bind(array, new_dtype=array.dtype, weak_type=is_weak, sharding=None)
+
+
+def together(found: Sequence[Leaf], replicas: Replicas) -> PerReplica:
+    """The versions of this process's replicas as a `PerReplica` of all."""
+    arrays = [
+        each if isinstance(each, jax.Array) else np.asarray(each) for each in found
+    ]
+    return PerReplica(replicas.stacked(arrays))
+
+
+def mirrored(array: Leaf, replicas: Replicas) -> jax.Array:
+    """An array that each replica of each process has, as one of all."""
+    return mesh.place(array, lying_like(array, replicas))
+
+
+def mirrored_on(array: Leaf, sharding: NamedSharding) -> jax.Array:
+    """The same elsewhere."""
+    return mesh.place(array, sharding)
+
+
+def digest(array: Leaf) -> str:
+    """Equal for arrays of the same type and bits."""
+    if is_key(array.dtype):
+        array = jax.random.key_data(array)
+    host = np.asarray(array)
+    text = f"{host.dtype}{host.shape}".encode() + host.tobytes()
+    return hashlib.sha256(text).hexdigest()
+
+
+Digests = Callable[[Sequence[Sequence[str]]], Sequence[Sequence[str]]]
+"""Of what each replica of this process has the same of all replicas."""
+
+
+@final
+class OneCopy:
+    """One replica's copy of a variable, read and written whole, with `[...]`."""
+
+    def __init__(self, array: jax.Array, name: str) -> None:
+        self.array = self.before = array
+        self.line: Line | None = None
+        self._name = name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it holds."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what it holds."""
+        return self.array.dtype
+
+    def __getitem__(self, index: EllipsisType) -> jax.Array:
+        return self.array
+
+    def __setitem__(self, index: EllipsisType, value: jax.Array) -> None:
+        if isinstance(value, Tracer):
+            raise ValueError(
+                f"Variable {self._name!r} was assigned, in `eager_replicas()`, a value "
+                "that JAX traces (in `jax.vmap`, or with what is differentiated), and "
+                "has no one number yet. Return the value from the function that is "
+                "mapped or traced, and assign it outside."
+            )
+        self.array = value
+        frame = user_code.users_frame()
+        self.line = frame and Line(frame.f_code.co_filename, frame.f_lineno)
+
+
+@final
+class ReplicaCopies:
+    """The variables that an eager step uses: a copy for each replica here."""
+
+    def __init__(self, replicas: Replicas, name: str, digests: Digests) -> None:
+        self._replicas = replicas
+        self._name = name
+        self._digests = digests
+        self._copies: dict[int, tuple[Variable, list[OneCopy]]] = {}
+
+    def of(self, variable: Variable, place: int) -> OneCopy:
+        """The copy of one replica, by its place among those of this process."""
+        return self._copies[id(variable)][1][place]
+
+    def has(self, variable: Variable) -> bool:
+        """Whether the copies have been made."""
+        return id(variable) in self._copies
+
+    def make(self, variable: Variable) -> None:
+        """Makes the copies of what the variable holds now."""
+        self._copies[id(variable)] = variable, self._made(variable)
+
+    def _made(self, variable: Variable) -> list[OneCopy]:
+        with access.one_at_a_time:
+            held = variable.cell[...]
+            if self._is_own(variable):
+                found = [v[None] for v in self._replicas.versions(held)]
+            else:
+                found = copies(held, self._replicas)
+        return [OneCopy(array, variable.name) for array in found]
+
+    def _is_own(self, variable: Variable) -> bool:
+        is_here = variable.lives_on(self._replicas)
+        return is_here and not variable.copies_must_agree
+
+    def checked(self) -> list[tuple[Variable, list[OneCopy]]]:
+        """The variables that some replica has changed."""
+        found = list(self._copies.values())
+        changed = [
+            [str(copy.array is not copy.before) for copy in copies]
+            for _, copies in found
+        ]
+        by_replica = self._digests(list(map(list, zip(*changed, strict=True))))
+        is_changed = [
+            any(said == "True" for said in column)
+            for column in zip(*by_replica, strict=True)
+        ]
+        changes = [each for each, it in zip(found, is_changed, strict=True) if it]
+        self._check_equal([each for each in changes if not self._is_own(each[0])])
+        return changes
+
+    def _check_equal(self, changes: Sequence[tuple[Variable, list[OneCopy]]]) -> None:
+        digests = [[digest(copy.array) for copy in copies] for _, copies in changes]
+        by_replica = self._digests(list(map(list, zip(*digests, strict=True))))
+        columns = zip(*by_replica, strict=True)
+        for (variable, copies), column in zip(changes, columns, strict=True):
+            if len(set(column)) > 1:
+                raise _drifted(variable, copies, column, self._name, self._replicas)
+
+    def store(self, changes: Sequence[tuple[Variable, list[OneCopy]]]) -> None:
+        """Lets variables hold what replicas have assigned, and forgets the copies."""
+        with access.one_at_a_time:
+            for variable, copies in changes:
+                if self._is_own(variable):
+                    arrays = [copy.array[0] for copy in copies]
+                    whole = _per_replica.contents(together(arrays, self._replicas))
+                else:
+                    whole = copies[0].array
+                variable.cell[...] = mirrored_on(whole, variable.sharding)
+        self._copies.clear()
+
+
+def _drifted(
+    variable: Variable,
+    copies: Sequence[OneCopy],
+    column: Sequence[str],
+    name: str,
+    replicas: Replicas,
+) -> NotMirroredVariableError:
+    line = next((copy.line for copy in copies if copy.line is not None), None)
+    where = "" if line is None else f"  it was assigned at {line}\n"
+    return NotMirroredVariableError(
+        f"Variable {variable.name!r} is mirrored, but `{name}` assigned it values that "
+        f"differ between replicas: its copies would drift apart.\n{where}"
+        f"{told_versions([copy.array for copy in copies], column, replicas)}\n"
+        "Reduce it first, or make the variable with an `aggregation` "
+        "('sum', 'mean', 'only_first_replica'), or with `synchronization='on_read'` if "
+        "each replica is to have its own.",
+        path=variable.name,
+        line=line and str(line),
+    )
+
+
+def told_versions(
+    arrays: Sequence[jax.Array | np.ndarray], column: Sequence[str], replicas: Replicas
+) -> str:
+    """Which replicas have what, for messages."""
+    texts = {column[i]: _short(a) for i, a in zip(replicas.own, arrays, strict=True)}
+    groups: dict[str, list[int]] = {}
+    for number, each in enumerate(column):
+        groups.setdefault(each, []).append(number)
+    return "\n".join(
+        f"  replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: "
+        f"{texts.get(each, 'of another process')}"
+        for each, numbers in groups.items()
+    )
+
+
+def _short(array: jax.Array | np.ndarray) -> str:
+    if not isinstance(array, np.ndarray):
+        array = on_host(array)
+    if not array.ndim:
+        return repr(array.item())
+    text = np.array2string(array, separator=", ", threshold=8, edgeitems=3)
+    return " ".join(text.split())
+
+
+@final
+class CopiesOfReplica(StepVariables):
+    """The variables of a step as one replica has them."""
+
+    def __init__(
+        self, copies: ReplicaCopies, place: int, thread: ReplicaThread
+    ) -> None:
+        # The first replica runs first: what it makes the others find.
+        super().__init__((), may_create=thread.number == 0)
+        self._all = copies
+        self._thread = thread
+        self._place = place
+
+    @property
+    def any(self) -> bool:
+        """Whether there are some that the step may use."""
+        return True
+
+    def reference(self, variable: Handle) -> OneCopy:
+        """This replica's copy."""
+        context.check_unstaged(f"Variable {cast(Variable, variable).name!r}")
+        self.used.setdefault(id(variable), variable)
+        own = cast(Variable, variable)
+        if not self._all.has(own):
+            self._thread.in_caller(functools.partial(self._all.make, own))
+        return self._all.of(own, self._place)
+
+    def create(self, variable: Handle, start: jax.Array) -> None:
+        """Let the step make `variable`; its cell holds its copies."""
+        self.created.append(variable)
+
+
+_NUMBERS = (int, float, complex, np.number)
+
+
+@final
+class EagerBlock:
+    """One block of `eager_replicas`, and what its steps remember of each other."""
+
+    def __init__(self, disable_jit: bool) -> None:
+        self.disable_jit = disable_jit
+        self.varying: set[Hashable] = set()
+
+
+@final
+class EagerResults:
+    """What the replicas of an eager step returned."""
+
+    def __init__(
+        self,
+        name: str,
+        has_objects: bool,
+        replicas: Replicas,
+        own: Sequence[tuple[list[jax.Array], Results]],
+        digests: Digests,
+    ) -> None:
+        self.name = name
+        self.has_objects = has_objects
+        self.results = own[0][1]
+        self._replicas = replicas
+        for number, (_, other) in zip(replicas.own, own, strict=True):
+            if other.treedef != self.results.treedef:
+                raise ValueError(
+                    f"`{name}` returned pytrees of different structures: "
+                    f"{self.results.treedef} on replica {replicas.own[0]}, and "
+                    f"{other.treedef} on replica {number}. Return the same structure "
+                    "on all replicas; what differs may be an array of another shape, "
+                    "a number or a string."
+                )
+        self._columns = list(zip(*map(_leaves, own), strict=True))
+        kinds = [[_kind(leaf) for leaf in column] for column in self._columns]
+        rows = digests([list(row) for row in zip(*kinds, strict=True)])
+        self._digests = list(zip(*rows, strict=True))
+
+    def path(self, keys: KeyPath) -> str:
+        """The name of the result at `keys` in messages."""
+        if self.is_of_object(keys):
+            return f"`{jax.tree_util.keystr(keys[2:]).removeprefix('.')}`"
+        return f"`{self.name}(...){jax.tree_util.keystr(keys[self.has_objects :])}`"
+
+    def is_of_object(self, keys: KeyPath) -> bool:
+        """Whether the result at `keys` is a new array of an object."""
+        return self.has_objects and bool(keys) and keys[0].idx == 1
+
+    def check(self, expected: PyTree) -> None:
+        """Raises unless the results are equal that should be."""
+        if expected is None:
+            return
+        is_expected = varying_results.expectation(self, expected)
+        for position, keys in self.results.array_paths():
+            column = self._columns[position]
+            like = jax.typeof(column[0])
+            if self._are_equal(position) or not is_expected(position, keys, like):
+                continue
+            path, digests = self.path(keys), self._digests[position]
+            is_object = self.is_of_object(keys)
+            what = (
+                f"`{self.name}` leaves {path} different on each replica."
+                if is_object
+                else f"{path} was expected to be mirrored, but the replicas differ."
+            )
+            advice = varying_results.OF_OBJECTS if is_object else OF_RESULTS
+            told = told_versions(column, digests, self._replicas)
+            raise NotMirroredError(f"{what}\n{told}\n{advice}", path=path.strip("`"))
+
+    def value(
+        self, key: Hashable, block: EagerBlock, own: Sequence[Sequence[Leaf]]
+    ) -> PyTree:
+        """The results, as `run` returns them."""
+        numbered = self.results.treedef.unflatten(range(len(self._columns)))
+        paths = [path for path, _ in jax.tree.leaves_with_path(numbered)]
+        found = []
+        for position, path in enumerate(paths):
+            known = key, self.path(path)
+            column = self._columns[position]
+            is_given = any(
+                all(a is b for a, b in zip(column, each, strict=True)) for each in own
+            )
+            if not self._are_equal(position) or is_given:
+                block.varying.add(known)
+            varies = known in block.varying and self._replicas.count > 1
+            found.append(self._one(position, varies))
+        return self.results.treedef.unflatten(found)
+
+    def _are_equal(self, position: int) -> bool:
+        return len(set(self._digests[position])) == 1
+
+    def _one(self, position: int, varies: bool) -> Leaf:
+        column = self._columns[position]
+        is_array = all(map(_arrays.is_array, column))
+        if not varies or (self._are_equal(position) and not is_array):
+            first = column[0]
+            return mirrored(first, self._replicas) if is_array else first
+        is_numeric = all(_arrays.is_array(x) or _is_number(x) for x in column)
+        kinds = {each.rpartition(" ")[0] for each in self._digests[position]}
+        if not is_numeric or len(kinds) > 1:
+            return Versions(column, self._replicas.own)
+        arrays = [x if _arrays.is_array(x) else jax.numpy.asarray(x) for x in column]
+        return together(arrays, self._replicas)
+
+
+OF_RESULTS = varying_results.OF_RESULTS
+
+
+def _leaves(returned: tuple[list[jax.Array], Results]) -> list[Leaf]:
+    arrays, rest = returned
+    following = iter(arrays)
+    return [next(following) if leaf is None else leaf.value for leaf in rest.leaves]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool)
+
+
+def _kind(leaf: Leaf) -> str:
+    """Equal for equal leaves: the type of an array or number, and what it holds."""
+    if _arrays.is_array(leaf):
+        return f"{leaf.dtype}{leaf.shape} {digest(leaf)}"
+    if leaf is None or isinstance(leaf, (bool, str, int, float, complex)):
+        return f"{type(leaf).__name__} {leaf!r}"
+    try:
+        return f"{type(leaf).__name__} {hash(leaf)}"
+    except TypeError:
+        return f"{type(leaf).__name__} {id(leaf)}"
+
+
+@final
+class EagerCall:
+    """A call of a step, whose arguments lie where those of a compiled one would."""
+
+    def __init__(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions,
+        environment: StepEnvironment,
+    ) -> None:
+        self.fn = fn
+        self.name = name_of(fn)
+        self.options = options
+        self._replicas = environment.replicas
+        self._changes: list[AttributeChange] = []
+        found = lending.references(fn, is_changed_in_place)
+        try:
+            self._begin(args, kwargs, {**found.objects, **found.arrays}, environment)
+        except PlacementError:
+            if not found.arrays:
+                raise
+            # A captured array may lie where no argument may: then it is a constant.
+            self._begin(args, kwargs, found.objects, environment)
+
+    def _begin(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        captured: dict[str, object],
+        environment: StepEnvironment,
+    ) -> None:
+        call = self._call = call_of(args, kwargs, captured)
+        self._step_fn = self.fn
+        given: tuple[Sequence[PyTree], dict[str, PyTree]] = args, kwargs
+        if call is not None:
+            form = None if call.objects is None else call.objects.form
+            self._step_fn = step_of_arrays(lambda: self.fn, form, call.captured)
+            given = call.args, call.kwargs
+        leaves, self._signature = _roles.take_apart(self._step_fn, *given)
+        step = ReplicaStep(
+            lambda: self._step_fn, environment, self._signature, lambda: False
+        )
+        self._roles = step.roles
+        self._masks = MaskArguments(step, self.options)
+        self.leaves = leaves
+        self._placed = Placement(step, frozenset()).placed(leaves)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether new arrays of objects stand behind the results."""
+        return self._call is not None
+
+    @property
+    def statics(self) -> tuple[Leaf, ...]:
+        """The static arguments."""
+        return self._signature.statics
+
+    @property
+    def expected(self) -> PyTree:
+        """The results that should be mirrored, as `RunOptions` says it."""
+        options = options_of(self.options) if self.has_objects else self.options
+        return options.expect_mirrored
+
+    @property
+    def per_replica(self) -> list[int]:
+        """The places of leaves of which each replica has its own version."""
+        roles = enumerate(self._roles)
+        return [i for i, role in roles if role is Role.PER_REPLICA]
+
+    def columns(self, replicas: Replicas) -> list[list[Leaf]]:
+        """For each leaf what each replica of this process has of it."""
+        return [
+            versions(leaf, replicas)
+            if role is Role.PER_REPLICA
+            else copies(leaf, replicas)
+            for leaf, role in zip(self._placed, self._roles, strict=True)
+        ]
+
+    def masked(self, own: Sequence[Leaf]) -> contextlib.AbstractContextManager[None]:
+        """A `with` block in which a replica with these leaves may ask for masks."""
+        return self._masks.tracing(own)
+
+    def check_masks(self) -> None:
+        """Warns if rows that only fill up the batch have counted."""
+        if self._masks.is_active:
+            self._masks.before(self.leaves)
+
+    def of_replica(self, own: Sequence[Leaf]) -> PyTree:
+        """The function, called as one replica with these leaves."""
+        args, kwargs = self._signature.rebuild(own)
+        try:
+            return self._alike(self._step_fn(*args, **kwargs))
+        except leaks.Leak as leak:
+            raise leak.explained() from None
+        except Exception as error:
+            told = eagerly_translated(error, self.name, self._replicas, self.options)
+            if told is None:
+                raise
+            raise told from error
+
+    def _alike(self, returned: PyTree) -> PyTree:
+        """`returned`, in which equal changes of objects are the first replica's."""
+        if self._call is None:
+            return returned
+        results, parts = returned
+        return results, [
+            dataclasses.replace(part, changes=tuple(map(self._known, part.changes)))
+            for part in parts
+        ]
+
+    def _known(self, change: AttributeChange) -> AttributeChange:
+        for other in self._changes:
+            is_there = (other.path, other.name) == (change.path, change.name)
+            if is_there and (
+                other.value is change.value or other.value == change.value
+            ):
+                return other
+        self._changes.append(change)
+        return change
+
+    def finish(self, found: PyTree) -> PyTree:
+        """The results; objects then hold their new arrays."""
+        return found if self._call is None else self._call.finish(found)

@@ -1,0 +1,547 @@
+"""Steps of one strategy that run eagerly, each replica in its thread: `EagerSteps`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxstrategy._src.contexts import context, trace_numbers
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.replica_context import ReplicaContext
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.executors.replica_threads import eager_call
+from jaxstrategy._src.executors.replica_threads.eager_call import (
+    CopiesOfReplica,
+    EagerBlock,
+    EagerCall,
+    EagerResults,
+    ReplicaCopies,
+)
+from jaxstrategy._src.executors.replica_threads.replica_thread import (
+    MergeCall,
+    MetArrays,
+    ReplicaThread,
+    ReplicaTurns,
+    Wanted,
+    thread_settings,
+)
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.processes.agreement import Operation, users_line
+from jaxstrategy._src.processes.job import Processes
+from jaxstrategy._src.reductions.reduction import (
+    Derivative,
+    Mapped,
+    MetCollective,
+    Reduction,
+    Transposed,
+)
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.tracing import results as _results
+from jaxstrategy._src.tracing.functions import code as _code
+from jaxstrategy._src.tracing.replica_step import StepEnvironment
+from jaxstrategy._src.values import arrays as _arrays, trees as _trees
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.types import Function, Leaf, PyTree
+
+_ADVICE = (
+    "The replicas of all processes must call the same collectives in the same order, "
+    "and all processes must be in `eager_replicas()`, or none."
+)
+
+
+@final
+class AgreedRounds:
+    """What replicas of several processes do next, compared before they do it."""
+
+    def __init__(self, processes: Processes | None, replicas: Replicas) -> None:
+        several = processes is not None and processes.count > 1
+        self._processes = processes if several else None
+        self._replicas = replicas
+        self._name = ""
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A `with` block in which a step of this name is taken."""
+        self._name = name
+        self.agree("the beginning of an eager step")
+        yield
+
+    def agree(self, what: str) -> None:
+        """Says what the replicas of this process do next."""
+        if self._processes is not None:
+            self._compare(what, None)
+
+    def digests(self, own: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+        """What the replicas of all processes have, of what those of this one have."""
+        if self._processes is None:
+            return own
+        numbered = [
+            [i, *each] for i, each in zip(self._replicas.own, own, strict=False)
+        ]
+        heard = self._compare("the results of an eager step", cast("object", numbered))
+        rows = [row for said in heard for row in cast("list[list[str]]", said)]
+        return [row[1:] for row in sorted(rows, key=lambda row: int(row[0]))]
+
+    def _compare(self, what: str, said: object) -> list[object]:
+        assert self._processes is not None
+        operation = Operation(f"{what} in `{self._name}`", users_line())
+        compare = self._processes.operations.compare
+        return list(compare(operation, _ADVICE, said))
+
+
+_met = Primitive("jaxstrategy_met")
+_met.multiple_results = True
+
+
+def met(collective: MetCollective, arrays: Sequence[jax.Array]) -> PyTree:
+    """This replica's results of a collective for which all replicas meet."""
+    thread = _this_replica(collective)
+    types = thread.result_types(collective, arrays)
+    found = _met.bind(*arrays, collective=collective)
+    return jax.tree.structure(types).unflatten(found)
+
+
+def _this_replica(collective: MetCollective) -> ReplicaThread:
+    thread = context.current().eager
+    if isinstance(thread, ReplicaThread):
+        return thread
+    raise ContextError(
+        f"{collective.name} was called in `eager_replicas()` by a thread that is no "
+        "replica's. Call it in the step itself, not in a thread or callback of it."
+    )
+
+
+@_met.def_impl
+def _now(*arrays: jax.Array, collective: MetCollective) -> list[jax.Array]:
+    return _this_replica(collective).meet(collective, arrays)
+
+
+@_met.def_abstract_eval
+def _types(*types: ShapedArray, collective: MetCollective) -> list[ShapedArray]:
+    structs = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type)
+        for each in types
+    ]
+    found = _this_replica(collective).result_types(collective, structs)
+    return [
+        ShapedArray(each.shape, each.dtype, weak_type=each.weak_type)
+        for each in jax.tree.leaves(found)
+    ]
+
+
+def _derivative(
+    primals: Sequence[Any], tangents: Sequence[Any], *, collective: MetCollective
+) -> tuple[list[Any], list[Any]]:
+    results = _met.bind(*primals, collective=collective)
+    differs = tuple(not isinstance(each, ad.Zero) for each in tangents)
+    given = [each for each in tangents if not isinstance(each, ad.Zero)]
+    found = iter(
+        _met.bind(*primals, *given, collective=Derivative(collective, differs))
+    )
+    return results, [
+        next(found)
+        if jnp.issubdtype(result.dtype, jnp.inexact)
+        else ad.Zero(jax.typeof(result).to_tangent_aval())
+        for result in results
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, collective: MetCollective
+) -> list[Any]:
+    linear = tuple(
+        jax.ShapeDtypeStruct(
+            each.aval.shape, each.aval.dtype, weak_type=each.aval.weak_type
+        )
+        if ad.is_undefined_primal(each)
+        else None
+        for each in operands
+    )
+    known = [each for each in operands if not ad.is_undefined_primal(each)]
+    given = [ad.instantiate_zeros(each) for each in cotangents]
+    transposed = Transposed(collective, linear)
+    found = iter(_met.bind(*known, *given, collective=transposed))
+    return [None if like is None else next(found) for like in linear]
+
+
+def _mapped(
+    operands: Sequence[Any], dimensions: Sequence[Any], *, collective: MetCollective
+) -> tuple[list[Any], list[int]]:
+    found = _met.bind(*operands, collective=Mapped(collective, tuple(dimensions)))
+    return found, [0] * len(found)
+
+
+def _compiled(*_: Any, collective: MetCollective, **__: Any) -> Any:
+    raise ContextError(
+        f"{collective.name} was called in a function that JAX compiles for one replica "
+        "by itself, where in `eager_replicas()` it cannot meet the others. Leave out "
+        "what compiles there: `jax.jit` in `jax.disable_jit(False)`, `.lower()`."
+    )
+
+
+ad.primitive_jvps[_met] = _derivative
+ad.primitive_transposes[_met] = _transpose
+batching.primitive_batchers[_met] = _mapped
+mlir.register_lowering(_met, _compiled)
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+@final
+class OneOfReplicas:
+    """Makes one value of all replicas' for code in cross-replica context."""
+
+    def __init__(self, replicas: Replicas, name: str) -> None:
+        self._replicas = replicas
+        self._name = name
+
+    def merged(
+        self, strategy: AbstractStrategy, calls: Sequence[MergeCall]
+    ) -> list[PyTree]:
+        """What each replica gets of a `merge_call`, which is made once for all."""
+        merge_fn = self.function([each.merge_fn for each in calls], "`merge_fn`")
+        args = self.tree([each.args for each in calls], "args")
+        kwargs = self.tree([each.kwargs for each in calls], "kwargs")
+        with context.entered(strategy=strategy, replica=None):
+            result = merge_fn(strategy, *args, **kwargs)
+        return self.parts(result)
+
+    def parts(self, result: PyTree) -> list[PyTree]:
+        """What each replica gets of a result of all."""
+        found: list[list[Leaf]] = []
+
+        def take(leaf: Leaf) -> Leaf:
+            found.append(eager_call.apart(leaf, self._replicas))
+            return leaf
+
+        _trees.map_around_objects(take, result)
+        trees = []
+        for place in range(len(self._replicas.own)):
+            following = iter(found)
+            trees.append(
+                _trees.map_around_objects(
+                    lambda _, i=place, leaves=following: next(leaves)[i], result
+                )
+            )
+        return trees
+
+    def tree(self, trees: Sequence[PyTree], what: str) -> PyTree:
+        """One pytree of those that replicas give, with `PerReplica`s for arrays."""
+        paths, structure = jax.tree.flatten_with_path(trees[0], is_leaf=_is_leaf)
+        columns = [[leaf] for _, leaf in paths]
+        for number, tree in enumerate(trees[1:], start=1):
+            leaves, other = jax.tree.flatten(tree, is_leaf=_is_leaf)
+            if other != structure:
+                raise ValueError(
+                    f"`merge_call` was given `{what}` of other structures by the "
+                    f"replicas of `{self._name}`: {structure} by the first, {other} by "
+                    f"replica {self._replicas.own[number]}."
+                )
+            for column, leaf in zip(columns, leaves, strict=True):
+                column.append(leaf)
+        labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
+        pairs = zip(columns, labels, strict=True)
+        return structure.unflatten([self._leaf(each, label) for each, label in pairs])
+
+    def _leaf(self, column: Sequence[Leaf], label: str) -> Leaf:
+        first = column[0]
+        for leaf in column:
+            if isinstance(leaf, PerReplica):
+                leaf._misused()
+            if isinstance(leaf, Tracer):
+                raise ContextError(
+                    f"`merge_call` was given, in `eager_replicas()`, `{label}` that "
+                    "JAX traces (in a function that is differentiated or mapped), and "
+                    "has no one number yet. Use `all_reduce` or `all_gather` there, or "
+                    "leave `merge_call` out of what is traced."
+                )
+        if all(map(_arrays.is_array, column)):
+            return self._array(column, label)
+        if all(leaf is first for leaf in column):
+            return first
+        if callable(first):
+            return self.function(column, f"`{label}`")
+        if all(type(leaf) is type(first) and leaf == first for leaf in column):
+            return first
+        if all(isinstance(leaf, _NUMBERS) or _arrays.is_array(leaf) for leaf in column):
+            return self._array([jax.numpy.asarray(leaf) for leaf in column], label)
+        raise ValueError(
+            f"`merge_call` was given `{label}` that differs between the replicas of "
+            f"`{self._name}` and is no array: {', '.join(map(shown, column))}."
+        )
+
+    def _array(self, column: Sequence[Leaf], label: str) -> Leaf:
+        if self._replicas.count == 1:
+            return column[0]
+        kinds = {(leaf.shape, leaf.dtype) for leaf in column}
+        if len(kinds) > 1:
+            seen = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in column)
+            raise ValueError(
+                f"`merge_call` was given `{label}` of other shapes or dtypes by the "
+                f"replicas of `{self._name}`: {seen}. One array holds all versions, so "
+                "they need one shape; pad them, or gather their sizes first."
+            )
+        return eager_call.together(column, self._replicas)
+
+    def function(self, found: Sequence[Any], what: str) -> Any:
+        """One function of those that replicas give, which must do the same."""
+        first = found[0]
+        if all(each is first for each in found):
+            return first
+        kind = type(first)
+        if any(type(each) is not kind for each in found):
+            raise self._other_functions(what)
+        if isinstance(first, types.FunctionType):
+            return self._closure(found, what)
+        if isinstance(first, types.MethodType):
+            owner = self._captured([each.__self__ for each in found], what, "self")
+            function = self.function([each.__func__ for each in found], what)
+            return types.MethodType(function, owner)
+        if isinstance(first, functools.partial):
+            inner = self.function([each.func for each in found], what)
+            args = self.tree([each.args for each in found], what)
+            return functools.partial(
+                inner, *args, **self.tree([each.keywords for each in found], what)
+            )
+        if all(each == first for each in found):
+            return first
+        raise self._other_functions(what)
+
+    def _closure(
+        self, found: Sequence[types.FunctionType], what: str
+    ) -> types.FunctionType:
+        first = found[0]
+        code = first.__code__
+        if any(each.__code__ is not code for each in found):
+            raise self._other_functions(what)
+        cells = []
+        for place, name in enumerate(code.co_freevars):
+            own = [(each.__closure__ or ())[place] for each in found]
+            held = [_contents(cell) for cell in own]
+            one = self._captured(held, what, name)
+            cells.append(own[0] if one is held[0] else types.CellType(one))
+        function = types.FunctionType(
+            code, first.__globals__, first.__name__, None, tuple(cells)
+        )
+        defaults = [each.__defaults__ for each in found]
+        function.__defaults__ = self._captured(defaults, what, "its defaults")
+        named = [each.__kwdefaults__ for each in found]
+        function.__kwdefaults__ = self._captured(named, what, "its defaults")
+        return function
+
+    def _captured(self, held: Sequence[Any], what: str, name: str) -> Any:
+        first = held[0]
+        is_array = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
+        if all(each is first for each in held) and not is_array:
+            return first
+        if isinstance(first, types.FunctionType):
+            return self.function(held, what)
+        structure = jax.tree.structure(first)
+        if all(jax.tree.structure(each) == structure for each in held):
+            columns = zip(*map(jax.tree.leaves, held), strict=True)
+            return structure.unflatten(
+                [self._equal(column, what, name) for column in columns]
+            )
+        raise self._differs(what, name)
+
+    def _equal(self, column: Sequence[Leaf], what: str, name: str) -> Leaf:
+        first = column[0]
+        if all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in column):
+            if any(isinstance(leaf, Tracer) for leaf in column):
+                raise self._differs(what, name)
+            if len(set(map(eager_call.digest, column))) > 1:
+                raise self._differs(what, name)
+            return eager_call.mirrored(first, self._replicas)
+        if all(leaf is first for leaf in column):
+            return first
+        if callable(first):
+            return self.function(column, what)
+        if all(type(leaf) is type(first) and leaf == first for leaf in column):
+            return first
+        raise self._differs(what, name)
+
+    def _differs(self, what: str, name: str) -> ValueError:
+        return ValueError(
+            f"The replicas of `{self._name}` called `merge_call`, in "
+            f"`eager_replicas()`, with {what} that refers to `{name}`, which differs "
+            "between them. It is called once for all: pass it as an argument, "
+            f"`merge_call(merge_fn, args=({name},))`, which arrives as a PerReplica."
+        )
+
+    def _other_functions(self, what: str) -> ValueError:
+        return ValueError(
+            f"The replicas of `{self._name}` called `merge_call` with different "
+            f"functions for {what}, which is called once for all. Give the same one on "
+            "all replicas."
+        )
+
+
+def _contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return cell
+
+
+def _is_leaf(node: object) -> bool:
+    return _trees.is_whole(node)
+
+
+RunProgram = Callable[[Function, tuple[PyTree, ...]], PyTree]
+"""A function with its arguments as a compiled step."""
+
+
+@final
+class EagerSteps:
+    """Runs functions on the replicas of one strategy, each in a thread of its own."""
+
+    def __init__(
+        self,
+        strategy: AbstractStrategy,
+        environment: StepEnvironment,
+        compiled: RunProgram,
+        processes: Processes | None,
+    ) -> None:
+        self._strategy = strategy
+        self._environment = environment
+        self._compiled = compiled
+        self._rounds = AgreedRounds(processes, strategy._replicas)
+
+    def run(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """The results of `fn`, called once for each replica of this process."""
+        call = EagerCall(fn, args, kwargs, options or RunOptions(), self._environment)
+        _check_untraced(call.leaves, call.name)
+        replicas = self._strategy._replicas
+        copies = ReplicaCopies(replicas, call.name, self._rounds.digests)
+        one = OneOfReplicas(replicas, call.name)
+        block = cast(EagerBlock, context.current().runs_eagerly)
+        settings = thread_settings(call.options, block.disable_jit)
+        columns = call.columns(replicas)
+
+        def body(place: int, thread: ReplicaThread) -> object:
+            own = [column[place] for column in columns]
+            device = replicas.devices_of(thread.number)[0]
+            with settings(replicas, thread.number, device):
+                with self._as_replica(thread, copies, place), call.masked(own):
+                    returned = call.of_replica(own)
+            return _results.take_apart(returned, call.statics, call.name)
+
+        ids = self._ids()
+        threads = [
+            ReplicaThread(
+                number, ids[place], replicas, met, functools.partial(body, place)
+            )
+            for place, number in enumerate(replicas.own)
+        ]
+
+        def answer(wanted: Sequence[Wanted]) -> Sequence[object]:
+            if isinstance(wanted[0], MergeCall):
+                copies.store(copies.checked())
+                return one.merged(self._strategy, cast("Sequence[MergeCall]", wanted))
+            return self._reduced(cast("Sequence[MetArrays]", wanted))
+
+        with self._rounds.step(call.name):
+            turns = ReplicaTurns(call.name, threads, answer, self._rounds.agree)
+            turns.run()
+        own = [
+            cast("tuple[list[jax.Array], _results.Results]", t.result) for t in threads
+        ]
+        return self._finished(call, block, own, copies, columns)
+
+    def _finished(
+        self,
+        call: EagerCall,
+        block: EagerBlock,
+        own: Sequence[tuple[list[jax.Array], _results.Results]],
+        copies: ReplicaCopies,
+        columns: Sequence[Sequence[Leaf]],
+    ) -> PyTree:
+        """The results of the call; variables and objects hold what was assigned."""
+        results = EagerResults(
+            call.name,
+            call.has_objects,
+            self._strategy._replicas,
+            own,
+            self._rounds.digests,
+        )
+        results.check(call.expected)
+        changes = copies.checked()
+        key = id(self._strategy), id(_code.code_of(call.fn) or call.fn)
+        found = results.value(key, block, [columns[i] for i in call.per_replica])
+        copies.store(changes)
+        call.check_masks()
+        return call.finish(found)
+
+    def _ids(self) -> list[jax.Array]:
+        replicas = self._strategy._replicas
+        return [
+            jax.device_put(np.int32(number), replicas.place_of(number))
+            for number in replicas.own
+        ]
+
+    @contextlib.contextmanager
+    def _as_replica(
+        self, thread: ReplicaThread, copies: ReplicaCopies, place: int
+    ) -> Iterator[None]:
+        """A `with` block in which code is a step's, of one replica."""
+        with context.entered(
+            strategy=self._strategy,
+            replica=ReplicaContext(self._strategy),
+            in_step=True,
+            updated=(),
+            eager=thread,
+            variables=CopiesOfReplica(copies, place, thread),
+            trace=trace_numbers.new_trace(),
+        ):
+            yield
+
+    def _reduced(self, wanted: Sequence[MetArrays]) -> Sequence[object]:
+        """What each replica gets of a collective, which is compiled for all."""
+        replicas = self._strategy._replicas
+        first = wanted[0]
+        stacked = [
+            eager_call.together(column, replicas)
+            for column in zip(*(each.arrays for each in wanted), strict=True)
+        ]
+        found = self._compiled(_collective_step, (first.collective, *stacked))
+        columns = [
+            [eager_call.as_weak(each, weak) for each in column]
+            for result, weak in zip(found, first.weak, strict=True)
+            for column in [eager_call.apart(result, replicas)]
+        ]
+        return [[column[i] for column in columns] for i in range(len(wanted))]
+
+
+def _collective_step(collective: MetCollective, *arrays: jax.Array) -> list[jax.Array]:
+    """What one replica gets of a collective; a step of the strategy."""
+    strategy = context.current().strategy
+    assert strategy is not None, "it is a step's"
+    return collective(cast(Reduction, strategy._reduction), arrays)
+
+
+def _check_untraced(leaves: Sequence[Leaf], name: str) -> None:
+    if _arrays.is_traced() or any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise ContextError(
+            f"`{name}` was to be run in `eager_replicas()` by code that JAX traces "
+            "(`jax.jit`, `jax.grad`, `jax.lax.scan` around `run`), where no array has "
+            "a value that the threads of replicas could go on with. Call it outside "
+            "of what is traced, or take the gradient inside of the step."
+        )

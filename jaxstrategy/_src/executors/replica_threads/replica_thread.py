@@ -1,0 +1,451 @@
+"""The replicas of one eager step, which take turns: `ReplicaTurns`."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias, final
+
+import jax
+
+from jaxstrategy._src.contexts.eager_replica import EagerReplica, Loans
+from jaxstrategy._src.errors import (
+    DivergentCollectiveError,
+    LateReplicaWarning,
+)
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.reductions.reduction import (
+    Meet,
+    MetCollective,
+    MetReduction,
+    SameShapes,
+)
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text import user_code
+from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.lists import listed
+from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.values.annotations import without_eager_sharding
+from jaxstrategy._src.values.types import PyTree
+
+Settings = Callable[[Replicas, int, Device], contextlib.AbstractContextManager[None]]
+"""Of replicas, the number of one, and its device: a block with the settings."""
+
+
+def thread_settings(options: RunOptions, disable_jit: bool) -> Settings:
+    """The settings of the thread that asks, for those of replicas."""
+    config = jax.config
+    has_wide, promotion = config.jax_enable_x64, config.jax_numpy_dtype_promotion
+    ranks = config.jax_numpy_rank_promotion
+    precision = config.jax_default_matmul_precision
+    nans = config.jax_debug_nans or bool(options.check_finite)
+    was_disabled = config.jax_disable_jit
+    infs = config.jax_debug_infs
+
+    @contextlib.contextmanager
+    def entered(replicas: Replicas, number: int, device: Device) -> Iterator[None]:
+        with contextlib.ExitStack() as blocks:
+            for block in (
+                jax.disable_jit(disable_jit or was_disabled),
+                jax.default_device(device),
+                jax.enable_x64(has_wide),
+                jax.numpy_dtype_promotion(promotion),
+                jax.numpy_rank_promotion(ranks),
+                jax.default_matmul_precision(precision),
+                jax.debug_nans(nans),
+                jax.debug_infs(infs),
+                without_eager_sharding(),
+            ):
+                blocks.enter_context(block)
+            if replicas.inner_axes:
+                blocks.enter_context(jax.set_mesh(replicas.mesh_of(number)))
+            yield
+
+    return entered
+
+
+# For a replica that runs on after it was told to end.
+_ENDING_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MetArrays:
+    """A collective with one replica's arrays."""
+
+    collective: MetCollective
+    arrays: tuple[jax.Array, ...]
+    weak: tuple[bool, ...]
+
+    @property
+    def told(self) -> str:
+        """The call in words."""
+        types = [array_type(each.dtype, each.shape) for each in self.arrays]
+        return f"{self.collective.name} of {listed(types, 6)}"
+
+    def is_like(self, other: MetArrays) -> bool:
+        """Whether both are of one program."""
+        kinds = [[(a.shape, a.dtype) for a in each.arrays] for each in (self, other)]
+        return self.collective == other.collective and kinds[0] == kinds[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCall:
+    """A `merge_call` of one replica."""
+
+    merge_fn: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+
+    told = "merge_call"
+
+
+Wanted: TypeAlias = MetArrays | MergeCall
+"""What a replica waits for."""
+
+
+class ReplicaEnded(BaseException):  # which no `except Exception` of a step takes
+    """Ends the thread of a replica whose step is given up."""
+
+
+@final
+class ReplicaThread(EagerReplica):
+    """One replica, which runs when it is its turn."""
+
+    def __init__(
+        self,
+        number: int,
+        index: jax.Array,
+        replicas: Replicas,
+        meet: Meet,
+        body: Callable[[ReplicaThread], object],
+    ) -> None:
+        self.number = number
+        self.index = index
+        self.reduction = MetReduction(meet)
+        self.wanted: Wanted | None = None
+        self.request: Callable[[], object] | None = None
+        self.line: Line | None = None
+        self.result: object = None
+        self.error: BaseException | None = None
+        self.is_ended = False
+        self._is_paused = False
+        self._shapes = SameShapes(replicas)
+        self._body = body
+        self._reply: object = None
+        self._refusal: BaseException | None = None
+        self._gives_up = False
+        self._turn = threading.Semaphore(0)
+        self._is_over = threading.Semaphore(0)
+        self._loans: list[Loans] = []
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(self._run,),
+            name=f"replica {number}",
+            daemon=True,
+        )
+
+    # In the thread of the caller.
+
+    def begin_turn(
+        self, reply: object = None, refusal: BaseException | None = None
+    ) -> None:
+        """Lets it run, with what came of what it waited for, or an error to raise."""
+        self._reply, self._refusal, self.request = reply, refusal, None
+        self._is_paused = False
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._turn.release()
+
+    def end_turn(self, seconds: float) -> bool:
+        """Waits until it waits or has ended; whether it does after so many seconds."""
+        return self._is_over.acquire(timeout=seconds)
+
+    def give_up(self) -> None:
+        """Ends the thread, wherever it is."""
+        if self._thread.ident is None or self.is_ended:
+            self.is_ended = True
+            return
+        self._gives_up = True
+        if self._is_paused:
+            self._turn.release()
+        else:  # in a loop, or at the prompt of a debugger
+            thread = ctypes.c_ulong(self._thread.ident)
+            error = ctypes.py_object(ReplicaEnded)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+        self._thread.join(_ENDING_SECONDS)
+
+    def join(self) -> None:
+        """Waits for the end of the thread, whose body has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(_ENDING_SECONDS)
+
+    @property
+    def frames(self) -> list[tuple[str, int, str]]:
+        """Where it is: files, line numbers and modules, the innermost first."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        found: list[tuple[str, int, str]] = []
+        while frame is not None:
+            module = str(frame.f_globals.get("__name__", ""))
+            found.append((frame.f_code.co_filename, frame.f_lineno, module))
+            frame = frame.f_back
+        return found
+
+    # In its own thread.
+
+    def _run(self) -> None:
+        try:
+            self.result = self._body(self)
+        except BaseException as error:  # the caller raises it
+            self.error = error
+        finally:
+            self.is_ended = True
+            self._is_over.release()
+
+    def meet(
+        self, collective: MetCollective, arrays: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """This replica's results of a collective of all."""
+        types = jax.tree.leaves(self.result_types(collective, arrays))
+        weak = tuple(each.weak_type for each in types)
+        found = self._wait(MetArrays(collective, tuple(arrays), weak))
+        assert isinstance(found, list), "the caller answers what was asked"
+        return found
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+    ) -> PyTree:
+        """This replica's part of what `merge_fn`, called once for all, returns."""
+        return self._wait(MergeCall(merge_fn, tuple(args), dict(kwargs)))
+
+    def result_types(
+        self, collective: MetCollective, arrays: Sequence[object]
+    ) -> PyTree:
+        """The shapes and dtypes of what a collective of these arrays returns."""
+
+        def results(*arrays: jax.Array) -> PyTree:
+            return collective.results(self._shapes, arrays)
+
+        return jax.eval_shape(results, *arrays)
+
+    def in_caller(self, function: Callable[[], object]) -> object:
+        """What `function` returns, called in the thread of the caller."""
+        self.request = function
+        return self._pause()
+
+    def _wait(self, wanted: Wanted) -> object:
+        """What comes of something for which all replicas meet."""
+        if self._gives_up:
+            raise ReplicaEnded
+        self.line = user_code.innermost(_frames_here())
+        self.wanted = wanted
+        return self._pause()
+
+    def _pause(self) -> object:
+        """Lets others run until it is its turn again."""
+        for loans in reversed(self._loans):
+            loans.take_back()
+        self._is_paused = True
+        self._is_over.release()
+        self._turn.acquire()
+        if self._gives_up:
+            self._loans.clear()
+            raise ReplicaEnded
+        for loans in self._loans:
+            loans.set()
+        if self._refusal is not None:
+            raise self._refusal
+        return self._reply
+
+    @contextlib.contextmanager
+    def lending(self, loans: Loans) -> Iterator[None]:
+        """A `with` block with these loans, which are there while this replica runs."""
+        loans.set()
+        self._loans.append(loans)
+        try:
+            yield
+        finally:
+            if loans in self._loans:  # else they were taken back to end it
+                self._loans.remove(loans)
+                loans.take_back()
+
+
+def _frames_here() -> list[tuple[str, int]]:
+    frame = sys._getframe(1)
+    found: list[tuple[str, int]] = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+# After so long a replica that runs is named, once; Ctrl-C is heard at once.
+PATIENCE_SECONDS = 10.0
+
+_DEBUGGERS = ("bdb", "pdb", "cmd", "pudb", "debugpy", "pydevd", "ipdb")
+
+
+@final
+class ReplicaTurns:
+    """The replicas of one eager step: each runs until it waits for all the others."""
+
+    def __init__(
+        self,
+        name: str,
+        threads: Sequence[ReplicaThread],
+        answer: Callable[[Sequence[Wanted]], Sequence[object]],
+        agree: Callable[[str], None],
+    ) -> None:
+        self._name = name
+        self._threads = threads
+        self._answer = answer
+        self._agree = agree
+        self._is_told = False
+
+    def run(self) -> None:
+        """Runs all replicas to their ends."""
+        try:
+            replies: Sequence[object] = [None] * len(self._threads)
+            refusal = None
+            while not self._round(replies, refusal):
+                wanted = [thread.wanted for thread in self._threads]
+                self._agree(_told(wanted[0]))
+                try:
+                    found = self._answer([each for each in wanted if each is not None])
+                    replies, refusal = found, None
+                except Exception as error:
+                    refusal = error
+                    error.add_note(self._met_note())
+            self._agree("the end of the step")
+        finally:
+            for thread in self._threads:
+                thread.give_up()
+            for thread in self._threads:
+                thread.join()
+
+    def _round(self, replies: Sequence[object], refusal: BaseException | None) -> bool:
+        """One turn of each replica; whether all have returned."""
+        for thread in self._threads:
+            thread.wanted = None
+        for thread, reply in zip(self._threads, replies, strict=True):
+            thread.begin_turn(reply, refusal)
+            self._wait_for(thread)
+            if thread.error is not None:
+                self._raise(thread, thread.error, thread.error is refusal)
+        waiting = [thread for thread in self._threads if not thread.is_ended]
+        if not waiting:
+            return True
+        if len(waiting) < len(self._threads) or not _are_alike(waiting):
+            self._tell_others("replicas that do not meet")
+            raise self._uneven(waiting)
+        return False
+
+    def _wait_for(self, thread: ReplicaThread) -> None:
+        self._end_of_turn(thread)
+        while thread.request is not None:
+            try:
+                reply, refusal = thread.request(), None
+            except Exception as error:
+                reply, refusal = None, error
+            thread.begin_turn(reply, refusal)
+            self._end_of_turn(thread)
+
+    def _end_of_turn(self, thread: ReplicaThread) -> None:
+        while not thread.end_turn(PATIENCE_SECONDS):
+            frames = thread.frames
+            if is_in_debugger(frames) or self._is_told:
+                continue
+            self._is_told = True
+            line = user_code.innermost([(file, number) for file, number, _ in frames])
+            others = [each for each in self._threads if each.wanted is not None]
+            user_code.warn(
+                f"Replica {thread.number} of `{self._name}` has run for "
+                f"{PATIENCE_SECONDS:g} s and has not come to a collective, nor to its "
+                f"end. It is at\n  {line}\n{_waits(others)}",
+                LateReplicaWarning,
+            )
+
+    def _raise(self, thread: ReplicaThread, error: BaseException, met_it: bool) -> None:
+        self._tell_others(f"{type(error).__name__} in replica {thread.number}")
+        if not met_it:
+            others = [each for each in self._threads if each.wanted is not None]
+            error.add_note(
+                f"Replica {thread.number} of `{self._name}` raised this, in "
+                f"`eager_replicas()`. {_waits(others)}".rstrip()
+            )
+        raise error
+
+    def _tell_others(self, what: str) -> None:
+        try:
+            self._agree(what)
+        except Exception:
+            pass  # theirs is another: what happened here is raised here
+
+    def _met_note(self) -> str:
+        first = self._threads[0]
+        assert first.wanted is not None, "all wait"
+        return (
+            f"All replicas of `{self._name}` had met, in `eager_replicas()`, at "
+            f"{_told(first.wanted)}: {first.line}"
+        )
+
+    def _uneven(self, waiting: Sequence[ReplicaThread]) -> DivergentCollectiveError:
+        counted = [each for each in waiting if isinstance(each.wanted, MergeCall)]
+        numbers = "have a different number of merge_call() calls"
+        what = numbers if counted else "do not meet at the same collective"
+        lines = "\n".join(f"  {_where(thread)}" for thread in self._threads)
+        return DivergentCollectiveError(
+            f"The replicas of `{self._name}` {what}; compiled, or in several "
+            f"processes, they would wait for each other for ever:\n{lines}\n"
+            "All replicas must call the same collectives in the same order, with "
+            "arrays of the same shapes and dtypes. Take the call out of what depends "
+            "on the replica, and choose the value instead.",
+            collective_line=str(waiting[0].line),
+        )
+
+
+def is_in_debugger(frames: Sequence[tuple[str, int, str]]) -> bool:
+    """Whether a debugger has stopped the thread that is in these frames."""
+    modules = {module.partition(".")[0] for _, _, module in frames}
+    return not modules.isdisjoint(_DEBUGGERS)
+
+
+def _are_alike(threads: Sequence[ReplicaThread]) -> bool:
+    first = threads[0].wanted
+    for thread in threads[1:]:
+        other = thread.wanted
+        if isinstance(first, MetArrays) and isinstance(other, MetArrays):
+            if not first.is_like(other):
+                return False
+        elif type(first) is not type(other):
+            return False
+    return True
+
+
+def _told(wanted: Wanted | None) -> str:
+    return "nothing" if wanted is None else wanted.told
+
+
+def _where(thread: ReplicaThread) -> str:
+    if thread.wanted is not None:
+        return f"replica {thread.number} waits at {thread.wanted.told}: {thread.line}"
+    met = "without any" if thread.line is None else f"after that at {thread.line}"
+    return f"replica {thread.number} has returned, {met}"
+
+
+def _waits(threads: Sequence[ReplicaThread]) -> str:
+    if not threads:
+        return ""
+    who = listed([str(thread.number) for thread in threads], 8)
+    first = threads[0]
+    verb = "Replica {} waits" if len(threads) == 1 else "Replicas {} wait"
+    return f"{verb.format(who)} at {_told(first.wanted)}: {first.line}"

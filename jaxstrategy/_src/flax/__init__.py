@@ -1,0 +1,1 @@
+"""Flax layers and helpers that know the replicas of the current strategy."""

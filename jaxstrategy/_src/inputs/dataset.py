@@ -1,0 +1,372 @@
+"""Datasets whose batches come divided over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, NoReturn, TypeVar, final
+
+import jax
+
+from jaxstrategy._src.inputs.batches import ReplicaRange, Steps
+from jaxstrategy._src.inputs.input_options import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from jaxstrategy._src.inputs.iterator import DistributedIterator
+from jaxstrategy._src.inputs.library_sources import as_source
+from jaxstrategy._src.inputs.sources import Dataset, Pass, Source
+from jaxstrategy._src.inputs.transfer import Transfer
+from jaxstrategy._src.processes.agreement import Agreement
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text.units import with_noun
+from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.values.types import PyTree, Value
+
+_S = TypeVar("_S")
+
+
+class DistributedDataset:
+    """Batches for all replicas, as often as they are iterated over.
+
+    Made by `strategy.experimental_distribute_dataset` and
+    `strategy.distribute_datasets_from_function`. Each batch is the pytree that the
+    source gave, with a `PerReplica` for each array. All batches have one shape: where
+    rows are missing they are filled up, and `batch_mask`, `masked_mean` and
+    `masked_sum` know it inside the step. With one replica batches are plain arrays of
+    the rows that the source gave.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.experimental_distribute_dataset(
+    ...     js.batches({"x": np.arange(6.0)}, batch_size=4)
+    ... )
+    >>> dataset
+    DistributedDataset(js.batches, 2 steps)
+    >>> for batch in dataset:
+    ...     total = strategy.run(lambda batch: js.masked_sum(batch["x"]), (batch,))
+    ...     print(strategy.reduce("sum", total))
+    6.0
+    9.0
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Steps],
+        transfer: Transfer,
+        options: InputOptions,
+        name: str,
+        sized: Source | None,
+    ) -> None:
+        self._start = start
+        self._transfer = transfer
+        self._options = options
+        self._name = name
+        self._sized = sized  # which knows how many steps there are, if anything does
+        # Read to know what batches are like, and not yet given to anybody.
+        self._begun: DistributedIterator | None = None
+        self._spec: PyTree = None
+
+    def __iter__(self) -> DistributedIterator:
+        begun, self._begun = self._begun, None
+        return self._iterator() if begun is None else begun
+
+    def _iterator(self) -> DistributedIterator:
+        return DistributedIterator(self._start, self._transfer, self._options)
+
+    @property
+    def element_spec(self) -> PyTree:
+        """The type of a batch: `jax.ShapeDtypeStruct`s, in `PerReplica`s if it has any.
+
+        `strategy.explain` takes it in place of a batch. The first batch is read to know
+        it; the next `iter` begins with that one.
+        """
+        if self._spec is None:
+            if self._begun is None:
+                self._begun = self._iterator()
+            self._spec = self._begun.element_spec
+        return self._spec
+
+    def __len__(self) -> int:
+        """The number of steps of a pass.
+
+        Raises:
+          TypeError: that is not known before it ends, or it has no end.
+        """
+        length = None if self._sized is None else self._sized.length
+        if length is None:
+            raise TypeError(
+                f"How many steps {self._name} has is not known. Count them, or give a "
+                "source that has a length."
+            )
+        return length
+
+    def reduce(self, initial_state: _S, reduce_func: Callable[[_S, PyTree], _S]) -> _S:
+        """The state after `state = reduce_func(state, batch)` for each batch in turn.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> dataset = strategy.experimental_distribute_dataset([np.ones(4), np.ones(2)])
+        >>> def add(total, batch):
+        ...     sums = strategy.run(js.masked_sum, (batch,))
+        ...     return total + strategy.reduce("sum", sums)
+        >>> dataset.reduce(0.0, add)
+        Array(6., dtype=float32)
+        """
+        state = initial_state
+        for batch in self:
+            state = reduce_func(state, batch)
+        return state
+
+    def __repr__(self) -> str:
+        length = None if self._sized is None else self._sized.length
+        steps = "" if length is None else f", {with_noun(length, 'step')}"
+        return f"DistributedDataset({self._name}{steps})"
+
+
+@final
+class DeferredDataset(DistributedDataset):
+    """Batches for the replicas of whichever worker reads them.
+
+    Made by `experimental_distribute_dataset` and `distribute_datasets_from_function` of
+    a `ParameterServerStrategy`. Its batches are on the workers: give it, or a function
+    that makes it, to `ClusterCoordinator.create_per_worker_dataset`.
+
+    Args:
+      given: where batches come from; or a function of an `InputContext`.
+      is_function: whether it is one.
+      options: how they reach the replicas.
+
+    Raises:
+      TypeError: it is nothing that batches can be read from.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.ParameterServerStrategy(workers=2, parameter_servers=1,
+    ...                                       backend="threads")
+    >>> strategy.experimental_distribute_dataset([np.arange(4)])
+    DeferredDataset(the list)
+    """
+
+    def __init__(
+        self,
+        given: Dataset | Callable[[InputContext], Dataset],
+        is_function: bool,
+        options: InputOptions,
+    ) -> None:
+        self._given = given
+        self._is_function = is_function
+        self._options = options
+        if not is_function:
+            as_source(given)  # which complains now, and not on each worker
+
+    @property
+    def only_once(self) -> Iterator[Any] | None:
+        """The iterator that it reads from, if that can be read only once."""
+        given: Any = self._given
+        return given if isinstance(given, Iterator) and not self._is_function else None
+
+    def placed(self, replicas: Replicas) -> DistributedDataset:
+        """The batches, divided over some replicas of this process.
+
+        Raises:
+          TypeError: the function gives nothing that batches can be read from.
+        """
+        feeding = Feeding(replicas, Agreement)
+        make = feeding.of_function if self._is_function else feeding.of_dataset
+        return make(self._given, self._options)
+
+    def __iter__(self) -> NoReturn:
+        raise self._refusal()
+
+    @property
+    def element_spec(self) -> NoReturn:
+        """None: workers may have another one.
+
+        Raises:
+          ValueError: always; the per-worker dataset made of it has one.
+        """
+        raise self._refusal()
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(
+            "How many steps a dataset of a ParameterServerStrategy has is known on the "
+            "workers only."
+        )
+
+    def reduce(self, initial_state: object, reduce_func: object) -> NoReturn:
+        """None: the batches are not here.
+
+        Raises:
+          ValueError: always.
+        """
+        raise self._refusal()
+
+    def _refusal(self) -> ValueError:
+        return ValueError(
+            "A dataset of a ParameterServerStrategy was read directly, but its batches "
+            "are for the workers. Pass it, or a function that makes it, to "
+            "`ClusterCoordinator.create_per_worker_dataset`, and schedule functions of "
+            "an iterator over what that returns."
+        )
+
+    def __repr__(self) -> str:
+        if self._is_function:
+            name = getattr(self._given, "__name__", type(self._given).__name__)
+        else:
+            name = as_source(self._given).name
+        return f"DeferredDataset({name})"
+
+
+class Feeding:
+    """Makes datasets whose batches are divided over the replicas of a strategy."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        agree: Callable[[], Agreement],
+    ) -> None:
+        self._fed = ReplicaRange.of(replicas)
+        self._agree = agree
+        self._transfer = Transfer(replicas, self._fed)
+
+    def of_dataset(self, dataset: Dataset, options: InputOptions) -> DistributedDataset:
+        """Global batches, divided."""
+        refuse_for_each_replica(options)
+        source = as_source(dataset)
+
+        def start() -> Steps:
+            return self._steps([source.start()], True, options)
+
+        # A source knows its number of batches, not how many are too small.
+        known = None if options.leaves_out else source
+        return DistributedDataset(start, self._transfer, options, source.name, known)
+
+    def of_function(
+        self, function: Callable[[InputContext], Dataset], options: InputOptions
+    ) -> DistributedDataset:
+        """The batches of an input function, one for each replica."""
+        sources = [as_source(function(each)) for each in self._contexts(options)]
+
+        def start() -> Steps:
+            passes = [source.start() for source in sources]
+            return self._steps(passes, False, options)
+
+        name = getattr(function, "__name__", type(function).__name__)
+        return DistributedDataset(start, self._transfer, options, name, None)
+
+    def _steps(
+        self, passes: list[Pass], are_global: bool, options: InputOptions
+    ) -> Steps:
+        agreement, remainder = self._agree(), options.remainder
+        return Steps(passes, are_global, self._fed, agreement, remainder)
+
+    def _contexts(self, options: InputOptions) -> Sequence[InputContext]:
+        total, first = self._fed.total, self._fed.first
+        if options.experimental_replication_mode is InputReplicationMode.PER_WORKER:
+            # A strategy of this process's devices has no part in what others read.
+            index, count = jax.process_index(), jax.process_count()
+            if self._fed.are_all:
+                index, count = 0, 1
+            return [InputContext(count, index, total)]
+        own = range(first, first + self._fed.local)
+        return [InputContext(total, replica, total) for replica in own]
+
+
+def refuse_for_each_replica(options: InputOptions) -> None:
+    """Raise if one dataset is to be a pipeline for each replica."""
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise ValueError(
+            "InputReplicationMode.PER_REPLICA is for input functions: use "
+            "`strategy.distribute_datasets_from_function(fn, options)`. Here one "
+            "dataset is divided over all replicas."
+        )
+
+
+@final
+class Grouped(Iterable[tuple[PyTree, ...]]):
+    """Tuples of batches. Made by `grouped`; a pass for each `iter`."""
+
+    def __init__(self, dataset: Iterable[PyTree], k: int) -> None:
+        self._dataset = dataset
+        self._k = k
+
+    def __iter__(self) -> Iterator[tuple[PyTree, ...]]:
+        batches = iter(self._dataset)
+        while True:
+            group: list[PyTree] = []
+            try:
+                # Not `islice`, which would lose the batches before an error.
+                while len(group) < self._k:
+                    group.append(next(batches))
+            except StopIteration:
+                if group:
+                    yield tuple(group)
+                return
+            except Exception:
+                if group:
+                    yield tuple(group)
+                raise
+            yield tuple(group)
+
+    def __len__(self) -> int:
+        """The number of tuples of a pass.
+
+        Raises:
+          TypeError: the dataset does not know its length.
+        """
+        return -(-self.number_of_batches() // self._k)
+
+    def number_of_batches(self) -> int:
+        """The number of batches in all tuples of a pass together.
+
+        Raises:
+          TypeError: the dataset does not know its length.
+        """
+        if not isinstance(self._dataset, Sized):
+            raise TypeError(
+                f"How many batches a {type(self._dataset).__name__} has is not known. "
+                "Count the groups, or give a dataset that has a length."
+            )
+        return len(self._dataset)
+
+
+def grouped(dataset: Iterable[PyTree], k: int) -> Grouped:
+    """The batches of `dataset` in tuples of `k`; the last one may have fewer.
+
+    For steps that are made several at a time, see `Strategy.several`. Nothing is read
+    beyond the tuple that is asked for, so that the state of a `DistributedIterator` is
+    the one after the last batch given. When the dataset raises, the batches before are
+    given first.
+
+    Args:
+      dataset: batches; when it can be iterated over again, then so can the result.
+      k: how many batches a tuple has.
+
+    Returns:
+      An iterable of tuples; `len` of it works where that of `dataset` does.
+
+    Raises:
+      ValueError: `k` is less than 1.
+      TypeError: `k` is not a whole number; `dataset` cannot be iterated over.
+
+    >>> list(grouped(range(5), 2))
+    [(0, 1), (2, 3), (4,)]
+    """
+    if not isinstance(dataset, Iterable):
+        raise TypeError(
+            f"`dataset` was {dataset!r}, which cannot be iterated over; batches were "
+            "wanted."
+        )
+    return Grouped(dataset, _checked(k))
+
+
+def _checked(k: Value) -> int:
+    number = whole(k)
+    if number is None:
+        raise TypeError(
+            f"`k` was {k!r}; the number of batches in a tuple was wanted, a whole "
+            "number."
+        )
+    if number < 1:
+        raise ValueError(f"`k` was {number}; a tuple has at least one batch.")
+    return number

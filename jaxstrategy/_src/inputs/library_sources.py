@@ -1,0 +1,634 @@
+"""The kind of source that a dataset is."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy._src.inputs import sources
+from jaxstrategy._src.inputs.sources import (
+    CountedPass,
+    Dataset,
+    Pass,
+    ReadingOrder,
+    SnapshotPass,
+    Source,
+    State,
+    TfDataSource,
+    is_tf_data,
+)
+from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.lists import first_few
+from jaxstrategy._src.values import arrays as _arrays, per_replica
+from jaxstrategy._src.values.types import Leaf, PyTree
+
+_NAME = "the PyTorch DataLoader"
+
+
+@final
+class TorchSource(Source):
+    """A loader whose tensors become NumPy arrays, in the same memory where it can be.
+
+    Lists become tuples: PyTorch gives a batch of pairs as the list `[x, y]`.
+    """
+
+    def __init__(self, loader: Dataset) -> None:
+        self._loader = loader
+        self._order = ReadingOrder()
+
+    def start(self) -> Pass:
+        if hasattr(self._loader, "state_dict"):
+            return _StatefulPass(self._loader, self._order, self.length)
+        return _TorchPass(self._loader, self.length)
+
+    @property
+    def length(self) -> int | None:
+        if _is_iterable_style(self._loader):  # its `len` is only a guess
+            return None
+        try:
+            return len(self._loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def name(self) -> str:
+        return _NAME
+
+
+@final
+class _TorchPass(Pass):
+    def __init__(self, loader: Dataset, length: int | None) -> None:
+        self._loader = loader
+        self._batches = CountedPass(lambda: iter(loader), _NAME, length)
+
+    def __next__(self) -> PyTree:
+        return to_numpy(next(self._batches))
+
+    def get_state(self) -> State:
+        self._check_order()
+        return self._batches.get_state()
+
+    def set_state(self, state: State) -> PyTree | None:
+        self._check_order()
+        return to_numpy(self._batches.set_state(state))
+
+    def _check_order(self) -> None:
+        if not _keeps_order(self._loader):
+            why = (
+                "its dataset is an iterable, which PyTorch cannot begin in the middle"
+                if _is_iterable_style(self._loader)
+                else "its sampler is not sequential, so the order would differ"
+            )
+            raise TypeError(
+                f"A pass over {_NAME} cannot resume: {why}. Use a "
+                "`torchdata.stateful_dataloader.StatefulDataLoader`, Grain, or "
+                "`js.batches(arrays, batch_size, shuffle=seed)`."
+            )
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+@final
+class _StatefulPass(SnapshotPass):
+    """A pass over a loader with `state_dict` and `load_state_dict`."""
+
+    name = _NAME
+
+    def __init__(
+        self, loader: Dataset, order: ReadingOrder, length: int | None
+    ) -> None:
+        self._loader = loader
+        self._length = length
+        self._order = order
+        self._iterator: Any = None
+        self._is_over = False  # a loader's state at the end begins a new pass
+
+    def _begun(self) -> Any:
+        if self._iterator is None:
+            self._order.begin(self)
+            self._iterator = iter(self._loader)
+        return self._iterator
+
+    def _read(self) -> PyTree:
+        iterator = self._begun()
+        self._order.take(self)
+        try:
+            return to_numpy(next(iterator))
+        except StopIteration:
+            self._is_over = True
+            raise
+
+    def _check_place(self) -> None:
+        self._begun()
+        self._order.check(self, _NAME)
+
+    def _take(self) -> dict[str, State]:
+        state = _to_text(self._loader.state_dict())
+        place = {"torch": state, "is_over": self._is_over}
+        return {**place, **sources.of_length(self._length)}
+
+    def _load(self, state: State) -> None:
+        match state:
+            case {"torch": str(text), "is_over": bool(is_over)}:
+                own = _from_text(text)
+            case _:
+                raise sources.foreign(_NAME, state, "its `state_dict`")
+        sources.check_length(state, self._length, _NAME)
+        self.close()
+        self._loader.load_state_dict(own)
+        self._is_over = is_over
+        if is_over:
+            self._order.begin(self)
+            self._iterator = iter(())
+        else:
+            self._begun()
+
+    def close(self) -> None:
+        self._iterator = None  # workers end with it
+
+
+def to_numpy(batch: PyTree, what: str = "batch") -> PyTree:
+    """`batch` with NumPy arrays for tensors and tuples for lists."""
+    if isinstance(batch, dict):
+        return {
+            key: to_numpy(value, f"{what}[{key!r}]") for key, value in batch.items()
+        }
+    if isinstance(batch, (list, tuple)):
+        parts = [to_numpy(value, f"{what}[{i}]") for i, value in enumerate(batch)]
+        is_named = hasattr(batch, "_fields")
+        return type(batch)(*parts) if is_named else tuple(parts)
+    return _array(batch, what) if hasattr(batch, "untyped_storage") else batch
+
+
+# Types that NumPy lacks and JAX has, and integers of the same size.
+_OTHERS = {
+    "torch.bfloat16": ("int16", jnp.bfloat16),
+    "torch.float8_e4m3fn": ("uint8", jnp.float8_e4m3fn),
+    "torch.float8_e4m3fnuz": ("uint8", jnp.float8_e4m3fnuz),
+    "torch.float8_e5m2": ("uint8", jnp.float8_e5m2),
+    "torch.float8_e5m2fnuz": ("uint8", jnp.float8_e5m2fnuz),
+}
+
+
+def _array(tensor: Leaf, what: str) -> np.ndarray:
+    torch = sys.modules["torch"]
+    try:
+        if str(tensor.dtype) in _OTHERS:
+            bits, dtype = _OTHERS[str(tensor.dtype)]
+            same = tensor.detach().cpu().contiguous().view(getattr(torch, bits))
+            return same.numpy().view(dtype)
+        return tensor.numpy(force=True)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"`{what}` is a tensor of {tensor.dtype} ({tensor.layout}), which NumPy "
+            f"cannot hold ({error}). Convert it in the dataset or in `collate_fn`, "
+            "with `tensor.to_dense()` or `tensor.to(torch.float32)` for example."
+        ) from error
+
+
+def _keeps_order(loader: Dataset) -> bool:
+    """Whether each pass gives the same batches, as far as the samplers tell."""
+    data = sys.modules["torch.utils.data"]
+    sampler = loader.sampler
+    if loader.batch_sampler is not None:
+        if type(loader.batch_sampler) is not data.BatchSampler:
+            return False  # with one of the user's own, `loader.sampler` is not used
+        sampler = loader.batch_sampler.sampler
+    return type(sampler) is data.SequentialSampler and not _is_iterable_style(loader)
+
+
+def _is_iterable_style(loader: Dataset) -> bool:
+    kind = sys.modules["torch.utils.data"].IterableDataset
+    return isinstance(getattr(loader, "dataset", None), kind)
+
+
+def _to_text(state: State) -> str:
+    file = io.BytesIO()
+    sys.modules["torch"].save(state, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _from_text(text: str) -> State:
+    file = io.BytesIO(base64.b64decode(text))
+    # Only tensors and plain values are read: a checkpoint runs no code.
+    return sys.modules["torch"].load(file, weights_only=True)
+
+
+# Elements are whole batches here: Grain's 500 read ahead would fill the memory.
+_THREADS = 16
+_AHEAD = 32
+
+
+@final
+class GrainSource(Source):
+    """A Grain dataset or loader of batches, resumed by Grain's own state."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._length = _length(dataset)
+
+    def start(self) -> Pass:
+        dataset = self._dataset
+        if hasattr(dataset, "to_iter_dataset"):
+            options = sys.modules["grain"].ReadOptions(
+                num_threads=_THREADS, prefetch_buffer_size=_AHEAD
+            )
+            dataset = dataset.to_iter_dataset(options)
+        return _GrainPass(dataset, self.name, self._length)
+
+    @property
+    def length(self) -> int | None:
+        return self._length
+
+    @property
+    def name(self) -> str:
+        return f"the Grain {_kind(self._dataset)}"
+
+
+@final
+class _GrainPass(SnapshotPass):
+    def __init__(self, dataset: Dataset, name: str, length: int | None) -> None:
+        self._dataset = dataset
+        self.name = name
+        self._length = length
+        self._iterator: Any = None  # begun when first needed; it starts threads
+
+    def _begun(self) -> Any:
+        if self._iterator is None:
+            self._iterator = _told(lambda: iter(self._dataset))
+        return self._iterator
+
+    def _read(self) -> PyTree:
+        return _told(lambda: next(self._begun()))
+
+    def _check_place(self) -> None:
+        """All can."""
+
+    def _take(self) -> dict[str, State]:
+        state = self._begun().get_state()
+        if isinstance(state, bytes):  # of a DataLoader: JSON already
+            return {"data_loader": state.decode()}
+        try:
+            # Through text: a copy, which Grain does not change as it goes on.
+            own = json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"The state of {self.name} cannot be written as JSON ({error}), so it "
+                "cannot be resumed. Let the `get_state` of its own iterators return "
+                "numbers, text, lists and dicts."
+            ) from error
+        return {"dataset": own, **sources.of_length(self._length)}
+
+    def _load(self, state: State) -> None:
+        match state:
+            case {"data_loader": str(text)}:
+                own: Any = text.encode()
+            case {"dataset": own}:
+                pass
+            case _:
+                raise sources.foreign(self.name, state, "Grain's state")
+        sources.check_length(state, self._length, self.name)
+        self.close()
+        try:
+            self._begun().set_state(own)
+        except (KeyError, TypeError, ValueError) as error:
+            wanted = f"a state that Grain takes (it said: {error})"
+            raise sources.foreign(self.name, state, wanted) from error
+
+    def close(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        sources.close(iterator)  # a DataLoader's ends when it is let go
+
+
+def _told(read: Callable[[], Any]) -> Any:
+    """What `read` returns; Grain's error about flags says what to do."""
+    try:
+        return read()
+    except Exception as error:
+        if type(error).__name__ == "UnparsedFlagAccessError":
+            error.add_note(
+                "Grain's worker processes want absl's flags: call "
+                "`absl.flags.FLAGS.mark_as_parsed()` before the first batch."
+            )
+        raise
+
+
+def _kind(dataset: Dataset) -> str:
+    for kind in ("MapDataset", "IterDataset"):
+        if any(base.__name__ == kind for base in type(dataset).__mro__):
+            return kind
+    return type(dataset).__name__
+
+
+def _length(dataset: Dataset) -> int | None:
+    """The number of batches of a `MapDataset`, if it is known without reading."""
+    if not hasattr(dataset, "to_iter_dataset") or _may_discard(dataset):
+        return None
+    length = len(dataset)
+    return None if length == sys.maxsize else length  # repeated without end
+
+
+def _may_discard(dataset: Dataset) -> bool:
+    """Whether elements may be left out, which `len` counts all the same."""
+    return "Filter" in type(dataset).__name__ or any(
+        _may_discard(parent) for parent in getattr(dataset, "parents", ())
+    )
+
+
+_ADVICE = 'Give `dataset.with_format("numpy").batch(batch_size)`.'
+
+
+@final
+class TableSource(Source):
+    """A `datasets.Dataset`, each of whose rows is a batch."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        form = dataset.format["type"]
+        if form != "numpy":
+            raise TypeError(
+                f"The Hugging Face dataset is in the form {form!r} and not in that of "
+                f"NumPy. {_ADVICE}"
+            )
+        self._dataset = dataset
+
+    def start(self) -> Pass:
+        return _TablePass(self._dataset, self.name)
+
+    @property
+    def length(self) -> int | None:
+        return len(self._dataset)
+
+    @property
+    def name(self) -> str:
+        return "the Hugging Face Dataset"
+
+
+@final
+class _TablePass(Pass):
+    def __init__(self, dataset: Dataset, name: str) -> None:
+        self._dataset = dataset
+        self._name = name
+        self._batches = 0
+
+    def __next__(self) -> PyTree:
+        if self._batches >= len(self._dataset):
+            raise StopIteration
+        batch = self._dataset[self._batches]
+        _check(batch)
+        self._batches += 1
+        return batch
+
+    def get_state(self) -> State:
+        return {"batches": self._batches, "length": len(self._dataset)}
+
+    def set_state(self, state: State) -> PyTree | None:
+        wanted = sources.counted(state, "batches", self._name)
+        if wanted > len(self._dataset):
+            raise sources.too_few(self._name, len(self._dataset), wanted)
+        sources.check_length(state, len(self._dataset), self._name)
+        self._batches = wanted
+        return self._dataset[wanted - 1] if wanted else None
+
+
+@final
+class StreamSource(Source):
+    """A `datasets.IterableDataset` of batches, resumed by its own state."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._order = ReadingOrder()
+
+    def start(self) -> Pass:
+        return _StreamPass(self._dataset, self._order, self.name)
+
+    @property
+    def name(self) -> str:
+        return "the Hugging Face IterableDataset"
+
+
+@final
+class _StreamPass(SnapshotPass):
+    def __init__(self, dataset: Dataset, order: ReadingOrder, name: str) -> None:
+        self._dataset = dataset
+        self._order = order
+        self.name = name
+        self._view: Dataset = None
+        self._batches: Iterator[PyTree] | None = None
+
+    def _begin(self, epoch: int, state: State = None) -> Iterator[PyTree]:
+        self.close()
+        self._order.begin(self)
+        # A dataset of its own, because a state that is loaded stays for good.
+        self._view = self._dataset.with_format("numpy")
+        self._view.set_epoch(epoch)
+        if state is not None:
+            self._view.load_state_dict(state)
+        self._batches = iter(self._view)
+        return self._batches
+
+    def _begun(self) -> Iterator[PyTree]:
+        return self._batches or self._begin(self._dataset.epoch)
+
+    def _read(self) -> PyTree:
+        batches = self._begun()
+        self._order.take(self)
+        batch = next(batches)
+        _check(batch)
+        return batch
+
+    def _check_place(self) -> None:
+        self._check_buffer()
+        self._begun()
+        self._order.check(self, self.name)
+
+    def _take(self) -> dict[str, State]:
+        # Before the first batch its own state has epoch 0.
+        state = {**self._view.state_dict(), "epoch": self._view.epoch}
+        # Through text: a copy of numbers, text, lists and dicts.
+        return {"stream": json.loads(json.dumps(state))}
+
+    def _load(self, state: State) -> None:
+        self._check_buffer()
+        match state:
+            case {"stream": {"examples_iterable": dict(), "epoch": int(epoch)}}:
+                self._begin(epoch, state["stream"])
+            case _:
+                raise sources.foreign(self.name, state, "its `state_dict`")
+
+    def _check_buffer(self) -> None:
+        if _shuffles(getattr(self._dataset, "_ex_iterable", None)):
+            raise TypeError(
+                f"A pass over {self.name} cannot resume: it shuffles through a "
+                "buffer, whose contents are not in its state, so examples would be "
+                "left out. Shuffle before batching with `Dataset.shuffle(seed=...)` of "
+                "a dataset that is not streamed, or use Grain or "
+                "`js.batches(arrays, batch_size, shuffle=seed)`."
+            )
+
+    def close(self) -> None:
+        batches, self._batches, self._view = self._batches, None, None
+        sources.close(batches)
+
+
+def _shuffles(examples: Dataset) -> bool:
+    """Whether there is a shuffle buffer among the steps that lead to `examples`."""
+    if examples is None:
+        return False
+    inner = [getattr(examples, "ex_iterable", None)]
+    inner += getattr(examples, "ex_iterables", [])
+    return "BufferShuffled" in type(examples).__name__ or any(map(_shuffles, inner))
+
+
+def _check(batch: PyTree) -> None:
+    """Raise if `batch` is a single example: a dict with a number or a text in it."""
+    for column, value in batch.items():
+        if not isinstance(value, (np.ndarray, dict)):
+            raise TypeError(
+                f"`batch[{column!r}]` of the Hugging Face dataset is {value!r:.100}: "
+                f"one example and not a batch of them. {_ADVICE}"
+            )
+
+
+_KINDS = (
+    "Give global batches: a list, a generator function or another iterable of them, "
+    "`js.batches(arrays, batch_size)`, a Grain dataset, a PyTorch DataLoader, a "
+    "tf.data.Dataset, or a Hugging Face dataset in NumPy form."
+)
+# By module, class and source. Who has such a dataset has imported the library.
+_LIBRARIES = (
+    ("grain", "MapDataset", GrainSource),
+    ("grain", "IterDataset", GrainSource),
+    ("grain", "DataLoader", GrainSource),
+    ("torchdata.stateful_dataloader", "StatefulDataLoader", TorchSource),
+    ("torch.utils.data", "DataLoader", TorchSource),
+    ("datasets", "Dataset", TableSource),
+    ("datasets", "IterableDataset", StreamSource),
+)
+
+
+def as_source(dataset: Dataset) -> Source:
+    """`dataset` as a source of batches, by what it can do; nothing is read yet."""
+    if isinstance(dataset, Source):
+        return dataset
+    if isinstance(dataset, type):
+        raise TypeError(
+            f"The dataset is the class {dataset.__name__}. Give an instance of it, "
+            f"as in `{dataset.__name__}(...)`."
+        )
+    for module, kind, source in _LIBRARIES:
+        if _is(dataset, module, kind):
+            return source(dataset)
+    if is_tf_data(dataset):
+        return TfDataSource(dataset)
+    _check_not_data(dataset)
+    return _plain_source(dataset)
+
+
+def _plain_source(dataset: Dataset) -> Source:
+    if isinstance(dataset, Iterator):
+        return sources.Once(dataset)
+    if isinstance(dataset, Iterable):
+        return sources.Repeatable(dataset)
+    if callable(dataset):
+        _check_no_arguments(dataset)
+        function: Dataset = dataset
+        return sources.Generated(function)
+    raise TypeError(f"{_named(dataset)} is not a dataset. {_KINDS}")
+
+
+def _is(dataset: Dataset, module: str, kind: str) -> bool:
+    known = getattr(sys.modules.get(module), kind, None)
+    return isinstance(known, type) and isinstance(dataset, known)
+
+
+def _check_not_data(dataset: Dataset) -> None:
+    """Raise if `dataset` is examples, or one batch, rather than batches."""
+    if isinstance(dataset, (str, bytes)):
+        raise TypeError(
+            f"The dataset is the text {dataset!r:.100}. If it names a file, load it: "
+            f"`js.batches(np.load(file, mmap_mode='r'), batch_size)`. {_KINDS}"
+        )
+    if per_replica.is_per_replica(dataset):
+        raise TypeError(
+            "The dataset is a PerReplica, one batch that is already divided over the "
+            "replicas. Pass it to `strategy.run` as an argument."
+        )
+    if _is(dataset, "torch.utils.data", "Dataset"):
+        raise TypeError(
+            f"{_named(dataset)} is a PyTorch dataset of examples and not of batches. "
+            "Give `torch.utils.data.DataLoader(dataset, batch_size)`."
+        )
+    if isinstance(dataset, Mapping) and any(
+        _is(part, "datasets", kind)
+        for part in dataset.values()
+        for kind in ("Dataset", "IterableDataset")
+    ):
+        raise TypeError(
+            f"{_named(dataset)} holds several datasets: {', '.join(map(str, dataset))}."
+            f" Give one of them, as in `dataset[{next(iter(dataset))!r}]`."
+        )
+    if _is_arrays(dataset):
+        is_named = hasattr(dataset, "_fields")
+        if isinstance(dataset, (list, tuple)) and not is_named:
+            raise TypeError(_several_arrays(dataset))
+        raise TypeError(
+            f"{_named(dataset)} is arrays without a batch size. Give "
+            "`js.batches(arrays, batch_size)`, which cuts them into batches; if it is "
+            "one batch, put it in a list: `[batch]`."
+        )
+
+
+def _is_arrays(dataset: Dataset) -> bool:
+    """Whether `dataset` is a pytree of arrays rather than a list of batches."""
+    if hasattr(dataset, "__array__") or isinstance(dataset, Mapping):
+        return True
+    if isinstance(dataset, (list, tuple)) and not hasattr(dataset, "_fields"):
+        # A list is of batches, alike but for their rows. A tuple is one batch `x, y`,
+        # even if both are alike.
+        if not all(_arrays.is_array(part) and part.ndim for part in dataset):
+            return False
+        kinds = {(part.dtype, part.shape[1:]) for part in dataset}
+        return len(kinds) > 1 or (isinstance(dataset, tuple) and bool(kinds))
+    return dataset is not None and not jax.tree_util.all_leaves([dataset])
+
+
+def _several_arrays(arrays: Sequence[Leaf]) -> str:
+    """The complaint about arrays that are neither batches of one kind nor one batch."""
+    types = (array_type(array.dtype, array.shape) for array in arrays)
+    named = first_few(types, 4)
+    why = "" if isinstance(arrays, tuple) else ", which are not batches of one kind"
+    return (
+        f"{_named(arrays)} holds {named}{why}. A list is a list of batches, alike but "
+        "for their rows; a tuple of arrays is one batch. Give "
+        "`js.batches((x, y), batch_size)`, which cuts arrays into batches; if they are "
+        "one batch, put a tuple of them in a list: `[(x, y)]`."
+    )
+
+
+def _check_no_arguments(function: Dataset) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"The function `{getattr(function, '__name__', function)}` given as a "
+            f"dataset cannot be called without arguments ({error}). Give them with "
+            "`functools.partial(function, ...)` or `lambda: function(...)`. For a "
+            "function of an InputContext use "
+            "`strategy.distribute_datasets_from_function`."
+        ) from None
+    except ValueError:  # a builtin without a signature: its call will tell
+        return
+
+
+def _named(dataset: Dataset) -> str:
+    return f"The {type(dataset).__name__} given as a dataset"

@@ -1,0 +1,91 @@
+"""The batches that datasets have given, and how long loops waited for them.
+
+Processes compare the numbers of batches, and a profile counts the rows of nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import final
+
+import jax
+
+from jaxstrategy._src.values.per_replica import PerReplica, contents, is_per_replica
+from jaxstrategy._src.values.types import Leaf, PyTree
+
+_known: dict[int, tuple[weakref.ref[Leaf], str | None]] = {}
+
+
+def note(batch: PyTree, name: str | None) -> None:
+    """Let the arrays of `batch` be known as such as long as they live."""
+    for leaf in jax.tree.leaves(batch, is_leaf=is_per_replica):
+        array = _array(leaf)
+        key = id(array)
+
+        def forget(_: object, key: int = key) -> None:
+            _known.pop(key, None)
+
+        _known[key] = weakref.ref(array, forget), name
+
+
+def of(array: Leaf) -> str | None:
+    """The name of the batch of an array, None if it is of none or that has no name."""
+    found = _found(array)
+    return None if found is None else found[1]
+
+
+def is_of_dataset(leaf: Leaf) -> bool:
+    """Whether a dataset, or `batches`, has given this array or `PerReplica`."""
+    return _found(_array(leaf)) is not None
+
+
+def _array(leaf: Leaf) -> Leaf:
+    # Not the mask of a `PerReplica`, which may be one of several batches.
+    return contents(leaf) if isinstance(leaf, PerReplica) else leaf
+
+
+def _found(array: Leaf) -> tuple[weakref.ref[Leaf], str | None] | None:
+    found = _known.get(id(array))
+    return found if found is not None and found[0]() is array else None
+
+
+@final
+class BatchWaits:
+    """The seconds for which this thread has waited for batches of iterators."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._depth = 0
+        _all.add(self)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A `with` block in which a batch is waited for; within another it is one."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._depth += 1
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.seconds += self._clock() - start
+
+
+_all: weakref.WeakSet[BatchWaits] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """A `with` block in which a batch is waited for, for all that count it."""
+    with contextlib.ExitStack() as stack:
+        for each in list(_all):
+            stack.enter_context(each.waiting())
+        yield

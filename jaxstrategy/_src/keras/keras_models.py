@@ -1,0 +1,248 @@
+"""Methods of `keras.Model` for models that were made in a strategy's scope.
+
+Keras keeps one distribution for all models, and asks for it in `fit`, while programs of
+TensorFlow call `fit` outside of the scope. Besides, it gives all batches of an epoch
+the layout of the first, so that the last, of fewer rows, would be refused (Keras 3.15).
+So models know their strategy here, and batches are placed one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.inputs.dataset import DistributedDataset
+from jaxstrategy._src.inputs.iterator import DistributedIterator
+from jaxstrategy._src.inputs.sources import Source
+from jaxstrategy._src.keras.keras_distribution import distribution
+
+_ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_RUNNING = ("fit", "evaluate", "predict", *_ON_BATCH)
+_FUNCTIONS = ("train", "test", "predict")
+
+
+@final
+class _Owner:
+    """The strategy of a model, and how many of its loops run."""
+
+    def __init__(self, strategy: AbstractStrategy) -> None:
+        self.strategy = strategy
+        self.loops = 0
+
+
+_owners: weakref.WeakKeyDictionary[keras.Model, _Owner] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def scope(strategy: AbstractStrategy) -> Iterator[None]:
+    """A block in which variables get the layouts of `strategy`, if Keras can."""
+    _add_to_models()
+    try:
+        chosen = distribution(strategy)
+    except ValueError:
+        # The scope may be about something else; a model that is made in it is refused.
+        yield
+        return
+    with _entered.block(chosen):
+        yield
+
+
+@final
+class _Entered(threading.local):
+    """The distributions of the scopes that this thread is in.
+
+    Tasks of asyncio are in scopes of their own, and leave them in any order, while
+    Keras has one distribution for a thread: the last of those that are left goes on.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None  # of the user, who may have set one
+        self._blocks: list[tuple[object, keras.distribution.DataParallel]] = []
+
+    @contextlib.contextmanager
+    def block(self, chosen: keras.distribution.DataParallel) -> Iterator[None]:
+        """A block in which `chosen` is set."""
+        if not self._blocks:
+            self._before = keras.distribution.distribution()
+        own = (object(), chosen)
+        self._blocks.append(own)
+        keras.distribution.set_distribution(chosen)
+        try:
+            yield
+        finally:
+            self._blocks.remove(own)
+            last = self._blocks[-1][1] if self._blocks else self._before
+            keras.distribution.set_distribution(last)
+
+
+_entered = _Entered()
+
+
+@functools.cache
+def _add_to_models() -> None:
+    keras.Model.__new__ = staticmethod(_recording(keras.Model.__new__))
+    for name in (*_RUNNING, "build"):
+        setattr(keras.Model, name, _on_devices(getattr(keras.Model, name)))
+    for kind in _FUNCTIONS:
+        name = f"make_{kind}_function"
+        made = _placing(getattr(keras.Model, name), f"{kind}_function")
+        setattr(keras.Model, name, made)
+
+
+def _recording(new: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(new)
+    def made(cls: type[keras.Model], *args: Any, **options: Any) -> keras.Model:
+        strategy = _scope_strategy()
+        if strategy is not None:
+            distribution(strategy)
+        model = new(cls, *args, **options)
+        if strategy is not None and isinstance(model, keras.Model):
+            _owners[model] = _Owner(strategy)
+        return model
+
+    return made
+
+
+def _scope_strategy() -> AbstractStrategy | None:
+    context = _context.current()
+    return context.strategy if context.replica is None and not context.in_step else None
+
+
+def _on_devices(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(model: keras.Model, *args: Any, **options: Any) -> Any:
+        owner = _owners.get(model)
+        _check_scope(model, owner, method.__name__)
+        if owner is None:
+            return method(model, *args, **options)
+        is_loop = method.__name__ in _RUNNING
+        if is_loop:
+            _check_data(method.__name__, args[0] if args else options.get("x"))
+        with distribution(owner.strategy).scope():
+            if method.__name__ == "fit":
+                _check_seeds()
+            owner.loops += is_loop
+            try:
+                return method(model, *args, **options)
+            finally:
+                owner.loops -= is_loop
+
+    return called
+
+
+def _check_scope(model: keras.Model, owner: _Owner | None, method: str) -> None:
+    """Raise where the model was made under another strategy than is current."""
+    strategy = _scope_strategy()
+    if strategy is None or (owner is not None and owner.strategy is strategy):
+        return
+    made = "outside of its scope" if owner is None else f"under {owner.strategy!r}"
+    raise ValueError(
+        f"`{method}` of the Keras model {model.name!r} was called in the scope of "
+        f"{strategy!r}, but the model was made {made}. Make and compile the model in "
+        "that scope, or call the method outside of it."
+    )
+
+
+def _check_data(method: str, data: object) -> None:
+    """Raise for datasets of ours, of which Keras knows nothing."""
+    if isinstance(data, DistributedDataset | DistributedIterator | Source):
+        raise TypeError(
+            f"`{method}` was given {data!r}. Keras divides batches over the devices "
+            "itself: give arrays of all rows with `batch_size`, a generator of global "
+            "batches, or a `keras.utils.PyDataset`. A loop of your own, with "
+            "`js.keras.stateless_call` in `strategy.run`, takes it."
+        )
+
+
+def _check_seeds() -> None:
+    """Raise unless all processes would shuffle alike, for which Keras asks NumPy."""
+    if jax.process_count() == 1:
+        return
+    _, keys, position, *_ = np.random.get_state()
+    # Of 64 bits JAX would drop half.
+    state = np.append(np.asarray(keys, np.uint32), np.uint32(position))
+    try:
+        multihost_utils.assert_equal(state)
+    except AssertionError as different:
+        raise ValueError(
+            "`fit` was called by processes whose random numbers differ: each would "
+            "shuffle its data in another order. Call `keras.utils.set_random_seed` "
+            "with one number in all of them before the model is made."
+        ) from different
+
+
+def _placing(make: Callable[..., Any], attribute: str) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(model: keras.Model, *args: Any, **options: Any) -> Any:
+        owner = _owners.get(model)
+        if owner is None:
+            return make(model, *args, **options)
+        _check_variables(model, owner)
+        result = make(model, *args, **options)
+        function = getattr(model, attribute)
+        if not isinstance(function, _OnPlacedBatches):
+            chosen = distribution(owner.strategy)
+            setattr(model, attribute, _OnPlacedBatches(function, chosen))
+        if owner.loops:
+            # From here on Keras would place batches: `_OnPlacedBatches` does.
+            keras.distribution.set_distribution(None)
+        return result
+
+    return made
+
+
+def _check_variables(model: keras.Model, owner: _Owner) -> None:
+    """Raise where a part of the model was made outside of the scope."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *getattr(optimizer, "variables", ())]
+    devices = set(owner.strategy.devices)
+    for variable in variables:
+        if variable.value.sharding.device_set != devices:
+            raise ValueError(
+                f"The variable {variable.path!r} of the Keras model {model.name!r} is "
+                f"not on the devices of {owner.strategy!r}: it was made outside of its "
+                "scope. Make layers, optimizers and metrics in the scope, too."
+            )
+
+
+@final
+class _OnPlacedBatches:
+    """A function of Keras' loops, over batches that are placed on devices."""
+
+    def __init__(
+        self, function: Callable[..., Any], chosen: keras.distribution.DataParallel
+    ) -> None:
+        self._function = function
+        self._chosen = chosen
+        whole = keras.distribution.TensorLayout([], chosen.device_mesh)
+        self._whole = jax.jit(lambda tree: tree, out_shardings=whole.backend_layout)
+
+    def __call__(self, state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
+        outputs, state = self._function(state, map(self._placed, batches))
+        if jax.process_count() > 1:
+            outputs = self._whole(outputs)
+        return outputs, state
+
+    def _placed(self, batch: Any) -> Any:
+        return jax.tree.map(self._placed_array, batch)
+
+    def _placed_array(self, array: Any) -> jax.Array:
+        """The rows divided over the devices, or all on each if they do not divide."""
+        sharding = self._chosen.get_data_layout(array.shape).backend_layout
+        if jax.process_count() == 1:
+            return jax.device_put(array, sharding)
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        rows = np.asarray(array)
+        return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)

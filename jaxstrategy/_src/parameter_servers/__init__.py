@@ -1,0 +1,1 @@
+"""Variables on parameter servers and functions on workers, without a strategy."""

@@ -1,0 +1,626 @@
+"""`ClusterTasks`: workers and servers that somebody else has started."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, Self, TypeVar, final, get_args
+
+import numpy as np
+
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
+from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, host_and_port
+from jaxstrategy._src.errors import (
+    ClusterError,
+    ParameterServerLost,
+    WorkerLost,
+)
+from jaxstrategy._src.parameter_servers.protocol import (
+    AbstractServer,
+    AbstractWorkerBackend,
+    CallNumber,
+    Read,
+    ServerOperation,
+)
+from jaxstrategy._src.parameter_servers.wire import listener, peer as _peer
+from jaxstrategy._src.parameter_servers.wire.peer import Peer
+from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer, RemoteWorker
+from jaxstrategy._src.parameter_servers.wire.stream import Kind, Stream, WireFrame
+from jaxstrategy._src.processes import secret as _secret
+from jaxstrategy._src.processes.channel import Fields, has, is_text, is_whole
+from jaxstrategy._src.processes.secret import Secret
+
+_JOBS = ("chief", "worker", "evaluator", "ps")
+_ONE_TASK = ("chief", "evaluator")
+
+
+class ClusterAddresses(NamedTuple):
+    """The addresses of a cluster's workers and parameter servers, in their order."""
+
+    workers: Sequence[str]
+    servers: Sequence[str]
+
+
+def is_for_servers(spec: ClusterSpec) -> bool:
+    """Whether a cluster has parameter servers at all.
+
+    >>> is_for_servers(ClusterSpec({"worker": ["a:1", "b:1"]}))
+    False
+    """
+    return "ps" in spec.jobs and spec.num_tasks("ps") > 0
+
+
+def checked_cluster(
+    spec: ClusterSpec, task_type: str | None = None
+) -> ClusterAddresses:
+    """The tasks that a coordinator calls.
+
+    Args:
+      spec: the cluster, which may have a chief (the coordinator) and an evaluator, who
+        works by itself.
+      task_type: what this process is; None if that is not known.
+
+    Raises:
+      ValueError: the cluster cannot train in this way.
+
+    >>> checked_cluster(ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]}))
+    ClusterAddresses(workers=['a:1', 'b:1'], servers=['c:1'])
+    """
+    if not spec:
+        raise ValueError(
+            "Cluster spec must be non-empty: TF_CONFIG or the resolver names no task. "
+            "Without a cluster, `ParameterServerStrategy(workers=2, "
+            "parameter_servers=1)` starts processes on this host."
+        )
+    _check_jobs(spec, task_type)
+    for job in ("ps", "worker"):
+        if not _count(spec, job):
+            raise ValueError(
+                f"There must be at least one {job}. The cluster is {spec}, which needs "
+                "to have `ps` jobs and `worker` jobs."
+            )
+    return ClusterAddresses(_addresses(spec, "worker"), _addresses(spec, "ps"))
+
+
+def _check_jobs(spec: ClusterSpec, task_type: str | None) -> None:
+    allowed = ", ".join(_JOBS)
+    if set(spec.jobs) - set(_JOBS):
+        raise ValueError(
+            f"Disallowed task type found in cluster spec. Allowed types are {allowed}, "
+            f"and the cluster spec is {spec}."
+        )
+    if task_type is not None and task_type not in _JOBS:
+        raise ValueError(
+            f"Unrecognized task_type: {task_type!r}, valid task types are {allowed}."
+        )
+    if task_type not in (None, "evaluator", "chief", *spec.jobs):
+        raise ValueError(
+            f"`task_type` {task_type!r} not found in the cluster spec {spec}."
+        )
+    for job in _ONE_TASK:
+        if _count(spec, job) > 1:
+            raise ValueError(
+                f"There must be at most one {job!r} job, and the cluster has "
+                f"{_count(spec, job)}: {spec}."
+            )
+
+
+def _count(spec: ClusterSpec, job: str) -> int:
+    return spec.num_tasks(job) if job in spec.jobs else 0
+
+
+def _addresses(spec: ClusterSpec, job: str) -> list[str]:
+    tasks = spec.job_tasks(job)
+    addresses = [address for address in tasks if address is not None]
+    if len(addresses) < len(tasks):
+        raise ValueError(
+            f"The cluster names the tasks {spec.task_indices(job)} of {job!r}; the "
+            "coordinator calls all of them, so that it needs all addresses."
+        )
+    for address in addresses:
+        host_and_port(address)
+    return addresses
+
+
+COORDINATOR = secrets.token_hex(16)
+"""The name of this process as a coordinator; another one has another name."""
+
+_Wish = Literal["begin", "join", "end", "devices"]
+_SECONDS = 10.0  # for an answer to it
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """Who calls a worker or parameter server, and for what.
+
+    Attributes:
+      wants: "begin" something with this name; "join" it, as another connection; "end"
+        it; or only to know which "devices" there are.
+      coordinator: the name of its process.
+      strategy: the name of one strategy of it.
+      life: of a worker, the name of one life; empty for a server.
+      index: of the worker.
+      servers: the addresses of all parameter servers, for a worker.
+    """
+
+    wants: _Wish
+    coordinator: str
+    strategy: str
+    life: str = ""
+    index: int = 0
+    servers: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The name of what is begun or joined, within one coordinator."""
+        return self.strategy, self.life
+
+    def with_wish(self, wants: Literal["join", "end"]) -> Self:
+        """The same with another wish."""
+        return dataclasses.replace(self, wants=wants)
+
+    def frame(self) -> WireFrame:
+        """It as it is sent."""
+        return WireFrame(Kind.SESSION, dataclasses.asdict(self))
+
+    @classmethod
+    def of(cls, frame: WireFrame) -> Self | None:
+        """What was sent; None if it was something else."""
+        if frame.kind != Kind.SESSION or not has(frame.fields, _FIELDS):
+            return None
+        given: dict[str, Any] = {name: frame.fields[name] for name in _FIELDS}
+        given["servers"] = tuple(given["servers"])
+        return cls(**given)
+
+
+def _is_addresses(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+_FIELDS: Fields = {
+    "wants": lambda value: is_text(value) and value in get_args(_Wish),
+    "coordinator": is_text,
+    "strategy": is_text,
+    "life": is_text,
+    "index": is_whole,
+    "servers": _is_addresses,
+}
+
+
+def joined(
+    address: str, secret: Secret, hello: Hello
+) -> tuple[Stream, Mapping[str, Any]]:
+    """A stream to a task of a cluster, and what it says of itself."""
+    try:
+        stream = listener.dialled(address, secret)
+    except ConnectionError as error:
+        if isinstance(error.__cause__, ConnectionRefusedError):
+            raise ConnectionRefusedError(f"nobody listens at {address}") from error
+        raise
+    try:
+        stream.limit_silence(_SECONDS)
+        stream.send(hello.frame())
+        answer = stream.receive()
+        stream.limit_silence(None)
+    except (EOFError, OSError) as error:
+        stream.close()
+        raise ConnectionError(f"{address} does not answer ({error})") from error
+    if answer.kind == Kind.FAILED:
+        stream.close()
+        why = _peer.raised_by(answer, address, may_unpickle=False)
+        raise ConnectionAbortedError(str(why))
+    return stream, answer.fields
+
+
+SECONDS = 20.0
+"""How long a server may be out of reach before it is lost."""
+
+_RECONNECT_PAUSE = 0.2
+_MOST = 3  # times that one request is repeated; it may be what breaks the connection
+_T = TypeVar("_T")
+
+
+@final
+class ReconnectingServer(AbstractServer):
+    """Connects again when the network broke, as long as the server still has all."""
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[], Stream],
+        patience: float,
+        seconds: float = SECONDS,
+        last_output: Callable[[], str | None] | None = None,
+    ) -> None:
+        self._name = name
+        self._dial = dial
+        self._patience = patience
+        self._seconds = seconds
+        self._last_output = last_output
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._now = self._connected([])
+
+    def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
+        is_first = True
+
+        def create(server: RemoteServer) -> None:
+            nonlocal is_first
+            if not is_first:
+                server.drop([number])  # it may be there already
+            is_first = False
+            server.create(number, value, is_table)
+
+        self._asked(create)
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        self._asked(lambda server: server.drop(numbers))
+
+    def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
+        return self._asked(lambda server: server.read(reads))
+
+    def push(
+        self, operations: Sequence[ServerOperation], call: CallNumber | None = None
+    ) -> bool:
+        repeats = call is not None or all(each.name == "set" for each in operations)
+        return self._asked(lambda server: server.push(operations, call), repeats)
+
+    def define(self, key: str, exported: bytes) -> None:
+        self._asked(lambda server: server.define(key, exported))
+
+    def fence(self, worker: int, incarnation: int) -> None:
+        self._asked(lambda server: server.fence(worker, incarnation))
+
+    def versions(self, numbers: Sequence[int]) -> list[int]:
+        return self._asked(lambda server: server.versions(numbers))
+
+    def close(self) -> None:
+        """Close the connections; the server goes on."""
+        self._is_closed = True
+        self._now.close()
+
+    def _asked(self, ask: Callable[[RemoteServer], _T], repeats: bool = True) -> _T:
+        for _ in range(_MOST):
+            server = self._now
+            try:
+                return ask(server)
+            except ParameterServerLost as lost:
+                self._connect_again(server, lost)
+                if not repeats:
+                    raise ParameterServerLost(
+                        f"{lost} It was reached again, but whether the change that "
+                        "was being made counts is not known."
+                    ) from lost
+        return ask(self._now)
+
+    def _connect_again(self, broken: RemoteServer, lost: ParameterServerLost) -> None:
+        """Reach the server over new connections."""
+        with self._lock:  # the first that finds it broken connects for all
+            end = time.monotonic() + self._seconds
+            while self._now is broken:
+                if self._is_closed or time.monotonic() >= end:
+                    raise lost
+                try:
+                    stream = self._dial()
+                except (ConnectionAbortedError, ConnectionRefusedError) as error:
+                    said = self._last_output() if self._last_output else None
+                    more = f"\nThe last that it wrote:\n{said}" if said else ""
+                    raise ParameterServerLost(
+                        f"{self._name} is lost: {error}.{more}"
+                    ) from lost
+                except ConnectionError:
+                    time.sleep(_RECONNECT_PAUSE)
+                else:
+                    self._now = self._connected([stream])
+
+    def _connected(self, made: list[Stream]) -> RemoteServer:
+        def dial() -> Stream:
+            try:
+                return made.pop()
+            except IndexError:
+                return self._dial()
+
+        peer = Peer(
+            self._name, dial, ParameterServerLost, self._patience, self._last_output
+        )
+        if made:
+            peer.ask(WireFrame(Kind.PING))  # so that the stream is its to close
+        return RemoteServer(peer)
+
+
+_PAUSE = 0.2  # between two tries to reach a task
+_SAID_SECONDS = 15.0  # without one, after which a line says so
+
+_lives = itertools.count()
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class CalledTask:
+    """A process that listens, or will.
+
+    Attributes:
+      name: what it is, for people.
+      address: where.
+      over: set when it is known to have ended.
+      kill: ends it; None where only who has started it can.
+      last_output: what it wrote last, for errors.
+    """
+
+    name: str
+    address: str
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    kill: Callable[[], None] | None = None
+    last_output: Callable[[], str | None] | None = None
+
+
+@final
+class CalledTasks:
+    """Workers and parameter servers at addresses, for one strategy of this process."""
+
+    def __init__(
+        self,
+        workers: Sequence[CalledTask],
+        servers: Sequence[CalledTask],
+        renewed: Callable[[int], CalledTask],
+        secret: Secret,
+        start_seconds: float,
+        patience: float = _peer.PATIENCE,
+    ) -> None:
+        self._tasks = servers
+        self._renewed = renewed
+        self._addresses = tuple(task.address for task in servers)
+        self._secret = secret
+        self._coordinator = COORDINATOR
+        self._strategy = secrets.token_hex(8)
+        self._patience = patience
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._lives: dict[int, RemoteWorker] = {}
+        end = time.monotonic() + start_seconds
+        self.servers: list[ReconnectingServer] = []
+        try:
+            self._connect_servers(end)
+            self.told = self._first_worker(workers, end)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, worker: int, incarnation: int) -> RemoteWorker:
+        """A new life of a worker, as soon as its process is there."""
+        task = self._renewed(worker)
+        name_of_life = f"{incarnation}.{next(_lives)}"
+        hello = self._hello("begin", name_of_life, worker, self._addresses)
+        try:
+            stream, _ = self._when_there(task, hello, None)
+        except ConnectionError as error:
+            raise WorkerLost(_why(task, "is lost", error)) from error
+        life = RemoteWorker(self._peer(task, hello, stream), task.kill)
+        self._begin(worker, life)
+        return life
+
+    def close(self) -> None:
+        """Let go of the tasks, which wait for another coordinator."""
+        if self._closed.is_set():
+            return
+        self.hang_up()
+        with ThreadPoolExecutor(len(self._addresses)) as pool:
+            list(pool.map(self._end, self._addresses))
+
+    def hang_up(self) -> None:
+        """Close all connections, to tasks that will be ended."""
+        self._closed.set()
+        for worker in tuple(self._lives):
+            self._begin(worker, None)
+        for server in self.servers:
+            server.close()
+
+    def _end(self, address: str) -> None:
+        """Let a server drop what it holds."""
+        try:
+            joined(address, self._secret, self._hello("end"))[0].close()
+        except (ConnectionError, ClusterError):
+            return  # it holds nothing any more
+
+    def _begin(self, worker: int, life: RemoteWorker | None) -> None:
+        """Let go of the life before, which its task then forgets."""
+        with self._lock:
+            old = self._lives.pop(worker, None)
+            if life is not None and not self._closed.is_set():
+                self._lives[worker] = life
+        for each in (old, life if self._closed.is_set() else None):
+            if each is not None:
+                each.close()
+
+    def _hello(
+        self, wants: Any, life: str = "", index: int = 0, servers: tuple[str, ...] = ()
+    ) -> Hello:
+        return Hello(wants, self._coordinator, self._strategy, life, index, servers)
+
+    def _connect_servers(self, end: float) -> None:
+        with ThreadPoolExecutor(len(self._tasks)) as pool:
+            made = [pool.submit(self._server, task, end) for task in self._tasks]
+        # All that were made are kept, also if another one fails, to be closed.
+        self.servers = [each.result() for each in made if each.exception() is None]
+        for each in made:
+            each.result()
+
+    def _server(self, task: CalledTask, end: float) -> ReconnectingServer:
+        try:
+            stream, _ = self._when_there(task, self._hello("begin"), end)
+        except ConnectionError as error:
+            raise ClusterError(_why(task, "cannot be reached", error)) from error
+        stream.close()
+        joining = self._hello("join")
+
+        def dial() -> Stream:
+            return joined(task.address, self._secret, joining)[0]
+
+        name = f"{task.name} at {task.address}"
+        return ReconnectingServer(
+            name, dial, self._patience, last_output=task.last_output
+        )
+
+    def _peer(self, task: CalledTask, hello: Hello, first: Stream) -> Peer:
+        made = [first]
+
+        def dial() -> Stream:
+            try:
+                return made.pop()
+            except IndexError:
+                return joined(task.address, self._secret, hello.with_wish("join"))[0]
+
+        name = f"{task.name} at {task.address}"
+        peer = Peer(name, dial, WorkerLost, self._patience, task.last_output)
+        peer.ask(WireFrame(Kind.PING))  # so that the first stream is its to close
+        return peer
+
+    def _first_worker(
+        self, workers: Sequence[CalledTask], end: float
+    ) -> dict[str, Any]:
+        """What the first worker that is there says of its devices."""
+        found: list[dict[str, Any]] = []
+        failures: list[str] = []
+        there = threading.Event()
+
+        def ask(task: CalledTask) -> None:
+            try:
+                stream, answer = self._when_there(
+                    task, self._hello("devices"), end, there
+                )
+            except ConnectionError as error:
+                failures.append(_why(task, "cannot be reached", error))
+                return
+            stream.close()
+            found.append(dict(answer))
+            there.set()
+
+        with ThreadPoolExecutor(len(workers)) as pool:
+            list(pool.map(ask, workers))
+        if not found:
+            addresses = ", ".join(task.address for task in workers)
+            raise ClusterError(
+                f"None of the workers at {addresses} can be reached. Each runs `python "
+                "-m jaxstrategy.parameter_servers`, or `jaxstrategy.Server(...)."
+                f"join()`. {failures[0]}"
+            )
+        return found[0]
+
+    def _when_there(
+        self,
+        task: CalledTask,
+        hello: Hello,
+        end: float | None,
+        given_up: threading.Event | None = None,
+    ) -> tuple[Stream, Any]:
+        """A connection to a task, once it is there."""
+        since, is_said = time.monotonic(), False
+        while True:
+            try:
+                return joined(task.address, self._secret, hello)
+            except ConnectionAbortedError:
+                raise
+            except ConnectionError:
+                now = time.monotonic()
+                if end is not None and now >= end:
+                    raise
+            if not is_said and now - since > _SAID_SECONDS:
+                is_said = True
+                _say(
+                    f"{task.name} at {task.address} does not answer, and is waited for"
+                )
+            if task.over.is_set():
+                raise ConnectionError("it has ended")
+            if (given_up or self._closed).wait(_PAUSE) or self._closed.is_set():
+                raise ConnectionError("nobody waits for it any more")
+
+
+def _why(task: CalledTask, what: str, error: Exception) -> str:
+    said = task.last_output() if task.last_output is not None else None
+    more = f"\nThe last that it wrote:\n{said}" if said else ""
+    return f"{task.name} at {task.address} {what}: {error}.{more}"
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"jaxstrategy: {text}.", file=sys.stderr, flush=True)
+
+
+@final
+class ClusterTasks(AbstractWorkerBackend):
+    """The tasks of a cluster, of which this process is the coordinator."""
+
+    def __init__(
+        self,
+        resolver: ClusterResolver,
+        *,
+        start_seconds: float = 300.0,
+        patience: float = _peer.PATIENCE,
+    ) -> None:
+        spec = resolver.cluster_spec()
+        addresses = checked_cluster(spec, resolver.task_type)
+        workers, servers = (
+            [CalledTask(f"{name} {number}", each) for number, each in enumerate(given)]
+            for name, given in zip(
+                ("Worker", "Parameter server"), addresses, strict=True
+            )
+        )
+        self._workers = workers
+        self._calls = CalledTasks(
+            workers,
+            servers,
+            workers.__getitem__,
+            checked_secret(servers[0].address),
+            start_seconds,
+            patience,
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the cluster has."""
+        return len(self._workers)
+
+    @property
+    def replicas_per_worker(self) -> int:
+        """How many devices each worker has."""
+        return self._calls.told["devices"]
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """The platform of the workers' devices."""
+        return (self._calls.told["platform"],)
+
+    @property
+    def servers(self) -> Sequence[AbstractServer]:
+        """The parameter servers."""
+        return self._calls.servers
+
+    def start(self, worker: int, incarnation: int) -> RemoteWorker:
+        """A new life of a worker, as soon as its process is there."""
+        return self._calls.start(worker, incarnation)
+
+    def close(self) -> None:
+        """Let go of the tasks, which wait for another coordinator."""
+        self._calls.close()
+
+
+def checked_secret(address: str) -> Secret:
+    """The secret of the job."""
+    secret = Secret.of_environment()
+    if not secret and not _secret.is_network_trusted():
+        raise ClusterError(
+            f"A coordinator and its workers run what they send each other, and who can "
+            f"reach {address} could send something too: the job needs a secret. Set "
+            f"{_secret.VARIABLE} to the same random word for all its processes, in "
+            "their environment and never on a command line "
+            f"({_secret.HOW_TO_MAKE_ONE} makes one; `python -m jaxstrategy.launch "
+            "--workers 2 --parameter-servers 1 train.py` does so by itself)."
+        )
+    return secret

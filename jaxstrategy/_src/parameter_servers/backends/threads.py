@@ -1,0 +1,154 @@
+"""Workers and parameter servers in this process: `Threads`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn, cast, final
+
+import jax
+
+from jaxstrategy._src.parameter_servers.protocol import (
+    AbstractServer,
+    AbstractWorker,
+    AbstractWorkerBackend,
+    KilledServer,
+    RestartedServer,
+)
+from jaxstrategy._src.parameter_servers.store.store import Store
+from jaxstrategy._src.parameter_servers.worker import WorkerEngine, WorkerSurroundings
+from jaxstrategy._src.replicas import devices
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.text.whole_numbers import positive
+
+
+@final
+class WorkerSide(AbstractWorkerBackend):
+    """Has the worker's connections to the servers, and starts nothing."""
+
+    def __init__(self, surroundings: WorkerSurroundings, num_workers: int) -> None:
+        self._surroundings = surroundings
+        self._num_workers = num_workers
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are in all."""
+        return self._num_workers
+
+    @property
+    def replicas_per_worker(self) -> int:
+        """How many devices this one has."""
+        return self._surroundings.replicas.count
+
+    @property
+    def servers(self) -> Sequence[AbstractServer]:
+        """The parameter servers."""
+        return self._surroundings.servers
+
+    def start(self, worker: int, incarnation: int) -> NoReturn:
+        """None: workers start no workers."""
+        raise RuntimeError(
+            "The function of a dataset, which a worker runs, was to start workers. "
+            "Make the ClusterCoordinator outside of it."
+        )
+
+    def close(self) -> None:
+        """Nothing: what there is belongs to the coordinator."""
+
+
+@final
+class Threads(AbstractWorkerBackend):
+    """Everything in this process: for notebooks, and for tests of what functions mean.
+
+    A worker is a thread with devices of its own, as far as there are enough; a server
+    is a dictionary. Reading a variable copies nothing. No worker is safe from what
+    another one does to the process; `kill` simulates the death of one.
+
+    Args:
+      workers: how many.
+      parameter_servers: how many.
+      devices_per_worker: how many devices each worker has.
+
+    Raises:
+      ValueError: there are fewer devices than one worker is to have.
+
+    >>> import jaxstrategy as js
+    >>> backend = js.coordinator.Threads(workers=2, parameter_servers=1)
+    >>> strategy = js.ParameterServerStrategy(backend=backend)
+    """
+
+    def __init__(
+        self, workers: int, parameter_servers: int, devices_per_worker: int = 1
+    ) -> None:
+        self._count = positive("workers", workers)
+        count = positive("parameter_servers", parameter_servers)
+        self._devices_each = positive("devices_per_worker", devices_per_worker)
+        self._devices = devices.default_devices()
+        if len(self._devices) < devices_per_worker:
+            raise ValueError(
+                f"`devices_per_worker` was {devices_per_worker}, and there are "
+                f"{len(self._devices)} devices. `js.simulate(n)` makes some."
+            )
+        self._servers = tuple(RestartedServer(Store()) for _ in range(count))
+        self._lives: dict[int, WorkerEngine] = {}
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return self._count
+
+    @property
+    def replicas_per_worker(self) -> int:
+        """How many devices each worker has."""
+        return self._devices_each
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """The platform of this process's devices."""
+        return (_exported_name(jax.default_backend()),)
+
+    @property
+    def servers(self) -> Sequence[AbstractServer]:
+        """The parameter servers."""
+        return cast("Sequence[AbstractServer]", self._servers)
+
+    def start(self, worker: int, incarnation: int) -> AbstractWorker:
+        """A new life of a worker; it has nothing of the last one."""
+        life = WorkerEngine(worker, self.servers, self._devices_of(worker))
+        self._lives[worker] = life
+        return life
+
+    def _devices_of(self, worker: int) -> list[Device]:
+        first = worker * self._devices_each
+        count = len(self._devices)
+        return [self._devices[(first + i) % count] for i in range(self._devices_each)]
+
+    def kill(self, worker: int) -> None:
+        """End a worker as if its process had died; another one is started."""
+        self._lives[worker].kill()
+
+    def kill_server(self, server: int) -> None:
+        """End a parameter server as if its process had died, with what it has."""
+        self._servers[server].server = KilledServer(server)
+
+    @property
+    def can_restart_servers(self) -> bool:
+        """True."""
+        return True
+
+    def restart_servers(self, servers: Sequence[int]) -> None:
+        """New parameter servers, which have nothing."""
+        for number in servers:
+            self._servers[number].server = Store()
+
+    def close(self) -> None:
+        """End all workers."""
+        for life in self._lives.values():
+            life.kill()
+
+
+def _exported_name(platform: str) -> str:
+    """What `jax.export` calls a platform that JAX calls "gpu"."""
+    if platform != "gpu":
+        return platform
+    version = jax.devices()[0].client.platform_version
+    return "rocm" if "rocm" in version.lower() else "cuda"

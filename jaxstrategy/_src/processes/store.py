@@ -1,0 +1,747 @@
+"""Values that all processes share, and news of those that have ended.
+
+Process 0 keeps them. It brings together what all contribute, and knows at once when a
+process has died: the kernel closes the connections of a process that ends, however it
+ends.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeAlias, TypedDict, final
+
+from jaxstrategy._src.errors import ClusterError
+from jaxstrategy._src.processes.messages import Buffer, LostError, RemoteError, Request
+from jaxstrategy._src.processes.rendezvous import (
+    Group,
+    Json,
+    Member,
+    Message,
+    read,
+    written,
+)
+from jaxstrategy._src.text.lists import listed
+
+
+class Status(TypedDict):
+    """The progress of a process, as its watchdog reports it each second.
+
+    Attributes:
+      step: the number of steps it has begun.
+      what: the last of them in words.
+      pending: the step or event it waits for, None if it waits for nothing.
+      seconds: how long it has waited, or since there was progress.
+      busy: its own work meanwhile, such as compiling; None if it has none.
+      writes: the checkpoint it writes in the background, None if it writes none.
+      reads: batches that its input pipeline has not delivered, each with the seconds
+        that it has taken so far.
+      arrivals: its last steps; of each its number, the number of comparisons before it,
+        and the seconds since the last of them.
+    """
+
+    step: int
+    what: str
+    pending: str | None
+    seconds: float | None
+    busy: str | None
+    writes: str | None
+    reads: list[tuple[str, float]]
+    arrivals: list[tuple[int, int, float]]
+
+
+LATE_SECONDS = 3.0
+"""Processes report each second; one that is late by so much is reported as silent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """A process that takes part no more; prints as a clause about it.
+
+    Attributes:
+      end: `"left"` (its script has ended), `"failed"` (by an exception, told in
+        `text`), `"died"` (its connection broke) or `"silent"` (it stopped answering).
+      status: its watchdog's last word, None if it never said one.
+    """
+
+    member: Member
+    end: str
+    text: str = ""
+    status: Status | None = None
+
+    def __str__(self) -> str:
+        match self.end:
+            case "left":
+                return f"{self.member} has finished already"
+            case "failed":
+                return f"{self.member} failed: {self.text}"
+            case "silent":
+                return (
+                    f"{self.member} has not answered for {self.text} s: it is "
+                    "stopped, or its host is"
+                )
+        return (
+            f"{self.member} has died: killed, out of memory or crashed; its own output "
+            "may say more"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessState:
+    """The state of a process.
+
+    Attributes:
+      status: what its watchdog last said, None if nothing.
+      end, text: None and empty while it runs, else as in `Departure`.
+      silent_seconds: how long it has not answered; about 1 at most is usual.
+    """
+
+    member: Member
+    status: Status | None
+    end: str | None
+    silent_seconds: float
+    text: str = ""
+
+    @property
+    def busy(self) -> str | None:
+        """Its own work, for which others may wait; None if it has none."""
+        return self._heard["busy"] if self._heard else None
+
+    @property
+    def writes(self) -> str | None:
+        """The checkpoint it writes in the background; None if it writes none."""
+        return self._heard["writes"] if self._heard else None
+
+    @property
+    def _heard(self) -> Status | None:
+        """Its last status if it runs and answers, else None."""
+        is_recent = self.end is None and self.silent_seconds < LATE_SECONDS
+        return self.status if is_recent else None
+
+
+class Store:
+    """Values that all processes share, and news of those that have ended.
+
+    This one is that of a job of one process. All methods may be called from any thread.
+    Values are what JSON can say.
+
+    Attributes:
+      members: all processes, by their ids.
+      index: which of them this one is.
+      departures: the processes that have ended, by their ids.
+      common_error: the text of an error that each process was given, by which each of
+        them may end; None if there was none.
+    """
+
+    common_error: str | None = None
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.members = (Member(0, socket.gethostname(), os.getpid()),)
+        self.departures: dict[int, Departure] = {}
+        self._values: dict[str, Json] = {}
+        self._changed = threading.Condition(threading.RLock())
+
+    def put(self, key: str, value: Json) -> None:
+        """Let all processes `get` a value; a second one replaces the first."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_seconds: float | None = None) -> Json:
+        """The value that some process has put or will put within the time.
+
+        Raises:
+          ClusterError: none did, or none can any more.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
+                raise ClusterError(nobody_put(key, timeout_seconds or 0))
+            return self._values[key]
+
+    def gather(
+        self, key: str, value: Json, timeout_seconds: float | None = None
+    ) -> list[Json]:
+        """Contribute a value; get those of all processes, in the order of their ids.
+
+        The n-th call with a key on one process meets the n-th on each other. Without a
+        time of its own it waits the store's, and longer while a process is busy.
+
+        Raises:
+          ClusterError: not all did so in time, or one has ended; they are named.
+        """
+        return [value]
+
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Wait until all processes have come here; raises as `gather` does."""
+        self.gather(f"barrier: {name}", None, timeout_seconds)
+
+    def states(self) -> list[ProcessState]:
+        """The state of each process, by their ids.
+
+        Raises:
+          ClusterError: process 0, which keeps them, does not answer.
+        """
+        return [ProcessState(self.members[0], None, None, 0.0)]
+
+    def known_states(self) -> list[ProcessState]:
+        """The same without a message: in process 0 of several; else empty."""
+        return []
+
+    def on_departure(self, callback: Callable[[Departure], None]) -> None:
+        """Have a function called, on another thread, for each process that ends.
+
+        Those that have ended already are told at once.
+        """
+
+    def fail(self, text: str) -> None:
+        """Tell all others that this process ends, and why; they end as well."""
+
+    def look_at_process_0(self) -> None:
+        """Note that process 0 has ended if it has been silent for too long."""
+
+    def forgive_silence(self) -> None:
+        """Count the silence of process 0 from now: this one was itself stopped."""
+
+
+def nobody_put(key: str, seconds: float) -> str:
+    """The reason why `get` failed."""
+    return f"Nobody has put {key!r} on the board within {seconds:g} s."
+
+
+_TICK_SECONDS = 1.0
+# A thread that should run each second and did not for so long was stopped itself.
+_STOPPED_SECONDS = 5.0
+_ANSWER_SECONDS = 2.0  # for what process 0 can answer by itself
+# Locks raise OverflowError beyond `threading.TIMEOUT_MAX`, 292 years on Linux and 49
+# days on Windows; users give `math.inf`, too.
+_LONGEST_SECONDS = 1e6
+
+
+class _Client:
+    """A process, as the server sees it; `post` tells it something."""
+
+    def __init__(self, index: int, post: Callable[[bytes], None]) -> None:
+        self.index = index
+        self.post = post
+        self.heard = time.monotonic()
+        self.status: Status | None = None
+        self.end: str | None = None  # how it ended: left, failed, died or silent
+        self.text = ""
+        self.is_connected = True
+
+
+Reply: TypeAlias = Callable[[bytes], None]
+"""Answers a request, by a message that was written."""
+
+
+class StoreServer:
+    """Process 0's end: serves all processes until they have hung up.
+
+    All of its state belongs to the loop of messages, so there is no lock; only
+    `states`, which reads one attribute after the other, is called by others.
+    """
+
+    def __init__(self, group: Group, silence_seconds: float) -> None:
+        host = group.host
+        assert host is not None
+        self._host = host
+        self._silence_seconds = silence_seconds
+        own = _Client(0, lambda body: group.news.put([body]))
+        self._clients = {0: own}
+        self._by_peer: dict[bytes, _Client] = {}
+        for index, peer in sorted(host.peers.items()):
+            client = _Client(index, self._poster(peer))
+            self._clients[index] = self._by_peer[peer] = client
+        self._values: dict[str, Json] = {}
+        self._asked: dict[str, list[tuple[int, int, Reply]]] = {}
+        # Of each key and process: what it contributed, and the request it waits with.
+        self._gathers: dict[
+            str, dict[int, collections.deque[tuple[int, Json, Reply]]]
+        ] = {}
+        self._ticked = time.monotonic()
+        self._all_left = False
+        self._is_over = threading.Event()
+        host.begin(self._received, self._lost)
+        threading.Thread(
+            target=self._tick_on, name="jaxstrategy-store-ticks", daemon=True
+        ).start()
+
+    def ask(self, body: bytes) -> Future[list[Buffer]]:
+        """The answer to a request of process 0 itself."""
+        future: Future[list[Buffer]] = Future()
+
+        def obey() -> None:
+            self._obey(self._clients[0], read([body]), lambda b: future.set_result([b]))
+
+        self._host.server.call(obey)
+        return future
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait until all other processes have hung up."""
+        self._is_over.wait(timeout_seconds)
+
+    def hang_up(self) -> None:
+        """Process 0 takes part no more; the others are served until they hang up."""
+        self._host.server.call(lambda: self._hung_up(self._clients[0]))
+
+    def _poster(self, peer: bytes) -> Callable[[bytes], None]:
+        return lambda body: self._host.server.send(peer, body)
+
+    def _received(self, request: Request) -> None:
+        client = self._by_peer.get(request.peer)
+        if client is None:
+            raise ValueError("the processes of the job have met already")
+        client.heard = time.monotonic()
+        try:
+            message = read(request.frames)
+            self._obey(client, message, request.reply)
+        # It is of the job, and yet says something that makes no sense.
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as why:
+            if not self._all_left:
+                text = f"its messages make no sense: {type(why).__name__}: {why}"
+                self._ended(client, "failed", text)
+            self._hung_up(client)
+            request.fail(str(why))
+
+    def _lost(self, peer: bytes) -> None:
+        if (client := self._by_peer.pop(peer, None)) is not None:
+            self._hung_up(client)
+
+    def _obey(self, client: _Client, message: Message, reply: Reply) -> None:
+        match message["op"]:
+            case "alive":
+                client.status = _checked(message["status"])
+            case "put":
+                self._put(message["key"], message["value"])
+            case "get":
+                self._get(client, message["key"], message["id"], reply)
+            case "gather":
+                entry = int(message["id"]), message["value"], reply
+                waiting = self._gathers.setdefault(str(message["key"]), {})
+                waiting.setdefault(client.index, collections.deque()).append(entry)
+                self._complete(message["key"])
+            case "cancel":
+                reply(written({"value": self._cancel(client, message["cancelled"])}))
+            case "states":
+                reply(written({"value": self.states()}))
+            case "failed":
+                self._ended(client, "failed", str(message["text"]))
+                reply(written({"value": None}))
+            case "left":
+                client.status = _checked(message["status"])
+                self._ended(client, "left", "")
+            case other:
+                raise ValueError(f"{other!r} is no request")
+
+    def _put(self, key: str, value: Json) -> None:
+        self._values[key] = value
+        for _, _, reply in self._asked.pop(key, []):
+            reply(written({"value": value}))
+
+    def _get(self, client: _Client, key: str, request: int, reply: Reply) -> None:
+        if key in self._values:
+            reply(written({"value": self._values[key]}))
+        elif gone := self._gone_for_good(client):
+            reply(self._refusal(gone))
+        else:
+            self._asked.setdefault(key, []).append((client.index, request, reply))
+
+    def _gone_for_good(self, client: _Client) -> list[int]:
+        """The processes whose end means that nothing will be put any more."""
+        others = [other for other in self._clients.values() if other is not client]
+        ended = [other.index for other in others if other.end not in (None, "left")]
+        if not ended and all(other.end for other in others):
+            ended = [other.index for other in others]
+        return ended
+
+    def _complete(self, key: str) -> None:
+        """Answer a gather if all have contributed, or if somebody never will."""
+        waiting = self._gathers[key]
+        absent = [k for k in self._clients if not waiting.get(k)]
+        if not absent:
+            entries = [waiting[k].popleft() for k in self._clients]
+            try:
+                answer = written({"value": [value for _, value, _ in entries]})
+            except ValueError as error:  # what all said, together, is too large
+                answer = written({"refused": str(error)})
+            for _, _, reply in entries:
+                reply(answer)
+            if not any(waiting.values()):
+                del self._gathers[key]
+        elif gone := [k for k in absent if self._clients[k].end]:
+            for entries in self._gathers.pop(key).values():
+                for _, _, reply in entries:
+                    reply(self._refusal(gone))
+
+    def _cancel(self, client: _Client, request: int) -> list[int]:
+        """Forget a request that took too long; who has not contributed."""
+        absent: list[int] = []
+        for key, waiting in list(self._gathers.items()):
+            entries = waiting.get(client.index, ())
+            kept = collections.deque(e for e in entries if e[0] != request)
+            if len(kept) < len(entries):
+                absent = [k for k in self._clients if not waiting.get(k)]
+                waiting[client.index] = kept
+                if not any(waiting.values()):
+                    del self._gathers[key]
+        for key, asked in self._asked.items():
+            self._asked[key] = [e for e in asked if e[:2] != (client.index, request)]
+        return absent
+
+    def _refusal(self, gone: Sequence[int]) -> bytes:
+        ends = [[k, self._clients[k].end, self._clients[k].text] for k in gone]
+        return written({"gone": ends})
+
+    def states(self) -> list[Message]:
+        """The state of each process, by their ids; any thread may ask."""
+        now = time.monotonic()
+        return [
+            {
+                "status": client.status,
+                "end": client.end,
+                "text": client.text,
+                "silent": self._silent(client, now),
+            }
+            for client in self._clients.values()
+        ]
+
+    def _silent(self, client: _Client, now: float) -> float:
+        is_asked = client.index != 0 and client.end is None
+        return round(now - client.heard, 1) if is_asked else 0.0
+
+    def _hung_up(self, client: _Client) -> None:
+        client.is_connected = False
+        if client.end is None or (client.end == "left" and not self._all_left):
+            self._ended(client, "died", "")
+        if not any(other.is_connected for other in self._clients.values()):
+            self._is_over.set()
+
+    def _ended(self, client: _Client, end: str, text: str) -> None:
+        # Who has left waits for the others and may still die; other ends are final.
+        if client.end is not None and (client.end != "left" or end == "left"):
+            return
+        client.end, client.text = end, text
+        told = written(
+            {
+                "op": "ended",
+                "process": client.index,
+                "end": end,
+                "text": text,
+                "status": client.status,
+            }
+        )
+        for other in self._clients.values():
+            if other is not client:
+                other.post(told)
+        for key in list(self._gathers):
+            self._complete(key)
+        for key, asked in list(self._asked.items()):
+            left = []
+            for index, request, reply in asked:
+                if gone := self._gone_for_good(self._clients[index]):
+                    reply(self._refusal(gone))
+                else:
+                    left.append((index, request, reply))
+            self._asked[key] = left
+        if all(other.end == "left" for other in self._clients.values()):
+            self._all_left = True
+            for other in self._clients.values():
+                other.post(written({"op": "all left"}))
+
+    def _tick_on(self) -> None:
+        while not self._is_over.wait(_TICK_SECONDS):
+            self._host.server.call(self._tick)
+        self._host.close()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._ticked > _STOPPED_SECONDS:  # this process was itself stopped
+            for client in self._clients.values():
+                client.heard = now
+        self._ticked = now
+        for client in self._clients.values():
+            client.post(written({"op": "ping"}))
+            silent = self._silent(client, now)
+            if client.end is None and silent > self._silence_seconds:
+                self._ended(client, "silent", f"{silent:.0f}")
+
+
+def _checked(status: Json) -> Status | None:
+    """A status, if it looks like one."""
+    if status is not None and not status.keys() >= Status.__annotations__.keys():
+        raise ValueError("its status is none")
+    return status
+
+
+@final
+class SharedStore(Store):
+    """The store of a job of several processes; process 0 keeps it.
+
+    Args:
+      timeout_seconds: how long `get` and `gather` wait unless they are told.
+      silence_seconds: a process that says nothing for so long counts as dead; by
+        default a little longer than the other. The host of one that is only busy, or
+        stopped, answers; one that does not is given up by the kernel after 20 s.
+
+    Attributes:
+      status: gives what other processes are told of this one, each second.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        timeout_seconds: float = 300,
+        silence_seconds: float | None = None,
+    ) -> None:
+        self.index = group.index
+        self.members = group.members
+        self.status: Callable[[], Status | None] = lambda: None
+        self.departures: dict[int, Departure] = {}
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+        # Later than any watchdog, whose report says more.
+        self._silence_seconds = silence_seconds or timeout_seconds + 5
+        self._requests = itertools.count()
+        self._heard = time.monotonic()
+        self._callbacks: list[Callable[[Departure], None]] = []
+        self._changed = threading.Condition(threading.RLock())
+        self._all_left = threading.Event()
+        self._is_closed = False
+        self._server = None
+        self._ask: Callable[[bytes], Future[list[Buffer]]]
+        self._tell: Callable[[bytes], object]
+        if group.client is not None:
+            self._ask, self._tell = group.client.submit, group.client.send
+        else:
+            self._server = StoreServer(group, self._silence_seconds)
+            self._ask = self._tell = self._server.ask
+        # Callbacks may wait for long, which the loop of messages must not.
+        threading.Thread(
+            target=self._read, name="jaxstrategy-store", daemon=True
+        ).start()
+
+    def put(self, key: str, value: Json) -> None:
+        self._send({"op": "put", "key": key, "value": value})
+
+    def get(self, key: str, timeout_seconds: float | None = None) -> Json:
+        seconds = self._seconds(timeout_seconds)
+        try:
+            return self._answer({"op": "get", "key": key}, seconds)["value"]
+        except TimeoutError:
+            raise ClusterError(nobody_put(key, seconds)) from None
+
+    def gather(
+        self, key: str, value: Json, timeout_seconds: float | None = None
+    ) -> list[Json]:
+        seconds = self._seconds(timeout_seconds)
+        message = {"op": "gather", "key": key, "value": value}
+        is_patient = timeout_seconds is None
+        try:
+            return self._answer(message, seconds, is_patient)["value"]
+        except TimeoutError as timeout:
+            absent = [self.members[k] for k in timeout.args[0]]
+            raise ClusterError(
+                f"Waited {seconds:g} s in {key!r} for {listed(absent, 8)}. Each "
+                "process must come here, in the same order; they may be busy or stuck "
+                "elsewhere."
+            ) from None
+
+    def states(self) -> list[ProcessState]:
+        try:
+            rows = self._answer({"op": "states"}, _ANSWER_SECONDS)["value"]
+        except TimeoutError:
+            raise ClusterError(
+                f"{self.members[0]}, which knows where all are, has not answered for "
+                f"{self.silent_seconds:.1f} s. It is stopped, or its host is."
+            ) from None
+        return self._states(rows)
+
+    def known_states(self) -> list[ProcessState]:
+        return [] if self._server is None else self._states(self._server.states())
+
+    def _states(self, rows: list[Message]) -> list[ProcessState]:
+        return [
+            ProcessState(member, row["status"], row["end"], row["silent"], row["text"])
+            for member, row in zip(self.members, rows, strict=True)
+        ]
+
+    def on_departure(self, callback: Callable[[Departure], None]) -> None:
+        with self._changed:
+            self._callbacks.append(callback)
+            known = list(self.departures.values())
+        for departure in known:
+            callback(departure)
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long process 0 has said nothing; 1 at most is usual."""
+        return time.monotonic() - self._heard
+
+    def forgive_silence(self) -> None:
+        self._heard = time.monotonic()
+
+    def look_at_process_0(self) -> None:
+        if self.index and self.silent_seconds > self._silence_seconds:
+            silent = f"{self.silent_seconds:.0f}"
+            self._note(Departure(self.members[0], "silent", silent))
+
+    def wait_for_departure(self, timeout_seconds: float) -> Departure | None:
+        """The first process that ended badly, None if none did within the time."""
+        with self._changed:
+            self._changed.wait_for(self._bad, timeout_seconds)
+            return self._bad()
+
+    def _bad(self) -> Departure | None:
+        ended = list(self.departures.values())
+        return next((d for d in ended if d.end != "left"), None)
+
+    def fail(self, text: str, linger_seconds: float | None = None) -> None:
+        """Tell all others that this process ends, and why; they end as well.
+
+        Process 0 stays until the others have hung up, or so long, by default 2 s: JAX
+        aborts them when it has ended.
+        """
+        # An answer, because the process may end before what is only sent is out.
+        with contextlib.suppress(ClusterError, TimeoutError):
+            self._answer({"op": "failed", "text": text}, _ANSWER_SECONDS)
+        self.close(linger_seconds or _ANSWER_SECONDS)
+
+    def leave(self, status: Status | None = None) -> None:
+        """Say that this process has finished, before it waits for all others to."""
+        self._send({"op": "left", "status": status})
+
+    def wait_for_all_left(self, timeout_seconds: float | None = None) -> bool:
+        """Whether all processes have left within the time."""
+        return self._all_left.wait(timeout_seconds)
+
+    def close(self, linger_seconds: float = _ANSWER_SECONDS) -> None:
+        """Hang up. Others call it a death unless this process has left or failed.
+
+        Process 0 goes on for so long until the others have hung up.
+        """
+        self._is_closed = True
+        if self._group.client is not None:
+            self._group.client.close(linger_seconds)
+        if self._server is not None:
+            self._server.hang_up()
+            self._server.join(linger_seconds)
+        self._group.news.put(None)
+
+    def close_in_forked_child(self) -> None:
+        """A child is no process of the job; it has no connections either."""
+        self._is_closed = True
+
+    def _seconds(self, given: float | None) -> float:
+        return min(_LONGEST_SECONDS, self._timeout_seconds if given is None else given)
+
+    def _send(self, message: Message) -> None:
+        body = written(message)
+        try:
+            if self._is_closed:
+                raise LostError
+            self._tell(body)
+        except LostError as error:
+            raise ClusterError(f"The board is lost: {self._lost()}.") from error
+
+    def _lost(self) -> str:
+        if self._is_closed:
+            return "this process has left the job"
+        gone = self.departures.get(0) or Departure(self.members[0], "died")
+        return f"{gone}. The job cannot go on"
+
+    def _answer(
+        self, message: Message, seconds: float, is_patient: bool = False
+    ) -> Message:
+        """Send a request to process 0 and wait for its answer."""
+        request = next(self._requests)
+        what = message.get("key", message["op"])
+        if self._is_closed:
+            raise ClusterError(f"Waited in {what!r}, but {self._lost()}.")
+        future = self._ask(written({**message, "id": request}))
+        while True:
+            try:
+                answer = read(future.result(max(0.0, seconds)))
+                break
+            except TimeoutError:
+                if not (is_patient and self._any_is_busy()):
+                    raise TimeoutError(self._cancelled(message, request)) from None
+            except (LostError, RemoteError):
+                answer = {"gone": []}
+                break
+        if "refused" in answer:
+            raise ClusterError(f"{what!r} cannot be answered: {answer['refused']}")
+        if "gone" in answer:
+            ended = [Departure(self.members[k], *end) for k, *end in answer["gone"]]
+            told = "; ".join(map(str, ended)) or self._lost()
+            raise ClusterError(f"Waited in {what!r}, but {told}.")
+        return answer
+
+    def _any_is_busy(self) -> bool:
+        try:
+            return any(state.busy is not None for state in self.states())
+        except ClusterError:  # nobody is known to be busy: it does not wait on
+            return False
+
+    def _cancelled(self, message: Message, request: int) -> list[int]:
+        if message["op"] not in ("gather", "get"):
+            return []
+        try:
+            cancel = {"op": "cancel", "cancelled": request}
+            return self._answer(cancel, _ANSWER_SECONDS)["value"]
+        except TimeoutError:
+            return [0]  # which keeps the store, and does not answer
+
+    def _read(self) -> None:
+        """Take what process 0 tells, in a thread that may be held up."""
+        while (frames := self._group.news.get()) is not None:
+            self._heard = time.monotonic()
+            try:
+                self._take(read(frames))
+            except (
+                IndexError,
+                KeyError,
+                RecursionError,
+                TypeError,
+                ValueError,
+            ) as error:
+                told = f"its messages make no sense: {error}"
+                self._note(Departure(self.members[0], "failed", told))
+        if not self._is_closed and not self._all_left.is_set():
+            self._note(Departure(self.members[0], "died"))
+
+    def _take(self, message: Message) -> None:
+        match message["op"]:
+            case "ping":
+                # After an error, what process 0 said last is still to be read.
+                with contextlib.suppress(ClusterError):
+                    self._send({"op": "alive", "status": self.status()})
+            case "ended":
+                member = self.members[message["process"]]
+                end, text, status = (message[k] for k in ("end", "text", "status"))
+                self._note(Departure(member, end, text, status))
+            case "all left":
+                self._all_left.set()
+
+    def _note(self, departure: Departure) -> None:
+        """Note that a process has ended, and say so."""
+        index = departure.member.index
+        with self._changed:
+            known = self.departures.get(index)
+            # Who has left waits for the others and may still die; other ends are final.
+            if known and (known.end != "left" or departure.end == "left"):
+                return
+            self.departures[index] = departure
+            callbacks = list(self._callbacks)
+            self._changed.notify_all()
+        # Without the lock: one may wait for the main thread, which waits for news.
+        for callback in callbacks:
+            callback(departure)

@@ -1,0 +1,1 @@
+"""The speed of a training loop, and its logs."""

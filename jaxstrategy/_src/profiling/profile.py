@@ -1,0 +1,483 @@
+"""The times of a training loop: `Profile`, and its `Report`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Self, TypeVar, final
+
+import jax
+
+from jaxstrategy._src.errors import ClusterError
+from jaxstrategy._src.executors.replicated_function import CompiledStep
+from jaxstrategy._src.executors.step_loop import number_of_steps
+from jaxstrategy._src.inputs import origins
+from jaxstrategy._src.inputs.origins import BatchWaits
+from jaxstrategy._src.masks.filled_rows import number_of_examples
+from jaxstrategy._src.processes import job
+from jaxstrategy._src.profiling.metric_logger import MetricLogger
+from jaxstrategy._src.profiling.step_analysis import StepAnalysis, StepFacts
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.text import html
+from jaxstrategy._src.text.units import with_bytes, with_prefix, with_seconds
+from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.tracing.explanation.facts import Memory
+from jaxstrategy._src.values.per_replica import is_per_replica
+from jaxstrategy._src.values.types import Function, Leaf, PyTree
+
+T = TypeVar("T")
+# The first call compiles, the second one is made on idle devices.
+_TRACED_CALLS = range(2, 5)
+
+
+@final
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """The speed of a training loop. Prints as a table. Times are seconds of one step.
+
+    Made by `Profile.report`. What is not known is None.
+
+    Attributes:
+      name: the step's.
+      calls: how many calls there were.
+      steps: how many steps they made.
+      first_call: the seconds of the first call, tracing and compiling included, until
+        its results were there; it is in no other number.
+      dispatch: how long the host needs to start a step, while the devices do not hold
+        it up: the median time of a call, of all or of those on idle devices, whichever
+        is less.
+      between: how long Python is busy between two calls (or waits there: for a batch,
+        or for a value that it reads), on average.
+      input: of `between`, how long the loop waits for a batch.
+      alone: the median time from a call on idle devices until its results are there.
+        It includes starting the step, which a loop does while the devices work on the
+        one before, so a step in the loop may take less.
+      device: how long the devices are busy with a step, at most: the smaller one of
+        `alone` and `step`, because they make one step after the other.
+      step: how long a step takes in the loop: the time between two moments at which all
+        steps before had been done, by the number of steps.
+      examples_per_second: examples of one step by `step`.
+      communication: how long the collectives of a step take, one after the other. A
+        prediction: their bytes, which the analysis knows, over links as they were
+        measured or given. XLA merges collectives, and does them while it computes, so
+        the devices may well wait less.
+      late: of several processes, whether one comes late to the steps, in a sentence.
+      tokens_per_second: tokens of one step by `step`.
+      flops: floating-point operations of one step on all devices: as given, or as XLA
+        counts them in the compiled program, those that are computed a second time to
+        save memory included.
+      flops_are_least: whether there may be more, because XLA counts the body of a loop
+        once. `flops=` of `profile` says how many there are. Of a function that calls
+        `run`, the operations of these steps count.
+      peak_flops: the most that all devices together can do in a second, as given.
+      memory: of the compiled program on one device, as XLA plans it.
+      peak_memory: the most bytes that were in use on one of this process's devices
+        since it began, as that device says; None on CPUs.
+      is_ahead: whether the step was compiled before its first call.
+
+    >>> import jaxstrategy as js
+    >>> report = js.profiling.Report("step", calls=100, steps=100, device=4e-3,
+    ...     step=4e-3, communication=1e-3, flops=2e9, peak_flops=1e12)
+    >>> report.communication_share, report.mfu
+    (0.25, 0.5)
+    >>> print(str(report).splitlines()[-1])
+      model FLOPs utilization     50% of 1 TFLOP/s
+    """
+
+    name: str
+    calls: int
+    steps: int
+    first_call: float | None = None
+    dispatch: float | None = None
+    between: float | None = None
+    device: float | None = None
+    step: float | None = None
+    examples_per_second: float | None = None
+    communication: float | None = None
+    late: str | None = None
+    input: float | None = None
+    alone: float | None = None
+    tokens_per_second: float | None = None
+    flops: float | None = None
+    flops_are_least: bool = False
+    peak_flops: float | None = None
+    memory: Memory | None = None
+    peak_memory: int | None = None
+    is_ahead: bool = False
+
+    @property
+    def communication_share(self) -> float | None:
+        """The predicted `communication` in the time of the devices, at most 1."""
+        if self.communication is None or not self.device:
+            return None
+        return min(self.communication / self.device, 1.0)
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """Floating-point operations in a second of the loop, on all devices."""
+        return None if not self.flops or not self.step else self.flops / self.step
+
+    @property
+    def mfu(self) -> float | None:
+        """The model FLOPs utilization: `flops_per_second` by `peak_flops`."""
+        rate = self.flops_per_second
+        return None if rate is None or not self.peak_flops else rate / self.peak_flops
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers that are known of one step, by name, for a `MetricLogger`."""
+        names = (
+            "dispatch between input alone device step examples_per_second "
+            "tokens_per_second flops_per_second mfu peak_memory communication_share"
+        )
+        found = {name: getattr(self, name) for name in names.split()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        first = "first call" if self.is_ahead else "first call, with compiling"
+        times = {
+            first: self.first_call,
+            "host, to start a step": self.dispatch,
+            "host, between two calls": self.between,
+            "  waiting for a batch": self.input,
+            "one step by itself": self.alone,
+            "devices, at most": self.device,
+            "a step in the loop": self.step,
+        }
+        yield "steps", f"{self.steps}, in {self.calls} calls"
+        for what, seconds in times.items():
+            yield what, "not known" if seconds is None else with_seconds(seconds)
+        rate, share = self.examples_per_second, self.communication_share
+        yield "examples per second", "not known" if rate is None else with_prefix(rate)
+        predicted = f"{share or 0:.0%} of the devices' time (predicted)"
+        yield "communication", "not known" if share is None else predicted
+        least = "at least " if self.flops_are_least else ""
+        if self.tokens_per_second:
+            yield "tokens per second", with_prefix(self.tokens_per_second)
+        if self.flops_per_second:
+            yield "operations", f"{least}{with_prefix(self.flops_per_second)}FLOP/s"
+        if self.mfu:
+            used = f"{self.mfu:.2g}" if self.mfu < 0.01 else f"{self.mfu:.0%}"
+            peak = with_prefix(self.peak_flops or 0.0)
+            yield "model FLOPs utilization", f"{least}{used} of {peak}FLOP/s"
+        if self.memory is not None:
+            yield "memory of a device, planned", with_bytes(self.memory.peak)
+        if self.peak_memory:
+            yield "memory of a device, in use", with_bytes(self.peak_memory)
+        if self.late is not None:
+            yield "processes", self.late
+
+    def __str__(self) -> str:
+        rows = list(self._rows())
+        width = max(len(what) for what, _ in rows)
+        lines = [f"  {what.ljust(width)}  {value}" for what, value in rows]
+        return "\n".join([f"`{self.name}`", *lines])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html.page(f"`{self.name}`", [html.table(("", ""), self._rows())])
+
+
+@final
+class Profile:
+    """A step that is timed whenever it is called. Made by `Strategy.profile`.
+
+    Args:
+      step: what is called.
+      analysis: finds what is known of a call besides its time.
+      examples: how many a step has; by default the real rows of the batch it is given.
+      tokens: how many a step has.
+      flops: how many floating-point operations a step has, instead of XLA's count.
+      peak_flops: the most of them that all devices can do in a second.
+      devices: those whose memory is looked at.
+      every: every so many calls the loop waits for the devices.
+      trace_dir: where to write a trace.
+      log: gets the times.
+      clock: returns seconds.
+
+    Raises:
+      ValueError: `every` is less than 2.
+      TypeError: it is not a whole number, or `step` cannot be called.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> @strategy.run
+    ... def step(x):
+    ...     return js.get_replica_context().all_reduce("sum", x)
+    >>> with strategy.profile(step) as train:
+    ...     totals = [train(strategy.per_replica([1.0, 2.0])) for _ in range(10)]
+    >>> train
+    <step with a stopwatch, 10 calls>
+    >>> train.report().calls
+    10
+    """
+
+    def __init__(
+        self,
+        step: Function,
+        analysis: StepAnalysis,
+        *,
+        examples: int | None = None,
+        tokens: int | None = None,
+        flops: float | None = None,
+        peak_flops: float | None = None,
+        devices: Sequence[Device] = (),
+        every: int = 50,
+        trace_dir: str | os.PathLike[str] | None = None,
+        log: MetricLogger | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if not callable(step):
+            raise TypeError(
+                f"`profile` was given {step!r}, which cannot be called. Give what the "
+                "loop calls: `train = strategy.profile(step)`."
+            )
+        number = whole(every)
+        if number is None:
+            raise TypeError(f"`every` was {every!r}; a number of calls was wanted.")
+        if number < 2:
+            raise ValueError(
+                f"`every` was {number}; the loop can wait for the devices every 2 "
+                "calls at most, or it would not be the loop that is timed."
+            )
+        self._step = step
+        self._function = getattr(step, "function", step)
+        self._name = getattr(step, "__name__", type(step).__name__)
+        self._analysis = analysis
+        self._examples = examples
+        self._tokens = tokens
+        self._flops = flops
+        self._peak_flops = peak_flops
+        self._devices = tuple(devices)
+        self._every = number
+        self._trace_dir = trace_dir
+        self._is_tracing = False
+        self._log = log
+        self._clock = clock
+        self._calls = self._steps = 0
+        self._first: float | None = None
+        self._facts = StepFacts()
+        # Seconds of one step until its call returned; of those on idle devices also
+        # until its results were there.
+        self._dispatch: list[float] = []
+        self._dispatch_alone: list[float] = []
+        self._alone: list[float] = []
+        self._between, self._input, self._loop = _Mean(), _Mean(), _Mean()
+        self._waits = BatchWaits(clock)
+        self._waited = 0.0  # of that, before the last call
+        # When all steps had been done, and how many were begun since.
+        self._idle: float | None = None
+        self._begun = 0
+        self._returned: float | None = None
+        self._result: Leaf = None
+
+    def __call__(self, *args: Leaf, **kwargs: Leaf) -> PyTree:
+        """Calls the step, and returns its results."""
+        called = self._clock()
+        call, steps = self._calls, number_of_steps(self._function, args)
+        if call == 0:
+            self._examples = self._examples or _rows((args, kwargs))
+        if self._returned is not None:
+            self._between.add(called - self._returned, steps)
+            self._input.add(self._waits.seconds - self._waited, steps)
+        self._waited = self._waits.seconds
+        is_traced = self._trace_dir is not None and call in _TRACED_CALLS
+        is_alone = call % self._every == 1 and not is_traced
+        begins_trace = is_traced and call == _TRACED_CALLS[0]
+        was_idle = (is_alone or begins_trace) and self._wait()
+        with contextlib.ExitStack() as stack:
+            if call == 0:
+                stack.enter_context(self._analysis.during(self._step, args, kwargs))
+            if is_traced:
+                self._start_trace()
+                stack.enter_context(
+                    jax.profiler.StepTraceAnnotation(self._name, step_num=call)
+                )
+            analyzed, start = self._analysis.seconds, self._clock()
+            results = self._step(*args, **kwargs)
+            end = self._clock()
+        # A step that calls `run` is analyzed meanwhile.
+        start += self._analysis.seconds - analyzed
+        self._result = _smallest(results)
+        self._calls, self._steps = call + 1, self._steps + steps
+        if call == 0:
+            self._facts = self._analysis.facts.by_step(steps)
+            self._first = self._time_alone(start)
+        elif is_traced:
+            self._begun = 0  # tracing takes time
+            if call == _TRACED_CALLS[-1]:
+                self._wait()
+                self._stop_trace()
+        else:
+            self._dispatch.append((end - start) / steps)
+            self._begun += steps
+            seconds = self._time_alone(start) if is_alone and was_idle else None
+            if seconds is not None:
+                self._dispatch_alone.append((end - start) / steps)
+                self._alone.append(seconds / steps)
+                self._write()
+        self._returned = self._clock()
+        return results
+
+    def batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches, while the time is taken for which the loop waits for them.
+
+        Datasets of a strategy tell that by themselves; of others the profile does not
+        know whether the loop waits for a batch or computes something.
+
+        >>> import jaxstrategy as js
+        >>> train = js.get_strategy().profile(lambda x: x + 1)
+        >>> [train(x) for x in train.batches([1, 2])]
+        [2, 3]
+        """
+        iterator = iter(batches)
+        while True:
+            with self._waits.waiting():
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
+
+    def report(self) -> Report:
+        """The speed of the loop so far. Does not wait for the devices."""
+        step, facts = self._loop.value, self._facts
+        alone = _median(self._alone)
+        return Report(
+            name=self._name,
+            calls=self._calls,
+            steps=self._steps,
+            first_call=self._first,
+            # A call also waits while too many steps are under way, but not if idle.
+            dispatch=_least(_median(self._dispatch_alone), _median(self._dispatch)),
+            between=self._between.value,
+            input=self._input.value,
+            alone=alone,
+            device=_least(alone, step),
+            step=step,
+            examples_per_second=_rate(self._examples, step),
+            tokens_per_second=_rate(self._tokens, step),
+            communication=facts.communication,
+            flops=self._flops or facts.flops,
+            flops_are_least=facts.is_least and not self._flops,
+            peak_flops=self._peak_flops,
+            memory=facts.memory,
+            peak_memory=_peak_memory(self._devices),
+            late=_late(),
+            is_ahead=isinstance(self._step, CompiledStep),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                self._wait()
+                self._write()
+        finally:
+            self._stop_trace()
+
+    def __repr__(self) -> str:
+        return f"<{self._name} with a stopwatch, {self._calls} calls>"
+
+    def _time_alone(self, start: float) -> float | None:
+        """Seconds from `start` until all is done, if that can be told."""
+        self._begun = 0  # they are not steps of a loop that does not wait
+        return self._clock() - start if self._wait() else None
+
+    def _wait(self) -> bool:
+        """Until all steps are done; False if there is nothing left to tell by."""
+        begun, self._begun = self._begun, 0
+        since, self._idle = self._idle, None
+        if self._result is None or self._result.is_deleted():
+            return False
+        jax.block_until_ready(self._result)
+        self._idle = self._clock()
+        if since is not None and begun:
+            self._loop.add(self._idle - since, begun)
+        return True
+
+    def _write(self) -> None:
+        if self._log is not None:
+            scalars = self.report().scalars()
+            # The loop waits when it suits the measurement, not every so many steps.
+            self._log.always(
+                self._steps, {f"profile/{k}": v for k, v in scalars.items()}
+            )
+
+    def _start_trace(self) -> None:
+        if not self._is_tracing and jax.process_index() == 0:
+            assert self._trace_dir is not None
+            jax.profiler.start_trace(os.fspath(self._trace_dir))
+            self._is_tracing = True
+
+    def _stop_trace(self) -> None:
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+
+class _Mean:
+    """Seconds by the step, over many."""
+
+    def __init__(self) -> None:
+        self._seconds, self._steps = 0.0, 0
+
+    def add(self, seconds: float, steps: int) -> None:
+        self._seconds += seconds
+        self._steps += steps
+
+    @property
+    def value(self) -> float | None:
+        return self._seconds / self._steps if self._steps else None
+
+
+def _late() -> str | None:
+    """The process that is late; None if there is but one, or nobody knows."""
+    with contextlib.suppress(ClusterError):
+        if (started := job.current()) and started.count > 1:
+            return job.stragglers().verdict
+    return None
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _least(*values: float | None) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _rate(number: int | None, seconds: float | None) -> float | None:
+    return number / seconds if number and seconds else None
+
+
+def _peak_memory(devices: Sequence[Device]) -> int | None:
+    """The bytes in use at most, on the one of these devices that used most."""
+    stats = [device.memory_stats() or {} for device in devices]
+    return max(
+        (s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s),
+        default=None,
+    )
+
+
+def _smallest(results: PyTree) -> Leaf:
+    """The smallest array: when it is there, all of its program are."""
+    leaves = jax.tree.leaves(results)
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "block_until_ready")]
+    return min(arrays, key=lambda array: array.nbytes, default=None)
+
+
+def _rows(given: PyTree) -> int | None:
+    """The rows on all replicas of the first batch that comes from a dataset."""
+    for leaf in jax.tree.leaves(given, is_leaf=is_per_replica):
+        if origins.is_of_dataset(leaf):
+            rows = number_of_examples(leaf)
+            if rows is not None:
+                return rows
+    return None

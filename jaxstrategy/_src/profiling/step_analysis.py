@@ -1,0 +1,176 @@
+"""What is known of a step before it is timed: `StepAnalysis`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import jax
+
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.executors.executor import AbstractExecutor
+from jaxstrategy._src.executors.replicated_function import CompiledStep
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.profiling import links
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.topology import Topology
+from jaxstrategy._src.tracing.explanation import compiled_program
+from jaxstrategy._src.tracing.explanation.explanation import Explanation
+from jaxstrategy._src.tracing.explanation.facts import Memory
+from jaxstrategy._src.values import arrays
+from jaxstrategy._src.values.types import Function, Leaf, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """The facts of one call, as in `Report`. What is not known is None."""
+
+    communication: float | None = None
+    flops: float | None = None
+    is_least: bool = False
+    memory: Memory | None = None
+
+    def by_step(self, steps: int) -> StepFacts:
+        """Those of one step, where one call makes so many."""
+        # In a loop over the steps, one of them has been counted.
+        flops = self.flops if self.is_least else _by(self.flops, steps)
+        communication = _by(self.communication, steps)
+        return dataclasses.replace(self, communication=communication, flops=flops)
+
+    def __add__(self, other: StepFacts) -> StepFacts:
+        return StepFacts(
+            _sum(self.communication, other.communication),
+            _sum(self.flops, other.flops),
+            self.is_least or other.is_least,
+            max(self.memory, other.memory, key=lambda m: m.peak if m else -1),
+        )
+
+
+@final
+class StepAnalysis:
+    """Explains what a function runs on the replicas of a strategy while it is called.
+
+    Whatever the function is: a step made by `@strategy.run` or `several`, or compiled
+    ahead of time; a function that calls one, or `strategy.run`, in its body; or one
+    compiled by `jax.jit`. Links are measured unless `topology` gives them; `compiled`
+    says whether each step is compiled once more for XLA's figures.
+    """
+
+    def __init__(
+        self,
+        executor: AbstractExecutor,
+        replicas: Replicas,
+        *,
+        topology: Topology | None = None,
+        compiled: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._executor = executor
+        self._replicas = replicas
+        self._given = topology
+        self._compiled = compiled
+        self._clock = clock
+        self._found: list[StepFacts] = []
+        self.seconds = 0.0  # that the analysis took
+
+    @property
+    def facts(self) -> StepFacts:
+        """Those of all that was run, one after the other."""
+        return functools.reduce(StepFacts.__add__, self._found or [StepFacts()])
+
+    @contextlib.contextmanager
+    def during(
+        self, step: Function, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
+    ) -> Iterator[None]:
+        """A `with` block in which `step` is called with these arguments."""
+        if self._compiled and isinstance(step, jax.stages.Wrapped):
+            with self._timed():
+                self._found.append(_facts_of_jitted(step, args, kwargs))
+        with context.entered(observer=self._observe):
+            yield
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = self._clock()
+        try:
+            with context.entered(observer=None):
+                yield
+        finally:
+            self.seconds += self._clock() - start
+
+    def _observe(
+        self,
+        executor: AbstractExecutor,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> None:
+        """Before a step is run with these arguments."""
+        if executor is not self._executor:
+            return
+        # What is compiled ahead of time is asked itself, and not compiled once more.
+        ahead = fn if isinstance(fn, CompiledStep) else None
+        with self._timed():
+            found = executor.explain(
+                fn if ahead is None else ahead.function,
+                args,
+                kwargs,
+                options=options or RunOptions(),
+                topology=self._given or Topology(1.0, 0.0, self._replicas.count),
+                compiled=self._compiled and ahead is None,
+            )
+            if self._compiled and ahead is not None:
+                found = dataclasses.replace(
+                    found,
+                    flops=compiled_program.flops(ahead.compiled),
+                    has_loops=compiled_program.has_loops(ahead.compiled),
+                    memory=compiled_program.memory(ahead.compiled),
+                )
+            flops = _times(found.flops, len(self._replicas.all_devices))
+            # In a function that is traced, nobody knows how often it is run.
+            is_least = found.has_loops or arrays.is_traced()
+            self._found.append(
+                StepFacts(self._communication(found), flops, is_least, found.memory)
+            )
+
+    def _communication(self, found: Explanation) -> float:
+        if not found.collectives:
+            return 0.0
+        if self._given is not None:
+            return found.communication_time(self._given)
+        return found.communication_time(self._measured, "ring")
+
+    @functools.cached_property
+    def _measured(self) -> Topology:
+        return links.measured(self._replicas)
+
+
+def _facts_of_jitted(
+    step: Any, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
+) -> StepFacts:
+    executable = step.lower(*args, **kwargs).compile()
+    shardings = jax.tree.leaves(executable.output_shardings)
+    devices = max((each.num_devices for each in shardings), default=1)
+    return StepFacts(
+        communication=0.0 if devices == 1 else None,
+        flops=_times(compiled_program.flops(executable), devices),
+        is_least=compiled_program.has_loops(executable),
+        memory=compiled_program.memory(executable),
+    )
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
+
+
+def _by(value: float | None, steps: int) -> float | None:
+    return None if value is None else value / steps
+
+
+def _times(value: float | None, factor: int) -> float | None:
+    return None if value is None else value * factor

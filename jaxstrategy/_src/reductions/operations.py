@@ -1,0 +1,432 @@
+"""The arithmetic of reductions: operations, sums over replicas, gathers, groups, rows.
+
+Each sum takes this replica's array, the axes of the replicas and what to divide by (1,
+or the number of replicas for a mean); every replica gets the result. Gradients are
+local: the gradient of a sum over replicas is the sum over replicas of the incoming
+gradients, of a mean their mean (as in TensorFlow's `all_reduce`). A minimum or maximum
+passes the summed gradient to the replicas that hold it, in equal parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text.whole_numbers import several_whole, whole
+from jaxstrategy._src.values.slices import IndexedSlices, is_slices
+from jaxstrategy._src.values.types import Leaf
+
+Axes = tuple[str, ...]
+Sum = Callable[[jax.Array, Axes, int], jax.Array]
+Groups = tuple[tuple[int, ...], ...]
+
+
+def direct(array: jax.Array, axes: Axes, divisor: int) -> jax.Array:
+    """One all-reduce, however XLA and its library do it."""
+    return _divided(lax.psum(array, axes), divisor)
+
+
+def all_direct(
+    arrays: Sequence[jax.Array], axes: Axes, divisor: int
+) -> list[jax.Array]:
+    """As `direct` of each array, in equations in a row."""
+    sums = lax.psum([unfolded(array) for array in arrays], axes)
+    return [unfolded(_divided(each, divisor)) for each in sums]
+
+
+def ring(array: jax.Array, axes: Axes, divisor: int) -> jax.Array:
+    """A reduce-scatter, then an all-gather, as around a ring.
+
+    Each replica sums one part of the array. P. Patarasuk, X. Yuan. Bandwidth optimal
+    all-reduce algorithms for clusters of workstations. J. Parallel Distrib. Comput. 69
+    (2009) 117-124.
+    """
+    if lax.axis_size(axes) == 1:  # which XLA would not see
+        return direct(array, axes, divisor)
+    flat = padded(array, lax.axis_size(axes))
+    part = _divided(lax.psum_scatter(flat, axes, tiled=True), divisor)
+    return _restored(lax.all_gather(part, axes, tiled=True), array)
+
+
+def hierarchical(
+    array: jax.Array, axes: Axes, divisor: int, *, groups: Groups
+) -> jax.Array:
+    """A sum inside each group, then between groups, then inside groups to all.
+
+    Between groups, where links are slow, goes one part of the array per replica.
+
+    Args:
+      array: this replica's.
+      axes: the mesh axis.
+      divisor: see the module.
+      groups: replicas that are close to each other, in groups of one size.
+    """
+    if lax.axis_size(axes) == 1:  # which XLA would not see
+        return direct(array, axes, divisor)
+    flat = padded(array, len(groups[0]))
+    inside = {"axis_index_groups": groups, "tiled": True}
+    part = lax.psum_scatter(flat, axes, **inside)
+    part = lax.psum(part, axes, axis_index_groups=across(groups))
+    return _restored(lax.all_gather(_divided(part, divisor), axes, **inside), array)
+
+
+def to_one_device(
+    array: jax.Array,
+    axes: Axes,
+    divisor: int,
+    *,
+    root: int,
+    accumulate: Callable[[Sequence[jax.Array]], jax.Array],
+) -> jax.Array:
+    """Every array goes to one replica, which sums them; the sum goes to all.
+
+    Args:
+      array: this replica's.
+      axes: the mesh axis.
+      divisor: see the module.
+      root: the replica that sums.
+      accumulate: the sum of the arrays of all replicas, in order.
+    """
+    versions = [
+        array if replica == root else lax.ppermute(array, axes, [(replica, root)])
+        for replica in range(lax.axis_size(axes))
+    ]
+    total = _divided(accumulate(versions), divisor)
+    is_root = lax.axis_index(axes) == root
+    return lax.psum(jnp.where(is_root, total, jnp.zeros_like(total)), axes)
+
+
+def grouped(array: jax.Array, axes: Axes, divisor: int, *, groups: Groups) -> jax.Array:
+    """The sum over the replica's own group; `divisor` counts those of one group."""
+    return _divided(lax.psum(array, axes, axis_index_groups=groups), divisor)
+
+
+def across(groups: Groups) -> Groups:
+    """The groups of those who have the same place in `groups`, in the same order."""
+    return tuple(zip(*groups, strict=True))
+
+
+def place_in(groups: Groups | None, axes: Axes) -> jax.Array:
+    """The place of this replica among all, or in its group."""
+    if groups is None:
+        return lax.axis_index(axes)
+    places = {member: i for group in groups for i, member in enumerate(group)}
+    return jnp.asarray([places[i] for i in range(len(places))])[lax.axis_index(axes)]
+
+
+def in_order(versions: Sequence[jax.Array]) -> jax.Array:
+    """The sum of these arrays, from the first to the last."""
+    return functools.reduce(operator.add, versions)
+
+
+def _divided(array: jax.Array, divisor: int) -> jax.Array:
+    return array if divisor == 1 else array / divisor
+
+
+def padded(array: jax.Array, parts: int) -> jax.Array:
+    """`array` flat, with zeros up to a multiple of `parts`."""
+    flat: Any = array.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % parts))
+
+
+def _restored(flat: jax.Array, like: jax.Array) -> jax.Array:
+    return flat[: like.size].reshape(like.shape)
+
+
+def unfolded(array: jax.Array) -> jax.Array:
+    """`array`, with nothing known of it while it is compiled if it is complex.
+
+    XLA computes the sum over replicas of a constant while it compiles, and ends the
+    process if that is complex (jaxlib 0.10.2 to 0.12). A sum of no rows is a constant,
+    as is the gradient of a sum; so results need this, too.
+    """
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return lax.optimization_barrier(array) if is_complex else array
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceOperation:
+    """One row: everything that differs between reduce operations.
+
+    Attributes:
+      locally: reduces an array over dimensions of its own.
+      extreme: the collective that reduces over replicas; None where arrays are summed,
+        which a `Plan` has several ways to do.
+      divides: whether the sum is divided by the number of what was added.
+      takes_bool: whether Booleans can be reduced.
+      takes_complex: whether complex numbers can be.
+    """
+
+    locally: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    extreme: Callable[..., jax.Array] | None = None
+    divides: bool = False
+    takes_bool: bool = False
+    takes_complex: bool = True
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether zeros change nothing, so that rows may be left out or weighted."""
+        return self.extreme is None
+
+    def of_equal(self, array: jax.Array, count: int) -> jax.Array:
+        """The result if so many replicas had `array`, of its shape."""
+        adds_up = self.is_sum and not self.divides
+        return array * jnp.asarray(count).astype(array.dtype) if adds_up else array
+
+    def prepared(self, array: jax.Array) -> jax.Array:
+        """`array` of the dtype that is reduced."""
+        # Before the sum, so that integers do not wrap on the way to their mean.
+        is_kept = not self.divides or jnp.issubdtype(array.dtype, jnp.inexact)
+        return array if is_kept else array.astype(float)
+
+    def across(self, array: jax.Array, axes: Axes, groups: Groups | None) -> jax.Array:
+        """The smallest or largest of the replicas' elements, or of each group's."""
+        return _extreme(array, axes, self.extreme, groups)
+
+
+def _sum(array: jax.Array, dimensions: tuple[int, ...]) -> jax.Array:
+    return jnp.sum(array, dimensions, dtype=array.dtype)
+
+
+def _extremes(
+    locally: Callable[..., jax.Array], across: Callable[..., jax.Array]
+) -> ReduceOperation:
+    return ReduceOperation(locally, across, takes_bool=True, takes_complex=False)
+
+
+OPERATIONS: Mapping[ReduceOp, ReduceOperation] = {
+    ReduceOp.SUM: ReduceOperation(_sum),
+    ReduceOp.MEAN: ReduceOperation(jnp.mean, divides=True),
+    ReduceOp.MIN: _extremes(jnp.min, lax.pmin),
+    ReduceOp.MAX: _extremes(jnp.max, lax.pmax),
+}
+
+
+def sums() -> str:
+    """The operations that add, for messages."""
+    return " and ".join(op.name for op, row in OPERATIONS.items() if row.is_sum)
+
+
+def reduced_over(op: ReduceOp, value: Leaf, axis: Sequence[int]) -> jax.Array:
+    """`value` reduced over its own dimensions `axis`.
+
+    Raises:
+      ValueError: `axis` is out of range for the value, or names a dimension twice.
+      TypeError: the dtype cannot be reduced with `op`, or `value` is sparse.
+    """
+    if is_slices(value):
+        raise TypeError(
+            "IndexedSlices cannot be reduced along an axis. Use `axis=None`, or reduce "
+            "`slices.to_dense()`."
+        )
+    array = checked(op, value)
+    row = OPERATIONS[op]
+    return row.locally(row.prepared(array), _dimensions(axis, array.ndim))
+
+
+def checked(op: ReduceOp, value: Leaf) -> jax.Array:
+    """`value` as an array that `op` can reduce.
+
+    Raises:
+      TypeError: it is not an array or number, or its dtype has no such reduction.
+    """
+    try:
+        array = overflow.array_of(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{op.name} of {value!r}: an array or a number was wanted, got "
+            f"{type(value).__name__}."
+        ) from error
+    row = OPERATIONS[op]
+    if jnp.issubdtype(array.dtype, jnp.number):
+        if row.takes_complex or not jnp.issubdtype(array.dtype, jnp.complexfloating):
+            return array
+        advice = "Complex numbers have no order; reduce `jnp.abs(value)` instead."
+    elif array.dtype == jnp.bool_:
+        if row.takes_bool:
+            return array
+        advice = "Convert it first: `value.astype('int32')` counts the true ones."
+    else:
+        advice = "Only numbers can be reduced."
+    raise TypeError(f"{op.name} of a {array.dtype} array is not defined. {advice}")
+
+
+def _dimensions(axis: Sequence[int], rank: int) -> tuple[int, ...]:
+    for dimension in axis:
+        if not -rank <= dimension < rank:
+            raise ValueError(
+                f"`axis` is {dimension}, out of range for a value with {rank} "
+                f"dimensions on each replica: use {-rank} to {rank - 1}, or None."
+                if rank
+                else f"`axis` is {dimension}, but every replica's value is a scalar: "
+                "use `axis=None`."
+            )
+    positions = tuple(dimension % rank for dimension in axis)
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"`axis` {tuple(axis)} names one dimension more than once.")
+    return positions
+
+
+# JAX differentiates neither `pmin` nor `pmax` (0.10 and 0.12).
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extreme(
+    array: jax.Array,
+    axes: Axes,
+    collective: Callable[..., jax.Array],
+    groups: Groups | None,
+) -> jax.Array:
+    return collective(array, axes, axis_index_groups=groups)
+
+
+# The analysis of a step knows a reduced value by this function's name.
+@_extreme.defjvp
+def _extreme_jvp(
+    axes: Axes,
+    collective: Callable[..., jax.Array],
+    groups: Groups | None,
+    primals: tuple[jax.Array],
+    tangents: tuple[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    (array,), (tangent,) = primals, tangents
+    extreme = _extreme(array, axes, collective, groups)
+    holds_it = (array == extreme).astype(tangent.dtype)
+
+    def total(of: jax.Array) -> jax.Array:
+        return lax.psum(of, axes, axis_index_groups=groups)
+
+    return extreme, total(holds_it * tangent) / total(holds_it)
+
+
+def checked_axis(axis: int) -> int:
+    """`axis` as an int.
+
+    Raises:
+      TypeError: it is not a whole number.
+    """
+    dimension = whole(axis)
+    if dimension is None:
+        raise TypeError(f"`axis` was {axis!r}; a whole number was wanted.")
+    return dimension
+
+
+def all_gather(value: Leaf, axis: int, replicas: Replicas) -> jax.Array:
+    """Every replica's `value`, joined along dimension `axis` in replica order.
+
+    Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`.
+
+    Raises:
+      ValueError: `value` is a scalar, or `axis` is out of range.
+      TypeError: `axis` is not a whole number.
+    """
+    array = overflow.array_of(value)
+    dimension = checked_axis(axis)
+    if array.ndim == 0:
+        raise ValueError(
+            "Scalars cannot be joined along an axis. Give each replica's value a "
+            "dimension first, for example `value[None]`."
+        )
+    if not -array.ndim <= dimension < array.ndim:
+        raise ValueError(
+            f"`axis` is {axis}, out of range for a value with {array.ndim} dimensions "
+            f"on each replica: use {-array.ndim} to {array.ndim - 1}."
+        )
+    if not replicas.collective_axes:
+        return array
+    axis = dimension % array.ndim
+    if array.size == 0:  # XLA refuses to join nothing
+        longer = array.shape[axis] * replicas.count
+        shape = (*array.shape[:axis], longer, *array.shape[axis + 1 :])
+        return jnp.zeros(shape, array.dtype)
+    return lax.all_gather(array, replicas.collective_axes, axis=axis, tiled=True)
+
+
+def reduce_slices(
+    op: ReduceOp, slices: IndexedSlices, replicas: Replicas
+) -> IndexedSlices:
+    """The rows of all replicas: their sum, or for MEAN that divided by the replicas.
+
+    Shapes: values `[rows, ...]` -> `[num_replicas * rows, ...]`.
+
+    Raises:
+      ValueError: `op` is no sum: a result that rows that are not there would change.
+      TypeError: the rows are no numbers.
+    """
+    check_sum(op)
+    row = OPERATIONS[op]
+    rows = row.prepared(checked(op, slices.values))
+    if row.divides:
+        rows /= replicas.count
+    return IndexedSlices(
+        all_gather(rows, 0, replicas),
+        all_gather(slices.indices, 0, replicas),
+        slices.dense_shape,
+    )
+
+
+def check_sum(op: ReduceOp) -> None:
+    """Raise unless `op` is a sum: rows that are not there would change another result.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if not OPERATIONS[op].is_sum:
+        raise ValueError(
+            f"{op.name} of IndexedSlices is not defined, because rows that are not "
+            "there count as zeros. Reduce `slices.to_dense()` instead."
+        )
+
+
+def near(devices: Sequence[Device]) -> Groups:
+    """Replica ids in groups of devices that are close to each other."""
+    by_place: dict[object, list[int]] = {}
+    for replica, device in enumerate(devices):
+        place = device.process_index, getattr(device, "slice_index", 0)
+        by_place.setdefault(place, []).append(replica)
+    groups = list(by_place.values())
+    if len(groups) > 1 and len({len(group) for group in groups}) == 1:
+        return tuple(map(tuple, groups))
+    n = len(devices)
+    count = next(count for count in range(math.isqrt(n), 0, -1) if n % count == 0)
+    size = n // count
+    return tuple(tuple(range(i, i + size)) for i in range(0, n, size))
+
+
+def chosen_groups(groups: Sequence[Sequence[int]] | None, replicas: Replicas) -> Groups:
+    """`groups`, or if there are none those of near devices.
+
+    Raises:
+      ValueError: they are not of these replicas.
+    """
+    if groups is None:
+        return near(replicas.devices)
+    return checked_groups(groups, replicas.count)
+
+
+def checked_groups(groups: Sequence[Sequence[int]], replicas: int) -> Groups:
+    """`groups`, which hold each replica once and are of one size.
+
+    Raises:
+      ValueError: they do not, or are not.
+    """
+    found = map(several_whole, groups) if isinstance(groups, Iterable) else [None]
+    given = tuple(group or () for group in found)
+    members = sorted(member for group in given for member in group)
+    if members != list(range(replicas)) or len({len(group) for group in given}) != 1:
+        raise ValueError(
+            f"`groups` was {groups!r}; groups of one size were wanted in which each "
+            f"replica from 0 to {replicas - 1} stands once, such as "
+            f"{[list(range(replicas))]}."
+        )
+    return given

@@ -1,0 +1,252 @@
+"""Devices by name, which ones a host has, and simulated ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import jax
+from jax.sharding import Mesh
+
+from jaxstrategy._src.errors import SimulationError
+from jaxstrategy._src.text.whole_numbers import whole
+
+if TYPE_CHECKING:
+    # To type checkers `jax.Device` is a variable whose type nobody knows, so that a
+    # user's strict checker would refuse whatever is made of devices.
+    @runtime_checkable
+    class Device(Protocol):
+        """A `jax.Device`."""
+
+        @property
+        def id(self) -> int: ...
+        @property
+        def platform(self) -> str: ...
+        @property
+        def device_kind(self) -> str: ...
+        @property
+        def process_index(self) -> int: ...
+        @property
+        def local_hardware_id(self) -> int | None: ...
+        @property
+        def client(self) -> Any: ...
+        def memory_stats(self) -> dict[str, int] | None: ...
+else:
+    Device = jax.Device
+
+_NAME = re.compile(
+    r"^(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?(?:/device:|/)?"
+    r"(?P<kind>[a-z]+)(?::(?P<index>\d+))?$",
+    re.IGNORECASE,
+)
+# JAX's own names for the platforms that TensorFlow's names mean.
+_PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "cuda", "rocm": "rocm", "tpu": "tpu"}
+
+
+def name(device: Device) -> str:
+    """`cpu:3`: short, and accepted wherever a device is."""
+    return f"{device.platform}:{device.id}"
+
+
+def names(devices: Sequence[Device]) -> str:
+    """Device names on one line, each once, shortened to `cpu:0..7` if they run on."""
+    devices = list(dict.fromkeys(devices))
+    ids = [device.id for device in devices]
+    kinds = {device.platform for device in devices}
+    consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
+    if len(ids) > 2 and len(kinds) == 1 and consecutive:
+        return f"{kinds.pop()}:{ids[0]}..{ids[-1]}"
+    return ", ".join(map(name, devices))
+
+
+def find(device: Device | str) -> Device:
+    """The device of this host that `device` names.
+
+    Accepts a `jax.Device` and TensorFlow's spellings: `"CPU:0"`, `"GPU:1"`,
+    `"/gpu:0"`, `"cuda:0"`, `"/device:CPU:0"`, `"/job:localhost/.../device:GPU:0"`.
+
+    Raises:
+      ValueError: this host has no such device, or the name is not one.
+      TypeError: something else than a device or a string.
+    """
+    if isinstance(device, Device):
+        return _local(device)
+    if not isinstance(device, str):
+        raise TypeError(
+            f"A device was expected, got {device!r}. Use an entry of `jax.devices()` "
+            'or a name such as "GPU:0".'
+        )
+    match = _NAME.match(device.strip())
+    platform = _PLATFORMS.get(match["kind"].lower()) if match else None
+    if match is None or platform is None:
+        raise ValueError(
+            f"{device!r} is not the name of a device. "
+            'Names look like "CPU:0", "GPU:1", "/gpu:0", "cuda:0" or "TPU:0".'
+        )
+    found = _of_platform(platform)
+    index = int(match["index"] or 0)
+    if index >= len(found):
+        raise ValueError(
+            f"Unknown device {device!r}: this host has {_inventory(platform, found)}."
+            + _advice(platform)
+        )
+    return found[index]
+
+
+def task_of(name: str) -> tuple[str, int] | None:
+    """The job and the number of the task that a name says; None: it says none."""
+    match = _NAME.match(name.strip())
+    if match is None or match["job"] is None:
+        return None
+    return match["job"].lower(), int(match["task"] or 0)
+
+
+def default_devices() -> tuple[Device, ...]:
+    """All accelerators of this host, or all its CPU devices where there is none."""
+    return tuple(jax.local_devices())
+
+
+def choose(devices: Sequence[Device | str] | Device | str) -> tuple[Device, ...]:
+    """The devices that `devices` names, checked to be usable together.
+
+    The name of a platform by itself (`"cpu"`, `"GPU"`) means all its devices on this
+    host, as in `jax.devices("gpu")`. In a list, where each entry is one device, it is
+    the platform's first one, as in TensorFlow.
+
+    Raises:
+      ValueError: none given, one given twice, one unknown, or several platforms.
+      TypeError: a number, a mesh or something else that is no devices.
+    """
+    if isinstance(devices, str):
+        devices = _of_name(devices)
+    elif isinstance(devices, Device):
+        devices = [devices]
+    if not isinstance(devices, Iterable):
+        raise TypeError(_no_devices(devices))
+    found = tuple(find(device) for device in devices)
+    if not found:
+        raise ValueError(
+            "An empty list of devices was given. Leave `devices` out to use all "
+            "devices of this host, or name at least one."
+        )
+    repeated = sorted({name(d) for d in found if found.count(d) > 1})
+    if repeated:
+        raise ValueError(
+            f"No duplicates are allowed in `devices`: {', '.join(repeated)} is there "
+            "more than once. Give every device once; with `replicas_per_device` "
+            "several replicas share each of them."
+        )
+    platforms = sorted({device.platform for device in found})
+    if len(platforms) > 1:
+        raise ValueError(
+            f"`devices` mixes the platforms {' and '.join(platforms)}. One compiled "
+            "program runs on all replicas: give devices of one platform."
+        )
+    return found
+
+
+def _of_name(text: str) -> Sequence[Device]:
+    match = _NAME.match(text.strip())
+    first = find(text)
+    if match is None or match["index"] is not None:
+        return [first]
+    return _of_platform(_PLATFORMS[match["kind"].lower()])
+
+
+def _no_devices(given: Any) -> str:
+    if isinstance(given, Mesh):
+        advice = (
+            "A strategy makes a mesh of its own: give the devices, "
+            "`list(mesh.devices.flat)`"
+        )
+    elif whole(given) is not None:
+        advice = (
+            f"Give the devices themselves: `jax.devices()[:{given}]`, or on a computer "
+            f"without accelerators `jaxstrategy.simulate({given})`"
+        )
+    else:
+        advice = "Give entries of `jax.devices()`, or leave it out to use all"
+    return (
+        f"`devices` was {given!r}; a list of devices, or of their names such as "
+        f'"GPU:0", was wanted. {advice}.'
+    )
+
+
+def simulate(n: int) -> tuple[Device, ...]:
+    """`n` simulated CPU devices in this process, for tests, notebooks and laptops.
+
+    Call it once, before the first array is made. Calling it again with the same `n`
+    (a notebook cell that is run twice) changes nothing. JAX then uses the CPU even
+    where the machine has an accelerator.
+
+    Returns:
+      The devices, ready for `MirroredStrategy(devices)`, which also is what
+      `MirroredStrategy()` takes.
+
+    Raises:
+      ValueError: `n` is not a positive whole number.
+      SimulationError: JAX has already started its devices, or an environment
+        variable overrules the number.
+
+    >>> len(simulate(8))
+    8
+    """
+    count = whole(n)
+    if count is None or count < 1:
+        raise ValueError(
+            f"`simulate` was given {n!r}; a positive whole number was wanted."
+        )
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        cause = error
+    else:
+        cause = None
+        jax.config.update("jax_platforms", "cpu")
+    found = tuple(jax.local_devices(backend="cpu"))
+    if len(found) != count or jax.default_backend() != "cpu":
+        raise SimulationError(
+            _too_late(count, found, started=cause is not None)
+        ) from cause
+    return found
+
+
+def _too_late(n: int, found: Sequence[Device], started: bool) -> str:
+    if not started:
+        return (
+            f"{n} simulated CPU devices were asked for, JAX made {len(found)}. Unset "
+            "the environment variables JAX_NUM_CPU_DEVICES and XLA_FLAGS, which "
+            "overrule `simulate`, and start Python again."
+        )
+    return (
+        f"`simulate({n})` came too late: JAX has already started, on "
+        f"{names(jax.local_devices())}. Restart Python (in a notebook: the kernel) and "
+        f"call `simulate({n})` before the first array, `jax.devices()` or strategy."
+    )
+
+
+def _local(device: Device) -> Device:
+    if device.process_index != jax.process_index():
+        raise ValueError(
+            f"{device} belongs to process {device.process_index}, this is process "
+            f"{jax.process_index()}. Give devices of this host (`jax.local_devices()`)."
+        )
+    return device
+
+
+def _of_platform(platform: str) -> list[Device]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:  # JAX's word for "no such platform here"
+        return []
+
+
+def _inventory(platform: str, found: Sequence[Device]) -> str:
+    return names(found) if found else f"no {platform} device"
+
+
+def _advice(platform: str) -> str:
+    if platform == "cpu":
+        return " `jaxstrategy.simulate(n)` gives a process n CPU devices."
+    return ""

@@ -1,0 +1,1 @@
+"""Jitted functions that other processes call: `experimental.rpc`, as in TensorFlow."""

@@ -1,0 +1,258 @@
+"""A scheduled function as it was traced: `FunctionTrace`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, cast, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy._src.contexts import context, replica_context
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.masks import step_masks
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.replicas.random_keys import as_numbers, is_key
+from jaxstrategy._src.replicas.replicas import SAME, Meaning
+from jaxstrategy._src.scheduled.recorder import Recorder
+from jaxstrategy._src.tracing.checks import step_checks
+from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr
+from jaxstrategy._src.tracing.nnx import adapter
+from jaxstrategy._src.tracing.partition.partition import flattened
+from jaxstrategy._src.tracing.replica_step import ReplicaStep, StepEnvironment
+from jaxstrategy._src.tracing.results import Results, is_one_leaf
+from jaxstrategy._src.tracing.roles import Role, Signature
+from jaxstrategy._src.tracing.stages import stages
+from jaxstrategy._src.tracing.trace import Trace
+from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.value_form import with_values
+from jaxstrategy._src.values import arrays, per_replica
+from jaxstrategy._src.values.handle import Handle
+from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.variables import registry
+from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
+from jaxstrategy._src.variables.kinds.server_kind import server_kind_of
+from jaxstrategy._src.variables.variable import Variable
+
+Call: TypeAlias = Callable[[Function, Sequence[PyTree], dict[str, PyTree]], PyTree]
+
+
+_OURS = "jaxstrategy_"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class FunctionTrace:
+    """A function as one replica of a worker computes it.
+
+    Attributes:
+      jaxpr: flat. Its inputs are the arguments, constants, and what variables hold; of
+        those that are no values, references. Its results are those of the function, and
+        then what the variables that are values hold afterwards.
+      arguments: for each input the number of the argument; None for others.
+      meanings: how each input lies.
+      constants: those, by the number of the input.
+      variables: those, by the number of the input.
+      finals: the number of the result that a variable's input ends as; the variables
+        that are not here are references.
+      varies: for each result of the function whether it has a version for each replica.
+      results: what the function returned, but for the arrays.
+      recorder: what it uses that only the worker has.
+      keys: of arguments that are random keys, by which function; programs take numbers.
+      key_results: the same of each of the results; None of those that are none.
+      name: of the function.
+    """
+
+    jaxpr: Jaxpr
+    arguments: Sequence[int | None]
+    meanings: Sequence[Meaning]
+    constants: dict[int, Leaf]
+    variables: dict[int, Handle]
+    finals: dict[int, int]
+    varies: Sequence[bool]
+    results: Results
+    recorder: Recorder
+    keys: dict[int, Any]
+    key_results: Sequence[Any]
+    name: str
+
+
+def trace_function(
+    fn: Function,
+    strategy: AbstractStrategy,
+    signature: Signature,
+    leaves: Sequence[Leaf],
+    as_step: Call | None = None,
+) -> FunctionTrace:
+    """Traces a function, as a step in cross-replica context."""
+    recorder = Recorder(strategy._replicas)
+    pending: list[Handle] = [recorder.token]
+    key_results: list[Any] = []
+
+    def call(fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        if as_step is not None:
+            with (
+                context.entered(function=recorder),
+                adapter.unchanged((args, kwargs), step.name),
+            ):
+                return _without_keys(as_step(fn, args, kwargs), key_results)
+        args, kwargs = _across(signature, strategy, args, kwargs)
+        with context.entered(
+            strategy=strategy, replica=None, in_step=True, function=recorder
+        ):
+            recorder.ask_for_index()
+            with adapter.unchanged((args, kwargs), step.name):
+                returned = fn(*args, **kwargs)
+            own = replica_context.to_replica(returned)
+            return _without_keys(own, key_results)
+
+    @contextlib.contextmanager
+    def with_masks(own: Sequence[Leaf]) -> Iterator[None]:
+        recorder.begin()
+        for place, role in enumerate(step.roles):
+            if role is Role.MASK:
+                recorder.note_mask(own[place - 1], own[place], (-1, place))
+        try:
+            with step_masks.given(recorder.masks):
+                yield
+        finally:
+            recorder.end()
+
+    def variables() -> list[Variable]:
+        there = registry.usable_by(strategy)
+        kinds = [kind for v in there if (kind := server_kind_of(v)) is not None]
+        pending[1:] = [change for kind in kinds for change in kind.pending]
+        return cast("list[Variable]", [*there, *pending])
+
+    environment = StepEnvironment(strategy._replicas, call, variables)
+    step = ReplicaStep(lambda: fn, environment, signature, lambda: False)
+    trace = step.trace(leaves, (with_masks,))
+    _check_variables(trace, set(pending), step.name)
+    if as_step is not None:
+        _check_here(trace, step.name)
+    if recorder.had_masks:
+        stages.check_traced(recorder.masks, step.name)
+    traced = TracedStep(step, trace)
+    step_checks.check(traced, RunOptions().expect_mirrored, set())
+    keys = {
+        number: jax.random.key_impl(leaf)
+        for number, leaf in enumerate(leaves)
+        if is_key(leaf.dtype)
+    }
+    return _of_trace(trace, recorder, keys, key_results, step.name)
+
+
+def _without_keys(returned: PyTree, kinds: list[Any]) -> PyTree:
+    """What a function returned, with numbers for random keys; `kinds` tells which."""
+
+    def numbers(leaf: Leaf) -> Leaf:
+        if not arrays.is_array(leaf):
+            return leaf
+        array = jnp.asarray(leaf)
+        has_keys = is_key(array.dtype)
+        kinds.append(jax.random.key_impl(array) if has_keys else None)
+        return as_numbers(array)
+
+    return jax.tree.map(numbers, returned, is_leaf=is_one_leaf)
+
+
+def _across(
+    signature: Signature,
+    strategy: AbstractStrategy,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
+    """The arguments as code sees them in cross-replica context."""
+    if strategy._replicas.count == 1:
+        return args, kwargs
+    roles = jax.tree.unflatten(
+        signature.treedef, [signature.roles[i] for i in signature.leaves]
+    )
+
+    def wrap(role: Role, leaf: Leaf) -> Leaf:
+        if role is not Role.PER_REPLICA:
+            return leaf
+        return per_replica.from_local(jnp.asarray(leaf), strategy._replicas)
+
+    return jax.tree.map(wrap, roles, (tuple(args), kwargs))
+
+
+def _check_variables(trace: Trace, pending: set[Handle], name: str) -> None:
+    for variable in trace.used:
+        kept = server_kind_of(variable) or per_worker_kind_of(variable)
+        if variable in pending or kept is not None:
+            continue
+        raise ContextError(
+            f"`{name}` was scheduled, and uses variable {variable.name!r}, which was "
+            "not made in the scope of its ParameterServerStrategy: it is in the memory "
+            "of the coordinator, which no worker reaches. Make it in "
+            "`strategy.scope()`, or pass `variable.value()` as an argument."
+        )
+
+
+def _check_here(trace: Trace, name: str) -> None:
+    """Raise if a step that runs in this process uses what only workers have."""
+    for variable in trace.used:
+        if per_worker_kind_of(variable) is not None:
+            raise ContextError(
+                f"`{name}` runs in this process, as it is no part of a scheduled "
+                f"function, and uses variable {variable.name!r}, of which only workers "
+                "have copies (`per_worker_variable=True`). Schedule it with a "
+                "`ClusterCoordinator`; `read_all()` reads the copies."
+            )
+
+
+def _of_trace(
+    trace: Trace,
+    recorder: Recorder,
+    keys: dict[int, Any],
+    key_results: Sequence[Any],
+    name: str,
+) -> FunctionTrace:
+    flat = flattened(trace.jaxpr, is_ours)
+    count = len(trace.given_types)
+    arguments: list[int | None] = []
+    constants: dict[int, Leaf] = {}
+    variables: dict[int, Handle] = {}
+    for index, place in enumerate(trace.inputs):
+        arguments.append(place if place is not None and place < count else None)
+        if place is None:
+            constants[index] = trace.constants[index]
+        elif place >= count:
+            variables[index] = trace.variables[place - count]
+    for constant in flat.constants:
+        constants[len(arguments)] = constant
+        arguments.append(None)
+    values = with_values(flat.jaxpr, list(variables))
+    first = len(flat.jaxpr.outvars)
+    finals = {index: first + i for i, index in enumerate(values.replaced)}
+    return FunctionTrace(
+        jaxpr=values.jaxpr,
+        arguments=arguments,
+        meanings=[*trace.meanings, *(SAME for _ in flat.constants)],
+        constants=constants,
+        variables=variables,
+        finals=finals,
+        varies=trace.varies,
+        results=trace.results,
+        recorder=recorder,
+        keys=keys,
+        key_results=key_results,
+        name=name,
+    )
+
+
+def name_in_trace(eqn: Equation) -> str:
+    """The name of the function that an equation calls, if it calls one of ours."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return ""
+    name = cast("Any", eqn.params.get("name"))
+    return name if isinstance(name, str) and name.startswith(_OURS) else ""
+
+
+def is_ours(eqn: Equation) -> bool:
+    """Whether an equation stands for something that a worker or a server does."""
+    return name_in_trace(eqn).startswith(("jaxstrategy_server_", "jaxstrategy_worker_"))

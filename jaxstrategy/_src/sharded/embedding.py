@@ -1,0 +1,386 @@
+"""A table that a model learns, and what its optimizer keeps: `Embedding`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.contexts.replica_context import ReplicaContext
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.reductions.operations import OPERATIONS
+from jaxstrategy._src.sharded import (
+    lookup as _lookup,
+    row_updates,
+    table_arguments,
+)
+from jaxstrategy._src.sharded.combiners import Combiner
+from jaxstrategy._src.sharded.row_optimizers import RowOptimizer, Slots
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.values.slices import IndexedSlices
+from jaxstrategy._src.values.types import Value
+
+Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
+"""What Flax calls so: `initializer(key, shape, dtype)`, an array."""
+
+# That of `flax.linen.Embed`.
+_initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+_MOST_ROWS_TO_A_MULTIPLE = 1024
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Embedding:
+    """A table of `rows` vectors of `features` numbers, as a description without arrays.
+
+    `init` makes its state, an `EmbeddingState`, which is a pytree: it goes through
+    `strategy.init`, into a `TrainState`, through steps and into checkpoints. Under a
+    strategy with `js.StateSharding("state")` each replica has its part of the rows.
+
+    There are two ways to learn it. The whole gradient, as of any parameter: give no
+    optimizer here, differentiate with respect to the state, and let Optax update it.
+    Or, for large tables, the sparse one: differentiate with respect to the rows that
+    were looked up, and let `update` change those rows. No gradient of the size of the
+    table is made, and other rows are neither read nor written.
+
+    So that a number of replicas can divide it, the table is stored with some more rows,
+    of zeros, that no id reaches: up to a multiple of the largest power of two that adds
+    at most a sixteenth, up to 1024. It depends on `rows` alone, so that a checkpoint is
+    restored on any number of replicas.
+
+    Attributes:
+      rows: the number of rows; ids are from 0 to it.
+      features: the length of a row.
+      optimizer: `js.sharded.SGD` or `js.sharded.Adagrad`, for `update`; None without.
+      initializer: `initializer(key, shape, dtype)` returns the first values, as Flax's
+        and `jax.nn.initializers` do; by default as `flax.linen.Embed`.
+      dtype: of floating-point numbers.
+      multiple: the number of stored rows is one of this. For replicas whose number is
+        no power of two, give a multiple of it.
+
+    Raises:
+      ValueError: a number that is not from 1.
+      TypeError: no whole number; no such optimizer; an initializer that cannot be
+        called; a dtype of other numbers.
+
+    >>> import jaxstrategy as js
+    >>> words = js.sharded.Embedding(10, 2, js.sharded.SGD(learning_rate=0.1))
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> state = strategy.init(words.init, jax.random.key(0))
+    >>> @strategy.run
+    ... def step(state, ids):
+    ...     rows = state.lookup(ids)  # [2, 2] on each replica
+    ...     gradient = jax.grad(lambda rows: (rows**2).sum())(rows)
+    ...     return state.update(ids, gradient)  # of the mean over the replicas
+    >>> new = step(state, strategy.per_replica(np.array([[1, 5], [5, 7]])))
+    >>> np.flatnonzero((new.table != state.table)[:, 0])
+    array([1, 5, 7])
+    """
+
+    rows: int
+    features: int
+    optimizer: RowOptimizer | None = None
+    # Two that differ in it alone describe the same state, and share compiled steps.
+    initializer: Initializer = dataclasses.field(default=_initializer, compare=False)
+    dtype: DTypeLike = np.dtype("float32")
+    multiple: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "features", "multiple"):
+            if name != "multiple" or self.multiple is not None:
+                number = _positive(name, getattr(self, name))
+                object.__setattr__(self, name, number)
+        if self.optimizer is not None and not isinstance(self.optimizer, RowOptimizer):
+            raise TypeError(
+                f"`optimizer` was {shown(self.optimizer)}; `js.sharded.SGD(rate)`, "
+                "`js.sharded.Adagrad(rate)` or None was wanted. One of Optax needs the "
+                "whole gradient: differentiate with respect to the state."
+            )
+        if not callable(self.initializer):
+            raise TypeError(
+                f"`initializer` was {shown(self.initializer)}; a function of a key, a "
+                "shape and a dtype was wanted, such as `jax.nn.initializers.zeros`."
+            )
+        object.__setattr__(self, "dtype", _floating(self.dtype))
+
+    @property
+    def stored_rows(self) -> int:
+        """The number of rows of the stored table: `rows`, and those that fill it up."""
+        multiple = self.multiple
+        if multiple is None:
+            most = min(self.rows // 16, _MOST_ROWS_TO_A_MULTIPLE)
+            multiple = 1 << max(most.bit_length() - 1, 0)
+        return -(-self.rows // multiple) * multiple
+
+    def init(self, key: jax.Array) -> EmbeddingState:
+        """The first state: for `strategy.init(embedding.init, key)`.
+
+        Args:
+          key: a random key.
+
+        Raises:
+          ValueError: the initializer returned an array of another shape.
+          TypeError: it returned something else.
+        """
+        shape = self.rows, self.features
+        return self._state("initializer", self.initializer(key, shape, self.dtype))
+
+    def from_rows(self, rows: Value) -> EmbeddingState:
+        """The state with these values, such as of a table that was trained elsewhere.
+
+        Args:
+          rows: an array of shape `[rows, features]`.
+
+        Raises:
+          ValueError: an array of another shape.
+          TypeError: it is no array of numbers.
+        """
+        return self._state("rows", rows)
+
+    def _state(self, name: str, values: Value) -> EmbeddingState:
+        array = table_arguments.array(name, values)
+        if array.shape != (self.rows, self.features):
+            raise ValueError(
+                f"`{name}` gave an array of shape {array.shape}; "
+                f"{(self.rows, self.features)}, rows and features, was wanted."
+            )
+        more = self.stored_rows - self.rows
+        table = jnp.pad(array.astype(self.dtype), ((0, more), (0, 0)))
+        slots = {} if self.optimizer is None else self.optimizer.slots(table)
+        return EmbeddingState(table, slots, self)
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EmbeddingState:
+    """A table and what its optimizer keeps for each row; `Embedding.init` makes it.
+
+    A pytree of arrays. In a step it is whole to every replica, wherever its rows are.
+
+    Attributes:
+      table: `[stored_rows, features]`; its first `embedding.rows` rows are the values.
+      slots: arrays of the shape of the table, by the optimizer's names for them.
+      embedding: the description.
+
+    >>> import jaxstrategy as js
+    >>> state = js.sharded.Embedding(3, 2).from_rows(jnp.arange(6.0).reshape(3, 2))
+    >>> state.lookup([[2, 1], [0, -1]], "mean")
+    Array([[3., 4.],
+           [0., 1.]], dtype=float32)
+    >>> jax.grad(lambda state: state.lookup([2, 2]).sum())(state).table
+    Array([[0., 0.],
+           [0., 0.],
+           [2., 2.]], dtype=float32)
+    """
+
+    table: jax.Array
+    slots: Slots
+    embedding: Embedding = dataclasses.field(metadata={"static": True})
+
+    def lookup(
+        self,
+        ids: Value,
+        combiner: Combiner | None = None,
+        *,
+        weights: Value | None = None,
+    ) -> jax.Array:
+        """The rows with these ids, or one for each group; see `js.sharded.lookup`.
+
+        Shapes: `[...]` -> `[..., features]`, or with a combiner without the last
+        dimension of the ids. Ids from `embedding.rows` give NaN.
+
+        Raises:
+          ValueError: no such combiner; weights that do not fit; numbers that no dtype
+            of JAX holds.
+          TypeError: the ids are no whole numbers.
+        """
+        return _lookup.looked_up(self.table, self._ids(ids), combiner, weights)
+
+    def gradient(
+        self,
+        ids: Value,
+        row_gradients: Value,
+        combiner: Combiner | None = None,
+        *,
+        weights: Value | None = None,
+    ) -> IndexedSlices:
+        """The gradient of the table, of that of what `lookup` returned for `ids`.
+
+        It has only the rows that were looked up; `to_dense()` is the whole gradient,
+        and `all_reduce` of it joins the rows of all replicas.
+
+        Args:
+          ids: as given to `lookup`.
+          row_gradients: an array of the shape that it returned.
+          combiner: as given to it.
+          weights: as given to it.
+
+        Raises:
+          ValueError: a gradient of another shape; no such combiner; weights that do not
+            fit; numbers that no dtype of JAX holds.
+          TypeError: the ids are no whole numbers, the gradient is no array of numbers.
+        """
+        places = self._ids(ids)
+        rows = _lookup.rows_gradient(
+            self.table, places, row_gradients, combiner, weights
+        )
+        length, *features = self.table.shape
+        # Beyond the table an addition drops it; a negative index is another row.
+        indices = jnp.where(places < 0, length, places).reshape(-1)
+        values = rows.reshape(-1, *features)
+        return IndexedSlices(values, indices, self.table.shape)
+
+    def update(
+        self,
+        ids: Value,
+        row_gradients: Value,
+        combiner: Combiner | None = None,
+        *,
+        weights: Value | None = None,
+        op: ReduceOp | str = "mean",
+        learning_rate: Value | None = None,
+    ) -> EmbeddingState:
+        """The state after a step of the optimizer on the rows that were looked up.
+
+        In a step of a strategy it is a reduction: the rows of all replicas are added up
+        as `op` says, and every replica gets the same state. What arrives at one row
+        several times counts as often, as in the whole gradient. It is
+        `state.apply(all_reduce(op, state.gradient(ids, row_gradients)))`.
+
+        Args:
+          ids: as given to `lookup`, this replica's.
+          row_gradients: the gradient with respect to what it returned, of that shape.
+          combiner: as given to it.
+          weights: as given to it.
+          op: `"mean"` over the replicas, as of gradients of losses that are means of
+            each replica's examples, or `"sum"`.
+          learning_rate: instead of the optimizer's; a number or a scalar.
+
+        Raises:
+          ValueError: no optimizer; another `op`; a gradient of another shape; no such
+            combiner; weights that do not fit; a learning rate that is no scalar;
+            numbers that no dtype of JAX holds.
+          TypeError: the ids are no whole numbers; other arguments are no numbers.
+          ContextError: in `merge_call` or `scope()`, where there is no replica.
+        """
+        slices = self.gradient(ids, row_gradients, combiner, weights=weights)
+        return self.apply(_reduced(op, slices), learning_rate=learning_rate)
+
+    def apply(
+        self, gradient: IndexedSlices, *, learning_rate: Value | None = None
+    ) -> EmbeddingState:
+        """The state after a step of the optimizer with a gradient that is reduced.
+
+        Args:
+          gradient: of the table, as `all_reduce` of `state.gradient(...)` returns it:
+            rows `[rows, features]` with their indices, equal on all replicas. Indices
+            that are no rows are left out.
+          learning_rate: instead of the optimizer's; a number or a scalar.
+
+        Raises:
+          ValueError: no optimizer; a gradient of another table; a learning rate that is
+            no scalar; numbers that no dtype of JAX holds.
+          TypeError: the gradient is no `IndexedSlices`; something is no number.
+        """
+        if self.embedding.optimizer is None:
+            raise ValueError(
+                f"This {self.embedding} has no optimizer, which `update` uses. Make it "
+                "with one, as in `js.sharded.Embedding(rows, features, "
+                "js.sharded.SGD(0.1))`."
+            )
+        ids, rows = self._checked(gradient)
+        rate = self.embedding.optimizer.learning_rate
+        table, slots = row_updates.updated(
+            self.embedding.optimizer,
+            self.table,
+            self.slots,
+            ids,
+            rows,
+            _scalar(rate if learning_rate is None else learning_rate, self.table.dtype),
+        )
+        return EmbeddingState(table, slots, self.embedding)
+
+    def _ids(self, given: Value) -> jax.Array:
+        return table_arguments.ids_of(given, self.embedding.rows, self.table.shape[0])
+
+    def _checked(self, gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
+        """The ids and rows of a gradient of this table."""
+        if not isinstance(gradient, IndexedSlices):
+            raise TypeError(
+                f"`gradient` was {shown(gradient)}; `IndexedSlices` were wanted, as "
+                "`state.gradient(ids, row_gradients)` returns them."
+            )
+        rows = table_arguments.array("gradient.values", gradient.values)
+        ids = self._ids(gradient.indices)
+        known = None, self.table.shape, (self.embedding.rows, *self.table.shape[1:])
+        if rows.shape != (*ids.shape, *self.table.shape[1:]) or ids.ndim != 1:
+            fits = False
+        else:
+            fits = gradient.dense_shape in known
+        if not fits:
+            raise ValueError(
+                f"`gradient` has values of shape {rows.shape}, indices of shape "
+                f"{ids.shape} and dense_shape {gradient.dense_shape}; the gradient of "
+                f"a table of shape {self.table.shape} was wanted."
+            )
+        return ids, rows
+
+
+def _reduced(op: ReduceOp | str, slices: IndexedSlices) -> IndexedSlices:
+    """The rows of all replicas."""
+    checked = ReduceOp(op)
+    if not OPERATIONS[checked].is_sum:
+        raise ValueError(
+            f"`op` was {checked.name}; 'mean' or 'sum' was wanted, which rows that are "
+            "not there do not change."
+        )
+    context = _context.current()
+    if context.strategy is None:
+        return slices
+    if context.replica is None:
+        raise ContextError(
+            "`update` was called in `merge_call` or `scope()`, where code sees all "
+            "replicas at once. Call it in the step; or `apply` on what "
+            "`strategy.reduce` returns."
+        )
+    assert isinstance(context.replica, ReplicaContext), "there is no other"
+    return context.replica.all_reduce(checked, slices)
+
+
+def _scalar(given: Value, kind: np.dtype) -> jax.Array:
+    array = table_arguments.array("learning_rate", given)
+    if array.shape or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"`learning_rate` was {shown(given)}; a number or a scalar was wanted."
+        )
+    return array.astype(kind)
+
+
+def _positive(name: str, given: Value) -> int:
+    number = whole(given)
+    if number is None or number < 1:
+        error = TypeError if number is None else ValueError
+        raise error(f"`{name}` was {shown(given)}; a whole number from 1 was wanted.")
+    return number
+
+
+def _floating(given: DTypeLike) -> np.dtype:
+    try:
+        kind = jnp.dtype(given)
+    except TypeError:
+        kind = None
+    if kind is None or not jnp.issubdtype(kind, jnp.floating):
+        raise TypeError(
+            f"`dtype` was {shown(given)}; a type of floating-point numbers was wanted, "
+            'such as "float32".'
+        )
+    return kind

@@ -1,0 +1,184 @@
+"""The parameter servers of TensorFlow 1: each worker runs the whole program."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
+from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
+from jaxstrategy._src.cluster.resolvers.environment import TFConfigClusterResolver
+from jaxstrategy._src.errors import ClusterError, ParameterServerLost
+from jaxstrategy._src.inputs.dataset import DistributedDataset
+from jaxstrategy._src.inputs.input_options import InputContext, InputOptions
+from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
+    Hello,
+    checked_cluster,
+    checked_secret,
+    joined,
+)
+from jaxstrategy._src.parameter_servers.server_pool import JointPool
+from jaxstrategy._src.parameter_servers.wire.peer import Peer
+from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer
+from jaxstrategy._src.parameter_servers.wire.stream import Stream
+from jaxstrategy._src.replicas import devices as _devices
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.scheduled.server_executor import ServerExecutor
+from jaxstrategy._src.strategies.choices import Choices
+from jaxstrategy._src.strategies.dividing_data import require_function
+from jaxstrategy._src.strategies.strategy import Strategy
+from jaxstrategy._src.variables.policy import ReplicatedVariables
+from jaxstrategy._src.variables.server_variables import ServerVariables
+
+_START_SECONDS = 300.0
+_PAUSE = 0.2  # between two tries to reach a server
+
+
+@final
+class BetweenGraphStrategy(Strategy):
+    """Asynchronous training as in TensorFlow 1: each worker runs the whole program.
+
+    There is no coordinator. Each worker process makes this strategy, the same variables
+    in its scope, and its own loop over `run`: a step pulls what it reads, and pushes
+    what it changes as one operation of each variable. The workers do not wait for each
+    other; the chief (worker 0 without one) makes the initial values. Parameter servers
+    are processes with `jaxstrategy.Server(...).join()`.
+
+    A new program uses `ParameterServerStrategy` with a coordinator, where a worker that
+    vanishes costs nothing.
+
+    Args:
+      cluster_resolver: of the cluster, by default that of `TF_CONFIG`. Without a
+        cluster the strategy is one of this process's devices, with variables in the
+        host's memory, or on the only device.
+
+    Raises:
+      ValueError: the cluster has no servers or workers, or it is not known which of its
+        tasks this process is.
+      ClusterError: a server cannot be reached, or the job has no secret.
+    """
+
+    def __init__(self, cluster_resolver: ClusterResolver | None = None) -> None:
+        resolver = cluster_resolver or TFConfigClusterResolver()
+        self._resolver = resolver
+        spec, task_type, task_id = resolver._now()
+        if not spec:
+            self._pipeline, self._num_pipelines = 0, 1
+            self._compose(_alone())
+            return
+        if task_type is None or task_id is None:
+            raise ValueError(
+                "It is not known which task of the cluster this process is: the "
+                "cluster spec came without task type and id. Give both, in TF_CONFIG "
+                'as "task": {"type": "worker", "index": 0}.'
+            )
+        addresses = checked_cluster(spec, task_type)
+        pipelines = _pipelines(spec)
+        self._pipeline = pipelines.index((task_type, task_id))
+        self._num_pipelines = len(pipelines)
+        is_chief = self._pipeline == 0
+        servers = [
+            _connected(number, address, addresses.servers)
+            for number, address in enumerate(addresses.servers)
+        ]
+        self._pool = JointPool(servers, is_chief)
+        replicas = Replicas.on(_own_devices())
+        home = Replicas.on(list(_devices.default_devices()[:1]))
+        self._compose(
+            Choices(
+                replicas,
+                variables=ServerVariables(self._pool, home, replicas),
+                executor=lambda strategy, _: ServerExecutor(strategy, self._pool),
+                is_chief=is_chief,
+                is_between_graph=True,
+                task=lambda: (task_type, task_id),
+            )
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver of the cluster."""
+        return self._resolver
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """As of other strategies; the context says which of the workers this one is.
+
+        Raises:
+          TypeError: `dataset_fn` cannot be called, or returns nothing that batches can
+            be read from.
+          ContextError: inside `run`.
+        """
+        require_function(dataset_fn)
+
+        def of_worker(context: InputContext) -> Any:
+            count = context.num_replicas_in_sync
+            own = InputContext(self._num_pipelines, self._pipeline, count)
+            return dataset_fn(own)
+
+        return super().distribute_datasets_from_function(of_worker, options)
+
+
+def _alone() -> Choices:
+    """Without a cluster: all devices, with variables on the only accelerator or CPU."""
+    devices = _devices.default_devices()
+    home = devices[0] if len(devices) == 1 else jax.local_devices(backend="cpu")[0]
+    replicas = Replicas.on(list(devices))
+    return Choices(
+        replicas,
+        variables=ReplicatedVariables(replicas, Replicas.on([home])),
+        is_chief=True,
+        is_between_graph=True,
+    )
+
+
+def _pipelines(spec: ClusterSpec) -> list[tuple[str, int]]:
+    """The tasks that train, the chief first."""
+    return [
+        (job, index)
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in range(spec.num_tasks(job))
+    ]
+
+
+def _own_devices() -> list[_devices.Device]:
+    """All accelerators of this process; of CPU devices one, as in TensorFlow."""
+    devices = _devices.default_devices()
+    return list(devices[:1] if devices[0].platform == "cpu" else devices)
+
+
+def _connected(number: int, address: str, servers: Sequence[str]) -> RemoteServer:
+    """A server of the job, as soon as it is there.
+
+    Raises:
+      ClusterError: it does not come in time; or the job has no secret.
+    """
+    secret = checked_secret(address)
+    # All workers of a cluster are one coordinator to its servers.
+    job = hashlib.sha256(b"between graph " + repr(tuple(servers)).encode())
+    hello = Hello("begin", job.hexdigest(), "between graph")
+    name = f"Parameter server {number} at {address}"
+
+    def dial() -> Stream:
+        return joined(address, secret, hello)[0]
+
+    end = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            dial().close()
+        except ConnectionAbortedError as error:
+            raise ClusterError(f"{name} refuses: {error}.") from error
+        except ConnectionError as error:
+            if time.monotonic() > end:
+                raise ClusterError(f"{name} cannot be reached: {error}.") from error
+            time.sleep(_PAUSE)
+        else:
+            return RemoteServer(Peer(name, dial, ParameterServerLost))

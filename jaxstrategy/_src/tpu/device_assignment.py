@@ -1,0 +1,560 @@
+"""The devices of each replica: as assigned, or one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import numpy as np
+
+from jaxstrategy._src.replicas import devices as _devices
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.units import with_noun
+from jaxstrategy._src.text.whole_numbers import several_whole, whole
+from jaxstrategy._src.tpu.topology import (
+    AXES,
+    Integers,
+    Nested,
+    TPUTopology,
+    by_task,
+    integers,
+)
+
+Chip = tuple[int, ...]
+"""The coordinates `(x, y, z)` of a chip."""
+
+
+def ring(shape: tuple[int, int, int]) -> list[Chip]:
+    """All chips of a mesh of this shape, as a ring."""
+    long = [axis for axis in range(3) if shape[axis] > 1]
+    if len(long) < 2 or any(shape[axis] % 2 for axis in long):
+        return [chip[::-1] for chip in _grid(shape[::-1])]
+    if len(long) == 3:
+        return list(_through_layers(*shape))
+    first, second = long
+    places = [(0, 0), *_around(shape[first], shape[second])]
+    return [_at({first: a, second: b}) for a, b in places]
+
+
+def _through_layers(x: int, y: int, z: int) -> Iterator[Chip]:
+    """Layer by layer around, up along z, and back down the edge that was left out."""
+    yield 0, 0, 0
+    for layer in range(z):
+        around = list(_around(x, y))
+        for a, b in around[::-1] if layer % 2 else around:
+            yield a, b, layer
+    yield from ((0, 0, layer) for layer in range(z - 1, 0, -1))
+
+
+def _around(width: int, height: int) -> Iterator[tuple[int, int]]:
+    """A way around a plane, from one side of its corner `(0, 0)` to the other."""
+    for b in range(height):
+        row = range(1, width) if b % 2 == 0 else range(width - 1, 0, -1)
+        yield from ((a, b) for a in row)
+    yield from ((0, b) for b in range(height - 1, 0, -1))
+
+
+def _at(along: dict[int, int]) -> Chip:
+    return tuple(along.get(axis, 0) for axis in range(3))
+
+
+def _grid(shape: tuple[int, ...]) -> Iterator[Chip]:
+    return itertools.product(*map(range, shape))
+
+
+class DeviceOrderMode(enum.IntEnum):
+    """The order in which replicas, and the cores of each, follow each other.
+
+    AUTO is RING where that is possible and MESH elsewhere. In a RING each chip is
+    beside the next one, for sums around rings; MESH counts along the axes.
+
+    >>> import jaxstrategy as js
+    >>> [mode.name for mode in js.tpu.experimental.DeviceOrderMode]
+    ['AUTO', 'RING', 'MESH']
+    """
+
+    AUTO = 0
+    RING = 1
+    MESH = 2
+
+
+_RANK = len(AXES)
+# The cores of a chip are nearest to each other; then come the neighbours along x.
+_NEAREST_FIRST = (3, 0, 1, 2)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CoreBlocks:
+    """Equal blocks of the cores of a topology, one for each of some replicas."""
+
+    topology: TPUTopology
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    count: int
+
+    @staticmethod
+    def chosen(
+        topology: TPUTopology, shape: object, stride: object, count: object
+    ) -> CoreBlocks:
+        """The blocks that a user asks for."""
+        number = whole(count)
+        if number is None or number < 1:
+            raise ValueError(
+                f"`num_replicas` was {shown(count)}; a positive whole number was "
+                "wanted."
+            )
+        blocks = CoreBlocks(
+            topology,
+            _sizes(shape, "computation_shape"),
+            _sizes(stride, "computation_stride"),
+            number,
+        )
+        blocks._check_fits()
+        return blocks
+
+    def cores(self, mode: DeviceOrderMode) -> Integers:
+        """The coordinates of each core of each block: `[block, core, 4]`."""
+        if self.topology.num_missing:
+            return self._of_those_left(mode)
+        if mode is DeviceOrderMode.RING and not self._has_ring:
+            raise ValueError(
+                "`device_order_mode` was RING, but a ring needs blocks without a "
+                "stride, with all cores of their chips, on all of the mesh. This is "
+                f"{self._described()}. Use AUTO."
+            )
+        if mode is DeviceOrderMode.MESH or not self._has_ring:
+            return self._in_mesh()
+        return self._in_ring()
+
+    @property
+    def _mesh(self) -> tuple[int, ...]:
+        return tuple(self.topology.mesh_shape.tolist())
+
+    @property
+    def _extent(self) -> tuple[int, ...]:
+        """The size of what a block and the gaps in it cover."""
+        return tuple(a * b for a, b in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def _room(self) -> tuple[int, ...]:
+        """The number of blocks that fit along each axis: the gaps hold others."""
+        sizes = zip(self._mesh, self._extent, self.stride, strict=True)
+        return tuple(size // extent * stride for size, extent, stride in sizes)
+
+    @property
+    def _has_ring(self) -> bool:
+        has_whole_chips = self.shape[3] == self._mesh[3]
+        is_dense = math.prod(self.stride) == 1
+        return has_whole_chips and is_dense and self.count == math.prod(self._room)
+
+    def _in_ring(self) -> Integers:
+        """Block after block around a ring, and so the chips in each block."""
+        x, y, z, cores = self.shape
+        across, along, up, _ = self._counts()
+        return np.asarray(
+            [
+                [
+                    [*np.multiply(block, (x, y, z)) + chip, core]
+                    for chip in ring((x, y, z))
+                    for core in range(cores)
+                ]
+                for block in ring((across, along, up))
+            ],
+            np.int32,
+        )
+
+    def _in_mesh(self) -> Integers:
+        """Block after block along the axes, and so the cores in each block."""
+        counts = self._counts()
+        places = np.zeros((self.count, _RANK), np.int64)
+        left = np.arange(self.count)
+        for axis in _NEAREST_FIRST:
+            left, places[:, axis] = np.divmod(left, counts[axis])
+        outer, inner = np.divmod(places, self.stride)
+        starts = outer * self._extent + inner
+        inside = np.asarray(list(itertools.product(*map(range, self.shape))))
+        cores = starts[:, None] + inside * np.asarray(self.stride)
+        return cores.astype(np.int32)
+
+    def _counts(self) -> tuple[int, ...]:
+        """The number of blocks along each axis, as equal as they can be."""
+        counts = [1] * _RANK
+        blocks = self.count
+        order = sorted(_NEAREST_FIRST, key=lambda axis: self._room[axis])
+        for done, axis in enumerate(order):
+            counts[axis] = min(_root(blocks, _RANK - done), self._room[axis])
+            blocks = -(-blocks // counts[axis])
+        return tuple(counts)
+
+    def _of_those_left(self, mode: DeviceOrderMode) -> Integers:
+        """Blocks of the devices that are there, one after the other, task by task."""
+        if mode is DeviceOrderMode.RING or math.prod(self.stride) > 1:
+            raise ValueError(
+                f"{self.topology!r} lacks "
+                f"{with_noun(self.topology.num_missing, 'device')}. Then "
+                "there is no RING, and no stride: leave `device_order_mode` and "
+                "`computation_stride` out."
+            )
+        size = math.prod(self.shape)
+        found = self.topology.device_coordinates.reshape(-1, _RANK)
+        if self.count * size > len(found):
+            raise ValueError(
+                f"requested {self.count} replicas but only {len(found) // size} "
+                f"replicas fit, each of {with_noun(size, 'device')} of the "
+                f"{len(found)} that are there in {self.topology!r}."
+            )
+        return found[: self.count * size].reshape(self.count, size, _RANK)
+
+    def _check_fits(self) -> None:
+        if any(map(int.__gt__, self._extent, self._mesh)):
+            raise ValueError(
+                f"computation footprint {list(self._extent)} does not fit in TPU "
+                f"topology shape {list(self._mesh)}. It is `computation_shape` times "
+                f"`computation_stride`.{self._shape_in_line()}"
+            )
+        most = math.prod(self._room)
+        if self.count > most:
+            raise ValueError(
+                f"requested {self.count} replicas but only {most} replicas fit: "
+                f"{self._described()}."
+            )
+
+    def _shape_in_line(self) -> str:
+        """What to give where chips have one core and stand in a line, as GPUs do."""
+        size = math.prod(self.shape)
+        if math.prod(self._mesh) > self._mesh[0] or size > self._mesh[0]:
+            return ""
+        return (
+            f" These devices are in a line: give [{size}, 1, 1, 1] for replicas of "
+            f"{with_noun(size, 'device')}, and no stride."
+        )
+
+    def _described(self) -> str:
+        return (
+            f"{self.count} of the shape {list(self.shape)} with the stride "
+            f"{list(self.stride)} in a mesh of the shape {list(self._mesh)}"
+        )
+
+
+def _sizes(given: object, name: str) -> tuple[int, ...]:
+    """One positive number for each axis; by default 1."""
+    found = (1,) * _RANK if given is None else several_whole(given)
+    if found is None or len(found) != _RANK:
+        raise ValueError(
+            f"{name} must have shape [{_RANK}], a whole number for each of "
+            f"{', '.join(AXES)}; got {shown(given)}."
+        )
+    if min(found) < 1:
+        raise ValueError(f"{name} must be positive; got {name}={shown(given)}.")
+    return found
+
+
+def _root(number: int, degree: int) -> int:
+    """The smallest number of which the power of this degree is `number` or more."""
+    return next(root for root in itertools.count(1) if root**degree >= number)
+
+
+@final
+class DeviceAssignment:
+    """The devices of each replica, in a topology: `TPUStrategy` takes one.
+
+    `build` chooses compact blocks of neighbours; the constructor takes what you choose.
+
+    Args:
+      topology: of all devices.
+      core_assignment: `[replica, logical core, 4]`, the coordinates
+        `(x, y, z, core)` of each device of each replica.
+
+    Raises:
+      ValueError: `topology` is none, `core_assignment` has another shape, or there is
+        no device at some of the coordinates.
+
+    >>> import jaxstrategy as js
+    >>> cores = [[x, y, 0, c] for y in (0, 1) for x in (0, 1) for c in (0, 1)]
+    >>> topology = js.tpu.experimental.Topology(
+    ...     mesh_shape=[2, 2, 1, 2], device_coordinates=[cores]
+    ... )
+    >>> assignment = js.tpu.experimental.DeviceAssignment.build(
+    ...     topology, computation_shape=[1, 1, 1, 2], num_replicas=4
+    ... )
+    >>> assignment
+    DeviceAssignment(4 replicas of 2 cores)
+    >>> assignment.coordinates(replica=2, logical_core=1)
+    (1, 1, 0, 1)
+    >>> assignment.tpu_device(replica=2, logical_core=1)
+    '/task:0/device:TPU:7'
+    """
+
+    def __init__(self, topology: TPUTopology, core_assignment: Nested) -> None:
+        self._topology = _checked_topology(topology)
+        self._cores = _checked_cores(core_assignment, topology)
+        self._tasks = [
+            [topology.task_ordinal_at_coordinates(core) for core in replica]
+            for replica in self._cores.tolist()
+        ]
+
+    @classmethod
+    def build(
+        cls,
+        topology: TPUTopology,
+        computation_shape: Sequence[int] | Integers | None = None,
+        computation_stride: Sequence[int] | Integers | None = None,
+        num_replicas: int = 1,
+        device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
+    ) -> DeviceAssignment:
+        """An assignment of compact blocks of equal shape, one for each replica.
+
+        Args:
+          topology: of all devices.
+          computation_shape: the cores of a replica along x, y, z, and of each chip; one
+            by default.
+          computation_stride: the distance between them, 1 by default; the cores of
+            other replicas lie between.
+          num_replicas: the number of replicas.
+          device_order_mode: the order of replicas and of their cores.
+
+        Raises:
+          ValueError: `topology` is none, the shapes are not of four positive numbers,
+            so many replicas do not fit, or there is no ring of them.
+
+        >>> import jaxstrategy as js
+        >>> cores = [[x, 0, 0, 0] for x in range(8)]
+        >>> topology = js.tpu.experimental.Topology(
+        ...     mesh_shape=[8, 1, 1, 1], device_coordinates=[cores]
+        ... )
+        >>> js.tpu.experimental.DeviceAssignment.build(
+        ...     topology, computation_shape=[2, 1, 1, 1], num_replicas=4
+        ... ).core_assignment[:, :, 0]
+        array([[0, 1],
+               [2, 3],
+               [4, 5],
+               [6, 7]], dtype=int32)
+        """
+        blocks = CoreBlocks.chosen(
+            _checked_topology(topology),
+            computation_shape,
+            computation_stride,
+            num_replicas,
+        )
+        return cls(topology, blocks.cores(DeviceOrderMode(device_order_mode)))
+
+    @property
+    def topology(self) -> TPUTopology:
+        """The topology of all devices."""
+        return self._topology
+
+    @property
+    def num_cores_per_replica(self) -> int:
+        """The number of devices of each replica."""
+        return self._cores.shape[1]
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas."""
+        return self._cores.shape[0]
+
+    @property
+    def core_assignment(self) -> Integers:
+        """The coordinates of each device: `[replica, logical core, 4]`."""
+        return self._cores
+
+    def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
+        """The coordinates `(x, y, z, core)` of a device of a replica.
+
+        Raises:
+          ValueError: there is no such replica, or it has no such core.
+        """
+        self._check_number("replica", replica, self.num_replicas)
+        self._check_number("logical_core", logical_core, self.num_cores_per_replica)
+        return tuple(self._cores[replica, logical_core].tolist())
+
+    def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
+        """The replicas of which this core is a device of this task, in order.
+
+        Args:
+          task_id: the number of the task, which is a process.
+          logical_core: the number of the core in its replica.
+
+        Raises:
+          ValueError: there is none.
+        """
+        found = self._replicas.get((task_id, logical_core))
+        if found is None:
+            raise ValueError(
+                f"Can not find any replica in task: {task_id} contains logical_core: "
+                f"{logical_core}. There are {self!r} in {self._topology!r}."
+            )
+        return list(found)
+
+    @functools.cached_property
+    def _replicas(self) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for replica, tasks in enumerate(self._tasks):
+            for core, task in enumerate(tasks):
+                found.setdefault((task, core), []).append(replica)
+        return found
+
+    def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
+        """The ordinal of a device of a replica among those of its task.
+
+        Raises:
+          ValueError: there is no such replica, or it has no such core.
+        """
+        where = self.coordinates(replica, logical_core)
+        return self._topology.tpu_device_ordinal_at_coordinates(where)
+
+    def host_device(
+        self, replica: int = 0, logical_core: int = 0, job: str | None = None
+    ) -> str:
+        """The name of the CPU beside a device of a replica.
+
+        Raises:
+          ValueError: there is no such replica, or it has no such core.
+        """
+        where = self.coordinates(replica, logical_core)
+        return self._topology.cpu_device_name_at_coordinates(where, job)
+
+    def tpu_device(
+        self, replica: int = 0, logical_core: int = 0, job: str | None = None
+    ) -> str:
+        """The name of a device of a replica.
+
+        Raises:
+          ValueError: there is no such replica, or it has no such core.
+        """
+        where = self.coordinates(replica, logical_core)
+        return self._topology.tpu_device_name_at_coordinates(where, job)
+
+    def _check_number(self, name: str, given: object, count: int) -> None:
+        number = whole(given)
+        if number is None or not 0 <= number < count:
+            raise ValueError(
+                f"`{name}` was {shown(given)}; a number from 0 to {count - 1} was "
+                f"wanted. There are {self!r}."
+            )
+
+    def __repr__(self) -> str:
+        replicas, cores, _ = self._cores.shape
+        return (
+            f"DeviceAssignment({with_noun(replicas, 'replica')} of "
+            f"{with_noun(cores, 'core')})"
+        )
+
+
+def _checked_topology(given: object) -> TPUTopology:
+    if not isinstance(given, TPUTopology):
+        raise ValueError(
+            f"topology must be a Topology object, got {shown(given)}. Use what "
+            "`js.tpu.experimental.initialize_tpu_system()` returns; `js.Topology`, "
+            "without `tpu.experimental`, is another class, of links."
+        )
+    return given
+
+
+def _checked_cores(given: Nested, topology: TPUTopology) -> Integers:
+    found = integers(given)
+    if found is None or found.ndim != 3 or not found.size:
+        raise ValueError(
+            "core_assignment must be a rank 3 numpy array of whole numbers, "
+            f"[replica, core, {topology.mesh_rank}]; got {shown(given)}."
+        )
+    if found.shape[-1] != topology.mesh_rank:
+        raise ValueError(
+            "core_assignment.shape[-1] must have size equal to topology rank "
+            f"({topology.mesh_rank}), got core_assignment.shape={found.shape}."
+        )
+    return found.astype(np.int32)
+
+
+def checked_cores(assignment: object, cores_per_replica: object) -> int:
+    """The number of devices of each replica."""
+    if not isinstance(assignment, DeviceAssignment | None):
+        raise TypeError(
+            f"`experimental_device_assignment` was {shown(assignment)}; a "
+            "`js.tpu.experimental.DeviceAssignment` was wanted, or None."
+        )
+    cores = whole(cores_per_replica)
+    if cores is None:
+        raise TypeError(
+            f"`cores_per_replica` was {shown(cores_per_replica)}; a whole number was "
+            "wanted."
+        )
+    if cores < 1:
+        raise ValueError(f"`cores_per_replica` was {cores}; at least 1 was wanted.")
+    if assignment is None:
+        return cores
+    if cores not in (1, assignment.num_cores_per_replica):
+        raise ValueError(
+            f"`cores_per_replica` was {cores}, and the device assignment has "
+            f"{assignment.num_cores_per_replica}. Leave `cores_per_replica` out."
+        )
+    return assignment.num_cores_per_replica
+
+
+def devices_of_replicas(
+    devices: Sequence[Device], assignment: DeviceAssignment | None, cores: int
+) -> list[Device]:
+    """The devices of all replicas, those of replica 0 first."""
+    tasks = by_task(devices)
+    if assignment is None:
+        found = [device for task in tasks for device in task]
+        if len(found) % cores:
+            raise ValueError(
+                f"`cores_per_replica` was {cores}, and {len(found)} devices are no "
+                f"multiple of that: {_devices.names(found)}. Give another number, or a "
+                "`DeviceAssignment` of some of them."
+            )
+    else:
+        found = _assigned(assignment, tasks)
+    _check_processes(found, cores, len(tasks))
+    return found
+
+
+def _assigned(
+    assignment: DeviceAssignment, tasks: Sequence[Sequence[Device]]
+) -> list[Device]:
+    topology = assignment.topology
+    fewest = min(len(task) for task in tasks)
+    if topology.num_tasks != len(tasks) or topology.num_tpus_per_task > fewest:
+        raise ValueError(
+            f"The device assignment is for {topology!r}; here are {len(tasks)} "
+            f"processes (tasks) with {fewest} devices each. "
+            "`js.tpu.experimental.initialize_tpu_system()` returns the topology that "
+            "is here."
+        )
+    found: list[Device] = []
+    for core in assignment.core_assignment.reshape(-1, topology.mesh_rank).tolist():
+        task = topology.task_ordinal_at_coordinates(core)
+        found.append(tasks[task][topology.tpu_device_ordinal_at_coordinates(core)])
+    if twice := sorted({_devices.name(d) for d in found if found.count(d) > 1}):
+        raise ValueError(
+            f"The device assignment has {', '.join(twice)} more than once; a device is "
+            "one replica's. `MirroredStrategy(replicas_per_device=...)` lets several "
+            "share one."
+        )
+    return found
+
+
+def _check_processes(devices: Sequence[Device], cores: int, processes: int) -> None:
+    owners = [device.process_index for device in devices]
+    for first in range(0, len(owners), cores):
+        own = sorted(set(owners[first : first + cores]))
+        if len(own) > 1:
+            raise ValueError(
+                f"Replica {first // cores} would have devices of the processes "
+                f"{', '.join(map(str, own))}. The devices of a replica are those of "
+                "one process: give fewer cores for each."
+            )
+    if len(set(owners)) < processes:
+        raise ValueError(
+            f"The device assignment has devices of {len(set(owners))} processes, and "
+            f"{processes} take part. To use those of one alone, give "
+            '`TPUClusterResolver("local")`.'
+        )

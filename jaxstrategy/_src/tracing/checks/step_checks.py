@@ -1,0 +1,364 @@
+"""All checks of a step that are made while it is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from jaxstrategy._src.contexts.local_steps import LOCAL_SCOPE
+from jaxstrategy._src.errors import (
+    ContextError,
+    DivergentCollectiveError,
+    DoubleReductionWarning,
+    NotMirroredError,
+    NotMirroredVariableError,
+    NotMirroredWarning,
+)
+from jaxstrategy._src.text import user_code
+from jaxstrategy._src.text.lists import listed
+from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.tracing.checks.varying_results import (
+    broken_promises,
+    forgotten_reductions,
+)
+from jaxstrategy._src.tracing.jaxprs.collectives import COLLECTIVES, Effect, effect_of
+from jaxstrategy._src.tracing.jaxprs.visit import Equation, all_eqns, hidden
+from jaxstrategy._src.tracing.replication.types import Collective, Replication, Site
+from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.translation import along_replicas
+from jaxstrategy._src.values.types import PyTree
+
+
+def divergences(step: TracedStep) -> Iterator[DivergentCollectiveError]:
+    """One for each collective that only some replicas may reach."""
+    for found in step.findings.collectives:
+        if found.decided_by is None:
+            continue
+        assert found.decided_at is not None
+        what, control = f"the `{name_of(found)}`", _control(found.decided_at)
+        line = found.site.merge_line if found.is_merge else found.site.line
+        decided = step.began(found.decided_by)
+        yield DivergentCollectiveError(
+            f"{control.effect.format(step=step.name, what=what)}: it is inside a "
+            f"`{control.name}` whose {control.decider} may differ between replicas.\n"
+            f"  {what}: {or_unknown(line)}\n"
+            f"  the `{control.name}`: {or_unknown(found.decided_at.line)}\n"
+            f"  its {control.decider} varies since: {step.why(found.decided_by)}\n"
+            f"{control.advice.format(what=what)}",
+            collective_line=line and str(line),
+            predicate_line=decided and str(decided),
+        )
+
+
+def name_of(found: Collective) -> str:
+    """The name by which the user calls it, as far as that is known."""
+    if found.is_merge:
+        return "merge_call"
+    # Both are inside of an operation, which only its lowering shows.
+    if found.decided_at is not None and found.decided_at.eqns[0] is found.site.eqns[0]:
+        return f"collective in {found.site.primitive}"
+    return found.site.called(*_COLLECTIVES) or found.site.primitive
+
+
+# The functions that users call for collectives: ours, and those of `jax.lax`.
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce", "gather")
+_COLLECTIVES += tuple(name for row in COLLECTIVES.values() for name in row.functions)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Control:
+    """The words of messages about a branch or loop."""
+
+    name: str
+    decider: str
+    effect: str
+    advice: str
+
+
+def _control(site: Site) -> _Control:
+    if site.primitive not in ("while", "cond"):
+        return dataclasses.replace(_OPERATION, name=site.primitive)
+    if site.primitive == "while":
+        return _CONTROLS[site.called("fori_loop", "while_loop") or "while_loop"]
+    # Both are one primitive, `cond`: the stack tells which it was, where JAX kept it.
+    guess = "switch" if len(site.eqns[0].params["branches"]) > 2 else "cond"
+    return _CONTROLS[site.called("switch", "cond") or guess]
+
+
+_AT_ALL = (
+    "Only some replicas of `{step}` would reach {what}, and wait for ever for the "
+    "others"
+)
+_AS_OFTEN = (
+    "Some replicas of `{step}` would reach {what} more often than others, and then "
+    "wait for ever for them"
+)
+_OPERATION = _Control(
+    "",
+    "input",
+    _AT_ALL,
+    "JAX lowers this operation to branches or loops with collectives, and what decides "
+    "there is not known. Reduce its input, so that all replicas do the same: "
+    "`get_replica_context().all_reduce('mean', x)`. Or move {what} out of it.",
+)
+_CONTROLS = {
+    control.name: control
+    for control in (
+        _Control(
+            "cond",
+            "predicate",
+            _AT_ALL,
+            "Reduce the predicate, so that all replicas decide alike: "
+            "`get_replica_context().all_reduce('max', predicate)` is true if it is on "
+            "any replica, 'min' if it is on all. Or move {what} out of the `cond`, and "
+            "choose with `jnp.where`.",
+        ),
+        _Control(
+            "switch",
+            "index",
+            _AT_ALL,
+            "Reduce the index, so that all replicas choose the same branch: "
+            "`get_replica_context().all_reduce('max', index)`. Or move {what} out of "
+            "the `switch`, and choose with `jnp.where`.",
+        ),
+        _Control(
+            "while_loop",
+            "condition",
+            _AS_OFTEN,
+            "Reduce the condition, so that all replicas stop together: a condition of "
+            "`get_replica_context().all_reduce('max', condition)` goes on until the "
+            "last one is done, 'min' until the first. Or move {what} out of the loop.",
+        ),
+        _Control(
+            "fori_loop",
+            "number of turns",
+            _AS_OFTEN,
+            "Reduce the bounds, so that all replicas take as many turns: "
+            "`get_replica_context().all_reduce('max', bound)`. Or move {what} out of "
+            "the loop.",
+        ),
+    )
+}
+
+
+def or_unknown(line: Line | None) -> str:
+    """A line, or why there is none."""
+    return "a line that JAX did not keep" if line is None else str(line)
+
+
+def double_reductions(step: TracedStep) -> Iterator[tuple[str, Line | None]]:
+    """For each sum of the result of a reduction, a message and the line of the sum."""
+    seen = set()
+    for found in step.findings.collectives:
+        before = found.reduced_before
+        if before is None or _is_no_second_sum(found.site, before):
+            continue
+        first, again = step.began(before), found.site.line
+        # One line sums a whole pytree, by an equation for each array or pack of arrays.
+        if (first, again) in seen:
+            continue
+        seen.add((first, again))
+        message = (
+            f"`{step.name}` sums over the replicas what is the result of a reduction "
+            "already, equal on all of them: the sum is that times their number.\n"
+            f"  reduced first: {or_unknown(first)}\n"
+            f"  summed again: {or_unknown(again)}\n"
+            "Leave out one of them. If every replica is meant to count, reduce with "
+            "'mean', or divide by `num_replicas_in_sync` before the sum."
+        )
+        yield message, again
+
+
+def _is_no_second_sum(site: Site, before: Replication) -> bool:
+    """Whether the sum at `site` of the reduction `before` is right for all we know.
+
+    Differentiation makes sums of its own: the gradient of a sum is a sum. What they
+    make of a loss is for its scale to decide, and that is where the user put it.
+    """
+    if site.is_transposed or (before.site is not None and before.site.is_transposed):
+        return True
+    # A mean; and the derivative of our 'min' and 'max', a weighted mean.
+    return site.called("pmean", "_extreme_jvp") is not None
+
+
+def drifting_variables(step: TracedStep) -> Iterator[NotMirroredVariableError]:
+    """One for each mirrored variable that is given something that varies."""
+    for name, must_agree, state in step.variables:
+        if must_agree and state is not None and state.varies:
+            line = step.began(state)
+            yield NotMirroredVariableError(
+                f"Variable {name!r} is mirrored, but `{step.name}` assigns it a value "
+                "that may differ between replicas: its copies would drift apart.\n"
+                f"  the value varies since: {step.why(state)}\n"
+                "Reduce it first, or make the variable with an `aggregation` "
+                "('sum', 'mean', 'only_first_replica'), or with "
+                "`synchronization='on_read'` if each replica is to have its own.",
+                path=name,
+                line=line and str(line),
+            )
+
+
+def constraints_along_replicas(step: TracedStep) -> Iterator[ValueError]:
+    """One for each value of a step that is to be divided over the replicas.
+
+    JAX refuses it where the axis is that of a `shard_map`, and not where a step is
+    traced by itself (0.10 and 0.12).
+    """
+    for eqn in all_eqns(step.jaxpr):
+        if eqn.primitive.name == "sharding_constraint":
+            if step.trace.replicas.divides_over_replicas(eqn.params["sharding"]):
+                where = f"\n  {or_unknown(Site((eqn,)).line)}\n"
+                yield along_replicas(step.name, where, step.trace.replicas)
+
+
+def narrow_sums_on_some_devices(step: TracedStep) -> Iterator[NotImplementedError]:
+    """One for each reduction of bfloat16 by which XLA would end the process on a CPU.
+
+    It stands in a `shard_map` of the step's own that leaves an inner axis to XLA; where
+    all are named, and outside of them, such a reduction is compiled (JAX 0.10, 0.12).
+    """
+    replicas = step.trace.replicas
+    if len(replicas.inner_axes) < 2 or replicas.devices[0].platform != "cpu":
+        return
+    for outer in all_eqns(step.jaxpr):
+        if outer.primitive.name != "shard_map":
+            continue
+        open_axes = set(replicas.inner_axes).difference(
+            outer.params["newly_manual_axes"]
+        )
+        for eqn in hidden(outer.params):
+            if open_axes and effect_of(eqn) in _REDUCTIONS and _is_narrow(eqn):
+                yield NotImplementedError(
+                    f"`{step.name}` reduces bfloat16 in a `shard_map` that leaves the "
+                    f"axes {sorted(open_axes)} to XLA, which cannot compile that on a "
+                    "CPU.\n"
+                    f"  the `{eqn.primitive.name}`: {or_unknown(Site((eqn,)).line)}\n"
+                    "Reduce it in float32 (`x.astype('float32')`), or name all inner "
+                    "axes in `axis_names`."
+                )
+
+
+_REDUCTIONS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER)
+
+
+def _is_narrow(eqn: Equation) -> bool:
+    return any(atom.aval.dtype == jnp.bfloat16 for atom in eqn.invars)
+
+
+_CALLBACKS = ("pure_callback", "io_callback")
+
+
+def callbacks_beside_inner_axes(step: TracedStep) -> Iterator[NotImplementedError]:
+    """One for each host callback of a step, which JAX cannot compile there.
+
+    With an axis of a mesh that is left to XLA, of whatever size, nobody says which
+    devices have which parts of what the host is to be given (JAX 0.10 and 0.12).
+    """
+    if not step.trace.replicas.inner_axes:
+        return
+    sizes = step.trace.replicas.inner_sizes
+    for eqn in all_eqns(step.jaxpr):
+        if eqn.primitive.name in _CALLBACKS:
+            name = eqn.primitive.name
+            yield NotImplementedError(
+                f"`{step.name}` calls the host, and its replicas have several devices, "
+                f"{sizes}: JAX calls none from programs that XLA divides over them.\n"
+                f"  the `{name}`: {or_unknown(Site((eqn,)).line)}\n"
+                "Return the value and work on it after the step; print with "
+                "`jax.debug.print`, which works; or use one device for each replica."
+            )
+
+
+def local_collectives(step: TracedStep) -> Iterator[ContextError]:
+    """One for each collective in local steps; what `all_reduce` does there is none."""
+    for found in step.findings.collectives:
+        if not found.is_merge and _is_local(found.site):
+            what = name_of(found)
+            yield ContextError(
+                f"`{step.name}` communicates in local steps, where each replica is by "
+                "itself.\n"
+                f"  the `{what}`: {or_unknown(found.site.line)}\n"
+                "Reduce with `get_replica_context().all_reduce(...)`, outside of "
+                "`merge_call`: it takes the replica's own there (for BatchNorm: "
+                "`jaxstrategy.flax.linen.BatchNorm`). Or make the steps together: "
+                "`strategy.several(step)`."
+            )
+
+
+def _is_local(site: Site) -> bool:
+    return any(LOCAL_SCOPE in str(eqn.source_info.name_stack) for eqn in site.eqns)
+
+
+_NAMES = {"debug_print": "jax.debug.print", "debug_callback": "jax.debug.callback"}
+
+
+def ordered_prints(step: TracedStep) -> Iterator[ValueError]:
+    """One for each ordered print of a step on several devices, which JAX refuses."""
+    count = len(step.trace.replicas.all_devices)
+    if count == 1:
+        return
+    for eqn in all_eqns(step.jaxpr):
+        name = _NAMES.get(eqn.primitive.name)
+        if name is not None and _is_ordered(eqn):
+            yield ValueError(
+                f"`{step.name}` prints with `ordered=True` on {count} devices, and JAX "
+                "keeps an order on a single one only.\n"
+                f"  the `{name}`: {or_unknown(Site((eqn,)).line)}\n"
+                "Leave `ordered=True` out: each line says which replica printed. Or "
+                "take one device: `MirroredStrategy(d[:1], replicas_per_device=8)`."
+            )
+
+
+def _is_ordered(eqn: Equation) -> bool:
+    # Of a callback the effect alone tells (JAX 0.10 and 0.12).
+    effect = str(eqn.params.get("effect", ""))
+    return bool(eqn.params.get("ordered")) or effect == "OrderedDebug"
+
+
+def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -> None:
+    """Raise if `step` would hang or breaks a promise; warn of what is likely wrong.
+
+    That is a sum of what is reduced already, and state that was mirrored before.
+    """
+    for error in _errors(step):
+        raise error
+    if broken := list(broken_promises(step, expect_mirrored)):
+        error, *others = broken
+        if others:
+            paths = [other.path or "" for other in others]
+            error.add_note(f"The same holds for {listed(paths, 3, '`')}.")
+        raise error
+    for message, line in double_reductions(step):
+        user_code.warn(message, DoubleReductionWarning, line)
+    for path, message, line in forgotten_reductions(step, expect_mirrored):
+        if step.trace.replicas.state_sharding is not None:
+            # Of a value for each replica none can keep a part.
+            raise NotMirroredError(message, path=path, line=line and str(line))
+        if NotMirroredWarning not in told:
+            told.add(NotMirroredWarning)
+            user_code.warn(message, NotMirroredWarning, line)
+
+
+def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:
+    """All that `check` would raise or warn about, in its order."""
+    yield from map(str, _errors(step))
+    yield from map(str, broken_promises(step, expect_mirrored))
+    yield from (message for message, _ in double_reductions(step))
+    forgotten = forgotten_reductions(step, expect_mirrored)
+    yield from (message for _, message, _ in forgotten)
+
+
+def _errors(step: TracedStep) -> Iterator[Exception]:
+    """What no step may do, whatever was said of its results."""
+    return itertools.chain(
+        divergences(step),
+        local_collectives(step),
+        drifting_variables(step),
+        callbacks_beside_inner_axes(step),
+        constraints_along_replicas(step),
+        narrow_sums_on_some_devices(step),
+        ordered_prints(step),
+    )

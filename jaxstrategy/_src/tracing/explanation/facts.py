@@ -1,0 +1,362 @@
+"""The parts of an explanation: collectives, values, memory, divided state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal, TypeAlias, final
+
+from jaxstrategy._src.replicas.inner_placement import WHOLE, InnerSpec
+from jaxstrategy._src.replicas.topology import Topology
+from jaxstrategy._src.text.user_code import Line
+
+_Seconds: TypeAlias = Callable[[Topology, str, float], float]
+
+
+class AbstractCollective:
+    """What collectives of a step and of a compiled program have in common."""
+
+    kind: str
+    nbytes: int
+    loops: tuple[int | None, ...]
+    groups: tuple[tuple[int, ...], ...] | None
+
+    @property
+    def group(self) -> int | None:
+        """How many replicas or devices take part together; None for all of them."""
+        return None if self.groups is None else max(map(len, self.groups))
+
+    @property
+    def times(self) -> int | None:
+        """The most times that a step does it; None where only the devices will know."""
+        return None if None in self.loops else self.least_times
+
+    @property
+    def least_times(self) -> int:
+        """The same, with one turn for each loop of unknown length."""
+        return math.prod(1 if turns is None else turns for turns in self.loops)
+
+    def seconds(self, topology: Topology, algorithm: str) -> float:
+        """The predicted time of `least_times` of it, by a method of `Topology`.
+
+        Where replicas share devices, the topology is that of the devices.
+        """
+        return self._longest(
+            topology, lambda links, *of: getattr(links, algorithm)(*of)
+        )
+
+    def bounds(self, topology: Topology, algorithm: str) -> tuple[float, float]:
+        """The seconds between which that is, by `Topology.bounds`."""
+
+        def bound(which: int) -> float:
+            return self._longest(
+                topology,
+                lambda links, *of: links.bounds(*of, algorithm=algorithm)[which],
+            )
+
+        return bound(0), bound(1)
+
+    def _longest(self, topology: Topology, seconds: _Seconds) -> float:
+        return self._longest_of_groups(topology, self.nbytes, seconds)
+
+    def _longest_of_groups(
+        self, topology: Topology, nbytes: float, seconds: _Seconds
+    ) -> float:
+        slowest = max(seconds(x, self.kind, nbytes) for x in self._links(topology))
+        return self.least_times * slowest
+
+    def _links(self, topology: Topology) -> set[Topology]:
+        """Those that members of a group have, of each group."""
+        if self.groups is None:
+            return {topology}
+        n = topology.replicas
+        there = [[i for i in group if i < n] for group in self.groups]
+        return {topology.among(group) for group in there if group}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class DeviceExchange:
+    """A collective between devices that have several replicas each.
+
+    Attributes:
+      kind: what it is to a `Topology`, such as `"all_gather"`.
+      nbytes: bytes of one device's operands.
+    """
+
+    kind: str
+    nbytes: int
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedCollective(AbstractCollective):
+    """A collective operation over the replicas.
+
+    Attributes:
+      operation: JAX's name for it, such as `"psum"`.
+      kind: what it is to a `Topology`, such as `"all_reduce"`.
+      nbytes: bytes of one replica's operands, each time.
+      dtypes: of the operands.
+      loops: how often each loop around it turns, the innermost first; None where only
+        the devices will know.
+      in_branch: whether it is in a branch, and may be left out.
+      groups: the replicas that take part together, by number; None: all of them.
+      line: the user's line that made it, or else where the step is defined.
+      is_transposed: whether differentiation made it out of that line.
+      cause: `"step"` if the step says so; `"sharding"` if it is there because state is
+        divided (a sum of which each replica gets its part only, a gather before an
+        array is used); `"compiler"` if XLA needs it, where it computes once for all
+        replicas what follows the last reduction.
+      array: the argument, variable or result that is gathered, if one is.
+      why: the reason in words, if the step does not say so.
+      parts: how many parts there are of the array of which an operand is one; of more
+        replicas, each has a smaller part. 1 if an operand is a whole array.
+      between_devices: where replicas share devices, what several devices exchange for
+        it; None where each replica has devices of its own.
+    """
+
+    operation: str
+    kind: str
+    nbytes: int
+    dtypes: tuple[str, ...]
+    loops: tuple[int | None, ...]
+    in_branch: bool
+    groups: tuple[tuple[int, ...], ...] | None
+    line: Line | None
+    is_transposed: bool
+    cause: Literal["step", "sharding", "compiler"] = "step"
+    array: str = ""
+    why: str = ""
+    parts: int = 1
+    between_devices: tuple[DeviceExchange, ...] | None = None
+
+    def _longest(self, topology: Topology, seconds: _Seconds) -> float:
+        if self.between_devices is not None:
+            once = sum(
+                seconds(topology, each.kind, each.nbytes)
+                for each in self.between_devices
+            )
+            return self.least_times * once
+        nbytes = self.nbytes
+        if self.parts > 1:
+            nbytes *= self.parts / topology.replicas
+        return self._longest_of_groups(topology, nbytes, seconds)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CompiledCollective(AbstractCollective):
+    """A collective of the compiled program, between devices.
+
+    Attributes:
+      operation: XLA's name for it, such as `"all-gather"`.
+      kind: what it is to a `Topology`, such as `"all_gather"`.
+      nbytes: bytes of one device's operands, each time.
+      dtypes: of the operands.
+      loops: how often each loop around it turns, the innermost first; None where only
+        the devices will know.
+      in_branch: whether it is in a branch, and may be left out.
+      groups: the devices that take part together, by their places in the mesh.
+      axes: the axes of the mesh along which those differ.
+      inner_axes: the axes of the mesh that are inside a replica.
+      line: the user's line that computes what is exchanged, of several that XLA has put
+        together the first, or else the one that reads it; None if XLA kept none.
+    """
+
+    operation: str
+    kind: str
+    nbytes: int
+    dtypes: tuple[str, ...]
+    loops: tuple[int | None, ...]
+    in_branch: bool
+    groups: tuple[tuple[int, ...], ...] | None
+    axes: tuple[str, ...]
+    inner_axes: tuple[str, ...]
+    line: Line | None
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether devices of one replica take part together."""
+        return not set(self.axes).isdisjoint(self.inner_axes)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedValue:
+    """An array among the arguments or results.
+
+    Attributes:
+      path: how the user would write it, such as `"step(...)['loss']"`.
+      shape: on one replica.
+      dtype: of its elements.
+      nbytes: of it on one replica.
+      line: for a result that varies, the user's line where it began to; None if it
+        does not vary, or does so as the argument that it is.
+      why: the same in words, empty if it does not vary.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    line: Line | None = None
+    why: str = ""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory of the compiled program on one device, in bytes, as XLA reports it.
+
+    Attributes:
+      arguments: the arguments.
+      results: the results, those in donated memory included.
+      donated: the part of the results that lies in donated memory.
+      temporary: what is needed in between.
+      code: the program itself.
+    """
+
+    arguments: int
+    results: int
+    donated: int
+    temporary: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """All of it at once, an upper bound."""
+        return self.arguments + self.results - self.donated + self.temporary + self.code
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedLeaf:
+    """An array that is equal on all replicas, and the part of it that each keeps.
+
+    Attributes:
+      path: how the user would write it, such as `"state.params['kernel']"`.
+      shape: of all of it.
+      dtype: of its elements.
+      nbytes: of all of it.
+      device_bytes: of what lies on one device.
+      dimension: along which it is divided over the replicas; None if it is whole.
+      reason: why it is whole, in words; empty if it is divided.
+      inner: how the devices of each replica divide it over the logical axes.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    device_bytes: int
+    dimension: int | None
+    reason: str
+    inner: InnerSpec = WHOLE
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class WholeSum:
+    """A large sum over the replicas of which each gets all, not its part only.
+
+    Attributes:
+      shape: of the sum.
+      dtype: of its elements.
+      nbytes: of all of it.
+      line: the user's line that sums, None if JAX did not keep it.
+      reason: why each replica gets all of it, in words.
+      reader: the user's line that is the reason, if one is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    line: Line | None
+    reason: str
+    reader: Line | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class UndecidedOperation:
+    """An operation on divided arrays for which XLA alone chooses what it exchanges.
+
+    Such are matrix products in an optimizer. What they exchange is not among the
+    collectives of an explanation.
+
+    Attributes:
+      operation: JAX's name for it, such as `"dot_general"`.
+      count: how many of them this line makes.
+      line: the user's line that made it, None if JAX did not keep it.
+    """
+
+    operation: str
+    count: int
+    line: Line | None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedSharding:
+    """The state of a step that may be divided, and what that costs.
+
+    Attributes:
+      shard: what the strategy divides: `"state"` or `"optimizer"`; None if it divides
+        nothing by itself, but for variables.
+      num_replicas: over how many replicas.
+      leaves: all arguments and variables that are equal on all replicas, divided ones
+        and whole ones.
+      results: likewise, of the results; one that XLA may place counts as if each device
+        of a replica had all of it.
+      collectives: those that are there because state is divided; `collectives` of the
+        `Explanation` has them and all others.
+      whole_sums: the large sums that are not divided.
+      undecided: what may exchange more.
+    """
+
+    shard: str | None
+    num_replicas: int
+    leaves: tuple[ExplainedLeaf, ...]
+    results: tuple[ExplainedLeaf, ...]
+    collectives: tuple[ExplainedCollective, ...]
+    whole_sums: tuple[WholeSum, ...]
+    undecided: tuple[UndecidedOperation, ...]
+
+    @property
+    def divided(self) -> tuple[ExplainedLeaf, ...]:
+        """The arguments and variables of which each replica keeps a part."""
+        return tuple(leaf for leaf in self.leaves if leaf.dimension is not None)
+
+    @property
+    def whole(self) -> tuple[ExplainedLeaf, ...]:
+        """The arguments and variables of which each replica keeps all."""
+        return tuple(leaf for leaf in self.leaves if leaf.dimension is None)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of arguments and variables on one device, between steps."""
+        return sum(leaf.device_bytes for leaf in self.leaves)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """The same if every replica kept all of them."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of the whole arrays that a step gathers, each time that it does."""
+        return self.num_replicas * self._bytes("all_gather")
+
+    @property
+    def scattered_bytes(self) -> int:
+        """The bytes of the whole sums of which a step gives each replica its part."""
+        return self._bytes("reduce_scatter")
+
+    def _bytes(self, kind: str) -> int:
+        return sum(
+            found.least_times * found.nbytes
+            for found in self.collectives
+            if found.kind == kind
+        )

@@ -1,0 +1,480 @@
+"""The values that a function refers to without being given them."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxstrategy._src.contexts import abstract_strategy
+from jaxstrategy._src.contexts.outbox import Sender
+from jaxstrategy._src.tracing.functions import code as _code
+from jaxstrategy._src.tracing.functions.code import Reach, as_method, attributes_of
+from jaxstrategy._src.tracing.functions.walk import (
+    GONE,
+    ITS_CLASS,
+    Attribute,
+    ClosureCell,
+    Index,
+    Key,
+    Place,
+    Referred,
+    Token,
+    Walk,
+    are_plain,
+    is_container,
+    one_level,
+    path_to,
+)
+from jaxstrategy._src.tracing.functions.weak_references import Identity
+from jaxstrategy._src.values import arrays, handle, per_replica
+from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.variables.reference import Reference
+
+# Larger arrays of NumPy are not read at each look.
+_DIGESTED_BYTES = 1 << 28
+# What these do has no part in what a step computes.
+_BESIDES = (
+    "io",
+    "_io",
+    "logging",
+    "threading",
+    "_thread",
+    "queue",
+    "_queue",
+    "weakref",
+)
+# Known by themselves, whatever they hold.
+_WHOLE = (
+    handle.Handle,
+    per_replica.PerReplica,
+    abstract_strategy.AbstractStrategy,
+    types.MemberDescriptorType,  # of a slot
+)
+_COMPILED = ("jax", "jaxlib")
+
+
+def look_into(
+    is_object: Callable[[object], bool], walk: Walk, label: str, value: Any, number: int
+) -> Token:
+    """Goes on with what `value` refers to; returns what stands for it in the form."""
+    kind = type(value)
+    if is_object(value):
+        walk.objects[walk.unused(label)] = value
+        return ("object", len(walk.objects))
+    if issubclass(kind, (jax.Array, Tracer)):
+        return _array(walk, label, value)
+    if issubclass(kind, (np.ndarray, np.generic)):
+        return _host_array(walk, label, value)
+    if issubclass(kind, _WHOLE):
+        return Identity(value)
+    if issubclass(kind, Sender):
+        return kind
+    for kinds, follow in _FOLLOWED:
+        if issubclass(kind, kinds):
+            return follow(walk, label, value, number)
+    if is_container(value):
+        return _tree(walk, label, value, number)
+    return _other(walk, label, value, kind, number)
+
+
+def _unknown(walk: Walk, label: str, value: object) -> Token:
+    walk.opaque = walk.opaque or label
+    return Identity(value)
+
+
+# Arrays.
+
+
+def _array(walk: Walk, label: str, value: jax.Array | Tracer) -> Token:
+    if not isinstance(value, Tracer) and value.is_deleted():
+        return ("deleted",)
+    # One that is divided otherwise may be captured along with what the function does
+    # use, and would be refused as an argument.
+    is_argument = (
+        isinstance(value, Tracer)
+        or value.sharding.is_fully_replicated
+        or arrays.is_mirrored(value)
+        or arrays.is_sharded(value)
+    )
+    if walk.is_enclosed and is_argument:
+        walk.arrays[walk.unused(label)] = value
+        return ("array",)
+    return Identity(value)
+
+
+def _host_array(walk: Walk, label: str, value: np.ndarray | np.generic) -> Token:
+    if not walk.with_form:
+        return Identity(value)
+    # The bytes of an array of objects are their addresses.
+    if value.dtype.hasobject or value.nbytes > _DIGESTED_BYTES:
+        return _unknown(walk, label, value)
+    digest = hashlib.blake2b(np.ascontiguousarray(value), digest_size=16).digest()
+    return (type(value), value.dtype.str, value.shape, digest)
+
+
+# Functions.
+
+
+def _function(walk: Walk, label: str, fn: types.FunctionType, number: int) -> Token:
+    code = fn.__code__
+    about = _code.about(code)
+    # What is only written is nothing that its program depends on.
+    names = about.reads if walk.with_form else {*about.reads, *about.writes}
+    if about.is_users:
+        walk.reach = walk.reach.plus(_code.of(code))
+    cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
+    for name, cell in cells:
+        place = ClosureCell(cell)
+        known = name if about.is_users else None
+        walk.visit(f"captured {name}", place, place.get(), number, known)
+    _defaults(walk, label, fn, number)
+    if names:
+        _globals(walk, fn.__globals__, names, number)
+    return ("function", Identity(code))
+
+
+def _defaults(walk: Walk, label: str, fn: types.FunctionType, number: int) -> None:
+    if fn.__defaults__:
+        parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+        labels = parameters[len(parameters) - len(fn.__defaults__) :]
+        place = Attribute(fn, "__defaults__")
+        parent = walk.add(label, place, fn.__defaults__, number, len(labels))
+        for name, value in zip(labels, fn.__defaults__, strict=True):
+            walk.visit(f"captured {name}", None, value, parent)
+    keyword_defaults = fn.__kwdefaults__ or {}
+    for name in keyword_defaults:
+        place = Key(keyword_defaults, name)
+        walk.visit(f"captured {name}", place, place.get(), number)
+
+
+def _globals(
+    walk: Walk, scope: dict[str, object], names: Collection[str], number: int
+) -> None:
+    with walk.in_the_open():
+        for name in names:
+            value = scope.get(name, GONE)
+            if value is not GONE:
+                place = Key(scope, name)
+                walk.visit(f"captured {name}", place, value, number, name)
+
+
+def _method(walk: Walk, label: str, method: types.MethodType, number: int) -> Token:
+    label = "captured self" if label == "captured" else label
+    name = _code.first_name(method.__func__)
+    walk.visit(label, None, method.__self__, number, name)
+    walk.visit("captured", None, method.__func__, number)
+    return "method"
+
+
+def _builtin(
+    walk: Walk, label: str, function: types.BuiltinFunctionType, number: int
+) -> Token:
+    owner = function.__self__
+    if owner is None or isinstance(owner, (types.ModuleType, type)):
+        return Identity(function)
+    walk.visit(label, None, owner, number)
+    return ("builtin", function.__name__)
+
+
+def _partial(
+    walk: Walk, label: str, fn: functools.partial[object], number: int
+) -> Token:
+    walk.visit("captured", None, fn.func, number)
+    for index, value in enumerate(fn.args):
+        walk.visit(f"captured args[{index}]", None, value, number)
+    for name, value in fn.keywords.items():
+        walk.visit(f"captured {name}", None, value, number)
+    return ("partial", type(fn), len(fn.args), tuple(fn.keywords))
+
+
+# Containers.
+
+
+def _list(walk: Walk, label: str, items: list[object], number: int) -> Token:
+    for i, item in enumerate(items):
+        walk.visit(f"{label}[{i}]", Index(items, i), item, number)
+    return (type(items), len(items))
+
+
+def _tuple(walk: Walk, label: str, items: tuple[object, ...], number: int) -> Token:
+    names = getattr(type(items), "_fields", None)
+    for i, item in enumerate(items):
+        where = f".{names[i]}" if names else f"[{i}]"
+        walk.visit(label + where, None, item, number)
+    return (type(items), len(items))
+
+
+def _dict(walk: Walk, label: str, items: dict[Hashable, object], number: int) -> Token:
+    for key, item in list(items.items()):
+        walk.visit(label, None, key, number)
+        walk.visit(f"{label}[{_named(key)}]", Key(items, key), item, number)
+    return (type(items), len(items))
+
+
+def _named(key: Hashable) -> str:
+    # The `repr` of a variable reads it: it waits for the devices, and in a trace refers
+    # to an array of another.
+    if isinstance(key, Reference):
+        return f"{_named(key.deref())}.ref()"
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_named, key))})"
+    return key.name if isinstance(key, handle.Handle) else repr(key)
+
+
+def _view(
+    walk: Walk, label: str, items: types.MappingProxyType[Hashable, object], number: int
+) -> Token:
+    for key, item in list(items.items()):
+        walk.visit(f"{label}[{_named(key)}]", None, item, number)
+    return (types.MappingProxyType, tuple(map(_named, items)))
+
+
+def _set(
+    walk: Walk, label: str, items: set[Hashable] | frozenset[Hashable], number: int
+) -> Token:
+    if are_plain(items):
+        return (type(items), frozenset((type(item), item) for item in items))
+    return _unknown(walk, label, items)
+
+
+def _tree(walk: Walk, label: str, value: PyTree, number: int) -> Token:
+    """A container that somebody has registered with JAX."""
+    try:
+        children, structure = one_level(value)
+        hash(structure)
+    except Exception:  # anybody's code flattens it, and compares what it is made of
+        return _unknown(walk, label, value)
+    for path, child in children:
+        walk.visit(label + jax.tree_util.keystr(path), None, child, number)
+    return (type(value), structure)
+
+
+# Modules, classes and objects.
+
+
+def _module(walk: Walk, label: str, module: types.ModuleType, number: int) -> Token:
+    if _code.is_users_module(module):
+        scope = vars(module)
+        names = sorted(walk.reach.used & scope.keys())
+        with walk.in_the_open():
+            for name in names:
+                place = Key(scope, name)
+                walk.visit(f"{label}.{name}", place, scope[name], number, name)
+    return Identity(module)
+
+
+def _class(walk: Walk, label: str, kind: type, number: int) -> Token:
+    if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
+        with walk.in_the_open():
+            for base in filter(_code.is_users_class, kind.__mro__):
+                for name in walk.named(kind, vars(base)):
+                    if not _code.is_bookkeeping(name):
+                        place = Attribute(base, name)
+                        walk.member(kind, f"{label}.{name}", place, number, name)
+    return Identity(kind)
+
+
+def _descriptor(walk: Walk, label: str, value: object, number: int) -> Token:
+    for name in ("__func__", "fget", "func"):
+        if (function := getattr(value, name, None)) is not None:
+            walk.visit(label, None, function, number)
+    return type(value)
+
+
+def _enumerated(walk: Walk, label: str, value: enum.Enum, number: int) -> Token:
+    return (Identity(type(value)), value.name)
+
+
+def _other(walk: Walk, label: str, value: object, kind: type, number: int) -> Token:
+    package = kind.__module__.partition(".")[0]
+    is_ours = package == "jaxstrategy" and not _code.is_layer(kind)
+    if package in _BESIDES or is_ours:
+        return Identity(value)
+    if _code.consists_of_attributes(kind):
+        return _object(walk, label, value, kind, number)
+    if package in _COMPILED or callable(value):  # written in C
+        return Identity(value)
+    if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+        try:
+            hash(value)
+        except TypeError:
+            return _unknown(walk, label, value)
+        return (kind, value)
+    return _unknown(walk, label, value)
+
+
+def _object(walk: Walk, label: str, value: object, kind: type, number: int) -> Token:
+    in_part = walk.is_in_part(value)
+    walk.visit(label, None, kind, number, ITS_CLASS if in_part else None)
+    attributes = _code.attributes_of(value)
+    compared = _code.compared(kind) if walk.with_form else None
+    names = walk.named(value, attributes)
+    with walk.in_the_open():
+        for name in names:
+            if compared is None or name in compared:
+                place = Key(attributes, name)
+                walk.member(value, f"{label}.{name}", place, number, name)
+        for name in walk.named(value, _code.slots_of(kind)):
+            place = Attribute(value, name)
+            walk.member(value, f"{label}.{name}", place, number, name)
+    if in_part:
+        return ("attributes", *names)
+    return ("attributes", len(names) if compared is None else compared)
+
+
+# `Any`: each function takes values of its own kinds alone. The first that fits counts.
+_FOLLOWED: list[
+    tuple[type | tuple[type, ...], Callable[[Walk, str, Any, int], Token]]
+] = [
+    (types.FunctionType, _function),
+    (types.MethodType, _method),
+    (types.BuiltinFunctionType, _builtin),
+    (functools.partial, _partial),
+    (types.ModuleType, _module),
+    (enum.Enum, _enumerated),
+    (type, _class),
+    ((staticmethod, classmethod, property, functools.cached_property), _descriptor),
+    (types.MappingProxyType, _view),
+    (list, _list),
+    (dict, _dict),
+    ((set, frozenset), _set),
+    (tuple, _tuple),
+]
+
+
+# The number of a value in a walk, and whether it stands for what holds that value.
+Owner: TypeAlias = tuple[int, bool]
+
+# As many values are looked at; with more, a function is known by itself alone.
+_LIMIT = 5000
+
+
+class References:
+    """All that a function refers to."""
+
+    def __init__(
+        self,
+        fn: Function,
+        is_object: Callable[[object], bool],
+        limit: int = _LIMIT,
+        with_form: bool = True,
+        more: Sequence[tuple[str, object]] = (),
+    ) -> None:
+        self.root = as_method(fn)
+        go_on = functools.partial(look_into, is_object)
+
+        def walked(reach: Reach, whole: set[int]) -> Walk:
+            walk = Walk(go_on, limit, with_form, reach, whole)
+            walk.visit("captured", None, self.root, -1)
+            for label, value in more:
+                walk.visit(label, None, value, -1)
+            return walk
+
+        # What code can ask for decides where a walk goes, and a walk comes to more
+        # code: until nothing is added.
+        known = Reach(), set[int]()
+        walk = walked(*known)
+        while (found := (walk.reach, walk.whole)) != known:
+            known = found
+            walk = walked(*known)
+        self.reached = walk.reached
+        self.objects = walk.objects
+        self.arrays = walk.arrays
+        self.opaque = walk.opaque
+        self._tokens = walk.tokens
+
+    @property
+    def form(self) -> tuple[Token, ...]:
+        """Equal for functions that do the same with the same objects and arrays."""
+        return tuple(self._tokens)
+
+    def owner(self, owner: Owner) -> object:
+        """The container, object or variable that `changed` has named by its number."""
+        number, is_holder = owner
+        each = self.reached[number]
+        if not is_holder:
+            return each.value
+        assert each.place is not None
+        # Not the dict of an object, which would keep alive what the object has.
+        if isinstance(each.place, Key) and each.parent >= 0:
+            parent = self.reached[each.parent].value
+            if attributes_of(parent) is each.place.mapping:
+                return parent
+        return each.place.owner
+
+    def changed(self, before: References) -> tuple[list[Owner], list[Owner]]:
+        """What has changed since another look at the same function."""
+        slots, was_slots = self._slots(), before._slots()
+        values, was_values = self._values(), before._values()
+        owners = {
+            id(before.owner((was_slots[w], True)))
+            for w in was_slots.keys() - slots.keys()
+        }
+        for where, number in slots.items():
+            was = was_slots.get(where)
+            if was is None or (
+                self.reached[number].value is not before.reached[was].value
+                and self._tokens[number] != before._tokens[was]
+            ):
+                owners.add(id(self.owner((number, True))))
+        for value in values.keys() & was_values.keys():
+            if self._tokens[values[value]] != before._tokens[was_values[value]]:
+                owners.add(value)
+        return before._numbers(owners), self._numbers(owners)
+
+    def _slots(self) -> dict[Hashable, int]:
+        reached = enumerate(self.reached)
+        return {each.place.where: i for i, each in reached if each.place is not None}
+
+    def _values(self) -> dict[int, int]:
+        last = len(self.reached) - 1
+        backwards = enumerate(reversed(self.reached))
+        # An array may be deleted, when it is donated.
+        return {
+            id(each.value): last - i
+            for i, each in backwards
+            if not isinstance(each.value, jax.Array)
+        }
+
+    def _numbers(self, owners: Collection[int]) -> list[Owner]:
+        found: dict[int, Owner] = {}
+        for number, each in enumerate(self.reached):
+            for is_holder in (False, True) if each.place is not None else (False,):
+                owner = id(self.owner((number, is_holder)))
+                if owner in owners:
+                    found.setdefault(owner, (number, is_holder))
+        return list(found.values())
+
+    def holders(self, values: Collection[int]) -> list[Referred]:
+        """The places that hold values, or a tuple with one in it, in their order."""
+        carriers = set(values)
+        for number, each in enumerate(self.reached):
+            if id(each.value) in values:
+                for step in path_to(self.reached, number):
+                    carriers.add(id(self.reached[step].value))
+                    if self.reached[step].place is not None:
+                        break
+        return [
+            each for each in self.reached if each.place and id(each.value) in carriers
+        ]
+
+    def watched(self) -> list[tuple[Place, object]]:
+        """The places that must hold what they hold for the same objects to be found."""
+        slots = {id(v) for v in (*self.objects.values(), *self.arrays.values())}
+        wanted: set[int] = set()
+        for number, each in enumerate(self.reached):
+            if id(each.value) in slots:
+                for step in path_to(self.reached, number):
+                    if step in wanted:
+                        break
+                    wanted.add(step)
+        found = (self.reached[number] for number in sorted(wanted))
+        return [(each.place, each.value) for each in found if each.place is not None]

@@ -1,0 +1,172 @@
+"""Prints that say which replica printed: `with_numbers`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+from jax import lax
+
+from jaxstrategy._src.contexts.replica_context import MERGE_SCOPE, REPLICA_SCOPE
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.tracing.jaxprs.rewrite import Rule, rewritten, rewritten_function
+from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr, all_eqns
+from jaxstrategy._src.tracing.on_own_devices import on_all_devices
+from jaxstrategy._src.values.types import Function, PyTree
+
+
+@final
+class OneText(str):
+    """A format string of what is printed once for all replicas."""
+
+    __slots__ = ()
+
+
+@final
+class NumberedText(str):
+    """A format string of the leaves of some arguments, and the number of a replica."""
+
+    __slots__ = ("has_fields", "is_said", "structure")
+
+    structure: Any  # a `PyTreeDef`; in JAX 0.12 of another registry than the usual one
+    has_fields: bool
+    is_said: bool
+
+    @classmethod
+    def of(
+        cls, text: str, structure: object, has_fields: bool, is_said: bool
+    ) -> NumberedText:
+        """One of the format string `text`."""
+        made = cls(text)
+        made.structure, made.has_fields = structure, has_fields
+        made.is_said = is_said
+        return made
+
+    def format(self, *given: object, **named: object) -> str:
+        """The text, of the leaves and then the number."""
+        *leaves, number = given
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        if self.has_fields:
+            text = super().format(*args, **kwargs)
+        else:
+            text = " ".join((self, *map(str, args)))
+        if not self.is_said:
+            return text
+        return re.sub(r"\A|(?<=\n)(?!\Z)", f"replica {number}: ", text)
+
+    # JAX lowers equations with equal parameters once.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NumberedText) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)
+
+    @property
+    def _parts(self) -> tuple[object, ...]:
+        return str(self), self.structure, self.has_fields, self.is_said
+
+
+def has_prints(jaxpr: Jaxpr, replicas: Replicas) -> bool:
+    """Whether a step has prints that `with_numbers` changes."""
+    named = _changed(replicas)
+    return bool(named) and any(e.primitive.name in named for e in all_eqns(jaxpr))
+
+
+def with_numbers(jaxpr: Jaxpr, replicas: Replicas) -> Jaxpr:
+    """`jaxpr`, of which each `jax.debug.print` says which replica printed."""
+    if not has_prints(jaxpr, replicas):
+        return jaxpr
+    return rewritten(with_merges(jaxpr), _Prints(replicas).in_place_of)
+
+
+def with_merges(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr`, of which the prints in a `merge_call` say that they are such."""
+    return rewritten(jaxpr, _as_of_each, rule_at=_rule_at)
+
+
+def with_numbered_prints(fn: Function, replicas: Replicas) -> Function:
+    """As `with_numbers`, of a function whose prints `with_merges` has seen."""
+    return rewritten_function(fn, _Prints(replicas).in_place_of)
+
+
+def _rule_at(eqn: Equation, rule: Rule) -> Rule:
+    """The rule for an equation, by the innermost of the scopes that it is in."""
+    scopes = str(eqn.source_info.name_stack)
+    merge, each = scopes.rfind(MERGE_SCOPE), scopes.rfind(REPLICA_SCOPE)
+    if merge == each:  # in neither; where an inner jaxpr stands, it does not say
+        return rule
+    return _as_of_all if merge > each else _as_of_each
+
+
+def _as_of_each(eqn: Equation) -> Function | None:
+    return None
+
+
+def _as_of_all(eqn: Equation) -> Function | None:
+    if eqn.primitive.name != "debug_print":
+        return None
+    return _with(eqn, fmt=OneText(eqn.params["fmt"]))
+
+
+def _changed(replicas: Replicas) -> Sequence[str]:
+    """The names of the operations that are not left as they are."""
+    if replicas.inner_axes:
+        return ("debug_print", "debug_callback")
+    return ("debug_print",) if replicas.count > 1 else ()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Prints:
+    replicas: Replicas
+
+    def in_place_of(self, eqn: Equation) -> Function | None:
+        """What takes the place of an equation; None: it stays."""
+        if eqn.primitive.name not in _changed(self.replicas):
+            return None
+        if eqn.primitive.name == "debug_callback":
+            return self._on_one_device(_with(eqn))
+        is_of_all = isinstance(eqn.params["fmt"], OneText)
+        is_said = self.replicas.count > 1 and not is_of_all
+        printed = self._on_one_device(_numbered(eqn, is_said))
+        if is_of_all:
+            printed = _of_first(printed)
+        return lambda *operands: printed(*operands, self.replicas.index())
+
+    def _on_one_device(self, call: Function) -> Function:
+        """`call` on the first device of the replica."""
+        if not self.replicas.inner_axes:
+            return call
+
+        def device(*whole: jax.Array) -> PyTree:
+            is_first = self.replicas.device_index() == 0
+            return lax.cond(is_first, lambda: call(*whole), lambda: [])
+
+        return on_all_devices(device, self.replicas)
+
+
+def _with(eqn: Equation, **changed: object) -> Function:
+    """What an equation does, with some other parameters."""
+    primitive: Any = eqn.primitive
+    return lambda *operands: primitive.bind(*operands, **{**eqn.params, **changed})
+
+
+def _numbered(eqn: Equation, is_said: bool) -> Function:
+    """A print that is given the number of the replica; `is_said`: and prints it."""
+    structure, has_fields = eqn.params["in_tree"], eqn.params["has_placeholders"]
+    text = NumberedText.of(eqn.params["fmt"], structure, has_fields, is_said)
+    leaves = tuple(range(structure.num_leaves + 1))
+    in_tree = jax.tree.structure((leaves, {}))
+    return _with(eqn, fmt=text, in_tree=in_tree, has_placeholders=True)
+
+
+def _of_first(call: Function) -> Function:
+    """`call`, whose last operand is the number of the replica, by the first."""
+
+    def called(*operands: jax.Array) -> PyTree:
+        return lax.cond(operands[-1] == 0, lambda: call(*operands), lambda: [])
+
+    return called

@@ -1,0 +1,135 @@
+"""Functions of one replica as functions of all: the calls of `shard_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ref import AbstractRef
+from jax.typing import DTypeLike
+
+from jaxstrategy._src.reductions.operations import unfolded
+from jaxstrategy._src.replicas.replicas import SAME, Lies, Replicas
+from jaxstrategy._src.tracing.jaxprs.collectives import Effect, effect_of, names
+from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten_function
+from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation
+from jaxstrategy._src.tracing.on_own_devices import on_own_devices
+from jaxstrategy._src.tracing.vmapped.replicas import on_shared_devices
+from jaxstrategy._src.values.types import Function, Leaf, PyTree
+
+_SENDS_ITS_OWN = (
+    Effect.SUM,
+    Effect.EXTREME,
+    Effect.GATHER,
+    Effect.BROADCAST,
+    Effect.PERMUTE,
+    Effect.SUM_SCATTER,
+)
+
+
+def without_collectives(fn: Function, axes: Sequence[str]) -> Function:
+    """`fn` of the only replica, without its collectives along the replicas' axes."""
+    return rewritten_function(fn, lambda eqn: _alone(eqn, set(axes)))
+
+
+def _alone(eqn: Equation, axes: set[str]) -> Function | None:
+    """The function that takes the place of a collective; None: the equation stays."""
+    if not names(eqn) or not axes.issuperset(names(eqn)):
+        return None
+    if eqn.primitive.name == "axis_index":
+        return lambda: [jnp.copy(jnp.zeros((), eqn.outvars[0].aval.dtype))]
+    is_exchange = eqn.primitive.name == "all_to_all"
+    if effect_of(eqn) not in _SENDS_ITS_OWN and not is_exchange:
+        return None
+    is_sent = eqn.params.get("perm") != ()
+
+    def own(*arrays: jax.Array) -> list[jax.Array]:
+        types = [var.aval for var in eqn.outvars]
+        if not is_sent:
+            return [jnp.copy(jnp.zeros(each.shape, each.dtype)) for each in types]
+        # At most a dimension of size 1 comes, goes or moves.
+        return [
+            jnp.copy(lax.convert_element_type(array, each.dtype).reshape(each.shape))
+            for array, each in zip(arrays, types, strict=True)
+        ]
+
+    return own
+
+
+_EFFECTS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER, Effect.GATHER)
+
+
+def on_cpu_devices(
+    fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
+) -> Function:
+    """As `on_own_devices`, with such sums in float32, its derivatives' too."""
+
+    def all_replicas(*given: Leaf) -> PyTree:
+        is_wide = [
+            lies is SAME and _is_narrow_array(x)
+            for x, lies in zip(given, taken, strict=True)
+        ]
+
+        def narrowed(*own: jax.Array) -> PyTree:
+            return fn(*_converted(own, is_wide, jnp.bfloat16))
+
+        compilable = rewritten_function(narrowed, _in_float32)
+        run = on_own_devices(compilable, replicas, taken, returned)
+        return run(*_converted(given, is_wide, jnp.float32))
+
+    return all_replicas
+
+
+def _is_narrow_array(value: Leaf) -> bool:
+    kind = jax.typeof(value)
+    return kind.dtype == jnp.bfloat16 and not isinstance(kind, AbstractRef)
+
+
+def _converted(
+    values: Sequence[Leaf], which: Sequence[bool], dtype: DTypeLike
+) -> list[Leaf]:
+    pairs = zip(values, which, strict=True)
+    return [lax.convert_element_type(x, dtype) if is_ else x for x, is_ in pairs]
+
+
+def _in_float32(eqn: Equation) -> Function | None:
+    """The function that takes the place of such a collective; None: it stays."""
+    if effect_of(eqn) not in _EFFECTS or not any(map(_is_changed, eqn.invars)):
+        return None
+
+    def computed(*arrays: jax.Array) -> Sequence[jax.Array]:
+        wide = list(map(_compilable, arrays))
+        results = eqn.primitive.bind(*wide, **eqn.params)
+        several = results if eqn.primitive.multiple_results else [results]
+        return [
+            lax.convert_element_type(result, var.aval.dtype)
+            for result, var in zip(several, eqn.outvars, strict=True)
+        ]
+
+    return computed
+
+
+def _is_changed(atom: Atom) -> bool:
+    dtype = atom.aval.dtype
+    return dtype == jnp.bfloat16 or jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _compilable(array: jax.Array) -> jax.Array:
+    if array.dtype == jnp.bfloat16:
+        return lax.convert_element_type(array, jnp.float32)
+    return unfolded(array)
+
+
+def on_replicas(
+    fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
+) -> Function:
+    """`fn` of one replica as a function of all replicas' arrays."""
+    if replicas.per_device > 1:
+        return on_shared_devices(fn, replicas, taken, returned)
+    if replicas.inner_axes and replicas.count == 1:
+        fn = without_collectives(fn, replicas.axes)
+    if replicas.inner_axes and replicas.devices[0].platform == "cpu":
+        return on_cpu_devices(fn, replicas, taken, returned)
+    return on_own_devices(fn, replicas, taken, returned)

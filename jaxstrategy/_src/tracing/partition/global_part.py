@@ -1,0 +1,280 @@
+"""The part of a step that is computed once for all replicas: `GlobalPart`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final, TypeAlias, final
+
+from jax.extend.core import Literal
+
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    ArrayType,
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    plain,
+)
+
+Dimension: TypeAlias = int | None
+"""The dimension along which a value is divided; None: it is whole."""
+
+UNKNOWN: Final = -1
+"""Of what XLA chooses for itself."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ResultDimensions:
+    """How the results of an equation lie."""
+
+    dimensions: list[Dimension]
+    is_sum: bool = False
+
+
+def of_results(eqn: Equation, operands: Sequence[Dimension]) -> ResultDimensions:
+    """How the results of `eqn` lie."""
+    name = eqn.primitive.name
+    if name == "optimization_barrier":
+        return ResultDimensions([*operands])
+    if name in _ELEMENTWISE:
+        return _all(eqn, _elementwise(eqn, operands))
+    if name == "dot_general":
+        return _product(eqn, operands)
+    divided = {d for d in operands if d is not None}
+    if len(divided) > 1 or operands[0] is None and name not in _OF_ANY_OPERAND:
+        return _all(eqn, UNKNOWN)
+    dimension = divided.pop()
+    if "axes" in eqn.params and name.startswith(("reduce_", "arg")):
+        axes = eqn.params["axes"]
+        if dimension in axes:
+            return ResultDimensions([None for _ in eqn.outvars], is_sum=True)
+        return _all(eqn, dimension - sum(axis < dimension for axis in axes))
+    rule = _RULES.get(name)
+    return _all(eqn, UNKNOWN if rule is None else rule(eqn, dimension))
+
+
+def _all(eqn: Equation, dimension: Dimension) -> ResultDimensions:
+    return ResultDimensions([dimension for _ in eqn.outvars])
+
+
+def _elementwise(eqn: Equation, operands: Sequence[Dimension]) -> int:
+    divided = {d for d in operands if d is not None}
+    return divided.pop() if len(divided) == 1 else UNKNOWN
+
+
+def _product(eqn: Equation, operands: Sequence[Dimension]) -> ResultDimensions:
+    (contracted, batches) = eqn.params["dimension_numbers"]
+    one, other = operands
+    if one in contracted[0] and other in contracted[1]:
+        if contracted[0].index(one) == contracted[1].index(other):
+            return ResultDimensions([None], is_sum=True)
+        return ResultDimensions([UNKNOWN])
+    if one is not None and other is not None:
+        if one in batches[0] and other in batches[1]:
+            same = batches[0].index(one) == batches[1].index(other)
+            return ResultDimensions([batches[0].index(one) if same else UNKNOWN])
+        return ResultDimensions([UNKNOWN])
+    side = 0 if other is None else 1
+    dimension = operands[side]
+    if dimension in contracted[side]:
+        return ResultDimensions([UNKNOWN])
+    if dimension in batches[side]:
+        return ResultDimensions([batches[side].index(dimension)])
+    return ResultDimensions([_free_place(eqn, side, dimension)])
+
+
+def _free_place(eqn: Equation, side: int, dimension: Dimension) -> int:
+    """The place in a product of a dimension that only one of the factors has."""
+    (contracted, batches) = eqn.params["dimension_numbers"]
+
+    def free(operand: int) -> list[int]:
+        taken = {*contracted[operand], *batches[operand]}
+        return [i for i in range(len(eqn.invars[operand].aval.shape)) if i not in taken]
+
+    first = len(batches[0]) + (len(free(0)) if side else 0)
+    return first + free(side).index(dimension or 0)
+
+
+def _broadcast(eqn: Equation, dimension: int) -> int:
+    return eqn.params["broadcast_dimensions"][dimension]
+
+
+def _transposed(eqn: Equation, dimension: int) -> int:
+    return eqn.params["permutation"].index(dimension)
+
+
+def _squeezed(eqn: Equation, dimension: int) -> int:
+    return dimension - sum(axis < dimension for axis in eqn.params["dimensions"])
+
+
+def _reshaped(eqn: Equation, dimension: int) -> int:
+    """The dimension of the same length with as many elements before it."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    for place, length in enumerate(after):
+        is_same = math.prod(after[:place]) == math.prod(before[:dimension])
+        if is_same and length == before[dimension]:
+            return place
+    return UNKNOWN
+
+
+def _unless_along(*names: str) -> Callable[[Equation, int], int]:
+    def rule(eqn: Equation, dimension: int) -> int:
+        given = [eqn.params[name] for name in names if name in eqn.params]
+        axes = {i for each in given for i in (each if _is_many(each) else (each,))}
+        return UNKNOWN if dimension in axes else dimension
+
+    return rule
+
+
+def _is_many(value: object) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+def _unless_cut(eqn: Equation, dimension: int) -> int:
+    shapes = [eqn.invars[0].aval.shape, *(var.aval.shape for var in eqn.outvars)]
+    return dimension if len({shape[dimension] for shape in shapes}) == 1 else UNKNOWN
+
+
+_RULES = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transposed,
+    "squeeze": _squeezed,
+    "reshape": _reshaped,
+    "slice": _unless_cut,
+    "dynamic_slice": _unless_cut,
+    "pad": _unless_cut,
+    "split": _unless_cut,
+    "concatenate": _unless_along("dimension"),
+    "rev": _unless_along("dimensions"),
+    "sort": _unless_along("dimension"),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+        _unless_along("axis"),
+    ),
+}
+_OF_ANY_OPERAND = frozenset(("concatenate", "sort"))
+_ELEMENTWISE = frozenset(
+    (
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan",
+        "atan2", "atanh", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex",
+        "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma",
+        "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge",
+        "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
+        "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
+        "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt",
+        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+        "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
+        "xor",
+    )
+)  # fmt: skip
+
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class GlobalExchange:
+    """A collective that XLA needs to compute an equation from parts."""
+
+    kind: str
+    type: ArrayType
+    eqns: tuple[Equation, ...]
+
+
+# XLA divides that part. It goes on as its operands lie, element by element; where an
+# element needs others, it has to exchange something. What it exchanges for sums and for
+# whole results is known; for matrix products and sorts it chooses by its own estimates.
+@final
+class GlobalPart:
+    """The equations that are computed once for all, from parts of arrays."""
+
+    def __init__(
+        self,
+        eqns: Sequence[Equation],
+        parts: Mapping[Var, int],
+        whole: Collection[Atom] = (),
+    ) -> None:
+        self.exchanges: list[GlobalExchange] = []
+        self.undecided: list[tuple[Equation, ...]] = []
+        self._known: dict[Var, Dimension] = dict(parts)
+        self._whole = whole
+        self._gathered: dict[Var, Dimension] = {}
+        self._go_through(eqns, self._known, ())
+
+    def dimension(self, atom: Atom) -> Dimension:
+        """The dimension along which a value is divided; None of whole ones."""
+        if isinstance(atom, Literal):
+            return None
+        return self._gathered.get(atom, self._known.get(atom))
+
+    def is_whole(self, atom: Atom) -> bool:
+        """Whether each device has all of a value, without any exchange."""
+        return self.dimension(atom) is None
+
+    def _go_through(
+        self,
+        eqns: Iterable[Equation],
+        known: dict[Var, Dimension],
+        holders: tuple[Equation, ...],
+    ) -> None:
+        for eqn in eqns:
+            operands = [_read(known, atom) for atom in eqn.invars]
+            if any(dimension is not None for dimension in operands):
+                results = self._results(eqn, operands, holders)
+                known.update(zip(eqn.outvars, results, strict=True))
+                for var in eqn.outvars:
+                    if var in self._whole and known[var] != UNKNOWN:
+                        self._gathered[var], known[var] = known[var], None
+
+    def _results(
+        self,
+        eqn: Equation,
+        operands: list[Dimension],
+        holders: tuple[Equation, ...],
+    ) -> list[Dimension]:
+        inner = (eqn, *holders)
+        if (key := _CALLS.get(eqn.primitive.name)) is not None:
+            return self._called(plain(eqn.params[key]), operands, inner)
+        if eqn.primitive.name == "cond":
+            branches = eqn.params["branches"]
+            each = [self._called(plain(b), operands[1:], inner) for b in branches]
+            return [_agreed(found) for found in zip(*each, strict=True)]
+        if UNKNOWN in operands:
+            return [UNKNOWN if var.aval.shape else None for var in eqn.outvars]
+        found = of_results(eqn, operands)
+        if found.is_sum:
+            types = (var.aval for var in eqn.outvars)
+            exchanges = (GlobalExchange("all_reduce", each, inner) for each in types)
+            self.exchanges.extend(exchanges)
+        if UNKNOWN in found.dimensions:
+            self.undecided.append(inner)
+        return found.dimensions
+
+    def _called(
+        self, jaxpr: Jaxpr, operands: list[Dimension], holders: tuple[Equation, ...]
+    ) -> list[Dimension]:
+        known: dict[Var, Dimension] = dict(zip(jaxpr.invars, operands, strict=True))
+        self._go_through(jaxpr.eqns, known, holders)
+        return [_read(known, atom) for atom in jaxpr.outvars]
+
+
+def _read(known: Mapping[Var, Dimension], atom: Atom) -> Dimension:
+    return None if isinstance(atom, Literal) else known.get(atom)
+
+
+def _agreed(found: Sequence[Dimension]) -> Dimension:
+    """What branches have in common: a whole value need not be told from a part."""
+    divided = {dimension for dimension in found if dimension is not None}
+    return divided.pop() if len(divided) == 1 else (UNKNOWN if divided else None)

@@ -1,0 +1,232 @@
+"""The role of each argument of a step: a replica's own, the same for all, or static."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.values import arrays, handle, per_replica, trees
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.types import Function, Leaf, PyTree, TreeStructure
+
+
+class Role(enum.Enum):
+    """The way in which a leaf of the arguments reaches the step."""
+
+    SAME = "same"  # traced; every replica sees the same value
+    PER_REPLICA = "per replica"  # traced; every replica sees its own version
+    MASK = "mask"  # traced; says which rows of the `PerReplica` before it are real
+    STATIC = "static"  # a Python value, part of the program
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The common part of calls that can share a program, up to shapes and dtypes."""
+
+    treedef: TreeStructure
+    roles: tuple[Role, ...]
+    kept: tuple[Leaf, ...]
+    static_types: tuple[type, ...]
+
+    @property
+    def statics(self) -> tuple[Leaf, ...]:
+        """The static leaves."""
+        return tuple(
+            leaf() if isinstance(leaf, HandleReference) else leaf for leaf in self.kept
+        )
+
+    def with_statics(self) -> list[tuple[int, Leaf]]:
+        """The static leaves with their places in `roles`."""
+        places = (i for i, role in enumerate(self.roles) if role is Role.STATIC)
+        return list(zip(places, self.statics, strict=True))
+
+    @property
+    def handles(self) -> list[handle.Handle]:
+        """The variables among them."""
+        # Whoever asks holds the arguments, and so the variables: none is gone.
+        held = [leaf() for leaf in self.kept if isinstance(leaf, HandleReference)]
+        return cast("list[handle.Handle]", held)
+
+    @property
+    def dynamic(self) -> list[int]:
+        """The places in `roles` of what is passed to the compiled program."""
+        return [i for i, role in enumerate(self.roles) if role is not Role.STATIC]
+
+    @property
+    def leaves(self) -> list[int]:
+        """The places in `roles` of leaves."""
+        return [i for i, role in enumerate(self.roles) if role is not Role.MASK]
+
+    def positions(self) -> list[list[int]]:
+        """For each positional argument which of `roles` are its leaves."""
+        args, _ = jax.tree.unflatten(self.treedef, self.leaves)
+        return [jax.tree.leaves(argument) for argument in args]
+
+    def donated(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """The places, in what the program is given, of these positions of `args`."""
+        leaves = self.positions()
+        beyond = [position for position in positions if position >= len(leaves)]
+        if beyond:
+            raise ValueError(
+                f"`donate_argnums` names argument {beyond[0]}, but `args` has "
+                f"{len(leaves)}. Positions count from 0; keyword arguments are not "
+                "donated."
+            )
+        chosen = {leaf for position in positions for leaf in leaves[position]}
+        return tuple(new for new, old in enumerate(self.dynamic) if old in chosen)
+
+    def rebuild(
+        self, locals_: Sequence[Leaf]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """`(args, kwargs)` as the step sees them, from one replica's arrays."""
+        dynamic, static = iter(locals_), iter(self.statics)
+        leaves = [
+            next(static if role is Role.STATIC else dynamic) for role in self.roles
+        ]
+        return jax.tree.unflatten(self.treedef, [leaves[i] for i in self.leaves])
+
+    def label(self, fn: Function, index: int) -> str:
+        """Number `index` of `roles` as the caller of `fn` would write it."""
+        args, kwargs = self.rebuild([0] * len(self.dynamic))
+        if self.roles[index] is Role.MASK:
+            return f"the mask of {self.label(fn, index - 1)}"
+        return label(fn, args, kwargs, self.leaves.index(index))
+
+
+class HandleReference(weakref.ref):
+    """A weak reference to a variable among static arguments."""
+
+
+def take_apart(
+    fn: Function,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    abstract: bool = False,
+) -> tuple[list[Leaf], Signature]:
+    """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature."""
+    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=trees.is_whole)
+    leaves: list[Leaf] = []
+    roles: list[Role] = []
+    kept: list[Leaf] = []
+    static_types: list[type] = []
+    for index, node in enumerate(nodes):
+        if isinstance(node, jax.Ref):
+            raise TypeError(
+                f"{label(fn, args, kwargs, index)} is a `jax.Ref`, whose memory is on "
+                "one device. Make a `js.Variable` in the strategy's scope, which has a "
+                "copy on each; or pass `ref[...]`, and write what the step returns."
+            )
+        role, value = _role(node, abstract)
+        if role is Role.STATIC:
+            _check_hashable(fn, args, kwargs, index, node)
+            kept.append(value)
+            static_types.append(type(value))
+            if isinstance(value, handle.Handle):
+                kept[-1] = HandleReference(value)
+        else:
+            leaves.append(value)
+        is_struct = abstract and isinstance(value, jax.ShapeDtypeStruct)
+        if role is Role.PER_REPLICA and not (is_struct or arrays.is_array(value)):
+            raise TypeError(
+                f"{label(fn, args, kwargs, index)} is a PerReplica around {value!r}, "
+                "not around an array of shape [replica, ...]. Make it with "
+                "`strategy.per_replica([v0, v1, ...])`."
+            )
+        roles.append(role)
+        if role is Role.PER_REPLICA and node.mask is not None:
+            _check_mask(node, lambda i=index: label(fn, args, kwargs, i))
+            leaves.append(node.mask)
+            roles.append(Role.MASK)
+    signature = Signature(treedef, tuple(roles), tuple(kept), tuple(static_types))
+    return leaves, signature
+
+
+def _role(node: Leaf, abstract: bool) -> tuple[Role, Leaf]:
+    if isinstance(node, PerReplica):
+        return Role.PER_REPLICA, per_replica.contents(node)
+    if isinstance(node, handle.Handle):
+        return Role.STATIC, node
+    if isinstance(node, jax.Array):
+        return Role.SAME, node
+    if abstract and isinstance(node, jax.ShapeDtypeStruct):
+        return Role.SAME, node
+    if isinstance(node, bool):
+        return Role.STATIC, node
+    if isinstance(node, (int, float, complex)):
+        return Role.SAME, node
+    if isinstance(node, (np.ndarray, np.generic)):
+        # Text and objects cannot be traced; they are static, if they can be hashed.
+        return (Role.STATIC if node.dtype.kind in "OSU" else Role.SAME), node
+    if hasattr(type(node), "__jax_array__"):
+        return Role.SAME, jnp.asarray(node)
+    if hasattr(type(node), "__array__"):  # another library's tensor
+        return Role.SAME, np.asarray(node)
+    return Role.STATIC, node
+
+
+def _check_mask(value: PerReplica, name: Callable[[], str]) -> None:
+    mask, rows = value.mask, np.shape(per_replica.contents(value))[:2]
+    if np.shape(mask) != rows or mask.dtype != bool:
+        kind = array_type(mask.dtype, np.shape(mask), ", ")
+        raise ValueError(
+            f"{name()} is a batch of shape {rows} + ..., [replica, rows, ...], but the "
+            f"mask of its rows is {kind}: a function was "
+            "mapped over the batch, and so over the mask. Change batches inside the "
+            "step, or before they are divided over the replicas."
+        )
+
+
+def _check_hashable(
+    fn: Function,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    index: int,
+    value: Leaf,
+) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{label(fn, args, kwargs, index)} is {value!r}, a "
+            f"{type(value).__name__}: not an array, a number or a registered pytree, "
+            "so it would be a static part of the program, and those must be hashable. "
+            "Pass an array, make its class hashable, or register it with "
+            "`jax.tree_util.register_dataclass`."
+        ) from error
+
+
+def label(
+    fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], index: int
+) -> str:
+    """A leaf of the arguments as the caller would write it: `` `batch['x']` ``."""
+    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=trees.is_whole)
+    (_, *path) = paths[index][0]
+    first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
+    if isinstance(first, jax.tree_util.DictKey):
+        return f"`{first.key}{rest}`"
+    return f"`{_parameter(fn, first.idx)}{rest}`"
+
+
+def _parameter(fn: Function, position: int) -> str:
+    """The name of a positional parameter of `fn`, or `args[position]`."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    if position < len(parameters):
+        parameter = parameters[position]
+        if parameter.kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            return parameter.name
+    return f"args[{position}]"

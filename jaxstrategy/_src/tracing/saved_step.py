@@ -1,0 +1,328 @@
+"""A compiled step in a file: `SavedStep`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from typing import Any, TypeAlias, final
+
+import jax
+from jax.extend import core
+from jax.stages import Compiled
+
+from jaxstrategy._src.errors import CompiledStepError
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.tracing.constants import code_of, constants
+from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr, all_eqns
+from jaxstrategy._src.tracing.prepared import Preparation
+from jaxstrategy._src.tracing.traced_step import TracedStep
+
+# What is told, by the name of it in messages.
+Facts: TypeAlias = dict[str, str]
+
+# Variables of the environment from which XLA takes options.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Options of JAX by which no program becomes another one.
+_OTHER_OPTIONS = re.compile(
+    "cache|log|dump|trace|tracing|profil|compiler_detailed|explain|pgle|coordination|"
+    "num_cpu_devices|platforms|include_full|check_tracer|transfer_guard|array_garbage|"
+    "distributed|heartbeat|debug_|raise_persistent|share_binary|platform_name"
+)
+
+
+def facts_of(preparation: Preparation) -> Facts:
+    """All that a program of this step depends on."""
+    step = preparation.step
+    _check_callbacks(step)
+    return {
+        **_versions(),
+        **_machine(step),
+        **_options(),
+        **{
+            f"the compiler's option {name}": asked
+            for name, asked in sorted(preparation.compiler_options.items())
+        },
+        **_arguments(preparation),
+        "what is done for the step besides": ", ".join(preparation.stages),
+        "what the step computes": _print_of(step),
+    }
+
+
+def devices_of(step: TracedStep) -> list[Device]:
+    """The devices that take a step, in the order of the replicas."""
+    groups = step.trace.replicas.groups
+    return list(dict.fromkeys(device for group in groups for device in group))
+
+
+def _versions() -> Facts:
+    return {
+        f"the version of {name}": importlib.metadata.version(name)
+        for name in ("jaxstrategy", "jax", "jaxlib")
+    }
+
+
+def _machine(step: TracedStep) -> Facts:
+    replicas = step.trace.replicas
+    devices = devices_of(step)
+    first = devices[0]
+    axes = [*replicas.axis_sizes, *replicas.inner_sizes.items()]
+    sizes = ", ".join(f"{name}={size}" for name, size in dict(axes).items())
+    shared = f", {replicas.per_device} replicas on a device"
+    return {
+        "the platform": f"{first.platform} ({first.client.platform_version})",
+        "the kind of device": ", ".join(sorted({d.device_kind for d in devices})),
+        "the mesh": f"{replicas.count} replicas, {sizes}"
+        + (shared if replicas.per_device > 1 else ""),
+        "the devices of the mesh": ", ".join(str(device.id) for device in devices),
+        "the place of this process": (
+            f"{jax.process_index()} of {jax.process_count()}"
+        ),
+        "the processor": _processor() if first.platform == "cpu" else "any",
+    }
+
+
+@functools.cache
+def _processor() -> str:
+    """The kind of processor and its instructions, which programs for CPUs rest on."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            lines = file.read().partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    told = [line for line in lines if line.startswith(("flags", "Features"))]
+    text = "".join(told) or platform.processor()
+    kind = platform.machine()
+    return f"{kind}, instructions {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _options() -> Facts:
+    found = {f"the environment's {name}": os.environ.get(name, "") for name in _FLAGS}
+    for name in sorted(jax.config.values):
+        if not _OTHER_OPTIONS.search(name):
+            # What a `with` block has set counts, which `values` does not know.
+            found[f"JAX's option {name}"] = str(getattr(jax.config, name, None))
+    return found
+
+
+def _arguments(preparation: Preparation) -> Facts:
+    donated = preparation.step.donated
+    return {
+        preparation.label(index): array_type(given.dtype, given.shape)
+        + (", weak" if getattr(given, "weak_type", False) else "")
+        + (", donated" if index in donated else "")
+        + f", {getattr(given.sharding, 'spec', given.sharding)}"
+        for index, given in enumerate(preparation.inputs)
+    }
+
+
+def _check_callbacks(step: TracedStep) -> None:
+    for eqn in all_eqns(step.jaxpr):
+        name = eqn.primitive.name
+        if "callback" in name or name == "debug_print":
+            raise CompiledStepError(
+                f"`{step.name}` calls Python while it runs (`{name}`: `jax.debug.print`"
+                ", `jax.pure_callback` or `io_callback`), which no file can hold, so "
+                "that it cannot be saved. Leave that out, or use "
+                "`js.compilation_cache(directory)`."
+            )
+
+
+def _print_of(step: TracedStep) -> str:
+    """Equal for steps that compute the same, whatever their code is called."""
+    text = hashlib.sha256(code_of(_of_what_is_used(step)))
+    for constant in constants(step.trace.closed):
+        text.update(constant.print.encode())
+    text.update(repr(step.trace.varies).encode())
+    return text.hexdigest()[:16]
+
+
+def _of_what_is_used(step: TracedStep) -> Jaxpr:
+    """The computation of one replica, without variables that it does not use."""
+    jaxpr = step.jaxpr
+    used = set(_variables_in(jaxpr))
+    kept = [
+        var
+        for var, place in zip(jaxpr.invars, step.inputs, strict=True)
+        if place is not None or var in used
+    ]
+    return jaxpr.replace(invars=kept)
+
+
+def _variables_in(jaxpr: Jaxpr) -> Iterator[core.Var]:
+    for eqn in jaxpr.eqns:
+        yield from (atom for atom in eqn.invars if isinstance(atom, core.Var))
+    yield from (atom for atom in jaxpr.outvars if isinstance(atom, core.Var))
+
+
+def difference(saved: Facts, now: Facts) -> tuple[str, str, str] | None:
+    """The first fact that differs, what it was, and what it is; None if none does."""
+    for name in [*saved, *(name for name in now if name not in saved)]:
+        was, given = saved.get(name, "nothing"), now.get(name, "nothing")
+        if was != given:
+            return name, was, given
+    # They are passed by their place, and these facts stand by their names.
+    was, given = (
+        ", ".join(name for name in facts if name.startswith(("argument ", "variable ")))
+        for facts in (saved, now)
+    )
+    return None if was == given else ("the order of its inputs", was, given)
+
+
+_FIRST_LINE = b"jaxstrategy compiled step 1\n"
+_SIZE = 8
+# Calls of libraries that JAX makes ready when it lowers a program that has them: one
+# with LAPACK's ends the process if it is only loaded (JAX 0.10 and 0.12).
+_LIBRARY_CALL = re.compile(r'custom_call_target="(?!Sharding|SPMD|TopK|AllocateBuffer)')
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SavedStep:
+    """A compiled step as it is saved."""
+
+    facts: Facts
+    num_added: int
+    num_kept: int
+    calls_libraries: bool
+    executable: bytes
+
+    @classmethod
+    def of(cls, compiled: Compiled, facts: Facts, name: str) -> SavedStep:
+        """What there is to save of a compiled step."""
+        from jax.experimental import serialize_executable
+
+        try:
+            executable, _, tree = serialize_executable.serialize(compiled)
+        except Exception as error:  # whatever JAX, pickle or the backend says
+            raise CompiledStepError(
+                f"`{name}` cannot be saved: JAX cannot serialize what it was compiled "
+                f"to ({error}). Use `js.compilation_cache(directory)`."
+            ) from error
+        _, added, kept = tree.children()
+        text = compiled.as_text() or 'custom_call_target="unknown"'
+        calls = _LIBRARY_CALL.search(text) is not None
+        return cls(facts, added.num_leaves, kept.num_leaves, calls, executable)
+
+    def write(self, path: str) -> None:
+        """Writes the file, whole or not at all; only its owner may read it."""
+        header = dataclasses.asdict(self)
+        checksum = _checksum(header, header.pop("executable"))
+        text = json.dumps(header | {"checksum": checksum}).encode()
+        size = len(text).to_bytes(_SIZE, "little")
+        number, draft = tempfile.mkstemp(dir=os.path.dirname(path) or ".")
+        try:
+            with open(number, "wb") as file:
+                file.write(_FIRST_LINE + size + text + self.executable)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
+
+    @classmethod
+    def read(cls, path: str) -> SavedStep:
+        """The step in a file."""
+        with open(path, "rb", opener=_without_waiting) as file:
+            _check_trusted(path, os.fstat(file.fileno()))
+            first = file.read(len(_FIRST_LINE))
+            rest = file.read() if first == _FIRST_LINE else b""
+        if first != _FIRST_LINE:
+            raise CompiledStepError(
+                f"{path!r} is no compiled step of this version of jaxstrategy: it "
+                f"begins with {shown(first[:20])}. Give the path that `save` was given."
+            )
+        try:
+            end = _SIZE + int.from_bytes(rest[:_SIZE], "little")
+            header: dict[str, Any] = json.loads(rest[_SIZE:end])
+            executable = rest[end:]
+            if header.pop("checksum") != _checksum(header, executable):
+                raise ValueError("its checksum is wrong")
+            return cls(**header, executable=executable)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CompiledStepError(
+                f"The compiled step in {path!r} is damaged ({error}). Compile and save "
+                "it again."
+            ) from error
+
+    def loaded(self, path: str, preparation: Preparation) -> Compiled:
+        """The program, in this process."""
+        from jax.experimental import serialize_executable
+
+        differs = difference(self.facts, facts_of(preparation))
+        if differs is not None:
+            raise CompiledStepError(_told(path, preparation.step.name, *differs))
+        if self.calls_libraries or preparation.must_be_lowered:
+            preparation.lower()
+        devices = devices_of(preparation.step)
+        try:
+            return serialize_executable.deserialize_and_load(
+                self.executable,
+                preparation.input_tree,
+                preparation.output_tree(self.num_added, self.num_kept),
+                backend=devices[0].client,
+                execution_devices=devices,
+            )
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CompiledStepError(
+                f"The compiled step in {path!r} cannot be loaded by this backend "
+                f"({error}). Compile and save it again."
+            ) from error
+
+
+def _checksum(header: dict[str, Any], executable: bytes) -> str:
+    """Of all that is saved: with other numbers of outputs a call would fail."""
+    text = json.dumps(header).encode()
+    return hashlib.sha256(text + executable).hexdigest()
+
+
+def _told(path: str, name: str, fact: str, was: str, now: str) -> str:
+    what = f"{fact} was {shown(was)}, and is {shown(now)}"
+    if fact == "what the step computes":
+        what = f"the step computes something else now (its code, {was}, is {now})"
+    elif fact.startswith(("argument ", "variable ")):
+        what = f"{fact} was {was}, and is {now}"
+    return (
+        f"The compiled step in {path!r} is not used for `{name}`: {what}. Compile and "
+        "save it again."
+    )
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; where it is a pipe, without waiting for who writes it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _check_trusted(path: str, status: os.stat_result) -> None:
+    """Raises if it is no file, or another user can write it."""
+    if not stat.S_ISREG(status.st_mode):
+        raise CompiledStepError(
+            f"{path!r} is no file but a pipe or a device, which is not read. Give the "
+            "path that `save` was given."
+        )
+    if not hasattr(os, "getuid"):  # Windows has other rights
+        return
+    if status.st_uid not in (0, os.getuid()):
+        why = f"it belongs to user {status.st_uid}, this process to {os.getuid()}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"others may write it (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return
+    raise CompiledStepError(
+        f"{path!r} is not loaded: {why}, and a compiled step runs whatever is in it. "
+        "Save one of your own; or, if you trust everybody who could write this one, "
+        f"`chown` it and `chmod go-w {path}`."
+    )

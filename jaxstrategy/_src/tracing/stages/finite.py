@@ -1,0 +1,362 @@
+"""Looks for NaN and Inf in all that a step computes.
+
+The trace is evaluated equation by equation, and after each it is looked whether its
+results hold a NaN where its operands held none. The first such equation of a replica is
+what the program returns besides: its number, which the host knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend import core
+from jax.extend.core import Literal
+from jax.ref import AbstractRef
+
+from jaxstrategy._src.errors import ContextError, NonFiniteError
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.lists import first_few
+from jaxstrategy._src.text.units import plural
+from jaxstrategy._src.tracing.jaxprs.collectives import is_along
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    ArrayType,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    plain,
+)
+from jaxstrategy._src.tracing.replica_step import ReplicaStep
+from jaxstrategy._src.tracing.replication.control import scan_counts
+from jaxstrategy._src.tracing.replication.types import Site
+from jaxstrategy._src.tracing.stages.stage import Stage
+from jaxstrategy._src.tracing.trace import Evaluate
+from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.values.types import Value
+
+_INLINED = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint")
+)
+_INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+# They make nothing of their own: bits are what they are, and a reference holds what was
+# looked at when it was written.
+_MOVES = frozenset(("bitcast_convert_type", "get", "swap", "addupdate"))
+
+_Flag: TypeAlias = jax.Array | bool
+# Whether an array holds a NaN, and whether it holds an Inf.
+_Kinds: TypeAlias = tuple[jax.Array, _Flag]
+# Of a branch or a turn of a loop its outputs, and what was found until then.
+_Ended: TypeAlias = tuple[list[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """Where something may become infinite: an equation, or what a step is given."""
+
+    source: str = ""
+    site: Site | None = None
+    is_end: bool = False
+
+
+@final
+class Finite(Stage):
+    """A search for NaN, and perhaps Inf, in all that one program computes."""
+
+    evaluates_all = True
+    learns_within = True
+
+    def __init__(self, step: ReplicaStep, with_infinities: bool) -> None:
+        self._name = step.name
+        self.replicas = step.replicas
+        self.with_infinities = with_infinities
+        # Of all traces, so that a number means one place whatever was called last.
+        self._places: list[_Origin] = []
+
+    @property
+    def kind(self) -> str:
+        """What it looks for, too."""
+        what = "NaN and Inf" if self.with_infinities else "NaN"
+        return f"{type(self).__name__} ({what})"
+
+    def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
+        """Evaluates the step equation by equation, and adds what was found first."""
+        return lambda inputs: self._evaluate(step.jaxpr, inputs, step.sources)
+
+    def number(self, place: _Origin) -> int:
+        """A number for `place`, not 0; later places have larger ones."""
+        self._places.append(place)
+        return len(self._places)
+
+    def _evaluate(
+        self, jaxpr: Jaxpr, given: Sequence[Value], sources: Sequence[str | None]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The outputs of `jaxpr`, and for each replica what was found first."""
+        turn = _Turn(self, ())
+        references = []
+        for value, source in zip(given, sources, strict=True):
+            if value is None:  # a variable that the step does not use
+                continue
+            if isinstance(jax.typeof(value), AbstractRef):
+                references.append((value, source))
+                value = value[...]
+            # Captured infinities are meant, as in a mask.
+            turn.look(value, _Origin(source or "an array that it captured"), source)
+        outputs = turn.through(plain(jaxpr), given)
+        for reference, source in references:
+            turn.look(reference[...], _Origin(source or "", is_end=True), source)
+        return outputs, [lax.all_gather(turn.found, self.replicas.collective_axes)]
+
+    def check(self, output: jax.Array) -> None:
+        """Raises if a call has found something."""
+        if isinstance(output, Tracer):
+            raise ContextError(
+                f"`{self._name}` is to be checked (`check_finite`) inside a function "
+                "that JAX traces, where no value is known yet. Call it outside "
+                "`jax.jit`, `jax.grad` and `jax.lax.scan`, or leave the option out."
+            )
+        codes = np.asarray(output.addressable_data(0))
+        if codes.any():
+            raise self._error(codes)
+
+    def _error(self, codes: np.ndarray) -> NonFiniteError:
+        place = self._places[codes[codes > 0].min() // 2 - 1]
+        replicas = np.flatnonzero(codes // 2 == codes[codes > 0].min() // 2)
+        kinds = [name for bit, name in _KINDS.items() if bit in codes[replicas] % 2]
+        where = f"{' or '.join(kinds)} {_on(replicas.tolist(), len(codes))}"
+        line = place.site and place.site.line
+        return NonFiniteError(
+            f"{self._told(place, where)}\n{_ADVICE}",
+            replicas=tuple(replicas.tolist()),
+            line=line and str(line),
+            source=place.source.partition("`")[2].strip("`") or place.source or None,
+        )
+
+    def _told(self, place: _Origin, where: str) -> str:
+        if place.site is None:
+            when = "ends" if place.is_end else "begins"
+            return f"{place.source} holds {where} when `{self._name}` {when}."
+        eqn = place.site.eqns[0]
+        made = ", ".join(_type(var.aval) for var in eqn.outvars)
+        line = place.site.line or "a line that JAX did not keep"
+        return (
+            f"`{self._name}` makes {where}, of values that are finite:\n"
+            f"  {line}\n"
+            f"  (the operation `{eqn.primitive.name}`, which makes {made})"
+        )
+
+
+_KINDS = {1: "a NaN", 0: "an Inf"}
+_ADVICE = (
+    "This is the first that arises; what is made of it is not told. A value that is "
+    "discarded later, with `jnp.where`, counts too: its gradient is NaN. "
+    "`RunOptions(check_finite='nan')` looks for NaN only."
+)
+
+
+def _on(replicas: Sequence[int], count: int) -> str:
+    if len(replicas) == count:
+        return "on all replicas"
+    noun = plural(len(replicas), "replica")
+    return f"on {noun} {first_few(replicas, 8)} of {count}"
+
+
+def _type(aval: ArrayType) -> str:
+    return array_type(getattr(aval, "dtype", aval), getattr(aval, "shape", ()), ", ")
+
+
+def finite(step: ReplicaStep, options: RunOptions) -> Finite | None:
+    """The search that a program makes with these options, None if it makes none."""
+    if not options.check_finite:
+        return None
+    return Finite(step, with_infinities=options.check_finite != "nan")
+
+
+class _Turn:
+    """One pass through a jaxpr: the program itself, a branch, the body of a loop."""
+
+    def __init__(
+        self,
+        owner: Finite,
+        holders: tuple[Equation, ...],
+        found: jax.Array | None = None,
+    ) -> None:
+        self._owner = owner
+        self._holders = holders
+        self.found = jnp.zeros((), jnp.int32) if found is None else found
+        # What was seen of each value, by its identity; with the value itself, because
+        # the identity of an object that is gone is given to another one.
+        self._seen: dict[int, tuple[Value, _Kinds]] = {}
+
+    def look(self, value: Value, place: _Origin, source: str | None) -> None:
+        """Note what `value` holds, whose place is this; an Inf only with a `source`."""
+        kinds = self._kinds(value)
+        if kinds is not None:
+            infinite = kinds[1] if source is not None else False
+            self._note(kinds[0], infinite, place)
+
+    def _note(self, nan: _Flag, infinite: _Flag, place: _Origin) -> None:
+        number = self._owner.number(place) * 2
+        code = jnp.where(nan, number + 1, jnp.where(infinite, number, 0))
+        self.found = jnp.where(self.found == 0, code.astype(jnp.int32), self.found)
+
+    def _kinds(self, value: Value) -> _Kinds | None:
+        """Whether an array holds a NaN, or an Inf; None if it cannot."""
+        if not _may_be_infinite(value):
+            return None
+        known = self._seen.get(id(value))
+        if known is None:
+            infinite = self._owner.with_infinities and jnp.isinf(value).any()
+            known = self._seen[id(value)] = value, (jnp.isnan(value).any(), infinite)
+        return known[1]
+
+    def through(self, jaxpr: ClosedJaxpr, inputs: Sequence[Value]) -> list[jax.Array]:
+        """The outputs of `jaxpr`, which is evaluated here."""
+        inside = plain(jaxpr)
+        known: dict[Atom, Value] = dict(zip(inside.invars, inputs, strict=True))
+        known.update(zip(inside.constvars, getattr(jaxpr, "consts", ()), strict=False))
+
+        def read(atom: Atom) -> Value:
+            return atom.val if isinstance(atom, Literal) else known[atom]
+
+        for eqn in inside.eqns:
+            # The mesh and the settings of JAX under which the step's code made it.
+            with eqn.ctx.manager:
+                outputs = self._outputs(eqn, [read(atom) for atom in eqn.invars])
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in inside.outvars]
+
+    def _outputs(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
+        name = eqn.primitive.name
+        if name in _INLINED:
+            inner = next(
+                eqn.params[key]
+                for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
+                if key in eqn.params
+            )
+            return self._inside(eqn).through_and_back(self, inner, operands)
+        if name == "cond":
+            return self._branch(eqn, operands)
+        if name == "scan":
+            return self._scan(eqn, operands)
+        if name == "while":
+            return self._while(eqn, operands)
+        params = eqn.primitive.get_bind_params(eqn.params)
+        outputs = eqn.primitive.bind(*operands, **params)
+        outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        if name not in _MOVES:
+            self._compare(eqn, operands, outputs)
+        return outputs
+
+    def _inside(self, eqn: Equation, found: jax.Array | None = None) -> _Turn:
+        found = self.found if found is None else found
+        return _Turn(self._owner, (eqn, *self._holders), found)
+
+    def through_and_back(
+        self, outer: _Turn, jaxpr: ClosedJaxpr, operands: Sequence[Value]
+    ) -> list[jax.Array]:
+        """The outputs of a function called in `outer`, which learns what was found."""
+        self._seen = outer._seen
+        outputs = self.through(jaxpr, operands)
+        outer.found = self.found
+        return outputs
+
+    def _compare(
+        self, eqn: Equation, operands: Sequence[Value], outputs: Sequence[jax.Array]
+    ) -> None:
+        """Note if there is something in `outputs` that was not in `operands`."""
+        after = [kinds for kinds in map(self._kinds, outputs) if kinds is not None]
+        if not after:
+            return
+        before = [kinds for kinds in map(self._kinds, operands) if kinds is not None]
+        had_nan, had_inf = _any(before, 0), _any(before, 1)
+        if is_along(eqn, self._owner.replicas.collective_axes):
+            # What another replica gave was found there.
+            flags = jnp.stack([jnp.asarray(had_nan), jnp.asarray(had_inf)])
+            had = (
+                lax.pmax(flags.astype(jnp.int32), self._owner.replicas.collective_axes)
+                > 0
+            )
+            had_nan, had_inf = had[0], had[1]
+        # Inf minus Inf is a NaN of its own; an Inf made of a NaN is not.
+        nan = _any(after, 0) & ~jnp.asarray(had_nan)
+        infinite = _any(after, 1) & ~(jnp.asarray(had_inf) | had_nan)
+        self._note(nan, infinite, _Origin(site=Site((eqn, *self._holders))))
+
+    def _branch(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
+        index, *rest = operands
+
+        def branch(jaxpr: ClosedJaxpr) -> Callable[[jax.Array], _Ended]:
+            def taken(found: jax.Array) -> _Ended:
+                turn = self._inside(eqn, found)
+                return turn.through(jaxpr, rest), turn.found
+
+            return taken
+
+        branches = [branch(jaxpr) for jaxpr in eqn.params["branches"]]
+        outputs, self.found = lax.switch(index, branches, self.found)
+        return outputs
+
+    def _scan(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
+        params = eqn.params
+        first, count = scan_counts(eqn)
+        last = first + count
+        consts, start, rows = operands[:first], operands[first:last], operands[last:]
+
+        def body(carry: _Ended, row: list[jax.Array]) -> tuple[_Ended, list[jax.Array]]:
+            turn = self._inside(eqn, carry[1])
+            outputs = turn.through(params["jaxpr"], [*consts, *carry[0], *row])
+            return (outputs[:count], turn.found), outputs[count:]
+
+        (end, self.found), stacked = lax.scan(
+            body,
+            (start, self.found),
+            rows,
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*end, *stacked]
+
+    def _while(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
+        params = eqn.params
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        asked, consts = operands[:first], operands[first:last]
+        # A condition returns nothing but a bool: it cannot hand on what it has found.
+        condition = core.jaxpr_as_fun(params["cond_jaxpr"])
+
+        def body(carry: _Ended) -> _Ended:
+            turn = self._inside(eqn, carry[1])
+            outputs = turn.through(params["body_jaxpr"], [*consts, *carry[0]])
+            return outputs, turn.found
+
+        end, self.found = lax.while_loop(
+            lambda carry: condition(*asked, *carry[0])[0],
+            body,
+            (operands[last:], self.found),
+        )
+        return end
+
+
+def _may_be_infinite(value: Value) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, (float, complex))
+    return not isinstance(jax.typeof(value), AbstractRef) and bool(
+        jnp.issubdtype(dtype, jnp.inexact)
+    )
+
+
+def _any(kinds: Sequence[_Kinds], which: int) -> jax.Array:
+    found = jnp.zeros((), bool)
+    for each in kinds:
+        found = found | each[which]
+    return found

@@ -1,0 +1,242 @@
+"""Everything that is known about a step once it has been traced: `TracedStep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol, final
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.tracing.jaxprs.visit import ArrayType, Jaxpr, KeyPath
+from jaxstrategy._src.tracing.replica_step import ReplicaStep
+from jaxstrategy._src.tracing.replication.types import Findings, Replication
+from jaxstrategy._src.tracing.results import Results
+from jaxstrategy._src.tracing.roles import Role, Signature
+from jaxstrategy._src.tracing.trace import Evaluate, Trace
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.variables.cell import AbstractCell
+
+
+class AbstractDivision(Protocol):
+    """The division of a step between its replicas and what is computed once."""
+
+    def evaluate(
+        self,
+        leaves: Sequence[Leaf],
+        references: dict[AbstractCell, jax.Ref],
+        within: Callable[[Evaluate], Evaluate],
+    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
+        """As `Trace.evaluate`."""
+        ...
+
+    def placed(
+        self, results: Sequence[jax.Array | PerReplica]
+    ) -> list[jax.Array | PerReplica]:
+        """The results where they belong: divided, or whole."""
+        ...
+
+    @property
+    def arguments(self) -> Mapping[int, int | None]:
+        """The dimension along which arguments are to be divided; None: whole."""
+        ...
+
+
+@final
+class TracedStep:
+    """A step, as one replica sees it; what checks and explanations ask about it."""
+
+    def __init__(
+        self, step: ReplicaStep, trace: Trace, donated: frozenset[int] = frozenset()
+    ) -> None:
+        self.replica_step = step
+        self.trace = trace
+        self.donated = donated
+        self.name = step.name
+        self.signature: Signature = step.signature
+        self.division: AbstractDivision | None = None
+        self.placements: Mapping[int, NamedSharding] = {}
+
+    def evaluate(
+        self,
+        leaves: Sequence[Leaf],
+        references: dict[AbstractCell, jax.Ref],
+        within: Callable[[Evaluate], Evaluate],
+        is_whole: bool = False,
+    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
+        """The step's results on all replicas; see `Trace.evaluate`."""
+        if self.division is None:
+            arrays, more = self.trace.evaluate(leaves, references, within)
+            return self._placed(arrays), more
+        if not is_whole:
+            return self.division.evaluate(leaves, references, within)
+        arrays, more = self.trace.evaluate(leaves, references, within)
+        return self.division.placed(arrays), more
+
+    def _placed(
+        self, arrays: list[jax.Array | PerReplica]
+    ) -> list[jax.Array | PerReplica]:
+        for number, sharding in self.placements.items():
+            arrays[number] = jax.lax.with_sharding_constraint(arrays[number], sharding)
+        return arrays
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether it returns the new arrays of objects besides its own results."""
+        return self.replica_step.takes_arrays
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that take it together."""
+        return self.trace.replicas.count
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The computation of one replica."""
+        return self.trace.jaxpr
+
+    @property
+    def results(self) -> Results:
+        """The pytree that it returned."""
+        return self.trace.results
+
+    @property
+    def findings(self) -> Findings:
+        """The knowledge of the analysis about the outputs."""
+        return self.trace.findings
+
+    @cached_property
+    def inputs(self) -> Sequence[int | None]:
+        """For each input of `jaxpr` which argument it is."""
+        return [i if i is not None and i < self._count else None for i in self._places]
+
+    @cached_property
+    def held_by(self) -> Sequence[str | None]:
+        """For each input of `jaxpr` the name of the variable it is; None for others."""
+        variables, first = self.trace.variables, self._count
+        return [
+            None if i is None or i < first else variables[i - first].name
+            for i in self._places
+        ]
+
+    @cached_property
+    def _places(self) -> list[int | None]:
+        return self.trace.inputs
+
+    @property
+    def _count(self) -> int:
+        """The number of arguments that are traced."""
+        return len(self.signature.dynamic)
+
+    @property
+    def types(self) -> Sequence[ArrayType]:
+        """The types of the inputs of `jaxpr`."""
+        return [var.aval for var in self.jaxpr.invars]
+
+    @cached_property
+    def _types_of_arguments(self) -> dict[int, ArrayType]:
+        pairs = zip(self.inputs, self.types, strict=True)
+        return {argument: aval for argument, aval in pairs if argument is not None}
+
+    @property
+    def outputs(self) -> Sequence[ArrayType]:
+        """The types of the arrays that one replica returns."""
+        return [atom.aval for atom in self.jaxpr.outvars]
+
+    @property
+    def variables(self) -> Sequence[tuple[str, bool, Replication | None]]:
+        """The variables that it uses."""
+        return [
+            (variable.name, variable.copies_must_agree, state)
+            for variable, state in self.trace.contents
+        ]
+
+    @cached_property
+    def same_arguments(self) -> list[int]:
+        """The arguments that are equal on all replicas, by their place."""
+        roles = enumerate(self.replica_step.roles)
+        return [index for index, role in roles if role is Role.SAME]
+
+    @cached_property
+    def _key_paths(self) -> dict[int, KeyPath]:
+        """The path of each argument that is traced, by its place among them."""
+        leaves = self.signature.leaves
+        numbered = jax.tree.unflatten(self.signature.treedef, range(len(leaves)))
+        paths = {leaves[n]: path for path, n in jax.tree.leaves_with_path(numbered)}
+        dynamic = enumerate(self.signature.dynamic)
+        return {i: paths[at] for i, at in dynamic if at in paths}
+
+    def key_path_of(self, argument: int) -> KeyPath:
+        """The keys of an argument among `args`, or among `kwargs`."""
+        return self._key_paths[argument][1:]
+
+    def path_of(self, argument: int) -> str:
+        """The keys of a leaf inside its argument, as text: `".params['w']"`."""
+        return jax.tree_util.keystr(self._key_paths[argument][2:])
+
+    def label(self, argument: int) -> str:
+        """The name of an argument in messages, by its place among the traced ones."""
+        return self.replica_step.label(argument)
+
+    def is_per_replica(self, argument: int) -> bool:
+        """Whether the argument was a `PerReplica`."""
+        return self.replica_step.roles[argument] is Role.PER_REPLICA
+
+    def type_of(self, argument: int) -> ArrayType:
+        """The type of the argument as the step saw it."""
+        aval = self._types_of_arguments[argument]
+        return aval.update(shape=aval.shape[self.is_per_replica(argument) :])
+
+    def path(self, keys: KeyPath) -> str:
+        """The name of the result at `keys` in messages: `` `step(...)['loss']` ``."""
+        if self.is_of_object(keys):  # which has the name of the array as one key
+            return f"`{jax.tree_util.keystr(keys[2:]).removeprefix('.')}`"
+        return f"`{self.name}(...){jax.tree_util.keystr(keys[self.has_objects :])}`"
+
+    def is_of_object(self, keys: KeyPath) -> bool:
+        """Whether the result at `keys` is a new array of an object."""
+        return self.has_objects and bool(keys) and keys[0].idx == 1
+
+    def began(self, state: Replication) -> Line | None:
+        """The user's line where a value began to be what it is."""
+        return None if state.site is None else state.site.line
+
+    @property
+    def sources(self) -> list[str | None]:
+        """The names of the inputs in messages; None of captured arrays."""
+        return [
+            None if self._is_captured(index) else self.source(index)
+            for index in range(len(self.inputs))
+        ]
+
+    def _is_captured(self, index: int) -> bool:
+        """Whether an input is an array that the step captured, as a constant or not."""
+        argument = self.inputs[index]
+        if argument is None:
+            return self.held_by[index] is None
+        return self.label(argument).startswith("`captured ")
+
+    def why(self, state: Replication) -> str:
+        """Where a value began to vary, in words."""
+        line = self.began(state)
+        if state.input is None:
+            return str(line or "a line that JAX did not keep")
+        source = self.source(state.input)
+        kind = "a PerReplica" if self.inputs[state.input] is not None else _COPIES
+        source = f"{source}, {kind}"
+        return source if line is None else f"{line}\n    (from {source})"
+
+    def source(self, index: int) -> str:
+        """The name of an input in messages: an argument or a variable."""
+        argument = self.inputs[index]
+        if argument is not None:
+            return f"argument {self.label(argument)}"
+        name = self.held_by[index]
+        assert name is not None, "what a step captures is the same everywhere"
+        return f"variable {name!r}"
+
+
+_COPIES = "which has a copy per replica"

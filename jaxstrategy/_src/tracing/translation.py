@@ -1,0 +1,127 @@
+"""What JAX and Flax say of a step, in our words: what was done, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+
+from jaxstrategy._src.errors import TracedValueError
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text import user_code
+from jaxstrategy._src.tracing.nnx import adapter
+from jaxstrategy._src.tracing.unknown_axes import unknown_axis
+
+# What JAX raises when Python asks for a value that only the devices will know.
+_ASKED_TOO_EARLY = (
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+# A bare `Exception` of JAX 0.10 and 0.12, in terms of references.
+_CHANGED_FOR_EACH = "vmapped value on an unbatched array reference"
+_OTHER_MESH = "should match the mesh of sharding"
+_NO_MESH = "requires a non-empty mesh"
+_NOT_AUTO = "can only refer to Auto axes of the mesh"
+_UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
+
+
+def translated(error: Exception, name: str, replicas: Replicas) -> Exception | None:
+    """An error to raise instead of `error`, which a step raised; or None."""
+    if isinstance(error, _ASKED_TOO_EARLY):
+        return _asked_too_early(error, name)
+    if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
+        return _unbound_axis(error, name, unbound[1], replicas.axis_name)
+    if _CHANGED_FOR_EACH in str(error):
+        return _changed_for_each(error, name)
+    if (unknown := unknown_axis(error, name, replicas)) is not None:
+        return unknown
+    if isinstance(error, ValueError) and _NOT_AUTO in str(error):
+        return along_replicas(name, _where(error), replicas)
+    if isinstance(error, RuntimeError) and _NO_MESH in str(error):
+        return _of_no_axes(error, name, replicas)
+    if isinstance(error, ValueError) and _OTHER_MESH in str(error):
+        return _of_other_mesh(error, name, replicas)
+    return adapter.refused(error, name)
+
+
+def _where(error: Exception) -> str:
+    line = user_code.users_line(error.__traceback__)
+    return f"\n  {line}\n" if line else " "
+
+
+def _asked_too_early(error: Exception, name: str) -> TracedValueError:
+    return TracedValueError(
+        f"`{name}` asked Python for the value of something that only the devices will "
+        f"know, with `if`, `while`, `int()`, `float()`, indexing a list or NumPy:"
+        f"{_where(error)}"
+        "`run` traces the function once for all replicas, so array and number "
+        "arguments, and `replica_id_in_sync_group`, have no value yet. Choose with "
+        "`jnp.where` or `jax.lax.cond`, index with `jnp.take`; or pass what decides as "
+        "a Python bool or string, which are static. To look at values, run the step in "
+        "`with js.eager_replicas():`, where each replica has its own."
+    )
+
+
+def _changed_for_each(error: Exception, name: str) -> ValueError:
+    return ValueError(
+        f"`{name}` changes a variable inside `jax.vmap`, with another value for each "
+        f"mapped element, but it holds one:{_where(error)}"
+        "Return the values from the mapped function, combine them (`values.sum(0)`), "
+        "and assign the result outside of it."
+    )
+
+
+def along_replicas(name: str, where: str, replicas: Replicas) -> ValueError:
+    """The error for a value of a step that is to be divided over the replicas."""
+    inner = replicas.inner_sizes
+    advice = (
+        f"Constrain it along the logical axes, {inner}, or not at all."
+        if inner
+        else "Leave the constraint out; which state the replicas divide among them, "
+        "`sharding=` of the strategy says."
+    )
+    return ValueError(
+        f"`{name}` constrains a value along {replicas.axis_name!r}, the axis of the "
+        f"replicas:{where}"
+        "A value in a step is one replica's, and no other has a part of it. " + advice
+    )
+
+
+def _of_no_axes(error: Exception, name: str, replicas: Replicas) -> ValueError:
+    advice = (
+        "Leave the constraint out."
+        if replicas.per_device > 1
+        else "Leave the constraint out, or make the strategy with axes along which the "
+        'devices of a replica differ: `logical_axes={"core": 2}` (1 will do).'
+    )
+    return ValueError(
+        f"`{name}` constrains a value along axes of a mesh, and its replicas have no "
+        f"devices to divide it over:{_where(error)}"
+        f"A value in a step is one replica's; no other has a part of it. {advice}"
+    )
+
+
+def _of_other_mesh(error: Exception, name: str, replicas: Replicas) -> ValueError:
+    names = replicas.inner_axes or replicas.axes
+    return ValueError(
+        f"`{name}` goes on with a value that it has constrained to a mesh by name, "
+        f"`NamedSharding(mesh, ...)`:{_where(error)}"
+        "Inside a step the mesh is that of one replica, and JAX takes the two for "
+        "different ones. Name the axes only: `jax.lax.with_sharding_constraint(x, "
+        f"PartitionSpec(None, {names[0]!r}))`."
+    )
+
+
+def _unbound_axis(
+    error: Exception, name: str, axis: str, ours: str | tuple[str, ...]
+) -> NameError:
+    return NameError(
+        f"`{name}` reduces over an axis {axis!r} that there is not:{_where(error)}"
+        f"Inside `run` the axis of the replicas is called {ours!r}. Give the layer "
+        f"that name (`BatchNorm(axis_name={ours!r})`, or what "
+        "`jaxstrategy.flax.axis_name()` returns if it is made inside the step), use "
+        "`jaxstrategy.flax.linen.BatchNorm` or `nnx.BatchNorm`, which need none, or "
+        "reduce with `get_replica_context().all_reduce('mean', x)`."
+    )

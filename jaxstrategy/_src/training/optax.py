@@ -1,0 +1,301 @@
+"""Gradients reduced in chains of Optax, and checks of such chains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy._src.communication_options import CommunicationOptions, checked_options
+from jaxstrategy._src.contexts.strategy_face import AnyStrategy
+from jaxstrategy._src.options import ReduceOp, RunOptions
+from jaxstrategy._src.reductions import compression
+from jaxstrategy._src.reductions.compression import CompressionState
+from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.strategies import (
+    compression_states,
+    strategy as _strategy,
+)
+from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
+from jaxstrategy._src.training.optax_extra import check_transformation, optax_for
+from jaxstrategy._src.training.precision import all_finite
+from jaxstrategy._src.values.per_replica import PerReplica, is_per_replica
+from jaxstrategy._src.values.types import Leaf, PyTree
+
+if TYPE_CHECKING:
+    from optax import (
+        ApplyIfFiniteState,
+        GradientTransformation,
+        GradientTransformationExtraArgs,
+    )
+
+
+def all_reduce_gradients(
+    op: ReduceOp | str = ReduceOp.MEAN, options: CommunicationOptions | None = None
+) -> GradientTransformation:
+    """A transformation that reduces gradients over the replicas.
+
+    What comes after it in a chain (clipping, moments, moving averages) sees the same
+    gradients on all replicas, so the parameters stay equal. Small arrays are joined
+    before they are reduced. Put it first; before it, only what is linear in the
+    gradients, such as `optax.scale`, gives what one device would.
+
+    With `optax.MultiSteps` around the chain, replicas sum up their own gradients and
+    reduce once in k steps; inside it, after this, they reduce at each. The parameters
+    are the same; the first sends k times less, and its state holds `PerReplica`s.
+
+    Outside any strategy it changes nothing. In cross-replica context it reduces as
+    `strategy.reduce` does.
+
+    With a `compression` in the options its state is a `CompressionState`: what each
+    replica has not sent yet, and adds to its next gradients. Call `init` in
+    `strategy.scope()` or by `strategy.init`, so that it is made for all replicas.
+    Gradients that come around several times before they arrive want a smaller learning
+    rate, the smaller the more a compression leaves out.
+
+    Args:
+      op: "mean" for gradients of the mean loss of each replica, "sum" for those of
+        `compute_average_loss`.
+      options: how, instead of as the strategy does; also with a `compression`.
+
+    Raises:
+      ValueError: `op` is not a reduction.
+      TypeError: `options` are none.
+      MissingExtraError: Optax is not installed.
+
+    >>> import optax
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> tx = optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1))
+    >>> @strategy.run
+    ... def step(w, state, x):
+    ...     grad = jax.grad(lambda w: w * x)(w)
+    ...     updates, state = tx.update(grad, state, w)
+    ...     return optax.apply_updates(w, updates), state
+    >>> w, state = step(2.0, tx.init(2.0), strategy.per_replica([1.0, 2.0, 3.0, 4.0]))
+    >>> w
+    Array(1.75, dtype=float32)
+    """
+    op = ReduceOp(op)
+    checked_options(options, with_compression=True)
+    if options is not None and options.compression is not None:
+        return _compressing(op, options)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        del params
+        replica = get_replica_context()
+        reduce = get_strategy().reduce if replica is None else replica.all_reduce
+        return reduce(op, updates, options=options), state
+
+    optax = optax_for("all_reduce_gradients")
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _compressing(op: ReduceOp, options: CommunicationOptions) -> GradientTransformation:
+    """A transformation that reduces gradients and keeps what was not sent of them."""
+
+    def reduce(updates: PyTree, state: CompressionState) -> tuple[PyTree, PyTree]:
+        replica = get_replica_context()
+        return replica.all_reduce_compressed(op, updates, state, options)
+
+    def init(params: PyTree) -> CompressionState:
+        in_step = get_replica_context() is not None
+        strategy = get_strategy()
+        replicas = strategy._replicas
+        return compression_states.compression_state(
+            params, options, replicas, own=in_step
+        )
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        del params
+        if get_replica_context() is not None:
+            return reduce(updates, state)
+        return get_strategy().run(reduce, (updates, state))
+
+    compression.check_compressible(op)
+    return optax_for("all_reduce_gradients").GradientTransformation(init, update)
+
+
+def apply_if_finite(
+    inner: GradientTransformation, max_consecutive_errors: int
+) -> GradientTransformationExtraArgs:
+    """`inner`, except for steps in which a gradient is not finite on any replica.
+
+    As `optax.apply_if_finite`, with its state (`optax.ApplyIfFiniteState`), but all
+    replicas agree: if one has an infinity or a NaN, none of them steps. Optax's own,
+    around a chain that reduces, would hang, since only some replicas would reach the
+    reduction; `run` refuses it.
+
+    Args:
+      inner: what is applied to finite gradients.
+      max_consecutive_errors: after so many skipped steps in a row, the next is taken
+        whatever it holds.
+
+    Raises:
+      MissingExtraError: Optax is not installed.
+
+    >>> import optax
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> reduced = optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1))
+    >>> tx = js.optax.apply_if_finite(reduced, 5)
+    >>> grad = strategy.per_replica([1.0, np.nan])
+    >>> update, state = strategy.run(tx.update, (grad, tx.init(0.0)))
+    >>> print(update, state.total_notfinite)
+    0.0 1
+    """
+    optax = optax_for("apply_if_finite")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> ApplyIfFiniteState:
+        zero = jnp.zeros([], jnp.int32)
+        return optax.ApplyIfFiniteState(zero, jnp.array(True), zero, inner.init(params))
+
+    def update(
+        updates: PyTree,
+        state: ApplyIfFiniteState,
+        params: PyTree = None,
+        **extra: PyTree,
+    ) -> tuple[PyTree, ApplyIfFiniteState]:
+        finite = all_finite(updates)
+        in_a_row = jnp.where(finite, 0, optax.safe_increment(state.notfinite_count))
+        total = jnp.where(
+            finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)
+        )
+
+        def apply() -> tuple[PyTree, PyTree]:
+            return inner.update(updates, state.inner_state, params, **extra)
+
+        def skip() -> tuple[PyTree, PyTree]:
+            return jax.tree.map(jnp.zeros_like, updates), state.inner_state
+
+        updates, inner_state = jax.lax.cond(
+            finite | (in_a_row > max_consecutive_errors), apply, skip
+        )
+        return updates, optax.ApplyIfFiniteState(in_a_row, finite, total, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_chain(
+    transformation: GradientTransformation,
+    params: PyTree,
+    *,
+    strategy: AnyStrategy,
+    steps: int = 1,
+) -> None:
+    """Checks that replicas with a part of the batch each step as one with all of it.
+
+    Gives the transformation gradients that differ between the replicas, and then their
+    mean on all of them; the updates must be the same, for small gradients and large.
+    They are not if gradients are clipped, normalized or put into moments before they
+    are reduced, or are not reduced. For tests, and before a long run: it compiles the
+    transformation and steps a few times on gradients drawn from a fixed seed.
+
+    Args:
+      transformation: a chain with `all_reduce_gradients` ("mean") in it.
+      params: what it is for, a pytree of arrays of any shapes; not changed.
+      strategy: any, with two replicas or more.
+      steps: how many steps to take: k for `optax.MultiSteps` over k steps.
+
+    Raises:
+      ValueError: the updates differ, by more than rounding; the message says by how
+        much. Or all of them are zero, or the strategy has one replica, which has
+        nothing to reduce.
+      TypeError: something else than a transformation or a strategy.
+
+    >>> import optax
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> reduce, clip = js.optax.all_reduce_gradients(), optax.clip_by_global_norm(1.0)
+    >>> params = {"w": np.ones(3, np.float32)}
+    >>> js.optax.check_chain(optax.chain(reduce, clip), params, strategy=strategy)
+    >>> wrong = optax.chain(clip, reduce)
+    >>> try:
+    ...     js.optax.check_chain(wrong, params, strategy=strategy)
+    ... except ValueError as error:
+    ...     print(str(error)[:72])
+    The update of `params['w']` depends on how the gradients are spread over
+    """
+    core = _strategy.checked_strategy(strategy)
+    check_transformation("transformation", transformation)
+    n = core.num_replicas_in_sync
+    if n < 2:
+        raise ValueError(
+            f"{core!r} has nothing to reduce; give a strategy with two replicas or "
+            "more, such as `MirroredStrategy(js.simulate(8)[:2])`."
+        )
+    # Whether its state comes out different is looked at here.
+    unchecked = RunOptions(expect_mirrored=False)
+    step = core.run(options=unchecked)(transformation.update)
+
+    def updates(gradients: list[PyTree]) -> list[PyTree]:
+        state, taken = transformation.init(params), []
+        for stacked in gradients:
+            update, state = step(core.per_replica(stacked), state, params)
+            taken.append(jax.tree.map(_versions, update, is_leaf=is_per_replica))
+        return taken
+
+    for size in (1e-3, 1.0, 1e3):
+        drawn = [_gradients(params, n, size, seed) for seed in range(steps)]
+        means = [jax.tree.map(_mean, gradients) for gradients in drawn]
+        have, want = updates(drawn), updates(means)
+        _check_not_zero(want)
+        for one, other in zip(have, want, strict=True):
+            _check_equal(one, other, size)
+
+
+# Gradients are rounded in another order; a chain may reduce them in bfloat16.
+_TOLERANCE = 0.02
+
+
+def _check_not_zero(updates: list[PyTree]) -> None:
+    if not any(np.any(leaf) for leaf in jax.tree.leaves(updates)):
+        raise ValueError(
+            f"All updates of {len(updates)} steps are zero, so nothing was checked. "
+            "Give more `steps`: k for `optax.MultiSteps` over k steps, one more for a "
+            "learning rate that begins at 0."
+        )
+
+
+def _check_equal(have: PyTree, want: PyTree, size: float) -> None:
+    found, _ = jax.tree.flatten_with_path(have)
+    for (path, one), other in zip(found, jax.tree.leaves(want), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        distance, norm = np.linalg.norm(one - other), np.linalg.norm(other)
+        if not distance <= _TOLERANCE * norm:
+            raise ValueError(
+                f"The update of `params{jax.tree_util.keystr(path)}` depends on how "
+                "the gradients are spread over the replicas: it differs from that of "
+                f"their mean by {distance:.2g}, of {norm:.2g}, for gradients of size "
+                f"{size:g}. They are not reduced, or something that is not linear in "
+                "them (clipping, Adam) comes before the reduction: put "
+                "`all_reduce_gradients()` first in the chain."
+            )
+
+
+def _versions(leaf: PerReplica | jax.Array) -> PyTree:
+    return leaf.stacked if isinstance(leaf, PerReplica) else leaf[None]
+
+
+def _gradients(params: PyTree, n: int, size: float, seed: int) -> PyTree:
+    draw = np.random.default_rng(seed)
+
+    def like(leaf: Leaf) -> np.ndarray:
+        drawn = draw.standard_normal((n, *np.shape(leaf)))
+        # Some replicas are much further out than others, as in a batch with outliers.
+        far = np.arange(1, n + 1).reshape(-1, *[1] * np.ndim(leaf))
+        return np.asarray(size * (drawn + 0.5) * far, overflow.array_of(leaf).dtype)
+
+    return jax.tree.map(like, params)
+
+
+def _mean(stacked: np.ndarray) -> np.ndarray:
+    mean = stacked.astype(np.float64).mean(0, keepdims=True)
+    return np.broadcast_to(mean, stacked.shape).astype(stacked.dtype)

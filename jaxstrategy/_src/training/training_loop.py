@@ -1,0 +1,212 @@
+"""A training loop that resumes, saves, stays in sync and ends well: `training_loop`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Self, final
+
+from jaxstrategy._src.checkpoint.manager import CheckpointManager
+from jaxstrategy._src.contexts.strategy_face import AnyStrategy
+from jaxstrategy._src.inputs.dataset import DistributedDataset
+from jaxstrategy._src.inputs.iterator import DistributedIterator
+from jaxstrategy._src.inputs.progress import progress as progress_of
+from jaxstrategy._src.preemption.preemption import (
+    PreemptionCheckpointHandler,
+    TerminationConfig,
+)
+from jaxstrategy._src.strategies.current import get_strategy
+from jaxstrategy._src.strategies.strategy import Strategy, checked_strategy
+from jaxstrategy._src.values.types import PyTree
+
+
+@final
+class TrainingLoop:
+    """Steps with their batches, and all that happens between them."""
+
+    def __init__(
+        self,
+        dataset: DistributedDataset,
+        state: PyTree,
+        *,
+        steps: int,
+        strategy: Strategy,
+        manager: CheckpointManager | None,
+        every: int,
+        in_sync_every: int | None,
+        show_progress: bool,
+        termination_config: TerminationConfig | None,
+    ) -> None:
+        self.state = state() if callable(state) else state
+        self.step = 0
+        self.manager = manager
+        self._dataset = dataset
+        self._steps = steps
+        self._strategy = strategy
+        self._every = every
+        self._in_sync_every = in_sync_every
+        self._show_progress = show_progress
+        self._termination_config = termination_config or TerminationConfig()
+        self._data: DistributedIterator = iter(dataset)
+        self._saved: int | None = None
+        self._handler: PreemptionCheckpointHandler | None = None
+
+    def __enter__(self) -> Self:
+        if self.manager is not None:
+            restored, self.step = self.manager.restore_or_init(self._kept)
+            self.state = restored["state"]
+            self._saved = self.step or None
+            self._handler = PreemptionCheckpointHandler(
+                None, None, termination_config=self._termination
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._data.close)
+            if self._handler is not None:
+                closing.callback(self._handler.close)
+            if self.manager is not None:
+                closing.callback(self.manager.close)
+                if kind is None:
+                    self.save()
+
+    def __iter__(self) -> Iterator[tuple[int, PyTree]]:
+        """Pairs of the number of steps before this one, and its batch."""
+        batches = self._batches()
+        if self._show_progress:
+            batches = progress_of(batches, total=self._steps - self.step)
+        for batch in batches:
+            yield self.step, batch
+            self.step += 1
+            self._between()
+
+    def save(self) -> None:
+        """Save now, if this step is not saved yet."""
+        if self.manager is not None and self._saved != self.step:
+            self.manager.save(self.step, self._kept, force=True)
+            self._saved = self.step
+
+    @property
+    def _kept(self) -> PyTree:
+        return {"state": self.state, "data": self._data}
+
+    def _batches(self) -> Iterator[PyTree]:
+        while self.step < self._steps:
+            try:
+                batch = next(self._data)
+            except StopIteration:
+                self._data = iter(self._dataset)
+                batch = next(self._data)
+            yield batch
+
+    def _between(self) -> None:
+        """After each step."""
+        if self._in_sync_every and self.step % self._in_sync_every == 0:
+            self._strategy.assert_in_sync(self.state, "state")
+        if self.step % self._every == 0:
+            self.save()
+        if self._handler is not None:
+            self._handler.save_checkpoint_if_preempted()
+
+    @property
+    def _termination(self) -> TerminationConfig:
+        """The user's, saving as this does."""
+        given = self._termination_config
+
+        def save() -> None:
+            (given.save_fn or self.save)()
+            if self.manager is not None:
+                self.manager.wait()
+
+        return TerminationConfig(
+            given.termination_watcher_fn, given.exit_fn, given.grace_period, save
+        )
+
+
+def training_loop(
+    dataset: DistributedDataset,
+    state: PyTree | Callable[[], PyTree],
+    *,
+    steps: int,
+    checkpoint: Any = None,
+    every: int = 1000,
+    in_sync_every: int | None = None,
+    progress: bool = True,
+    strategy: AnyStrategy | None = None,
+    termination_config: TerminationConfig | None = None,
+) -> TrainingLoop:
+    """A loop over batches that goes on where the last run of the program ended.
+
+    Between the steps it saves asynchronously, compares what the replicas hold, and
+    looks whether the machine is wanted back: then all processes save after the same
+    step and end, and `python -m jaxstrategy.launch` starts them again. At the end the
+    last step is saved. After an error nothing is saved.
+
+    Args:
+      dataset: of the strategy; it begins anew when it ends.
+      state: what is trained, a pytree, or a function that makes it. Variables, modules
+        and what else changes in place may be in it.
+      steps: how many there are to be in all.
+      checkpoint: a directory or a `checkpoint.CheckpointManager`; without one nothing
+        is saved, and SIGTERM ends the process as ever.
+      every: after how many steps the state is saved.
+      in_sync_every: after how many steps `assert_in_sync` compares the state, by
+        default never.
+      progress: whether to show how far it is, as `progress` does.
+      strategy: by default the current one.
+      termination_config: how it is noticed that the machine is wanted back.
+
+    Returns:
+      A context manager to be iterated over: pairs of the steps done and a batch. Its
+      `state` is to be replaced by the body.
+
+    Raises:
+      ValueError: a number is not positive; the dataset has no batches.
+      TypeError: `dataset` is not a `DistributedDataset`, or `strategy` no strategy.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> rows = js.batches(np.arange(8.0), 4)
+    >>> dataset = strategy.experimental_distribute_dataset(rows)
+    >>> @strategy.run
+    ... def step(total, x):
+    ...     return total + js.get_replica_context().all_reduce("sum", x.sum())
+    >>> def train(folder, steps):
+    ...     loop = js.training_loop(
+    ...         dataset, 0.0, steps=steps, checkpoint=folder, strategy=strategy
+    ...     )
+    ...     with loop:
+    ...         for done, batch in loop:
+    ...             loop.state = step(loop.state, batch)
+    ...     return loop
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first = train(folder, steps=1)
+    ...     again = train(folder, steps=2)
+    >>> first.state, again.step, again.state
+    (Array(6., dtype=float32), 2, Array(28., dtype=float32))
+    """
+    if not isinstance(dataset, DistributedDataset):
+        raise TypeError(
+            f"`dataset` was {dataset!r}; what "
+            "`strategy.experimental_distribute_dataset` returns was wanted."
+        )
+    for name, number in (("steps", steps), ("every", every)):
+        if number < 1:
+            raise ValueError(f"`{name}` was {number}; a positive number was wanted.")
+    core = get_strategy() if strategy is None else checked_strategy(strategy)
+    manager = checkpoint
+    if checkpoint is not None and not isinstance(checkpoint, CheckpointManager):
+        manager = CheckpointManager(checkpoint, core)
+    return TrainingLoop(
+        dataset,
+        state,
+        steps=steps,
+        strategy=core,
+        manager=manager,
+        every=every,
+        in_sync_every=in_sync_every,
+        show_progress=progress,
+        termination_config=termination_config,
+    )

@@ -1,0 +1,198 @@
+"""Values of replicas built from what the host has: per replica, or mirrored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, Sharding
+
+from jaxstrategy._src.errors import TracedValueError
+from jaxstrategy._src.replicas import inner_placement, mesh
+from jaxstrategy._src.replicas.inner_placement import lying_like
+from jaxstrategy._src.replicas.replicas import SPLIT, Replicas
+from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.values import arrays as _arrays, per_replica
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.state_placement import shardings_of
+from jaxstrategy._src.values.types import Leaf, PyTree, Value
+
+
+def stack(
+    versions: Sequence[PyTree],
+    replicas: Replicas,
+    what: str = "value",
+    own: bool = False,
+    plain_if_alone: bool = False,
+) -> PyTree:
+    """Per-replica trees as one tree of `PerReplica` leaves, each placed on its device.
+
+    Args:
+      versions: one pytree per replica, all of one structure, leaf by leaf of one shape
+        and dtype; nested lists of numbers are arrays.
+      replicas: those that the versions are for.
+      what: how error messages call the value.
+      own: whether the versions are only of this process's replicas.
+      plain_if_alone: whether one replica's version is to be an array of shape `[...]`.
+
+    Raises:
+      ValueError: the number, structure, shapes or dtypes do not fit.
+      TracedValueError: JAX traces, and versions of other processes are not known.
+    """
+    wanted = len(replicas.own) if own else replicas.count
+    if len(versions) != wanted:
+        raise ValueError(
+            f"`{what}` has {len(versions)} versions for {wanted} replicas; one "
+            "per replica is wanted."
+        )
+    paths, structure = jax.tree.flatten_with_path(versions[0], is_leaf=_is_list)
+    columns = [[leaf] for _, leaf in paths]
+    for replica_id, version in enumerate(versions[1:], start=1):
+        leaves, other = jax.tree.flatten(version, is_leaf=_is_list)
+        if other != structure:
+            raise ValueError(
+                f"`{what}` has another structure on replica {replica_id} than on "
+                f"replica 0: {other} instead of {structure}."
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+    labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
+    labeled = zip(columns, labels, strict=True)
+    if plain_if_alone and replicas.count == 1:
+        placed = [
+            replicate_leaf(array, lying_like(array, replicas))
+            for column, label in labeled
+            for array in [_arrays.as_array(column[0], label)]
+        ]
+    else:
+        placed = [
+            _stack_leaf(column, replicas, own, label) for column, label in labeled
+        ]
+    return jax.tree.unflatten(structure, placed)
+
+
+def _is_list(node: object) -> bool:
+    return isinstance(node, list)  # of numbers: the data of an array
+
+
+def _stack_leaf(
+    column: list[Value], replicas: Replicas, own: bool, what: str
+) -> PerReplica:
+    arrays = [_arrays.as_array(value, what) for value in column]
+    kinds = {(array.shape, array.dtype) for array in arrays}
+    if len(kinds) > 1:
+        seen = ", ".join(array_type(array.dtype, array.shape) for array in arrays)
+        raise ValueError(
+            f"`{what}` differs in shape or dtype between replicas: {seen}. One "
+            "program runs on all replicas, so all versions need one shape and dtype."
+        )
+    if any(isinstance(array, Tracer) for array in arrays) or _arrays.is_staged():
+        if len(arrays) < replicas.count:  # each process would trace another program
+            raise TracedValueError(
+                f"`{what}` has versions of this process's replicas only, and JAX "
+                "traces the function that makes them (`jax.jit`, `jax.grad`, "
+                "`jax.lax.scan`), which must be one for all processes. Make them "
+                "outside, and pass them as an argument, or use `strategy.per_replica` "
+                "with the versions of all replicas."
+            )
+        stacked = jnp.stack(arrays)
+        return PerReplica(mesh.place(stacked, replicas.sharding(SPLIT)))
+    if not own:
+        arrays = [arrays[i] for i in replicas.own]
+    return PerReplica(replicas.stacked(arrays))
+
+
+def place_stacked(value: Value, replicas: Replicas, what: str = "value") -> PerReplica:
+    """An array of shape `[replica, ...]` as a `PerReplica` on their devices.
+
+    Raises:
+      ValueError: the first dimension is not the number of replicas.
+    """
+    array = _arrays.as_array(value, what)
+    check_stacked(array, replicas.count, what)
+    return PerReplica(mesh.place(array, lying_like(array, replicas, SPLIT)))
+
+
+def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:
+    """An array of `replicas` as a `PerReplica` in which each has a version of its own.
+
+    Shapes: `[...]` -> versions `[...]`. Each makes its own of what it has.
+    """
+
+    def stacked(array: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(array[None], (replicas.count, *array.shape))
+
+    inner = inner_placement.of_stacked(inner_placement.inner_spec(array, replicas))
+    where = inner_placement.with_inner(inner, replicas, SPLIT)
+    return PerReplica(jax.jit(stacked, out_shardings=where)(array))
+
+
+def check_stacked(array: Value, num_replicas: int, what: str) -> None:
+    """Raise unless the first dimension of `array` counts the replicas."""
+    shape = np.shape(array)
+    if not shape or shape[0] != num_replicas:
+        raise ValueError(
+            f"`{what}` has shape {shape}; its first dimension should be the number of "
+            f"replicas, {num_replicas}. To give one version per replica write a list, "
+            "`strategy.per_replica([v0, v1, ...])`."
+        )
+
+
+def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
+    """`tree` with every array and number placed as `replicas` keep their state.
+
+    That is whole on each replica's devices, unless they keep parts of large arrays.
+    Leaves that are neither (strings, bools, functions) stay as they are.
+
+    Raises:
+      TypeError: a leaf is a `PerReplica`, whose versions may differ.
+    """
+    placed = [
+        _replicated(leaf, sharding, f"`tree{jax.tree_util.keystr(path)}`")
+        for path, leaf, sharding in shardings_of(tree, replicas)
+    ]
+    structure = jax.tree.structure(tree, is_leaf=per_replica.is_per_replica)
+    return jax.tree.unflatten(structure, placed)
+
+
+def _replicated(leaf: Leaf, sharding: NamedSharding, what: str) -> Leaf:
+    if isinstance(leaf, PerReplica):
+        raise TypeError(
+            f"{what} is a PerReplica: its versions may differ, so it cannot be "
+            "mirrored as it is. Use `strategy.reduce('mean', value)` to make one value "
+            "of it first."
+        )
+    return replicate_leaf(leaf, sharding, what) if is_value(leaf) else leaf
+
+
+def is_value(leaf: object) -> bool:
+    """Whether a leaf is an array or a number, and not something static."""
+    if isinstance(leaf, bool):
+        return False
+    return _arrays.is_array(leaf) or isinstance(leaf, (int, float, complex))
+
+
+def replicate_leaf(leaf: Leaf, sharding: Sharding, what: str = "A value") -> jax.Array:
+    """An array or a number of the first replica's process, placed as state.
+
+    Raises:
+      DonatedValueError: it was donated to a step.
+    """
+    _arrays.check_alive(leaf, what)
+    if _arrays.is_placed(leaf) and _may_share(leaf, sharding):
+        # A copy, because a device that has the array already would share its memory,
+        # and donating one would delete the other.
+        leaf = jnp.copy(leaf)
+    return mesh.broadcast(leaf, sharding)
+
+
+def _may_share(array: jax.Array, sharding: Sharding) -> bool:
+    """Whether moved there, `array` may have parts in the memory in which it has now."""
+    if mesh.lies_as(array, sharding):
+        return False  # it stays what it is
+    # Parts of another shape are always new: no device copies all of a large array that
+    # is divided now, or that will be.
+    return array.sharding.shard_shape(array.shape) == sharding.shard_shape(array.shape)

@@ -1,0 +1,208 @@
+"""Gradients with respect to the variables that a function reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.values.handle import Handle
+from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.variables import (
+    given_values,
+    registry,
+    row_gradients,
+    row_tape,
+)
+from jaxstrategy._src.variables.row_tape import RowTape
+from jaxstrategy._src.variables.sharded_variable import ShardedVariable
+
+if TYPE_CHECKING:
+    from jaxstrategy._src.variables.variable import Variable
+
+_Source: TypeAlias = Handle | ShardedVariable
+
+
+def value_and_grad(
+    fn: Callable[..., PyTree], variables: PyTree, has_aux: bool = False
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """A function that calls `fn` and also differentiates it, like `jax.value_and_grad`.
+
+    The gradient is with respect to variables that `fn` reads, not to its arguments. It
+    is this replica's own inside `run`, as always: reduce it yourself. `fn` must not
+    assign those variables; others it may.
+
+    With respect to a `ShardedVariable`, one of its shards, or a variable on a parameter
+    server it is `IndexedSlices`, the rows that were looked up, if `fn` uses that in
+    `js.experimental.embedding_lookup` and `sparse_read` only, and not in a loop or in a
+    function that JAX traces by itself. To find that out, `fn` is traced once before.
+
+    Args:
+      fn: returns a scalar, or with `has_aux` a scalar and something else.
+      variables: a pytree of variables.
+      has_aux: see `fn`.
+
+    Returns:
+      A function of the arguments of `fn` that returns what `fn` does, and gradients in
+      a pytree like `variables`, each of the shape of its variable; of a table in
+      shards, or on a parameter server, that `fn` only looks rows up in, those rows as
+      `IndexedSlices`.
+
+    Raises:
+      TypeError: a leaf of `variables` is no variable.
+      ValueError: `fn` assigns one of them.
+      ContextError: `fn` runs a step that uses one of them.
+
+    >>> import jaxstrategy as js
+    >>> w = js.Variable(3.0)
+    >>> loss_and_grad = js.value_and_grad(lambda x: (w * x) ** 2, [w])
+    >>> loss_and_grad(2.0)
+    (Array(36., dtype=float32), [Array(24., dtype=float32)])
+    """
+    leaves, treedef = jax.tree.flatten(variables, is_leaf=_is_source)
+    for leaf in leaves:
+        if not isinstance(leaf, _Source):
+            raise TypeError(
+                f"`variables` holds {leaf!r}, which is no Variable. For gradients with "
+                "respect to arguments use `jax.value_and_grad`."
+            )
+    # By identity, so that a variable that is there twice gets its gradient twice.
+    parts = {id(part): part for leaf in leaves for part in _parts_of(leaf)}
+
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        values = {key: part.value() for key, part in parts.items()}
+
+        def called(own: Mapping[int, jax.Array], tape: RowTape | None) -> PyTree:
+            with given_values.entered({**values, **own}), row_tape.recording(tape):
+                return fn(*args, **kwargs)
+
+        def probed(own: Mapping[int, jax.Array], tape: RowTape) -> None:
+            given = given_values.entered({**values, **own}, is_repeated=False)
+            with given, row_tape.recording(tape):
+                fn(*args, **kwargs)
+
+        lookups, sparse = row_gradients.lookups_of(probed, parts)
+        whole = {key: value for key, value in values.items() if key not in sparse}
+
+        def of_values(
+            own: dict[int, jax.Array], added: Sequence[jax.Array]
+        ) -> tuple[jax.Array, tuple[PyTree, list[jax.Array]]]:
+            tape = RowTape(sparse, added) if sparse else None
+            result = called(own, tape)
+            loss, aux = result if has_aux else (result, None)
+            return loss, (aux, tape.ids if tape is not None else [])
+
+        both = jax.value_and_grad(of_values, argnums=(0, 1), has_aux=True)
+        (loss, (aux, ids)), (of_whole, of_rows) = both(whole, row_tape.zeros(lookups))
+        found = row_gradients.RowGradients(lookups, ids, of_rows)
+        grads = [_gradient(leaf, of_whole, found) for leaf in leaves]
+        return (loss, aux) if has_aux else loss, treedef.unflatten(grads)
+
+    return differentiated
+
+
+def grad(
+    fn: Callable[..., PyTree], variables: PyTree, has_aux: bool = False
+) -> Callable[..., PyTree]:
+    """The same as `value_and_grad`, without the value.
+
+    Args:
+      fn: returns a scalar, or with `has_aux` a scalar and something else.
+      variables: a pytree of variables.
+      has_aux: see `fn`.
+
+    Returns:
+      A function of the arguments of `fn` that returns the gradients, each of the shape
+      of its variable; with `has_aux` the gradients and what `fn` returns beside the
+      scalar.
+
+    Raises:
+      TypeError: a leaf of `variables` is no variable.
+      ValueError: `fn` assigns one of them.
+      ContextError: `fn` runs a step that uses one of them.
+
+    >>> import jaxstrategy as js
+    >>> w = js.Variable(3.0)
+    >>> js.grad(lambda x: (w * x) ** 2, {"w": w})(2.0)
+    {'w': Array(24., dtype=float32)}
+    """
+    both = value_and_grad(fn, variables, has_aux)
+
+    def differentiated(*args: Any, **kwargs: Any) -> PyTree:
+        result, grads = both(*args, **kwargs)
+        return (grads, result[1]) if has_aux else grads
+
+    return differentiated
+
+
+def value_and_grad_of_read(
+    fn: Callable[..., tuple[PyTree, PyTree]], strategy: AbstractStrategy
+) -> Callable[..., tuple[PyTree, list[tuple[PyTree, Variable]]]]:
+    """A function that calls `fn`, and differentiates it by the variables that it reads.
+
+    Args:
+      fn: returns a scalar and something else.
+      strategy: whose trainable variables are meant, besides those of none.
+
+    Returns:
+      A function of the arguments of `fn` that returns what `fn` does, and a pair of a
+      gradient and its variable for each that it has read. It raises a ValueError if
+      `fn` makes a variable.
+    """
+
+    def differentiated(
+        *args: Any,
+    ) -> tuple[PyTree, list[tuple[PyTree, Variable]]]:
+        found, read = _trainable(strategy), set[int]()
+        with context.entered(read=read):
+            result, grads = value_and_grad(fn, found, has_aux=True)(*args)
+        made = [v for v in _trainable(strategy) if all(v is not each for each in found)]
+        if made:
+            raise ValueError(_made_in_it(made[0].name))
+        pairs = zip(grads, found, strict=True)
+        return result, [(grad, each) for grad, each in pairs if id(each) in read]
+
+    return differentiated
+
+
+def _made_in_it(name: str) -> str:
+    return (
+        f"Variable {name!r} was made inside the function that is differentiated with "
+        "respect to the variables that it reads. Make variables before: call the "
+        "function once by itself, in a step, or make them in the strategy's `scope()`."
+    )
+
+
+def _trainable(strategy: AbstractStrategy) -> list[Variable]:
+    """The variables with respect to which something in a step may be differentiated."""
+    usable = cast("list[Variable]", registry.usable_by(strategy))
+    return [v for v in usable if v.trainable and jnp.issubdtype(v.dtype, jnp.inexact)]
+
+
+def _is_source(node: object) -> bool:
+    """Whether a gradient with respect to `node` can be taken."""
+    return isinstance(node, _Source)
+
+
+def _parts_of(source: _Source) -> Sequence[Handle]:
+    return source.variables if isinstance(source, ShardedVariable) else (source,)
+
+
+def _gradient(
+    source: _Source,
+    of_whole: Mapping[int, jax.Array],
+    of_rows: row_gradients.RowGradients,
+) -> PyTree:
+    """The gradient with respect to one variable, or to all shards of one."""
+    parts = _parts_of(source)
+    if not any(id(part) in of_whole for part in parts):
+        return of_rows.of(parts)
+    dense = [
+        of_whole[id(part)] if id(part) in of_whole else of_rows.of([part]).to_dense()
+        for part in parts
+    ]
+    return dense[0] if len(dense) == 1 else jnp.concatenate(dense)

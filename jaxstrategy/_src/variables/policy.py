@@ -1,0 +1,170 @@
+"""The choice of a kind and of devices for each variable: `VariablePolicy`."""
+
+from __future__ import annotations
+
+import abc
+from typing import final
+
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.contexts.abstract_strategy import (
+    AbstractStrategy,
+    AbstractVariablePolicy,
+)
+from jaxstrategy._src.options import VariableAggregation
+from jaxstrategy._src.replicas import devices as _devices
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.values.handle import Handle
+from jaxstrategy._src.variables.kinds.kind import VariableKind
+from jaxstrategy._src.variables.kinds.mirrored_kind import MirroredKind
+from jaxstrategy._src.variables.kinds.on_read_kind import OnReadKind
+from jaxstrategy._src.variables.sharding_choice import PartitionFunction
+
+
+class VariablePolicy(AbstractVariablePolicy):
+    """Chooses how each variable is kept that is made in the scope of a strategy.
+
+    Attributes:
+      partitioner: says how many shards each variable has, of which each is then a
+        variable of its own, made in their order; None: there are no shards.
+    """
+
+    partitioner: PartitionFunction | None = None
+
+    @abc.abstractmethod
+    def kind(
+        self,
+        name: str,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+    ) -> VariableKind:
+        """The kind of a variable, which keeps it.
+
+        Args:
+          name: its name, for messages.
+          on_read: whether it has a copy for each replica, combined when it is read.
+          aggregation: how the replicas' values become one.
+          owner: the strategy that it belongs to, if there is one.
+        """
+
+    def kind_for_each_worker(
+        self, name: str, aggregation: VariableAggregation, owner: AbstractStrategy
+    ) -> VariableKind:
+        """The kind of a variable of which each worker of a coordinator has a copy.
+
+        Args:
+          name: its name, for messages.
+          aggregation: how the values of a worker's replicas become one.
+          owner: the strategy that it belongs to.
+
+        Raises:
+          ValueError: there are no such workers.
+        """
+        raise no_workers(name)
+
+    def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
+        """The kind of a variable that was sent to a worker, as one of this policy.
+
+        Args:
+          kind: as the worker has it.
+          owner: the strategy of the policy.
+        """
+        return kind
+
+
+def no_workers(name: str) -> ValueError:
+    """The complaint about a copy for each worker where there are none."""
+    return ValueError(
+        f"Variable {name!r} was made with `per_worker_variable=True` outside of the "
+        "scope of a ParameterServerStrategy: only that one has workers which each "
+        "keep a copy. Make it in `strategy.scope()`; of other strategies, a variable "
+        "with `synchronization='on_read'` has a copy for each replica."
+    )
+
+
+@final
+class ReplicatedVariables(VariablePolicy):
+    """Mirrored variables on some devices, on-read ones with a copy for each replica.
+
+    Args:
+      replicas: the replicas of the strategy.
+      home: where mirrored variables are between steps, by default on all replicas.
+    """
+
+    are_owned = True
+
+    def __init__(self, replicas: Replicas, home: Replicas | None = None) -> None:
+        self._each = replicas
+        self._home = home or replicas
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas that mirrored variables have a copy on."""
+        return self._home
+
+    def kind(
+        self,
+        name: str,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+    ) -> VariableKind:
+        """Mirrored or on read, as the variable asks for."""
+        if on_read:
+            return OnReadKind(name, aggregation, self._each, owner)
+        return MirroredKind(name, aggregation, _beside() or self._home, owner)
+
+
+@final
+class OrdinaryVariables(VariablePolicy):
+    """Variables with one copy that belong to no strategy; steps of each may use them.
+
+    Args:
+      replicas: the replica that has the copy.
+    """
+
+    are_owned = False
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replica that has the copy."""
+        return self._replicas
+
+    def kind(
+        self,
+        name: str,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+    ) -> VariableKind:
+        """Mirrored, on one device."""
+        # The one copy cannot differ from others, and is what all of them combine to.
+        aggregation = VariableAggregation.NONE if on_read else aggregation
+        return MirroredKind(name, aggregation, _beside() or self._replicas, None)
+
+    def check_devices(self, devices: tuple[Device, ...]) -> None:
+        """Raise if there are several devices: a variable has one copy.
+
+        Raises:
+          ValueError: there are.
+        """
+        if len(devices) > 1:
+            raise ValueError(
+                "`extended.colocate_vars_with` of the default strategy was given the "
+                f"devices {_devices.names(devices)}; its variables have one copy. Give "
+                "one device, or make them in the scope of a strategy."
+            )
+
+
+def _beside() -> Replicas | None:
+    """Where `colocate_vars_with` wants variables; None outside of it."""
+    beside = context.current().colocated
+    return beside.replicas if isinstance(beside, Handle) else beside
+
+
+ORDINARY = OrdinaryVariables(Replicas.alone())
+"""The policy of code that is part of no strategy."""

@@ -1,0 +1,378 @@
+"""A table in several variables: `ShardedVariable`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import SequenceKey
+
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.options import (
+    VariableAggregation,
+    VariableSynchronization,
+)
+from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.values.slices import IndexedSlices
+from jaxstrategy._src.values.types import Index, Leaf, Value
+from jaxstrategy._src.variables import row_lookups, shard_changes, shard_parts
+from jaxstrategy._src.variables.abstract_variable import AbstractVariable
+from jaxstrategy._src.variables.assignments import Assignments
+from jaxstrategy._src.variables.changes import Change
+from jaxstrategy._src.variables.checked_shards import checked_shards
+from jaxstrategy._src.variables.kinds.kind import VariableKind
+from jaxstrategy._src.variables.operators import Operators
+from jaxstrategy._src.variables.part import VariablePart
+from jaxstrategy._src.variables.reference import Reference
+from jaxstrategy._src.variables.row_numbers import checked_ids
+from jaxstrategy._src.variables.scatters import Scatters
+
+# By the numbers of their shards, so that what JAX takes apart becomes the same again.
+_known: weakref.WeakValueDictionary[tuple[int, ...], ShardedVariable]
+_known = weakref.WeakValueDictionary()
+_all_shards: weakref.WeakSet[AbstractVariable] = weakref.WeakSet()
+
+
+def is_shard(variable: AbstractVariable) -> bool:
+    """Whether it is, or was, one of several that are used as one."""
+    return variable in _all_shards
+
+
+@final
+@jax.tree_util.register_pytree_with_keys_class
+class ShardedVariable(Operators, Assignments, Scatters):
+    """A table in several variables, the shards: each has some of its rows.
+
+    It is used as one variable of the shape of all: in arithmetic and `jnp` functions it
+    stands for its value, `v[1:3]` is the value of a part and can be assigned, and
+    `assign` and its kin take a value for all. What is asked of some rows (a part,
+    `sparse_read`, `js.experimental.embedding_lookup`, the `scatter_` methods) goes to
+    the shards that have them.
+
+    `Variable(...)` in the scope of a strategy that has a partitioner returns one. With
+    respect to one that is used in `embedding_lookup` only, `js.grad` gives the rows, as
+    `IndexedSlices`; otherwise an array of its shape.
+
+    To JAX it is a pytree of its shards. What `jax.jit` or `jax.tree.map` make of it is
+    one of arrays, which is read in the same ways, and cannot be assigned.
+
+    Args:
+      variables: the shards, in the order of their rows: of one dtype, and of one shape
+        but for dimension 0.
+      name: for messages.
+
+    Raises:
+      TypeError: not a list of variables, or an empty one.
+      ValueError: shards that are no rows of one table: of several dtypes or shapes, of
+        other strategies or aggregations; one that is there twice.
+
+    >>> import jaxstrategy as js
+    >>> shards = [js.Variable([[1.0, 2.0]]), js.Variable([[3.0, 4.0], [5.0, 6.0]])]
+    >>> table = js.experimental.ShardedVariable(shards, name="table")
+    >>> table
+    <ShardedVariable 'table' float32[3,2], in shards of 1 and 2 rows>
+    >>> table.assign_add(jnp.ones((3, 2))) is table
+    True
+    >>> table[1:].value()
+    Array([[4., 5.],
+           [6., 7.]], dtype=float32)
+    >>> rows = js.IndexedSlices(jnp.array([[9.0, 9.0]]), jnp.array([2]))
+    >>> _ = table.scatter_update(rows)
+    >>> shards[1].numpy()
+    array([[4., 5.],
+           [9., 9.]], dtype=float32)
+    """
+
+    # Variables, or what JAX puts in their place.
+    _shards: tuple[Any, ...]
+    _name: str
+
+    def __init__(
+        self, variables: Sequence[AbstractVariable], name: str = "ShardedVariable"
+    ) -> None:
+        self._shards = checked_shards(variables, name)
+        self._name = name
+        _known[tuple(shard.number for shard in self._shards)] = self
+        _all_shards.update(self._shards)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The shards, in the order of their rows."""
+        return list(self._shards)
+
+    def ref(self) -> Reference[ShardedVariable]:
+        """A reference that equals those to the same one, as a key of dicts."""
+        return Reference(self)
+
+    # What no assignment changes.
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return (self._starts[-1], *self._shards[0].shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the value."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the value."""
+        return int(np.prod(self.shape))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the value."""
+        return self._shards[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change it."""
+        return all(shard.trainable for shard in self._shards)
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """The moment at which copies of the shards are brought together."""
+        return self._shards[0].synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """The operation that makes one value of copies, or of those assigned."""
+        return self._shards[0].aggregation
+
+    @property
+    def strategy(self) -> AbstractStrategy | None:
+        """The strategy it belongs to, None for ordinary variables."""
+        return self._shards[0].strategy
+
+    @property
+    def distribute_strategy(self) -> AbstractStrategy | None:
+        """The same as `strategy`, under TensorFlow's name."""
+        return self.strategy
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it belongs to a strategy."""
+        return self.strategy is not None
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices that hold a copy of a shard."""
+        every = (device for shard in self._shards for device in shard.devices)
+        return tuple(dict.fromkeys(every))
+
+    @property
+    def device(self) -> NoReturn:
+        """None: each shard has its own.
+
+        Raises:
+          AttributeError: always, with the device of each.
+        """
+        each = ", ".join(f"{s.name!r} on {s.device}" for s in self._shards)
+        raise AttributeError(
+            f"Variable {self._name!r} has no one device: its shards are {each}. Ask "
+            "one of `variables`."
+        )
+
+    # Its value.
+
+    def value(self) -> jax.Array:
+        """The value: all rows, of the shape of the whole.
+
+        Raises:
+          ValueError: outside `run`, of on-read variables whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+        """
+        values = [_value_of(shard) for shard in self._shards]
+        return values[0] if len(values) == 1 else jnp.concatenate(values)
+
+    def read_value(self) -> jax.Array:
+        """The same as `value`, of the shape of the whole.
+
+        Raises:
+          ValueError: outside `run`, of on-read variables whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+        """
+        return self.value()
+
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array of the shape of the whole; not inside `run`.
+
+        Raises:
+          ValueError: of on-read variables whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+          TracedValueError: inside `run`, where only the devices know it.
+        """
+        return np.concatenate([np.asarray(shard) for shard in self._shards])
+
+    def __array__(
+        self, dtype: np.dtype | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: Index) -> VariablePart:
+        value = shard_parts.part(self._shards, index, self.value)
+        return VariablePart(value, index, self._write)
+
+    def rows_at(self, ids: jax.Array) -> jax.Array:
+        """The rows with these numbers, which are not checked.
+
+        Shapes: ids `[...]` -> `[*ids.shape, *shape[1:]]`.
+        """
+        return row_lookups.looked_up(self._shards, ids)
+
+    def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
+        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
+
+        Raises:
+          IndexError: one is no row.
+          TypeError: they are no whole numbers.
+        """
+        return self.rows_at(checked_ids(indices, len(self), self._name))
+
+    def gather_nd(self, indices: Value, name: str | None = None) -> jax.Array:
+        """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.
+
+        Returns:
+          Of one with as many dimensions as k an array `[...]`; each dimension that it
+          has more stands behind them.
+
+        Raises:
+          IndexError: one of them is in no row.
+          TypeError: they are no whole numbers.
+        """
+        first, *rest = jnp.moveaxis(overflow.array_of(indices), -1, 0)
+        rows = self.sparse_read(first)
+        if not rest:
+            return rows
+        flat = rows.reshape(first.size, *self.shape[1:])
+        each = [index.reshape(-1) for index in rest]
+        found = flat[(jnp.arange(first.size), *each)]
+        return found.reshape(*first.shape, *self.shape[1 + len(rest) :])
+
+    # Changes of it.
+
+    def _write(self, value: Value, change: Change) -> Any:
+        self._check_changeable(change)
+        shard_changes.write(self._shards, self._kind, value, change)
+        return self
+
+    def _change_rows(self, rows: IndexedSlices, change: Change) -> Any:
+        self._check_changeable(change)
+        shard_changes.change_rows(self._shards, self._kind, rows, change)
+        return self
+
+    def _check_changeable(self, change: Change) -> None:
+        if not self.holds_variables:
+            raise TypeError(
+                f"`{change.method}` was called on what JAX made of a "
+                "`ShardedVariable`: its shards are arrays, which do not change. Assign "
+                "the variable itself, outside of what `jax.jit` traces."
+            )
+
+    @functools.cached_property
+    def _kind(self) -> VariableKind:
+        """That of the first shard, which speaks of the whole in messages."""
+        kind = copy.copy(self._shards[0]._kind)
+        kind.name = self._name
+        return kind
+
+    # Its shards.
+
+    @property
+    def holds_variables(self) -> bool:
+        """Whether the shards are variables, and not what JAX made of them."""
+        return all(isinstance(shard, AbstractVariable) for shard in self._shards)
+
+    @property
+    def _starts(self) -> list[int]:
+        return row_lookups.starts_of(self._shards)
+
+    # How it prints and copies.
+
+    def __repr__(self) -> str:
+        if not all(hasattr(shard, "shape") for shard in self._shards):
+            return f"ShardedVariable({list(self._shards)!r})"
+        kind = array_type(np.dtype(self.dtype).name, self.shape)
+        *most, last = (str(shard.shape[0]) for shard in self._shards)
+        lengths = f"{', '.join(most)} and {last}" if most else last
+        shards = "shards" if most else "one shard"
+        rows = "row" if lengths == "1" else "rows"
+        return (
+            f"<ShardedVariable {self._name!r} {kind}, in {shards} of {lengths} {rows}>"
+        )
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> Value:
+        return self._equal(other)
+
+    def __ne__(self, other: object) -> Value:
+        return self._unequal(other)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedVariable:
+        twin = ShardedVariable(copy.deepcopy(list(self._shards), memo), self._name)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if context.current().is_shipping:
+            return ShardedVariable, (list(self._shards), self._name)
+        raise TypeError(
+            f"Variable {self._name!r} cannot be pickled: it stands for memory of this "
+            "process's devices. Save `variable.numpy()`, and assign it to a variable "
+            "of the other process."
+        )
+
+    # To JAX it is a node around its shards.
+
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[tuple[tuple[object, Leaf], ...], None]:
+        """The shards, by their numbers."""
+        numbered = ((SequenceKey(i), shard) for i, shard in enumerate(self._shards))
+        return tuple(numbered), None
+
+    def tree_flatten(self) -> tuple[tuple[Leaf, ...], None]:
+        """The shards."""
+        return self._shards, None
+
+    @classmethod
+    def tree_unflatten(
+        cls, auxiliary: None, children: tuple[Leaf, ...]
+    ) -> ShardedVariable:
+        """The same one again; one of arrays, if the shards have become these."""
+        children = tuple(children)
+        if all(isinstance(child, AbstractVariable) for child in children):
+            found = _known.get(tuple(child.number for child in children))
+            if found is not None:
+                return found
+        made = object.__new__(cls)
+        made._shards, made._name = children, "ShardedVariable"
+        return made
+
+
+def _value_of(shard: Any) -> jax.Array:
+    return shard.value() if isinstance(shard, AbstractVariable) else shard

@@ -1,0 +1,599 @@
+"""`Variable`: a value that changes, and knows how it is replicated."""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast, final
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import Context
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.options import (
+    VariableAggregation,
+    VariableSynchronization,
+)
+from jaxstrategy._src.parameter_servers import worker
+from jaxstrategy._src.replicas import mesh, overflow
+from jaxstrategy._src.replicas.inner_placement import own_copy
+from jaxstrategy._src.replicas.replicas import SAME
+from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.units import with_noun
+from jaxstrategy._src.values import arrays
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.slices import IndexedSlices
+from jaxstrategy._src.values.types import Index, Leaf, Value
+from jaxstrategy._src.values.value_text import value_text
+from jaxstrategy._src.variables import (
+    access,
+    aggregation as _aggregation,
+    given_values,
+    registry,
+    row_lookups,
+)
+from jaxstrategy._src.variables.abstract_variable import AbstractVariable
+from jaxstrategy._src.variables.cell import AbstractCell, Cell, Holder
+from jaxstrategy._src.variables.changes import UPDATE, Change
+from jaxstrategy._src.variables.copies_table import html_of_copies
+from jaxstrategy._src.variables.initial_program import InitialValue
+from jaxstrategy._src.variables.initial_value import Start, check_shape, start_of
+from jaxstrategy._src.variables.kinds.kind import SentKind, VariableKind
+from jaxstrategy._src.variables.part import VariablePart
+from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy, no_workers
+from jaxstrategy._src.variables.reference import Reference
+from jaxstrategy._src.variables.row_numbers import checked_ids
+from jaxstrategy._src.variables.shard_plan import shard_plan
+from jaxstrategy._src.variables.sharded_variable import ShardedVariable
+from jaxstrategy._src.variables.sharding_choice import ShardingChoice, VariableSharding
+from jaxstrategy._src.variables.worker_copies import WorkerCopies
+
+_numbers = itertools.count()
+_ON_READ = VariableSynchronization.ON_READ
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class Variable(AbstractVariable, WorkerCopies):
+    """A value that steps read and change in place, replicated as its strategy says.
+
+    Made inside `strategy.scope()` it belongs to that strategy; made outside any, it
+    is one copy on JAX's default device, which steps of every strategy may use. Read
+    and assigned by closure or as an argument: in `run` each replica works on its own
+    copy, outside on all of them.
+
+    A *mirrored* variable (synchronization AUTO or ON_WRITE) is equal on all replicas.
+    What replicas assign to it is first combined as `aggregation` says; with NONE it
+    must be equal already, which is proved when the step is traced. An *on-read* one has
+    a copy per replica, which the replica changes freely; reading it outside `run`
+    combines the copies.
+
+    A step uses the variables that it found when it was traced, as long as these live:
+    one that takes another's place is found when the other is gone. A step keeps no
+    variable alive; its function may.
+
+    In arithmetic, comparisons and `jnp` functions a variable stands for its value; only
+    two variables are equal if they are the same one. `v[1:3]` is the value of a part,
+    and `v[1:3].assign(x)` changes it.
+
+    Args:
+      initial_value: an array, a number, nested lists of numbers, or a function without
+        arguments that returns one. Every copy starts with it.
+      trainable: for your own use; on-read variables are not.
+      dtype: of the value, by default that of `initial_value`.
+      name: for messages; names need not differ.
+      synchronization: a `VariableSynchronization` or its name.
+      aggregation: a `VariableAggregation` or its name.
+      sharding: whether each replica keeps a part of a mirrored variable, instead of all
+        of it: the number of the dimension that is divided; a `StateSharding`, which
+        says from which size on, and takes the name for the path; a partitioner, as
+        `experimental.partitioners` has them; or "whole". By default, with a strategy
+        of `StateSharding("state")`, as that says, and else whole: a variable does not
+        say whether it is an optimizer's. Steps and their numbers stay what they are.
+        A function for `initial_value` is then traced by JAX, so that of a large array
+        (over 64 MiB) each device makes its part only; one that looks at numbers is
+        called again without. A `PartitionSpec` over the logical axes of the strategy
+        says how each replica's devices divide a copy; by default they do as they
+        divide `initial_value`.
+      per_worker_variable: whether each worker of a `ParameterServerStrategy` has a
+        copy in its memory, which only functions scheduled on it read and change;
+        `read_all()` reads all copies. A worker that is started again begins with the
+        initial value.
+      shape: of the value, if you say it. A function for `initial_value` that can make a
+        part of it, `partition_shape=` from `partition_offset=` on, need not make all
+        if it, and `dtype`, are known before.
+
+    In the scope of a strategy with a partitioner (`variable_partitioner` of a
+    `ParameterServerStrategy`) it is an `experimental.ShardedVariable`, of variables
+    `NAME/part_0` and so on, if the partitioner wants several shards of its shape.
+
+    Raises:
+      ValueError: synchronization NONE, or no such synchronization or aggregation; an
+        aggregation that the dtype has not (MEAN of integers); made inside a step that
+        was traced before; a dimension that it has not, or that cannot be divided
+        equally; `sharding` of an on-read variable.
+      TypeError: `initial_value` is not an array or number; `sharding` is no choice.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     total = js.Variable(0.0, name="total", aggregation="sum")
+    >>> @strategy.run
+    ... def step(x):
+    ...     total.assign_add(x)
+    >>> step(strategy.per_replica([1.0, 2.0]))
+    >>> total
+    Variable 'total' float32[] mirrored on 2 replicas: 3.0
+    >>> total + 1
+    Array(4., dtype=float32)
+    >>> with strategy.scope():
+    ...     table = js.Variable(lambda: jnp.zeros((6, 2)), name="table", sharding=0)
+    >>> table.shape, table.sharding.shard_shape(table.shape)
+    ((6, 2), (3, 2))
+    """
+
+    # Made before, by `__new__`, if a partitioner has asked for its shape.
+    _start: Start | None = None
+
+    def __new__(
+        cls,
+        initial_value: InitialValue = None,
+        trainable: bool | None = None,
+        dtype: DTypeLike | None = None,
+        name: str = "Variable",
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
+        *,
+        sharding: VariableSharding = None,
+        per_worker_variable: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> Self:
+        """A `ShardedVariable`, if the current strategy's partitioner says so."""
+        made = object.__new__(cls)
+        partitioner = _policy().partitioner
+        has_copies = _kept(synchronization, aggregation)[0] is _ON_READ
+        has_copies |= per_worker_variable
+        is_colocated = context.current().colocated is not None
+        if partitioner is None or sharding is not None or has_copies or is_colocated:
+            return made
+        with context.outside():
+            plan = shard_plan(partitioner, initial_value, shape, dtype, name)
+        if isinstance(plan, Start):
+            made._start = plan
+            return made
+        shards = []
+        for number, value in enumerate(plan):
+            shard = object.__new__(cls)
+            part = f"{name}/part_{number}"
+            shard.__init__(value, trainable, dtype, part, synchronization, aggregation)
+            shards.append(shard)
+        return cast(Self, ShardedVariable(shards, name))
+
+    def __init__(
+        self,
+        initial_value: InitialValue,
+        trainable: bool | None = None,
+        dtype: DTypeLike | None = None,
+        name: str = "Variable",
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
+        *,
+        sharding: VariableSharding = None,
+        per_worker_variable: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        self._synchronization, self._aggregation = _kept(synchronization, aggregation)
+        if self._synchronization is VariableSynchronization.NONE:
+            raise ValueError(
+                "`synchronization` was NONE, which no strategy can keep. Use ON_WRITE "
+                "for a value that is equal on all replicas, ON_READ for one that each "
+                "replica has of its own."
+            )
+        on_read = self._synchronization is _ON_READ
+        choice = ShardingChoice(name, sharding)
+        if on_read and choice.divides:
+            raise ValueError(
+                f"Variable {name!r} was made with synchronization ON_READ, a copy for "
+                f"each replica, and with `sharding` {shown(sharding)}, which divides "
+                "one value over them. Leave one of both out."
+            )
+        self._name = name
+        self._trainable = not on_read if trainable is None else bool(trainable)
+        self.number = next(_numbers)
+        policy = _policy()
+        self._strategy = context.current().strategy if policy.are_owned else None
+        kind = self._chosen_kind(policy, on_read, per_worker_variable)
+        step = access.tracing()
+        if step is not None and not step.may_create:
+            raise ValueError(
+                f"Variable {name!r} was made inside a step that is traced again: a "
+                "step may make variables the first time it is traced, and must use the "
+                "same ones afterwards. Make it outside the step, or once: "
+                "`if self.v is None: self.v = Variable(...)`. "
+                "`compat.v1.get_variable(name, ...)` makes it once, too."
+            )
+        may_divide = not on_read and choice.may_divide(kind.replicas)
+        with context.outside():
+            start = self._start or start_of(initial_value, dtype, name, may_divide)
+            check_shape(shape, start.type, name)
+        self._start = None
+        # In a step, too: a cell outlives it, and must hold numbers and no tracers.
+        with jax.ensure_compile_time_eval(), context.outside():
+            self._shape, self._dtype = start.type.shape, start.type.dtype
+            _aggregation.check(self._aggregation, self._dtype, name)
+            self._kind = kind.divided(start.type, choice)
+            self._cell: AbstractCell = self._kind.cell(start)
+        if step is not None:
+            step.create(self, self._kind.of_one_replica(start))
+        # Last: another thread that traces a step takes whatever is registered.
+        registry.add(self, self._strategy)
+
+    def _chosen_kind(
+        self, policy: VariablePolicy, on_read: bool, per_worker: bool
+    ) -> VariableKind:
+        name, owner = self._name, self._strategy
+        if not per_worker:
+            return policy.kind(name, on_read, self._aggregation, owner)
+        if owner is None:
+            raise no_workers(name)
+        return policy.kind_for_each_worker(name, self._aggregation, owner)
+
+    def ref(self) -> Reference[Variable]:
+        """A reference that equals those to the same variable, as a key of dicts.
+
+        Variables themselves are hashable, too: `{v: 1}` finds `v` by identity.
+
+        >>> import jaxstrategy as js
+        >>> v = js.Variable(1.0)
+        >>> v.ref() == v.ref(), v.ref().deref() is v
+        (True, True)
+        """
+        return Reference(self)
+
+    # Its value.
+
+    def value(self) -> jax.Array:
+        """The value: in `run` this replica's, outside that of all replicas.
+
+        It has the shape of the variable.
+        In `extended.update` it is that of the copy which is updated.
+
+        Raises:
+          ValueError: outside `run`, an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+        """
+        given = given_values.value_of(self)
+        if given is not None:
+            return given
+        with access.exclusively():
+            return self._kind.read(self._reference(), access.side())
+
+    def read_value(self) -> jax.Array:
+        """The same as `value`, of the variable's shape.
+
+        Raises:
+          ValueError: outside `run`, an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+        """
+        return self.value()
+
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array of the variable's shape; not inside `run`.
+
+        With several processes, all of them must ask for that of a divided variable.
+
+        Raises:
+          ValueError: an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+          TracedValueError: inside `run`, where only the devices know it.
+        """
+        value = self.value()
+        if arrays.is_placed(value) and mesh.is_spread(value):
+            value = own_copy(value)
+            if mesh.is_spread(value):
+                value = mesh.place(value, self.replicas.sharding(SAME))
+        return np.asarray(value)
+
+    def __array__(
+        self, dtype: np.dtype | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def __getitem__(self, index: Index) -> VariablePart:
+        return VariablePart(_part_at(self.value(), index), index, self._write)
+
+    def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
+        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
+
+        Raises:
+          IndexError: of one on a parameter server, an index is no row.
+          ValueError: an index is a number that no integer dtype of JAX holds.
+          TypeError: likewise, they are no whole numbers.
+        """
+        if not self._kind.has_remote_rows:
+            return super().sparse_read(indices)
+        ids = checked_ids(indices, self._shape[0], self._name)
+        return row_lookups.looked_up((self,), ids)
+
+    def _rows(self, numbers: np.ndarray) -> jax.Array:
+        with access.exclusively():
+            return self._kind.read_rows(self._reference(), access.side(), numbers)
+
+    def distributed(self) -> jax.Array | PerReplica:
+        """All copies: a mirrored array `[...]`, or a `PerReplica` if it is on-read.
+
+        Raises:
+          ContextError: in another strategy's scope or `run`.
+        """
+        with access.exclusively():
+            return self._kind.copies(self._reference())
+
+    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
+        return self._written(value, change, self._kind.write)
+
+    def update(self, fn: Callable[..., jax.Array], *operands: Value) -> Value:
+        """Makes it what `fn` makes of its value, and returns the new value.
+
+        On a parameter server nobody else reads or changes it meanwhile, where reading
+        it and assigning what became of it would lose what others do in between.
+
+        Args:
+          fn: of the value and the operands; returns an array of the variable's shape.
+            It may be traced by JAX, and must change nothing else.
+          operands: arrays and numbers.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's scope or `run`.
+
+        >>> import jaxstrategy as js
+        >>> v = js.Variable([1.0, 2.0])
+        >>> v.update(lambda old, factor: factor * old, 3.0)
+        Array([3., 6.], dtype=float32)
+        """
+
+        def write(
+            ref: Holder, side: access.Side, value: Value, change: Change
+        ) -> jax.Array | PerReplica:
+            return self._kind.updated(ref, side, fn, operands, change)
+
+        return self._written(None, UPDATE, write)
+
+    def _change_rows(self, rows: IndexedSlices, change: Change) -> Value:
+        return self._written(rows, change, self._kind.scatter)
+
+    def _written(
+        self,
+        value: Value,
+        change: Change,
+        write: Callable[..., jax.Array | PerReplica],
+    ) -> jax.Array | PerReplica:
+        if given_values.value_of(self) is not None:
+            raise ValueError(
+                f"Variable {self._name!r} was assigned inside the function whose "
+                "gradient with respect to it is taken. Assign it afterwards."
+            )
+        if (local := context.current().local) is not None:
+            local.assigned[id(self)] = self
+        with access.exclusively():
+            ref = self._reference()
+            if ref is self._cell:
+                access.about_to_change(self._cell)
+            try:
+                return write(ref, access.side(), value, change)
+            except Exception as error:
+                access.check_not_mapped(error, self._name)
+                raise
+
+    def _reference(self) -> Holder:
+        self._check_strategy(context.current())
+        step = access.tracing()
+        if step is None:
+            return self._cell
+        ref = step.reference(self)
+        assert ref is not None, "variables are made before the step or by it"
+        return ref
+
+    def _check_strategy(self, current: Context) -> None:
+        if current.strategy is None or self._strategy in (None, current.strategy):
+            return
+        where = "a step" if current.in_step else "the scope"
+        if current.strategy._variable_policy.are_owned:
+            raise ContextError(
+                f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
+                f"in {where} of {current.strategy!r}. Make it in the scope of the "
+                "strategy that uses it, or outside of any scope."
+            )
+
+    # Where it is, for the programs of steps.
+
+    def holder(self) -> Holder:
+        """The holder for the code that asks: a step's reference, or that of all copies.
+
+        Raises:
+          ContextError: in another strategy's scope or `run`.
+        """
+        return self._reference()
+
+    @property
+    def cell(self) -> AbstractCell:
+        """The holder of all copies, outside of steps."""
+        return self._cell
+
+    # How it prints and copies.
+
+    def __repr__(self) -> str:
+        kind = "" if self._strategy is None else f" {self._kind.describe}"
+        head = f"Variable {self._name!r} {array_type(self._dtype.name, self._shape)}"
+        if (eager := context.current().eager) is not None:
+            own = value_text(np.asarray(self.numpy()))
+            return f"<{head}{kind}, on replica {eager.number}: {own}>"
+        if access.tracing() is not None:
+            return f"<{head}{kind}, being traced>"
+        if not self._kind.is_readable:
+            return f"<{head}{kind}>"
+        with access.one_at_a_time:
+            value = self._cell[...]
+        if isinstance(value, Tracer):
+            return f"<{head}{kind}, being traced>"
+        copies = self._kind.host_copies(value)
+        if self._strategy is None:
+            return f"<{head} {value_text(copies[0])}>"
+        if self._are_equal(copies):
+            number = with_noun(self.replicas.count, "replica")
+            text = value_text(copies[0])
+            gap = "\n" if "\n" in text else " "
+            return f"{head}{kind} on {number}:{gap}{text}"
+        numbered = zip(self.replicas.own, copies, strict=True)
+        lines = (f"  {i}: {value_text(copy)}" for i, copy in numbered)
+        return f"{head}{kind}, {{\n" + ",\n".join(lines) + "\n}"
+
+    def _are_equal(self, copies: Sequence[np.ndarray]) -> bool:
+        """Whether they should be, and are, so that one of them says all."""
+        if not self.copies_must_agree or not self.division.is_whole:
+            return False
+        return len({copy.tobytes() for copy in copies}) == 1
+
+    def _repr_html_(self) -> str:
+        if access.tracing() is not None or not self._kind.is_readable:
+            return f"<code>{html.escape(repr(self))}</code>"
+        with access.one_at_a_time:
+            value = self._cell[...]
+        if isinstance(value, Tracer):
+            return f"<code>{html.escape(repr(self))}</code>"
+        kind = self._kind.describe if self._strategy else "of no strategy"
+        type_ = array_type(self._dtype.name, self._shape)
+        copies = self._kind.host_copies(value)
+        return html_of_copies(
+            f"Variable `{self._name}` {type_}, {kind}",
+            self.replicas,
+            copies,
+            self._strategy is None or self._are_equal(copies),
+        )
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> Value:
+        # By identity between two, so that lists and sets of variables find them.
+        return self is other if isinstance(other, Variable) else self._equal(other)
+
+    def __ne__(self, other: object) -> Value:
+        is_variable = isinstance(other, Variable)
+        return self is not other if is_variable else self._unequal(other)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Variable:
+        if access.tracing() is not None:
+            raise ContextError(
+                f"Variable {self._name!r} was deep-copied inside a step. Copy it "
+                "outside, and use both in the step."
+            )
+        if not isinstance(self._cell, Cell):
+            raise RuntimeError(
+                f"Variable {self._name!r} is {self._kind.describe}, and cannot be "
+                "copied with what holds it. Make another one in the scope of its "
+                "strategy: `Variable(variable.numpy())`."
+            )
+        twin = object.__new__(Variable)
+        memo[id(self)] = twin
+        with access.one_at_a_time, jax.ensure_compile_time_eval():
+            vars(twin).update(vars(self))
+            # They share the array until one lends it: what was read is copied then.
+            twin.number, twin._cell = next(_numbers), Cell(self._cell[...])
+        registry.add(twin, self._strategy)
+        return twin
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if context.current().is_shipping:
+            names = ("_name", "_trainable", "_synchronization", "_aggregation")
+            names = (*names, "_shape", "_dtype")
+            kept = {name: getattr(self, name) for name in names}
+            return _on_worker, (self._name, self._kind.sent(), kept)
+        raise TypeError(
+            f"Variable {self._name!r} cannot be pickled: it stands for memory of this "
+            "process's devices. Save `variable.numpy()`, and assign it to a variable "
+            "of the other process."
+        )
+
+    def _adopt(self, strategy: AbstractStrategy) -> None:
+        """Makes it a variable of a strategy, on a worker that traces functions."""
+        policy = strategy._variable_policy
+        assert isinstance(policy, VariablePolicy), "which contexts know in part only"
+        self._strategy = strategy
+        self._kind = policy.adopted(self._kind, strategy)
+        registry.add(self, strategy)
+
+    # To JAX it is a node around its value, and comes back as that.
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array | PerReplica], None]:
+        """The value, for JAX; all copies of a variable that has no one value.
+
+        Shapes: the value has that of the variable, `[...]`; copies `[replica, ...]`.
+
+        Raises:
+          ContextError: in another strategy's scope or `run`.
+        """
+        has_one = access.side() is not access.Side.CROSS or self._kind.has_one_value
+        return (self.value() if has_one else self.distributed(),), None
+
+    @classmethod
+    def tree_unflatten(cls, auxiliary: None, children: tuple[Leaf]) -> Leaf:
+        """The array that takes its place in a pytree."""
+        return children[0]
+
+
+def _on_worker(name: str, kind: SentKind, attributes: dict[str, Any]) -> Variable:
+    """The variable on a worker to which something was sent that refers to it."""
+    variable = object.__new__(Variable)
+    vars(variable).update(attributes)
+    variable.number, variable._strategy = next(_numbers), None
+    variable._kind, variable._cell = kind.on_worker(name, variable._aggregation)
+    if (arrived := context.current().arrived) is not None:
+        arrived.append(variable)
+    return variable
+
+
+def _kept(
+    synchronization: VariableSynchronization | str,
+    aggregation: VariableAggregation | str | None,
+) -> tuple[VariableSynchronization, VariableAggregation]:
+    """How a variable is kept: as it says, or else as the context says."""
+    own = (
+        VariableSynchronization(synchronization),
+        VariableAggregation("none" if aggregation is None else aggregation),
+    )
+    around = context.current().new_variables
+    is_open = own == (VariableSynchronization.AUTO, VariableAggregation.NONE)
+    return around if around is not None and is_open else own
+
+
+def _policy() -> VariablePolicy:
+    """That of the current strategy."""
+    if worker.current() is not None:
+        raise ValueError(
+            "Creating variables in `dataset_fn` is not allowed: workers call it, and "
+            "again when they were lost. Make the variable outside, in the scope of the "
+            "strategy; the function may read it."
+        )
+    strategy = context.current().strategy
+    policy = ORDINARY if strategy is None else strategy._variable_policy
+    assert isinstance(policy, VariablePolicy), "which contexts know in part only"
+    return policy
+
+
+def _part_at(value: jax.Array, index: Index) -> jax.Array:
+    try:
+        return value[index]
+    except OverflowError:
+        raise ValueError(f"The index {overflow.too_large(index)}") from None

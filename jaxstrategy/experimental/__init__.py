@@ -1,0 +1,47 @@
+"""Names that TensorFlow keeps under `experimental`."""
+
+from typing import TYPE_CHECKING
+
+from jaxstrategy._src import lazy_names
+
+if TYPE_CHECKING:
+    from jaxstrategy import coordinator as coordinator
+    from jaxstrategy._src.communication_options import (
+        CollectiveHints as CollectiveHints,
+        CommunicationImplementation as CommunicationImplementation,
+        CommunicationOptions as CommunicationOptions,
+    )
+    from jaxstrategy._src.options import ValueContext as ValueContext
+    from jaxstrategy._src.preemption.preemption import (
+        PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+        PreemptionWatcher as PreemptionWatcher,
+        TerminationConfig as TerminationConfig,
+    )
+    from jaxstrategy._src.processes.job import stragglers as stragglers
+    from jaxstrategy._src.processes.stragglers import Stragglers as Stragglers
+    from jaxstrategy._src.strategies.central import (
+        CentralStorageStrategy as CentralStorageStrategy,
+    )
+    from jaxstrategy._src.strategies.multi_worker import (
+        ExperimentalMultiWorkerMirroredStrategy,
+    )
+    from jaxstrategy._src.strategies.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from jaxstrategy._src.strategies.tpu import ExperimentalTPUStrategy
+    from jaxstrategy._src.tracing.replication.primitives import (
+        declare_pure as declare_pure,
+    )
+    from jaxstrategy._src.variables.embedding_lookup import (
+        embedding_lookup as embedding_lookup,
+    )
+    from jaxstrategy._src.variables.sharded_variable import (
+        ShardedVariable as ShardedVariable,
+    )
+    from jaxstrategy.experimental import partitioners as partitioners, rpc as rpc
+
+    CollectiveCommunication = CommunicationImplementation
+    MultiWorkerMirroredStrategy = ExperimentalMultiWorkerMirroredStrategy
+    TPUStrategy = ExperimentalTPUStrategy
+else:
+    __getattr__, __dir__ = lazy_names.of(__name__)

@@ -1,0 +1,31 @@
+"""Jitted functions that other processes call: `experimental.rpc`, as in TensorFlow.
+
+What it is for: a few processes that ask one another for small things, such as a server
+of actions or of metrics. Steps of training belong into strategies.
+"""
+
+from typing import TYPE_CHECKING
+
+from jaxstrategy._src import lazy_names
+
+if TYPE_CHECKING:
+    from jaxstrategy._src.rpc.client import (
+        RpcClient as RpcClient,
+        StatusOrResult as StatusOrResult,
+    )
+    from jaxstrategy._src.rpc.errors import (
+        DeadlineExceededError as DeadlineExceededError,
+        FailedPreconditionError as FailedPreconditionError,
+        InternalError as InternalError,
+        InvalidArgumentError as InvalidArgumentError,
+        ResourceExhaustedError as ResourceExhaustedError,
+        RpcError as RpcError,
+        UnauthenticatedError as UnauthenticatedError,
+        UnavailableError as UnavailableError,
+    )
+    from jaxstrategy._src.rpc.server import RpcServer as RpcServer
+
+    Client = RpcClient
+    Server = RpcServer
+else:
+    __getattr__, __dir__ = lazy_names.of(__name__)

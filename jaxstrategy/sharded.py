@@ -1,0 +1,20 @@
+"""Large tables of which each replica keeps some rows: lookups and sparse updates.
+
+The functions mean the same on a whole table, on one device or on many. Under a strategy
+with `js.StateSharding("state")` the rows that are looked up, and their gradients, go
+between replicas, and the table does not.
+"""
+
+from typing import TYPE_CHECKING
+
+from jaxstrategy._src import lazy_names
+
+if TYPE_CHECKING:
+    from jaxstrategy._src.sharded.embedding import (
+        Embedding as Embedding,
+        EmbeddingState as EmbeddingState,
+    )
+    from jaxstrategy._src.sharded.lookup import lookup as lookup
+    from jaxstrategy._src.sharded.row_optimizers import SGD as SGD, Adagrad as Adagrad
+else:
+    __getattr__, __dir__ = lazy_names.of(__name__)
