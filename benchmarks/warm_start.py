@@ -27,7 +27,7 @@ import sys, time
 import numpy as np
 import jax
 import jaxstrategy as js
-from jaxstrategy.demo import _demo as demo
+from jaxstrategy._src.demo import demo
 
 cache, saved, how = sys.argv[1:]
 if how == "cache":

@@ -26,9 +26,9 @@ SET = {
 }
 
 
-def ran(*options, code="from jaxstrategy.doctor import _doctor", **variables):
+def ran(*options, code="from jaxstrategy._src.doctor import doctor", **variables):
     """The doctor in a process of its own, after some code."""
-    program = f"{code}; import sys; sys.exit(_doctor.main())"
+    program = f"{code}; import sys; sys.exit(doctor.main())"
     done = subprocess.run(
         [sys.executable, "-c", program, *options],
         capture_output=True,
@@ -54,9 +54,9 @@ def test_devices_add_up_and_settings_are_told_without_secrets():
 
 # What stands in the way of the process that asks the devices, and what is told of it.
 PROBLEMS = {
-    "_doctor._STARTING = -59.9": ("--seconds 60", "JAX did not come up in 0.1 s."),
+    "doctor._STARTING = -59.9": ("--seconds 60", "JAX did not come up in 0.1 s."),
     "sys.executable = '/bin/false'": ("", "JAX or a device failed, with exit code 1."),
-    "_doctor._has_unused_gpu = lambda: True": (
+    "doctor._has_unused_gpu = lambda: True": (
         "", "This host has an NVIDIA GPU, and JAX uses the CPU only",
     ),
 }  # fmt: skip
@@ -65,7 +65,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("change", PROBLEMS)
 def test_problems_make_the_exit_code_1(change):
     options, told = PROBLEMS[change]
-    code = f"import sys; from jaxstrategy.doctor import _doctor; {change}"
+    code = f"import sys; from jaxstrategy._src.doctor import doctor; {change}"
     ended, said = ran(*options.split(), code=code, TF_CONFIG="[]")
     assert ended == 1 and told in said.partition("Problems\n")[2]
     assert "  TF_CONFIG=(malformed)\n" in said
@@ -74,14 +74,15 @@ def test_problems_make_the_exit_code_1(change):
 
 def test_a_wrong_sum_and_a_device_that_hangs_are_told():
     begin = (
-        "from jaxstrategy.doctor import _doctor; import time; total = _doctor._total; "
+        "from jaxstrategy._src.doctor import doctor; import time; "
+        "total = doctor._total; "
     )
     for change, told in (
-        ("_doctor._total = lambda x: 2 * total(x)", "The sum is wrong: 2 repl"),
-        ("_doctor._total = lambda x: time.sleep(60)", "Timeout ("),
+        ("doctor._total = lambda x: 2 * total(x)", "The sum is wrong: 2 repl"),
+        ("doctor._total = lambda x: time.sleep(60)", "Timeout ("),
     ):
         done = subprocess.run(
-            [sys.executable, "-c", f"{begin}{change}; _doctor.look(20, 2)"],
+            [sys.executable, "-c", f"{begin}{change}; doctor.look(20, 2)"],
             capture_output=True,
             text=True,
             timeout=240,

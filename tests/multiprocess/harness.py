@@ -36,7 +36,7 @@ STARTED = """
 import os, signal, sys, time
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxstrategy._src.processes import _job as _processes
+from jaxstrategy._src.processes import job as _processes
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import Process
 
 RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])

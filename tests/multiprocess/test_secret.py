@@ -122,10 +122,10 @@ def test_the_launcher_gives_a_secret_that_nobody_sees(tmp_path):
     """It is in the environment of the workers: not in an argument, not printed."""
     script = """
     import contextlib, os, pathlib
-    from jaxstrategy._src.processes import _rendezvous
+    from jaxstrategy._src.processes import rendezvous
     rank = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     secret = os.environ["JAXSTRATEGY_CLUSTER_SECRET"]
-    meeting = _rendezvous.meet(rank, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)
+    meeting = rendezvous.meet(rank, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             assert secret.encode() not in path.read_bytes()

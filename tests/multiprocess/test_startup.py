@@ -230,7 +230,7 @@ def test_a_runtime_that_is_initialised_already_is_kept(job):
         return tell(text)
 
     held, multihost_utils.broadcast_one_to_all = [], told
-    from jaxstrategy._src.processes import _job as _processes
+    from jaxstrategy._src.processes import job as _processes
     processes = _processes.start(timeout_seconds=30)
     assert (processes.index, processes.count) == (RANK, 2)
     print(processes.store.gather("rank", RANK))

@@ -197,10 +197,10 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     """A forked child holds copies of its parent's connections."""
     script = """
     import os, sys, time
-    from jaxstrategy._src.processes import _rendezvous, _store
+    from jaxstrategy._src.processes import rendezvous, store
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
-    board = _store.SharedStore(_rendezvous.meet(RANK, 2, address, 30))
+    board = store.SharedStore(rendezvous.meet(RANK, 2, address, 30))
     os.register_at_fork(after_in_child=board.close_in_forked_child)
     if RANK == 1:
         child = os.fork()

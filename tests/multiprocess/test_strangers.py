@@ -64,10 +64,10 @@ import os, resource, sys, types
 package = types.ModuleType("jaxstrategy")
 package.__path__ = [{str(pathlib.Path(jaxstrategy.__file__).parent)!r}]
 sys.modules["jaxstrategy"] = package
-from jaxstrategy._src.processes import _rendezvous
+from jaxstrategy._src.processes import rendezvous
 RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
 def meet():
-    return _rendezvous.meet(RANK, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)
+    return rendezvous.meet(RANK, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)
 """
 
 
