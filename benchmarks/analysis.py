@@ -360,7 +360,7 @@ def check_soundness(strategy: js.MirroredStrategy, programs: int) -> None:
         try:
             with warnings.catch_warnings(action="ignore"):
                 results = strategy.run(random_program(draw), (x, s))
-        except js.DivergentCollectiveError:
+        except js.errors.DivergentCollectiveError:
             refused += 1
             continue
         for result in results:

@@ -43,8 +43,8 @@ OPTIONS = {
     "exact, two levels": CommunicationOptions(**LEVELS),
     "int8": CommunicationOptions(compression="int8"),
     "int8, two levels": CommunicationOptions(compression="int8", **LEVELS),
-    "PowerSGD(1)": CommunicationOptions(compression=js.PowerSGD(1)),
-    "PowerSGD(4)": CommunicationOptions(compression=js.PowerSGD(4)),
+    "PowerSGD(1)": CommunicationOptions(compression=js.experimental.PowerSGD(1)),
+    "PowerSGD(4)": CommunicationOptions(compression=js.experimental.PowerSGD(4)),
 }
 SENT, BETWEEN = QUANTITIES = ("sent", "sent between groups")
 # At most so much of what the exact reduction sends.
@@ -90,7 +90,7 @@ def sent(
     total = between = 0.0
     for each in found:
         members = each.group or REPLICAS
-        ring = js.Topology(bandwidth=1.0, latency=0.0, replicas=members)
+        ring = js.profiling.Topology(bandwidth=1.0, latency=0.0, replicas=members)
         seconds = ring.ring(each.kind, float(each.nbytes)) * (each.times or 1)
         total += seconds
         if each.group == len(GROUPS):
@@ -217,7 +217,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     # A step for each form is what is asked for.
-    warnings.simplefilter("ignore", js.RecompilationWarning)
+    warnings.simplefilter("ignore", js.errors.RecompilationWarning)
     print(f"JAX {jax.__version__}")
     report(measure(args), args)
 

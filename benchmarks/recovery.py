@@ -55,7 +55,7 @@ def train(folder: str) -> None:
         grad = jax.grad(lambda w: js.masked_mean((x @ w - y) ** 2))(w)
         return w - 0.05 * js.get_replica_context().all_reduce("mean", grad)
 
-    with js.training_loop(
+    with js.training.training_loop(
         strategy.experimental_distribute_dataset(data),
         lambda: strategy.mirror(np.zeros(8, np.float32)),
         steps=40,

@@ -107,7 +107,7 @@ class Training:
     step: Callable[..., Any]
     state: Any
     batch: tuple[jax.Array, jax.Array]
-    explain: Callable[..., js.Explanation] | None = None
+    explain: Callable[..., js.profiling.Explanation] | None = None
 
     def next(self) -> jax.Array:
         """The loss of one more step."""
@@ -327,7 +327,7 @@ def explained_bytes(training: Training) -> float | None:
     if training.explain is None:
         return None
     found = training.explain((training.state, *training.batch))
-    a_byte_a_second = js.Topology(1.0, 0.0, found.num_replicas)
+    a_byte_a_second = js.profiling.Topology(1.0, 0.0, found.num_replicas)
     return found.communication_time(a_byte_a_second, "ring")
 
 

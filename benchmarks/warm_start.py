@@ -31,7 +31,7 @@ from jaxstrategy._src.demo import demo
 
 cache, saved, how = sys.argv[1:]
 if how == "cache":
-    js.compilation_cache(cache)
+    js.experimental.compilation_cache(cache)
 strategy = js.MirroredStrategy()
 options = demo.Arguments(**vars(demo.make_parser().parse_args([])))
 state = demo.initial_state(strategy, options)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         cluster_resolver as cluster_resolver,
         compat as compat,
         coordinator as coordinator,
+        errors as errors,
         experimental as experimental,
         flax as flax,
         keras as keras,
@@ -29,49 +30,19 @@ if TYPE_CHECKING:
         profiling as profiling,
         sharded as sharded,
         tpu as tpu,
+        training as training,
     )
-    from jaxstrategy._src.communication_options import PowerSGD as PowerSGD
     from jaxstrategy._src.contexts.replica_context import (
         ReplicaContext as ReplicaContext,
     )
     from jaxstrategy._src.errors import (
-        CancelledError as CancelledError,
-        ClosureAbortedError as ClosureAbortedError,
-        ClosureInputError as ClosureInputError,
         ClusterError as ClusterError,
-        CompiledStepError as CompiledStepError,
-        ContextError as ContextError,
-        DivergentCollectiveError as DivergentCollectiveError,
-        DonatedValueError as DonatedValueError,
-        DoubleReductionWarning as DoubleReductionWarning,
-        LateReplicaWarning as LateReplicaWarning,
-        LeakedTracerError as LeakedTracerError,
-        MissingExtraError as MissingExtraError,
         NonFiniteError as NonFiniteError,
-        NotMirroredError as NotMirroredError,
-        NotMirroredVariableError as NotMirroredVariableError,
-        NotMirroredWarning as NotMirroredWarning,
-        ObjectError as ObjectError,
         OutOfRangeError as OutOfRangeError,
-        OutOfSyncError as OutOfSyncError,
-        PaddedRowsWarning as PaddedRowsWarning,
-        ParameterServerLost as ParameterServerLost,
-        PlacementError as PlacementError,
-        RecompilationWarning as RecompilationWarning,
-        SimulationError as SimulationError,
-        TracedValueError as TracedValueError,
-        WholeTableWarning as WholeTableWarning,
         WorkerLost as WorkerLost,
-    )
-    from jaxstrategy._src.executors.eager_replicas import (
-        eager_replicas as eager_replicas,
-    )
-    from jaxstrategy._src.executors.replicated_function import (
-        CompiledStep as CompiledStep,
     )
     from jaxstrategy._src.inputs.dataset import (
         DistributedDataset as DistributedDataset,
-        grouped as grouped,
     )
     from jaxstrategy._src.inputs.input_options import (
         InputContext as InputContext,
@@ -82,7 +53,6 @@ if TYPE_CHECKING:
         DistributedIterator as DistributedIterator,
     )
     from jaxstrategy._src.inputs.memory_source import batches as batches
-    from jaxstrategy._src.inputs.progress import progress as progress
     from jaxstrategy._src.masks.masked_means import (
         batch_mask as batch_mask,
         masked_mean as masked_mean,
@@ -95,21 +65,14 @@ if TYPE_CHECKING:
         VariableSynchronization as VariableSynchronization,
     )
     from jaxstrategy._src.parameter_servers.server import Server as Server
-    from jaxstrategy._src.reductions.compression import (
-        CompressionState as CompressionState,
-    )
     from jaxstrategy._src.reductions.cross_device_ops import (
         CrossDeviceOps as CrossDeviceOps,
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
         NcclAllReduce as NcclAllReduce,
         ReductionToOneDevice as ReductionToOneDevice,
     )
-    from jaxstrategy._src.replicas.compilation_cache import (
-        compilation_cache as compilation_cache,
-    )
     from jaxstrategy._src.replicas.devices import simulate as simulate
     from jaxstrategy._src.replicas.state_sharding import StateSharding as StateSharding
-    from jaxstrategy._src.replicas.topology import Topology as Topology
     from jaxstrategy._src.strategies.current import (
         experimental_set_strategy as experimental_set_strategy,
         get_replica_context as get_replica_context,
@@ -136,27 +99,12 @@ if TYPE_CHECKING:
     from jaxstrategy._src.strategies.sharded_type import Sharded as Sharded
     from jaxstrategy._src.strategies.strategy import Strategy as Strategy
     from jaxstrategy._src.strategies.tpu import TPUStrategy as TPUStrategy
-    from jaxstrategy._src.tracing.explanation.explanation import (
-        Explanation as Explanation,
-    )
-    from jaxstrategy._src.training.losses import (
-        compute_average_loss as compute_average_loss,
-        scale_regularization_loss as scale_regularization_loss,
-    )
-    from jaxstrategy._src.training.pipeline import pipeline as pipeline
-    from jaxstrategy._src.training.precision import (
-        DynamicLossScale as DynamicLossScale,
-        all_finite as all_finite,
-        cast_floating as cast_floating,
-    )
     from jaxstrategy._src.training.to_host import to_host as to_host
-    from jaxstrategy._src.training.training_loop import training_loop as training_loop
     from jaxstrategy._src.values.distributed_values import (
         DistributedValues as DistributedValues,
     )
     from jaxstrategy._src.values.per_replica import PerReplica as PerReplica
     from jaxstrategy._src.values.slices import IndexedSlices as IndexedSlices
-    from jaxstrategy._src.values.versions import Versions as Versions
     from jaxstrategy._src.variables.gradients import (
         grad as grad,
         value_and_grad as value_and_grad,

@@ -15,5 +15,9 @@ if TYPE_CHECKING:
     )
     from jaxstrategy._src.profiling.metric_logger import MetricLogger as MetricLogger
     from jaxstrategy._src.profiling.profile import Profile as Profile, Report as Report
+    from jaxstrategy._src.replicas.topology import Topology as Topology
+    from jaxstrategy._src.tracing.explanation.explanation import (
+        Explanation as Explanation,
+    )
 else:
     __getattr__, __dir__ = lazy_names.of(__name__)

@@ -63,7 +63,8 @@ class PowerSGD:
       ValueError: `rank` is less than 1, `min_compression_rate` too.
 
     >>> import jaxstrategy as js
-    >>> options = js.experimental.CommunicationOptions(compression=js.PowerSGD(rank=2))
+    >>> power_sgd = js.experimental.PowerSGD(rank=2)
+    >>> options = js.experimental.CommunicationOptions(compression=power_sgd)
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
     >>> params = {"w": np.zeros((64, 64), np.float32), "b": np.zeros(64, np.float32)}
     >>> strategy.compression_state(params, options)

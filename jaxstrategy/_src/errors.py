@@ -15,7 +15,7 @@ class ContextError(RuntimeError):
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
     >>> try:
     ...     strategy.run(lambda: strategy.reduce("sum", 1.0))
-    ... except js.ContextError as error:
+    ... except js.errors.ContextError as error:
     ...     print(str(error).partition(". `")[0])
     `strategy.reduce` was called inside `run`, where code sees one replica
     """
@@ -32,7 +32,7 @@ class TracedValueError(TypeError):
     ...     return x if x > 0 else -x  # `jnp.abs(x)`
     >>> try:
     ...     strategy.run(step, (1.0,))
-    ... except js.TracedValueError as error:
+    ... except js.errors.TracedValueError as error:
     ...     print(str(error).partition(",")[0])
     `step` asked Python for the value of something that only the devices will know
     """
@@ -50,7 +50,7 @@ class LeakedTracerError(RuntimeError):
     ...     losses.append(x * x)  # return it instead
     >>> try:
     ...     strategy.run(step, (1.0,))
-    ... except js.LeakedTracerError as error:
+    ... except js.errors.LeakedTracerError as error:
     ...     print(str(error).partition(", made")[0], losses)
     `step` left a value of its trace, float32[], in `captured losses[0]` []
     """
@@ -64,7 +64,7 @@ class PlacementError(ValueError):
     >>> one, other = js.MirroredStrategy(devices[:2]), js.MirroredStrategy(devices[2:4])
     >>> try:
     ...     other.run(lambda x: x, (one.per_replica([1.0, 2.0]),))
-    ... except js.PlacementError as error:
+    ... except js.errors.PlacementError as error:
     ...     print(str(error).partition(":")[0])
     `x` is a PerReplica of another strategy
     """
@@ -82,7 +82,7 @@ class DonatedValueError(RuntimeError):
     >>> new = step(w)
     >>> try:
     ...     step(w)
-    ... except js.DonatedValueError as error:
+    ... except js.errors.DonatedValueError as error:
     ...     print(str(error).partition(". ")[0])
     `w` was donated to an earlier call, which has reused its memory
     """
@@ -102,7 +102,7 @@ class DivergentCollectiveError(RuntimeError):
     ...     return jax.lax.cond(x > 1, total, lambda: x)
     >>> try:
     ...     strategy.run(step, (strategy.per_replica([1.0, 2.0]),))
-    ... except js.DivergentCollectiveError as error:
+    ... except js.errors.DivergentCollectiveError as error:
     ...     print(error.predicate_line.partition(": ")[2])
     return jax.lax.cond(x > 1, total, lambda: x)
     """
@@ -132,7 +132,7 @@ class NotMirroredError(RuntimeError):
     ...     return w - 0.1 * x
     >>> try:
     ...     step(1.0, strategy.per_replica([1.0, 2.0]))
-    ... except js.NotMirroredError as error:
+    ... except js.errors.NotMirroredError as error:
     ...     print(error.path, "|", error.line.partition(": ")[2])
     step(...) | return w - 0.1 * x
     """
@@ -159,7 +159,7 @@ class NotMirroredVariableError(NotMirroredError, ValueError):
     ...     w = js.Variable(1.0, name="w")
     >>> try:
     ...     strategy.run(w.assign, (strategy.per_replica([1.0, 2.0]),))
-    ... except js.NotMirroredVariableError as error:
+    ... except js.errors.NotMirroredVariableError as error:
     ...     print(error.path, "|", str(error).partition(",")[0])
     w | Variable 'w' is mirrored
     """
@@ -225,7 +225,7 @@ class OutOfSyncError(RuntimeError):
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:3])
     >>> try:
     ...     strategy.assert_in_sync(strategy.per_replica([7, 8, 7]), "count")
-    ... except js.OutOfSyncError as error:
+    ... except js.errors.OutOfSyncError as error:
     ...     print(error.leaves)
     {'count': ((0, 2), (1,))}
     """
@@ -280,7 +280,7 @@ class SimulationError(RuntimeError):
     >>> eight = js.simulate(8)
     >>> try:
     ...     js.simulate(3)
-    ... except js.SimulationError as error:
+    ... except js.errors.SimulationError as error:
     ...     print(str(error).partition(",")[0])
     `simulate(3)` came too late: JAX has already started
     """
@@ -306,7 +306,7 @@ class MissingExtraError(ImportError):
     >>> import jaxstrategy as js
     >>> try:
     ...     layer = js.flax.nnx.BatchNorm
-    ... except js.MissingExtraError as error:
+    ... except js.errors.MissingExtraError as error:
     ...     print(error)  # without Flax: pip install 'jaxstrategy[flax]'
     """
 
@@ -315,7 +315,7 @@ class LateReplicaWarning(UserWarning):
     """In `eager_replicas()` a replica runs on and on; the message says where it is.
 
     >>> import jaxstrategy as js
-    >>> issubclass(js.LateReplicaWarning, UserWarning)
+    >>> issubclass(js.errors.LateReplicaWarning, UserWarning)
     True
     """
 
@@ -331,7 +331,7 @@ class CompiledStepError(ValueError):
     >>> double = strategy.compile(lambda x: 2 * x, (np.zeros(3, np.float32),))
     >>> try:
     ...     double(np.zeros(4, np.float32))
-    ... except js.CompiledStepError as error:
+    ... except js.errors.CompiledStepError as error:
     ...     print(str(error).partition(". ")[0])
     Argument `x` of `<lambda>` is float32[4], and the step is compiled for float32[3]
     """
@@ -433,7 +433,7 @@ class ObjectError(ValueError):
     ...     model.bias = nnx.Param(jnp.zeros(1))  # do it before the step
     >>> try:
     ...     strategy.run(step, (nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)),))
-    ... except js.ObjectError as error:
+    ... except js.errors.ObjectError as error:
     ...     print(str(error).partition(". ")[0])
     The step changed which variables its objects have: added `bias`
     """
@@ -457,7 +457,7 @@ class ParameterServerLost(RuntimeError):
     Start again from the last checkpoint.
 
     >>> import jaxstrategy as js
-    >>> issubclass(js.ParameterServerLost, RuntimeError)
+    >>> issubclass(js.errors.ParameterServerLost, RuntimeError)
     True
     """
 
@@ -469,7 +469,8 @@ class ClosureInputError(RuntimeError):
       original_exception: what went wrong there; never an error of this kind.
 
     >>> import jaxstrategy as js
-    >>> js.ClosureInputError(js.ClosureInputError(KeyError("x"))).original_exception
+    >>> cause = js.errors.ClosureInputError(KeyError("x"))
+    >>> js.errors.ClosureInputError(cause).original_exception
     KeyError('x')
     """
 
@@ -491,7 +492,7 @@ class ClosureAbortedError(RuntimeError):
       original_exception: of the one that failed; never an error of this kind.
 
     >>> import jaxstrategy as js
-    >>> js.ClosureAbortedError(KeyError("x")).original_exception
+    >>> js.errors.ClosureAbortedError(KeyError("x")).original_exception
     KeyError('x')
     """
 
@@ -510,6 +511,6 @@ class CancelledError(RuntimeError):
     """The result of a function that was cancelled before it had one.
 
     >>> import jaxstrategy as js
-    >>> issubclass(js.CancelledError, RuntimeError)
+    >>> issubclass(js.errors.CancelledError, RuntimeError)
     True
     """

@@ -10,7 +10,15 @@ if TYPE_CHECKING:
         CollectiveHints as CollectiveHints,
         CommunicationImplementation as CommunicationImplementation,
         CommunicationOptions as CommunicationOptions,
+        PowerSGD as PowerSGD,
     )
+    from jaxstrategy._src.executors.eager_replicas import (
+        eager_replicas as eager_replicas,
+    )
+    from jaxstrategy._src.executors.replicated_function import (
+        CompiledStep as CompiledStep,
+    )
+    from jaxstrategy._src.inputs.dataset import grouped as grouped
     from jaxstrategy._src.options import ValueContext as ValueContext
     from jaxstrategy._src.preemption.preemption import (
         PreemptionCheckpointHandler as PreemptionCheckpointHandler,
@@ -19,6 +27,12 @@ if TYPE_CHECKING:
     )
     from jaxstrategy._src.processes.job import stragglers as stragglers
     from jaxstrategy._src.processes.stragglers import Stragglers as Stragglers
+    from jaxstrategy._src.reductions.compression import (
+        CompressionState as CompressionState,
+    )
+    from jaxstrategy._src.replicas.compilation_cache import (
+        compilation_cache as compilation_cache,
+    )
     from jaxstrategy._src.strategies.central import (
         CentralStorageStrategy as CentralStorageStrategy,
     )
@@ -32,6 +46,7 @@ if TYPE_CHECKING:
     from jaxstrategy._src.tracing.replication.primitives import (
         declare_pure as declare_pure,
     )
+    from jaxstrategy._src.values.versions import Versions as Versions
     from jaxstrategy._src.variables.embedding_lookup import (
         embedding_lookup as embedding_lookup,
     )

@@ -27,7 +27,14 @@ MEANINGS = {
     "jaxstrategy.": ["jaxstrategy."],
 }
 # Where classes are that the prose names without their module.
-HOMES = ["jaxstrategy", "jaxstrategy.checkpoint", "jaxstrategy.experimental"]
+HOMES = [
+    "jaxstrategy",
+    "jaxstrategy.errors",
+    "jaxstrategy.training",
+    "jaxstrategy.checkpoint",
+    "jaxstrategy.experimental",
+    "jaxstrategy.profiling",
+]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -125,12 +125,16 @@ def test_what_names_no_devices_is_refused(two):
 def test_a_donated_array_is_refused(two):
     x = jnp.ones(3)
     x.delete()
-    with pytest.raises(js.DonatedValueError, match="was donated to an earlier call"):
+    with pytest.raises(
+        js.errors.DonatedValueError, match="was donated to an earlier call"
+    ):
         two.extended.copy_to(x, ["CPU:0", "CPU:1"])
 
 
 def test_inside_run_it_is_refused(two):
-    with pytest.raises(js.ContextError, match="`strategy.extended.copy_to` was called"):
+    with pytest.raises(
+        js.errors.ContextError, match="`strategy.extended.copy_to` was called"
+    ):
         two.run(lambda: two.extended.copy_to(1.0, "CPU:0"))
 
 

@@ -246,7 +246,7 @@ def test_what_cannot_be_an_output():
                     lambda x: c.set_last_step_output("l", x.sum(), "mean") or x.sum()
                 )(x)
             ),
-            js.ContextError,
+            js.errors.ContextError,
             "`ctx.set_last_step_output` was called inside a function that JAX traces "
             "by itself within the step",
         ),
@@ -254,7 +254,7 @@ def test_what_cannot_be_an_output():
             in_step(
                 lambda c, x: jax.jit(lambda x: c.set_non_tensor_output("l", x.sum()))(x)
             ),
-            js.ContextError,
+            js.errors.ContextError,
             "`ctx.set_non_tensor_output` was called inside a function",
         ),
         (
@@ -263,24 +263,24 @@ def test_what_cannot_be_an_output():
                     lambda x: c.set_last_step_output("l", x, "sum") or x, x
                 )
             ),
-            js.ContextError,
+            js.errors.ContextError,
             "`ctx.set_last_step_output` was called inside a function",
         ),
         (
             lambda s, c, x: jax.jit(lambda x: c.set_last_step_output("l", x))(
                 x.values[0]
             ),
-            js.ContextError,
+            js.errors.ContextError,
             "`ctx.set_last_step_output` was called inside a function",
         ),
         (
             in_step(lambda c, x: c.last_step_outputs),
-            js.ContextError,
+            js.errors.ContextError,
             "`ctx.last_step_outputs` was read inside a step, which is compiled once",
         ),
         (
             in_step(lambda c, x: c.non_tensor_outputs),
-            js.ContextError,
+            js.errors.ContextError,
             "`ctx.non_tensor_outputs` was read inside a step",
         ),
         (
@@ -317,7 +317,7 @@ def test_where_steps_cannot_be_run():
     def step():
         run_steps(strategy, lambda c, x: None, numbers(strategy))
 
-    with pytest.raises(js.ContextError):
+    with pytest.raises(js.errors.ContextError):
         strategy.run(step)
     with pytest.raises(TypeError, match="was given as the iterator, but has no"):
         run_steps(strategy, lambda c, x: None, [1, 2])

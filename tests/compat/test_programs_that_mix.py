@@ -48,9 +48,12 @@ def test_a_model_of_today_in_an_older_loop(older, capsys):
     found = []
     with older.scope():
         found.append(strategy().run(step, iterator.get_next()))
-        with pytest.raises(js.TracedValueError, match=r"with js.eager_replicas\(\):"):
+        with pytest.raises(
+            js.errors.TracedValueError,
+            match=r"with js.experimental.eager_replicas\(\):",
+        ):
             strategy().run(shown, (ROWS[:2], TARGETS[:2]))
-        with js.eager_replicas():
+        with js.experimental.eager_replicas():
             found.append(strategy().run(shown, iterator.get_next()))
         found = [float(strategy().reduce("mean", loss)) for loss in found]
     wanted = []
@@ -72,7 +75,10 @@ def test_one_replica_fails_while_the_other_waits(older):
             raise KeyError("no such word")
         return context.all_reduce(distribute.ReduceOp.SUM, 1.0)
 
-    with pytest.raises(KeyError, match="no such word") as caught, js.eager_replicas():
+    with (
+        pytest.raises(KeyError, match="no such word") as caught,
+        js.experimental.eager_replicas(),
+    ):
         older.run(step)
     (note,) = caught.value.__notes__
     assert "Replica 1 of `step` raised this" in note
@@ -88,5 +94,8 @@ def test_an_uneven_collective_of_an_older_context(older):
         return jnp.zeros(2)
 
     told = r"replica 0 waits at all_reduce\('sum'\) of float32\[2\]: .*context.all_redu"
-    with pytest.raises(js.DivergentCollectiveError, match=told), js.eager_replicas():
+    with (
+        pytest.raises(js.errors.DivergentCollectiveError, match=told),
+        js.experimental.eager_replicas(),
+    ):
         older.run(step)

@@ -65,7 +65,7 @@ def check_chain(face, folder):
 def training_loop(face, folder):
     rows = js.batches(np.arange(4.0, dtype=np.float32), 4)
     dataset = face.core.experimental_distribute_dataset(rows)
-    loop = js.training_loop(
+    loop = js.training.training_loop(
         dataset, 0.0, steps=1, checkpoint=folder, strategy=face, progress=False
     )
     step = face.core.run(

@@ -275,7 +275,10 @@ def test_towers_take_the_same_path():
         if context.tower_id == 0:
             context.merge_call(lambda d: None)
 
-    with mirrored(2).scope(), pytest.raises(js.TracedValueError, match="context.tower"):
+    with (
+        mirrored(2).scope(),
+        pytest.raises(js.errors.TracedValueError, match="context.tower"),
+    ):
         contrib.get_distribution_strategy().call_for_each_tower(merge_on_the_first)
 
 
@@ -312,7 +315,7 @@ def test_towers_that_run_eagerly_decide_by_their_number():
         return "first" if contrib.get_tower_context().tower_id == 0 else "other"
 
     seen = []
-    with js.eager_replicas(), mirrored(2).scope():
+    with js.experimental.eager_replicas(), mirrored(2).scope():
         d = contrib.get_distribution_strategy()
         d.call_for_each_tower(lambda: seen.append(fn()))
     assert sorted(seen) == ["first", "other"]

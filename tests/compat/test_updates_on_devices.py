@@ -134,7 +134,7 @@ def test_copies_that_would_differ_are_refused_in_a_step(two):
     def step(x):
         js.get_replica_context().merge_call(merge, (x,))
 
-    with pytest.raises(js.NotMirroredError):
+    with pytest.raises(js.errors.NotMirroredError):
         two.run(step, (ids(two),))
     assert v.value() == 10.0
 
@@ -165,7 +165,9 @@ def test_an_error_leaves_the_contexts_as_they_were(strategy, how):
 
 
 def test_inside_run_it_is_refused(two):
-    with pytest.raises(js.ContextError, match="`strategy.extended.update_on` was cal"):
+    with pytest.raises(
+        js.errors.ContextError, match="`strategy.extended.update_on` was cal"
+    ):
         two.run(lambda: two.extended.update_on("CPU:0", lambda: None))
 
 

@@ -81,11 +81,13 @@ def test_a_replica_context_is_entered_where_it_is_the_current_one():
             return context.all_reduce("sum", 1.0)
 
     assert float(s.run(step)) == 2
-    with pytest.raises(js.ContextError, match="`__enter__` was called on a replica co"):
+    with pytest.raises(
+        js.errors.ContextError, match="`__enter__` was called on a replica co"
+    ):
         kept[0].__enter__()
     with v1.get_replica_context() as context:
         assert context is v1.get_replica_context()
-    with s.scope(), pytest.raises(js.ContextError, match="Mismatching contexts"):
+    with s.scope(), pytest.raises(js.errors.ContextError, match="Mismatching contexts"):
         context.__enter__()
 
 

@@ -84,7 +84,9 @@ def test_what_is_queued_behind_an_error_never_runs(cluster, gate):
     with pytest.raises(ValueError):
         cluster.coordinator.join()
     for value in values:
-        with pytest.raises(js.CancelledError, match="another one had failed: Val"):
+        with pytest.raises(
+            js.errors.CancelledError, match="another one had failed: Val"
+        ):
             value.fetch()
     assert cluster.sum() == 0.0
     assert all(value.status is not Status.NOT_READY for value in running)
@@ -114,7 +116,7 @@ def test_what_runs_ends_before_the_error_comes_and_changes_nothing(cluster, gate
     for thread in threads:
         thread.join(60)
     assert [str(error) for error in raised] == ["first"]  # one of the two
-    with pytest.raises(js.CancelledError) as cancelled:
+    with pytest.raises(js.errors.CancelledError) as cancelled:
         value.fetch()
     assert cancelled.value.__cause__ is raised[0]
     assert cluster.sum() == 0.0
@@ -380,7 +382,7 @@ def test_a_users_error_wins_over_lost_workers(cluster, gate):
         cluster.kill(worker)
     with pytest.raises(ValueError, match="the user's"):
         cluster.coordinator.join()
-    with pytest.raises(js.CancelledError):
+    with pytest.raises(js.errors.CancelledError):
         long.fetch()
     for _ in range(3):
         cluster.schedule(cluster.add)
@@ -432,7 +434,7 @@ def test_a_worker_that_does_not_come_up_is_given_up_and_the_others_go_on():
             cluster.schedule(cluster.add)
         cluster.coordinator.join()
         assert cluster.sum() == 5.0
-        with pytest.raises(js.ClosureAbortedError, match="Worker 0 was lost"):
+        with pytest.raises(js.errors.ClosureAbortedError, match="Worker 0 was lost"):
             own.read_all()
         # Finished functions make up for the losses of the other one.
         for _ in range(3):
@@ -481,7 +483,7 @@ def test_a_lost_server_is_an_error_for_ever():
         gate.until_entered()
         cluster.backend.kill_server(0)
         bad = cluster.schedule(cluster.add)
-        with pytest.raises(js.ParameterServerLost):
+        with pytest.raises(js.errors.ParameterServerLost):
             bad.fetch()
         cluster.kill(1)
         gate.open.set()
@@ -491,11 +493,13 @@ def test_a_lost_server_is_an_error_for_ever():
                 cluster.coordinator.done,
                 lambda: cluster.schedule(cluster.add),
             ):
-                with pytest.raises(js.ParameterServerLost, match="server 0 was killed"):
+                with pytest.raises(
+                    js.errors.ParameterServerLost, match="server 0 was killed"
+                ):
                     call()
-        with pytest.raises(js.CancelledError):
+        with pytest.raises(js.errors.CancelledError):
             waiting.fetch()
-        with pytest.raises(js.ParameterServerLost):
+        with pytest.raises(js.errors.ParameterServerLost):
             cluster.total.value()
         assert living.value() == 2.0
 
@@ -513,5 +517,5 @@ def test_a_users_error_comes_before_that_of_a_server():
             cluster.coordinator.join()
         # Nobody notices before somebody asks.
         aborted(cluster.schedule(jax.jit(lambda: cluster.total + 1)))
-        with pytest.raises(js.ParameterServerLost):
+        with pytest.raises(js.errors.ParameterServerLost):
             cluster.coordinator.join()

@@ -279,7 +279,9 @@ def test_an_error_in_the_trace_comes_from_schedule(shared, coordinator):
     with pytest.raises(ValueError, match="Make it outside the step"):
         shared.schedule(lambda: js.Variable(1.0).value())
     own = js.Variable(1.0, name="own")
-    with pytest.raises(js.ContextError, match="'own', which was not made in the scope"):
+    with pytest.raises(
+        js.errors.ContextError, match="'own', which was not made in the scope"
+    ):
         shared.schedule(lambda: own.value())
     inner = coordinator.function(lambda: 1)
     calls = lambda: coordinator.schedule(inner), coordinator.join, coordinator.done
@@ -728,7 +730,7 @@ def test_close_cancels_what_is_queued_and_ends_what_runs(threads):
         assert raised
         gate.open.set()
         for value in values:
-            with pytest.raises(js.CancelledError):
+            with pytest.raises(js.errors.CancelledError):
                 value.fetch()
         calls = cluster.coordinator.join, cluster.coordinator.done
         for call in (*calls, lambda: cluster.schedule(cluster.add)):

@@ -143,7 +143,7 @@ def test_a_server_lost_while_a_checkpoint_is_read_is_no_checkpoint(training):
     training.coordinator.join()
     with training.coordinator.paused():
         training.backend.kill_server(1)
-        with pytest.raises(js.ParameterServerLost, match="server 1 was killed"):
+        with pytest.raises(js.errors.ParameterServerLost, match="server 1 was killed"):
             training.manager.save(4, training.state)
     training.schedule(1)
     (told,) = training.joined()
@@ -160,7 +160,9 @@ def test_a_server_that_is_lost_too_often_is_given_up(tmp_path):
         training.coordinator.schedule(training.step, (0.0,))
         for call in (training.coordinator.join, training.coordinator.done):
             for _ in range(2):
-                with pytest.raises(js.ParameterServerLost, match="not started again"):
+                with pytest.raises(
+                    js.errors.ParameterServerLost, match="not started again"
+                ):
                     call()
     finally:
         training.close()
@@ -173,7 +175,7 @@ def test_checkpoints_that_cannot_be_restored_are_the_error(training, tmp_path):
     training.backend.kill_server(0)
     training.coordinator.schedule(training.step, (0.0,))
     with pytest.raises(
-        js.ParameterServerLost, match="There is no checkpoint in"
+        js.errors.ParameterServerLost, match="There is no checkpoint in"
     ) as got:
         training.coordinator.join()
     assert isinstance(got.value.__cause__, FileNotFoundError)
@@ -228,11 +230,13 @@ def test_by_default_a_lost_server_is_an_error_for_ever():
     coordinator.schedule(read)
     for _ in range(2):
         for call in (coordinator.join, coordinator.done):
-            with pytest.raises(js.ParameterServerLost, match="server 0 was killed"):
+            with pytest.raises(
+                js.errors.ParameterServerLost, match="server 0 was killed"
+            ):
                 call()
-        with pytest.raises(js.ParameterServerLost):
+        with pytest.raises(js.errors.ParameterServerLost):
             coordinator.schedule(read)
     np.testing.assert_array_equal(living.value(), 2.0)
-    with pytest.raises(js.ParameterServerLost):
+    with pytest.raises(js.errors.ParameterServerLost):
         lost.value()
     strategy.close()

@@ -69,7 +69,7 @@ def test_what_the_function_raises_comes_out_here(three):
     def make():
         raise made
 
-    made = js.ObjectError("odd")
+    made = js.errors.ObjectError("odd")
     with pytest.raises(type(made)) as caught:
         three.create_per_worker_dataset(make)
     assert caught.value is made
@@ -388,7 +388,9 @@ def test_what_functions_cannot_do_with_iterators_is_said(three):
         with pytest.raises(error, match=text):
             three.schedule(three.function(wrong), (iterator,))
     three.join()
-    with pytest.raises(js.ContextError, match="given <PerWorkerIterator on 3 workers>"):
+    with pytest.raises(
+        js.errors.ContextError, match="given <PerWorkerIterator on 3 workers>"
+    ):
         three.strategy.run(lambda iterator: next(iterator), (iterator,))
 
 
@@ -402,7 +404,7 @@ def test_an_iterator_used_later_is_an_error(one):
         return next(iterator)
 
     one.schedule(step, (iterator,)).fetch()
-    with pytest.raises(js.ContextError, match="outside of the function"):
+    with pytest.raises(js.errors.ContextError, match="outside of the function"):
         next(kept[0])
 
 
@@ -440,7 +442,9 @@ def test_python_does_not_know_the_index(three):
     def step():
         return 1 if index() == 0 else 2
 
-    with pytest.raises(js.TracedValueError, match=r"(?s)`step` asked.*jax.lax.cond"):
+    with pytest.raises(
+        js.errors.TracedValueError, match=r"(?s)`step` asked.*jax.lax.cond"
+    ):
         three.schedule(step)
 
 
@@ -467,10 +471,10 @@ def test_a_dataset_that_fails_hurts_only_who_uses_it(three):
     assert three.done() and value.fetch() == 1
     step = three.function(lambda iterator: next(iterator))
     broken = three.schedule(step, (iterator,))
-    with pytest.raises(js.ClosureInputError) as caught:
+    with pytest.raises(js.errors.ClosureInputError) as caught:
         three.join()
     assert caught.value.original_exception is error
-    with pytest.raises(js.ClosureInputError):
+    with pytest.raises(js.errors.ClosureInputError):
         broken.fetch()
     three.schedule(plain)
     three.join()
@@ -496,5 +500,7 @@ def test_workers_do_not_share_what_the_coordinator_has_begun(three):
     iterator = iter(three.create_per_worker_dataset(lambda: begun))
     step = three.function(lambda iterator: next(iterator))
     three.schedule(step, (iterator,))
-    with pytest.raises(js.ClosureInputError, match="an iterator that the coordinator"):
+    with pytest.raises(
+        js.errors.ClosureInputError, match="an iterator that the coordinator"
+    ):
         three.join()

@@ -238,7 +238,7 @@ def test_a_function_that_asks_for_no_mask_is_told(double):
         return strategy.reduce("sum", strategy.run(jnp.sum, (next(iterator),)))
 
     assert double.schedule(step, (iterator,)).fetch() == 4
-    with pytest.warns(js.PaddedRowsWarning, match="`step` was given a batch"):
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`step` was given a batch"):
         double.schedule(step, (iterator,))
         double.join()
 

@@ -181,7 +181,7 @@ def test_a_dataset_that_failed_is_built_anew_by_the_next_life(one):
     step = one.function(lambda iterator: next(iterator))
     for _ in range(2):  # it is not tried again meanwhile
         one.schedule(step, (iterator,))
-        with pytest.raises(js.ClosureInputError, match="not mounted yet"):
+        with pytest.raises(js.errors.ClosureInputError, match="not mounted yet"):
             one.join()
     restarted(one)
     assert taken(one, step, iterator, 1) == [4]

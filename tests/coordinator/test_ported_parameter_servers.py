@@ -98,7 +98,7 @@ class Tutorial:
             def loss_fn():
                 logits = self.model(inputs)
                 entropy = optax.sigmoid_binary_cross_entropy(logits, labels)
-                return js.compute_average_loss(entropy[:, 0]), logits
+                return js.training.compute_average_loss(entropy[:, 0]), logits
 
             of = js.value_and_grad(loss_fn, self.weights, has_aux=True)
             (loss, logits), gradients = of()

@@ -37,7 +37,7 @@ def test_random_functions(workers, seed):
     for x in np.float32([1, -2]):
         wanted = run(plain, statements, x, np.float32(0))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", js.WholeTableWarning)
+            warnings.simplefilter("ignore", js.errors.WholeTableWarning)
             found = coordinator.schedule(function, (x, np.float32(0))).fetch()
         assert float(found) == float(wanted)
         for name in START:

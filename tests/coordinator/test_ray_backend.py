@@ -37,7 +37,9 @@ def test_what_cannot_be_is_refused(monkeypatch):
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "a:6379")
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(js.MissingExtraError, match=r'pip install "jaxstrategy\[ray\]"'):
+    with pytest.raises(
+        js.errors.MissingExtraError, match=r'pip install "jaxstrategy\[ray\]"'
+    ):
         js.ParameterServerStrategy(workers=1, parameter_servers=1, backend="ray")
 
 

@@ -300,7 +300,7 @@ def test_what_needs_more_than_rows_is_right_too(strategy):
     given = np.arange(20.0, dtype="float32").reshape(10, 2)
     for number, (step, warned) in enumerate(STEPS):
         t, ordinary = table(strategy), js.Variable(given)
-        told = pytest.warns(js.WholeTableWarning, match=warned)
+        told = pytest.warns(js.errors.WholeTableWarning, match=warned)
         with contextlib.nullcontext() if warned is None else told:
             found = strategy.run(lambda ids, t=t, s=step: s(t, ids), (ids,))
         wanted = step(ordinary, jnp.array(ids))
@@ -343,7 +343,7 @@ def test_replicas_that_differ_are_refused():
     def step():
         v.assign_add(js.get_replica_context().replica_id_in_sync_group)
 
-    with pytest.raises(js.NotMirroredVariableError):
+    with pytest.raises(js.errors.NotMirroredVariableError):
         strategy.run(step)
     assert float(v) == 0.0
 
@@ -354,7 +354,7 @@ def test_replicas_that_differ_are_refused():
 def test_a_jitted_function_that_nobody_schedules_is_refused(strategy):
     v = variable(strategy, name="v")
     with pytest.raises(
-        js.ContextError, match="'v' is on a parameter server, and was u"
+        js.errors.ContextError, match="'v' is on a parameter server, and was u"
     ):
         jax.jit(lambda: v + 1)()
 

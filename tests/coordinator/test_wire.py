@@ -230,7 +230,7 @@ def test_exceptions_are_the_same_here(worker):
         lambda: UnicodeDecodeError("utf8", b"x", 0, 1, "bad"),
         lambda: OSError(2, "No such file", "data"),
         lambda: js.OutOfRangeError("no more"),
-        lambda: js.ClosureInputError(ValueError("inner")),
+        lambda: js.errors.ClosureInputError(ValueError("inner")),
         lambda: jax.errors.JaxRuntimeError("INTERNAL: of XLA"),
         lambda: ExceptionGroup("two", [ValueError(1), KeyError(2)]),
     ):
@@ -272,7 +272,9 @@ def test_resources_are_built_there_of_each_other(worker, monkeypatch):
     with pytest.raises(TypeError, match="pickle"):
         worker.build(3, lambda index: lock)
     monkeypatch.setitem(__import__("sys").modules, "cloudpickle", None)
-    with pytest.raises(js.MissingExtraError, match=r"jaxstrategy\[coordinator\]"):
+    with pytest.raises(
+        js.errors.MissingExtraError, match=r"jaxstrategy\[coordinator\]"
+    ):
         worker.build(3, lambda index: 1)
     monkeypatch.undo()
     assert worker.own(2)[0] == 100_000

@@ -200,7 +200,7 @@ def test_a_missing_extra_is_named(module, package, monkeypatch):
         f"The demo needs {package}, which is not installed. Install the extra: "
         r"pip install 'jaxstrategy\[demo\]'"
     )
-    with pytest.raises(js.MissingExtraError, match=message):
+    with pytest.raises(js.errors.MissingExtraError, match=message):
         demo.main([])
 
 

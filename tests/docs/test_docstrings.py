@@ -21,6 +21,7 @@ MODULES = [
     "jaxstrategy.compat.contrib",
     "jaxstrategy.compat.v1",
     "jaxstrategy.compat.v1.experimental",
+    "jaxstrategy.errors",
     "jaxstrategy.experimental",
     "jaxstrategy.experimental.partitioners",
     "jaxstrategy.experimental.rpc",
@@ -35,6 +36,7 @@ MODULES = [
     "jaxstrategy.experimental.rpc",
     "jaxstrategy.sharded",
     "jaxstrategy.tpu.experimental",
+    "jaxstrategy.training",
     "jaxstrategy.experimental.partitioners",
 ]
 

@@ -22,7 +22,7 @@ HOMES = {
     "tf.distribute": "jaxstrategy",
     "tf.compat.v1.distribute": "jaxstrategy.compat.v1",
     "tf.train.ClusterSpec": "jaxstrategy.cluster_resolver.ClusterSpec",
-    "tf.nn": "jaxstrategy",
+    "tf.nn": "jaxstrategy.training",
     "tf.types.experimental.distributed": "jaxstrategy",
     "tf": "jaxstrategy",
 }

@@ -41,7 +41,9 @@ def train_step(model, slots, inputs):
         hidden = jax.nn.relu(x @ model["w1"] + model["b1"])
         logits = hidden @ model["w2"] + model["b2"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-        return js.compute_average_loss(losses, global_batch_size=GLOBAL_BATCH_SIZE)
+        return js.training.compute_average_loss(
+            losses, global_batch_size=GLOBAL_BATCH_SIZE
+        )
 
     loss, grads = jax.value_and_grad(loss_fn)(model)
     grads = js.get_replica_context().all_reduce("sum", grads)

@@ -98,8 +98,8 @@ MAKERS = {
     "tpu_resolver": lambda strategy: js.cluster_resolver.TPUClusterResolver("local"),
     "tpu_topology": lambda strategy: TPU,
     "assignment": lambda strategy: js.tpu.experimental.DeviceAssignment.build(TPU),
-    "topology": lambda strategy: js.Topology(1e9, 1e-6, 2),
-    "scale": lambda strategy: js.DynamicLossScale(),
+    "topology": lambda strategy: js.profiling.Topology(1e9, 1e-6, 2),
+    "scale": lambda strategy: js.training.DynamicLossScale(),
     "input_context": lambda strategy: js.InputContext(2, 0, 2),
 }
 

@@ -179,7 +179,7 @@ def ours(draw, strategy):
         lambda: js.RunOptions(),
         lambda: js.InputOptions(),
         lambda: js.VariableAggregation.MEAN,
-        lambda: js.Topology(1e9, 1e-6, 2),
+        lambda: js.profiling.Topology(1e9, 1e-6, 2),
         lambda: js.cluster_resolver.ClusterSpec({"worker": ["a:1"]}),
         lambda: js.HierarchicalCopyAllReduce(),
         lambda: strategy.mesh,

@@ -39,7 +39,7 @@ def forgets(w, x):
 
 def fails_with(strategy, expected, step=forgets, args=None):
     options = js.RunOptions(expect_mirrored=expected)
-    with pytest.raises(js.NotMirroredError) as caught:
+    with pytest.raises(js.errors.NotMirroredError) as caught:
         strategy.run(step, args or (1.0, ids(strategy)), options=options)
     assert not js.in_cross_replica_context()
     return caught.value

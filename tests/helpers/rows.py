@@ -23,7 +23,7 @@ def each_of(names, rows):
                 given = dict(zip(names, values, strict=True))
                 try:
                     with warnings.catch_warnings():  # of steps that each row defines
-                        warnings.simplefilter("ignore", js.RecompilationWarning)
+                        warnings.simplefilter("ignore", js.errors.RecompilationWarning)
                         test(**fixtures, **given)
                 except BaseException as error:
                     error.add_note(f"in the row {given}")

@@ -167,7 +167,7 @@ def test_element_spec(two, options, of):
     assert isinstance(spec["x"], js.PerReplica)
     assert each.element_spec is spec
     explained = two.explain(lambda batch: js.masked_sum(batch["x"]), (spec,))
-    assert isinstance(explained, js.Explanation)
+    assert isinstance(explained, js.profiling.Explanation)
     assert [batch["x"].local(0)[0, 0].item() for batch in each] == [0, 1, 2]
     assert read == [0, 1, 2]
 
@@ -237,7 +237,7 @@ def test_inside_a_step(two):
         "experimental_distribute_dataset",
         "distribute_datasets_from_function",
     ):
-        with pytest.raises(js.ContextError, match=name):
+        with pytest.raises(js.errors.ContextError, match=name):
             two.run(lambda name=name: getattr(two, name)([np.ones(2)]), ())
 
 

@@ -30,20 +30,20 @@ def wanted(rows, size=None):
 
 def test_filled_up_rows_do_not_count(strategy):
     source = [ROWS[:8], ROWS[8:]]
-    found = summed(strategy, js.compute_average_loss, source)
+    found = summed(strategy, js.training.compute_average_loss, source)
     for got, rows in zip(found, source, strict=True):
         np.testing.assert_allclose(got, wanted(rows), rtol=1e-5)
 
 
 def test_they_do_not_count_with_a_size_or_weights(four):
     def sized(losses):
-        return js.compute_average_loss(losses, global_batch_size=8)
+        return js.training.compute_average_loss(losses, global_batch_size=8)
 
     (got,) = summed(four, sized, [ROWS[:5]])
     np.testing.assert_allclose(got, wanted(ROWS[:5], 8), rtol=1e-5)
 
     def weighted(losses):
-        return js.compute_average_loss(losses, sample_weight=2.0)
+        return js.training.compute_average_loss(losses, sample_weight=2.0)
 
     (got,) = summed(four, weighted, [ROWS[:5]])
     np.testing.assert_allclose(got, 2 * wanted(ROWS[:5]), rtol=1e-5)
@@ -53,7 +53,7 @@ def test_in_parts_of_a_batch(two):
     def in_parts(w, batch):
         @two.accumulate(2)
         def loss(batch):
-            return js.compute_average_loss((w * batch) ** 2)
+            return js.training.compute_average_loss((w * batch) ** 2)
 
         return js.get_replica_context().all_reduce("sum", loss(batch))
 
@@ -64,18 +64,20 @@ def test_in_parts_of_a_batch(two):
 
 def test_a_mask_takes_their_place(two):
     def step(x):
-        loss = js.compute_average_loss(x, mask=x > 1)
+        loss = js.training.compute_average_loss(x, mask=x > 1)
         return js.get_replica_context().all_reduce("sum", loss)
 
     x = two.per_replica([[0.0, 1.0], [2.0, 4.0]])
     assert two.run(step, (x,)) == 3
     with pytest.raises(ValueError, match=r"`mask` has shape \(3,\)"):
-        two.run(lambda x: js.compute_average_loss(x, mask=np.ones(3, bool)), (x,))
+        two.run(
+            lambda x: js.training.compute_average_loss(x, mask=np.ones(3, bool)), (x,)
+        )
 
 
 def test_losses_of_other_rows_are_counted_as_they_are(two):
     def per_token(losses):
-        return js.compute_average_loss(losses.repeat(3))
+        return js.training.compute_average_loss(losses.repeat(3))
 
     (got,) = summed(two, per_token, [ROWS[:4]])
     np.testing.assert_allclose(got, wanted(ROWS[:4]), rtol=1e-5)

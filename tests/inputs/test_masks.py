@@ -84,7 +84,7 @@ def test_sums_means_and_counts_are_numpys(kind, rows):
     )
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(
     rows=st.integers(1, 40),
@@ -351,7 +351,7 @@ def test_padded_rows_that_a_step_does_not_ask_for_are_said_once(four):
     first, second, third, fourth = dataset
     four.run(step, (first,))
     four.run(step, (second,))
-    with pytest.warns(js.PaddedRowsWarning) as caught:
+    with pytest.warns(js.errors.PaddedRowsWarning) as caught:
         four.run(step, (third,))
     assert len(caught) == 1
     assert str(caught[0].message) == (
@@ -371,11 +371,17 @@ def test_what_was_said_elsewhere_is_said_again_of_a_batch_that_a_trace_captures(
     def total(batch):
         return two.reduce("sum", two.run(careless, (batch,)), axis=None)
 
-    with pytest.warns(js.PaddedRowsWarning, match="`careless` is given batches of a"):
+    with pytest.warns(
+        js.errors.PaddedRowsWarning, match="`careless` is given batches of a"
+    ):
         jax.jit(total)(batch)
-    with pytest.warns(js.PaddedRowsWarning, match="`careless` was given a batch that"):
+    with pytest.warns(
+        js.errors.PaddedRowsWarning, match="`careless` was given a batch that"
+    ):
         total(batch)
-    with pytest.warns(js.PaddedRowsWarning, match="`careless` was given a batch that"):
+    with pytest.warns(
+        js.errors.PaddedRowsWarning, match="`careless` was given a batch that"
+    ):
         jax.jit(lambda: total(batch))()
     jax.jit(lambda: total(batch) + 1)()  # said of this step
 

@@ -94,7 +94,9 @@ def test_the_layer_asks_nothing_for_the_step(four):
     def step(x):
         return js.get_replica_context().all_reduce("mean", normalized(x)[0].mean())
 
-    with pytest.warns(js.PaddedRowsWarning, match="never asked which rows are real"):
+    with pytest.warns(
+        js.errors.PaddedRowsWarning, match="never asked which rows are real"
+    ):
         step(only_batch(four, rows(5)))
 
 

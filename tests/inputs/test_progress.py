@@ -13,7 +13,7 @@ from helpers.loops import each_of
 from helpers.threads import INPUT, Started
 
 import jaxstrategy as js
-from jaxstrategy import progress
+from jaxstrategy.training import progress
 
 rich_console = pytest.importorskip("rich.console")
 
@@ -74,7 +74,9 @@ def test_everything_comes_in_order_with_steps_and_rates(two, terminal, clock):
 
 
 def test_groups_count_as_many_steps_as_they_have_batches(two, terminal, clock):
-    shown = progress(js.grouped(batches(two, 8, 8, 8, 8, 5), 2), console=terminal)
+    shown = progress(
+        js.experimental.grouped(batches(two, 8, 8, 8, 8, 5), 2), console=terminal
+    )
     assert len(shown) == 3
     for number, group in enumerate(shown):
         assert len(group) == (2, 2, 1)[number]
@@ -85,7 +87,7 @@ def test_groups_count_as_many_steps_as_they_have_batches(two, terminal, clock):
 
 @each_of("examples", [6, lambda group: 6 * len(group), None])
 def test_examples_are_as_told(terminal, clock, examples):
-    groups = js.grouped([{"text": "a"}] * 4, 2)
+    groups = js.experimental.grouped([{"text": "a"}] * 4, 2)
     for _ in progress(groups, examples=examples, console=terminal):
         clock(1)
     told = "2 steps/s" if examples is None else "2 steps/s, 12 examples/s"

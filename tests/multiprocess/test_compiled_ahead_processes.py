@@ -109,5 +109,5 @@ def test_the_cache_of_a_job_has_the_programs_of_process_0(tmp_path):
     (asked, found), other = started()
     assert asked == first[0] == found
     # JAX's keys differ between processes on CPUs. Where this fails, JAX has come to
-    # share programs between them, and `js.compilation_cache` can say so.
+    # share programs between them, and `js.experimental.compilation_cache` can say so.
     assert other[0] > other[1]

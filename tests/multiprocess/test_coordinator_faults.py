@@ -212,9 +212,11 @@ def test_a_killed_server_is_an_error_for_ever():
             cluster.coordinator.done,
             lambda: cluster.coordinator.join(timeout=60),
         ):
-            with pytest.raises(js.ParameterServerLost, match="arameter server 0"):
+            with pytest.raises(
+                js.errors.ParameterServerLost, match="arameter server 0"
+            ):
                 call()
-        with pytest.raises(js.ParameterServerLost):
+        with pytest.raises(js.errors.ParameterServerLost):
             cluster.total.value()
         assert elsewhere.value() == 5.0  # of the living server
     finally:

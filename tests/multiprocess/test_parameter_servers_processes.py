@@ -131,7 +131,9 @@ def test_a_lost_server_is_an_error(end, why):
             lost, living = js.Variable(1.0), js.Variable(2.0)
         end(children()["parameter server 0"])
         for _ in range(2):
-            with pytest.raises(js.ParameterServerLost, match="Parameter server 0") as e:
+            with pytest.raises(
+                js.errors.ParameterServerLost, match="Parameter server 0"
+            ) as e:
                 lost.value()
             assert why in str(e.value)
         assert living.value() == 2.0

@@ -133,7 +133,7 @@ def test_what_cannot_be_sent_hurts_only_who_uses_it(two):
     for message, make in cases.items():
         iterator = iter(two.create_per_worker_dataset(make))
         two.schedule(two.function(lambda it: next(it)), (iterator,))
-        with pytest.raises(js.ClosureInputError, match=message) as caught:
+        with pytest.raises(js.errors.ClosureInputError, match=message) as caught:
             two.join(SECONDS)
         assert isinstance(caught.value.original_exception, TypeError)
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_sent_hurts_only_who_uses_it(two):
 def test_a_workers_variable_is_none_of_a_dataset(two):
     with two.strategy.scope():
         own = js.Variable(1.0, name="own", per_worker_variable=True)
-    with pytest.raises(js.ContextError, match="read_all"):
+    with pytest.raises(js.errors.ContextError, match="read_all"):
         two.create_per_worker_dataset(lambda: [own.value()])
 
     def make():
@@ -151,7 +151,7 @@ def test_a_workers_variable_is_none_of_a_dataset(two):
         return read
 
     iterator = iter(two.create_per_worker_dataset(make))
-    with pytest.raises(js.ContextError, match="read_all"):
+    with pytest.raises(js.errors.ContextError, match="read_all"):
         two.schedule(two.function(lambda it: next(it)), (iterator,))
 
 
@@ -171,7 +171,7 @@ def test_functions_make_no_variables_and_start_nothing(two):
     for message, make in cases.items():
         iterator = iter(two.create_per_worker_dataset(make))
         two.schedule(two.function(lambda it: next(it)), (iterator,))
-        with pytest.raises(js.ClosureInputError, match=message):
+        with pytest.raises(js.errors.ClosureInputError, match=message):
             two.join(SECONDS)
 
 

@@ -191,11 +191,11 @@ def test_a_server_that_is_killed_is_lost_with_its_last_words(ray, start):
         while True:
             coordinator.schedule(add, (1.0,))
             coordinator.join()
-    except js.ParameterServerLost as error:
+    except js.errors.ParameterServerLost as error:
         print(error, flush=True)  # as the worker found it, or this process
     try:
         total.value()
-    except js.ParameterServerLost as error:
+    except js.errors.ParameterServerLost as error:
         print(error, flush=True)
     strategy.close()
     assert ray.is_initialized(), "that is not ours"

@@ -338,7 +338,7 @@ def test_what_cannot_be_asked_of_kubernetes_is_refused(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     cr.KubernetesClusterResolver(override_client=mock.Mock())  # which needs none
     text = r"install 'jaxstrategy\[kubernetes\]'"
-    told(cr.KubernetesClusterResolver, text, js.MissingExtraError)
+    told(cr.KubernetesClusterResolver, text, js.errors.MissingExtraError)
 
 
 # Compute Engine
@@ -559,4 +559,4 @@ def test_what_cannot_be_asked_of_google_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "googleapiclient", None)
     assert resolver_of(service=stand_in({"a": "10.0.0.1"})).task_id == 0
     text = r"install 'jaxstrategy\[gce\]'"
-    told(resolver_of, text, js.MissingExtraError)
+    told(resolver_of, text, js.errors.MissingExtraError)

@@ -123,10 +123,12 @@ def test_a_server_that_was_started_anew_is_lost(serve, coordinate):
     *_, server = serve()
     v = variable(coordinate(), 1.0)
     server._task.close()
-    with pytest.raises(js.ParameterServerLost, match="Parameter server 0 at 127.0.0.1"):
+    with pytest.raises(
+        js.errors.ParameterServerLost, match="Parameter server 0 at 127.0.0.1"
+    ):
         v.read_value()
     serve("ps", 0)
-    with pytest.raises(js.ParameterServerLost):
+    with pytest.raises(js.errors.ParameterServerLost):
         v.read_value()
     assert float(variable(coordinate(), 2.0).read_value()) == 2.0
 

@@ -38,7 +38,7 @@ print(*(counts["/jax/compilation_cache/cache_" + each] for each in ("hits", "mis
 def as_before():
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     yield
-    js.compilation_cache(None)
+    js.experimental.compilation_cache(None)
     for name, value in before.items():
         jax.config.update(name, value)
 
@@ -70,11 +70,13 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
 
 def test_what_the_option_sets(tmp_path):
     folder = tmp_path / "new" / "cache"
-    assert js.compilation_cache(folder) == str(folder)
+    assert js.experimental.compilation_cache(folder) == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [getattr(jax.config, name) for name in OPTIONS] == [str(folder), 0.0, -1]
-    assert js.compilation_cache("gs://bucket/folder") == "gs://bucket/folder"
-    assert js.compilation_cache(None) is None
+    assert (
+        js.experimental.compilation_cache("gs://bucket/folder") == "gs://bucket/folder"
+    )
+    assert js.experimental.compilation_cache(None) is None
     assert jax.config.jax_compilation_cache_dir is None
 
 
@@ -83,13 +85,13 @@ def test_a_folder_that_everybody_can_write_is_not_used(tmp_path):
     with pytest.warns(RuntimeWarning, match=(
         "There is no compilation cache in .*: everybody can write it, and a program"
     )):  # fmt: skip
-        assert js.compilation_cache(tmp_path) is None
+        assert js.experimental.compilation_cache(tmp_path) is None
     assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_what_is_no_path_is_refused():
     with pytest.raises(TypeError, match="`compilation_cache` was given 3; the path of"):
-        js.compilation_cache(3)
+        js.experimental.compilation_cache(3)
 
 
 # The launcher hands it to all processes.

@@ -54,7 +54,7 @@ rows = js.batches(np.ones(64, np.float32), 4, epochs=None)
 batches = iter(strategy.experimental_distribute_dataset(lambda: iter(rows)))
 next(batches)
 
-with js.eager_replicas():
+with js.experimental.eager_replicas():
     strategy.run(lambda x: x + 1, (1.0,))
 
 server = rpc.Server.create("grpc", "127.0.0.1:0")

@@ -188,7 +188,7 @@ def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkey
     monkeypatch.setattr(many_leaves, "_AT_ONCE", 2)
     tree = {f"x{k}": jax.numpy.ones(2) for k in range(5)}
     tree["x3"].delete()
-    with pytest.raises(js.DonatedValueError, match="x3"):
+    with pytest.raises(js.errors.DonatedValueError, match="x3"):
         strategy.reduce("sum", tree)
 
 

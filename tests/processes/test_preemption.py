@@ -359,7 +359,7 @@ dataset = strategy.experimental_distribute_dataset(rows)
 def step(total, x):
     return 0.5 * total + js.get_replica_context().all_reduce("sum", x.sum())
 
-loop = js.training_loop(
+loop = js.training.training_loop(
     dataset, 0.0, steps=40, checkpoint=sys.argv[1], every=1000, strategy=strategy
 )
 with loop:
@@ -392,8 +392,8 @@ def test_a_signal_ends_a_loop_that_goes_on_later(tmp_path):
 def test_loops_that_make_no_sense(two):
     dataset = two.experimental_distribute_dataset([np.ones(2)])
     with pytest.raises(TypeError, match="`dataset` was \\[1\\]; what `strategy"):
-        js.training_loop([1], 0, steps=1)
+        js.training.training_loop([1], 0, steps=1)
     with pytest.raises(ValueError, match="`steps` was 0; a positive"):
-        js.training_loop(dataset, 0, steps=0)
+        js.training.training_loop(dataset, 0, steps=0)
     with pytest.raises(ValueError, match="`every` was -1; a positive"):
-        js.training_loop(dataset, 0, steps=1, every=-1)
+        js.training.training_loop(dataset, 0, steps=1, every=-1)

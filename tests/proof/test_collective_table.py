@@ -48,7 +48,7 @@ def test_results_are_numpys_and_mirrored_where_all_replicas_get_the_same(four):
 
 def test_explanations_tell_what_each_is(four):
     x = js.PerReplica(jax.ShapeDtypeStruct((N, N), np.float32))
-    topology = js.Topology(bandwidth=1e9, latency=1e-5, replicas=N)
+    topology = js.profiling.Topology(bandwidth=1e9, latency=1e-5, replicas=N)
     for name, (use, primitive, kind, _) in USES.items():
         (found,) = four.explain(use, (x,), compiled=False).collectives
         assert (found.operation, found.kind) == (primitive, kind), name
@@ -62,5 +62,5 @@ def test_messages_call_a_collective_as_the_user_does(four):
         def step(x, use=use):
             return lax.cond(x[0] > 1, use, use, x)
 
-        with pytest.raises(js.DivergentCollectiveError, match=f"`{name}`"):
+        with pytest.raises(js.errors.DivergentCollectiveError, match=f"`{name}`"):
             four.run(step, (x,))

@@ -17,7 +17,7 @@ import jaxstrategy as js
 
 def diverging(strategy, step, *args, **kwargs):
     """The error that a step raises; it is left in good order."""
-    with pytest.raises(js.DivergentCollectiveError) as caught:
+    with pytest.raises(js.errors.DivergentCollectiveError) as caught:
         strategy.run(step, args, kwargs)
     assert not js.in_cross_replica_context() and not js.has_strategy()
     return caught.value

@@ -100,7 +100,7 @@ TWICE += [several_on_one_line]
 
 @looped("step", TWICE)
 def test_a_sum_of_what_is_reduced_already_warns_once_with_both_lines(two, step):
-    with pytest.warns(js.DoubleReductionWarning) as warned:
+    with pytest.warns(js.errors.DoubleReductionWarning) as warned:
         two.run(step, (ids(two), 2.0))
         two.run(step, (ids(two), 3.0))  # not traced again
     (record,) = warned
@@ -124,14 +124,14 @@ def test_each_pair_of_lines_and_each_trace_warns(strategy):
 
     rows = strategy.per_replica([jnp.ones(2)] * strategy.num_replicas_in_sync)
     for x in (ids(strategy), rows):
-        with pytest.warns(js.DoubleReductionWarning) as warned:
+        with pytest.warns(js.errors.DoubleReductionWarning) as warned:
             strategy.run(step, (x,))
         assert len({record.lineno for record in warned}) == len(warned) == 3
 
 
 def test_a_warning_made_an_error_leaves_the_strategy_in_order(two):
     for _ in range(2):
-        with pytest.raises(js.DoubleReductionWarning, match="summed again"):
+        with pytest.raises(js.errors.DoubleReductionWarning, match="summed again"):
             two.run(sum_of_sum, (ids(two), 2.0))
     assert two.run(lambda x: lax.psum(x, AXIS), (ids(two),)) == 3
 
@@ -242,5 +242,5 @@ def test_a_mean_of_integers_counts_as_reduced(four):
     def step(x):
         return reduced("sum", jax.lax.pmean(x, "replica"))
 
-    with pytest.warns(js.DoubleReductionWarning):
+    with pytest.warns(js.errors.DoubleReductionWarning):
         four.run(step, (four.per_replica([1, 2, 3, 4]),))

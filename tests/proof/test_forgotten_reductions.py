@@ -31,7 +31,7 @@ def told(call, *args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         returned = call(*args)
-    assert {each.category for each in caught} <= {js.NotMirroredWarning}
+    assert {each.category for each in caught} <= {js.errors.NotMirroredWarning}
     return [str(each.message) for each in caught], returned
 
 
@@ -73,7 +73,7 @@ def test_the_warning_stands_at_the_line_where_it_began_to_vary(two):
         wrong = x.mean()  # <-
         return jax.tree.map(lambda p: p - wrong, params)
 
-    with pytest.warns(js.NotMirroredWarning) as caught:
+    with pytest.warns(js.errors.NotMirroredWarning) as caught:
         two.run(step, (PARAMS, rows(two)))
     assert f"{caught[0].filename}:{caught[0].lineno}" == line(step)
 
@@ -314,7 +314,7 @@ def test_a_bare_array_is_told_of_when_it_comes_back(two, w):
     def again():
         two.run(step, (w, rows(two)))  # <-
 
-    with pytest.warns(js.NotMirroredWarning, match="`w`, an argument") as caught:
+    with pytest.warns(js.errors.NotMirroredWarning, match="`w`, an argument") as caught:
         again()
     assert f"{caught[0].filename}:{caught[0].lineno}" == line(again)
 

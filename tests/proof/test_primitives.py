@@ -207,7 +207,7 @@ def test_a_declaration_does_not_hide_a_deadlock(four):
         return lax.cond(x[0] > 1, lambda: lax.psum(x, AXIS), lambda: x)
 
     assert is_mirrored(four.run(lambda s: total(s), (jnp.ones(4),)))
-    with pytest.raises(js.DivergentCollectiveError, match="reach the `psum`"):
+    with pytest.raises(js.errors.DivergentCollectiveError, match="reach the `psum`"):
         four.run(lambda x: total(x), (local(four),))
 
 
@@ -257,14 +257,16 @@ def in_run_state(x):
 
 @looped("step", [in_linear_call, in_run_state])
 def test_a_collective_in_a_hidden_branch_is_refused(four, step):
-    with pytest.raises(js.DivergentCollectiveError, match="inside a `cond` whose pred"):
+    with pytest.raises(
+        js.errors.DivergentCollectiveError, match="inside a `cond` whose pred"
+    ):
         four.run(lambda x: step(x), (local(four),))
     assert is_mirrored(four.run(lambda s: step(s), (jnp.ones(4),)))
 
 
 def test_a_collective_in_a_branch_of_a_lowering_is_refused(four):
     bind = primitive(either).bind
-    with pytest.raises(js.DivergentCollectiveError) as caught:
+    with pytest.raises(js.errors.DivergentCollectiveError) as caught:
         four.run(lambda x: bind(x), (local(four),))
     message = str(caught.value)
     assert "would reach the `collective in users_own`" in message
@@ -277,7 +279,7 @@ def test_a_collective_in_a_branch_of_a_lowering_is_refused(four):
 def test_a_collective_of_a_lowering_in_a_branch_is_refused(four):
     total = primitive(lambda x: lax.psum(x, AXIS)).bind
     four.run(lambda x: total(x), (local(four),))
-    with pytest.raises(js.DivergentCollectiveError, match="inside a `cond`"):
+    with pytest.raises(js.errors.DivergentCollectiveError, match="inside a `cond`"):
         four.run(lambda x: lax.cond(x[0] > 1, total, lambda x: x, x), (local(four),))
 
 
@@ -302,7 +304,7 @@ def test_a_jaxpr_in_a_parameter_is_looked_into(four, is_lowered):
         return holding.bind(x, branch=total)
 
     with pytest.raises(
-        js.DivergentCollectiveError, match="inside a `holding` whose input"
+        js.errors.DivergentCollectiveError, match="inside a `holding` whose input"
     ):
         four.run(lambda x: step(x), (local(four),))
 

@@ -22,7 +22,7 @@ def rows(strategy):
 
 def is_told(strategy, step):
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", js.DoubleReductionWarning)
+        warnings.simplefilter("always", js.errors.DoubleReductionWarning)
         strategy.run(lambda x: step(x), (rows(strategy),))
     return bool(told)
 

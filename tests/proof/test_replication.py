@@ -725,8 +725,8 @@ def _last(body, a, b):
     return interpreted(body, a, b)[-1]
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.DoubleReductionWarning")
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_what_is_called_mirrored_is_equal_on_all_replicas(four, examples):
     x = four.per_replica([np.linspace(0, 0.7, 4, np.float32) * i for i in range(4)])
@@ -745,7 +745,7 @@ def test_what_is_called_mirrored_is_equal_on_all_replicas(four, examples):
         outcomes.append("refused")
         try:
             out = four.run(lambda x, s: interpreted(lines, x, s), (x, s))
-        except js.DivergentCollectiveError:
+        except js.errors.DivergentCollectiveError:
             assume(False)
         outcomes[-1] = "varying" if all(varying(out[2:])) else "mirrored"
 

@@ -8,7 +8,9 @@ import jaxstrategy as js
 
 def pytest_collection_modifyitems(items):
     """Steps that one test after the other defines anew are compiled anew."""
-    again = pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+    again = pytest.mark.filterwarnings(
+        "ignore::jaxstrategy.errors.RecompilationWarning"
+    )
     for item in items:
         if "/reductions/" in str(item.path) or "/variables/" in str(item.path):
             item.add_marker(again)

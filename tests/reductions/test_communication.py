@@ -402,7 +402,7 @@ def test_what_operations_of_ones_own_leave_different_is_called_so():
     def step(x):
         return replica().all_reduce("sum", x)
 
-    with pytest.raises(js.NotMirroredError, match="lax.axis_index"):
+    with pytest.raises(js.errors.NotMirroredError, match="lax.axis_index"):
         strategy.run(step, (x,), options=js.RunOptions(expect_mirrored=True))
 
 

@@ -11,7 +11,7 @@ import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationOptions
 
 INT8 = CommunicationOptions(compression="int8")
-RANK2 = CommunicationOptions(compression=js.PowerSGD(rank=2))
+RANK2 = CommunicationOptions(compression=js.experimental.PowerSGD(rank=2))
 PAIRS = [[0, 1], [2, 3]]
 LEVELS = CommunicationOptions(
     compression="int8", implementation="hierarchical", groups=PAIRS
@@ -185,7 +185,7 @@ def power_sgd(x, start, steps):
 
 @each_of("rank", [3])
 def test_thin_matrices_are_those_of_a_plain_loop(four, rank):
-    options = CommunicationOptions(compression=js.PowerSGD(rank))
+    options = CommunicationOptions(compression=js.experimental.PowerSGD(rank))
     x = normal(4, 2, 15, 20)  # the last dimension is that of the columns
     state = four.compression_state(x[0], options)
     matrices, basis = x.reshape(4, 30, 20), np.asarray(state.bases, np.float64)
@@ -212,7 +212,7 @@ def test_thin_matrices_are_what_crosses_the_network(four):
 
 @each_of("first", ["zeros", "other rows and columns"])
 def test_power_iteration_goes_on_from_elsewhere(four, first):
-    options = CommunicationOptions(compression=js.PowerSGD(1))
+    options = CommunicationOptions(compression=js.experimental.PowerSGD(1))
     before, x = np.zeros((4, 16, 16), np.float32), np.zeros((4, 16, 16), np.float32)
     if first != "zeros":
         before[:, 0, 0] = 1.0

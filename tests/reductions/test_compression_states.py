@@ -14,7 +14,7 @@ from jaxstrategy.checkpoint import CheckpointManager, MismatchError
 from jaxstrategy.experimental import CommunicationOptions
 
 INT8 = CommunicationOptions(compression="int8")
-RANK1 = CommunicationOptions(compression=js.PowerSGD(rank=1))
+RANK1 = CommunicationOptions(compression=js.experimental.PowerSGD(rank=1))
 BOTH = each_of("options", [INT8, RANK1])
 INT8_FIRST = each_of("options", [INT8])
 RANK1_FIRST = each_of("options", [RANK1])
@@ -51,7 +51,7 @@ def compression(state):
     """The one `CompressionState` in a state of Optax."""
 
     def is_one(node):
-        return isinstance(node, js.CompressionState)
+        return isinstance(node, js.experimental.CompressionState)
 
     (found,) = filter(is_one, jax.tree.leaves(state, is_leaf=is_one))
     return found
@@ -188,7 +188,9 @@ def test_an_optimizer_of_nnx_cannot_keep_it(two):
         optimizer.update(model, nnx.grad(lambda m: m(x).sum())(model))
 
     x = two.per_replica(np.ones((2, 3, 16), np.float32))
-    with pytest.raises(js.NotMirroredError, match=r"errors\.kernel` different on each"):
+    with pytest.raises(
+        js.errors.NotMirroredError, match=r"errors\.kernel` different on each"
+    ):
         step(model, optimizer, x)
 
 
@@ -281,21 +283,21 @@ def test_without_a_place_for_what_is_not_sent_it_is_refused(four, options):
 
 
 def test_no_other_compressions():
-    for wrong in ("int4", 8, js.PowerSGD, True):
+    for wrong in ("int4", 8, js.experimental.PowerSGD, True):
         with pytest.raises(
             ValueError, match="'int8', a `PowerSGD.rank=2.` or None was"
         ):
             CommunicationOptions(compression=wrong)
     for wrong in (0, -1):
         with pytest.raises(ValueError, match="`rank` was .*; at least 1 was wanted"):
-            js.PowerSGD(wrong)
+            js.experimental.PowerSGD(wrong)
     for wrong in (1.5, "2", True):
         with pytest.raises(TypeError, match="`rank` was .*; a whole number was wanted"):
-            js.PowerSGD(wrong)
+            js.experimental.PowerSGD(wrong)
     with pytest.raises(ValueError, match="`min_compression_rate` was 0.5; at least 1"):
-        js.PowerSGD(2, 0.5)
+        js.experimental.PowerSGD(2, 0.5)
     with pytest.raises(TypeError, match="`min_compression_rate` was '2'; a number was"):
-        js.PowerSGD(2, "2")
+        js.experimental.PowerSGD(2, "2")
 
 
 @each_of("op", ["min", "max"])
@@ -332,7 +334,7 @@ def test_states_of_something_else_are_refused(four):
     other = four.compression_state(w, RANK1)
     with pytest.raises(ValueError, match=r"basis of shape \(20, 1\) .* one of None"):
         reduced(four, w, other, INT8)
-    rank2 = CommunicationOptions(compression=js.PowerSGD(2))
+    rank2 = CommunicationOptions(compression=js.experimental.PowerSGD(2))
     with pytest.raises(ValueError, match=r"shape \(20, 1\) .* one of \(20, 2\)"):
         reduced(four, w, other, rank2)
 
@@ -420,7 +422,9 @@ def test_local_steps_send_nothing(two):
 
     local = two.local_steps(step)
     x = two.per_replica(np.ones((2, 16, 20), np.float32))
-    with pytest.raises(js.ContextError, match="in local steps, in which each replica"):
+    with pytest.raises(
+        js.errors.ContextError, match="in local steps, in which each replica"
+    ):
         local(np.ones((16, 20), np.float32), (x, x))
 
 

@@ -185,7 +185,9 @@ def test_an_error_in_the_function_leaves_the_contexts_as_they_were(strategy):
 
 def test_update_inside_run_is_refused(strategy):
     v = variable(strategy)
-    with pytest.raises(js.ContextError, match="`strategy.extended.update` was called"):
+    with pytest.raises(
+        js.errors.ContextError, match="`strategy.extended.update` was called"
+    ):
         strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign(2.0)))
     assert v.value() == 1.0
 
@@ -336,7 +338,7 @@ def test_colocated_variables_are_on_that_variables_devices(strategy):
 def test_colocation_is_refused_outside_of_the_scope(strategy):
     first = variable(strategy)
     words = "`extended.colocate_vars_with` was called outside of the scope"
-    with pytest.raises(js.ContextError, match=words):
+    with pytest.raises(js.errors.ContextError, match=words):
         with strategy.extended.colocate_vars_with(first):
             pass
 
@@ -404,7 +406,7 @@ def test_colocation_with_what_is_not_this_strategys(strategy, four):
     with pytest.raises(TypeError, match="`extended.colocate_vars_with` was given 3.0"):
         colocate(3.0)
     first = variable(strategy)
-    with four.scope(), pytest.raises(js.ContextError, match="Mixing different"):
+    with four.scope(), pytest.raises(js.errors.ContextError, match="Mixing different"):
         with colocate(first):
             pass
 

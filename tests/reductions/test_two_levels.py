@@ -189,7 +189,7 @@ def through_reference(a, b):
     return ref[...]
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.DoubleReductionWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
 @each_of("name", TWO_LEVELS)
 def test_what_two_levels_prove(four, name):
     step, expected = TWO_LEVELS[name]
@@ -198,7 +198,7 @@ def test_what_two_levels_prove(four, name):
     assert set(mirrored(out)) == {expected}
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_order_within_groups_counts():
     eight = on(8)
     draw = np.random.default_rng(0)
@@ -270,8 +270,8 @@ def _last(body, a, b, s):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jaxstrategy.DoubleReductionWarning")
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_random_programs_in_groups_are_never_wrongly_called_mirrored(four):
     draw = np.random.default_rng(0)
     x = four.per_replica(draw.uniform(-0.5, 1, (4, 4)).astype(np.float32))
@@ -283,7 +283,7 @@ def test_random_programs_in_groups_are_never_wrongly_called_mirrored(four):
                 lambda x, s: interpreted(lines, x, x[::-1], s),
                 (x, jnp.linspace(0.2, 0.8, 4)),
             )
-        except js.DivergentCollectiveError:
+        except js.errors.DivergentCollectiveError:
             return
         outcomes.append(any(mirrored(out)))
 
@@ -299,7 +299,7 @@ def test_one_reduced_leaf_of_a_pack_is_warned_of(four):
         return replica().all_reduce("sum", {"new": y, "old": total})
 
     x = four.per_replica(np.ones((4, 3), np.float32))
-    with pytest.warns(js.DoubleReductionWarning, match="reduction already"):
+    with pytest.warns(js.errors.DoubleReductionWarning, match="reduction already"):
         four.run(step, (x, x))
 
 

@@ -96,7 +96,7 @@ def test_a_gradient_that_was_not_reduced_is_refused_with_its_line(two):
 
     words = r"'v' is mirrored, but `step` assigns it a value that may differ[\s\S]*"
     words += r"since: .*test_updates_in_merge_calls.py:\d+: .*\n *\(from argument `x`"
-    with pytest.raises(js.NotMirroredError, match=words) as raised:
+    with pytest.raises(js.errors.NotMirroredError, match=words) as raised:
         two.run(step, (ids(two),))
     assert raised.value.path == "v" and __file__ in raised.value.line
     with pytest.raises(ValueError, match=words):

@@ -32,7 +32,7 @@ def test_in_a_tree_each_array_has_its_own_axis(four):
     x, y = np.arange(10.0), np.arange(30.0).reshape(10, 3)
     batch = last(four, {"x": x, "y": y})
     words = "`gather` was given a batch that is filled up .* and never asked"
-    with pytest.warns(js.PaddedRowsWarning, match=words):
+    with pytest.warns(js.errors.PaddedRowsWarning, match=words):
         out = four.gather(batch, -1)
     np.testing.assert_array_equal(out["x"], x[8:])
     assert out["y"].shape == (2, 12)
@@ -47,7 +47,9 @@ def test_in_a_merge_call_it_is_told_that_they_stay(four):
 
     x = np.arange(10.0)
     np.testing.assert_array_equal(four.run(step, (full(four, x),)), x[:8])
-    with pytest.warns(js.PaddedRowsWarning, match="`step` was given a batch that is f"):
+    with pytest.warns(
+        js.errors.PaddedRowsWarning, match="`step` was given a batch that is f"
+    ):
         out = four.run(step, (last(four, x),))
     assert out.shape == (8,)
 
@@ -61,7 +63,7 @@ def test_so_it_is_in_a_step_that_knows_of_rows(four):
     x = np.arange(10.0)
     step(full(four, x))
     words = "and gathers an array of it in `merge_call`, where shapes are static"
-    with pytest.warns(js.PaddedRowsWarning, match=words):
+    with pytest.warns(js.errors.PaddedRowsWarning, match=words):
         gathered, mean = step(last(four, x))
     assert gathered.shape == (8,) and mean == 8.5
     step(last(four, x))  # once is enough
@@ -70,10 +72,14 @@ def test_so_it_is_in_a_step_that_knows_of_rows(four):
 def test_under_jit_it_is_told_that_they_stay(four):
     batch = last(four, np.arange(10.0))
     gather = jax.jit(four.gather)
-    with pytest.warns(js.PaddedRowsWarning, match="`gather` was given a batch of a da"):
+    with pytest.warns(
+        js.errors.PaddedRowsWarning, match="`gather` was given a batch of a da"
+    ):
         assert gather(batch).shape == (8,)
     local = jax.jit(four.experimental_local_results)
-    with pytest.warns(js.PaddedRowsWarning, match="`experimental_local_results` was g"):
+    with pytest.warns(
+        js.errors.PaddedRowsWarning, match="`experimental_local_results` was g"
+    ):
         assert [rows.shape for rows in local(batch)] == [(2,)] * 4
 
 

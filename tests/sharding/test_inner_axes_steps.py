@@ -64,7 +64,7 @@ def test_a_branch_that_replicas_take_differently_is_refused(cores):
         is_first = lax.axis_index("replica") == 0
         return lax.cond(is_first, lambda x: lax.psum(x, "replica"), lambda x: x, x)
 
-    with pytest.raises(js.DivergentCollectiveError, match="lax.psum"):
+    with pytest.raises(js.errors.DivergentCollectiveError, match="lax.psum"):
         strategy.run(step, (ids(strategy),))
 
 
@@ -117,6 +117,6 @@ def test_advice_for_a_divided_array_counts_replicas_and_not_devices():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(drawn(8, 2), jax.sharding.NamedSharding(mesh, P("x")))
     with pytest.raises(
-        js.PlacementError, match=r"`\[4, \.\.\.\]`, entry i for replica"
+        js.errors.PlacementError, match=r"`\[4, \.\.\.\]`, entry i for replica"
     ):
         strategy.run(lambda x: x, (x,))

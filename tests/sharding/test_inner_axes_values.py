@@ -137,7 +137,7 @@ def test_replicas_are_compared_and_their_cores_are_not():
     other = W.copy()
     other[3, 5] += 1  # in what the second core has
     wrong = put_by_hand(strategy, [W, W, other, W], None, "core")
-    with pytest.raises(js.OutOfSyncError, match="replica 2 differs") as found:
+    with pytest.raises(js.errors.OutOfSyncError, match="replica 2 differs") as found:
         strategy.assert_in_sync({"w": wrong, "b": strategy.mirror(1.0)})
     assert found.value.leaves == {"tree['w']": ((0, 1, 3), (2,))}
     for trusted, copy in ((0, W), (2, other)):  # as the error advises

@@ -48,14 +48,14 @@ def strategy_of(layout, kept):
     return js.MirroredStrategy(devices, sharding=ALL[kept], **options)
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @looped(("seed", "layout", "kept"), QUICK)
 def test_random_steps_are_those_of_a_loop_in_numpy(seed, layout, kept):
     assert_as_in_numpy(seed, layout, kept)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @looped(("seed", "layout", "kept"), SLOW)
 def test_so_they_are_in_all_layouts(seed, layout, kept):
     assert_as_in_numpy(seed, layout, kept)

@@ -179,11 +179,11 @@ def merges(params, x):
 
 def in_half_precision(params, x):
     def loss(params):
-        half = js.cast_floating(params, jnp.bfloat16)
+        half = js.training.cast_floating(params, jnp.bfloat16)
         return loss_of(half, x.astype(jnp.bfloat16)).astype(jnp.float32)
 
     grads = mean(jax.grad(loss)(params))
-    is_finite = js.all_finite(grads)
+    is_finite = js.training.all_finite(grads)
     return jax.tree.map(lambda a, g: jnp.where(is_finite, a - g, a), params, grads)
 
 
@@ -329,5 +329,5 @@ def test_a_forgotten_reduction_is_no_array_of_parts(shard):
 
     strategy = sharded(4, shard)
     state = {"w": drawn(16, 16), "n": 0}
-    with pytest.raises(js.NotMirroredError, match=r"varies since: .*x\.sum\(\)"):
+    with pytest.raises(js.errors.NotMirroredError, match=r"varies since: .*x\.sum\(\)"):
         strategy.run(step, (state, rows_of(strategy)))

@@ -265,7 +265,7 @@ def test_divided_state_is_moved_or_refused_elsewhere():
         assert_alike(have, other.run(step, (held, batch(other))))
     for other in (whole(8), sharded(4)):
         with pytest.raises(
-            js.PlacementError, match=r"pass `strategy\.mirror\(array\)`"
+            js.errors.PlacementError, match=r"pass `strategy\.mirror\(array\)`"
         ):
             other.run(step, (state, batch(other)))
         have = other.run(step, (other.mirror(state), batch(other)))

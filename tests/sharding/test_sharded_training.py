@@ -75,7 +75,7 @@ def trained(strategy, folder, notice=None):
     config = js.experimental.TerminationConfig(
         notice.is_set if notice else lambda: False, exit_fn=end
     )
-    loop = js.training_loop(
+    loop = js.training.training_loop(
         dataset, lambda: strategy.init(first_state), steps=STEPS, checkpoint=folder,
         every=100, in_sync_every=2, progress=False, strategy=strategy,
         termination_config=config,

@@ -98,7 +98,7 @@ def test_a_mirrored_strategy_refuses_to_run_on_parts():
     plain = js.MirroredStrategy(jax.devices()[:4])
     for strategy in (plain, sharded(2), js.MirroredStrategy(jax.devices()[2:6])):
         with pytest.raises(
-            js.PlacementError,
+            js.errors.PlacementError,
             match=r"state that another strategy has divided, pass `strategy.mirror\(",
         ):
             strategy.run(lambda w: w * 2, (placed,))
@@ -116,7 +116,9 @@ def test_steps_may_refer_to_parts_from_outside(size):
     ):
         np.testing.assert_array_equal(found, factor * whole)
     plain = js.MirroredStrategy(jax.devices()[:4])
-    with pytest.raises(js.PlacementError, match="captures, float32.*is split over"):
+    with pytest.raises(
+        js.errors.PlacementError, match="captures, float32.*is split over"
+    ):
         plain.run(lambda x: x * w, (x,))
 
 
@@ -291,7 +293,7 @@ def test_whole_leaves_are_compared_and_parts_are_not(shard):
     state = {"parts": tampered(divided, 2), "big": whole(np.ones(8))}
     strategy.assert_in_sync(state)  # each part is the only one
     state["big"] = tampered(state["big"], 3)
-    with pytest.raises(js.OutOfSyncError) as caught:
+    with pytest.raises(js.errors.OutOfSyncError) as caught:
         strategy.assert_in_sync(state, "state")
     assert caught.value.leaves == {"state['big']": ((0, 1, 2), (3,))}
 
@@ -299,7 +301,9 @@ def test_whole_leaves_are_compared_and_parts_are_not(shard):
 def test_parts_are_an_error_where_state_is_whole():
     placed = sharded().mirror(np.arange(8.0))
     plain = js.MirroredStrategy(jax.devices()[:4])
-    with pytest.raises(js.PlacementError, match="not whole on each of this strategy's"):
+    with pytest.raises(
+        js.errors.PlacementError, match="not whole on each of this strategy's"
+    ):
         plain.assert_in_sync(placed)
 
 
@@ -307,7 +311,9 @@ def test_deleted_parts_are_an_error():
     strategy = sharded()
     placed = strategy.mirror(np.arange(8.0))
     placed.delete()
-    with pytest.raises(js.DonatedValueError, match=r"`state\['w'\]` was donated"):
+    with pytest.raises(
+        js.errors.DonatedValueError, match=r"`state\['w'\]` was donated"
+    ):
         strategy.assert_in_sync({"w": placed}, "state")
 
 

@@ -143,5 +143,5 @@ def test_a_gradient_that_is_not_reduced_is_told_of(two):
         slices = state.gradient(ids, jax.grad(loss)(state.lookup(ids)))
         return state.apply(slices)
 
-    with pytest.warns(js.NotMirroredWarning, match=r"state.table"):
+    with pytest.warns(js.errors.NotMirroredWarning, match=r"state.table"):
         two.run(step, (state, two.per_replica(some_ids(2, 6))))

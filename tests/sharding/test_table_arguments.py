@@ -129,10 +129,12 @@ def test_an_update_across_replicas_says_where_it_belongs(two):
 
         return js.get_replica_context().merge_call(merge, (x,))
 
-    with pytest.raises(js.ContextError, match="`update` was called in `merge_call` or"):
+    with pytest.raises(
+        js.errors.ContextError, match="`update` was called in `merge_call` or"
+    ):
         two.run(step, (1.0,))
     with two.scope():
         with pytest.raises(
-            js.ContextError, match="`update` was called in `merge_call`"
+            js.errors.ContextError, match="`update` was called in `merge_call`"
         ):
             state(SGD(0.1)).update([0], TABLE[:1])

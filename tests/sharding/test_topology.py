@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.cases import looped
 
-from jaxstrategy import Topology
+from jaxstrategy.profiling import Topology
 
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
 REPLICAS = [1, 2, 3, 4, 5, 7, 8, 12]

@@ -4,7 +4,7 @@ import pytest
 from helpers.cases import looped
 from test_topology import KINDS
 
-from jaxstrategy import Topology
+from jaxstrategy.profiling import Topology
 
 # Each takes `data[host, local, ...]`, and returns what each replica ends with.
 

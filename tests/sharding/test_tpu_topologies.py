@@ -147,7 +147,7 @@ def test_cores_that_cannot_be_assigned_are_refused(cores, text):
 
 @looped("make", [DeviceAssignment.build, DeviceAssignment])
 def test_something_else_than_a_topology_is_refused(make):
-    others = ["x", None, js.Topology(bandwidth=1e9, latency=1e-6, replicas=8)]
+    others = ["x", None, js.profiling.Topology(bandwidth=1e9, latency=1e-6, replicas=8)]
     for other in others:
         arguments = (other,) if make is DeviceAssignment.build else (other, [[[0] * 4]])
         with pytest.raises(ValueError, match="topology must be a Topology object, got"):

@@ -308,7 +308,7 @@ def test_what_is_assigned_is_aggregated(strategy, aggregation, wanted):
 def test_what_differs_between_replicas_is_refused(strategy):
     variable = made(strategy, START["w"])
     x = strategy.per_replica([1.0, 2.0, 3.0, 4.0])
-    with pytest.raises(js.NotMirroredVariableError, match="'v'"):
+    with pytest.raises(js.errors.NotMirroredVariableError, match="'v'"):
         strategy.run(filled, (variable, x))
     np.testing.assert_array_equal(variable.numpy(), START["w"])
     assert lies_at(variable) == [0]

@@ -98,7 +98,9 @@ def more(model):
 
 def check_that_changed_objects_are_refused(strategy, coordinator, wrap):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    with pytest.raises(js.ObjectError, match=r"changes a Linear .* `nnx\.merge`"):
+    with pytest.raises(
+        js.errors.ObjectError, match=r"changes a Linear .* `nnx\.merge`"
+    ):
         if wrap == "schedule":
             call(coordinator, more, model)
         elif wrap == "run":

@@ -19,14 +19,16 @@ def strategy():
 TOO_LARGE = {
     "mirror": lambda strategy: strategy.mirror(2**40),
     "variable": lambda strategy: js.Variable(0).assign(2**40),
-    "finite": lambda strategy: js.all_finite({"a": 2**40}),
-    "adjust": lambda strategy: js.DynamicLossScale().adjust(2**40),
+    "finite": lambda strategy: js.training.all_finite({"a": 2**40}),
+    "adjust": lambda strategy: js.training.DynamicLossScale().adjust(2**40),
     "gather": lambda strategy: strategy.gather(2**40, 0),
     "argument": lambda strategy: strategy.run(lambda x: x, (2**40,)),
     "sparse_read": lambda strategy: vector().sparse_read(2**40),
     "scatter_add": lambda strategy: vector().scatter_add(rows([2**40])),
     "added_to": lambda strategy: rows(np.zeros(1, int)).added_to(2**40),
-    "weight": lambda strategy: js.compute_average_loss([1.0], sample_weight=[2**40]),
+    "weight": lambda strategy: js.training.compute_average_loss(
+        [1.0], sample_weight=[2**40]
+    ),
     "weights": lambda strategy: strategy.reduce("sum", 1.0, None, weights=2**40),
     # JAX itself keeps the lower 32 bits of these, without a word.
     "numpy": lambda strategy: strategy.mirror(np.int64(2**40)),
@@ -66,15 +68,15 @@ def test_loss_scales_keep_to_what_their_dtypes_hold():
         with pytest.raises(
             ValueError, match="`period` is .*; at least 1 step is wanted"
         ):
-            js.DynamicLossScale(period=number)
+            js.training.DynamicLossScale(period=number)
         with pytest.raises(
             ValueError, match="`factor` is .*; more than 1 is wanted, and"
         ):
-            js.DynamicLossScale(factor=number)
+            js.training.DynamicLossScale(factor=number)
         with pytest.raises(
             ValueError, match="`min_loss_scale` is .*; a number that floa"
         ):
-            js.DynamicLossScale(min_loss_scale=number)
+            js.training.DynamicLossScale(min_loss_scale=number)
 
 
 def test_shapes_of_sparse_rows_that_cannot_be_are_refused():

@@ -25,7 +25,7 @@ def test_a_forgotten_reduction_names_the_result(two):
     def step(state, x):
         return {"w": state["w"] - x * offset}
 
-    with pytest.warns(js.NotMirroredWarning) as caught:
+    with pytest.warns(js.errors.NotMirroredWarning) as caught:
         two.run(step, ({"w": np.ones(3, np.float32)}, x))
     (text,) = (str(each.message) for each in caught)
     assert "`step` was given `state['w']` equal on all replicas" in text
@@ -41,7 +41,7 @@ def test_a_result_that_is_given_back_names_the_result(two):
 
     x = two.per_replica([np.ones(3, np.float32), np.zeros(3, np.float32)])
     n = two.run(step, (np.ones(2, np.float32), x))["n"]
-    with pytest.warns(js.NotMirroredWarning, match="it is `step") as caught:
+    with pytest.warns(js.errors.NotMirroredWarning, match="it is `step") as caught:
         two.run(step, (n, x))
     text = str(caught[0].message)
     assert "it is `step(...)['n']`, which that call returned" in text
@@ -56,7 +56,7 @@ def test_broken_promises_name_the_results(two):
 
     x = two.per_replica([np.ones(3, np.float32), np.zeros(3, np.float32)])
     promised = js.RunOptions(expect_mirrored=True)
-    with pytest.raises(js.NotMirroredError) as caught:
+    with pytest.raises(js.errors.NotMirroredError) as caught:
         two.run(step, (x,), options=promised)
     assert caught.value.path == "step(...)['m']"
     assert str(caught.value).startswith("`step(...)['m']` was expected")

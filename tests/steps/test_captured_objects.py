@@ -125,7 +125,7 @@ def check_that_what_is_read_through_something_else_is_never_stale(two, hold):
     function = hold(model)
     step = two.run(function)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", js.RecompilationWarning)
+        warnings.simplefilter("ignore", js.errors.RecompilationWarning)
         for scale in (1.0, 2.0, 3.0):
             model.norm.scale[...] = jnp.full(WIDTH, scale)
             for _ in range(2):

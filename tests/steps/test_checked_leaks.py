@@ -209,7 +209,10 @@ def test_what_a_step_leaves_is_found(two, of_two):
         left.append(of_two.shared.value())
         return replica().all_reduce("mean", x)
 
-    with jax.checking_leaks(), pytest.raises(js.LeakedTracerError, match="`captured l"):
+    with (
+        jax.checking_leaks(),
+        pytest.raises(js.errors.LeakedTracerError, match="`captured l"),
+    ):
         two.run(step, (1.0,))
 
 

@@ -152,7 +152,7 @@ def test_a_train_state_is_compiled_from_its_types_and_loaded(tmp_path):
         kernel, bias = kernel - 0.1 * ROWS.T @ out / 8, bias - 0.1 * out.mean(0)
     np.testing.assert_allclose(state.params["params"]["kernel"], kernel, rtol=1e-5)
     told = "A model or an optimizer that is made anew is another one: make it once"
-    with pytest.raises(js.CompiledStepError, match=told):
+    with pytest.raises(js.errors.CompiledStepError, match=told):
         loaded(strategy.init(lambda: create(optax.sgd(0.1))), rows)
 
 
@@ -166,7 +166,9 @@ def test_several_steps_are_compiled_and_loaded(tmp_path):
     loaded = strategy.load_compiled(tmp_path / "many", many, types)
     w, _ = loaded(START, (batch, batch))
     np.testing.assert_allclose(w, stepped(stepped(START)), rtol=1e-5)
-    with pytest.raises(js.CompiledStepError, match="compiled ahead of time for other"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match="compiled ahead of time for other"
+    ):
         loaded(START, (batch,))
 
 
@@ -191,7 +193,7 @@ def test_objects_and_captured_arrays_are_what_they_are_at_each_call(tmp_path):
     np.testing.assert_allclose(counter.total[...], (0.5 + 4.0) * START, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.LateReplicaWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
 def test_it_is_called_wherever_a_step_is():
     strategy = replicas(2)
     compiled = strategy.compile(step, (START, strategy.per_replica([ROWS, ROWS])))
@@ -199,7 +201,7 @@ def test_it_is_called_wherever_a_step_is():
     with strategy.scope():
         w, _ = compiled(START, x)
     np.testing.assert_allclose(w, stepped(START), rtol=1e-5)
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         w, _ = compiled(START, x)
     np.testing.assert_allclose(w, stepped(START), rtol=1e-5)
     with compilations() as found:
@@ -209,7 +211,7 @@ def test_it_is_called_wherever_a_step_is():
     assert repr(compiled) == "<step compiled ahead of time>"
     assert "w" in step.__code__.co_varnames and compiled.__name__ == "step"
     assert compiled.compiled.cost_analysis() is not None
-    with replicas(1).scope(), pytest.raises(js.ContextError, match="scope"):
+    with replicas(1).scope(), pytest.raises(js.errors.ContextError, match="scope"):
         compiled(START, x)
 
 
@@ -238,7 +240,7 @@ OTHERS = [
 def test_another_argument_is_told_by_name(compiled):
     _, train, batch = compiled
     for w, text in each(OTHERS):
-        with pytest.raises(js.CompiledStepError, match=text):
+        with pytest.raises(js.errors.CompiledStepError, match=text):
             train(w, batch)
         train(START, batch)  # and nothing was lost
 
@@ -254,7 +256,7 @@ def test_a_smaller_last_batch_of_one_replica_is_refused_with_the_way_out():
         mean = strategy.compile(lambda x: x.mean(), (dataset.element_spec,))
         return [float(mean(batch)) for batch in dataset]
 
-    with pytest.raises(js.CompiledStepError, match=(
+    with pytest.raises(js.errors.CompiledStepError, match=(
         r"is float32\[1\], and the step is compiled for float32\[2\].* last batch may "
         r"have fewer rows.*`js.InputOptions\(remainder=\"drop\"\)` leaves it out"
     )):  # fmt: skip
@@ -264,7 +266,9 @@ def test_a_smaller_last_batch_of_one_replica_is_refused_with_the_way_out():
 
 def test_it_is_no_part_of_a_traced_function(compiled):
     _, train, batch = compiled
-    with pytest.raises(js.CompiledStepError, match="cannot be part of a function that"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match="cannot be part of a function that"
+    ):
         jax.jit(lambda w: train(w, batch))(START)
     train(START, batch)
 
@@ -280,7 +284,9 @@ def test_what_else_it_captures_may_not_change():
     assert compiled(np.float32(3)) == 18
     power = 3
     for _ in range(2):
-        with pytest.raises(js.CompiledStepError, match="what it captures has changed"):
+        with pytest.raises(
+            js.errors.CompiledStepError, match="what it captures has changed"
+        ):
             compiled(np.float32(3))
     power = 2
     assert compiled(np.float32(3)) == 18
@@ -300,7 +306,9 @@ def test_a_step_that_is_one_only_by_its_strategy_is_refused(tmp_path):
     def inside(x):
         strategy.compile(step, (x,))
 
-    with pytest.raises(js.ContextError, match="`strategy.compile` was called inside"):
+    with pytest.raises(
+        js.errors.ContextError, match="`strategy.compile` was called inside"
+    ):
         strategy.run(inside, (START,))
 
 
@@ -337,7 +345,7 @@ def test_another_step_is_refused(saved):
     def other(x):
         return js.get_replica_context().all_reduce("sum", 3 * x)
 
-    with pytest.raises(js.CompiledStepError, match=(
+    with pytest.raises(js.errors.CompiledStepError, match=(
         r"double' is not used for `other`: the step computes something else now \(its "
         r"code, \w{16}, is \w{16}\). Compile and save it again."
     )):  # fmt: skip
@@ -351,40 +359,46 @@ def test_a_captured_constant_is_a_part_of_the_step(tmp_path):
         return lambda x: js.get_replica_context().all_reduce("sum", by * x)
 
     strategy.compile(scaled(START), (START,)).save(tmp_path / "scaled")
-    with pytest.raises(js.CompiledStepError, match="computes something else now"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match="computes something else now"
+    ):
         strategy.load_compiled(tmp_path / "scaled", scaled(2 * START), (START,))
 
 
 def test_other_arguments_are_refused(saved):
     strategy, path = saved
-    with pytest.raises(js.CompiledStepError, match=(
+    with pytest.raises(js.errors.CompiledStepError, match=(
         r"argument `x` was float32\[3\], .*, and is float32\[4\], "
     )):  # fmt: skip
         strategy.load_compiled(path, double, (np.zeros(4, np.float32),))
-    with pytest.raises(js.CompiledStepError, match="and is float32.*, donated, "):
+    with pytest.raises(
+        js.errors.CompiledStepError, match="and is float32.*, donated, "
+    ):
         donating = js.RunOptions(donate_argnums=0)
         strategy.load_compiled(path, double, (START,), options=donating)
 
 
 def test_another_mesh_is_refused(saved):
     _, path = saved
-    with pytest.raises(js.CompiledStepError, match=(
+    with pytest.raises(js.errors.CompiledStepError, match=(
         "the mesh was '2 replicas, replica=2', and is '4 replicas, replica=4'"
     )):  # fmt: skip
         replicas(4).load_compiled(path, double, (START,))
-    with pytest.raises(js.CompiledStepError, match="devices of the mesh was '0, 1'"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match="devices of the mesh was '0, 1'"
+    ):
         js.MirroredStrategy(DEVICES[2:4]).load_compiled(path, double, (START,))
 
 
 def test_other_options_are_refused(saved):
     strategy, path = saved
     with jax.numpy_dtype_promotion("strict"):
-        with pytest.raises(js.CompiledStepError, match=(
+        with pytest.raises(js.errors.CompiledStepError, match=(
             "JAX's option jax_numpy_dtype_promotion was 'standard', and is 'strict'"
         )):  # fmt: skip
             strategy.load_compiled(path, lambda x: double(x), (START,))
     with pytest.raises(
-        js.CompiledStepError, match="besides was '.*', and is '.*Finite"
+        js.errors.CompiledStepError, match="besides was '.*', and is '.*Finite"
     ):
         options = js.RunOptions(check_finite=True)
         strategy.load_compiled(path, double, (START,), options=options)
@@ -403,7 +417,7 @@ def test_arguments_of_other_names_in_another_order_are_refused(tmp_path):
     donating = [js.RunOptions(donate_argnums=place) for place in (0, 1)]
     types = START, START
     strategy.compile(first, types, options=donating[0]).save(path)
-    with pytest.raises(js.CompiledStepError, match=(
+    with pytest.raises(js.errors.CompiledStepError, match=(
         "the order of its inputs was 'argument `a`, argument `b`', and is 'argument "
         "`b`, argument `a`'. Compile and save it again."
     )):  # fmt: skip
@@ -422,7 +436,7 @@ def test_other_options_of_the_compiler_are_refused(tmp_path, monkeypatch):
     asking("False").compile(double, (START,)).save(path)
     same = asking("False").load_compiled(path, double, (START,))
     np.testing.assert_array_equal(same(START), 4 * START)
-    with pytest.raises(js.CompiledStepError, match=(
+    with pytest.raises(js.errors.CompiledStepError, match=(
         "the compiler's option xla_cpu_enable_fast_min_max was 'False', and is 'True'"
     )):  # fmt: skip
         asking("True").load_compiled(path, double, (START,))
@@ -455,7 +469,7 @@ def test_another_version_or_machine_is_refused(saved):
         path.write_bytes(text)
         rewritten(path, **{fact: "another"})
         with pytest.raises(
-            js.CompiledStepError, match=f"{fact} was 'another', and is '"
+            js.errors.CompiledStepError, match=f"{fact} was 'another', and is '"
         ):
             strategy.load_compiled(path, double, (START,))
 
@@ -463,7 +477,7 @@ def test_another_version_or_machine_is_refused(saved):
 def test_another_users_file_is_not_read(saved, monkeypatch):
     strategy, path = saved
     path.chmod(0o620)
-    with pytest.raises(js.CompiledStepError, match=(
+    with pytest.raises(js.errors.CompiledStepError, match=(
         r"is not loaded: others may write it \(mode 620\), and a compiled step runs"
     )):  # fmt: skip
         strategy.load_compiled(path, double, (START,))
@@ -471,7 +485,9 @@ def test_another_users_file_is_not_read(saved, monkeypatch):
     strategy.load_compiled(path, double, (START,))
     os.chown(path, 12345, -1) if os.getuid() == 0 else None
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    with pytest.raises(js.CompiledStepError, match=r"user \d+, this process to 54321"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match=r"user \d+, this process to 54321"
+    ):
         if os.stat(path).st_uid == 0:
             pytest.skip("root's files are trusted")
         strategy.load_compiled(path, double, (START,))
@@ -481,17 +497,23 @@ def test_a_damaged_file_is_told(saved):
     strategy, path = saved
     text = path.read_bytes()
     path.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
-    with pytest.raises(js.CompiledStepError, match=r"damaged \(its checksum is wrong"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match=r"damaged \(its checksum is wrong"
+    ):
         strategy.load_compiled(path, double, (START,))
     number = text.index(b'"num_added": ') + len(b'"num_added": ')
     path.write_bytes(text[:number] + b"9" + text[number + 1 :])
-    with pytest.raises(js.CompiledStepError, match=r"damaged \(its checksum is wrong"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match=r"damaged \(its checksum is wrong"
+    ):
         strategy.load_compiled(path, double, (START,))
     path.write_bytes(text[:60])
-    with pytest.raises(js.CompiledStepError, match="is damaged"):
+    with pytest.raises(js.errors.CompiledStepError, match="is damaged"):
         strategy.load_compiled(path, double, (START,))
     path.write_bytes(b"not one")
-    with pytest.raises(js.CompiledStepError, match="no compiled step of this version"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match="no compiled step of this version"
+    ):
         strategy.load_compiled(path, double, (START,))
 
 
@@ -506,7 +528,9 @@ def test_a_step_that_calls_python_is_compiled_and_not_saved(tmp_path, capsys):
     np.testing.assert_allclose(compiled(START), 4 * START)
     jax.effects_barrier()
     assert "replica 1: x is 0.5" in capsys.readouterr().out
-    with pytest.raises(js.CompiledStepError, match="`told` calls Python while it runs"):
+    with pytest.raises(
+        js.errors.CompiledStepError, match="`told` calls Python while it runs"
+    ):
         compiled.save(tmp_path / "told")
 
 
@@ -526,7 +550,7 @@ def test_only_a_strategy_makes_one():
     with pytest.raises(TypeError, match=(
         r"A `CompiledStep` was made with .*'here'.*: `strategy.compile\(step, args\)`"
     )):  # fmt: skip
-        js.CompiledStep(step, (), {}, "here")
+        js.experimental.CompiledStep(step, (), {}, "here")
 
 
 def test_what_takes_a_step_takes_one_that_is_compiled_ahead():

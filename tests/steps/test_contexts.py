@@ -99,7 +99,9 @@ def test_the_same_scope_may_be_entered_again(four):
 
 def test_another_strategys_scope_inside_is_an_error(two, four):
     with two.scope():
-        with pytest.raises(js.ContextError, match="Mixing different Strategy objects"):
+        with pytest.raises(
+            js.errors.ContextError, match="Mixing different Strategy objects"
+        ):
             with four.scope():
                 pass
         assert js.get_strategy() is two
@@ -115,7 +117,9 @@ def test_another_strategys_scope_inside_is_an_error(two, four):
         ("scope", lambda s: s.scope().__enter__()),
     ])  # fmt: skip
 def test_methods_for_all_replicas_are_errors_inside_run(two, method, call):
-    with pytest.raises(js.ContextError, match=f"`strategy.{method}`.*merge_call"):
+    with pytest.raises(
+        js.errors.ContextError, match=f"`strategy.{method}`.*merge_call"
+    ):
         two.run(lambda: call(two))
     assert state() == DEFAULT
 
@@ -132,11 +136,12 @@ def test_methods_for_all_replicas_are_errors_inside_run(two, method, call):
 def test_methods_that_place_values_are_to_be_called_outside(two, method, call):
     told = "while a step is traced and no value is known yet. Call it outside the step"
     with pytest.raises(
-        js.ContextError, match=f"`strategy.{method}` was called inside `run`, {told}"
+        js.errors.ContextError,
+        match=f"`strategy.{method}` was called inside `run`, {told}",
     ):
         two.run(lambda: call(two))
     with pytest.raises(
-        js.ContextError, match=f"was called inside `merge_call`, {told}"
+        js.errors.ContextError, match=f"was called inside `merge_call`, {told}"
     ):
         two.run(lambda: js.get_replica_context().merge_call(call))
     assert state() == DEFAULT
@@ -153,13 +158,13 @@ def test_a_kept_replica_context_is_refused_later(two):
         lambda: kept[0].fold_in(jax.random.key(0)),
         lambda: two.run(lambda: kept[0].all_reduce("sum", 1.0)),
     ):
-        with pytest.raises(js.ContextError, match="Mismatching contexts"):
+        with pytest.raises(js.errors.ContextError, match="Mismatching contexts"):
             use()
 
 
 def test_the_default_replica_context_is_refused_inside_run(two):
     default = js.get_replica_context()
-    with pytest.raises(js.ContextError, match="Mismatching contexts.*Default"):
+    with pytest.raises(js.errors.ContextError, match="Mismatching contexts.*Default"):
         two.run(lambda: default.all_reduce("sum", 1.0))
 
 
@@ -168,7 +173,7 @@ def test_the_replica_context_is_refused_inside_its_merge_call(two):
         replica = js.get_replica_context()
         return replica.merge_call(lambda s: replica.all_reduce("sum", 1.0))
 
-    with pytest.raises(js.ContextError, match="Mismatching contexts"):
+    with pytest.raises(js.errors.ContextError, match="Mismatching contexts"):
         two.run(step)
 
 
@@ -191,7 +196,7 @@ def test_merge_call_inside_the_default_merge_call_is_an_error():
     def merge(strategy):
         strategy._replica_context.merge_call(lambda s: None)
 
-    with pytest.raises(js.ContextError, match="Mismatching contexts"):
+    with pytest.raises(js.errors.ContextError, match="Mismatching contexts"):
         js.get_replica_context().merge_call(merge)
 
 
@@ -234,9 +239,9 @@ def test_the_default_scope_is_a_no_op_but_not_inside_another(two):
         assert js.get_strategy() is strategy
     default = js.get_strategy()
     with two.scope():
-        with pytest.raises(js.ContextError, match="Mixing different"):
+        with pytest.raises(js.errors.ContextError, match="Mixing different"):
             default.scope()
-        with pytest.raises(js.ContextError, match="Mixing different"):
+        with pytest.raises(js.errors.ContextError, match="Mixing different"):
             default.run(lambda: None)
 
 
@@ -266,16 +271,20 @@ def test_experimental_set_strategy_of_the_default_is_none():
 def test_experimental_set_strategy_is_refused_inside_scope_and_run(two, four):
     for strategy in (two, four, None):
         with two.scope():
-            with pytest.raises(js.ContextError, match="must not be called inside"):
+            with pytest.raises(
+                js.errors.ContextError, match="must not be called inside"
+            ):
                 js.experimental_set_strategy(strategy)
-        with pytest.raises(js.ContextError, match="must not be called inside"):
+        with pytest.raises(js.errors.ContextError, match="must not be called inside"):
             two.run(
                 lambda strategy=strategy: js.experimental_set_strategy(strategy), ()
             )
     js.experimental_set_strategy(two)
     try:
         with two.scope():
-            with pytest.raises(js.ContextError, match="must not be called inside"):
+            with pytest.raises(
+                js.errors.ContextError, match="must not be called inside"
+            ):
                 js.experimental_set_strategy(None)
     finally:
         js.experimental_set_strategy(None)
@@ -324,7 +333,7 @@ def test_leaving_in_the_wrong_order_is_an_error_and_changes_nothing(two):
     outer, inner = two.scope(), two.scope()
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(js.ContextError, match="another order"):
+    with pytest.raises(js.errors.ContextError, match="another order"):
         outer.__exit__(None, None, None)
     assert state() == CROSS
     inner.__exit__(None, None, None)
@@ -336,7 +345,7 @@ def test_a_scope_left_open_in_merge_call_is_an_error(two):
     def merge(strategy):
         strategy.scope().__enter__()
 
-    with pytest.raises(js.ContextError, match="another order"):
+    with pytest.raises(js.errors.ContextError, match="another order"):
         two.run(lambda: js.get_replica_context().merge_call(merge))
     assert state() == DEFAULT
 

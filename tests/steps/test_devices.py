@@ -81,7 +81,7 @@ def test_how_strategies_print():
 
 def test_simulating_too_late():
     with pytest.raises(
-        js.SimulationError, match=r"`simulate\(3\)` came too late.*kernel"
+        js.errors.SimulationError, match=r"`simulate\(3\)` came too late.*kernel"
     ):
         js.simulate(3)
 

@@ -159,9 +159,13 @@ def a_list(step, state, x, strategy):
 
 
 REFUSED = [
-    (deleted, js.DonatedValueError, "`state.'w1'.` was donated to an earlier call"),
-    (divided, js.PlacementError, "`state.'w1'.` is a plain array that is split"),
-    (of_four, js.PlacementError, "`x` is a PerReplica for 4 replicas"),
+    (
+        deleted,
+        js.errors.DonatedValueError,
+        "`state.'w1'.` was donated to an earlier call",
+    ),
+    (divided, js.errors.PlacementError, "`state.'w1'.` is a plain array that is split"),
+    (of_four, js.errors.PlacementError, "`x` is a PerReplica for 4 replicas"),
     (a_list, TypeError, "`state.'w1'.` is {1, 2}, a set: not an array"),
 ]
 

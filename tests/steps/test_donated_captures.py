@@ -29,7 +29,7 @@ def of_container(w):
 def test_a_step_made_after_it_was_donated(two):
     for make in (of_function, of_container):
         x = two.per_replica(np.ones((2, 6), np.float32))
-        with pytest.raises(js.DonatedValueError) as caught:
+        with pytest.raises(js.errors.DonatedValueError) as caught:
             two.run(make(donated(two)))(x)
         message = str(caught.value)
         assert message.startswith("What `")
@@ -46,7 +46,7 @@ def test_a_step_that_knew_it_before(two):
     step = two.run(of_function(array))
     step(x)
     two.run(lambda w: w + 1, options=js.RunOptions(donate_argnums=0))(array)
-    with pytest.raises(js.DonatedValueError, match="`captured w` was donated"):
+    with pytest.raises(js.errors.DonatedValueError, match="`captured w` was donated"):
         step(x)
 
 

@@ -36,7 +36,7 @@ def check_that_using_a_donated_value_again_names_the_argument(four, later):
     state = four.mirror({"net": [jnp.zeros(4)]})
     four.run(step, (state, 1.0), options=options)
     with pytest.raises(
-        js.DonatedValueError, match="donated to an earlier call"
+        js.errors.DonatedValueError, match="donated to an earlier call"
     ) as info:
         if later == "same step":
             four.run(step, (state, 1.0), options=options)
@@ -60,9 +60,11 @@ def test_one_array_in_two_donated_places_is_refused(four):
 
     for _ in range(2):
         words = r"`state\['a'\]` and `state\['b'\]` are one array"
-        with pytest.raises(js.DonatedValueError, match=words):
+        with pytest.raises(js.errors.DonatedValueError, match=words):
             four.run(step, ({"a": x, "b": x}, 1.0), options=options)
-        with pytest.raises(js.DonatedValueError, match=r"`state\['a'\]` and `other`"):
+        with pytest.raises(
+            js.errors.DonatedValueError, match=r"`state\['a'\]` and `other`"
+        ):
             four.run(step, ({"a": x}, x), options=options)
         fresh = four.mirror(jnp.zeros(3) + 0)
         assert four.run(step, ({"a": fresh}, x), options=options)["a"].shape == (3,)
@@ -120,9 +122,11 @@ def test_donated_argument_numbers_are_checked(two):
 
 def test_a_per_replica_of_another_number_of_replicas(two, four):
     for value in (ids(two), js.PerReplica(np.zeros((8, 3)))):
-        with pytest.raises(js.PlacementError, match="`x` is a PerReplica for .* repl"):
+        with pytest.raises(
+            js.errors.PlacementError, match="`x` is a PerReplica for .* repl"
+        ):
             four.run(lambda x: x, (value,))
-    with pytest.raises(js.PlacementError, match="`x` is a PerReplica of shape"):
+    with pytest.raises(js.errors.PlacementError, match="`x` is a PerReplica of shape"):
         four.run(lambda x: x, (js.PerReplica(np.float32(1.0)),))
 
 
@@ -134,7 +138,9 @@ def check_that_a_per_replica_of_another_strategy(four, devices):
         return x
 
     for _ in range(2):  # also when the step has been run with a right one
-        with pytest.raises(js.PlacementError, match="`x` is a PerReplica of another"):
+        with pytest.raises(
+            js.errors.PlacementError, match="`x` is a PerReplica of another"
+        ):
             four.run(step, (ids(other),))
         four.run(step, (ids(four),))
 
@@ -151,7 +157,9 @@ def test_a_plain_array_split_over_the_replicas_is_refused(four):
         return x
 
     for _ in range(2):  # also when the step has been run with a right one
-        with pytest.raises(js.PlacementError, match=r"pass `PerReplica\(array\)`"):
+        with pytest.raises(
+            js.errors.PlacementError, match=r"pass `PerReplica\(array\)`"
+        ):
             four.run(step, (x,))
         np.testing.assert_array_equal(four.run(step, (four.mirror(x),)), [0, 1, 2, 3])
         assert versions(four.run(step, (js.PerReplica(x),))) == [0, 1, 2, 3]

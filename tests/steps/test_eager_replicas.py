@@ -12,7 +12,7 @@ import jaxstrategy as js
 
 DEVICES = js.simulate(8)
 # A replica is late when the machine is busy, whatever it does.
-pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.LateReplicaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_collectives_are_those_of_numpy(strategy):
         both = replica().all_gather(x, 0)
         return total, mean, both, x * w, replica().all_reduce("max", x)
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         total, mean, both, own, most = strategy.run(step, (js.PerReplica(x), 2.0))
     np.testing.assert_array_equal(total["x"], x.sum(0))
     np.testing.assert_array_equal(total["w"], 2 * len(x))
@@ -78,7 +78,7 @@ def test_python_sees_values(strategy, capsys):
         return replica().all_reduce("sum", x)
 
     x = rows(strategy)
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         total = strategy.run(step, (js.PerReplica(x),))
     np.testing.assert_array_equal(total, x.sum(0) + 100)
     first = [100.0, *x[1:, 0]]
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_all_rows(strategy):
 
         return jax.value_and_grad(loss)(w)
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         loss, grad = strategy.run(step, (3.0, js.PerReplica(x)))
     np.testing.assert_allclose(loss, 9 * (x**2).sum(1).mean(), rtol=1e-6)
     # The mean of the incoming gradients, which are 1, times that by its own rows.
@@ -115,7 +115,7 @@ def test_a_merge_call_is_made_once_for_all(strategy):
         total, own = replica().merge_call(merge, (x,), {"word": "once"})
         return total, own + 1
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         total, own = strategy.run(step, (js.PerReplica(x),))
     assert calls == ["once"]
     np.testing.assert_array_equal(total, x.sum(0))
@@ -141,7 +141,7 @@ def test_variables_are_read_and_assigned(strategy):
         own.assign_add(x[1])
         return total.value(), own.value()
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         now, mine = step(js.PerReplica(x))
     np.testing.assert_array_equal(total, x.sum(0))
     np.testing.assert_array_equal(now, x.sum(0))
@@ -176,7 +176,7 @@ def trained(strategy, is_eager):
     state, losses = (params, optimizer.init(params)), []
     for _ in range(2):
         if is_eager:
-            with js.eager_replicas(disable_jit=False):
+            with js.experimental.eager_replicas(disable_jit=False):
                 state, loss = step(state, js.PerReplica(x))
         else:
             state, loss = step(state, js.PerReplica(x))
@@ -201,7 +201,7 @@ def two():
 
 def both_ways(strategy, step, *args):
     compiled = strategy.run(step, args)
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         return compiled, strategy.run(step, args)
 
 
@@ -283,9 +283,9 @@ def test_shapes_may_depend_on_data(two):
         kept = x[x > 0]
         return kept, replica().all_reduce("sum", kept.sum()), f"{len(kept)} rows"
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         kept, total, words = two.run(step, (x,))
-    assert isinstance(kept, js.Versions)
+    assert isinstance(kept, js.experimental.Versions)
     assert [each.tolist() for each in kept] == [[1.0, 2.0], [3.0]]
     assert two.experimental_local_results(kept) == kept.values
     assert kept.local(1).tolist() == [3.0]
@@ -300,18 +300,18 @@ def test_what_differed_once_is_a_per_replica_from_then_on(two):
         return x + 1
 
     equal, other = two.per_replica([1.0, 1.0]), two.per_replica([1.0, 2.0])
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         assert float(two.run(step, (equal,))) == 2  # equal, so it is one array
         assert two.run(step, (other,)).local(1) == 3
         assert two.run(step, (equal,)).local(1) == 2
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         assert isinstance(two.run(step, (equal,)), jax.Array)
         assert isinstance(two.run(lambda x: x, (equal,)), js.PerReplica)
 
 
 def test_numbers_that_differ_are_versions_of_an_array(two):
     x = two.per_replica([1.0, 2.0])
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         found = two.run(lambda x: float(x) * 2, (x,))
     assert isinstance(found, js.PerReplica)
     assert [float(each) for each in found.values] == [2.0, 4.0]
@@ -326,7 +326,7 @@ def test_masks_of_rows_are_the_replicas_own(two):
         asked.append(js.batch_mask(batch).tolist())
         return replica().all_reduce("mean", js.masked_mean(batch))
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         mean = two.run(step, (batch,))
     assert float(mean) == 2
     assert asked == [[True, True], [True, False]]
@@ -343,7 +343,7 @@ def test_several_steps_are_a_loop_in_python(two):
 
     many, local = two.several(step), two.local_steps(step)
     batches = tuple(two.per_replica([[1.0], [k]]) for k in (2.0, 4.0))
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         total, means = many(0.0, batches)
         assert seen == [1.0, 2.0, 1.0, 4.0]
         state, parts = local(0.0, batches)
@@ -364,7 +364,7 @@ def test_a_batch_in_parts_is_worked_on_part_by_part(two):
         return two.accumulate(2, has_aux=True)(of_part)(x)
 
     x = two.per_replica([[1.0, 2.0], [3.0, 4.0]])
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         mean, most = two.run(step, (x,))
     assert seen == [[1.0], [2.0], [3.0], [4.0]]
     assert [float(each) for each in mean.values] == [1.5, 3.5]
@@ -392,6 +392,6 @@ def test_constraints_along_inner_axes_are_kept():
         big = jax.lax.with_sharding_constraint(big, jax.P("core"))
         return replica().all_reduce("sum", big @ jnp.ones(2))
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         found = strategy.run(step, (js.PerReplica(rows(strategy)),))
     np.testing.assert_array_equal(found, np.full(4, rows(strategy).sum()))

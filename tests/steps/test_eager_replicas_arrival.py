@@ -18,7 +18,7 @@ import jaxstrategy as js
 
 DEVICES = js.simulate(8)
 # A replica is late when the machine is busy, whatever it does.
-pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.LateReplicaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,12 @@ def number():
     return int(replica().replica_id_in_sync_group)
 
 
-def eagerly(strategy, step, *args, kind=js.DivergentCollectiveError):
+def eagerly(strategy, step, *args, kind=js.errors.DivergentCollectiveError):
     """The error of a step, which must come in time."""
     caught = []
 
     def run():
-        with js.eager_replicas(), pytest.raises(kind) as error:
+        with js.experimental.eager_replicas(), pytest.raises(kind) as error:
             strategy.run(step, args)
         caught.append(error.value)
 
@@ -150,7 +150,7 @@ def test_an_interrupt_ends_all(three):
                 pass
         return replica().all_reduce("sum", 1.0)
 
-    with js.eager_replicas(), pytest.raises(KeyboardInterrupt):
+    with js.experimental.eager_replicas(), pytest.raises(KeyboardInterrupt):
         three.run(step)
 
 
@@ -162,7 +162,7 @@ def test_a_debugger_shows_one_replica_at_a_time(three):
         pdb.Pdb(stdin=commands, stdout=out, nosigint=True).set_trace()
         return replica().all_reduce("sum", x)
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         total = three.run(step, (three.per_replica([1.0, 2.0, 3.0]),))
     assert float(total) == 6
     found = re.findall(r"\('has', ([\d.]+)\)", out.getvalue())
@@ -186,12 +186,14 @@ def test_axes_by_hand_and_assignments_of_what_is_mapped_are_refused(three):
 def test_code_that_jax_traces_is_refused(three):
     x = three.per_replica([1.0, 2.0, 3.0])
     step = three.run(lambda x: replica().all_reduce("sum", x))
-    with js.eager_replicas():
-        with pytest.raises(js.ContextError, match="by code that JAX traces"):
+    with js.experimental.eager_replicas():
+        with pytest.raises(js.errors.ContextError, match="by code that JAX traces"):
             jax.jit(step)(x)
     step = lambda x: jax.jit(lambda x: replica().all_reduce("sum", x))(x)  # noqa: E731
-    with js.eager_replicas(disable_jit=False):
-        with pytest.raises(js.ContextError, match="in a function that JAX compiles"):
+    with js.experimental.eager_replicas(disable_jit=False):
+        with pytest.raises(
+            js.errors.ContextError, match="in a function that JAX compiles"
+        ):
             three.run(step, (x,))
 
 
@@ -200,7 +202,7 @@ def test_merge_calls_of_what_is_differentiated_are_refused(three):
         return jax.grad(lambda x: replica().merge_call(lambda s, x: x, (x,)))(x)
 
     error = eagerly(
-        three, step, three.per_replica([1.0, 2.0, 3.0]), kind=js.ContextError
+        three, step, three.per_replica([1.0, 2.0, 3.0]), kind=js.errors.ContextError
     )
     assert "`args[0]` that JAX traces" in str(error)
 
@@ -209,14 +211,14 @@ def test_workers_of_parameter_servers_run_nothing_eagerly():
     strategy = js.ParameterServerStrategy(workers=1, backend="threads")
     try:
         with (
-            js.eager_replicas(),
-            pytest.raises(js.ContextError, match="by a worker of"),
+            js.experimental.eager_replicas(),
+            pytest.raises(js.errors.ContextError, match="by a worker of"),
         ):
             strategy.run(lambda: 1.0)
         coordinator = js.coordinator.ClusterCoordinator(strategy)
         with (
-            js.eager_replicas(),
-            pytest.raises(js.ContextError, match="by a worker of"),
+            js.experimental.eager_replicas(),
+            pytest.raises(js.errors.ContextError, match="by a worker of"),
         ):
             coordinator.schedule(coordinator.function(lambda: 1.0))
     finally:
@@ -225,12 +227,12 @@ def test_workers_of_parameter_servers_run_nothing_eagerly():
 
 def test_odd_arguments_are_refused():
     with pytest.raises(TypeError, match="`disable_jit` was 3; True or False was want"):
-        with js.eager_replicas(disable_jit=3):
+        with js.experimental.eager_replicas(disable_jit=3):
             pass
     with pytest.raises(TypeError, match="`Versions` was given 1 and 2; a sequence of"):
-        js.Versions(1, 2)
+        js.experimental.Versions(1, 2)
     with pytest.raises(ValueError, match="was given 1 values for 2 replicas; one for"):
-        js.Versions([1], [0, 1])
+        js.experimental.Versions([1], [0, 1])
 
 
 def test_compiled_steps_are_what_they_were_afterwards(three):
@@ -243,7 +245,7 @@ def test_compiled_steps_are_what_they_were_afterwards(three):
 
     x = three.per_replica([1.0, 2.0, 3.0])
     step(x)
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         step(x)
     step(x)
     np.testing.assert_array_equal(traced, [True, False, False, False])

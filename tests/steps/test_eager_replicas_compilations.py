@@ -8,7 +8,7 @@ import pytest
 import jaxstrategy as js
 
 # A replica is late when the machine is busy, whatever it does.
-pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.LateReplicaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
 
 
 def all_reduced(x):
@@ -25,7 +25,7 @@ def test_a_second_call_compiles_nothing(two, compilations):
         return jnp.tanh(x) * w
 
     x = two.per_replica(np.float32([[1.0, 2.0], [3.0, 4.0]]))
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         two.run(step, (x,))
         first = float(w)
         compilations()
@@ -43,7 +43,7 @@ def check_that_a_helper_that_stays_compiled_knows_its_replica(on_each_device):
         jax.devices()[: 2 // on_each_device], replicas_per_device=on_each_device
     )
     helper = jax.jit(lambda x: x + js.get_replica_context().replica_id_in_sync_group)
-    with js.eager_replicas(disable_jit=False):
+    with js.experimental.eager_replicas(disable_jit=False):
         for start in (1.0, 5.0):
             found = two.run(lambda x: all_reduced(helper(x)), (np.float32(start),))
             assert found == 2 * start + 1
@@ -59,8 +59,8 @@ def check_that_what_would_be_kept_for_later_calls_is_refused(two, traced, disabl
         v = js.Variable(3.0, name="v")
     helper = traced(lambda x: v * x)
     given = traced(lambda v, x: v * x)
-    with js.eager_replicas(disable_jit=disable_jit):
-        with pytest.raises(js.ContextError, match="'v' was used.*would keep it"):
+    with js.experimental.eager_replicas(disable_jit=disable_jit):
+        with pytest.raises(js.errors.ContextError, match="'v' was used.*would keep it"):
             two.run(lambda: helper(2.0))
         for value in (3.0, 4.0):
             v.assign(value)
@@ -77,8 +77,10 @@ def test_what_would_be_kept_for_later_calls_is_refused(two):
 def test_masks_would_be_kept_for_later_calls(two):
     helper = jax.checkpoint(js.masked_sum)
     batches = two.experimental_distribute_dataset(js.batches(np.arange(3.0), 4))
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         for batch in batches:
-            with pytest.raises(js.ContextError, match="mask of a batch was used, in"):
+            with pytest.raises(
+                js.errors.ContextError, match="mask of a batch was used, in"
+            ):
                 two.run(lambda x: all_reduced(helper(x)), (batch,))
             assert two.run(lambda x: all_reduced(js.masked_sum(x)), (batch,)) == 3.0

@@ -8,7 +8,7 @@ import jaxstrategy as js
 
 DEVICES = js.simulate(8)
 # A replica is late when the machine is busy, whatever it does.
-pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.LateReplicaWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,10 @@ def test_copies_that_differ_are_told_with_what_they_hold(two):
         v.assign(3.0)
         w.assign(x)
 
-    with js.eager_replicas(), pytest.raises(js.NotMirroredVariableError) as caught:
+    with (
+        js.experimental.eager_replicas(),
+        pytest.raises(js.errors.NotMirroredVariableError) as caught,
+    ):
         two.run(step, (two.per_replica([4.0, 5.0]),))
     text = str(caught.value)
     assert "Variable 'w' is mirrored, but `step` assigned it values that differ" in text
@@ -48,7 +51,7 @@ def test_a_step_that_raises_changes_nothing(two):
         own.assign(7.0)
         raise RuntimeError("no")
 
-    with js.eager_replicas(), pytest.raises(RuntimeError, match="no"):
+    with js.experimental.eager_replicas(), pytest.raises(RuntimeError, match="no"):
         two.run(step)
     assert float(w) == 1 and float(own) == 2
 
@@ -72,7 +75,7 @@ def test_a_merge_call_finds_and_leaves_what_was_assigned(two):
         w.assign_add(1.0)
         return total, w.value()
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         total, now = two.run(step, (two.per_replica([1.0, 2.0]),))
     assert seen == [(2.0, 3.0), 12.0, 12.0]
     assert (float(total), float(now), float(w)) == (3, 13, 13)
@@ -88,12 +91,15 @@ def test_a_step_may_make_a_variable_once(two):
         return made[0].value()
 
     x = two.per_replica([1.0, 2.0])
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         assert float(two.run(step, (x,))) == 4
         assert float(two.run(step, (x,))) == 7
     assert float(two.run(step, (x,))) == 10
 
-    with js.eager_replicas(), pytest.raises(ValueError, match="was made inside a step"):
+    with (
+        js.experimental.eager_replicas(),
+        pytest.raises(ValueError, match="was made inside a step"),
+    ):
         two.run(lambda: js.Variable(1.0).assign_add(1.0) and None)
 
 
@@ -121,7 +127,7 @@ def check_that_objects_are_changed_in_place(two, is_captured):
     x = two.per_replica([1.0, 2.0])
     step = (lambda x: count(model, x)) if is_captured else count
     args = (x,) if is_captured else (model, x)
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         found = two.run(step, args)
         assert [float(each) for each in found.values] == [4, 5]
         assert float(model.total[...]) == 3 and model.calls == 1
@@ -141,7 +147,10 @@ def test_objects_that_differ_are_an_error(two):
     def step(model, x):
         model.total[...] += x
 
-    with js.eager_replicas(), pytest.raises(js.NotMirroredError) as caught:
+    with (
+        js.experimental.eager_replicas(),
+        pytest.raises(js.errors.NotMirroredError) as caught,
+    ):
         two.run(step, (model, two.per_replica([1.0, 2.0])))
     text = str(caught.value)
     assert "`step` leaves `model.total` different on each replica." in text
@@ -158,9 +167,9 @@ def test_results_that_are_expected_to_be_mirrored(two):
     def step(x):
         return {"w": x}, x
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         two.run(step, (two.mirror(1.0),), options=options)
-        with pytest.raises(js.NotMirroredError) as caught:
+        with pytest.raises(js.errors.NotMirroredError) as caught:
             two.run(step, (two.per_replica([1.0, 2.0]),), options=options)
     assert str(caught.value).startswith(
         "`step(...)[0]['w']` was expected to be mirrored, but the replicas differ.\n"
@@ -173,7 +182,7 @@ def test_structures_that_differ_are_told(two):
         is_first = replica().replica_id_in_sync_group == 0
         return (1,) if is_first else [1]
 
-    with js.eager_replicas(), pytest.raises(ValueError) as caught:
+    with js.experimental.eager_replicas(), pytest.raises(ValueError) as caught:
         two.run(step)
     assert "`step` returned pytrees of different structures: " in str(caught.value)
     assert " on replica 0, and " in str(caught.value)
@@ -182,7 +191,7 @@ def test_structures_that_differ_are_told(two):
 def test_a_nan_is_told_where_it_arises(two):
     options = js.RunOptions(check_finite=True)
     x = two.per_replica([1.0, -1.0])
-    with js.eager_replicas(), pytest.raises(js.NonFiniteError) as caught:
+    with js.experimental.eager_replicas(), pytest.raises(js.NonFiniteError) as caught:
         two.run(lambda x: jnp.log(x), (x,), options=options)
     assert "made a NaN in `eager_replicas()`" in str(caught.value)
     assert "jnp.log(x)" in caught.value.line
@@ -204,7 +213,7 @@ def test_a_merge_function_may_refer_to_what_is_equal(two):
         return replica().merge_call(merge, (x,))
 
     x = two.per_replica([1.0, 2.0])
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         assert float(two.run(step, (x, w))) == 12
         with pytest.raises(ValueError, match="refers to `x`, which differs between"):
             two.run(lambda x: replica().merge_call(lambda s: s.reduce("sum", x)), (x,))
@@ -218,7 +227,7 @@ def test_a_run_in_a_merge_call_is_eager_too(two, capsys):
     def step(x):
         return replica().merge_call(lambda s, x: s.run(inner, (x,)), (x,))
 
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         found = two.run(step, (two.per_replica([1.0, 2.0]),))
     assert [float(each) for each in found.values] == [4, 5]
     assert capsys.readouterr().out == "inner 1.0\ninner 2.0\n"

@@ -51,7 +51,7 @@ def check_that_nothing_reduces_to_nothing(strategy, dtype):
             assert inside[str(shape)].is_fully_replicated
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_nothing_reduces_to_nothing(strategy):
     for dtype in DTYPES:
         check_that_nothing_reduces_to_nothing(strategy, dtype)

@@ -110,7 +110,7 @@ def test_a_step_without_collectives(two):
     found = two.explain(lambda x: x + 1, (1.0,))
     assert found.collectives == ()
     assert found.communicated_bytes == 0
-    assert found.communication_time(js.Topology(1e9, 1e-6, 8)) == 0
+    assert found.communication_time(js.profiling.Topology(1e9, 1e-6, 8)) == 0
     assert "Collectives: none" in str(found)
 
 
@@ -177,7 +177,7 @@ def test_the_variables_that_are_used_are_named_and_not_changed(two):
 
 
 def test_communication_times_are_the_formulas(explained):
-    topology = js.Topology(bandwidth=1e6, latency=1e-3, replicas=64)
+    topology = js.profiling.Topology(bandwidth=1e6, latency=1e-3, replicas=64)
     ring = 2 * 63 * 1e-3 + 2 * 63 / 64 * 28 / 1e6
     tree = 2 * 6 * (1e-3 + 28 / 1e6)
     assert explained.communication_time(topology, "ring") == pytest.approx(ring)
@@ -190,7 +190,7 @@ def test_a_group_is_as_slow_as_its_members(four):
         return lax.psum(x, AXIS, axis_index_groups=[[0, 1], [2, 3]])
 
     found = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
-    topology = js.Topology(bandwidth=1e6, latency=1e-3, replicas=64)
+    topology = js.profiling.Topology(bandwidth=1e6, latency=1e-3, replicas=64)
     assert found.communication_time(topology, "ring") == pytest.approx(
         2 * 1e-3 + 2 * 1 / 2 * 4 / 1e6
     )
@@ -202,8 +202,8 @@ def test_a_group_of_several_hosts_uses_the_links_between_them(four, groups):
         return lax.pmax(x, AXIS, axis_index_groups=groups)
 
     found = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
-    host = js.Topology(bandwidth=40.0, latency=0.0, replicas=2)
-    hosts = js.Topology(bandwidth=4.0, latency=0.0, replicas=4, inside=host)
+    host = js.profiling.Topology(bandwidth=40.0, latency=0.0, replicas=2)
+    hosts = js.profiling.Topology(bandwidth=4.0, latency=0.0, replicas=4, inside=host)
     # 4 B; of a group that counts as full, a host's two have a half each.
     seconds = {2: 0.1, 3: 0.05 + 0.5 + 0.05}[max(map(len, groups))]
     if groups[0] == [0, 2]:
@@ -212,7 +212,7 @@ def test_a_group_of_several_hosts_uses_the_links_between_them(four, groups):
 
 
 def test_the_report_predicts_for_8_64_and_4096_replicas(four, arguments):
-    topology = js.Topology(bandwidth=1e9, latency=5e-6, replicas=16)
+    topology = js.profiling.Topology(bandwidth=1e9, latency=5e-6, replicas=16)
     report = str(four.explain(training_step, arguments, topology=topology))
     assert "step, 1 GB/s and 5 us a message" in report
     rows = [line.split() for line in report.splitlines()]
@@ -226,7 +226,7 @@ def test_the_report_predicts_for_8_64_and_4096_replicas(four, arguments):
 
 def test_the_report_says_between_which_times_measured_links_lie(four, arguments):
     messages, spread = ((4, 1e-6), (10, 3e-6)), ((9e-7, 2e-6), (3e-6, 8e-6))
-    topology = js.Topology(1e9, 5e-6, 2, messages=messages, spread=spread)
+    topology = js.profiling.Topology(1e9, 5e-6, 2, messages=messages, spread=spread)
     found = four.explain(training_step, arguments, topology=topology, compiled=False)
     # 28 B: around a ring of 8 in 14 messages of 3.5 B, of 4 in 6 of 7 B.
     assert found.communication_bounds(topology.with_replicas(4), "ring") == (
@@ -243,7 +243,7 @@ def test_the_report_says_between_which_times_measured_links_lie(four, arguments)
 
 def test_an_unknown_algorithm_is_an_error(explained):
     with pytest.raises(ValueError, match="`algorithm` was 'star'; 'ring', 'tree' or"):
-        explained.communication_time(js.Topology(1.0, 1.0, 2), "star")
+        explained.communication_time(js.profiling.Topology(1.0, 1.0, 2), "star")
 
 
 # What XLA says.
@@ -347,7 +347,9 @@ def test_inside_run_it_is_an_error(two):
     def step(x):
         two.explain(lambda x: x, (x,))
 
-    with pytest.raises(js.ContextError, match="`strategy.explain` was called inside"):
+    with pytest.raises(
+        js.errors.ContextError, match="`strategy.explain` was called inside"
+    ):
         two.run(step, (1.0,))
 
 

@@ -104,8 +104,8 @@ def test_one_device_gives_its_part_of_what_lies_over_the_axis(cores):
     assert found.inner_collectives == () and found.inner_bytes == 0
     assert "Inside a replica, between its devices: nothing" in str(found)
     # The time of the compiled program's, on links of 8 devices, 2 on each host.
-    host = js.Topology(bandwidth=1e30, latency=0, replicas=2)
-    links = js.Topology(bandwidth=2.0**19, latency=0, replicas=8, inside=host)
+    host = js.profiling.Topology(bandwidth=1e30, latency=0, replicas=2)
+    links = js.profiling.Topology(bandwidth=2.0**19, latency=0, replicas=8, inside=host)
     assert over.seconds(links, "ring") == pytest.approx(2 * 3 / 4)
 
 
@@ -194,7 +194,7 @@ def test_replicas_of_one_device_send_nothing():
     found = strategy.explain(all_kinds, (x,))
     assert found.compiled_collectives == ()
     assert "Between devices, as compiled: nothing" in str(found)
-    links = js.Topology(bandwidth=24.0, latency=0.0, replicas=8)
+    links = js.profiling.Topology(bandwidth=24.0, latency=0.0, replicas=8)
     assert found.communication_time(links, "ring") == 0
     # 64 replicas would be on 8 devices, each of which gathers for eight replicas.
     reduced, gathered = 2 * 7 / 8, 7 * 8
@@ -204,8 +204,10 @@ def test_replicas_of_one_device_send_nothing():
 
 
 def test_the_report_names_the_links_inside_hosts(cores):
-    host = js.Topology(bandwidth=300e9, latency=2e-6, replicas=2)
-    links = js.Topology(bandwidth=25e9, latency=10e-6, replicas=4, inside=host)
+    host = js.profiling.Topology(bandwidth=300e9, latency=2e-6, replicas=2)
+    links = js.profiling.Topology(
+        bandwidth=25e9, latency=10e-6, replicas=4, inside=host
+    )
     x = cores.per_replica([1.0, 2.0, 3.0, 4.0])
     found = cores.explain(lambda x: lax.psum(x, AXIS), (x,), topology=links)
     report = str(found)

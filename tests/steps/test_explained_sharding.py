@@ -75,7 +75,7 @@ def test_whole_parameters_are_scattered_into_and_gathered_from():
     assert gather.array == "step_of_vector(...)[0]"
     assert gather.why == "a whole result that is computed in parts"
     # Together they send what an all-reduce around a ring would.
-    links = js.Topology(bandwidth=1e9, latency=0, replicas=N)
+    links = js.profiling.Topology(bandwidth=1e9, latency=0, replicas=N)
     assert found.communication_time(links, "ring") == links.ring("all_reduce", 64)
     sharding = found.sharding
     assert (sharding.gathered_bytes, sharding.scattered_bytes) == (64, 64)
@@ -105,7 +105,7 @@ def test_divided_parameters_are_gathered_before_the_forward_pass():
 def test_the_time_of_a_gather_of_parts_on_more_replicas():
     own = strategy("optimizer")
     found = explain(own, step_of_vector, (VECTOR, VECTOR), rows(16))
-    links = js.Topology(bandwidth=1e9, latency=0, replicas=64)
+    links = js.profiling.Topology(bandwidth=1e9, latency=0, replicas=64)
     # Of 64 replicas each has an eighth of the part of one of eight.
     assert found.communication_time(links, "ring") == pytest.approx(
         links.ring("all_reduce", 64)

@@ -289,7 +289,9 @@ def test_an_nnx_object_keeps_what_it_had(two):
 
 def test_inside_a_function_that_jax_traces_it_is_refused(two):
     step = two.run(options=CHECKED)(plainly)
-    with pytest.raises(js.ContextError, match="`plainly` is to be checked .*outside"):
+    with pytest.raises(
+        js.errors.ContextError, match="`plainly` is to be checked .*outside"
+    ):
         jax.jit(step)(numbers(two, 2, 3))
 
 

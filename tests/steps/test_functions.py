@@ -234,7 +234,7 @@ def check_that_what_is_almost_the_same_is_another(two, pair):
         np.testing.assert_array_equal(have, want)
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_what_is_almost_the_same_is_another(two):
     for pair in each(ALIKE):
         check_that_what_is_almost_the_same_is_another(two, pair)
@@ -254,7 +254,7 @@ def test_globals_of_nested_functions_are_never_stale(two):
     RATE = 1
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_a_container_that_has_changed_is_noticed(two):
     scales, table = [1.0], np.ones(2, np.float32)
     for i in range(4):
@@ -286,7 +286,7 @@ class Log:
         self.seen, self.count = [], 0
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_what_tracing_does_to_what_a_function_captures_it_does_to_each(two):
     """Functions that were alike before they were traced share no program then."""
 
@@ -409,7 +409,9 @@ def test_a_nested_step_inside_jax_jit(two):
 def test_what_python_does_not_say_is_looked_at_anew_and_told_of(two):
     """A generator of random numbers may have gone on; nobody can tell."""
     rng, drawn = np.random.default_rng(0), []
-    with pytest.warns(js.RecompilationWarning, match="uses `captured rng`, a Gen"):
+    with pytest.warns(
+        js.errors.RecompilationWarning, match="uses `captured rng`, a Gen"
+    ):
         for _ in range(4):
             drawn.append(float(two.run(lambda x: x + rng.random(), (0.0,))))
     want = np.random.default_rng(0).random(4)
@@ -536,7 +538,7 @@ def test_an_object_that_no_name_leads_to_is_not_stale_if_a_step_changes_it(two):
     step = two.run(lambda x: cached_model()(x))
     x = np.ones((1, 2), np.float32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", js.RecompilationWarning)
+        warnings.simplefilter("ignore", js.errors.RecompilationWarning)
         for _ in range(3):
             two.run(change, (cached_model(),))
             np.testing.assert_allclose(step(x), cached_model()(x), rtol=1e-5)
@@ -555,7 +557,7 @@ def test_a_value_left_in_a_list_is_refused(two):
         losses.append(y)
         return y
 
-    with pytest.raises(js.LeakedTracerError) as caught:
+    with pytest.raises(js.errors.LeakedTracerError) as caught:
         two.run(step, (jnp.ones(3),))
     text = str(caught.value)
     assert "`step` left a value of its trace, float32[3], in `captured losses[1]`" in (
@@ -578,10 +580,12 @@ def test_a_value_left_in_an_attribute_is_refused(two):
             return self.loss
 
     trainer = Trainer()
-    with pytest.raises(js.LeakedTracerError, match=r"self\.loss` \(and 2 more\)"):
+    with pytest.raises(
+        js.errors.LeakedTracerError, match=r"self\.loss` \(and 2 more\)"
+    ):
         two.run(trainer.step, (1.0,))
     assert vars(trainer) == {"loss": None, "seen": {"old": 1}}
-    with pytest.raises(js.LeakedTracerError, match=r"`trainer\.loss`"):
+    with pytest.raises(js.errors.LeakedTracerError, match=r"`trainer\.loss`"):
         two.run(lambda trainer, x: trainer.step(x), (trainer, 1.0))
 
 
@@ -598,9 +602,11 @@ def test_a_value_left_in_a_variable_of_a_function_or_module_is_refused(two):
         left_here = {"value": (x * 2,)}
         return x
 
-    with pytest.raises(js.LeakedTracerError, match="`captured kept`"):
+    with pytest.raises(js.errors.LeakedTracerError, match="`captured kept`"):
         two.run(by_nonlocal, (1.0,))
-    with pytest.raises(js.LeakedTracerError, match=r"`captured left_here\['value'\]"):
+    with pytest.raises(
+        js.errors.LeakedTracerError, match=r"`captured left_here\['value'\]"
+    ):
         two.run(by_global, (1.0,))
     assert kept is None
     assert not left_here

@@ -62,7 +62,7 @@ def test_what_a_step_returned(two):
 
 def test_inside_a_step_it_is_refused(two):
     message = r"`to_host` was called on `tree\['x'\]` while a function is traced"
-    with pytest.raises(js.TracedValueError, match=message):
+    with pytest.raises(js.errors.TracedValueError, match=message):
         two.run(lambda x: js.to_host({"x": x}), (1.0,))
 
 
@@ -71,6 +71,6 @@ def test_donated_arrays_are_refused(two):
     step = two.run(options=js.RunOptions(donate_argnums=0))(lambda s: {"w": s["w"] + 1})
     new = step(state)
     message = r"`tree\['w'\]` was donated to a step, so its memory is gone"
-    with pytest.raises(js.DonatedValueError, match=message):
+    with pytest.raises(js.errors.DonatedValueError, match=message):
         js.to_host(state)
     np.testing.assert_array_equal(js.to_host(new)["w"], np.full(4, 2.0))

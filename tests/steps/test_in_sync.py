@@ -59,7 +59,7 @@ def differing(strategy, tree, name="tree"):
     """`leaves` of the error that is raised, `{}` if none is."""
     try:
         strategy.assert_in_sync(tree, name)
-    except js.OutOfSyncError as error:
+    except js.errors.OutOfSyncError as error:
         return error.leaves
     return {}
 
@@ -303,7 +303,7 @@ def test_paths_in_dataclasses_and_lists(strategy):
 
 def test_message_of_one_replica(strategy):
     bad = drifted(strategy, np.ones(4, np.float32), np.negative, 2)
-    with pytest.raises(js.OutOfSyncError) as raised:
+    with pytest.raises(js.errors.OutOfSyncError) as raised:
         strategy.assert_in_sync({"w": bad}, "state")
     first, second, advice = str(raised.value).split("\n")
     assert first == "1 array is not equal, bit by bit, on all replicas:"
@@ -332,12 +332,12 @@ def test_message_of_one_replica(strategy):
      (tuple((i,) for i in range(10)),
       "replicas 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 and 2 more")])  # fmt: skip
 def test_who_differs_from_whom(groups, words):
-    told = str(js.OutOfSyncError({"tree": groups})).split("\n")[1]
+    told = str(js.errors.OutOfSyncError({"tree": groups})).split("\n")[1]
     assert told == f"  `tree`: {words}"
 
 
 def test_the_error_can_be_copied_and_pickled():
-    error = js.OutOfSyncError({"tree['w']": ((0, 1), (2,))})
+    error = js.errors.OutOfSyncError({"tree['w']": ((0, 1), (2,))})
     for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert (twin.leaves, str(twin)) == (error.leaves, str(error))
     assert isinstance(error, RuntimeError)
@@ -360,24 +360,30 @@ def test_arrays_of_another_strategy(strategy, two):
     array = two.mirror(np.ones(4, np.float32))
     words = r"`state\['w'\]` lies on several devices, as NamedSharding.* but not whole "
     words += r"on each of this strategy's, cpu:0\.\.3: there are no copies to compare"
-    with pytest.raises(js.PlacementError, match=words):
+    with pytest.raises(js.errors.PlacementError, match=words):
         strategy.assert_in_sync({"w": array}, "state")
-    with pytest.raises(js.PlacementError, match="Use the strategy it belongs to"):
+    with pytest.raises(
+        js.errors.PlacementError, match="Use the strategy it belongs to"
+    ):
         js.get_strategy().assert_in_sync(array)
 
 
 def test_a_plain_array_split_over_the_replicas(strategy):
     split = strategy.per_replica([1, 2, 3, 4]).stacked
     words = "if entry i belongs to replica i, pass `PerReplica"
-    with pytest.raises(js.PlacementError, match=words):
+    with pytest.raises(js.errors.PlacementError, match=words):
         strategy.assert_in_sync(split)
 
 
 def test_a_per_replica_of_another_strategy(strategy, two):
-    with pytest.raises(js.PlacementError, match=r"`tree\[0\]` is a PerReplica for 2"):
+    with pytest.raises(
+        js.errors.PlacementError, match=r"`tree\[0\]` is a PerReplica for 2"
+    ):
         strategy.assert_in_sync([two.per_replica([1, 1])])
     others = js.MirroredStrategy(jax.devices()[4:])
-    with pytest.raises(js.PlacementError, match="PerReplica of another strategy"):
+    with pytest.raises(
+        js.errors.PlacementError, match="PerReplica of another strategy"
+    ):
         strategy.assert_in_sync([others.per_replica([1, 1, 1, 1])])
 
 
@@ -386,21 +392,23 @@ def test_a_donated_array(strategy):
     old = strategy.mirror({"w": np.ones(4, np.float32)})
     strategy.assert_in_sync(old)
     step(old["w"])
-    with pytest.raises(js.DonatedValueError, match=r"`tree\['w'\]` was donated"):
+    with pytest.raises(js.errors.DonatedValueError, match=r"`tree\['w'\]` was donated"):
         strategy.assert_in_sync(old)
 
 
 def test_inside_a_step(strategy):
     array = strategy.mirror(np.ones(4, np.float32))
     with pytest.raises(
-        js.ContextError, match="assert_in_sync` was called inside `run`"
+        js.errors.ContextError, match="assert_in_sync` was called inside `run`"
     ):
         strategy.run(lambda: strategy.assert_in_sync(array))
 
     def merge(x):
         return js.get_replica_context().merge_call(js.Strategy.assert_in_sync, (x,))
 
-    with pytest.raises(js.ContextError, match="`merge_call`, while a step is traced"):
+    with pytest.raises(
+        js.errors.ContextError, match="`merge_call`, while a step is traced"
+    ):
         strategy.run(merge, (array,))
 
 
@@ -414,11 +422,13 @@ def test_inside_a_function_that_jax_traces(strategy):
 
     words = r"`assert_in_sync` cannot look at `tree\['w'\]` while JAX traces the fun"
     for tree in ({"w": array}, {"w": versions}):
-        with pytest.raises(js.TracedValueError, match=words):
+        with pytest.raises(js.errors.TracedValueError, match=words):
             jax.jit(check)(tree)
-    with pytest.raises(js.TracedValueError, match="Call it outside, between steps"):
+    with pytest.raises(
+        js.errors.TracedValueError, match="Call it outside, between steps"
+    ):
         jax.grad(check)(array)
-    with pytest.raises(js.TracedValueError, match="cannot look at `tree` while"):
+    with pytest.raises(js.errors.TracedValueError, match="cannot look at `tree` while"):
         jax.jit(lambda: check(array))()
 
 

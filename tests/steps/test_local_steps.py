@@ -106,7 +106,9 @@ def check_that_one_step_of_descent_is_that_of_the_global_batch(n):
     source = js.batches({"x": rows, "y": rows.sum(1)}, 8)  # the last has 5 rows
     local, params, want = strategy.local_steps(descend), PARAMS, PARAMS
     dataset = strategy.experimental_distribute_dataset(source)
-    for batches, first in zip(js.grouped(dataset, 1), range(0, 37, 8), strict=True):
+    for batches, first in zip(
+        js.experimental.grouped(dataset, 1), range(0, 37, 8), strict=True
+    ):
         params, (loss,) = local(params, batches)
         part = rows[first : first + 8]
         want, seen = descend(want, {"x": part, "y": part.sum(1)})
@@ -193,7 +195,7 @@ def test_a_sum_of_averaged_losses_is_a_mean(four):
     def step(params, batch):
         def loss(params):
             errors = batch["x"] @ params["w"] + params["b"] - batch["y"]
-            return js.compute_average_loss(errors**2)
+            return js.training.compute_average_loss(errors**2)
 
         loss, grads = jax.value_and_grad(loss)(params)
         loss, grads = replica().all_reduce("sum", (loss, grads))
@@ -318,7 +320,9 @@ def test_whole_numbers_that_differ_are_told(two):
         return {"seen": seen, "w": state["w"] + 1.0}
 
     local, state = two.local_steps(step), {"seen": np.int32(0), "w": 0.0}
-    with pytest.warns(js.NotMirroredWarning, match=r"returns `step\(...\)\['seen'\]`"):
+    with pytest.warns(
+        js.errors.NotMirroredWarning, match=r"returns `step\(...\)\['seen'\]`"
+    ):
         state = local(state, given(two, data(2, 2)))
     assert isinstance(state["seen"], js.PerReplica) and float(state["w"]) == 2.0
     with two.scope():
@@ -327,7 +331,9 @@ def test_whole_numbers_that_differ_are_told(two):
     def count(batch):
         seen.assign_add(jnp.sum(batch["y"] > 0))
 
-    with pytest.raises(js.NotMirroredVariableError, match="'seen' is mirrored, but"):
+    with pytest.raises(
+        js.errors.NotMirroredVariableError, match="'seen' is mirrored, but"
+    ):
         two.local_steps(count)(given(two, data(2, 2)))
 
 
@@ -382,7 +388,7 @@ def test_what_is_sent_by_hand_is_refused(two):
         r"  the `pmean`: .*test_local_steps.py:\d+: return w - jax.lax.pmean\(.*\n"
         r"Reduce with `get_replica_context\(\).all_reduce\(...\)`"
     )
-    with pytest.raises(js.ContextError, match=told):
+    with pytest.raises(js.errors.ContextError, match=told):
         two.local_steps(step)(0.0, given(two, data(2, 2)))
 
 
@@ -391,7 +397,7 @@ def test_gathering_is_refused(two):
         return w + replica().all_gather(batch["y"], 0).sum()
 
     told = "`all_gather` was called in local steps, where each replica is by itself"
-    with pytest.raises(js.ContextError, match=told):
+    with pytest.raises(js.errors.ContextError, match=told):
         two.local_steps(step)(0.0, given(two, data(2, 2)))
 
 
@@ -427,7 +433,9 @@ def test_only_a_step_is_taken(two):
         two.local_steps(3)
     with pytest.raises(TypeError, match="a `RunOptions` was wanted"):
         two.local_steps(descend, options=3)
-    with pytest.raises(js.ContextError, match="`strategy.run` was called inside `run`"):
+    with pytest.raises(
+        js.errors.ContextError, match="`strategy.run` was called inside `run`"
+    ):
         two.run(
             lambda b: two.local_steps(descend)(PARAMS, (b,)), (given(two, data(2, 1)))
         )

@@ -116,9 +116,9 @@ def test_the_context_of_no_strategy_is_not_for_a_step(two, name):
     told = (
         f"`{name}` .*taken outside `run`.*`get_replica_context\\(\\)` inside the step"
     )
-    with pytest.raises(js.ContextError, match=told):
+    with pytest.raises(js.errors.ContextError, match=told):
         two.run(lambda: USES[name](kept))
-    with pytest.raises(js.ContextError, match=told):
+    with pytest.raises(js.errors.ContextError, match=told):
         two.run(lambda: replica().merge_call(lambda s: USES[name](kept)))
     assert kept.num_replicas_in_sync == 1 and len(kept.devices) == 1
 
@@ -131,18 +131,24 @@ def test_a_kept_context_says_where_it_belongs(two):
         mine = replica()
         return mine.merge_call(lambda s: mine.all_reduce("sum", 1.0))
 
-    with pytest.raises(js.ContextError, match="taken inside a step, and is valid only"):
+    with pytest.raises(
+        js.errors.ContextError, match="taken inside a step, and is valid only"
+    ):
         kept[0].all_reduce("sum", 1.0)
-    with pytest.raises(js.ContextError, match="belongs to another step, or to an earl"):
+    with pytest.raises(
+        js.errors.ContextError, match="belongs to another step, or to an earl"
+    ):
         two.run(lambda: kept[0].all_reduce("sum", 1.0))
-    with pytest.raises(js.ContextError, match="there are all replicas: use the strat"):
+    with pytest.raises(
+        js.errors.ContextError, match="there are all replicas: use the strat"
+    ):
         two.run(inside)
     assert kept[0].num_replicas_in_sync == 2
 
 
 def test_run_inside_pmap_or_a_shard_map_is_refused(two):
     told = "`total` was to be run on all replicas inside .*`strategy.run` instead of it"
-    with pytest.raises(js.ContextError, match=told):
+    with pytest.raises(js.errors.ContextError, match=told):
         jax.pmap(lambda x: two.run(total, (x,)), devices=two.devices)(jnp.ones(2))
     mapped = jax.shard_map(
         lambda x: two.run(total, (x,)),
@@ -150,10 +156,10 @@ def test_run_inside_pmap_or_a_shard_map_is_refused(two):
         in_specs=P("replica"),
         out_specs=P("replica"),
     )
-    with pytest.raises(js.ContextError, match=told):
+    with pytest.raises(js.errors.ContextError, match=told):
         jax.jit(mapped)(jnp.ones(2))
     assert float(two.run(total, (jnp.ones(()),))) == 2
-    with pytest.raises(js.ContextError, match=told):  # compiled already
+    with pytest.raises(js.errors.ContextError, match=told):  # compiled already
         jax.jit(mapped)(jnp.ones(2))
 
 

@@ -44,7 +44,7 @@ def changes():
 def test_a_method_sees_what_its_object_has_now_and_what_changes_is_told(two):
     trainer = Trainer()
     told = r"compiled for the 3rd time.*`captured self\.weight` changed"
-    with pytest.warns(js.RecompilationWarning, match=told):
+    with pytest.warns(js.errors.RecompilationWarning, match=told):
         for change in changes():
             change(trainer)
             got = two.run(trainer.step, (10.0,))

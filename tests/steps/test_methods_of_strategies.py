@@ -144,18 +144,32 @@ def calls(s):
 
 # What cannot be done while JAX traces, by what is said then.
 REFUSED = {
-    "assert_in_sync": (js.TracedValueError, "cannot look at `tree` while JAX traces"),
-    "compile": (js.CompiledStepError, "cannot be part of a function that JAX traces"),
+    "assert_in_sync": (
+        js.errors.TracedValueError,
+        "cannot look at `tree` while JAX traces",
+    ),
+    "compile": (
+        js.errors.CompiledStepError,
+        "cannot be part of a function that JAX traces",
+    ),
     "load_compiled": (FileNotFoundError, "/none"),
-    "distribute_datasets_from_function": (js.ContextError, "A dataset was read inside"),
-    "experimental_distribute_dataset": (js.ContextError, "A dataset was read inside"),
+    "distribute_datasets_from_function": (
+        js.errors.ContextError,
+        "A dataset was read inside",
+    ),
+    "experimental_distribute_dataset": (
+        js.errors.ContextError,
+        "A dataset was read inside",
+    ),
     "experimental_distribute_datasets_from_function": (
-        js.ContextError,
+        js.errors.ContextError,
         "A dataset was read inside",
     ),
 }
-UNDER_JIT = {"measure_links": (js.TracedValueError, "`strategy.measure_links` was")}
-CHANGED = (js.ContextError, "Variable '.' was changed under `jax.vmap`")
+UNDER_JIT = {
+    "measure_links": (js.errors.TracedValueError, "`strategy.measure_links` was")
+}
+CHANGED = (js.errors.ContextError, "Variable '.' was changed under `jax.vmap`")
 UNDER_VMAP = dict.fromkeys(("update", "update of copies", "update_on"), CHANGED)
 NOT_DIFFERENTIATED = ("update", "update of copies", "update_on")  # constants to it
 

@@ -95,6 +95,8 @@ def test_donated_values_say_so(two):
         lambda: two.per_replica(x),
         lambda: two.run(lambda x: x, (x,)),
     ):
-        with pytest.raises(js.DonatedValueError, match="donated to an earlier call"):
+        with pytest.raises(
+            js.errors.DonatedValueError, match="donated to an earlier call"
+        ):
             use()
     assert repr(x) == "PerReplica(float32[], donated to an earlier call)"

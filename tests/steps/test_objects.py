@@ -204,7 +204,7 @@ def test_a_new_variable_is_refused(two):
     def step(model):
         model.extra = nnx.Param(jnp.ones(3))
 
-    with pytest.raises(js.ObjectError, match="added `extra`"):
+    with pytest.raises(js.errors.ObjectError, match="added `extra`"):
         two.run(step, (model,))
     assert not hasattr(model, "extra")
 
@@ -216,7 +216,7 @@ def test_a_removed_variable_is_refused(two):
         del model.norm
 
     with pytest.raises(
-        js.ObjectError, match=r"removed `norm.bias`, `norm.scale`.*outside `run`"
+        js.errors.ObjectError, match=r"removed `norm.bias`, `norm.scale`.*outside `run`"
     ):
         two.run(step, (model,))
     assert model.norm.scale is not None
@@ -228,7 +228,7 @@ def test_tying_in_a_step_is_refused(two):
     def step(model):
         model.layers[1].kernel = model.layers[0].kernel
 
-    with pytest.raises(js.ObjectError, match=r"layers\[1\]\.kernel"):
+    with pytest.raises(js.errors.ObjectError, match=r"layers\[1\]\.kernel"):
         two.run(step, (model,))
     assert model.layers[1].kernel is not model.layers[0].kernel
 
@@ -254,7 +254,7 @@ def test_an_array_outside_a_variable_is_read(two):
     def change(model):
         model.table += 1
 
-    with pytest.raises(js.ObjectError, match="changed `table`.*nnx.Variable"):
+    with pytest.raises(js.errors.ObjectError, match="changed `table`.*nnx.Variable"):
         two.run(change, (model,))
 
 
@@ -274,7 +274,7 @@ def test_results_that_are_objects(two):
         other.kernel = model.layers[0].kernel
         return other
 
-    with pytest.raises(js.ObjectError, match="new Linear that shares"):
+    with pytest.raises(js.errors.ObjectError, match="new Linear that shares"):
         two.run(sharing, (model,))
 
 
@@ -289,7 +289,7 @@ def test_a_varying_update_is_refused_and_nothing_is_lost(two):
         model.calls[...] += 1
         model.norm.scale[...] += x.sum(0)
 
-    with pytest.raises(js.NotMirroredError) as caught:
+    with pytest.raises(js.errors.NotMirroredError) as caught:
         two.run(step, (model, *divided(two, rows()[0])))
     text = str(caught.value)
     assert "`step` leaves `model.norm.scale` different" in text and "x.sum(0)" in text
@@ -299,7 +299,9 @@ def test_a_varying_update_is_refused_and_nothing_is_lost(two):
 
 def test_flaxs_own_batchnorm_is_refused_with_advice(two):
     model, (x, _) = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0)), rows()
-    with pytest.raises(js.NotMirroredError, match=r"jaxstrategy\.flax\.nnx\.BatchNorm"):
+    with pytest.raises(
+        js.errors.NotMirroredError, match=r"jaxstrategy\.flax\.nnx\.BatchNorm"
+    ):
         two.run(lambda model, x: mean(model(x).sum()), (model, *divided(two, x)))
     np.testing.assert_array_equal(model.mean[...], np.zeros(WIDTH))
 
@@ -348,9 +350,9 @@ def test_what_python_alone_can_change_is_refused(two):
     def metadata(model):
         model.norm.scale.set_metadata(note="mine")
 
-    with pytest.raises(js.ObjectError, match="attributes of its objects refer"):
+    with pytest.raises(js.errors.ObjectError, match="attributes of its objects refer"):
         two.run(alias, (model,))
-    with pytest.raises(js.ObjectError, match="metadata of `norm.scale`"):
+    with pytest.raises(js.errors.ObjectError, match="metadata of `norm.scale`"):
         two.run(metadata, (model,))
     assert not hasattr(model, "other")
     assert not model.norm.scale.has_metadata("note")

@@ -95,7 +95,9 @@ def test_changes_of_an_object_in_accumulate_are_refused(two):
 
         return mean(losses(x, y))
 
-    with pytest.raises(js.ObjectError, match="inside a function that JAX transforms:"):
+    with pytest.raises(
+        js.errors.ObjectError, match="inside a function that JAX transforms:"
+    ):
         two.run(step, (model, *divided(two, *rows())))
     assert int(model.calls[...]) == 0
 
@@ -157,7 +159,7 @@ def test_one_array_in_two_donated_objects_is_refused(two):
         second[0][...] *= 3
 
     options = js.RunOptions(donate_argnums=(0, 1))
-    with pytest.raises(js.DonatedValueError, match="are one array"):
+    with pytest.raises(js.errors.DonatedValueError, match="are one array"):
         two.run(step, (first, second), options=options)
     two.run(step, (first, second))
     assert float(first[0][0]) == 2 and float(second[0][0]) == 3
@@ -165,7 +167,7 @@ def test_one_array_in_two_donated_objects_is_refused(two):
 
 def test_a_variable_that_is_a_reference_is_refused(two):
     variable = nnx.Variable(jnp.ones(2), ref=True)
-    with pytest.raises(js.ObjectError, match="without `ref=True`"):
+    with pytest.raises(js.errors.ObjectError, match="without `ref=True`"):
         two.run(lambda variable: variable[...], (variable,))
 
 
@@ -189,7 +191,9 @@ def test_expect_mirrored_means_the_results(two):
     run(asked)
     assert seen and set(seen) <= {"['sum']", "['own']"}
     for wrong in (True, lambda path, leaf: True):
-        with pytest.raises(js.NotMirroredError, match=r"`step\(\.\.\.\)\['own'\]`"):
+        with pytest.raises(
+            js.errors.NotMirroredError, match=r"`step\(\.\.\.\)\['own'\]`"
+        ):
             run(wrong)
 
 
@@ -211,7 +215,7 @@ def test_errors_of_bound_steps(two):
     with pytest.raises(TypeError, match="`bind` was given no module"):
         bind(step, jnp.ones(3))
     with pytest.raises(
-        js.NotMirroredError,
+        js.errors.NotMirroredError,
         match=r"leaves `model.norm.scale` different",
     ):
         bind(step, model)(*divided(two, rows()[0]))

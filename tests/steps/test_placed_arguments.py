@@ -10,7 +10,7 @@ from helpers.cases import each
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy import ContextError, PlacementError
+from jaxstrategy.errors import ContextError, PlacementError
 
 
 def placed(shape, spec, devices, axes=("data",), mesh_shape=None):
@@ -118,7 +118,9 @@ READS = {
     "next": lambda dataset, iterator: next(iterator),
     "get_next": lambda dataset, iterator: iterator.get_next(),
     "for": lambda dataset, iterator: [batch for batch in dataset][0],
-    "grouped": lambda dataset, iterator: next(iter(js.grouped(dataset, 2))),
+    "grouped": lambda dataset, iterator: next(
+        iter(js.experimental.grouped(dataset, 2))
+    ),
     "element_spec": lambda dataset, iterator: dataset.element_spec,
 }
 TRACERS = {

@@ -130,7 +130,7 @@ def test_arguments_that_look_alike_are_told_apart(two):
         return isinstance(node, js.PerReplica)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", js.RecompilationWarning)
+        warnings.simplefilter("ignore", js.errors.RecompilationWarning)
         for _ in range(2):
             for argument in alike:
                 structure, kind = two.run(step, (argument,))
@@ -243,7 +243,7 @@ def test_a_failed_step_is_reported_where_its_result_is_read():
 
 
 def warned(recwarn):
-    found = [w for w in recwarn if w.category is js.RecompilationWarning]
+    found = [w for w in recwarn if w.category is js.errors.RecompilationWarning]
     assert len(found) <= 1, [str(w.message) for w in found]
     return str(found[0].message) if found else None
 
@@ -260,7 +260,7 @@ def test_a_new_lambda_each_time_gives_one_warning(two, warnings_are_kept, recwar
         two.run(lambda x: x + i, (1.0,))  # noqa: B023
     text = warned(recwarn)
     assert "compiled for the 3rd time" in text and "new function object" in text
-    (warning,) = [w for w in recwarn if w.category is js.RecompilationWarning]
+    (warning,) = [w for w in recwarn if w.category is js.errors.RecompilationWarning]
     assert warning.filename == __file__
 
 

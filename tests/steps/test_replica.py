@@ -69,7 +69,7 @@ def test_all_reduce_twice_really_multiplies(two):
         once = replica().all_reduce("sum", x + 1)
         return once, replica().all_reduce("sum", once)
 
-    with pytest.warns(js.DoubleReductionWarning):
+    with pytest.warns(js.errors.DoubleReductionWarning):
         assert [float(v) for v in two.run(step, (ids(two),))] == [3.0, 6.0]
 
 

@@ -50,7 +50,7 @@ def check_that_a_variable_comes_back_as_itself(two, kind, where):
     assert returned[0] is v and returned[1]["v"][0] is v
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_a_variable_comes_back_as_itself(two):
     for where, kind in zip(
         ["run", "merge_call", "update", "again"], ["auto", "on_read"] * 2, strict=True

@@ -182,7 +182,7 @@ def to_float(x):
 
 def test_python_cannot_have_the_value_of_a_traced_array(four):
     for step, args in ((if_on_id, ()), (index_list, ()), (to_float, (1.0,))):
-        with pytest.raises(js.TracedValueError, match="`jax.lax.cond`") as info:
+        with pytest.raises(js.errors.TracedValueError, match="`jax.lax.cond`") as info:
             four.run(step, args)
         source, first = inspect.getsourcelines(step)
         assert f"{__file__}:{first + 1}: {source[1].strip()}" in str(info.value)

@@ -116,7 +116,7 @@ def test_a_training_is_that_of_a_loop(make, k):
 
     many = strategy.several(train)
     state, found, sizes = strategy.mirror(start()), [], []
-    for batches in js.grouped(distributed(strategy, data()), k):
+    for batches in js.experimental.grouped(distributed(strategy, data()), k):
         state, out = many(state, batches)
         sizes.append(len(batches))
         for i in range(len(batches)):
@@ -149,7 +149,7 @@ def check_that_rows_that_only_fill_up_a_batch_do_not_count(n):
         mean = replica().all_reduce("mean", js.masked_mean(batch * 2))
         return mean, js.batch_mask(batch).sum()
 
-    (batches,) = js.grouped(distributed(strategy, js.batches(x, 8)), 3)
+    (batches,) = js.experimental.grouped(distributed(strategy, js.batches(x, 8)), 3)
     found, rows = means(batches)
     np.testing.assert_allclose(found, [7.0, 23.0, 36.0], rtol=1e-6)
     rows = np.stack([js.to_host(v) for v in strategy.experimental_local_results(rows)])
@@ -349,8 +349,8 @@ def wide(two):
 
 
 REFUSED_OBJECTS = [
-    (returned, js.ObjectError, "`step` returned an object of Flax NNX"),
-    (counted, js.ObjectError, "`step` changes `calls` of an object of Flax NNX"),
+    (returned, js.errors.ObjectError, "`step` returned an object of Flax NNX"),
+    (counted, js.errors.ObjectError, "`step` changes `calls` of an object of Flax NNX"),
     (wide, TypeError, r"`total` of an object is float32\[\] before a step and float"),
 ]
 
@@ -443,12 +443,12 @@ def test_a_step_can_be_called(two):
 
 
 def test_groups_of_batches_pass_after_pass():
-    groups = js.grouped(range(7), 3)
+    groups = js.experimental.grouped(range(7), 3)
     assert len(groups) == 3
     for _ in range(2):
         assert list(groups) == [(0, 1, 2), (3, 4, 5), (6,)]
-    assert list(js.grouped([], 3)) == []
-    assert list(js.grouped(iter("abcd"), 2)) == [("a", "b"), ("c", "d")]
+    assert list(js.experimental.grouped([], 3)) == []
+    assert list(js.experimental.grouped(iter("abcd"), 2)) == [("a", "b"), ("c", "d")]
 
 
 def test_batches_before_an_error_are_given():
@@ -456,7 +456,7 @@ def test_batches_before_an_error_are_given():
         yield from range(4)
         raise OSError("the disk is gone")
 
-    groups = iter(js.grouped(source(), 3))
+    groups = iter(js.experimental.grouped(source(), 3))
     assert [next(groups), next(groups)] == [(0, 1, 2), (3,)]
     with pytest.raises(OSError, match="the disk is gone"):
         next(groups)
@@ -465,7 +465,7 @@ def test_batches_before_an_error_are_given():
 def test_the_state_is_the_one_after_the_group(two):
     dataset = distributed(two, data(32, 4))
     iterator = iter(dataset)
-    groups = iter(js.grouped(iterator, 3))
+    groups = iter(js.experimental.grouped(iterator, 3))
     next(groups)
     state = iterator.get_state()
     rest = iter(dataset)
@@ -485,4 +485,4 @@ BAD_GROUPS = [
 def test_bad_groups():
     for dataset, k, error, words in each(BAD_GROUPS):
         with pytest.raises(error, match=re.escape(words)):
-            js.grouped(dataset, k)
+            js.experimental.grouped(dataset, k)

@@ -208,7 +208,7 @@ def check_that_what_is_used_is_never_stale(two, way):
         assert float(two.run(way(box), (5.0,))) == 5 * k
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_what_is_used_is_never_stale(two):
     for way in each(WAYS):
         check_that_what_is_used_is_never_stale(two, way)
@@ -230,13 +230,13 @@ def check_that_objects_of_all_kinds_are_never_stale(two, make):
         assert float(two.run(nested(make(k)), (5.0,))) == 5 * k
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_objects_of_all_kinds_are_never_stale(two):
     for make in each([slots, Concrete, Computed, Data]):
         check_that_objects_of_all_kinds_are_never_stale(two, make)
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_an_attribute_that_is_added_or_taken_away_is_noticed(two):
     class Settings:
         k = 2

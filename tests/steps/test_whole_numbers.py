@@ -20,9 +20,9 @@ WANTED = {
         experimental_per_replica_buffer_size=n
     ),
     "batch_size": lambda n, _: js.batches(np.ones(3), n),
-    "k": lambda n, _: js.grouped([np.ones(3)], n),
+    "k": lambda n, _: js.experimental.grouped([np.ones(3)], n),
     "dense_shape": lambda n, _: js.IndexedSlices(np.ones((1, 2)), [0], (n, 2)),
-    "replicas": lambda n, _: js.Topology(1e9, 1e-6, replicas=n),
+    "replicas": lambda n, _: js.profiling.Topology(1e9, 1e-6, replicas=n),
     "every": lambda n, _: js.profiling.MetricLogger(print, every=n),
     "step": saved,
 }

@@ -76,7 +76,7 @@ def training(layer):
             kept = jnp.ones((len(x), 1), bool) if mask is None else mask
             total = js.get_replica_context().all_reduce("sum", kept.sum())
             y, stats = layer(scale, START, x, mask)
-            loss = js.compute_average_loss(
+            loss = js.training.compute_average_loss(
                 jnp.square(y - target), sample_weight=kept, global_batch_size=total
             )
             return loss, (y, stats)
@@ -368,7 +368,7 @@ assert js.flax.axis_name() is None
 for name in ("linen", "nnx"):
     try:
         getattr(js.flax, name).BatchNorm
-    except js.MissingExtraError as error:
+    except js.errors.MissingExtraError as error:
         print(error)
 """
     done = subprocess.run(

@@ -40,11 +40,13 @@ def test_a_model_that_would_train_in_place_is_refused_and_kept(two):
         optimizer.apply([w.value * 0 + 1 for w in weights], weights)
         return x
 
-    with pytest.raises(js.LeakedTracerError, match=r"model: .*moving_mean(.|\n)*state"):
+    with pytest.raises(
+        js.errors.LeakedTracerError, match=r"model: .*moving_mean(.|\n)*state"
+    ):
         two.run(call, (x,))
-    with pytest.raises(js.LeakedTracerError, match="stateless_apply"):
+    with pytest.raises(js.errors.LeakedTracerError, match="stateless_apply"):
         two.run(apply, (x,))
-    with pytest.raises(js.LeakedTracerError, match="`m: "):
+    with pytest.raises(js.errors.LeakedTracerError, match="`m: "):
         two.run(lambda m, x: m(x, training=True), (model, x))
     after = [np.asarray(v.value) for v in (*model.variables, *optimizer.variables)]
     for a, b in zip(after, before, strict=True):

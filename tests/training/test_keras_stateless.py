@@ -150,7 +150,7 @@ def test_other_numbers_of_values_are_refused(two):
         two.run(lambda: js.keras.stateless_call(model, [], [np.ones(2)], np.ones(2)))
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @each_of(
     "make",
     [
@@ -252,6 +252,6 @@ def test_a_missing_keras_is_named(monkeypatch):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "keras", None)
     with pytest.raises(
-        js.MissingExtraError, match=r"pip install 'jaxstrategy\[keras\]'"
+        js.errors.MissingExtraError, match=r"pip install 'jaxstrategy\[keras\]'"
     ):
         js.keras.BatchNormalization  # noqa: B018

@@ -19,13 +19,15 @@ def in_run(strategy, function, *args):
 
 def test_in_run_the_default_size_counts_all_replicas(four):
     x = np.array([1.0, 2.0, 3.0], np.float32)
-    np.testing.assert_allclose(in_run(four, js.compute_average_loss, x), 0.5)
+    np.testing.assert_allclose(in_run(four, js.training.compute_average_loss, x), 0.5)
 
 
 def test_scaled_regularization_of_tensorflow(four):
     x = np.array([1.0, 2.0], np.float32)
-    np.testing.assert_allclose(in_run(four, js.scale_regularization_loss, x), 0.75)
-    np.testing.assert_allclose(js.scale_regularization_loss(x), 3.0)
+    np.testing.assert_allclose(
+        in_run(four, js.training.scale_regularization_loss, x), 0.75
+    )
+    np.testing.assert_allclose(js.training.scale_regularization_loss(x), 3.0)
 
 
 @each_of(
@@ -38,7 +40,7 @@ def test_scaled_regularization_of_tensorflow(four):
 )
 def test_two_replicas_of_tensorflow(two, arguments, expected):
     def step(x):
-        return js.compute_average_loss(x, **arguments)
+        return js.training.compute_average_loss(x, **arguments)
 
     np.testing.assert_allclose(two.run(step, (np.array([1.0, 3.0]),)), expected)
 
@@ -51,7 +53,7 @@ def test_mean_versus_sum_of_tensorflow(n):
     @strategy.run
     def step(w, x, y):
         def loss_fn(w):
-            return js.compute_average_loss((w * x - y) ** 2)
+            return js.training.compute_average_loss((w * x - y) ** 2)
 
         return w - 0.001 * js.get_replica_context().all_reduce(
             "sum", jax.grad(loss_fn)(w)
@@ -83,7 +85,7 @@ def test_any_shape_of_losses_and_weights_is_numpys(shape, weights):
     rng = np.random.default_rng(0)
     loss = rng.normal(size=shape).astype(np.float32)
     weight = None if weights is None else rng.normal(size=weights)
-    have = js.compute_average_loss(loss, sample_weight=weight)
+    have = js.training.compute_average_loss(loss, sample_weight=weight)
     wide = (
         1
         if weight is None
@@ -104,14 +106,16 @@ def test_any_shape_of_losses_and_weights_is_numpys(shape, weights):
     ],
 )
 def test_dtypes_are_kept_and_integers_become_floats(given, returned):
-    have = js.compute_average_loss(jnp.ones(4, given), sample_weight=np.full(4, 2))
+    have = js.training.compute_average_loss(
+        jnp.ones(4, given), sample_weight=np.full(4, 2)
+    )
     assert have.dtype == returned
     np.testing.assert_allclose(have, 2.0)
 
 
 def test_halves_are_summed_in_float32():
     # The sum, 100,000, is infinite in float16.
-    have = js.compute_average_loss(jnp.full(1000, 100.0, jnp.float16))
+    have = js.training.compute_average_loss(jnp.full(1000, 100.0, jnp.float16))
     np.testing.assert_allclose(have, 100.0)
 
 
@@ -124,7 +128,9 @@ def test_the_sum_over_replicas_is_the_mean_over_real_examples(strategy):
     def step(loss, mask):
         replica = js.get_replica_context()
         size = replica.all_reduce("sum", mask.sum())
-        part = js.compute_average_loss(loss, sample_weight=mask, global_batch_size=size)
+        part = js.training.compute_average_loss(
+            loss, sample_weight=mask, global_batch_size=size
+        )
         return replica.all_reduce("sum", part)
 
     have = step(strategy.per_replica(loss), strategy.per_replica(mask))
@@ -133,7 +139,7 @@ def test_the_sum_over_replicas_is_the_mean_over_real_examples(strategy):
 
 @each_of("size", [4, np.int64(4), np.array(4), jnp.array(4)])
 def test_the_size_may_be_any_integer(size):
-    have = js.compute_average_loss([2.0, 6.0], global_batch_size=size)
+    have = js.training.compute_average_loss([2.0, 6.0], global_batch_size=size)
     np.testing.assert_allclose(have, 2.0)
 
 
@@ -146,18 +152,18 @@ def test_a_second_argument_by_position_is_refused():
         "is taken: .* Write `sample_weight=` or `global_batch_size=`."
     )
     with pytest.raises(TypeError, match=message):
-        js.compute_average_loss([1.0, 2.0], 16)
+        js.training.compute_average_loss([1.0, 2.0], 16)
 
 
 def test_a_scalar_is_refused():
     with pytest.raises(ValueError, match="is a scalar; one loss per example is wanted"):
-        js.compute_average_loss(1.0)
+        js.training.compute_average_loss(1.0)
 
 
 @each_of("name", ["compute_average_loss", "scale_regularization_loss"])
 def test_cross_replica_context_is_refused(two, name):
     message = f"`{name}` was called in cross-replica context, .* call it inside `run`"
-    with two.scope(), pytest.raises(js.ContextError, match=message):
+    with two.scope(), pytest.raises(js.errors.ContextError, match=message):
         getattr(js, name)(np.ones(2))
     with pytest.raises(RuntimeError, match=message):  # as TensorFlow's
         two.run(
@@ -170,18 +176,18 @@ def test_cross_replica_context_is_refused(two, name):
 
 def test_with_a_size_it_works_in_cross_replica_context(two):
     with two.scope():  # as in TensorFlow
-        have = js.compute_average_loss([2.0, 6.0], global_batch_size=4)
+        have = js.training.compute_average_loss([2.0, 6.0], global_batch_size=4)
     np.testing.assert_allclose(have, 2.0)
 
 
 def test_a_per_replica_loss_is_refused(two):
     x = two.per_replica(np.ones((2, 3)))
     with pytest.raises(TypeError, match="`per_example_loss` is a PerReplica, which"):
-        js.compute_average_loss(x)
+        js.training.compute_average_loss(x)
     with pytest.raises(TypeError, match="`sample_weight` is a PerReplica, which"):
-        js.compute_average_loss(np.ones(3), sample_weight=x)
+        js.training.compute_average_loss(np.ones(3), sample_weight=x)
     with pytest.raises(TypeError, match="`regularization_loss` is a PerReplica, which"):
-        js.scale_regularization_loss(x)
+        js.training.scale_regularization_loss(x)
 
 
 @each_of("shape", [(2,), (3, 4), (3, 2, 1, 1), (2, 1)])
@@ -191,7 +197,7 @@ def test_weights_that_do_not_fit_are_refused(shape):
         r"\(3, 2\): give one weight per example, shape \(3,\), or one per loss"
     )
     with pytest.raises(ValueError, match=message):
-        js.compute_average_loss(np.ones((3, 2)), sample_weight=np.ones(shape))
+        js.training.compute_average_loss(np.ones((3, 2)), sample_weight=np.ones(shape))
 
 
 @each_of(
@@ -207,4 +213,4 @@ def test_weights_that_do_not_fit_are_refused(shape):
 )
 def test_sizes_that_are_none_are_refused(size, error, message):
     with pytest.raises(error, match=message):
-        js.compute_average_loss([1.0, 2.0], global_batch_size=size)
+        js.training.compute_average_loss([1.0, 2.0], global_batch_size=size)

@@ -99,7 +99,7 @@ def test_mistakes_are_told(two):
         update(x=jnp.ones(2), y=jnp.ones(3))
     with pytest.raises(ValueError, match=r"`mask` has shape \(3,\)"):
         update(x=jnp.ones(2), mask=np.ones(3, bool))
-    with two.scope(), pytest.raises(js.ContextError, match="`update_metrics`"):
+    with two.scope(), pytest.raises(js.errors.ContextError, match="`update_metrics`"):
         js.flax.nnx.update_metrics(metric, x=jnp.ones(2))
     assert metric.count[...] == 0
 
@@ -114,5 +114,5 @@ def test_a_mean_of_one_replica_is_told_with_what_to_give_instead(two):
 
     (batch,) = two.experimental_distribute_dataset([(ROWS, LABELS)])
     told = "update metrics with `jaxstrategy.flax.nnx.update_metrics`, given what each"
-    with pytest.raises(js.NotMirroredError, match=told):
+    with pytest.raises(js.errors.NotMirroredError, match=told):
         step(metrics, *batch)

@@ -147,7 +147,7 @@ def test_a_missing_optax_is_named(monkeypatch, name, arguments):
         rf"`jaxstrategy.optax.{name}` needs Optax, which is not installed. Install the "
         r"extra: pip install 'jaxstrategy\[flax\]'"
     )
-    with pytest.raises(js.MissingExtraError, match=message):
+    with pytest.raises(js.errors.MissingExtraError, match=message):
         getattr(js.optax, name)(*arguments)
 
 
@@ -207,7 +207,7 @@ def test_optaxs_own_around_a_reduction_would_hang_and_is_refused(two):
     tx = optax.apply_if_finite(
         optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1)), 2
     )
-    with pytest.raises(js.DivergentCollectiveError, match="wait for ever"):
+    with pytest.raises(js.errors.DivergentCollectiveError, match="wait for ever"):
         on_replicas(two, tx, gradients(2))
 
 
@@ -237,14 +237,14 @@ WRONG = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @each_of("name", RIGHT)
 def test_right_chains_pass_the_check(two, name):
     tx, steps = RIGHT[name]
     js.optax.check_chain(tx, PARAMS, strategy=two, steps=steps)
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @each_of("name", WRONG)
 def test_wrong_chains_are_found(two, name):
     message = (

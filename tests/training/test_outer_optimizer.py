@@ -137,7 +137,7 @@ def test_only_the_parameters_are_sent_and_only_every_few_steps(four):
 def test_that_parameters_become_each_replicas_own_is_told(two):
     tx = js.optax.outer(optax.sgd(0.1), every=2)
     told = r"returns `step\(\.\.\.\)\[0\].*expect_mirrored=False"
-    with pytest.warns(js.NotMirroredWarning, match=re.compile(told, re.DOTALL)):
+    with pytest.warns(js.errors.NotMirroredWarning, match=re.compile(told, re.DOTALL)):
         list(trained(two, tx, data(2, 1), options=None))
 
 
@@ -229,7 +229,7 @@ def test_own_copies_are_of_floating_point_numbers(two):
     assert again["state"].params["w"] is own["state"].params["w"]
     with pytest.raises(TypeError, match="`strategy` was 3; a strategy was wanted"):
         js.optax.own_copies(own, strategy=3)
-    with pytest.raises(js.ContextError, match="called inside `run`"):
+    with pytest.raises(js.errors.ContextError, match="called inside `run`"):
         two.run(lambda w: js.optax.own_copies(w, strategy=two), (1.0,))
 
 
@@ -341,5 +341,8 @@ def test_parameters_are_floating_point_numbers(two):
 def test_all_replicas_at_once_are_no_replica(two):
     tx = js.optax.outer(optax.sgd(0.1), every=1)
     state = tx.init(1.0)
-    with two.scope(), pytest.raises(js.ContextError, match="`outer` was used in cross"):
+    with (
+        two.scope(),
+        pytest.raises(js.errors.ContextError, match="`outer` was used in cross"),
+    ):
         tx.update(1.0, state, 1.0)

@@ -70,7 +70,7 @@ def counts(text):
 
 
 def piped(params, x, layer=layer, microbatches=4, **more):
-    return js.pipeline(layer, params, x, microbatches=microbatches, **more)
+    return js.training.pipeline(layer, params, x, microbatches=microbatches, **more)
 
 
 WANTED = jax.value_and_grad(lambda p, x: (in_a_row(p, x) ** 2).mean())
@@ -306,7 +306,7 @@ def refused(error, text, *args, stages=4, **more):
     more = {"microbatches": 4, **more}
     strategy = staged(stages)
     with pytest.raises(error, match=text):
-        strategy.run(lambda: js.pipeline(*args, **more))
+        strategy.run(lambda: js.training.pipeline(*args, **more))
 
 
 X = np.ones((8, SIZE), F32)
@@ -371,4 +371,4 @@ def test_values_of_all_replicas_are_refused():
     strategy = js.MirroredStrategy()
     values = strategy.per_replica([X] * 8)
     with pytest.raises(TypeError, match=r"`x` has a PerReplica.* inside `run`"):
-        js.pipeline(layer, PARAMS, values, microbatches=2)
+        js.training.pipeline(layer, PARAMS, values, microbatches=2)

@@ -41,7 +41,7 @@ def in_a_row(blocks, h):
 
 
 def in_a_pipeline(blocks, h):
-    return js.pipeline(jax.checkpoint(block), blocks, h, microbatches=4)
+    return js.training.pipeline(jax.checkpoint(block), blocks, h, microbatches=4)
 
 
 def loss(params, ids, through):

@@ -22,7 +22,7 @@ def test_only_real_floats_are_cast():
         "s": "relu",
         "k": jax.random.key(0),
     }
-    have = js.cast_floating(tree, jnp.bfloat16)
+    have = js.training.cast_floating(tree, jnp.bfloat16)
     assert have["w"].dtype == have["h"].dtype == jnp.bfloat16
     for same in "nzbfsk":
         assert have[same] is tree[same]
@@ -33,7 +33,7 @@ def test_casts_to_other_types_are_refused(dtype):
     with pytest.raises(
         TypeError, match=f"`dtype` is {dtype}; a type of floating-point"
     ):
-        js.cast_floating({}, dtype)
+        js.training.cast_floating({}, dtype)
 
 
 # What is finite.
@@ -43,7 +43,7 @@ def test_casts_to_other_types_are_refused(dtype):
 def test_one_bad_number_on_one_replica_is_seen_by_all(strategy, bad):
     n = strategy.num_replicas_in_sync
     x = np.ones((n, 3), np.float32)
-    step = strategy.run(lambda x, i: js.all_finite({"x": x, "i": i}))
+    step = strategy.run(lambda x, i: js.training.all_finite({"x": x, "i": i}))
     count = np.int32(7)
     assert step(strategy.per_replica(x), count) == np.True_
     x[n - 1, 1] = bad
@@ -52,19 +52,21 @@ def test_one_bad_number_on_one_replica_is_seen_by_all(strategy, bad):
 
 
 def test_it_works_outside_of_run(two):
-    assert js.all_finite({}) and js.all_finite([1.0, 2])
-    assert not js.all_finite([1.0, np.inf])
+    assert js.training.all_finite({}) and js.training.all_finite([1.0, 2])
+    assert not js.training.all_finite([1.0, np.inf])
     with two.scope():
-        assert not js.all_finite([1.0, np.inf])
+        assert not js.training.all_finite([1.0, np.inf])
 
 
 def test_it_sees_all_replicas_in_merge_call(two):
     def step(x):
-        return js.get_replica_context().merge_call(lambda _, x: js.all_finite(x), (x,))
+        return js.get_replica_context().merge_call(
+            lambda _, x: js.training.all_finite(x), (x,)
+        )
 
     have = two.run(step, (two.per_replica([1.0, np.nan]),))
     assert isinstance(have, js.Mirrored) and not have
-    assert not js.all_finite(two.per_replica([1.0, np.nan]))
+    assert not js.training.all_finite(two.per_replica([1.0, np.nan]))
 
 
 # The loss scale.
@@ -86,7 +88,7 @@ def reference(scale, finite, period, factor, least):
 
 def test_the_scale_follows_the_rule():
     finite = np.random.default_rng(0).random(60) < 0.7
-    start = js.DynamicLossScale(8.0, period=3, factor=2.0, min_loss_scale=0.5)
+    start = js.training.DynamicLossScale(8.0, period=3, factor=2.0, min_loss_scale=0.5)
 
     def step(loss_scale, good):
         loss_scale = loss_scale.adjust(good)
@@ -101,12 +103,12 @@ def test_the_scale_follows_the_rule():
 
 
 def test_the_scale_grows_no_further_than_float32_goes():
-    largest = js.DynamicLossScale(2.0**127, period=1).adjust(True)
+    largest = js.training.DynamicLossScale(2.0**127, period=1).adjust(True)
     assert largest.loss_scale == 2.0**127
 
 
 def test_scaling_is_undone_in_float32():
-    loss_scale = js.DynamicLossScale(2.0**20)
+    loss_scale = js.training.DynamicLossScale(2.0**20)
     tiny = jnp.asarray([2.0**-24, 1.0], jnp.float16)
     scaled = loss_scale.scale(tiny)
     assert scaled.dtype == jnp.float32
@@ -124,7 +126,7 @@ def test_scaling_is_undone_in_float32():
 )
 def test_rules_that_lead_nowhere_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        js.DynamicLossScale(**arguments)
+        js.training.DynamicLossScale(**arguments)
 
 
 def test_replicas_agree_to_skip_what_overflows_on_one(four):
@@ -133,16 +135,16 @@ def test_replicas_agree_to_skip_what_overflows_on_one(four):
     @four.run(options=js.RunOptions(expect_mirrored=True))
     def step(w, loss_scale, x):
         def loss_fn(w):
-            half = js.cast_floating(w, "float16") * x.astype("float16")
+            half = js.training.cast_floating(w, "float16") * x.astype("float16")
             return loss_scale.scale(half.astype("float32").sum())
 
         grad = loss_scale.unscale(jax.grad(loss_fn)(w))
-        finite = js.all_finite(grad)  # of this replica's own gradients
+        finite = js.training.all_finite(grad)  # of this replica's own gradients
         grad = js.get_replica_context().all_reduce("mean", grad)
         return jnp.where(finite, w - grad, w), loss_scale.adjust(finite)
 
     x = four.per_replica(np.float32([1, 1, 1, 5]))  # 5 * 2**14 is infinite in float16
-    state = four.mirror((np.float32(1), js.DynamicLossScale(2.0**14)))
+    state = four.mirror((np.float32(1), js.training.DynamicLossScale(2.0**14)))
     seen = []
     for _ in range(4):
         state = step(*state, x)
@@ -151,8 +153,8 @@ def test_replicas_agree_to_skip_what_overflows_on_one(four):
 
 
 def test_a_step_with_a_loss_scale_is_compiled_once(two, compilations):
-    step = two.run(lambda loss_scale: loss_scale.adjust(js.all_finite(1.0)))
-    loss_scale = step(js.DynamicLossScale(8.0))
+    step = two.run(lambda loss_scale: loss_scale.adjust(js.training.all_finite(1.0)))
+    loss_scale = step(js.training.DynamicLossScale(8.0))
     assert compilations() > 0
     step(step(loss_scale))
     assert compilations() == 0
@@ -161,12 +163,14 @@ def test_a_step_with_a_loss_scale_is_compiled_once(two, compilations):
 def test_it_is_carried_by_scan_inside_run(two):
     def step(loss_scale, flags):
         def body(loss_scale, good):
-            return loss_scale.adjust(js.all_finite(jnp.where(good, 0.0, jnp.nan))), None
+            return loss_scale.adjust(
+                js.training.all_finite(jnp.where(good, 0.0, jnp.nan))
+            ), None
 
         return jax.lax.scan(body, loss_scale.adjust(True), flags)[0]
 
     flags = two.per_replica(np.array([[1, 1, 1, 0], [1, 0, 1, 1]], bool))
-    have = two.run(step, (js.DynamicLossScale(16.0, period=2), flags))
+    have = two.run(step, (js.training.DynamicLossScale(16.0, period=2), flags))
     # finite on both: yes (the adjust outside), yes -> grows, no, yes, no
     np.testing.assert_array_equal(have.loss_scale, 16.0 * 2 / 2 / 2)
     assert isinstance(have.loss_scale, js.Mirrored)

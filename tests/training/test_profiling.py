@@ -163,7 +163,11 @@ def test_what_cannot_be_logged_or_written():
         ({"a": "text"}, TypeError, "`a` is 'text'; a number or an array was wanted"),
         ({"a": jnp.complex64(1)}, TypeError, "a number or an array was wanted"),
         ({"a": js.PerReplica(np.ones(2))}, TypeError, "`a` is a PerReplica, with a"),
-        ({"a": donated()}, js.DonatedValueError, "`a`, logged for step 4, was given"),
+        (
+            {"a": donated()},
+            js.errors.DonatedValueError,
+            "`a`, logged for step 4, was given",
+        ),
     ):
         with pytest.raises(error, match=re.escape(words)):
             MetricLogger(Later())(4, metrics)
@@ -512,7 +516,7 @@ def rows(strategy, number, size=8):
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_step_gives_what_it_gives_without(n):
     strategy = js.MirroredStrategy(jax.devices()[:n])
-    topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=n)
+    topology = js.profiling.Topology(bandwidth=4.0, latency=1.0, replicas=n)
     with strategy.profile(strategy.run(mean), every=2, topology=topology) as step:
         found = [float(step(batch)) for batch in rows(strategy, 6)]
     assert found == [1.0] * 6
@@ -532,7 +536,7 @@ def test_the_examples_are_those_of_the_batch_of_a_dataset(given):
     match given:
         case "grouped":
             data, step, state = rows(strategy, 12), strategy.several(mean), ()
-            data = js.grouped(data, 2)
+            data = js.experimental.grouped(data, 2)
         case "pipelines":
             data = strategy.distribute_datasets_from_function(
                 lambda context: [np.ones(4, np.float32)] * 12
@@ -558,9 +562,9 @@ def test_the_examples_without_a_strategy_are_those_of_batches():
 
 def test_several_steps_a_bound_one_and_any_other_function(two):
     many = two.several(mean)
-    topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=2)
+    topology = js.profiling.Topology(bandwidth=4.0, latency=1.0, replicas=2)
     with two.profile(many, topology=topology) as timed:
-        for batches in js.grouped(rows(two, 6), 2):
+        for batches in js.experimental.grouped(rows(two, 6), 2):
             np.testing.assert_array_equal(timed(batches), [1.0, 1.0])
     report = timed.report()
     assert (report.calls, report.steps) == (3, 6)
@@ -588,7 +592,7 @@ def test_a_step_that_is_compiled_ahead(two, is_inside):
         if is_open and event == "/jax/core/compile/backend_compile_duration":
             compilations.append(told.get("fun_name"))
 
-    topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=2)
+    topology = js.profiling.Topology(bandwidth=4.0, latency=1.0, replicas=2)
     step = (lambda batch: ahead(batch)) if is_inside else ahead
     jax.monitoring.register_event_duration_secs_listener(compiled)
     with two.profile(step, topology=topology) as timed:
@@ -630,7 +634,7 @@ def test_links_are_measured_as_those_of_a_ring():
     links = measured(lambda size: 0.03 + size / 1e9, late)
     # In the middle of seven: 0.03 s, and a second more for each gigabyte.
     assert links.replicas == 4
-    line = js.Topology(links.bandwidth, links.latency, 4)
+    line = js.profiling.Topology(links.bandwidth, links.latency, 4)
     for size in (2**12, 2**18, 2**23, 2**24, 2**30):
         assert links.ring("all_reduce", size) == pytest.approx(0.03 + size / 1e9)
         assert line.ring("all_reduce", size) == pytest.approx(0.03 + size / 1e9)
@@ -734,7 +738,7 @@ def twice_in_run(strategy):
 def test_operations_of_all_replicas_are_those_counted_by_hand(make, times):
     n = 4
     strategy = js.MirroredStrategy(jax.devices()[:n])
-    topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=n)
+    topology = js.profiling.Topology(bandwidth=4.0, latency=1.0, replicas=n)
     with strategy.profile(make(strategy), topology=topology, peak_flops=1e9) as step:
         assert float(step(*matrices(strategy))) == ROWS // n * IN * OUT
     report = step.report()

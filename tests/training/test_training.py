@@ -150,7 +150,7 @@ def test_uneven_batches_with_masks(eight):
 
         def loss_fn(params):
             losses, stats = loss_of(state, params, x, labels, mask)
-            loss = js.compute_average_loss(
+            loss = js.training.compute_average_loss(
                 losses, sample_weight=mask, global_batch_size=real
             )
             return loss, stats
@@ -259,11 +259,11 @@ def test_loss_scaling_with_skipped_steps(eight):
         grad = jax.grad(lambda w: loss_scale.scale(loss(w, x, y)))(w)
         grad = js.get_replica_context().all_reduce("mean", grad)
         grad = loss_scale.unscale(grad)
-        finite = js.all_finite(grad)
+        finite = js.training.all_finite(grad)
         return jnp.where(finite, w - 0.1 * grad, w), loss_scale.adjust(finite), finite
 
     state = eight.mirror(
-        (start, js.DynamicLossScale(2.0**127, period=8, factor=1024.0))
+        (start, js.training.DynamicLossScale(2.0**127, period=8, factor=1024.0))
     )
     seen = []
     for i in range(STEPS):
@@ -284,7 +284,7 @@ def test_bfloat16_computing_trains_float32_parameters(eight):
         @eight.run(options=js.RunOptions(expect_mirrored=True))
         def step(w, x, y):
             def loss_fn(w):
-                half, x16 = js.cast_floating((w, x), dtype)
+                half, x16 = js.training.cast_floating((w, x), dtype)
                 out = x16 @ half
                 assert out.dtype == dtype
                 return jnp.square(out.astype("float32") - y).mean()
@@ -362,7 +362,7 @@ def test_the_curve_of_tensorflow(n):
         def loss_fn(p):
             hidden = jax.nn.relu(x @ p["W1"] + p["b1"][None])
             losses = cross_entropy(hidden @ p["W2"] + p["b2"][None], y)
-            return js.compute_average_loss(losses)
+            return js.training.compute_average_loss(losses)
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, state = tx.update(grads, state, params)

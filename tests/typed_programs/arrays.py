@@ -64,13 +64,13 @@ def main() -> None:
     dataset = strategy.experimental_distribute_dataset(
         js.batches(np.ones((40, 4), np.float32), 16)
     )
-    for x in js.progress(dataset, description="train"):
+    for x in js.training.progress(dataset, description="train"):
         w, value = step(w, x)
         print(float(value))
     for x in strategy.distribute_datasets_from_function(batches):
         w, value = step(w, x)
     many = strategy.several(step)
-    for grouped in js.grouped(dataset, 2):
+    for grouped in js.experimental.grouped(dataset, 2):
         w, values = many(w, grouped)
         print(values)
 
@@ -98,7 +98,7 @@ def main() -> None:
             w, value = timed(w, batch)
             log(number, {"loss": value})
     print(timed.report())
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         print(step(w, x))
 
 

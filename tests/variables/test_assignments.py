@@ -60,7 +60,7 @@ def test_a_variable_in_another_strategys_scope_is_refused(two, four):
     with four.scope():
         for use in uses:
             with pytest.raises(
-                js.ContextError, match="'v' belongs to .*in the scope of"
+                js.errors.ContextError, match="'v' belongs to .*in the scope of"
             ):
                 use()
         assert w.assign_add(1.0) == 2.0

@@ -131,9 +131,13 @@ def test_several_steps_in_one_function_of_the_users_are_refused():
     def several(x):
         return strategy.run(lambda x: v.assign_add(x), (x,))
 
-    with pytest.raises(js.PlacementError, match="'kept' lives on cpu:0, not on all"):
+    with pytest.raises(
+        js.errors.PlacementError, match="'kept' lives on cpu:0, not on all"
+    ):
         several(2.0)
-    with pytest.raises(js.PlacementError, match="Call the step outside, or make the"):
+    with pytest.raises(
+        js.errors.PlacementError, match="Call the step outside, or make the"
+    ):
         jax.lax.scan(
             lambda c, _: (strategy.run(lambda x: v.assign_add(x), (c,)), None),
             1.0,

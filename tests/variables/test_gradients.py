@@ -213,7 +213,7 @@ def test_a_gradient_through_run(two):
 
     words = "gradient with respect to variable 'v' is taken outside `run`"
     for _ in range(2):
-        with pytest.raises(js.ContextError, match=words):
+        with pytest.raises(js.errors.ContextError, match=words):
             js.grad(loss, v)(ids(two))
         # It is not traced any more the second time.
         assert loss(ids(two)) == 4

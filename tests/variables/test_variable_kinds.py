@@ -212,7 +212,7 @@ def test_a_constant_of_the_step(two, aggregation, assigned, added):
     assert copies(two, v) == [assigned] * 2
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_another_variable_is_assigned(two):
     other = variable(two, 2.0)
     for aggregation, wanted in (("none", 2), ("mean", 2), ("sum", 4)):

@@ -108,7 +108,7 @@ def test_the_next_calls_compile_nothing(two, compilations):
 
     def several():
         with warnings.catch_warnings():
-            warnings.simplefilter("error", js.RecompilationWarning)
+            warnings.simplefilter("error", js.errors.RecompilationWarning)
             for _ in range(5):
                 step(x)
                 v.assign_add(1.0), o.assign(o + 1), w.value()

@@ -45,7 +45,9 @@ def test_an_aggregated_assign_that_only_some_replicas_reach(two):
     def step(x):
         jax.lax.cond(x > 0, lambda: v.assign(x), lambda: v.value())
 
-    with pytest.raises(js.DivergentCollectiveError, match="`cond` whose predicate may"):
+    with pytest.raises(
+        js.errors.DivergentCollectiveError, match="`cond` whose predicate may"
+    ):
         two.run(step, (ids(two),))
     assert v.value() == 10
 
@@ -300,7 +302,7 @@ def test_a_deep_copy_is_of_the_same_strategy_wherever_it_is_made(two, four):
     with four.scope():
         twin, other = copy.deepcopy(v), copy.deepcopy(w)
     assert twin.strategy is two and other.strategy is None and other.value() == 2
-    with pytest.raises(js.ContextError, match="was deep-copied inside a step"):
+    with pytest.raises(js.errors.ContextError, match="was deep-copied inside a step"):
         two.run(lambda: copy.deepcopy(v).value())
 
 

@@ -365,9 +365,9 @@ def test_a_variable_of_another_strategy(two, four):
     v = variable(two, name="v")
     words = r"Variable 'v' belongs to MirroredStrategy\(2 .* in a step of Mirrored.*\(4"
     for use in (lambda: v.value(), lambda: v.assign(1.0), lambda: v + 1):
-        with pytest.raises(js.ContextError, match=words):
+        with pytest.raises(js.errors.ContextError, match=words):
             four.run(use)
-    with pytest.raises(js.ContextError, match=words):
+    with pytest.raises(js.errors.ContextError, match=words):
         four.run(lambda v: v.value(), (v,))
 
 
@@ -398,7 +398,7 @@ def test_what_lives_elsewhere_is_not_part_of_a_traced_function(two, central):
     place = "cpu:5" if central else "cpu:0"
     assert two.run(lambda: v.assign_add(1.0)) == 2
     words = f"Variable 'v' lives on {place}, not on all replicas"
-    with pytest.raises(js.PlacementError, match=words):
+    with pytest.raises(js.errors.PlacementError, match=words):
         jax.jit(lambda: two.run(lambda: v.assign_add(1.0)))()
     assert v.value() == 2
 
@@ -440,7 +440,7 @@ def test_expecting_mirrored_results(two):
     options = js.RunOptions(expect_mirrored=True)
     assert two.run(lambda x: v.assign(x), (ids(two),), options=options) == 0.5
     words = r"was expected to be mirrored[\s\S]*from variable 'o'"
-    with pytest.raises(js.NotMirroredError, match=words):
+    with pytest.raises(js.errors.NotMirroredError, match=words):
         two.run(lambda: o.value(), options=options)
 
 
@@ -458,7 +458,7 @@ def test_donated_arguments_together_with_variables(two):
         state = step(ids(two), state)
     assert state.tolist() == [2 + 3 + 4] * 3 and (v.value(), w.value()) == (4, 3)
     assert first.is_deleted()
-    with pytest.raises(js.DonatedValueError):
+    with pytest.raises(js.errors.DonatedValueError):
         step(ids(two), first)
     assert v.value() == 4
 

@@ -13,7 +13,7 @@ import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationOptions
 
 INT8 = CommunicationOptions(compression="int8")
-RANK2 = CommunicationOptions(compression=js.PowerSGD(rank=2))
+RANK2 = CommunicationOptions(compression=js.experimental.PowerSGD(rank=2))
 
 
 def sharing(devices, each):
@@ -123,19 +123,19 @@ def test_compressed_sums_are_those_of_own_devices(eight, options):
 
 
 def test_one_replica_that_overflows_stops_all(eight):
-    scale = jax.tree.map(jnp.asarray, js.DynamicLossScale(8.0, period=1))
+    scale = jax.tree.map(jnp.asarray, js.training.DynamicLossScale(8.0, period=1))
 
     @eight.run
     def step(scale, w, x):
-        half = js.cast_floating(w, "float16")
+        half = js.training.cast_floating(w, "float16")
 
         def loss(w):
-            return scale.scale((js.cast_floating(w, "float16") * x).sum())
+            return scale.scale((js.training.cast_floating(w, "float16") * x).sum())
 
         assert half.dtype == jnp.float16
         grads = scale.unscale(jax.grad(loss)(w))
         grads = replica().all_reduce("mean", grads)
-        is_finite = js.all_finite(grads)
+        is_finite = js.training.all_finite(grads)
         new = jnp.where(is_finite, w - grads, w)
         return scale.adjust(is_finite), new, is_finite
 
@@ -239,14 +239,16 @@ def test_a_value_that_differs_between_devices_is_not_in_sync(eight):
         ],
     )
     message = r"`tree\['w'\]`: replicas 0, 1, 2, 3 \| 4, 5, 6, 7\n"
-    with pytest.raises(js.OutOfSyncError, match=message):
+    with pytest.raises(js.errors.OutOfSyncError, match=message):
         eight.assert_in_sync({"w": differing})
     trusted = eight.mirror(differing, replica=6)  # as it advises
     eight.assert_in_sync(trusted)
     np.testing.assert_array_equal(trusted, np.ones(3))
     lone = np.ones((8, 3), np.float32)
     lone[6] = 2  # on the second device, beside three that agree
-    with pytest.raises(js.OutOfSyncError, match="replica 6 differs from the other 7"):
+    with pytest.raises(
+        js.errors.OutOfSyncError, match="replica 6 differs from the other 7"
+    ):
         eight.assert_in_sync(eight.per_replica(lone))
 
 

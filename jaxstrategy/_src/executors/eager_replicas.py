@@ -60,7 +60,7 @@ def eager_replicas(*, disable_jit: bool = True) -> Iterator[None]:
     ...     if context.replica_id_in_sync_group == 1:
     ...         print("replica 1 has", x)
     ...     return context.all_reduce("sum", x)
-    >>> with js.eager_replicas():
+    >>> with js.experimental.eager_replicas():
     ...     print(step(strategy.per_replica([1.0, 2.0])))
     replica 1 has 2.0
     3.0

@@ -113,7 +113,7 @@ class AbstractExecutor(abc.ABC):
         raise NotImplementedError(
             f"A {type(self._strategy).__name__} compiles a step where it runs, when it "
             "is scheduled: `compile` and `load_compiled` cannot do it before. Set up "
-            "`js.compilation_cache(directory)` in each process instead."
+            "`js.experimental.compilation_cache(directory)` in each process instead."
         )
 
     def run_compiled(

@@ -135,8 +135,8 @@ def runs(name: str, given: object) -> list[BatchRun]:
     if not isinstance(given, (tuple, list)):
         raise TypeError(
             f"`{name}` makes several steps and takes a tuple of batches in the "
-            f"last place, as `jaxstrategy.grouped(dataset, 10)` makes them. It was "
-            f"given {told(given)}; write `(batch,)` for one step."
+            f"last place, as `jaxstrategy.experimental.grouped(dataset, 10)` makes "
+            f"them. It was given {told(given)}; write `(batch,)` for one step."
         )
     if not given:
         raise ValueError(

@@ -74,7 +74,7 @@ def progress(
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
     >>> dataset = strategy.experimental_distribute_dataset([np.arange(4)] * 3)
-    >>> for batch in js.progress(dataset, description="train"):
+    >>> for batch in js.training.progress(dataset, description="train"):
     ...     total = strategy.run(js.masked_sum, (batch,))
     """
     if not isinstance(iterable, Iterable):

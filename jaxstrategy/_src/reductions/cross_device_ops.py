@@ -378,8 +378,8 @@ class UserPlan(AbstractPlan):
         raise ValueError(
             f"`compression='int8'` was given, but {type(self.ops).__name__} reduces "
             "whole arrays. Use a strategy with one of jaxstrategy's own cross-device "
-            "operations, or `compression=jaxstrategy.PowerSGD()`, which gives them "
-            "thin ones."
+            "operations, or `compression=jaxstrategy.experimental.PowerSGD()`, "
+            "which gives them thin ones."
         )
 
     def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:

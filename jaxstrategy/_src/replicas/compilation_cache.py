@@ -52,9 +52,9 @@ def compilation_cache(directory: str | os.PathLike[str] | None) -> str | None:
     >>> import tempfile
     >>> import jaxstrategy as js
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     js.compilation_cache(folder) == folder
+    ...     js.experimental.compilation_cache(folder) == folder
     True
-    >>> js.compilation_cache(None)
+    >>> js.experimental.compilation_cache(None)
     """
     if directory is not None and not isinstance(directory, (str, os.PathLike)):
         raise TypeError(

@@ -98,7 +98,7 @@ class Topology:
         ascend; or `spread` does not have a pair for each.
 
     >>> import jaxstrategy as js
-    >>> topology = js.Topology(bandwidth=1e9, latency=1e-6, replicas=8)
+    >>> topology = js.profiling.Topology(bandwidth=1e9, latency=1e-6, replicas=8)
     >>> print(f"{topology.ring('all_reduce', 8e6):.6f} s")
     0.014014 s
     >>> print(f"{topology.tree('all_reduce', 8e6):.6f} s")
@@ -106,8 +106,9 @@ class Topology:
 
     Hosts of 8 replicas, with links ten times as fast inside:
 
-    >>> host = js.Topology(bandwidth=1e10, latency=1e-6, replicas=8)
-    >>> hosts = js.Topology(bandwidth=1e9, latency=1e-5, replicas=64, inside=host)
+    >>> Topology = js.profiling.Topology
+    >>> host = Topology(bandwidth=1e10, latency=1e-6, replicas=8)
+    >>> hosts = Topology(bandwidth=1e9, latency=1e-5, replicas=64, inside=host)
     >>> print(f"{hosts.ring('all_reduce', 8e6):.6f} s")
     0.003304 s
     """
@@ -162,7 +163,7 @@ class Topology:
           ValueError: another `kind`, or `nbytes` is negative or not finite.
 
         >>> import jaxstrategy as js
-        >>> topology = js.Topology(bandwidth=1e9, latency=1e-6, replicas=8)
+        >>> topology = js.profiling.Topology(bandwidth=1e9, latency=1e-6, replicas=8)
         >>> topology.fastest("all_reduce", 8) == topology.tree("all_reduce", 8)
         True
         >>> topology.fastest("all_reduce", 8e6) == topology.ring("all_reduce", 8e6)
@@ -186,7 +187,7 @@ class Topology:
 
         >>> import jaxstrategy as js
         >>> known = ((1e3, 1.0), (1e6, 3.0))
-        >>> links = js.Topology(1e6, 1.0, 2, messages=known)
+        >>> links = js.profiling.Topology(1e6, 1.0, 2, messages=known)
         >>> links.bounds("permute", 5e5), links.bounds("permute", 10)
         ((1.0, 3.0), (0.0, 1.0))
         """
@@ -201,7 +202,7 @@ class Topology:
           ValueError: it is less than 1.
 
         >>> import jaxstrategy as js
-        >>> js.Topology(1e9, 1e-6, replicas=8).with_replicas(64).replicas
+        >>> js.profiling.Topology(1e9, 1e-6, replicas=8).with_replicas(64).replicas
         64
         """
         return dataclasses.replace(self, replicas=replicas)
@@ -209,18 +210,19 @@ class Topology:
     def among(self, replicas: Iterable[int]) -> Topology:
         """The links among some of the replicas, given by their numbers.
 
-        Of hosts with unequally many of them, each counts as the one with the most.
+            Of hosts with unequally many of them, each counts as the one with the most.
 
-        Raises:
-          ValueError: there is none, or no replica has such a number.
+            Raises:
+              ValueError: there is none, or no replica has such a number.
 
-        >>> import jaxstrategy as js
-        >>> host = js.Topology(bandwidth=1e10, latency=1e-6, replicas=8)
-        >>> hosts = js.Topology(bandwidth=1e9, latency=1e-5, replicas=64, inside=host)
-        >>> hosts.among(range(8, 12)) == host.with_replicas(4)
-        True
-        >>> hosts.among([0, 8, 16]).ring("permute", 1e9)
-        1.00001
+            >>> import jaxstrategy as js
+            >>> Topology = js.profiling.Topology
+        >>> host = Topology(bandwidth=1e10, latency=1e-6, replicas=8)
+            >>> hosts = Topology(bandwidth=1e9, latency=1e-5, replicas=64, inside=host)
+            >>> hosts.among(range(8, 12)) == host.with_replicas(4)
+            True
+            >>> hosts.among([0, 8, 16]).ring("permute", 1e9)
+            1.00001
         """
         members = sorted(set(replicas))
         if not members or not 0 <= members[0] <= members[-1] < self.replicas:
@@ -248,7 +250,8 @@ class Topology:
           ValueError: it is less than 1.
 
         >>> import jaxstrategy as js
-        >>> js.Topology(1e9, 1e-6, replicas=64).with_replicas_per_device(8).replicas
+        >>> links = js.profiling.Topology(1e9, 1e-6, replicas=64)
+        >>> links.with_replicas_per_device(8).replicas
         8
         """
         sharing = link_numbers.replicas(count)

@@ -98,7 +98,7 @@ class CompilesSteps(ComposedStrategy):
         ```
         try:
             train = strategy.load_compiled(path, step, args)
-        except (FileNotFoundError, js.CompiledStepError):
+        except (FileNotFoundError, js.errors.CompiledStepError):
             train = strategy.compile(step, args)
             train.save(path)
         ```

@@ -84,7 +84,8 @@ class ExplainsSteps(ComposedStrategy):
         [('psum', 8, 'grad = js.get_replica_context().all_reduce("mean", w * x)')]
         >>> [value.path for value in found.per_replica]
         ['step(...)[1]']
-        >>> found.communication_time(js.Topology(1e9, 1e-6, replicas=64), "ring")
+        >>> links = js.profiling.Topology(1e9, 1e-6, replicas=64)
+        >>> found.communication_time(links, "ring")
         0.00012601575
 
         Where each replica keeps a part of the state:

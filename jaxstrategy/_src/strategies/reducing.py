@@ -151,7 +151,7 @@ class ReducesValues(ComposedStrategy):
         >>> strategy.assert_in_sync(state["w"])
         >>> try:
         ...     strategy.assert_in_sync(state, "state")
-        ... except js.OutOfSyncError as error:
+        ... except js.errors.OutOfSyncError as error:
         ...     print(error.leaves)
         {"state['n']": ((0, 1, 3), (2,))}
         """

@@ -208,7 +208,7 @@ class RunsSteps(ComposedStrategy):
         >>> dataset = strategy.experimental_distribute_dataset(
         ...     js.batches(np.arange(10.0), 4))
         >>> total = strategy.mirror(0.0)
-        >>> for batches in js.grouped(dataset, 2):
+        >>> for batches in js.experimental.grouped(dataset, 2):
         ...     total, means = many(total, batches)
         ...     print(means)
         [1.5 5.5]

@@ -25,6 +25,29 @@ _NAMES_OF_2018 = {
     "ReduceOp": "VariableAggregation",
 }
 
+# Names that were at the top of the package once.
+_MOVED = {
+    "errors": (
+        "CancelledError ClosureAbortedError ClosureInputError CompiledStepError "
+        "ContextError DivergentCollectiveError DonatedValueError "
+        "DoubleReductionWarning LateReplicaWarning LeakedTracerError "
+        "MissingExtraError NotMirroredError NotMirroredVariableError "
+        "NotMirroredWarning ObjectError OutOfSyncError PaddedRowsWarning "
+        "ParameterServerLost PlacementError RecompilationWarning "
+        "SimulationError TracedValueError WholeTableWarning "
+    ),
+    "training": (
+        "compute_average_loss scale_regularization_loss pipeline "
+        "DynamicLossScale all_finite cast_floating progress training_loop "
+    ),
+    "experimental": (
+        "PowerSGD CompressionState Versions eager_replicas CompiledStep "
+        "compilation_cache grouped "
+    ),
+    "profiling": ("Explanation Topology "),
+}
+
+
 ADVICE = {
     "compat.v1.distribute": (
         "Here its names are those of `compat.v1` itself: `from jaxstrategy.compat "
@@ -55,7 +78,8 @@ ADVICE = {
         "process first."
     ),
     "compat.contrib.DistributeConfig": (
-        "It is for Estimators. `jaxstrategy.training_loop` trains with any strategy."
+        "It is for Estimators. `jaxstrategy.training.training_loop` trains with any "
+        "strategy."
     ),
     "compat.contrib.run_standard_tensorflow_server": (
         "It is for parameter servers: `jaxstrategy.Server(cluster_spec, ...).join()`."
@@ -76,6 +100,9 @@ def missing(module: str, name: str) -> AttributeError:
     """
     full = f"{module}.{name}".removeprefix("jaxstrategy.")
     text = f"module {module!r} has no attribute {name!r}"
+    if module == "jaxstrategy":
+        homes = [home for home, names in _MOVED.items() if name in names.split()]
+        text += "".join(f"; it is `jaxstrategy.{home}.{name}`" for home in homes)
     if full in ADVICE:
         text = f"{text}, which TensorFlow has. {ADVICE[full]}"
     return AttributeError(text, name=name)

@@ -452,8 +452,8 @@ def _checked_topology(given: object) -> TPUTopology:
     if not isinstance(given, TPUTopology):
         raise ValueError(
             f"topology must be a Topology object, got {shown(given)}. Use what "
-            "`js.tpu.experimental.initialize_tpu_system()` returns; `js.Topology`, "
-            "without `tpu.experimental`, is another class, of links."
+            "`js.tpu.experimental.initialize_tpu_system()` returns; "
+            "`js.profiling.Topology` is another class, of links."
         )
     return given
 

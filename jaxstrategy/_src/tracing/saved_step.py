@@ -135,7 +135,7 @@ def _check_callbacks(step: TracedStep) -> None:
                 f"`{step.name}` calls Python while it runs (`{name}`: `jax.debug.print`"
                 ", `jax.pure_callback` or `io_callback`), which no file can hold, so "
                 "that it cannot be saved. Leave that out, or use "
-                "`js.compilation_cache(directory)`."
+                "`js.experimental.compilation_cache(directory)`."
             )
 
 
@@ -208,7 +208,7 @@ class SavedStep:
         except Exception as error:  # whatever JAX, pickle or the backend says
             raise CompiledStepError(
                 f"`{name}` cannot be saved: JAX cannot serialize what it was compiled "
-                f"to ({error}). Use `js.compilation_cache(directory)`."
+                f"to ({error}). Use `js.experimental.compilation_cache(directory)`."
             ) from error
         _, added, kept = tree.children()
         text = compiled.as_text() or 'custom_call_target="unknown"'

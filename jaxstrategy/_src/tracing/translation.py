@@ -60,7 +60,7 @@ def _asked_too_early(error: Exception, name: str) -> TracedValueError:
         "arguments, and `replica_id_in_sync_group`, have no value yet. Choose with "
         "`jnp.where` or `jax.lax.cond`, index with `jnp.take`; or pass what decides as "
         "a Python bool or string, which are static. To look at values, run the step in "
-        "`with js.eager_replicas():`, where each replica has its own."
+        "`with js.experimental.eager_replicas():`, where each replica has its own."
     )
 
 

@@ -64,7 +64,7 @@ def compute_average_loss(
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
     >>> def step(x):
-    ...     loss = js.compute_average_loss(x**2)
+    ...     loss = js.training.compute_average_loss(x**2)
     ...     return js.get_replica_context().all_reduce("sum", loss)
     >>> (x,) = strategy.experimental_distribute_dataset([np.arange(5.0)])
     >>> strategy.run(step, (x,))  # (0 + 1 + 4 + 9 + 16) / 5: 3 of 8 rows do not count
@@ -123,7 +123,8 @@ def scale_regularization_loss(regularization_loss: Value) -> jax.Array:
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
-    >>> strategy.run(lambda: js.scale_regularization_loss(np.array([1.0, 2.0])))
+    >>> weights = np.array([1.0, 2.0])
+    >>> strategy.run(lambda: js.training.scale_regularization_loss(weights))
     Array(0.75, dtype=float32)
     """
     loss = _numbers(regularization_loss, "regularization_loss")

@@ -71,7 +71,8 @@ def pipeline(
     >>> @strategy.run
     ... def loss():
     ...     x = np.ones((4, 2), np.float32)
-    ...     return js.pipeline(lambda p, h: p["scale"] * h, params, x, microbatches=2)
+    ...     scaled = lambda p, h: p["scale"] * h
+    ...     return js.training.pipeline(scaled, params, x, microbatches=2)
     >>> loss[0]
     Array([30., 30.], dtype=float32)
     """

@@ -45,7 +45,7 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
 
     >>> import jaxstrategy as js
     >>> params = {"b": np.ones(2, np.float32), "n": np.int32(3)}
-    >>> js.cast_floating(params, "bfloat16")
+    >>> js.training.cast_floating(params, "bfloat16")
     {'b': Array([1, 1], dtype=bfloat16), 'n': np.int32(3)}
     """
     wanted = jnp.dtype(dtype)
@@ -71,7 +71,7 @@ def all_finite(tree: PyTree) -> jax.Array:
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> strategy.run(js.all_finite, (strategy.per_replica([1.0, np.inf]),))
+    >>> strategy.run(js.training.all_finite, (strategy.per_replica([1.0, np.inf]),))
     Array(False, dtype=bool)
     """
     leaves = map(overflow.array_of, jax.tree.leaves(tree))
@@ -112,15 +112,15 @@ class DynamicLossScale:
     >>> @strategy.run
     ... def step(w, loss_scale, x):
     ...     def loss_fn(w):
-    ...         half = js.cast_floating(w, "float16")
+    ...         half = js.training.cast_floating(w, "float16")
     ...         loss = ((half * x.astype("float16") - 1) ** 2).astype("float32").mean()
     ...         return loss_scale.scale(loss)
     ...     grad = js.get_replica_context().all_reduce("mean", jax.grad(loss_fn)(w))
     ...     grad = loss_scale.unscale(grad)
-    ...     finite = js.all_finite(grad)
+    ...     finite = js.training.all_finite(grad)
     ...     return jnp.where(finite, w - 0.1 * grad, w), loss_scale.adjust(finite)
     >>> x = strategy.per_replica(np.ones((4, 2), np.float32))
-    >>> w, loss_scale = strategy.mirror((2.0, js.DynamicLossScale(2.0**16)))
+    >>> w, loss_scale = strategy.mirror((2.0, js.training.DynamicLossScale(2.0**16)))
     >>> for _ in range(3):
     ...     w, loss_scale = step(w, loss_scale, x)
     ...     print(f"{w:.3f} {loss_scale.loss_scale:.0f}")

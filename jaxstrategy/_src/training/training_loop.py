@@ -174,7 +174,7 @@ def training_loop(
     ... def step(total, x):
     ...     return total + js.get_replica_context().all_reduce("sum", x.sum())
     >>> def train(folder, steps):
-    ...     loop = js.training_loop(
+    ...     loop = js.training.training_loop(
     ...         dataset, 0.0, steps=steps, checkpoint=folder, strategy=strategy
     ...     )
     ...     with loop:

@@ -27,7 +27,7 @@ class Versions(Sequence[Leaf]):
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> with js.eager_replicas():
+    >>> with js.experimental.eager_replicas():
     ...     kept = strategy.run(lambda x: x[x > 0], (js.PerReplica(
     ...         np.array([[1.0, -1.0], [2.0, 3.0]])),))
     >>> kept

@@ -109,7 +109,12 @@ def differ():
     def telling(case):
         try:
             yield
-        except (js.ClusterError, js.CompiledStepError, OSError, ValueError) as error:
+        except (
+            js.ClusterError,
+            js.errors.CompiledStepError,
+            OSError,
+            ValueError,
+        ) as error:
             told[case] = [type(error).__name__, str(error)]
 
     by = 0.1 + own  # compiled in

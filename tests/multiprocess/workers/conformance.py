@@ -302,7 +302,7 @@ def values_of_all_on_devices_of_one(s):
     spread = s.per_replica(np.ones((s.num_replicas_in_sync, 2))).stacked
     try:
         local.mirror(spread)
-    except js.PlacementError as error:
+    except js.errors.PlacementError as error:
         assert "is spread over several processes" in str(error)
     else:
         raise AssertionError("no error")
@@ -346,7 +346,7 @@ def assert_in_sync_finds_what_differs(s):
     s.assert_in_sync({"same": same, "version": s.per_replica([3.0] * n)})
     try:
         s.assert_in_sync({"same": same, "broken": broken, "apart": apart}, "state")
-    except js.OutOfSyncError as error:
+    except js.errors.OutOfSyncError as error:
         groups = tuple(range(n - 1)), (n - 1,)
         # Replicas that share a device have the same copy of what is mirrored.
         shared = n - s._replicas.per_device
@@ -432,7 +432,7 @@ def compressed_gradients(s):
     cases = {
         "int8": {"compression": "int8"},
         "in levels": {"compression": "int8", **levels},
-        "thin": {"compression": js.PowerSGD(2)},
+        "thin": {"compression": js.experimental.PowerSGD(2)},
     }
     for name, chosen in cases.items():
         options = js.experimental.CommunicationOptions(**chosen)
@@ -489,7 +489,7 @@ def donated_arguments(s):
     new = step(w, x)
     try:
         step(w, x)
-    except js.DonatedValueError:
+    except js.errors.DonatedValueError:
         return {"new": step(new, x)}
     raise AssertionError("a donated array was taken again")
 

@@ -46,7 +46,7 @@ def refused(strategy, step):
 def main():
     strategy = js.MultiWorkerMirroredStrategy()
     index, seen, found = jax.process_index(), [], {}
-    with js.eager_replicas():
+    with js.experimental.eager_replicas():
         found["taken"] = taken(strategy, seen)
         with strategy.scope():
             v = js.Variable(1.0, name="v")

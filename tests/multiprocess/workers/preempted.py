@@ -33,7 +33,7 @@ def main():
         loss, grad = js.get_replica_context().all_reduce("mean", (loss, grad))
         return w - 0.05 * grad, loss
 
-    loop = js.training_loop(
+    loop = js.training.training_loop(
         dataset,
         lambda: strategy.mirror(np.zeros(3, np.float32)),
         steps=60,

@@ -41,7 +41,7 @@ def averaged(strategy):
         return w - RATE * grad, grad[0]
 
     local, w, found = strategy.local_steps(step), START, []
-    for group in js.grouped(batches(strategy), EVERY):
+    for group in js.experimental.grouped(batches(strategy), EVERY):
         w, _ = local(w, group)
         found.append(np.asarray(w).tolist())
     strategy.assert_in_sync(w)

@@ -116,7 +116,7 @@ def alone(strategy, placed):
     one = js.MirroredStrategy(jax.local_devices())
     try:
         one.mirror(placed["host"])
-    except js.PlacementError as error:
+    except js.errors.PlacementError as error:
         assert "this one, which has parts of it. Read it in all processes" in str(error)
     else:
         raise AssertionError("it was read")
@@ -133,7 +133,7 @@ def in_sync(strategy, placed):
     bad = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, local)
     try:
         strategy.assert_in_sync({"parts": placed, "whole": bad})
-    except js.OutOfSyncError as error:
+    except js.errors.OutOfSyncError as error:
         assert list(error.leaves) == ["tree['whole']"], error.leaves
     else:
         raise AssertionError("it was not found")

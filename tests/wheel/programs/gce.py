@@ -4,7 +4,7 @@ import jaxstrategy as js
 
 try:
     js.cluster_resolver.GCEClusterResolver("p", "zone", "group", 8470, task_id=0)
-except js.MissingExtraError:
+except js.errors.MissingExtraError:
     raise
 except js.ClusterError as error:
     assert "There are no credentials" in str(error), error

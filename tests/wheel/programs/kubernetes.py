@@ -4,7 +4,7 @@ import jaxstrategy as js
 
 try:
     js.cluster_resolver.KubernetesClusterResolver({"worker": ["job-name=x"]})
-except js.MissingExtraError:
+except js.errors.MissingExtraError:
     raise
 except js.ClusterError as error:
     assert "does not run in a pod" in str(error), error

@@ -36,7 +36,7 @@ print(strategy.explain(step, (w, batch)))
 def needs(extra, function):
     try:
         function()
-    except js.MissingExtraError as error:
+    except js.errors.MissingExtraError as error:
         assert f"jaxstrategy[{extra}]" in str(error), error
         return
     raise AssertionError(f"{extra} was not missed")

@@ -494,13 +494,13 @@ OTHERS: list[Name] = [
     ),
     Name(
         "tf.nn.compute_average_loss",
-        "jaxstrategy.compute_average_loss",
+        "jaxstrategy.training.compute_average_loss",
         "takes weights and sizes by keyword only",
         form=_LOSS,
     ),
     Name(
         "tf.nn.scale_regularization_loss",
-        "jaxstrategy.scale_regularization_loss",
+        "jaxstrategy.training.scale_regularization_loss",
         form=Form(1),
     ),
     *renamed("tf.types.experimental.distributed", "jaxstrategy", "PerReplica Mirrored"),
@@ -514,7 +514,7 @@ OTHERS: list[Name] = [
             "metrics": "on-read variables: `js.Variable(0., synchronization='on_read', "
             "aggregation='sum')`, or metrics of Keras 3 or Flax NNX",
             "losses": "a function of one example's loss, as in `optax.losses` or "
-            "`keras.losses`, then `js.compute_average_loss`",
+            "`keras.losses`, then `js.training.compute_average_loss`",
             "data.experimental.AutoShardPolicy": "a dataset that is distributed is "
             "read "
             "by each process; `InputContext` says which part is its own",
@@ -572,7 +572,7 @@ OTHERS: list[Name] = [
             "`absl.logging`",
             "gfile io": "files by Python's own functions, or `etils.epath`",
             "errors": "this package's exceptions: `js.WorkerLost`, "
-            "`js.ParameterServerLost`, `js.ClusterError` and others",
+            "`js.errors.ParameterServerLost`, `js.ClusterError` and others",
             "types": "types of JAX: `jax.Array`, `jax.typing.ArrayLike`",
             "TensorShape": "shapes are tuples",
             "py_function py_func numpy_function": "`jax.pure_callback`, or call it "

@@ -167,7 +167,8 @@ class Explanation:
         >>> x = strategy.per_replica(np.ones((2, 100), np.float32))
         >>> found = strategy.explain(step, (x,), compiled=False)
         >>> known = ((100, 1.0), (1000, 3.0))
-        >>> found.communication_bounds(js.Topology(1e3, 1.0, 2, messages=known))
+        >>> links = js.profiling.Topology(1e3, 1.0, 2, messages=known)
+        >>> found.communication_bounds(links)
         (2.0, 6.0)
         """
         devices = self._devices(topology, algorithm)
