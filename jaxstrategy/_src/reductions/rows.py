@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 from jaxstrategy._src.reductions.operations import Axes
-from jaxstrategy._src.replicas.state_sharding import ArrayLike
+from jaxstrategy._src.replicas.state_sharding import Shaped
 
 
 def summed_by_id(ids: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -203,8 +203,8 @@ def registered(function: ShardFunction) -> ShardFunction:
 
 def called_by(
     name: str,
-    operands: Sequence[ArrayLike],
-    results: Sequence[ArrayLike],
+    operands: Sequence[Shaped],
+    results: Sequence[Shaped],
 ) -> ShardFunction | None:
     """The function that a `jit` equation calls, None if it calls something else.
 

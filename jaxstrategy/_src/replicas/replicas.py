@@ -32,7 +32,7 @@ from jaxstrategy._src.replicas.replica_placements import (
     lies_along as lies_along,
 )
 from jaxstrategy._src.replicas.state_sharding import (
-    ArrayLike,
+    Shaped,
     LeafSharding,
     StateSharding,
 )
@@ -172,7 +172,7 @@ class Replicas(ReplicaPlacements):
     # Arrays of which each replica keeps a part.
 
     def division(
-        self, path: str, leaf: ArrayLike, taken: Sequence[int] = ()
+        self, path: str, leaf: Shaped, taken: Sequence[int] = ()
     ) -> LeafSharding:
         """The division of an array that is equal on all replicas.
 
@@ -189,7 +189,7 @@ class Replicas(ReplicaPlacements):
             return LeafSharding(None, "the strategy has no `sharding`")
         return self.state_sharding.division(path, leaf, self.parts, taken)
 
-    def usual_division(self, leaf: ArrayLike) -> LeafSharding:
+    def usual_division(self, leaf: Shaped) -> LeafSharding:
         """The division of an array that is no state, of which the user chooses nothing.
 
         Args:
@@ -199,7 +199,7 @@ class Replicas(ReplicaPlacements):
             return LeafSharding(None, "the strategy has no `sharding`")
         return self.state_sharding.usual_division(leaf, self.parts)
 
-    def is_divisible(self, leaf: ArrayLike) -> bool:
+    def is_divisible(self, leaf: Shaped) -> bool:
         """Whether state of this type lies divided, if its path is not excepted."""
         chosen = self.state_sharding
         return chosen is not None and chosen.is_divisible(leaf, self.parts)

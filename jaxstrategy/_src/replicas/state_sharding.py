@@ -15,7 +15,7 @@ from jaxstrategy._src.text.units import with_bytes
 from jaxstrategy._src.text.whole_numbers import whole
 
 
-class ArrayLike(Protocol):
+class Shaped(Protocol):
     """An array, or the type of one."""
 
     @property
@@ -107,7 +107,7 @@ class StateSharding:
             )
 
     def division(
-        self, path: str, leaf: ArrayLike, parts: int, taken: Sequence[int] = ()
+        self, path: str, leaf: Shaped, parts: int, taken: Sequence[int] = ()
     ) -> LeafSharding:
         """The division of an array into so many parts.
 
@@ -127,7 +127,7 @@ class StateSharding:
         return self._chosen(path, leaf, parts, taken)
 
     def usual_division(
-        self, leaf: ArrayLike, parts: int, taken: Sequence[int] = ()
+        self, leaf: Shaped, parts: int, taken: Sequence[int] = ()
     ) -> LeafSharding:
         """The division of an array where `dimension` is not asked.
 
@@ -145,11 +145,11 @@ class StateSharding:
             return LeafSharding(None, "the devices of each replica divide it")
         return LeafSharding(max(fitting, key=lambda i: leaf.shape[i]))
 
-    def is_divisible(self, leaf: ArrayLike, parts: int) -> bool:
+    def is_divisible(self, leaf: Shaped, parts: int) -> bool:
         """Whether an array can be divided; `dimension` may leave it whole."""
         return self._reason_against(leaf, parts) is None
 
-    def _reason_against(self, leaf: ArrayLike, parts: int) -> str | None:
+    def _reason_against(self, leaf: Shaped, parts: int) -> str | None:
         """Why an array of this type stays whole; None if it need not."""
         if parts == 1:
             return "there is one replica"
@@ -165,7 +165,7 @@ class StateSharding:
         return None
 
     def _chosen(
-        self, path: str, leaf: ArrayLike, parts: int, taken: Sequence[int]
+        self, path: str, leaf: Shaped, parts: int, taken: Sequence[int]
     ) -> LeafSharding:
         """What `dimension` says, checked."""
         assert self.dimension is not None, "the caller has looked"
@@ -194,7 +194,7 @@ class StateSharding:
         return LeafSharding(chosen % rank)
 
 
-def _fitting(leaf: ArrayLike, parts: int) -> list[int]:
+def _fitting(leaf: Shaped, parts: int) -> list[int]:
     """The dimensions that can be divided into so many parts."""
     return [i for i, length in enumerate(leaf.shape) if length % parts == 0]
 

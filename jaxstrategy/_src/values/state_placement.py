@@ -8,13 +8,13 @@ from jax.tree_util import KeyPath
 
 from jaxstrategy._src.replicas.inner_placement import inner_dimensions, lying_like
 from jaxstrategy._src.replicas.replicas import SAME, Replicas, lies_along
-from jaxstrategy._src.replicas.state_sharding import ArrayLike
+from jaxstrategy._src.replicas.state_sharding import Shaped
 from jaxstrategy._src.values import arrays, optimizer_state, per_replica
 from jaxstrategy._src.values.types import Leaf, PyTree
 
 
 def sharding_of(
-    path: str, leaf: Leaf | ArrayLike, is_optimizer: bool, replicas: Replicas
+    path: str, leaf: Leaf | Shaped, is_optimizer: bool, replicas: Replicas
 ) -> NamedSharding:
     """The placement of an array that is equal on all replicas.
 

@@ -19,7 +19,7 @@ from jaxstrategy._src.replicas.inner_specs import checked_spec
 from jaxstrategy._src.replicas.random_keys import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import (
-    ArrayLike,
+    Shaped,
     LeafSharding,
     StateSharding,
 )
@@ -85,7 +85,7 @@ class ShardingChoice:
         of_strategy = replicas.state_sharding
         return of_strategy is not None and of_strategy.shard == "state"
 
-    def division(self, leaf: ArrayLike, replicas: Replicas) -> LeafSharding:
+    def division(self, leaf: Shaped, replicas: Replicas) -> LeafSharding:
         """The division of the variable.
 
         Args:
@@ -111,7 +111,7 @@ class ShardingChoice:
         assert callable(given), "which was checked"
         return self._partitioned(given, leaf, parts, taken)
 
-    def inner(self, leaf: ArrayLike, replicas: Replicas) -> InnerSpec:
+    def inner(self, leaf: Shaped, replicas: Replicas) -> InnerSpec:
         """The division of one copy over the devices of its replica.
 
         Args:
@@ -129,7 +129,7 @@ class ShardingChoice:
         return inner_spec(leaf, replicas)
 
     def _of_strategy(
-        self, leaf: ArrayLike, replicas: Replicas, taken: Sequence[int]
+        self, leaf: Shaped, replicas: Replicas, taken: Sequence[int]
     ) -> LeafSharding:
         of_strategy = replicas.state_sharding
         if of_strategy is not None and of_strategy.shard == "optimizer":
@@ -140,7 +140,7 @@ class ShardingChoice:
         return replicas.division(self.name, leaf, taken)
 
     def _along(
-        self, given: int, leaf: ArrayLike, parts: int, taken: Sequence[int]
+        self, given: int, leaf: Shaped, parts: int, taken: Sequence[int]
     ) -> LeafSharding:
         rank = len(leaf.shape)
         if not -rank <= given < rank:
@@ -171,7 +171,7 @@ class ShardingChoice:
     def _partitioned(
         self,
         partitioner: PartitionFunction,
-        leaf: ArrayLike,
+        leaf: Shaped,
         parts: int,
         taken: Sequence[int],
     ) -> LeafSharding:
@@ -210,7 +210,7 @@ class ShardingChoice:
 
 
 def _unless_alone_or_empty(
-    sharding: LeafSharding, leaf: ArrayLike, parts: int
+    sharding: LeafSharding, leaf: Shaped, parts: int
 ) -> LeafSharding:
     if parts == 1:
         return LeafSharding(None, "there is one replica")

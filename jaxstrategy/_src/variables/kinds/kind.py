@@ -24,7 +24,7 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_placement import WHOLE
 from jaxstrategy._src.replicas.random_keys import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.replicas.state_sharding import ArrayLike, LeafSharding
+from jaxstrategy._src.replicas.state_sharding import Shaped, LeafSharding
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
@@ -91,7 +91,7 @@ class VariableKind(abc.ABC):
         """The division of the value over the replicas, if it has one."""
         return LeafSharding(None, "each replica has a copy of its own")
 
-    def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
+    def divided(self, leaf: Shaped, choice: ShardingChoice) -> Self:
         """This kind for a variable of the type of `leaf`, divided if that is chosen.
 
         Args:

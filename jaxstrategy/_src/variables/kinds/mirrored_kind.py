@@ -14,7 +14,7 @@ from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.replicas import mesh, overflow
 from jaxstrategy._src.replicas.inner_placement import lying_like, with_inner
 from jaxstrategy._src.replicas.replicas import lies_along
-from jaxstrategy._src.replicas.state_sharding import ArrayLike, LeafSharding
+from jaxstrategy._src.replicas.state_sharding import Shaped, LeafSharding
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
 from jaxstrategy._src.values.types import Value
@@ -49,7 +49,7 @@ class MirroredKind(VariableKind):
         """The dimension that is divided, or why it is whole."""
         return self._division
 
-    def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
+    def divided(self, leaf: Shaped, choice: ShardingChoice) -> Self:
         """This kind for a variable of the type of `leaf`, divided if that is chosen.
 
         Raises:

@@ -17,7 +17,7 @@ from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.replicas.random_keys import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.replicas.state_sharding import ArrayLike
+from jaxstrategy._src.replicas.state_sharding import Shaped
 from jaxstrategy._src.values.handle import Handle
 from jaxstrategy._src.variables.cell import AbstractCell
 from jaxstrategy._src.variables.initial_value import Start
@@ -67,7 +67,7 @@ class PerWorkerKind(MirroredKind):
         """The copies."""
         return self._cell.resource
 
-    def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
+    def divided(self, leaf: Shaped, choice: ShardingChoice) -> Self:
         """This kind.
 
         Raises:

@@ -17,7 +17,7 @@ from jaxstrategy._src.parameter_servers import worker
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.replicas.random_keys import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.replicas.state_sharding import ArrayLike
+from jaxstrategy._src.replicas.state_sharding import Shaped
 from jaxstrategy._src.values.handle import Handle
 from jaxstrategy._src.values.slices import IndexedSlices
 from jaxstrategy._src.values.types import Value
@@ -91,7 +91,7 @@ class ServerKind(MirroredKind):
         """The name that TensorFlow has for the host's memory of the server."""
         return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
 
-    def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
+    def divided(self, leaf: Shaped, choice: ShardingChoice) -> Self:
         """This kind; shards of a variable are variables of their own.
 
         Raises:
