@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         DistributedIterator as DistributedIterator,
     )
     from jaxstrategy._src.inputs.memory_source import batches as batches
-    from jaxstrategy._src.masks.masked_means import (
+    from jaxstrategy._src.masks import (
         batch_mask as batch_mask,
         masked_mean as masked_mean,
         masked_sum as masked_sum,
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from jaxstrategy._src.replicas.devices import simulate as simulate
     from jaxstrategy._src.replicas.state_sharding import StateSharding as StateSharding
     from jaxstrategy._src.strategies.current import (
+        Mirrored as Mirrored,
+        Sharded as Sharded,
         experimental_set_strategy as experimental_set_strategy,
         get_replica_context as get_replica_context,
         get_strategy as get_strategy,
@@ -85,25 +87,21 @@ if TYPE_CHECKING:
     )
     from jaxstrategy._src.strategies.mirrored import (
         MirroredStrategy as MirroredStrategy,
+        OneDeviceStrategy as OneDeviceStrategy,
     )
-    from jaxstrategy._src.strategies.mirrored_type import Mirrored as Mirrored
     from jaxstrategy._src.strategies.multi_worker import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-    )
-    from jaxstrategy._src.strategies.one_device import (
-        OneDeviceStrategy as OneDeviceStrategy,
     )
     from jaxstrategy._src.strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
-    from jaxstrategy._src.strategies.sharded_type import Sharded as Sharded
     from jaxstrategy._src.strategies.strategy import Strategy as Strategy
     from jaxstrategy._src.strategies.tpu import TPUStrategy as TPUStrategy
     from jaxstrategy._src.training.to_host import to_host as to_host
-    from jaxstrategy._src.values.distributed_values import (
+    from jaxstrategy._src.values.per_replica import (
         DistributedValues as DistributedValues,
+        PerReplica as PerReplica,
     )
-    from jaxstrategy._src.values.per_replica import PerReplica as PerReplica
     from jaxstrategy._src.values.slices import IndexedSlices as IndexedSlices
     from jaxstrategy._src.variables.gradients import (
         grad as grad,

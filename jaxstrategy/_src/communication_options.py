@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxstrategy._src.options import named
-from jaxstrategy._src.text.whole_numbers import several_whole, whole
+from jaxstrategy._src.text.shown import several_whole, whole
 
 
 class CommunicationImplementation(enum.Enum):

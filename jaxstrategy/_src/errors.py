@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxstrategy._src.text.lists import and_more, listed
-from jaxstrategy._src.text.units import with_noun
+from jaxstrategy._src.text.shown import and_more, listed, with_noun
 
 
 class ContextError(RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax.tree_util import KeyPath
 
-from jaxstrategy._src.text.whole_numbers import several_whole, whole
+from jaxstrategy._src.text.shown import several_whole, whole
 
 PyTree = Any
 _Choice = TypeVar("_Choice", bound=enum.Enum)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         CrossDeviceOps,
         ReductionToOneDevice,
     )
-    from jaxstrategy._src.strategies.mirrored_type import Mirrored as Mirrored
+    from jaxstrategy._src.strategies.current import Mirrored as Mirrored
     from jaxstrategy._src.tpu.topology import (
         initialize_tpu_system as initialize_tpu_system,
     )

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from jaxstrategy._src.reductions.compression import (
         CompressionState as CompressionState,
     )
-    from jaxstrategy._src.replicas.compilation_cache import (
-        compilation_cache as compilation_cache,
-    )
-    from jaxstrategy._src.strategies.central import (
+    from jaxstrategy._src.replicas.devices import compilation_cache as compilation_cache
+    from jaxstrategy._src.strategies.mirrored import (
         CentralStorageStrategy as CentralStorageStrategy,
     )
     from jaxstrategy._src.strategies.multi_worker import (
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from jaxstrategy._src.tracing.replication.primitives import (
         declare_pure as declare_pure,
     )
-    from jaxstrategy._src.values.versions import Versions as Versions
+    from jaxstrategy._src.values.slices import Versions as Versions
     from jaxstrategy._src.variables.embedding_lookup import (
         embedding_lookup as embedding_lookup,
     )

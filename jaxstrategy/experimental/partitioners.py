@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.variables.partitioners import (
+    from jaxstrategy._src.variables.sharding_choice import (
         FixedShardsPartitioner as FixedShardsPartitioner,
         MaxSizePartitioner as MaxSizePartitioner,
         MinSizePartitioner as MinSizePartitioner,

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.flax.metrics import update_metrics as update_metrics
-    from jaxstrategy._src.flax.nnx import BatchNorm as BatchNorm
+    from jaxstrategy._src.flax.nnx import (
+        BatchNorm as BatchNorm,
+        update_metrics as update_metrics,
+    )
 else:
     __getattr__, __dir__ = lazy_names.of(__name__, extra=("flax", "Flax"))

@@ -11,7 +11,7 @@ import pytest
 import jaxstrategy as js
 from jaxstrategy import checkpoint
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.variables.initial_program import InitialProgram
+from jaxstrategy._src.variables.initial_value import InitialProgram
 
 WHOLE = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 

@@ -25,8 +25,8 @@ from jaxstrategy._src.options import (
     VariableSynchronization,
 )
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.random_keys import is_key
-from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.replicas.mesh import is_key
+from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.values import building, per_replica
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of

@@ -26,15 +26,14 @@ from jaxstrategy._src.checkpoint.record import (
 )
 from jaxstrategy._src.checkpoint.state import State
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.strategy_face import AnyStrategy, checked_core
+from jaxstrategy._src.contexts.replica_context import AnyStrategy, checked_core
 from jaxstrategy._src.errors import ContextError, MissingExtraError
 from jaxstrategy._src.processes.rendezvous import Json
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import shown, whole
 from jaxstrategy._src.values import arrays as _arrays, trees
-from jaxstrategy._src.values.types import PyTree, TreeT
+from jaxstrategy._src.values.arrays import PyTree, TreeT
 
 if TYPE_CHECKING:
     from jaxstrategy._src.checkpoint.orbax import OrbaxBackend

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, final
 from jaxstrategy._src.checkpoint import handlers
 from jaxstrategy._src.checkpoint.handlers import Entry
 from jaxstrategy._src.processes.rendezvous import Json, Message
-from jaxstrategy._src.text.lists import and_more
-from jaxstrategy._src.text.units import with_noun
+from jaxstrategy._src.text.shown import and_more, with_noun
 
 if TYPE_CHECKING:
     from etils import epath  # which comes with Orbax

@@ -13,11 +13,11 @@ import jax
 from jaxstrategy._src.checkpoint import handlers
 from jaxstrategy._src.checkpoint.handlers import Array, Entry, Leaf, Reading
 from jaxstrategy._src.checkpoint.record import MismatchError
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.values import optimizer_state, trees
-from jaxstrategy._src.values.state_placement import sharding_of
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values import building, trees
+from jaxstrategy._src.values.arrays import PyTree
+from jaxstrategy._src.values.building import sharding_of
 
 
 @final
@@ -181,7 +181,7 @@ def slots(tree: PyTree) -> list[Slot]:
     """All places of a state."""
     trees.object_kinds()  # those of Flax NNX, if it is imported
     leaves, _ = _flattened(tree)
-    flags = optimizer_state.optimizer_leaves(tree, _is_whole)
+    flags = building.optimizer_leaves(tree, _is_whole)
     found: dict[str, Slot] = {}
     for (path, leaf), flag in zip(leaves, flags, strict=True):
         slot = Slot(_name(path), leaf, jax.tree_util.keystr(path), flag)
@@ -219,7 +219,7 @@ def _parts(slot: Slot) -> Iterator[Slot]:
         if is_variable(node):
             value = node.get_raw_value()
             if value is not None:  # as little a value as elsewhere in a pytree
-                is_optimizer = optimizer_state.is_optimizer_variable(node)
+                is_optimizer = building.is_optimizer_variable(node)
                 yield Slot(label, value, where, is_optimizer, node.set_raw_value)
         else:
             put = _setter(nodes[path[:-1]], path[-1])

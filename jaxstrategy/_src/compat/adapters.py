@@ -10,9 +10,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Self, TypeVar, final
 
-from jaxstrategy._src.contexts.replica_context import ReplicaContext
-from jaxstrategy._src.contexts.strategy_face import StrategyFace, core_of
-from jaxstrategy._src.strategies.calls import name_methods_after
+from jaxstrategy._src.contexts.replica_context import (
+    ReplicaContext,
+    StrategyFace,
+    core_of,
+)
+from jaxstrategy._src.strategies.choices import name_methods_after
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable

@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 
 from jaxstrategy._src.compat.older_inputs import require_iterator
 from jaxstrategy._src.contexts import outbox as _outbox, replica_context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import whole
-from jaxstrategy._src.values.types import PyTree, Value
+from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.values.arrays import PyTree, Value
 
 # What is done with what a step hands out.
 _OUTPUT, _OTHER, _OF_REPLICAS = "output", "other", "other, of each replica"

@@ -20,9 +20,8 @@ from jaxstrategy._src.inputs.iterator import (
     Optional,
 )
 from jaxstrategy._src.inputs.sources import Dataset, Source, State
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import whole
-from jaxstrategy._src.values.types import Leaf, PyTree, Value
+from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 
 
 @final

@@ -25,8 +25,7 @@ from jaxstrategy._src.options import (
 from jaxstrategy._src.strategies import current
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import several_whole, whole
+from jaxstrategy._src.text.shown import several_whole, shown, whole
 from jaxstrategy._src.variables.variable import Variable
 
 Initializer: TypeAlias = Callable[..., ArrayLike] | ArrayLike | None

@@ -1,39 +1,200 @@
-"""The strategy, step and side that code is part of: one record, `Context`.
-
-A thread (or asyncio task) is on one of three sides: outside, where code runs alone as
-its own single replica; in the cross-replica context of a strategy (inside `scope()` and
-`merge_call`), in which code sees all replicas at once; or in the replica context of a
-strategy (inside `run`), in which it sees one of them. Besides, a step may be traced, a
-variable updated, a function differentiated. One `ContextVar` holds all of that, and
-`entered` is the one way to change it for a block.
-"""
+"""The strategy, step and side that code is part of: one record, `Context`."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, final
 
 import jax
 
+from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.contexts import scope_blocks
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
-from jaxstrategy._src.contexts.eager_replica import EagerReplica
-from jaxstrategy._src.contexts.local_steps import LocalSteps
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import (
+    ReduceOp,
     VariableAggregation,
     VariableSynchronization,
 )
+from jaxstrategy._src.reductions.packing import Overlap
+from jaxstrategy._src.reductions.reduction import MetReduction, OwnReduction, Reduction
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.values import arrays
-from jaxstrategy._src.values.annotations import without_eager_sharding
-from jaxstrategy._src.values.handle import Handle
+from jaxstrategy._src.values.arrays import PyTree
+from jaxstrategy._src.values.per_replica import Handle
+from jaxstrategy._src.values.trees import without_eager_sharding
+
+# What local steps are part of in profiles, and how checks find what they send.
+LOCAL_SCOPE = "jaxstrategy.local_steps"
+
+
+@final
+class LocalSteps:
+    """Steps in which each replica is by itself.
+
+    Args:
+      count: how many replicas there are.
+
+    Attributes:
+      reduction: what takes the place of the strategy's.
+      assigned: the variables that the steps have assigned, by their `id`.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.reduction = OwnReduction(count)
+        self.assigned: dict[int, Handle] = {}
+
+
+class Loans(Protocol):
+    """What a function refers to instead of what it refers to otherwise."""
+
+    def set(self) -> None:
+        """Let the function refer to it."""
+        ...
+
+    def take_back(self) -> None:
+        """Let it refer to what it referred to before."""
+        ...
+
+
+class EagerReplica(abc.ABC):
+    """One replica that runs in a thread of its own, while the others wait.
+
+    Attributes:
+      number: of the replica, from 0.
+      index: the same as an int32 array on the replica's device.
+      reduction: what takes the place of the strategy's.
+    """
+
+    number: int
+    index: jax.Array
+    reduction: MetReduction
+
+    @abc.abstractmethod
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+    ) -> PyTree:
+        """This replica's part of what `merge_fn`, called once for all, returns."""
+
+    @abc.abstractmethod
+    def lending(self, loans: Loans) -> contextlib.AbstractContextManager[None]:
+        """A `with` block with these loans, which are there while this replica runs."""
+
+
+class AbstractVariablePolicy(abc.ABC):
+    """The view that lower layers have of a strategy's choices for variables.
+
+    Attributes:
+      are_owned: whether variables made in its scope belong to the strategy.
+    """
+
+    are_owned: bool
+
+    @property
+    @abc.abstractmethod
+    def replicas(self) -> Replicas:
+        """The replicas on whose devices mirrored variables are, one copy each."""
+
+    # Not abstract, as most policies take any device.
+    def check_devices(self, devices: tuple[Device, ...]) -> None:  # noqa: B027
+        """Raise unless mirrored variables can be made on these devices.
+
+        Raises:
+          ValueError: they cannot.
+        """
+
+    def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """For a `with` block: variables that are read in it are of one moment.
+
+        Args:
+          step: of the checkpoint that they are read for.
+        """
+        return contextlib.nullcontext()
+
+
+class AbstractStrategy(abc.ABC):
+    """A strategy, as lower layers may ask it.
+
+    Attributes:
+      _replicas: their number, their devices, their axes.
+      _variable_policy: the choice of kinds and devices for its variables.
+      _overlap: the means by which programs reduce beside the computation, if asked to.
+    """
+
+    # Users have no need of these: `dir(strategy)` shows what they may call.
+    _replicas: Replicas
+    _variable_policy: AbstractVariablePolicy
+    _overlap: Overlap | None
+
+    @property
+    def _parameter_replicas(self) -> Replicas:
+        """The replicas on whose devices mirrored variables are, one copy each."""
+        return self._variable_policy.replicas
+
+    @property
+    @abc.abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that take a step together."""
+
+    @property
+    @abc.abstractmethod
+    def devices(self) -> tuple[Device, ...]:
+        """The replicas' devices, in replica order."""
+
+    @abc.abstractmethod
+    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Each replica's version."""
+
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
+        """A `with` block in which this is the current strategy."""
+
+    @property
+    @abc.abstractmethod
+    def _reduction(self) -> Reduction | OwnReduction | MetReduction:
+        """The way in which the replicas' values become one, where the code runs."""
+
+    @abc.abstractmethod
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        axis: int | Sequence[int] | None = None,
+        *,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """One value from all replicas' versions."""
+
+
+_numbers = itertools.count()
+
+
+def new_trace() -> int:
+    """A number that no other trace has."""
+    return next(_numbers)
+
+
+def forget_jitted() -> None:
+    """Let no jitted function keep tracers, if JAX is to look for kept ones.
+
+    One that stands outside of a step and uses a variable is kept with the tracer of its
+    reference (or of its value, in a function that is differentiated); so are masks. No
+    other trace finds it, but `jax.checking_leaks` does; and there is no telling which
+    function it is. It is the tool for finding errors: that all are traced and compiled
+    again is better than an alarm at what the user has not done.
+    """
+    if jax.config.jax_check_tracer_leaks:
+        jax.clear_caches()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

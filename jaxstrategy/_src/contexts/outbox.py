@@ -20,7 +20,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.values import trees
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 class Sender(abc.ABC):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import final, overload
+from typing import TypeAlias, final, overload
 
 import jax
 import jax.numpy as jnp
 
 from jaxstrategy._src.communication_options import CommunicationOptions, checked_options
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
-from jaxstrategy._src.contexts.call_arguments import check_merge_call
-from jaxstrategy._src.contexts.context import Context
-from jaxstrategy._src.contexts.strategy_face import AnyStrategy, checked_core
+from jaxstrategy._src.contexts.context import AbstractStrategy, Context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.reductions.compression import (
@@ -24,11 +22,78 @@ from jaxstrategy._src.reductions.compression import (
 )
 from jaxstrategy._src.reductions.operations import checked_groups
 from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values import arrays, per_replica, trees
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.arrays import Leaf, Number, PyTree, TreeT
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import is_slices
-from jaxstrategy._src.values.types import Leaf, Number, PyTree, TreeT
+
+
+def check_arguments(args: object, kwargs: object) -> None:
+    """Raise unless these are a sequence of arguments and a dict or None.
+
+    Raises:
+      TypeError: they are not.
+    """
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"`args` was a {type(args).__name__}; a tuple of the function's arguments "
+            "was wanted. Write `args=(x,)` for one argument."
+        )
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(
+            f"`kwargs` was a {type(kwargs).__name__}; a dict of the function's keyword "
+            "arguments was wanted."
+        )
+
+
+def check_merge_call(merge_fn: object, args: object, kwargs: object) -> None:
+    """Raise unless `merge_call` can call `merge_fn` with these.
+
+    Raises:
+      TypeError: it cannot.
+    """
+    if not callable(merge_fn):
+        raise TypeError(
+            f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "
+            "function that takes the strategy and the arguments."
+        )
+    check_arguments(args, None if isinstance(kwargs, Mapping) else kwargs)
+
+
+class StrategyFace(abc.ABC):
+    """An object with other methods, behind which a strategy does the work.
+
+    Contexts, variables and values know the strategy only, so that programs may mix the
+    generations.
+    """
+
+    @property
+    @abc.abstractmethod
+    def core(self) -> AbstractStrategy:
+        """The strategy."""
+
+
+AnyStrategy: TypeAlias = AbstractStrategy | StrategyFace
+"""A strategy, or a face of one, which means the same."""
+
+
+def core_of(strategy: object) -> object:
+    """The strategy behind a face; anything else as it is, to be checked."""
+    return strategy.core if isinstance(strategy, StrategyFace) else strategy
+
+
+def checked_core(strategy: object) -> AbstractStrategy:
+    """The strategy that an argument `strategy` means.
+
+    Raises:
+      TypeError: it is none, and no face of one.
+    """
+    core = core_of(strategy)
+    if not isinstance(core, AbstractStrategy):
+        raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
+    return core
+
 
 # What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
 MERGE_SCOPE = "jaxstrategy.merge_call"

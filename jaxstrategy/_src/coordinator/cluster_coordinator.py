@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxstrategy._src.checkpoint.manager import CheckpointManager
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
-from jaxstrategy._src.contexts.strategy_face import AnyStrategy, core_of
+from jaxstrategy._src.contexts.context import AbstractStrategy
+from jaxstrategy._src.contexts.replica_context import AnyStrategy, core_of
 from jaxstrategy._src.coordinator.datasets import (
     DatasetOfShard,
     PerWorkerDataset,
@@ -45,11 +45,10 @@ from jaxstrategy._src.parameter_servers.worker import WorkerSurroundings
 from jaxstrategy._src.scheduled.functions import FunctionTracer
 from jaxstrategy._src.scheduled.recorder import IteratorArgument, is_whole
 from jaxstrategy._src.strategies.parameter_server import ParameterServerStrategy
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import shown, whole
 from jaxstrategy._src.tracing.functions.weak_references import weakly
-from jaxstrategy._src.values.types import Function, PyTree
-from jaxstrategy._src.variables.server_variables import ServerVariables
+from jaxstrategy._src.values.arrays import Function, PyTree
+from jaxstrategy._src.variables.policy import ServerVariables
 
 
 @final

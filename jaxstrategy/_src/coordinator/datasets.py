@@ -31,8 +31,8 @@ from jaxstrategy._src.parameter_servers.worker import (
 )
 from jaxstrategy._src.scheduled import recorder as _recorder
 from jaxstrategy._src.scheduled.recorder import Element, IteratorArgument
+from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import PyTree
 
 _AHEAD = 2
 

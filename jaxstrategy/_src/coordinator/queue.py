@@ -35,7 +35,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.text.user_code import Line
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 # TensorFlow's; a closure of a queue without a limit could fill the memory.
 MOST_QUEUED = 256 * 1024

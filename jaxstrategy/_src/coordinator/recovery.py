@@ -17,10 +17,10 @@ from jaxstrategy._src.coordinator.queue import ClosureQueue
 from jaxstrategy._src.errors import ParameterServerLost
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
-from jaxstrategy._src.text.units import with_seconds
+from jaxstrategy._src.text.shown import with_seconds
 from jaxstrategy._src.text.user_code import warn
-from jaxstrategy._src.values.types import PyTree
-from jaxstrategy._src.variables.server_cell import ServerCell
+from jaxstrategy._src.values.arrays import PyTree
+from jaxstrategy._src.variables.cell import ServerCell
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 
 _FIRST_PAUSE = 0.1

@@ -43,7 +43,7 @@ from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.text.user_code import warn
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 _DELAY = "TF_COORDINATOR_SCHEDULE_START_DELAY"
 _AWAY = (WorkerActivity.LOST, WorkerActivity.GIVEN_UP)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxstrategy._src.scheduled.recorder import ValueArgument
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.types import Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 
 _Build = Callable[[], PyTree]
 

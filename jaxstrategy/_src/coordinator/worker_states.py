@@ -10,7 +10,7 @@ import time
 from typing import final
 
 from jaxstrategy._src.text import html
-from jaxstrategy._src.text.units import with_seconds
+from jaxstrategy._src.text.shown import with_seconds
 
 HEADER = ("worker", "state", "starts", "functions", "running", "last error")
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxstrategy._src import masks
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.masks import step_masks
-from jaxstrategy._src.replicas import overflow
-from jaxstrategy._src.replicas.random_keys import is_key
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas.mesh import is_key
+from jaxstrategy._src.text.shown import whole
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.slices import is_slices
-from jaxstrategy._src.values.types import Leaf, PyTree
 
 
 def accumulated(
@@ -31,7 +31,7 @@ def accumulated(
 
         def of_part(index: jax.Array) -> tuple[PyTree, PyTree]:
             args, kwargs = parts(index)
-            with step_masks.part(index, k):
+            with masks.part(index, k):
                 returned = fn(*args, **kwargs)
             sums, aux = returned if has_aux else (returned, None)
             return jax.tree.map(_summable, sums, is_leaf=is_slices), aux
@@ -131,7 +131,7 @@ def _summable(leaf: Leaf) -> jax.Array:
             "`accumulate` was given a function that returns IndexedSlices, which have "
             "no sum of the same size. Return `slices.to_dense()`."
         )
-    return overflow.array_of(leaf)
+    return mesh.array_of(leaf)
 
 
 def _wide_dtype(dtype: np.dtype) -> DTypeLike:

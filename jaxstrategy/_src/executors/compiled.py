@@ -9,13 +9,8 @@ from typing import final
 
 import jax
 
-from jaxstrategy._src.contexts import (
-    context as _context,
-    outbox,
-    replica_context,
-)
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
-from jaxstrategy._src.contexts.context import Context
+from jaxstrategy._src.contexts import context as _context, outbox, replica_context
+from jaxstrategy._src.contexts.context import AbstractStrategy, Context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.executor import AbstractExecutor, FunctionProgram
 from jaxstrategy._src.executors.replica_threads.eager_steps import EagerSteps
@@ -27,7 +22,7 @@ from jaxstrategy._src.tracing.programs import Programs
 from jaxstrategy._src.tracing.replica_step import name_of
 from jaxstrategy._src.tracing.shared_programs import Seal
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 @final

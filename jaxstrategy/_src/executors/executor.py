@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast, final
 
 from jaxstrategy._src.contexts import context as _context, outbox as _outbox
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas.devices import Device
@@ -21,9 +21,9 @@ from jaxstrategy._src.tracing.nnx import adapter
 from jaxstrategy._src.tracing.prepared import Obtain
 from jaxstrategy._src.tracing.replica_step import StepEnvironment
 from jaxstrategy._src.values import building, per_replica, trees
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
-from jaxstrategy._src.variables import registry
+from jaxstrategy._src.variables import abstract_variable
 from jaxstrategy._src.variables.variable import Variable
 
 
@@ -173,7 +173,7 @@ class AbstractExecutor(abc.ABC):
 
     def _variables(self) -> list[Variable]:
         """The variables that steps may use."""
-        return cast("list[Variable]", registry.usable_by(self._strategy))
+        return cast("list[Variable]", abstract_variable.usable_by(self._strategy))
 
 
 @final

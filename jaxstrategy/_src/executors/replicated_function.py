@@ -16,7 +16,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing.prepared import Preparation
 from jaxstrategy._src.tracing.saved_step import Facts, SavedStep, facts_of
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 @final

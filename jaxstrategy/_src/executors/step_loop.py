@@ -17,15 +17,15 @@ from jaxstrategy._src.executors.synchronizations import (
     AbstractSynchronization,
     InEachStep,
 )
-from jaxstrategy._src.masks.loop_masks import LoopMasks
-from jaxstrategy._src.replicas import overflow
-from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.masks import LoopMasks
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.tracing.functions import code, lending
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.nnx import adapter
 from jaxstrategy._src.tracing.nnx.adapter import Parts, is_changed_in_place, is_parts
 from jaxstrategy._src.values import arrays as _arrays, trees
-from jaxstrategy._src.values.types import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.variables.variable import Variable
 
 
@@ -36,7 +36,7 @@ class ArrayTree:
         found, self.structure = jax.tree.flatten_with_path(tree, is_leaf=trees.is_whole)
         self.paths = [path for path, _ in found]
         self.leaves = [
-            overflow.array_of(leaf) if with_numbers and is_number(leaf) else leaf
+            mesh.array_of(leaf) if with_numbers and is_number(leaf) else leaf
             for _, leaf in found
         ]
         self._are_arrays = list(map(_arrays.is_array, self.leaves))

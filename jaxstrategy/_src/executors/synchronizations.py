@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.local_steps import LOCAL_SCOPE, LocalSteps
+from jaxstrategy._src.contexts.context import LOCAL_SCOPE, LocalSteps
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.reductions.reduction import HowReduced
-from jaxstrategy._src.values.handle import Handle
+from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables.variable import Variable
 
 # Arrays of the state, and others, which the loop returns.

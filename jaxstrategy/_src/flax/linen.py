@@ -15,7 +15,7 @@ from jaxstrategy._src.flax.statistics import (
     refuse_axis_name,
     split_axes,
 )
-from jaxstrategy._src.values.types import Value
+from jaxstrategy._src.values.arrays import Value
 
 
 @final

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy._src.masks import step_masks
+from jaxstrategy._src import masks
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies.current import (
     get_replica_context,
@@ -17,8 +17,8 @@ from jaxstrategy._src.strategies.current import (
     has_strategy,
 )
 from jaxstrategy._src.values import trees
+from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf, PyTree, Value
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -138,7 +138,7 @@ def moments(
 
 def _real_rows(x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
     """The mask of the step's batch, as one of `x`; None where there is none."""
-    known = step_masks.known_rows(x) if 0 in axes and axis_name() is not None else None
+    known = masks.known_rows(x) if 0 in axes and axis_name() is not None else None
     return None if known is None else known.reshape(-1, *[1] * (x.ndim - 1))
 
 

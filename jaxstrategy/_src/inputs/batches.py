@@ -20,13 +20,13 @@ from jax.typing import DTypeLike
 
 from jaxstrategy._src.inputs.sources import Pass, State
 from jaxstrategy._src.processes.agreement import Agreement
-from jaxstrategy._src.replicas import overflow
-from jaxstrategy._src.replicas.random_keys import as_numbers
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.values import arrays as _arrays, per_replica
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf, PyTree
 
 Array: TypeAlias = np.ndarray | jax.Array
 """An array of a batch: on the host, or on a device already."""
@@ -558,7 +558,7 @@ def _array(leaf: Leaf, keys: Any, number: int) -> Array:
         )
     try:
         return _arrays.as_array(leaf, path)
-    except overflow.NotHeldError as error:
+    except mesh.NotHeldError as error:
         raise ValueError(f"`{path}` of batch {number}: {error}") from None
     except (TypeError, ValueError) as error:
         shown = repr(leaf)

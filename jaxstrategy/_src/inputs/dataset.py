@@ -19,9 +19,8 @@ from jaxstrategy._src.inputs.sources import Dataset, Pass, Source
 from jaxstrategy._src.inputs.transfer import Transfer
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.units import with_noun
-from jaxstrategy._src.text.whole_numbers import whole
-from jaxstrategy._src.values.types import PyTree, Value
+from jaxstrategy._src.text.shown import whole, with_noun
+from jaxstrategy._src.values.arrays import PyTree, Value
 
 _S = TypeVar("_S")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import shown, whole
 
 
 class InputReplicationMode(enum.Enum):

@@ -20,9 +20,9 @@ from jaxstrategy._src.inputs.batches import HostBatch, Steps
 from jaxstrategy._src.inputs.input_options import InputOptions
 from jaxstrategy._src.inputs.sources import State
 from jaxstrategy._src.inputs.transfer import Transfer
-from jaxstrategy._src.text.units import with_noun
+from jaxstrategy._src.text.shown import with_noun
 from jaxstrategy._src.values import arrays
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 _T = TypeVar("_T")
 

@@ -26,10 +26,9 @@ from jaxstrategy._src.inputs.sources import (
     TfDataSource,
     is_tf_data,
 )
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.text.lists import first_few
+from jaxstrategy._src.text.shown import array_type, first_few
 from jaxstrategy._src.values import arrays as _arrays, per_replica
-from jaxstrategy._src.values.types import Leaf, PyTree
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 
 _NAME = "the PyTorch DataLoader"
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxstrategy._src.inputs import origins, sources
 from jaxstrategy._src.inputs.sources import Pass, Source, State
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import whole
 from jaxstrategy._src.values import per_replica
-from jaxstrategy._src.values.types import Leaf, PyTree, Value
+from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 
 # Where memory of the host begins that a device takes over instead of copying it. It is
 # so with XLA; half of it would be found, too.

@@ -13,8 +13,8 @@ from typing import final
 
 import jax
 
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica, contents, is_per_replica
-from jaxstrategy._src.values.types import Leaf, PyTree
 
 _known: dict[int, tuple[weakref.ref[Leaf], str | None]] = {}
 

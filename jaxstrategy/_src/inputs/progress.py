@@ -18,10 +18,9 @@ from typing import Any, Generic, TextIO, TypeAlias, TypeVar, final
 import jax
 
 from jaxstrategy._src.inputs.dataset import Grouped
-from jaxstrategy._src.masks.filled_rows import number_of_examples
-from jaxstrategy._src.text.units import plural
-from jaxstrategy._src.text.whole_numbers import whole
-from jaxstrategy._src.values.types import PyTree, Value
+from jaxstrategy._src.masks import number_of_examples
+from jaxstrategy._src.text.shown import plural, whole
+from jaxstrategy._src.values.arrays import PyTree, Value
 
 _T = TypeVar("_T")
 _Show: TypeAlias = Callable[[int, str, bool], None]  # steps, rates, whether it ends

@@ -9,10 +9,9 @@ from typing import Any, Self, TypeAlias, final
 import jax
 import numpy as np
 
-from jaxstrategy._src.text.units import with_noun
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import whole, with_noun
 from jaxstrategy._src.values import per_replica
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 State: TypeAlias = Any
 """A state that JSON can hold: dicts, lists, text, numbers, None."""

@@ -7,13 +7,13 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from jaxstrategy._src import masks
 from jaxstrategy._src.inputs import memory_source
 from jaxstrategy._src.inputs.batches import Array, HostBatch, ReplicaRange, Steps
-from jaxstrategy._src.masks import filled_rows
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas
 from jaxstrategy._src.values import per_replica
+from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import PyTree
 
 
 @final
@@ -81,11 +81,11 @@ class Transfer:
 
     def _mask(self, batch: HostBatch) -> jax.Array:
         if not batch.is_full:
-            mask = self._everywhere(filled_rows.row_mask(batch.counts, batch.each))
-            filled_rows.note(mask)
+            mask = self._everywhere(masks.row_mask(batch.counts, batch.each))
+            masks.note(mask)
             return mask
         if batch.each not in self._full:
-            full = filled_rows.row_mask(batch.counts, batch.each)
+            full = masks.row_mask(batch.counts, batch.each)
             self._full[batch.each] = self._everywhere(full)
         return self._full[batch.each]
 

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
 
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
-from jaxstrategy._src.contexts.strategy_face import AnyStrategy, checked_core
+import keras
+
+from jaxstrategy._src.contexts.context import AbstractStrategy
+from jaxstrategy._src.contexts.replica_context import AnyStrategy, checked_core
 from jaxstrategy._src.errors import MissingExtraError
 from jaxstrategy._src.strategies.parameter_server import ParameterServerStrategy
+
+
+@final
+class AnyRows(keras.distribution.DataParallel):
+    """A batch whose rows do not divide equally lies whole on each device.
+
+    Keras' own class refuses it (Keras 3.15).
+    """
+
+    def get_data_layout(
+        self, data_shape: Sequence[int]
+    ) -> keras.distribution.TensorLayout:
+        """The layout of a batch of this shape."""
+        if data_shape and data_shape[0] % self.num_model_replicas == 0:
+            return super().get_data_layout(data_shape)
+        axes = [None] * len(data_shape)
+        return keras.distribution.TensorLayout(axes, self.device_mesh)
+
 
 if TYPE_CHECKING:
     import keras
@@ -50,7 +71,7 @@ def distribution(strategy: AnyStrategy) -> keras.distribution.DataParallel:
     _check_backend(keras.config.backend())
     _check_strategy(core)
     if core not in _made:
-        from jaxstrategy._src.keras.any_rows import AnyRows
+        pass
 
         # Keras would divide files of TensorFlow's datasets, and refuse all others.
         _made[core] = AnyRows(devices=list(core.devices), auto_shard_dataset=False)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.iterator import DistributedIterator
 from jaxstrategy._src.inputs.sources import Source

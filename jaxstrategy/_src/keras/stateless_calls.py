@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 
 from jaxstrategy._src.strategies.current import get_replica_context
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 Values: TypeAlias = list[jax.Array]
 

@@ -31,7 +31,7 @@ from jaxstrategy._src.launch.child_process import (
 from jaxstrategy._src.launch.options import GPUS, Options, visible_gpus
 from jaxstrategy._src.processes.exit_codes import ExitCode, Restart, is_good
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.text.units import plural, with_noun, with_seconds
+from jaxstrategy._src.text.shown import plural, with_noun, with_seconds
 
 LOOPBACK = "127.0.0.1"
 NEVER_AGAIN = ExitCode.that_restart(Restart.NEVER)

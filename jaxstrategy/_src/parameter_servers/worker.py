@@ -34,13 +34,13 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ShippedTable,
     aligned_empty,
 )
-from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values import per_replica
+from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf, PyTree, TreeStructure
 
 
 @final
@@ -143,7 +143,7 @@ def _array(leaf: Leaf) -> np.ndarray | jax.Array:
             f"An element of a dataset holds {shown(leaf)}, which is not an array of "
             "numbers. Leave it out, or encode it as numbers."
         )
-    overflow.check_held(array)
+    mesh.check_held(array)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 

@@ -18,13 +18,13 @@ from typing import ParamSpec, TypeVar, final
 from jaxstrategy._src.checkpoint.manager import CheckpointManager
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.strategy_face import AnyStrategy, checked_core
+from jaxstrategy._src.contexts.replica_context import AnyStrategy, checked_core
 from jaxstrategy._src.processes import agreement, job
 from jaxstrategy._src.processes.agreement import StopAgreement
 from jaxstrategy._src.processes.exit_codes import ExitCode
 from jaxstrategy._src.processes.store import Store
 from jaxstrategy._src.strategies.current import get_strategy
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 
 @final

@@ -29,8 +29,7 @@ from jaxstrategy._src.processes.rendezvous import Json
 from jaxstrategy._src.processes.store import Store
 from jaxstrategy._src.processes.watchdog import Watchdog
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.array_types import Shaped, array_type
-from jaxstrategy._src.text.lists import and_more
+from jaxstrategy._src.text.shown import Shaped, and_more, array_type
 
 # The watchdog looks on, and the end of another process ends the wait: a deadline of its
 # own would only end jobs one of whose processes compiles or reads for long.

@@ -40,7 +40,7 @@ from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.processes.store import ProcessState, SharedStore, Store
 from jaxstrategy._src.processes.watchdog import Watchdog
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.array_types import Shaped
+from jaxstrategy._src.text.shown import Shaped
 
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _AGREED_BYTES = 512

@@ -40,8 +40,7 @@ from jaxstrategy._src.processes.messages import (
     Server,
 )
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.text.lists import listed
-from jaxstrategy._src.text.units import plural
+from jaxstrategy._src.text.shown import listed, plural
 
 Json: TypeAlias = Any
 """A value of JSON."""

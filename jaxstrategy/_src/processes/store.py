@@ -29,7 +29,7 @@ from jaxstrategy._src.processes.rendezvous import (
     read,
     written,
 )
-from jaxstrategy._src.text.lists import listed
+from jaxstrategy._src.text.shown import listed
 
 
 class Status(TypedDict):

@@ -12,10 +12,10 @@ from typing import TypeAlias, TypeVar, final
 
 import jax
 
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.units import with_noun, with_seconds
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.text.shown import with_noun, with_seconds
+from jaxstrategy._src.values.arrays import PyTree
 
 S = TypeVar("S", bound=AbstractStrategy)
 Make: TypeAlias = Callable[[S, int], Callable[[], PyTree]]

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy._src.errors import DonatedValueError
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import whole
 from jaxstrategy._src.values import arrays as _arrays, trees
+from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf, PyTree, Value
 
 # A method that all arrays have, and that the abstract class does not mention.
 _is_ready = operator.methodcaller("is_ready")

@@ -17,17 +17,16 @@ from jaxstrategy._src.executors.replicated_function import CompiledStep
 from jaxstrategy._src.executors.step_loop import number_of_steps
 from jaxstrategy._src.inputs import origins
 from jaxstrategy._src.inputs.origins import BatchWaits
-from jaxstrategy._src.masks.filled_rows import number_of_examples
+from jaxstrategy._src.masks import number_of_examples
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.profiling.metric_logger import MetricLogger
 from jaxstrategy._src.profiling.step_analysis import StepAnalysis, StepFacts
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import html
-from jaxstrategy._src.text.units import with_bytes, with_prefix, with_seconds
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import whole, with_bytes, with_prefix, with_seconds
 from jaxstrategy._src.tracing.explanation.facts import Memory
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import is_per_replica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
 
 T = TypeVar("T")
 # The first call compiles, the second one is made on idle devices.

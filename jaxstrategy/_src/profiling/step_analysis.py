@@ -22,7 +22,7 @@ from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.explanation.facts import Memory
 from jaxstrategy._src.values import arrays
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,10 +28,9 @@ from jaxstrategy._src.reductions.operations import (
     checked,
     sums as names_of_sums,
 )
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.shown import array_type, shown
+from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.slices import is_slices
-from jaxstrategy._src.values.types import Leaf, PyTree, TreeStructure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ from jaxstrategy._src.reductions.plan import AbstractPlan, Plan
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import whole
+from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf
 
 
 class CrossDeviceOps(abc.ABC):

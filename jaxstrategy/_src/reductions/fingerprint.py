@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxstrategy._src.replicas.random_keys import as_numbers
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.replicas.mesh import as_numbers
+from jaxstrategy._src.values.arrays import PyTree
 
 Word: TypeAlias = jax.Array | np.uint32
 

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstrategy._src.options import ReduceOp
-from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.whole_numbers import several_whole, whole
+from jaxstrategy._src.text.shown import several_whole, whole
+from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
-from jaxstrategy._src.values.types import Leaf
 
 Axes = tuple[str, ...]
 Sum = Callable[[jax.Array, Axes, int], jax.Array]
@@ -243,7 +243,7 @@ def checked(op: ReduceOp, value: Leaf) -> jax.Array:
       TypeError: it is not an array or number, or its dtype has no such reduction.
     """
     try:
-        array = overflow.array_of(value)
+        array = mesh.array_of(value)
     except TypeError as error:
         raise TypeError(
             f"{op.name} of {value!r}: an array or a number was wanted, got "
@@ -330,7 +330,7 @@ def all_gather(value: Leaf, axis: int, replicas: Replicas) -> jax.Array:
       ValueError: `value` is a scalar, or `axis` is out of range.
       TypeError: `axis` is not a whole number.
     """
-    array = overflow.array_of(value)
+    array = mesh.array_of(value)
     dimension = checked_axis(axis)
     if array.ndim == 0:
         raise ValueError(

@@ -35,7 +35,7 @@ from jaxstrategy._src.reductions.packing import (
     pairs_in_packs,
 )
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.values.arrays import Leaf
 
 
 class AbstractPlan(abc.ABC):

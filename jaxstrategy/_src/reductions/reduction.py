@@ -36,10 +36,10 @@ from jaxstrategy._src.reductions.operations import (
     reduce_slices,
 )
 from jaxstrategy._src.reductions.plan import AbstractPlan
-from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
-from jaxstrategy._src.values.types import Leaf, PyTree, TreeStructure
 
 
 @final
@@ -176,7 +176,7 @@ class Reduction:
 
     def first(self, leaf: Leaf) -> jax.Array:
         """The array of the first replica on all of them, in its own shape."""
-        return self.gathered(overflow.array_of(leaf)[None], 0)[0]
+        return self.gathered(mesh.array_of(leaf)[None], 0)[0]
 
 
 @final
@@ -578,7 +578,7 @@ class SameShapes:
 
     def first(self, leaf: Leaf) -> jax.Array:
         """As that of `Reduction`."""
-        return overflow.array_of(leaf)
+        return mesh.array_of(leaf)
 
 
 Meet = Callable[[MetCollective, Sequence[jax.Array]], PyTree]
@@ -638,4 +638,4 @@ class MetReduction:
 
     def _met(self, collective: MetCollective, arrays: Sequence[Leaf]) -> PyTree:
         # Most leaves of strings and other objects come to an end here.
-        return self._meet(collective, [overflow.array_of(array) for array in arrays])
+        return self._meet(collective, [mesh.array_of(array) for array in arrays])

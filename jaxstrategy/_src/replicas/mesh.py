@@ -1,8 +1,4 @@
-"""The mesh of replicas, and arrays on it.
-
-This folder alone spells the axis name and `PartitionSpec`s; the rest of the package
-asks `Replicas` for a sharding by its meaning, `SAME` or `SPLIT`.
-"""
+"""The mesh of replicas, and arrays on it."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_context
@@ -24,14 +21,101 @@ from jax.sharding import (
     PartitionSpec,
     Sharding,
 )
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxstrategy._src.errors import PlacementError
 from jaxstrategy._src.processes import job
-from jaxstrategy._src.replicas import overflow
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.random_keys import is_key
 from jaxstrategy._src.text.shown import shown
+
+
+class NotHeldError(ValueError):
+    """A number is larger than its dtype holds."""
+
+
+def array_of(value: Any, dtype: DTypeLike | None = None) -> jax.Array:
+    """`value` as `jnp.asarray` has it.
+
+    Raises:
+      NotHeldError: it has a number that `dtype` does not hold, by default an integer
+        that no integer of JAX holds.
+    """
+    if dtype is None and isinstance(value, (np.ndarray, np.generic)):
+        check_held(np.asarray(value))
+    try:
+        return jnp.asarray(value, dtype)
+    except OverflowError:
+        raise NotHeldError(too_large(value, dtype)) from None
+
+
+def types_of(leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The types of leaves as arguments of a step, which may be types of arrays.
+
+    Raises:
+      NotHeldError: one is an integer that no integer of JAX holds.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            check_held(np.asarray(leaf))
+    try:
+        return jax.eval_shape(list, leaves)
+    except OverflowError:
+        for leaf in leaves:
+            if isinstance(leaf, int):
+                array_of(leaf)
+        raise
+
+
+def too_large(value: Any, dtype: DTypeLike | None = None) -> str:
+    """The complaint about a number that `dtype`, by default JAX's integer, lacks."""
+    kind = jax.dtypes.canonicalize_dtype(int if dtype is None else dtype)
+    is_integer = jnp.issubdtype(kind, jnp.integer)
+    held = jnp.iinfo(kind) if is_integer else jnp.finfo(kind)
+    ends = [
+        end if is_integer else f"{end:.6g}" for end in map(int, (held.min, held.max))
+    ]
+    advice = ", such as `np.float32(value)`" if is_integer else ""
+    if is_integer and kind.itemsize < 8:
+        advice += (
+            ", or let JAX have 64 bits: `jax.config.update('jax_enable_x64', True)`"
+        )
+    return (
+        f"{shown(value)} was given, and {kind} holds {ends[0]} to {ends[1]}. Give an "
+        f"array of a dtype that holds it{advice}."
+    )
+
+
+def check_held(host: np.ndarray) -> None:
+    """Raise if JAX, without 64 bits, would cut integers of `host` without a word.
+
+    Raises:
+      NotHeldError: it would.
+    """
+    kind = jax.dtypes.canonicalize_dtype(host.dtype)
+    if host.dtype.kind not in "iu" or kind == host.dtype or not host.size:
+        return
+    held = jnp.iinfo(kind)
+    for extreme in (int(host.max()), int(host.min())):
+        if not held.min <= extreme <= held.max:
+            raise NotHeldError(too_large(extreme, kind))
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether arrays of this dtype hold random keys.
+
+    >>> is_key(jax.random.key(0).dtype), is_key(np.dtype("uint32"))
+    (True, False)
+    """
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def as_numbers(array: Any) -> Any:
+    """The numbers of which an array of random keys is made; any other array as it is.
+
+    Shapes: keys `[...]` -> `[..., words]`.
+    """
+    return jax.random.key_data(array) if is_key(array.dtype) else array
+
 
 REPLICA_AXIS = "replica"
 
@@ -140,7 +224,7 @@ def _placed(
     if is_spread(value):
         return _moved(value, sharding)
     if isinstance(value, (np.ndarray, np.generic)):
-        overflow.check_held(np.asarray(value))
+        check_held(np.asarray(value))
     if sharding.is_fully_addressable or isinstance(value, Tracer):
         if isinstance(value, Tracer) and not sharding.is_fully_replicated:
             return _divided_while_traced(value, sharding)
@@ -154,13 +238,13 @@ def _placed(
         except (OverflowError, TypeError):  # the latter of 10**400
             if not isinstance(value, int):
                 raise
-            raise overflow.NotHeldError(overflow.too_large(value)) from None
+            raise NotHeldError(too_large(value)) from None
     if isinstance(value, jax.Array):
         if is_key(value.dtype):
             data = _placed(jax.random.key_data(value), sharding, put)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     # NumPy has 64 bits for a number of Python.
-    host = np.asarray(overflow.array_of(value) if isinstance(value, int) else value)
+    host = np.asarray(array_of(value) if isinstance(value, int) else value)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
     found = put(host.astype(dtype, copy=False), sharding)
     return _as_number(found, sharding) if _is_number(value) else found

@@ -10,9 +10,8 @@ from typing import Literal, Protocol, TypeAlias, final
 import jax
 import numpy as np
 
-from jaxstrategy._src.replicas.random_keys import is_key
-from jaxstrategy._src.text.units import with_bytes
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.replicas.mesh import is_key
+from jaxstrategy._src.text.shown import whole, with_bytes
 
 
 class Shaped(Protocol):

@@ -4,11 +4,107 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
+import math
+import numbers
 from collections.abc import Iterable
 from typing import TypeAlias, final
 
-from jaxstrategy._src.replicas import link_numbers
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.shown import shown, whole
+
+
+def bandwidth(given: object) -> float:
+    """Bytes per second as a float."""
+    complaint = (
+        f"`bandwidth` was {shown(given)}; a positive, finite number of bytes per "
+        "second was wanted. Give a link of 200 Gbit/s as `bandwidth=25e9`."
+    )
+    found = _finite(given, complaint)
+    if found == 0:
+        raise ValueError(complaint)
+    return found
+
+
+def latency(given: object) -> float:
+    """Seconds as a float."""
+    return _finite(
+        given,
+        f"`latency` was {shown(given)}; a finite number of seconds, 0 or more, was "
+        "wanted. Give 5 microseconds as `latency=5e-6`.",
+    )
+
+
+def messages(given: object) -> tuple[tuple[float, float], ...]:
+    """Pairs of bytes and seconds as floats, in ascending order."""
+    complaint = (
+        f"`messages` was {shown(given)}; pairs of bytes and seconds were wanted, both "
+        "ascending, at least two. Give a link as `messages=((1e3, 1e-5), (1e6, 5e-5))`."
+    )
+    try:
+        pairs = [(one, two) for one, two in given]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise TypeError(complaint) from None
+    found = tuple((_finite(x, complaint), _finite(y, complaint)) for x, y in pairs)
+    for (size, seconds), (larger, longer) in itertools.pairwise(found):
+        if size >= larger or seconds > longer:
+            raise ValueError(complaint)
+    if len(found) == 1:
+        raise ValueError(complaint)
+    return found
+
+
+def spread(given: object, count: int) -> tuple[tuple[float, float], ...]:
+    """Pairs of the least and the most seconds of each of `count` messages, or none."""
+    complaint = (
+        f"`spread` was {shown(given)}; a pair of the least and the most seconds was "
+        f"wanted for each of {count} messages. Give `spread=((1e-5, 2e-5), ...)`."
+    )
+    try:
+        pairs = [(one, two) for one, two in given]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise TypeError(complaint) from None
+    found = tuple((_finite(x, complaint), _finite(y, complaint)) for x, y in pairs)
+    if len(found) not in (0, count) or any(least > most for least, most in found):
+        raise ValueError(complaint)
+    return found
+
+
+def nbytes(given: object) -> float:
+    """Bytes as a float."""
+    return _finite(
+        given,
+        f"`nbytes` was {shown(given)}; a finite number of bytes, 0 or more, was "
+        "wanted. Give the size of one replica's operand, for an array `x` its "
+        "`x.nbytes`.",
+    )
+
+
+def _finite(given: object, complaint: str) -> float:
+    """`given` as a float; `complaint` is raised unless it is finite and 0 or more."""
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise TypeError(complaint)
+    try:
+        number = float(given)
+    except OverflowError:
+        raise ValueError(complaint) from None
+    if not 0 <= number < math.inf:
+        raise ValueError(complaint)
+    return number
+
+
+def replicas(given: object) -> int:
+    """`given` as an int, refused unless it is a whole number of 1 or more."""
+    complaint = (
+        f"`replicas` was {shown(given)}; a whole number, 1 or more, was wanted. "
+        "Give how many replicas take part, for example `replicas=8`."
+    )
+    found = whole(given)
+    if found is None:
+        raise TypeError(complaint)
+    if found < 1:
+        raise ValueError(complaint)
+    return found
+
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
@@ -121,17 +217,17 @@ class Topology:
     spread: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bandwidth", link_numbers.bandwidth(self.bandwidth))
-        object.__setattr__(self, "latency", link_numbers.latency(self.latency))
-        object.__setattr__(self, "replicas", link_numbers.replicas(self.replicas))
+        object.__setattr__(self, "bandwidth", bandwidth(self.bandwidth))
+        object.__setattr__(self, "latency", latency(self.latency))
+        object.__setattr__(self, "replicas", replicas(self.replicas))
         if not isinstance(self.inside, Topology | None):
             raise TypeError(
                 f"`inside` was {shown(self.inside)}; a `Topology` was wanted, or None. "
                 "Give the links of one host as `inside=Topology(bandwidth=300e9, "
                 "latency=2e-6, replicas=8)`."
             )
-        object.__setattr__(self, "messages", link_numbers.messages(self.messages))
-        spread = link_numbers.spread(self.spread, len(self.messages))
+        object.__setattr__(self, "messages", messages(self.messages))
+        spread = spread(self.spread, len(self.messages))
         object.__setattr__(self, "spread", spread)
 
     def ring(self, kind: str, nbytes: float) -> float:
@@ -254,7 +350,7 @@ class Topology:
         >>> links.with_replicas_per_device(8).replicas
         8
         """
-        sharing = link_numbers.replicas(count)
+        sharing = replicas(count)
         within = self.inside
         return dataclasses.replace(
             self,
@@ -277,7 +373,7 @@ class Topology:
                 links._of_one_level(*way(each, links.replicas), nbytes=operand)
                 for way in ways
             )
-            for links, each, operand in self._stages(kind, link_numbers.nbytes(nbytes))
+            for links, each, operand in self._stages(kind, nbytes(nbytes))
         ]
         predicted, least, most = map(sum, zip(*stages, strict=True))
         return predicted, least, most

@@ -19,7 +19,7 @@ import numpy as np
 from jax.stages import Wrapped
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.replicated_function import ReplicatedFunction
 from jaxstrategy._src.parameter_servers import worker as _worker
@@ -33,7 +33,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
-from jaxstrategy._src.replicas.random_keys import as_numbers
+from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.replicas.replicas import SPLIT
 from jaxstrategy._src.scheduled.recorder import (
     IteratorArgument,
@@ -45,7 +45,7 @@ from jaxstrategy._src.scheduled.recorder import (
 )
 from jaxstrategy._src.scheduled.shipping import shipped
 from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
-from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.tracing import results as _results, roles
 from jaxstrategy._src.tracing.functions import code as _code, lending
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
@@ -57,9 +57,8 @@ from jaxstrategy._src.tracing.nnx.adapter import is_changed_in_place
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays, per_replica
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
 from jaxstrategy._src.variables.variable import Variable
 

@@ -15,16 +15,15 @@ from jax.typing import DTypeLike
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.masks.step_masks import BatchArray, StepMasks
+from jaxstrategy._src.masks import BatchArray, StepMasks
 from jaxstrategy._src.parameter_servers.protocol import ElementType, Input
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.values import per_replica, trees
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.types import PyTree, TreeStructure
+from jaxstrategy._src.values.arrays import PyTree, TreeStructure
+from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
-from jaxstrategy._src.variables.kinds.pending_change import PendingChange
-from jaxstrategy._src.variables.server_functions import named
+from jaxstrategy._src.variables.kinds.server_kind import PendingChange, named
 
 PREFIX = "jaxstrategy_worker_input_"
 """An equation of this name and a number stands for what the worker has."""

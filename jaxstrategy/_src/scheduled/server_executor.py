@@ -10,7 +10,7 @@ from typing import final
 import jax
 
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.compiled import CompiledExecutor
 from jaxstrategy._src.executors.executor import AbstractExecutor, FunctionProgram
@@ -23,7 +23,7 @@ from jaxstrategy._src.replicas.replicas import SAME
 from jaxstrategy._src.scheduled.functions import FunctionTracer
 from jaxstrategy._src.scheduled.recorder import WorkerArgument, is_whole
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 @final

@@ -26,7 +26,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ShippedTable,
 )
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
-from jaxstrategy._src.replicas.random_keys import as_numbers
+from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy._src.scheduled.recorder import PREFIX
 from jaxstrategy._src.scheduled.trace import FunctionTrace, name_in_trace
@@ -43,16 +43,17 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.replication.types import Site
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.types import Function, Leaf
+from jaxstrategy._src.values.arrays import Function, Leaf
+from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables.changes import SCATTERS, changed
-from jaxstrategy._src.variables.kinds.exported_update import (
-    ExportedUpdate,
-    exported_update,
-)
 from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
-from jaxstrategy._src.variables.kinds.server_kind import ServerKind, server_kind_of
-from jaxstrategy._src.variables.server_functions import PREFIX as SERVER_PREFIX
+from jaxstrategy._src.variables.kinds.server_kind import (
+    PREFIX as SERVER_PREFIX,
+    ExportedUpdate,
+    ServerKind,
+    exported_update,
+    server_kind_of,
+)
 from jaxstrategy._src.variables.variable import Variable
 
 READ = "rows"

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias, cast, final
 import jax
 import jax.numpy as jnp
 
+from jaxstrategy._src import masks
 from jaxstrategy._src.contexts import context, replica_context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.masks import step_masks
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.replicas.random_keys import as_numbers, is_key
+from jaxstrategy._src.replicas.mesh import as_numbers, is_key
 from jaxstrategy._src.replicas.replicas import SAME, Meaning
 from jaxstrategy._src.scheduled.recorder import Recorder
 from jaxstrategy._src.tracing.checks import step_checks
@@ -30,9 +30,9 @@ from jaxstrategy._src.tracing.trace import Trace
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.values import arrays, per_replica
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
-from jaxstrategy._src.variables import registry
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.per_replica import Handle
+from jaxstrategy._src.variables import abstract_variable
 from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
 from jaxstrategy._src.variables.kinds.server_kind import server_kind_of
 from jaxstrategy._src.variables.variable import Variable
@@ -116,13 +116,13 @@ def trace_function(
             if role is Role.MASK:
                 recorder.note_mask(own[place - 1], own[place], (-1, place))
         try:
-            with step_masks.given(recorder.masks):
+            with masks.given(recorder.masks):
                 yield
         finally:
             recorder.end()
 
     def variables() -> list[Variable]:
-        there = registry.usable_by(strategy)
+        there = abstract_variable.usable_by(strategy)
         kinds = [kind for v in there if (kind := server_kind_of(v)) is not None]
         pending[1:] = [change for kind in kinds for change in kind.pending]
         return cast("list[Variable]", [*there, *pending])

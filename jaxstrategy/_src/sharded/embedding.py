@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import final
 
@@ -15,18 +16,82 @@ from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import ReduceOp
-from jaxstrategy._src.reductions.operations import OPERATIONS
-from jaxstrategy._src.sharded import (
-    lookup as _lookup,
-    row_updates,
-    table_arguments,
-)
-from jaxstrategy._src.sharded.combiners import Combiner
+from jaxstrategy._src.reductions import rows as _rows
+from jaxstrategy._src.reductions.operations import OPERATIONS, Axes
+from jaxstrategy._src.reductions.rows import ShardFunction, registered, summed_by_id
+from jaxstrategy._src.sharded import lookup, lookup as _lookup
+from jaxstrategy._src.sharded.lookup import Combiner
 from jaxstrategy._src.sharded.row_optimizers import RowOptimizer, Slots
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.slices import IndexedSlices
-from jaxstrategy._src.values.types import Value
+
+
+def updated(
+    optimizer: RowOptimizer,
+    table: jax.Array,
+    slots: Slots,
+    ids: jax.Array,
+    gradient: jax.Array,
+    learning_rate: jax.Array,
+) -> tuple[jax.Array, Slots]:
+    """The table and its slots after a step; rows that are not in `ids` as they were.
+
+    Shapes: table and slots `[length, ...]`, ids `[n]` from -1 to the length, gradient
+    `[n, ...]`, of which the rows of one id are added up.
+    """
+    names = tuple(sorted(slots))
+    numbers = [jnp.asarray(number, table.dtype) for number in optimizer.numbers]
+    function = _updating(type(optimizer), names, table.ndim, len(numbers))
+    arrays = [table, *(slots[name] for name in names)]
+    results = function(*arrays, ids, gradient, learning_rate, *numbers)
+    assert isinstance(results, tuple), "the table, and its slots"
+    return results[0], dict(zip(names, results[1:], strict=True))
+
+
+@functools.cache
+def _updating(
+    kind: type[RowOptimizer], names: tuple[str, ...], rank: int, numbers: int
+) -> ShardFunction:
+    """`table, *slots, ids, gradient, learning_rate, *numbers -> table, *slots`."""
+    stored = 1 + len(names)
+
+    def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        arrays, (ids, gradient, *scalars) = operands[:stored], operands[stored:]
+        length = arrays[0].shape[0]
+        if not ids.size:
+            return arrays
+        different, sums = summed_by_id(ids, gradient)
+        places = jnp.where(different < 0, length, different)  # dropped, as all beyond
+        rows, *slots = (_taken(array, places) for array in arrays)
+        given = dict(zip(names, slots, strict=True))
+        rows, changed = kind.changed(rows, given, sums, *scalars)
+        new = [rows, *(changed[name] for name in names)]
+        return tuple(
+            array.at[places].set(rows.astype(array.dtype), mode="drop")
+            for array, rows in zip(arrays, new, strict=True)
+        )
+
+    def of_parts(*operands: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
+        blocks, (ids, *rest) = operands[:stored], operands[stored:]
+        own = _rows.numbers_in_block(ids, blocks[0].shape[0], axes)
+        return whole(*blocks, own, *rest)
+
+    return registered(
+        ShardFunction(
+            f"jaxstrategy_updated_rows_{kind.__name__}_{rank}",
+            whole,
+            ranks=(*(rank,) * stored, 1, rank, *(0,) * (1 + numbers)),
+            of_parts=of_parts,
+            divided=tuple(range(stored)),
+            returns_divided=tuple(range(stored)),
+        )
+    )
+
+
+def _taken(array: jax.Array, places: jax.Array) -> jax.Array:
+    return array.at[places].get(mode="fill", fill_value=0)
+
 
 Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 """What Flax calls so: `initializer(key, shape, dtype)`, an array."""
@@ -146,7 +211,7 @@ class Embedding:
         return self._state("rows", rows)
 
     def _state(self, name: str, values: Value) -> EmbeddingState:
-        array = table_arguments.array(name, values)
+        array = lookup.array(name, values)
         if array.shape != (self.rows, self.features):
             raise ValueError(
                 f"`{name}` gave an array of shape {array.shape}; "
@@ -299,7 +364,7 @@ class EmbeddingState:
             )
         ids, rows = self._checked(gradient)
         rate = self.embedding.optimizer.learning_rate
-        table, slots = row_updates.updated(
+        table, slots = updated(
             self.embedding.optimizer,
             self.table,
             self.slots,
@@ -310,7 +375,7 @@ class EmbeddingState:
         return EmbeddingState(table, slots, self.embedding)
 
     def _ids(self, given: Value) -> jax.Array:
-        return table_arguments.ids_of(given, self.embedding.rows, self.table.shape[0])
+        return lookup.ids_of(given, self.embedding.rows, self.table.shape[0])
 
     def _checked(self, gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
         """The ids and rows of a gradient of this table."""
@@ -319,7 +384,7 @@ class EmbeddingState:
                 f"`gradient` was {shown(gradient)}; `IndexedSlices` were wanted, as "
                 "`state.gradient(ids, row_gradients)` returns them."
             )
-        rows = table_arguments.array("gradient.values", gradient.values)
+        rows = lookup.array("gradient.values", gradient.values)
         ids = self._ids(gradient.indices)
         known = None, self.table.shape, (self.embedding.rows, *self.table.shape[1:])
         if rows.shape != (*ids.shape, *self.table.shape[1:]) or ids.ndim != 1:
@@ -357,7 +422,7 @@ def _reduced(op: ReduceOp | str, slices: IndexedSlices) -> IndexedSlices:
 
 
 def _scalar(given: Value, kind: np.dtype) -> jax.Array:
-    array = table_arguments.array("learning_rate", given)
+    array = lookup.array("learning_rate", given)
     if array.shape or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise ValueError(
             f"`learning_rate` was {shown(given)}; a number or a scalar was wanted."

@@ -2,13 +2,175 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias, get_args
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxstrategy._src.reductions.rows import table_rows
-from jaxstrategy._src.sharded import combiners, table_arguments
-from jaxstrategy._src.sharded.combiners import Combiner
-from jaxstrategy._src.values.types import Value
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.values.arrays import Value
+
+
+def array(name: str, given: Value, wanted: str = "an array of numbers") -> jax.Array:
+    """`given` as an array of numbers.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: numbers that no dtype of JAX holds.
+    """
+    if isinstance(given, np.ndarray):
+        mesh.check_held(given)
+    try:
+        found = mesh.array_of(given)
+    except mesh.NotHeldError:
+        raise
+    except (TypeError, ValueError):  # objects; lists of several lengths
+        found = None
+    if found is None or not jnp.issubdtype(found.dtype, jnp.number):
+        raise TypeError(f"`{name}` was {shown(given)}; {wanted} was wanted.")
+    return found
+
+
+def table_of(given: Value) -> jax.Array:
+    """`given` as a table `[rows, ...]`.
+
+    Raises:
+      TypeError: it is no array of numbers.
+      ValueError: it has no rows; numbers that no dtype of JAX holds.
+    """
+    table = array("table", given, "an array of numbers, such as `state.table`,")
+    if not table.ndim or not table.shape[0]:
+        raise ValueError(
+            f"`table` has shape {table.shape}; one of [rows, ...] with at least one "
+            "row was wanted."
+        )
+    return table
+
+
+def ids_of(given: Value, rows: int, length: int) -> jax.Array:
+    """`given` as ids of a table: -1 for none, `length` for all beyond the table.
+
+    Shapes: those given.
+
+    Args:
+      given: whole numbers.
+      rows: how many the table has.
+      length: how many are stored.
+
+    Raises:
+      TypeError: they are no whole numbers.
+      ValueError: numbers that no dtype of JAX holds.
+    """
+    ids = integers(given)
+    # Before they are cut to fewer bits: what is beyond must not become a row.
+    ids = jnp.maximum(ids, -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0)
+    if jnp.iinfo(ids.dtype).max > rows:
+        ids = jnp.minimum(ids, rows)
+    ids = ids.astype("int32" if length < 2**31 else "int64")
+    return ids if rows == length else jnp.where(ids < rows, ids, length)
+
+
+def integers(given: Value) -> jax.Array:
+    """Ids as an array of whole numbers, of its own dtype.
+
+    Raises:
+      TypeError: they are no whole numbers.
+      ValueError: numbers that no dtype of JAX holds.
+    """
+    ids = array("ids", given, "an array of numbers, with groups filled up with -1,")
+    if not ids.size and not hasattr(given, "dtype"):
+        ids = ids.astype("int32")  # an empty list, to NumPy one of floats
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(
+            f"`ids` are {ids.dtype}{list(ids.shape)}; whole numbers were wanted, the "
+            "rows to look up, with -1 for none. Convert them, as in "
+            '`ids.astype("int32")`.'
+        )
+    return ids
+
+
+Combiner: TypeAlias = Literal["sum", "mean", "sqrtn"]
+
+
+def check_combiner(
+    combiner: str | None, ids: jax.Array, weights: Value | None
+) -> jax.Array | None:
+    """`weights` as an array like `ids`, None if none were given.
+
+    Raises:
+      ValueError: there is no such combiner; `ids` have no dimension of groups; weights
+        of another shape than the ids', or without a combiner.
+      TypeError: the weights are no real numbers.
+    """
+    if combiner is not None and combiner not in get_args(Combiner):
+        raise ValueError(
+            f"`combiner` was {combiner!r}; 'sum', 'mean', 'sqrtn' or None was wanted."
+        )
+    if combiner is not None and not ids.ndim:
+        raise ValueError(
+            f"`combiner` was {combiner!r} for one id; ids [..., longest] were wanted, "
+            "of which those of the last dimension are a group, filled up with -1."
+        )
+    if weights is None:
+        return None
+    if combiner is None:
+        raise ValueError(
+            "`weights` were given without a `combiner`; 'sum', 'mean' or 'sqrtn' was "
+            "wanted."
+        )
+    found = array("weights", weights)
+    if jnp.issubdtype(found.dtype, jnp.complexfloating):
+        raise TypeError(f"`weights` are {found.dtype}; real numbers were wanted.")
+    if found.shape != ids.shape:
+        raise ValueError(
+            f"`weights` have shape {found.shape} and `ids` {ids.shape}; one weight "
+            "for each id was wanted."
+        )
+    return found
+
+
+def combined(
+    rows: jax.Array, ids: jax.Array, combiner: str, weights: jax.Array | None
+) -> jax.Array:
+    """The rows of each group as one.
+
+    Shapes: rows `[..., longest, *features]`, ids `[..., longest]`
+    -> `[..., *features]`.
+    """
+    # Sums of 16 bits lose their last terms.
+    kind = jnp.promote_types(rows.dtype, jnp.float32)
+    given = jnp.ones(ids.shape, kind) if weights is None else weights.astype(kind)
+    each = jnp.where(ids >= 0, given, 0)
+    features = rows.ndim - ids.ndim
+    total = (rows.astype(kind) * _widened(each, features)).sum(ids.ndim - 1)
+    if combiner != "sum":
+        total = _quotient(total, _widened(_divisor(each, combiner), features))
+    is_whole = combiner == "sum" and weights is None
+    is_float = jnp.issubdtype(rows.dtype, jnp.inexact)
+    return total.astype(rows.dtype) if is_float or is_whole else total
+
+
+def _divisor(weights: jax.Array, combiner: str) -> jax.Array:
+    """The number that a group's sum is divided by; 0 if it has no ids."""
+    if combiner == "mean":
+        return weights.sum(-1)
+    squares = (weights**2).sum(-1)
+    # The derivative of the root of 0 would be infinite.
+    is_none = squares == 0
+    return jnp.where(is_none, 0, jnp.sqrt(jnp.where(is_none, 1, squares)))
+
+
+def _quotient(total: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`total / divisor`, and zeros for 0: a group without ids."""
+    is_none = divisor == 0
+    return jnp.where(is_none, 0, total / jnp.where(is_none, 1, divisor))
+
+
+def _widened(array: jax.Array, dimensions: int) -> jax.Array:
+    return array.reshape(array.shape + (1,) * dimensions)
 
 
 def lookup(
@@ -56,9 +218,9 @@ def lookup(
     Array([[0., 1.],
            [7., 8.]], dtype=float32)
     """
-    whole = table_arguments.table_of(table)
+    whole = table_of(table)
     rows = whole.shape[0]
-    return looked_up(whole, table_arguments.ids_of(ids, rows, rows), combiner, weights)
+    return looked_up(whole, ids_of(ids, rows, rows), combiner, weights)
 
 
 def looked_up(
@@ -73,12 +235,12 @@ def looked_up(
       ValueError: no such combiner, or weights that do not fit.
       TypeError: weights that are no real numbers.
     """
-    each = combiners.check_combiner(combiner, ids, weights)
+    each = check_combiner(combiner, ids, weights)
     shape = (*ids.shape, *table.shape[1:])
     rows = table_rows(table, ids.reshape(-1)).reshape(shape)
     if combiner is None:
         return rows
-    return combiners.combined(rows, ids, combiner, each)
+    return combined(rows, ids, combiner, each)
 
 
 def rows_gradient(
@@ -97,10 +259,10 @@ def rows_gradient(
       ValueError: another shape; no such combiner, or weights that do not fit.
       TypeError: not an array of numbers.
     """
-    each = combiners.check_combiner(combiner, ids, weights)
+    each = check_combiner(combiner, ids, weights)
     shape = ids.shape if combiner is None else ids.shape[:-1]
     wanted = (*shape, *table.shape[1:])
-    given = table_arguments.array("row_gradients", gradient)
+    given = array("row_gradients", gradient)
     if given.shape != wanted:
         by = "" if combiner is None else f" with the combiner {combiner!r}"
         raise ValueError(
@@ -111,5 +273,5 @@ def rows_gradient(
         return given
     rows = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
     # It is linear in the rows, whichever they are.
-    _, back = jax.vjp(lambda rows: combiners.combined(rows, ids, combiner, each), rows)
+    _, back = jax.vjp(lambda rows: combined(rows, ids, combiner, each), rows)
     return back(given.astype(table.dtype))[0]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.types import Value
+from jaxstrategy._src.values.arrays import Value
 
 Slots: TypeAlias = dict[str, jax.Array]
 """What an optimizer keeps for each row, by name: arrays like the table."""

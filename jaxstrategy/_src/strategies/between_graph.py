@@ -29,10 +29,9 @@ from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor
 from jaxstrategy._src.strategies.choices import Choices
-from jaxstrategy._src.strategies.dividing_data import require_function
+from jaxstrategy._src.strategies.placing_values import require_function
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.variables.policy import ReplicatedVariables
-from jaxstrategy._src.variables.server_variables import ServerVariables
+from jaxstrategy._src.variables.policy import ReplicatedVariables, ServerVariables
 
 _START_SECONDS = 300.0
 _PAUSE = 0.2  # between two tries to reach a server

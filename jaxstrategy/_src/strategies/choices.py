@@ -1,20 +1,61 @@
-"""The differences between one strategy and another: `Choices`."""
+"""The arguments of `run` and its kin, looked at before anything is done with them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import types
 from collections.abc import Callable
-from typing import final
+from typing import TypeAlias, final
 
 from jaxstrategy._src.communication_options import CommunicationOptions
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.executors.compiled import CompiledExecutor
 from jaxstrategy._src.executors.executor import AbstractExecutor
+from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.strategies.process_role import Task, no_task
+from jaxstrategy._src.values.arrays import Function
 from jaxstrategy._src.variables.policy import VariablePolicy
+
+Task: TypeAlias = tuple[str | None, int | None]
+"""The name of a job, and the number of a task of it; None where there are none."""
+
+# The jobs whose tasks run the program; parameter servers only keep variables.
+_RUNNING = ("chief", "master", "worker", "evaluator")
+
+
+def no_task() -> Task:
+    """That of a process that is alone."""
+    return None, None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ProcessRole:
+    """What this process is among those of a job.
+
+    Attributes:
+      is_chief: whether it saves what all have.
+      is_between_graph: whether each process runs the whole program.
+      waits: whether all but the chief wait for variables that it makes.
+      task: says which of the cluster's tasks it is.
+    """
+
+    is_chief: bool = True
+    is_between_graph: bool = False
+    waits: bool = False
+    task: Callable[[], Task] = no_task
+
+    def is_another(self, task: tuple[str, int]) -> bool:
+        """Whether this is the task of another process that runs the program."""
+        if task[0] not in _RUNNING:
+            return False
+        own = self.task()
+        return None not in own and own != task
+
 
 MakeExecutor = Callable[[AbstractStrategy, Processes | None], AbstractExecutor]
 
@@ -47,3 +88,87 @@ class Choices:
     is_chief: bool | None = None
     is_between_graph: bool = False
     task: Callable[[], Task] = no_task
+
+
+def needs_arguments(fn: Function) -> bool:
+    """Whether `fn` cannot be called without arguments.
+
+    Raises:
+      TypeError: it takes some and needs none.
+    """
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # some builtins have none
+        return False
+    if isinstance(fn, functools.partial):  # those are given
+        parameters = [p for p in parameters if p.name not in fn.keywords]
+    empty = inspect.Parameter.empty
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(p.default is empty and p.kind not in variadic for p in parameters):
+        return True
+    if parameters:
+        name = getattr(fn, "__name__", "step")
+        raise TypeError(
+            f"`run` was given `{name}` without arguments, which takes "
+            f"`{', '.join(map(str, parameters))}` and needs none: it is not clear "
+            "whether it is to run now. Decorate it with `@strategy.step`, or run it: "
+            f"`strategy.run({name}, args=())`."
+        )
+    return False
+
+
+def check_function(fn: object, method: str) -> None:
+    """Raise unless this is a function, given to a method.
+
+    Raises:
+      TypeError: it cannot be called.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"`{method}` was given {fn!r}, which cannot be called. Give the function "
+            "itself, and its arguments as `args`."
+        )
+
+
+def check_options(options: object) -> None:
+    """Raise unless this is a `RunOptions` or None.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(
+            f"`options` was {options!r}; a `RunOptions` was wanted, for example "
+            "`RunOptions(donate_argnums=0)`."
+        )
+
+
+def name_methods_after(cls: type) -> None:
+    """Let Python's own errors about the methods of `cls` name it.
+
+    Which class a method is written in is nobody's business: a missing argument of
+    `MirroredStrategy.reduce()` is told under that name.
+    """
+    for base in reversed(cls.__mro__[1:]):
+        for name, method in vars(base).items():
+            if (
+                isinstance(method, types.FunctionType)
+                and not name.startswith("_")
+                and getattr(cls, name) is method
+            ):
+                setattr(cls, name, _renamed(method, f"{cls.__qualname__}.{name}"))
+
+
+def _renamed(method: types.FunctionType, name: str) -> types.FunctionType:
+    new = types.FunctionType(
+        method.__code__,
+        method.__globals__,
+        method.__name__,
+        method.__defaults__,
+        method.__closure__,
+    )
+    new.__kwdefaults__ = method.__kwdefaults__
+    functools.update_wrapper(new, method)
+    del vars(new)["__wrapped__"]  # it is the method, not something around it
+    new.__qualname__ = name
+    return new

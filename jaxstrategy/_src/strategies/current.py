@@ -1,15 +1,69 @@
-"""The current strategy and replica context, with the default ones to fall back on."""
+"""`Sharded`: the type of arrays of which every replica has a part."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, Self, final
 
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.replica_context import ReplicaContext
-from jaxstrategy._src.contexts.strategy_face import AnyStrategy, core_of
+from jaxstrategy._src.contexts.context import AbstractStrategy
+from jaxstrategy._src.contexts.replica_context import (
+    AnyStrategy,
+    ReplicaContext,
+    core_of,
+)
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.strategies.default import DefaultStrategy
+from jaxstrategy._src.executors.executor import EagerExecutor
+from jaxstrategy._src.reductions.cross_device_ops import NcclAllReduce
+from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy
+from jaxstrategy._src.values import arrays
+from jaxstrategy._src.values.arrays import PyTree
+from jaxstrategy._src.values.per_replica import Handle
+from jaxstrategy._src.variables.policy import ORDINARY
+
+
+@final
+class DefaultStrategy(Strategy):
+    """What `get_strategy()` returns outside any scope.
+
+    `run` calls the function, `reduce` reduces one version, `merge_call` calls the merge
+    function: library code written for replicas works unchanged with no strategy at all.
+    """
+
+    def __init__(self) -> None:
+        # An all-reduce of each array by itself; others ask for the devices, which would
+        # start JAX: before that, devices may be simulated and processes may meet.
+        self._compose(
+            Choices(
+                ORDINARY.replicas,
+                ops=NcclAllReduce(num_packs=0),
+                variables=ORDINARY,
+                executor=lambda strategy, processes: EagerExecutor(strategy),
+            )
+        )
+        self._replica_context = ReplicaContext(self)
+
+    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
+        """A `with` block that changes nothing.
+
+        Raises:
+          ContextError: inside another strategy's scope or `run`.
+        """
+        context = _context.current()
+        if context.strategy is not None and context.strategy is not self:
+            raise ContextError(
+                "Mixing different Strategy objects: the default strategy's scope was "
+                f"entered inside {_context.describe(context)}. Leave that one first."
+            )
+        return contextlib.nullcontext(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return "DefaultStrategy(1 replica)"
+
 
 _default = DefaultStrategy()
 
@@ -94,3 +148,64 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
             f"`scope()` or `run`; this is {_context.describe(context)}."
         )
     _context.set_current(None if core is _default else core)
+
+
+class _MirroredType(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        if isinstance(value, Handle):
+            is_whole = value.copies_must_agree and value.division.is_whole
+            return value.is_distributed and is_whole
+        return arrays.is_mirrored(value)
+
+
+class Mirrored(metaclass=_MirroredType):
+    """The type of mirrored values: arrays that are whole and equal on every replica.
+
+    A mirrored value is a plain `jax.Array` whose sharding replicates it over a
+    strategy's devices, so there are no instances: `isinstance(x, Mirrored)` asks an
+    array or a variable, and `Mirrored(tree)` places a pytree, as
+    `get_strategy().mirror(tree)` does.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     state = js.Mirrored({"w": np.zeros(3), "name": "net"})
+    >>> isinstance(state["w"], js.Mirrored), state["name"]
+    (True, 'net')
+    """
+
+    def __new__(cls, tree: PyTree) -> Any:
+        return get_strategy().mirror(tree)
+
+
+class _ShardedType(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        if isinstance(value, Handle):
+            return not value.division.is_whole
+        return arrays.is_sharded(value)
+
+
+class Sharded(metaclass=_ShardedType):
+    """The type of values of which every replica has a part, as a type to test for.
+
+    Such a value is a plain `jax.Array` of its logical shape that is divided over the
+    replicas' devices; to a step it is whole, and equal on all of them. A strategy with
+    a `StateSharding` makes them. There are no instances: `isinstance(x, Sharded)` asks
+    where an array lies, or a variable.
+
+    Raises:
+      TypeError: somebody makes one.
+
+    >>> import jaxstrategy as js
+    >>> everything = js.StateSharding("state", min_bytes=0)
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2], sharding=everything)
+    >>> w = strategy.mirror(np.arange(4.0))
+    >>> isinstance(w, js.Sharded), isinstance(w, js.Mirrored), w.shape
+    (True, False, (4,))
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
+        raise TypeError(
+            "`js.Sharded` is a type to test for. To place a value as the strategy "
+            "keeps its state, write `strategy.mirror(value)`."
+        )

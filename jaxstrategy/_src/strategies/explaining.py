@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.call_arguments import check_arguments
+from jaxstrategy._src.contexts.replica_context import check_arguments
 from jaxstrategy._src.errors import TracedValueError
 from jaxstrategy._src.executors.accumulate import accumulated, checked_parts
 from jaxstrategy._src.executors.replicated_function import (
@@ -21,11 +21,10 @@ from jaxstrategy._src.profiling.profile import Profile
 from jaxstrategy._src.profiling.step_analysis import StepAnalysis
 from jaxstrategy._src.reductions.operations import OPERATIONS
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.strategies.calls import check_options
+from jaxstrategy._src.strategies.choices import check_options
 from jaxstrategy._src.strategies.composition import ComposedStrategy
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
-from jaxstrategy._src.values.arrays import is_staged
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree, is_staged
 
 
 class ExplainsSteps(ComposedStrategy):

@@ -23,11 +23,9 @@ from jaxstrategy._src.communication_options import (
 )
 from jaxstrategy._src.processes import job as _job
 from jaxstrategy._src.processes.job import Processes
-from jaxstrategy._src.replicas.inner_sizes import checked_sizes
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import Replicas, checked_sizes
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
-from jaxstrategy._src.strategies.choices import Choices
-from jaxstrategy._src.strategies.process_role import Task
+from jaxstrategy._src.strategies.choices import Choices, Task
 from jaxstrategy._src.strategies.strategy import Strategy
 
 

@@ -10,10 +10,10 @@ import jax
 from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
 from jaxstrategy._src.communication_options import CommunicationOptions, checked_options
 from jaxstrategy._src.processes.job import agree_on_replicas
-from jaxstrategy._src.replicas.logical_devices import logical_axes
+from jaxstrategy._src.replicas.inner_axes import logical_axes
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
-from jaxstrategy._src.strategies import logical_placement
+from jaxstrategy._src.strategies import destinations
 from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.tpu.device_assignment import (
@@ -22,9 +22,8 @@ from jaxstrategy._src.tpu.device_assignment import (
     devices_of_replicas,
 )
 from jaxstrategy._src.tpu.topology import checked_resolver, meet
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Value
+from jaxstrategy._src.values.arrays import Value
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
 
 
 class TPUStrategy(Strategy):
@@ -129,7 +128,7 @@ class TPUStrategy(Strategy):
         >>> w.shape, w.sharding.shard_shape(w.shape)
         ((16, 8), (8, 4))
         """
-        return logical_placement.split(self, tensor, partition_dimensions)
+        return destinations.split(self, tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(
         self, tensor: Value | PerReplica | Handle
@@ -152,7 +151,7 @@ class TPUStrategy(Strategy):
         ... )
         (4,)
         """
-        return logical_placement.replicate(self, tensor)
+        return destinations.replicate(self, tensor)
 
     def experimental_assign_to_logical_device(
         self, tensor: Value, logical_device_id: int
@@ -181,7 +180,7 @@ class TPUStrategy(Strategy):
                 "of a replica's devices compute the same program. Leave the call out, "
                 "or make `TPUStrategy(experimental_spmd_xla_partitioning=False)`."
             )
-        logical_placement.check_logical_device(logical_device_id, self._replicas)
+        destinations.check_logical_device(logical_device_id, self._replicas)
         return tensor
 
     @property

@@ -1,6 +1,10 @@
-"""Values of users, as messages show them."""
+"""Numbers as people read them: three digits and a unit, or a count and a noun."""
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, SupportsIndex, cast
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -19,3 +23,172 @@ def shown(value: object) -> str:
             return f"{sign} {kind} of {value.bit_length()} bits"
         return f"a {kind} that cannot be printed"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+if TYPE_CHECKING:
+    import numpy as np  # the launcher imports this folder, and needs no NumPy
+
+
+class Shaped(Protocol):
+    """An array, or what stands for one, such as a variable."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its elements."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of it."""
+        ...
+
+
+def array_type(dtype: object, shape: Iterable[object], comma: str = ",") -> str:
+    """Dtype and shape, as JAX prints them.
+
+    >>> array_type("float32", (3, 2))
+    'float32[3,2]'
+    """
+    return f"{dtype}[{comma.join(map(str, shape))}]"
+
+
+def listed(items: Sequence[object], most: int, quote: str = "") -> str:
+    """The first `most` items, and how many more there are.
+
+    >>> listed([0, 1, 2, 3, 4], 3)
+    '0, 1, 2 and 2 more'
+    >>> listed(["kernel", "bias"], 3, quote="`")
+    '`kernel`, `bias`'
+    """
+    named = ", ".join(f"{quote}{item}{quote}" for item in items[:most])
+    return f"{named}{and_more(len(items), most)}"
+
+
+def and_more(count: int, shown: int, before: str = " ") -> str:
+    """What follows the first `shown` of `count` items; empty if that is all of them.
+
+    >>> and_more(10, 8), and_more(8, 8)
+    (' and 2 more', '')
+    """
+    return f"{before}and {count - shown} more" if count > shown else ""
+
+
+def first_few(items: Iterable[object], most: int) -> str:
+    """The first `most` items, and dots if there are more.
+
+    >>> first_few(range(5), 3)
+    '0, 1, 2, ...'
+    """
+    known = list(items)
+    return ", ".join(map(str, known[:most])) + (", ..." if len(known) > most else "")
+
+
+def whole(given: object) -> int | None:
+    """`given` as an int, None unless it is a whole number; a bool is none.
+
+    NumPy's integers are whole numbers, and so are JAX's whose value is known.
+
+    >>> whole(3), whole(np.int64(3)), whole(3.0), whole(True), whole("3")
+    (3, 3, None, None, None)
+    """
+    if isinstance(given, bool):
+        return None
+    try:
+        return operator.index(cast(SupportsIndex, given))
+    except TypeError:
+        return None
+
+
+def several_whole(given: object) -> tuple[int, ...] | None:
+    """The whole numbers that `given` holds, None if it holds anything else.
+
+    >>> several_whole([2, 3]), several_whole(2), several_whole([2, 3.0])
+    ((2, 3), None, None)
+    """
+    try:
+        found = [whole(entry) for entry in cast(Iterable[object], given)]
+    except TypeError:
+        return None
+    return None if None in found else tuple(cast(list[int], found))
+
+
+def positive(name: str, given: object) -> int:
+    """`given`, which is a whole number from 1 on.
+
+    Args:
+      name: of the argument, in messages.
+      given: anything.
+
+    Raises:
+      TypeError: it is no whole number.
+      ValueError: it is below 1.
+    """
+    number = whole(given)
+    if number is None:
+        raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")
+    if number < 1:
+        raise ValueError(f"`{name}` was {number}; 1 or more was wanted.")
+    return number
+
+
+_SI = ("", "k", "M", "G", "T", "P", "E")
+
+
+def with_bytes(nbytes: float) -> str:
+    """A number of bytes, in powers of 1024.
+
+    >>> with_bytes(640), with_bytes(5 * 1024**2)
+    ('640 B', '5 MiB')
+    """
+    power = 0
+    while nbytes >= 1000 and power + 1 < len(_SI):
+        nbytes, power = nbytes / 1024, power + 1
+    unit = f"{_SI[power].upper()}iB" if power else "B"
+    return f"{nbytes:.3g} {unit}"
+
+
+def with_seconds(seconds: float) -> str:
+    """A time.
+
+    >>> with_seconds(0.00125), with_seconds(2.5), with_seconds(5400)
+    ('1.25 ms', '2.5 s', '1.5 h')
+    """
+    if seconds >= 999.5:
+        hours = seconds / 3600
+        return f"{hours:.3g} h" if hours >= 1 else f"{seconds / 60:.3g} min"
+    for unit in ("s", "ms", "us"):
+        if seconds >= 0.9995:
+            return f"{seconds:.3g} {unit}"
+        seconds *= 1000
+    return f"{seconds:.3g} ns"
+
+
+def with_prefix(number: float) -> str:
+    """A large number, in powers of 1000.
+
+    >>> with_prefix(1_250_000), with_prefix(12)
+    ('1.25 M', '12')
+    """
+    power = 0
+    while number >= 999.5 and power + 1 < len(_SI):
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {_SI[power]}".rstrip()
+
+
+def with_noun(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> with_noun(1, "replica"), with_noun(8, "replica"), with_noun(0, "batch")
+    ('1 replica', '8 replicas', '0 batches')
+    """
+    return f"{count} {plural(count, noun)}"
+
+
+def plural(count: int, noun: str) -> str:
+    """`noun` as it follows a number of things.
+
+    >>> plural(1, "process"), plural(2, "process")
+    ('process', 'processes')
+    """
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return noun if count == 1 else f"{noun}{ending}"

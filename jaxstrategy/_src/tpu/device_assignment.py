@@ -14,9 +14,7 @@ import numpy as np
 
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.units import with_noun
-from jaxstrategy._src.text.whole_numbers import several_whole, whole
+from jaxstrategy._src.text.shown import several_whole, shown, whole, with_noun
 from jaxstrategy._src.tpu.topology import (
     AXES,
     Integers,

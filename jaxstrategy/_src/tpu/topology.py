@@ -16,9 +16,7 @@ from jaxstrategy._src.processes import job as _job
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.units import with_noun
-from jaxstrategy._src.text.whole_numbers import several_whole
+from jaxstrategy._src.text.shown import several_whole, shown, with_noun
 
 AXES = ("x", "y", "z", "core")
 """The axes of a topology: the chip in three dimensions, and its core."""

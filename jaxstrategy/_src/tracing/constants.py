@@ -19,9 +19,9 @@ from jax.export import Exported
 from jax.extend.core import Literal
 
 from jaxstrategy._src.processes.agreement import ProgramPrint
-from jaxstrategy._src.replicas.inner_placement import own_copy
-from jaxstrategy._src.replicas.random_keys import is_key
-from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.replicas.inner_axes import own_copy
+from jaxstrategy._src.replicas.mesh import is_key
+from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ClosedJaxpr,
     Equation,
@@ -32,7 +32,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     plain,
 )
 from jaxstrategy._src.tracing.replication.types import Site
-from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.values.arrays import Leaf
 
 # Where objects lie in memory.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

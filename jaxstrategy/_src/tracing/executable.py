@@ -24,8 +24,8 @@ from jaxstrategy._src.tracing.stages.stage import Stage, overridden
 from jaxstrategy._src.tracing.stages.variables import Carried, VariableArguments
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.variables import cell
 
 

@@ -18,21 +18,19 @@ from jax.tree_util import KeyPath
 
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.inner_placement import (
+from jaxstrategy._src.replicas.inner_axes import (
     WHOLE,
-    inner_dimensions,
-    inner_spec,
-    lying_like,
-)
-from jaxstrategy._src.replicas.inner_specs import (
     Spec,
     checked_spec,
     has_inner_axes,
+    inner_dimensions,
+    inner_spec,
     is_spec,
+    lying_like,
     sharding_by,
     whole_here,
 )
-from jaxstrategy._src.replicas.random_keys import is_key
+from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas, lies_along
 from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.constants import constants, fingerprint
@@ -50,19 +48,11 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.replica_step import name_of
 from jaxstrategy._src.tracing.unknown_axes import needs_mesh, unknown_axis, without_axes
-from jaxstrategy._src.values import (
-    arrays as _arrays,
-    building,
-    optimizer_state,
-    per_replica,
-)
-from jaxstrategy._src.values.annotations import (
-    annotated_leaves,
-    without_eager_sharding,
-)
+from jaxstrategy._src.values import arrays as _arrays, building, per_replica
+from jaxstrategy._src.values.arrays import Leaf, PyTree
+from jaxstrategy._src.values.building import shardings_of
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.state_placement import shardings_of
-from jaxstrategy._src.values.types import Leaf, PyTree
+from jaxstrategy._src.values.trees import annotated_leaves, without_eager_sharding
 
 
 @final
@@ -98,7 +88,7 @@ class InnerState:
 
     def _all_specs(self, types: PyTree) -> Iterator[Spec]:
         given = self._given(types)
-        flags = optimizer_state.optimizer_leaves(types, per_replica.is_per_replica)
+        flags = building.optimizer_leaves(types, per_replica.is_per_replica)
         found = annotated_leaves(types)
         for own, is_optimizer, (path, leaf, said) in zip(
             given, flags, found, strict=True

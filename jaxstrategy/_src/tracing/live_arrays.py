@@ -8,7 +8,7 @@ from importlib import metadata
 
 import jax
 
-from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.values.arrays import Leaf
 
 
 def are_live_arrays(leaves: Sequence[Leaf]) -> bool:

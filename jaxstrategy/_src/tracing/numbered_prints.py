@@ -15,7 +15,7 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing.jaxprs.rewrite import Rule, rewritten, rewritten_function
 from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr, all_eqns
 from jaxstrategy._src.tracing.on_own_devices import on_all_devices
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 @final

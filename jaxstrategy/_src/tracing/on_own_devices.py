@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxstrategy._src.replicas.inner_placement import WHOLE, InnerSpec
+from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.replicas import Lies, Replicas
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 def on_own_devices(

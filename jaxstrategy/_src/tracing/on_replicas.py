@@ -17,7 +17,7 @@ from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten_function
 from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation
 from jaxstrategy._src.tracing.on_own_devices import on_own_devices
 from jaxstrategy._src.tracing.vmapped.replicas import on_shared_devices
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 _SENDS_ITS_OWN = (
     Effect.SUM,

@@ -12,11 +12,11 @@ from jax.stages import Compiled, Lowered
 
 from jaxstrategy._src.errors import CompiledStepError, NonFiniteError
 from jaxstrategy._src.replicas.devices import names as device_names
-from jaxstrategy._src.replicas.random_keys import is_key
-from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.replicas.mesh import is_key
+from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.values.arrays import Leaf, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf, TreeStructure
 
 
 @final

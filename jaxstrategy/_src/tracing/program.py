@@ -13,7 +13,7 @@ import jax
 from jax.stages import Lowered, Wrapped
 
 from jaxstrategy._src.errors import CompiledStepError
-from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing.executable import (
     Executable,
     Handover,
@@ -38,7 +38,7 @@ from jaxstrategy._src.tracing.stages.placement import Placement
 from jaxstrategy._src.tracing.stages.stage import Stage, overridden
 from jaxstrategy._src.tracing.stages.variables import VariableArguments
 from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.values.types import Leaf, PyTree
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.variables import access, cell as _cell
 
 # Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
@@ -161,7 +161,7 @@ class Program:
         """A `with` block in which the program is traced for these types."""
         # With the weak types of Python's numbers, as a call passes them: without them,
         # this would be another program than the call's.
-        types = overflow.types_of(leaves)
+        types = mesh.types_of(leaves)
         self._placement.check_types(types)
         with self._one_tracer:
             step = self._trace([*leaves])

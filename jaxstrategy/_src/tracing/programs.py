@@ -22,7 +22,7 @@ from jaxstrategy._src.tracing.replica_step import StepEnvironment
 from jaxstrategy._src.tracing.shared_programs import Seal, SharedPrograms
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
 from jaxstrategy._src.values import trees
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 # What functions of one code did that are gone: as when they are choices of a few.
 _FORMS_KEPT = 8

@@ -24,7 +24,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Var,
     inner_jaxprs,
 )
-from jaxstrategy._src.values.types import Function
+from jaxstrategy._src.values.arrays import Function
 
 # Where in a jaxpr a value is computed: the number of the equation; of one that calls a
 # function, followed by the place in it. What is given is before all.

@@ -21,13 +21,13 @@ import numpy as np
 
 from jaxstrategy._src.errors import RecompilationWarning
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.tracing.functions.code import code_of
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.jaxprs.visit import ArrayType
 from jaxstrategy._src.tracing.roles import Role, Signature
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.types import Function, Leaf
+from jaxstrategy._src.values.arrays import Function, Leaf
+from jaxstrategy._src.values.per_replica import Handle
 
 # Compilations of one function that nobody needs to hear about: a few batch shapes,
 # training and evaluation.

@@ -19,7 +19,7 @@ from jaxstrategy._src.tracing.nnx.adapter import is_changed_in_place, takes_arra
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.trace import Trace, check_not_divided, trace
 from jaxstrategy._src.tracing.translation import translated
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.variables.variable import Variable
 
 # A `with` block for the step's own code, of the arguments of one replica.

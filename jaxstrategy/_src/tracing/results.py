@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.roles import HandleReference
 from jaxstrategy._src.values import arrays as _arrays, trees
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _CLOSED = (type, types.ModuleType, jax.Array, np.ndarray, AbstractStrategy, Handle)

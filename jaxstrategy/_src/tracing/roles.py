@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.values import arrays, handle, per_replica, trees
+from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.values import arrays, per_replica, trees
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree, TreeStructure
 
 
 class Role(enum.Enum):
@@ -50,7 +50,7 @@ class Signature:
         return list(zip(places, self.statics, strict=True))
 
     @property
-    def handles(self) -> list[handle.Handle]:
+    def handles(self) -> list[per_replica.Handle]:
         """The variables among them."""
         # Whoever asks holds the arguments, and so the variables: none is gone.
         held = [leaf() for leaf in self.kept if isinstance(leaf, HandleReference)]
@@ -130,7 +130,7 @@ def take_apart(
             _check_hashable(fn, args, kwargs, index, node)
             kept.append(value)
             static_types.append(type(value))
-            if isinstance(value, handle.Handle):
+            if isinstance(value, per_replica.Handle):
                 kept[-1] = HandleReference(value)
         else:
             leaves.append(value)
@@ -153,7 +153,7 @@ def take_apart(
 def _role(node: Leaf, abstract: bool) -> tuple[Role, Leaf]:
     if isinstance(node, PerReplica):
         return Role.PER_REPLICA, per_replica.contents(node)
-    if isinstance(node, handle.Handle):
+    if isinstance(node, per_replica.Handle):
         return Role.STATIC, node
     if isinstance(node, jax.Array):
         return Role.SAME, node

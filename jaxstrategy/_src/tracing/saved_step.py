@@ -22,8 +22,7 @@ from jax.stages import Compiled
 
 from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.shown import array_type, shown
 from jaxstrategy._src.tracing.constants import code_of, constants
 from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr, all_eqns
 from jaxstrategy._src.tracing.prepared import Preparation

@@ -33,9 +33,9 @@ from jaxstrategy._src.tracing.stages.stage import Checked, Counted, Stage
 from jaxstrategy._src.tracing.stages.stages import stages_of
 from jaxstrategy._src.tracing.step_agreement import AgreedPreparation, StepAgreement
 from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.values import handle, trees
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.types import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values import per_replica, trees
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import cell
 
 
@@ -251,7 +251,7 @@ class SharedPrograms:
         # Kept, so that the programs are forgotten with one of these.
         self.referred_to: list[object] = []
         self._returned = Returned()
-        self._watched: list[weakref.ref[handle.Handle]] = []
+        self._watched: list[weakref.ref[per_replica.Handle]] = []
         # The programs, by signature; and where no argument is static by the structure
         # of the arguments too, which is found in half the time. The last one first.
         self._programs: dict[Hashable, _Program] = {}
@@ -449,7 +449,9 @@ class SharedPrograms:
         stages = [*stages_of(step, self._options), counted]
         return program_of(step, checked, stages, self._agreement), checked
 
-    def _gone(self, signature: Signature, gone: weakref.ref[handle.Handle]) -> None:
+    def _gone(
+        self, signature: Signature, gone: weakref.ref[per_replica.Handle]
+    ) -> None:
         """Drops the program for arguments one of which is gone, and its memory."""
         self._programs.pop(signature, None)
         self._watched.remove(gone)
@@ -500,4 +502,4 @@ class SharedPrograms:
 
 
 def _is_whole(node: object) -> bool:
-    return isinstance(node, handle.Handle) or trees.is_object(node)
+    return isinstance(node, per_replica.Handle) or trees.is_object(node)

@@ -18,12 +18,12 @@ from jaxstrategy._src.processes import agreement
 from jaxstrategy._src.processes.agreement import Operation, ProgramPrint
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.processes.watchdog import COMPILES, Watchdog
-from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing.constants import Given, fingerprint
 from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr
 from jaxstrategy._src.tracing.prepared import Obtain, Preparation
 from jaxstrategy._src.tracing.stages import stages
-from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.values.arrays import Leaf
 
 # Measured with JAX 0.10 and 0.12; its argument `fun_name` is `jit(name)`. Without such
 # an event, the whole first call counts as compiling.
@@ -85,7 +85,7 @@ class AgreedPreparation:
         obtain: Obtain,
     ) -> None:
         """Prepares the step here, as all other processes do at once."""
-        types = overflow.types_of(leaves)
+        types = mesh.types_of(leaves)
         self._compare(list(map(agreement.kind, types)))
         work = contextlib.ExitStack()  # of this process by itself
 

@@ -24,7 +24,7 @@ from jax.sharding import (
 
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.reductions.packing import AbstractPacking
-from jaxstrategy._src.replicas.inner_specs import has_inner_axes
+from jaxstrategy._src.replicas.inner_axes import has_inner_axes
 from jaxstrategy._src.replicas.mesh import as_seen_on
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy._src.tracing.jaxprs.visit import (
@@ -47,8 +47,8 @@ from jaxstrategy._src.tracing.replication.rules import analyse
 from jaxstrategy._src.tracing.replication.types import Findings, Replication, Site
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.unknown_axes import UnknownAxis
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import StepVariables
 from jaxstrategy._src.variables.cell import AbstractCell

@@ -16,8 +16,8 @@ from jaxstrategy._src.tracing.replication.types import Findings, Replication
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.trace import Evaluate, Trace
+from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf
 from jaxstrategy._src.variables.cell import AbstractCell
 
 

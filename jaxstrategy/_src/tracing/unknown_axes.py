@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxstrategy._src.replicas.inner_specs import which_axes
+from jaxstrategy._src.replicas.inner_axes import which_axes
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
 

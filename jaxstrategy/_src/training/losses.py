@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxstrategy._src import masks
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.masks import masked_means, step_masks
-from jaxstrategy._src.masks.step_masks import RealRows
-from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.masks import RealRows
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.strategies.current import (
     get_replica_context,
     get_strategy,
     has_strategy,
 )
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import whole
+from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import is_per_replica
-from jaxstrategy._src.values.types import Value
 
 
 def compute_average_loss(
@@ -89,14 +89,14 @@ def compute_average_loss(
     weighted = _weighted(loss.astype(precise), sample_weight)
     if real is not None:
         weighted = _weighted(weighted, real.mask)
-    return (weighted.sum() / overflow.array_of(size, precise)).astype(loss.dtype)
+    return (weighted.sum() / mesh.array_of(size, precise)).astype(loss.dtype)
 
 
 def _real_examples(loss: jax.Array, mask: Value) -> RealRows | None:
     """The real examples among the losses; None where no mask tells them."""
     if mask is not None:
-        return masked_means.given_rows(mask, loss.shape[0])
-    return step_masks.real_rows(loss) if step_masks.fits(loss) else None
+        return masks.given_rows(mask, loss.shape[0])
+    return masks.real_rows(loss) if masks.fits(loss) else None
 
 
 def _examples(loss: jax.Array, real: RealRows | None) -> jax.Array | int:
@@ -146,7 +146,7 @@ def _numbers(value: Value, name: str) -> jax.Array:
             f"`{name}` is a PerReplica, which stands for the losses of all replicas. "
             "Call this inside `run`, with one replica's own."
         )
-    array = overflow.array_of(value)
+    array = mesh.array_of(value)
     if jnp.issubdtype(array.dtype, jnp.inexact):
         return array
     return array.astype(jnp.result_type(float))
@@ -188,7 +188,7 @@ def _weighted(loss: jax.Array, sample_weight: Value) -> jax.Array:
         return loss
     if is_per_replica(sample_weight):
         _numbers(sample_weight, "sample_weight")
-    weight = overflow.array_of(sample_weight)
+    weight = mesh.array_of(sample_weight)
     given = weight.shape
     if weight.ndim == loss.ndim + 1 and given[-1] == 1:
         weight = weight.squeeze(-1)

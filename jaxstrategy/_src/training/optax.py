@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import jax
@@ -9,20 +10,108 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy._src.communication_options import CommunicationOptions, checked_options
-from jaxstrategy._src.contexts.strategy_face import AnyStrategy
+from jaxstrategy._src.contexts.replica_context import AnyStrategy
+from jaxstrategy._src.errors import MissingExtraError
 from jaxstrategy._src.options import ReduceOp, RunOptions
 from jaxstrategy._src.reductions import compression
 from jaxstrategy._src.reductions.compression import CompressionState
-from jaxstrategy._src.replicas import overflow
-from jaxstrategy._src.strategies import (
-    compression_states,
-    strategy as _strategy,
-)
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.strategies import placing_values, strategy as _strategy
 from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
-from jaxstrategy._src.training.optax_extra import check_transformation, optax_for
+from jaxstrategy._src.strategies.strategy import checked_strategy
+from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.training.outer_optimizer import OuterState
 from jaxstrategy._src.training.precision import all_finite
+from jaxstrategy._src.values import arrays, building
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica, is_per_replica
-from jaxstrategy._src.values.types import Leaf, PyTree
+
+if TYPE_CHECKING:
+    from optax import GradientTransformation
+
+
+def optax_for(function: str) -> ModuleType:
+    """The module `optax`, for a function of `jaxstrategy.optax`."""
+    try:
+        import optax
+    except ImportError as missing:
+        raise MissingExtraError(
+            f"`jaxstrategy.optax.{function}` needs Optax, which is not installed. "
+            "Install the extra: pip install 'jaxstrategy[flax]'"
+        ) from missing
+    return optax
+
+
+def check_transformation(name: str, given: GradientTransformation) -> None:
+    """Raise unless this is a transformation of Optax."""
+    # A dict has an `update`, too.
+    if not all(callable(getattr(given, n, None)) for n in ("init", "update")):
+        raise TypeError(
+            f"`{name}` was {shown(given)}; a transformation of Optax was wanted: "
+            "`optax.chain(...)`."
+        )
+
+
+def own_copies(state: PyTree, *, strategy: AnyStrategy) -> PyTree:
+    """`state` with a copy for each replica of what `outer` lets become its own.
+
+    Those are all floating-point arrays, parameters for one: each becomes a `PerReplica`
+    of equal versions. Of an `OuterState` it is the state of the inner optimizer only;
+    whole numbers, such as counters, stay as they are. A training that begins so has
+    its state in the same form from the first step to the last. It is compiled once, no
+    warning asks whether a reduction was forgotten, and its checkpoints fit what it
+    begins with. Leave out what the steps reduce by themselves, as statistics of
+    BatchNorm: `state.replace(params=own_copies(state.params, strategy=strategy), ...)`.
+
+    Args:
+      state: a pytree, such as a `TrainState` whose optimizer is `outer(...)`, or one of
+        parameters and an `OuterState`. Its arrays have any shapes, `[...]`.
+      strategy: whose replicas they are. With one replica all stays as it is.
+
+    Returns:
+      A pytree of the same structure, but for `PerReplica`s of versions `[...]`.
+
+    Raises:
+      TypeError: something else than a strategy.
+      ContextError: inside `run`.
+
+    >>> import optax
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> params = np.zeros(3, np.float32)
+    >>> state = params, js.optax.outer(optax.adam(0.1), every=4).init(params)
+    >>> params, state = js.optax.own_copies(state, strategy=strategy)
+    >>> params
+    PerReplica(float32[3] on cpu:0, cpu:1)
+    >>> state.inner_state[0].mu
+    PerReplica(float32[3] on cpu:0, cpu:1)
+    >>> state.params
+    Array([0., 0., 0.], dtype=float32)
+    """
+    core = checked_strategy(strategy)
+    if core.num_replicas_in_sync == 1:
+        return state
+
+    def own(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, OuterState):
+            inner = own_copies(leaf.inner_state, strategy=core)
+            return leaf._replace(inner_state=inner)
+        if is_per_replica(leaf) or not _is_float(leaf):
+            return leaf
+        return building.equal_versions(core.mirror(leaf), core._replicas)
+
+    return jax.tree.map(own, state, is_leaf=_is_end)
+
+
+def _is_end(node: object) -> bool:
+    return isinstance(node, OuterState) or is_per_replica(node)
+
+
+def _is_float(leaf: Leaf) -> bool:
+    if isinstance(leaf, (float, complex)):
+        return True
+    return arrays.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
 
 if TYPE_CHECKING:
     from optax import (
@@ -106,9 +195,7 @@ def _compressing(op: ReduceOp, options: CommunicationOptions) -> GradientTransfo
         in_step = get_replica_context() is not None
         strategy = get_strategy()
         replicas = strategy._replicas
-        return compression_states.compression_state(
-            params, options, replicas, own=in_step
-        )
+        return placing_values.compression_state(params, options, replicas, own=in_step)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None
@@ -291,7 +378,7 @@ def _gradients(params: PyTree, n: int, size: float, seed: int) -> PyTree:
         drawn = draw.standard_normal((n, *np.shape(leaf)))
         # Some replicas are much further out than others, as in a batch with outliers.
         far = np.arange(1, n + 1).reshape(-1, *[1] * np.ndim(leaf))
-        return np.asarray(size * (drawn + 0.5) * far, overflow.array_of(leaf).dtype)
+        return np.asarray(size * (drawn + 0.5) * far, mesh.array_of(leaf).dtype)
 
     return jax.tree.map(like, params)
 

@@ -13,10 +13,10 @@ from jaxstrategy._src.communication_options import CommunicationOptions, checked
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.strategies.current import get_replica_context
-from jaxstrategy._src.text.whole_numbers import whole
-from jaxstrategy._src.training.optax_extra import check_transformation, optax_for
+from jaxstrategy._src.text.shown import whole
+from jaxstrategy._src.training.optax import check_transformation, optax_for
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.per_replica import is_per_replica
-from jaxstrategy._src.values.types import Leaf, PyTree
 
 if TYPE_CHECKING:
     from optax import GradientTransformation, GradientTransformationExtraArgs

@@ -24,11 +24,11 @@ from jax.typing import DTypeLike
 
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.options import ReduceOp
-from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.strategies.current import get_replica_context
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values import arrays, per_replica
-from jaxstrategy._src.values.types import Leaf, PyTree, Value
+from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 
 _MOST = float(np.finfo(np.float32).max)
 _MOST_STEPS = int(np.iinfo(np.int32).max)
@@ -74,7 +74,7 @@ def all_finite(tree: PyTree) -> jax.Array:
     >>> strategy.run(js.training.all_finite, (strategy.per_replica([1.0, np.inf]),))
     Array(False, dtype=bool)
     """
-    leaves = map(overflow.array_of, jax.tree.leaves(tree))
+    leaves = map(mesh.array_of, jax.tree.leaves(tree))
     local = [jnp.isfinite(leaf).all() for leaf in leaves]
     finite = jnp.stack(local).all() if local else jnp.array(True)
     context, replica = _context.current(), get_replica_context()
@@ -164,7 +164,7 @@ class DynamicLossScale:
         Raises:
           ValueError: a Python number in `loss` that no dtype of JAX holds.
         """
-        return self._times(loss, overflow.array_of(self.loss_scale, jnp.float32))
+        return self._times(loss, mesh.array_of(self.loss_scale, jnp.float32))
 
     def unscale(self, gradients: PyTree) -> PyTree:
         """`gradients` divided by the factor, in their own shapes.
@@ -174,9 +174,7 @@ class DynamicLossScale:
         Raises:
           ValueError: a Python number in `gradients` that no dtype of JAX holds.
         """
-        return self._times(
-            gradients, 1 / overflow.array_of(self.loss_scale, jnp.float32)
-        )
+        return self._times(gradients, 1 / mesh.array_of(self.loss_scale, jnp.float32))
 
     def adjust(self, grads_finite: Value) -> Self:
         """The factor for the next step.
@@ -185,9 +183,9 @@ class DynamicLossScale:
           grads_finite: whether this step's gradients were finite, a bool that is equal
             on all replicas, `all_finite(gradients)`.
         """
-        scale = overflow.array_of(self.loss_scale, jnp.float32)
-        steps = overflow.array_of(self.finite_steps, jnp.int32) + 1
-        grads_finite = overflow.array_of(grads_finite)
+        scale = mesh.array_of(self.loss_scale, jnp.float32)
+        steps = mesh.array_of(self.finite_steps, jnp.int32) + 1
+        grads_finite = mesh.array_of(grads_finite)
         full = steps >= self.period
         larger = scale * float(self.factor)
         grown = jnp.where(full & jnp.isfinite(larger), larger, scale)
@@ -201,7 +199,7 @@ class DynamicLossScale:
     @staticmethod
     def _times(tree: PyTree, number: jax.Array) -> PyTree:
         def times(leaf: Leaf) -> jax.Array:
-            leaf = overflow.array_of(leaf)
+            leaf = mesh.array_of(leaf)
             kept = jnp.promote_types(leaf.dtype, jnp.float32)
             return leaf.astype(kept) * number.astype(kept)
 

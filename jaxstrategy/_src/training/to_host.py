@@ -12,11 +12,11 @@ from jax.tree_util import KeyPath
 from jaxstrategy._src.errors import DonatedValueError, TracedValueError
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.processes import job
-from jaxstrategy._src.replicas.inner_placement import own_copy
-from jaxstrategy._src.replicas.random_keys import as_numbers
+from jaxstrategy._src.replicas.inner_axes import own_copy
+from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.values import per_replica, trees
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Leaf, PyTree
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.variable import Variable
 

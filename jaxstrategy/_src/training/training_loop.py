@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self, final
 
 from jaxstrategy._src.checkpoint.manager import CheckpointManager
-from jaxstrategy._src.contexts.strategy_face import AnyStrategy
+from jaxstrategy._src.contexts.replica_context import AnyStrategy
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.iterator import DistributedIterator
 from jaxstrategy._src.inputs.progress import progress as progress_of
@@ -17,7 +17,7 @@ from jaxstrategy._src.preemption.preemption import (
 )
 from jaxstrategy._src.strategies.current import get_strategy
 from jaxstrategy._src.strategies.strategy import Strategy, checked_strategy
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 
 @final

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -10,9 +11,60 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy._src.errors import DonatedValueError
-from jaxstrategy._src.replicas import mesh, overflow
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.types import Value
+
+PyTree: TypeAlias = Any
+"""A tree of tuples, lists, dicts and other nodes that JAX knows, or a leaf alone."""
+
+TreeT = TypeVar("TreeT")
+"""What comes back as the same kind of tree, with arrays of JAX as its leaves."""
+
+Number: TypeAlias = complex | np.ndarray | np.generic
+"""A leaf that is no array of JAX, and comes back as one."""
+
+Leaf: TypeAlias = Any
+"""A leaf of a pytree: an array, a number, a string, or whatever object a user has."""
+
+Value: TypeAlias = Any
+"""An array, a number, nested lists of numbers, a variable: all `jnp.asarray` takes."""
+
+Index: TypeAlias = Any
+"""An index of an array, as in `array[index]`."""
+
+Function: TypeAlias = Callable[..., Any]
+"""A function of the user's, of whose arguments and results nothing is known."""
+
+
+class TreeStructure(Protocol):
+    """The structure of a pytree; to type checkers JAX's `PyTreeDef` is no class."""
+
+    @property
+    def num_leaves(self) -> int:
+        """The number of its leaves."""
+        ...
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of its leaves and inner nodes."""
+        ...
+
+    def node_data(self) -> tuple[type, object] | None:
+        """The class of the outermost node and what it keeps; None of a leaf."""
+        ...
+
+    def children(self) -> Sequence[TreeStructure]:
+        """The structures of what the outermost node holds."""
+        ...
+
+    def unflatten(self, leaves: Iterable[Leaf], /) -> PyTree:
+        """A pytree of this structure."""
+        ...
+
+    def flatten_up_to(self, tree: PyTree, /) -> list[PyTree]:
+        """What `tree` holds in the places of the leaves."""
+        ...
+
 
 _NOT_TRACED = get_opaque_trace_state()
 
@@ -60,13 +112,13 @@ def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
         return value
     array = np.asarray(value)
     if array.dtype == object and isinstance(value, int):
-        raise overflow.NotHeldError(overflow.too_large(value))
+        raise mesh.NotHeldError(mesh.too_large(value))
     if array.dtype.kind in "OSUMm":
         raise TypeError(
             f"`{what}` is {shown(value)}, which is not an array or a number and cannot "
             "be placed on a device."
         )
-    overflow.check_held(array)
+    mesh.check_held(array)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 

@@ -2,23 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
+from jax.tree_util import KeyPath
 
 from jaxstrategy._src.errors import TracedValueError
-from jaxstrategy._src.replicas import inner_placement, mesh
-from jaxstrategy._src.replicas.inner_placement import lying_like
-from jaxstrategy._src.replicas.replicas import SPLIT, Replicas
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.values import arrays as _arrays, per_replica
+from jaxstrategy._src.replicas import inner_axes, mesh
+from jaxstrategy._src.replicas.inner_axes import inner_dimensions, lying_like
+from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas, lies_along
+from jaxstrategy._src.replicas.state_sharding import Shaped
+from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.values import arrays, arrays as _arrays, per_replica
+from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.state_placement import shardings_of
-from jaxstrategy._src.values.types import Leaf, PyTree, Value
+
+IsLeaf = Callable[[object], bool]
+
+
+def optimizer_leaves(tree: PyTree, is_leaf: IsLeaf) -> list[bool]:
+    """For each leaf of `tree`, in order, whether it is optimizer state.
+
+    Recognised are the states of Optax, alone, nested or in one chain with those of
+    users' own transformations, `opt_state` of Flax's `TrainState`, and the variables of
+    an `nnx.Optimizer`.
+
+    Args:
+      tree: any pytree, of arrays or of their types.
+      is_leaf: which nodes count as leaves although they are pytrees.
+    """
+    return list(_flags(tree, is_leaf))
+
+
+def _flags(node: PyTree, is_leaf: IsLeaf) -> Iterator[bool]:
+    def stops(child: object) -> bool:
+        is_end = is_leaf(child) or _is_state(child) or _is_train_state(child)
+        return is_end and child is not node
+
+    if is_leaf(node):
+        yield False
+        return
+    if _is_state(node):
+        yield from _all_of(node, is_leaf)
+        return
+    is_train_state = _is_train_state(node)
+    for path, child in jax.tree.leaves_with_path(node, is_leaf=stops):
+        if child is node:
+            yield False
+        elif is_train_state and getattr(path[0], "name", None) == "opt_state":
+            yield from _all_of(child, is_leaf)
+        else:
+            yield from _flags(child, is_leaf)
+
+
+def _all_of(node: PyTree, is_leaf: IsLeaf) -> list[bool]:
+    return [True] * len(jax.tree.leaves(node, is_leaf=is_leaf))
+
+
+def _is_state(node: object) -> bool:
+    return _is_of_optax(node) or _is_chain(node) or is_optimizer_variable(node)
+
+
+def _is_of_optax(node: object) -> bool:
+    """Whether `node` is a state that Optax, or our part of it, has defined."""
+    if not _is_named_tuple(node):
+        return False
+    # The only named tuples of ours that hold arrays are states of optimizers.
+    if type(node).__module__.partition(".")[0] not in ("optax", "jaxstrategy"):
+        return False
+    # The one type of Optax that holds parameters.
+    holder = getattr(sys.modules.get("optax"), "LookaheadParams", None)
+    return holder is None or not isinstance(node, holder)
+
+
+def _is_chain(node: object) -> bool:
+    """Whether `node` is the state of `optax.chain`, a plain tuple.
+
+    Users write plain tuples, too: `(params, opt_state)`. So each entry must be a named
+    tuple or a chain, one at least be Optax's, and none look like the parameters, which
+    have the structure of the moments.
+    """
+    if type(node) is not tuple:
+        return False
+    known = [entry for entry in node if _is_of_optax(entry) or _is_chain(entry)]
+    others = [entry for entry in node if not any(entry is each for each in known)]
+    named = [entry for entry in others if _is_named_tuple(entry)]
+    empty = [entry for entry in others if entry is None or type(entry) is tuple]
+    if not known or len(named) + len(empty) < len(others) or any(empty):
+        return False
+    moments = {jax.tree.structure(field) for field in _fields(known)}
+    return not any(jax.tree.structure(entry) in moments for entry in named)
+
+
+def _fields(tree: PyTree) -> Iterator[PyTree]:
+    """All fields of the named tuples in `tree`, at any depth."""
+    for node in jax.tree.leaves(tree, is_leaf=_is_named_tuple):
+        for field in node if _is_named_tuple(node) else ():
+            yield field
+            yield from _fields(field)
+
+
+def _is_named_tuple(node: object) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def is_optimizer_variable(node: object) -> bool:
+    """Whether `node` is a variable of Flax NNX that an optimizer keeps its state in."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.OptState)
+
+
+def _is_train_state(node: object) -> bool:
+    module = sys.modules.get("flax.training.train_state")
+    return module is not None and isinstance(node, module.TrainState)
+
+
+def sharding_of(
+    path: str, leaf: Leaf | Shaped, is_optimizer: bool, replicas: Replicas
+) -> NamedSharding:
+    """The placement of an array that is equal on all replicas.
+
+    Args:
+      path: of it, for the user's choice of a dimension.
+      leaf: it, or its type; anything else lies whole.
+      is_optimizer: whether it is known to be optimizer state. What is not, but is
+        divided already, stays so where only that is divided: a step has found out.
+      replicas: those of the strategy.
+
+    Raises:
+      ValueError: the user's choice cannot be.
+      TypeError: it is no dimension.
+    """
+    chosen = replicas.state_sharding
+    if chosen is None or not hasattr(leaf, "dtype"):
+        return lying_like(leaf, replicas)
+    if chosen.shard == "optimizer" and not is_optimizer:
+        is_divided = arrays.is_placed(leaf) and replicas.dimension_of(leaf) is not None
+        if not is_divided:
+            return lying_like(leaf, replicas)
+    division = replicas.division(path, leaf, inner_dimensions(leaf, replicas))
+    return lying_like(leaf, replicas, lies_along(division.dimension))
+
+
+def shardings_of(
+    tree: PyTree, replicas: Replicas
+) -> list[tuple[KeyPath, Leaf, NamedSharding]]:
+    """The paths of all leaves of `tree`, the leaves, and their placements.
+
+    Args:
+      tree: a state, or its types; a `PerReplica` is one leaf.
+      replicas: those of the strategy.
+    """
+    found = jax.tree.leaves_with_path(tree, is_leaf=per_replica.is_per_replica)
+    if replicas.state_sharding is None and not replicas.inner_axes:
+        whole = replicas.sharding(SAME)
+        return [(path, leaf, whole) for path, leaf in found]
+    flags = optimizer_leaves(tree, per_replica.is_per_replica)
+    return [
+        (path, leaf, sharding_of(jax.tree_util.keystr(path), leaf, flag, replicas))
+        for (path, leaf), flag in zip(found, flags, strict=True)
+    ]
 
 
 def stack(
@@ -125,8 +273,8 @@ def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:
     def stacked(array: jax.Array) -> jax.Array:
         return jnp.broadcast_to(array[None], (replicas.count, *array.shape))
 
-    inner = inner_placement.of_stacked(inner_placement.inner_spec(array, replicas))
-    where = inner_placement.with_inner(inner, replicas, SPLIT)
+    inner = inner_axes.of_stacked(inner_axes.inner_spec(array, replicas))
+    where = inner_axes.with_inner(inner, replicas, SPLIT)
     return PerReplica(jax.jit(stacked, out_shardings=where)(array))
 
 

@@ -1,12 +1,8 @@
-"""Values that may differ between replicas: `PerReplica`.
-
-Outside a step it holds one global array with a leading dimension of replicas, divided
-over them; inside a merge call, this replica's own array. A *mirrored* value, which is
-equal on all replicas, needs no wrapper: it is a plain global `jax.Array`.
-"""
+"""The common type of all values of strategies: `DistributedValues`."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import html
 from collections.abc import Callable, Sequence
@@ -17,13 +13,106 @@ import numpy as np
 
 from jaxstrategy._src.replicas import devices
 from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.text import html as _html
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values import arrays, misuse
-from jaxstrategy._src.values.types import Leaf, Value
-from jaxstrategy._src.values.value_text import line_of_value
+from jaxstrategy._src.text.shown import array_type, shown
+from jaxstrategy._src.values import arrays
+from jaxstrategy._src.values.arrays import Leaf, Value, is_mirrored
+
+_MOST_ELEMENTS = 12
+
+
+def value_text(array: np.ndarray) -> str:
+    """The value, shortened in the middle if it is large.
+
+    >>> value_text(np.float32(0.1)), value_text(np.arange(3))
+    ('0.1', '[0, 1, 2]')
+    """
+    if np.ndim(array):
+        return np.array2string(array, separator=", ")
+    return str(np.asarray(array)[()])
+
+
+def line_of_value(array: jax.Array | np.ndarray) -> str:
+    """The value on one line; "" if it does not fit.
+
+    >>> line_of_value(np.ones((2, 2))), line_of_value(np.ones(100))
+    ('[[1., 1.], [1., 1.]]', '')
+    """
+    if array.size > _MOST_ELEMENTS or is_key(array.dtype):
+        return ""
+    return " ".join(value_text(np.asarray(array)).split())
+
+
+# The special methods that an array has, by what they are for.
+_READING = "array index int float complex bool round"
+_GOING_THROUGH = "len iter getitem contains"
+_COMPUTING = (
+    "jax_array array_ufunc add radd sub rsub mul rmul truediv rtruediv floordiv "
+    "rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs lt le gt ge and rand or "
+    "ror xor rxor invert lshift rlshift rshift rrshift"
+)
+OPERATORS = f"{_READING} {_GOING_THROUGH} {_COMPUTING}".split()
+
+# The methods and attributes of arrays, as NumPy, JAX and TensorFlow have them.
+_REDUCING = "sum mean min max".split()
+_TO_HOST = "item numpy tolist eval cpu tobytes".split()
+_OF_ARRAYS = (
+    "all any argmax argmin astype at block_until_ready clip copy cumprod cumsum "
+    "device devices diagonal dot flatten imag is_fully_addressable "
+    "is_fully_replicated nbytes ndim nonzero prod ptp ravel real repeat reshape "
+    "round set_shape sharding size sort squeeze std swapaxes take trace transpose T "
+    "var view get_shape addressable_shards addressable_data"
+).split()
+
+_READ = "For one number or array of all replicas use `strategy.reduce('mean', value)`. "
+_GO_THROUGH = (
+    "For each replica's version use `strategy.experimental_local_results(value)`. "
+)
+_COMPUTE = (
+    "Compute inside the step, or in one of its own, `strategy.run(lambda x: ..., "
+    "(value,))`, where the function gets its own replica's version. "
+)
+_ALL = (
+    "Outside `run` it is read with `strategy.reduce(op, value)`, "
+    "`strategy.gather(value)` and `strategy.experimental_local_results(value)`; inside "
+    "`run` pass it as an argument, and the function gets its own replica's version."
+)
+
+
+def of_one_array(value: object, use: str = "") -> str:
+    """The message for an operator, or for no special use."""
+    named = f" (`{use}`)" if use else ""
+    advice = ""
+    if use in _COMPUTING.split() or use == "==":
+        advice = _COMPUTE
+    elif use in _READING.split() or use.startswith("format"):
+        advice = _READ
+    elif use in _GOING_THROUGH.split():
+        advice = _GO_THROUGH
+    return (
+        f"A PerReplica was used as if it were one array{named}, but {value!r} holds "
+        f"one version per replica. {advice}{_ALL}"
+    )
+
+
+def of_attribute(value: object, name: str) -> str:
+    """The message for an attribute that it does not have."""
+    if name in _REDUCING:
+        advice = (
+            f"Use `strategy.reduce({name!r}, value)` over the replicas, and with "
+            "`axis=...` over dimensions of the versions, too."
+        )
+    elif name in _TO_HOST:
+        advice = _READ + _ALL
+    elif name in _OF_ARRAYS:
+        advice = _COMPUTE + _ALL
+    else:
+        return f"{type(value).__name__!r} object has no attribute {name!r}"
+    return f"A PerReplica has no `{name}`: it holds one version per replica. {advice}"
+
 
 # More are not printed, though each may fit.
 _MOST_VERSIONS = 16
@@ -189,33 +278,33 @@ class PerReplica:
         return _html.rows_of(repr(self), header, rows)
 
     def _misused(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(misuse.of_one_array(self))
+        raise TypeError(of_one_array(self))
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise TypeError(misuse.of_one_array(self, f"format '{spec}'"))
+            raise TypeError(of_one_array(self, f"format '{spec}'"))
         return str(self)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (bool, int, float, complex)) or arrays.is_array(other):
-            raise TypeError(misuse.of_one_array(self, "=="))
+            raise TypeError(of_one_array(self, "=="))
         return self is other
 
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(misuse.of_attribute(self, name))
+        raise AttributeError(of_attribute(self, name))
 
 
 def _refusal(use: str) -> Callable[..., NoReturn]:
     def refused(self: PerReplica, *_: object, **__: object) -> NoReturn:
-        raise TypeError(misuse.of_one_array(self, use))
+        raise TypeError(of_one_array(self, use))
 
     return refused
 
 
 # A wrong use must fail here, with advice, and not somewhere inside JAX or NumPy.
-for _name in misuse.OPERATORS:
+for _name in OPERATORS:
     setattr(PerReplica, f"__{_name}__", _refusal(_name))
 
 
@@ -278,3 +367,70 @@ def _by_replica(value: jax.Array) -> list[tuple[int, str]]:
         where = [devices.name(device) for device in _devices_of(value)]
         return list(enumerate(where * (value.shape[0] if len(where) == 1 else 1)))
     return [(i, replicas.device_names_of(i)) for i in replicas.own]
+
+
+class Handle(abc.ABC):
+    """Something that stands for a value and is passed on as itself: a variable.
+
+    Attributes:
+      number: its place in the order in which they were made.
+    """
+
+    number: int
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name in messages."""
+
+    @abc.abstractmethod
+    def value(self) -> jax.Array:
+        """The value that the copies have together, or the replica's own in a step."""
+
+    @abc.abstractmethod
+    def distributed(self) -> jax.Array | PerReplica:
+        """All copies of it: a mirrored array or a `PerReplica`."""
+
+    @property
+    @abc.abstractmethod
+    def replicas(self) -> Replicas:
+        """The replicas that have a copy each."""
+
+    @property
+    @abc.abstractmethod
+    def is_distributed(self) -> bool:
+        """Whether it belongs to a strategy, and so has a copy for each replica."""
+
+    @property
+    @abc.abstractmethod
+    def copies_must_agree(self) -> bool:
+        """Whether it has no copies that may differ."""
+
+    @property
+    @abc.abstractmethod
+    def division(self) -> LeafSharding:
+        """The dimension along which it is divided over the replicas, or why none is."""
+
+
+class _DistributedType(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        if isinstance(value, Handle):
+            return value.is_distributed
+        return isinstance(value, PerReplica) or is_mirrored(value)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return other in (cls, PerReplica) or issubclass(other, Handle)
+
+
+class DistributedValues(metaclass=_DistributedType):
+    """The common type of `PerReplica`, mirrored values and variables of strategies.
+
+    For `isinstance`.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> isinstance(strategy.mirror(1.0), js.DistributedValues)
+    True
+    >>> isinstance(1.0, js.DistributedValues)
+    False
+    """

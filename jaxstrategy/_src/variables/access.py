@@ -1,25 +1,113 @@
-"""The side of a step that uses a variable, and the step's reference to it.
-
-A variable's numbers are in a `Cell` that lives outside. A step works on references of
-its own, one for each variable, which the program connects with the cells; while it is
-traced, a `StepVariables` knows them.
-"""
+"""The values that variables have in a function that is differentiated."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import threading
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, cast, final
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from jaxstrategy._src.contexts import context as _context, trace_numbers
+from jaxstrategy._src.contexts import context, context as _context
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.values.handle import Handle
+from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables.cell import AbstractCell, Holder
+
+
+class Lookup(NamedTuple):
+    """One lookup.
+
+    Attributes:
+      shards: the `id` of each shard of the table.
+      starts: the first row of each shard, and last the number of all rows.
+      rows: the type of what it gives, `[n, ...]`.
+    """
+
+    shards: tuple[int, ...]
+    starts: tuple[int, ...]
+    rows: jax.ShapeDtypeStruct
+
+
+@final
+class RowTape:
+    """The lookups of one call of a function, made while it runs.
+
+    Args:
+      watched: the `id` of each variable of whose lookups it takes note.
+      added: what is added to the rows of each lookup; None while lookups are counted.
+
+    Attributes:
+      lookups: those that were made, in order.
+      ids: the rows of each.
+      whole: the `id` of each variable that was used by something else than lookups.
+    """
+
+    def __init__(
+        self, watched: Iterable[int], added: Sequence[jax.Array] | None = None
+    ) -> None:
+        self._watched = set(watched)
+        self._added = added
+        self._trace = get_opaque_trace_state()
+        self.lookups: list[Lookup] = []
+        self.ids: list[jax.Array] = []
+        self.whole: set[int] = set()
+
+    def looked_up(
+        self,
+        shards: Sequence[Handle],
+        starts: Sequence[int],
+        ids: jax.Array,
+        rows: jax.Array,
+    ) -> jax.Array:
+        """The rows, with what is added to them.
+
+        Shapes: ids `[n]`, rows `[n, ...]` -> `[n, ...]`.
+        """
+        keys = tuple(map(id, shards))
+        if not self._watched.intersection(keys):
+            return rows
+        # In a loop, or a function that is jitted, ids are that function's own.
+        if get_opaque_trace_state() != self._trace:
+            self.whole.update(keys)
+            return rows
+        like = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+        self.lookups.append(Lookup(keys, tuple(starts), like))
+        self.ids.append(ids)
+        if self._added is None:
+            return rows
+        return rows + self._added[len(self.ids) - 1]
+
+    def used_whole(self, variable: Handle) -> None:
+        """Take note of another use of a variable."""
+        self.whole.add(id(variable))
+
+    def sparse(self) -> set[int]:
+        """The variables that are only looked up, the shards of a table all or none."""
+        whole = set(self.whole)
+        for _ in self.lookups:  # each round adds a table, or is the last
+            for lookup in self.lookups:
+                if whole.intersection(lookup.shards):
+                    whole.update(lookup.shards)
+        return self._watched - whole
+
+
+def current() -> RowTape | None:
+    """The tape of the function that runs, None if none is."""
+    return cast("RowTape | None", context.current().lookups)
+
+
+def recording(tape: RowTape | None) -> contextlib.AbstractContextManager[object]:
+    """A `with` block whose lookups `tape` takes note of; with None nothing does."""
+    return context.entered(lookups=tape)
+
+
+def zeros(lookups: Iterable[Lookup]) -> list[jax.Array]:
+    """What is added to the rows of each lookup."""
+    return [jnp.zeros(each.rows.shape, each.rows.dtype) for each in lookups]
 
 
 class Side(enum.Enum):
@@ -79,7 +167,7 @@ class StepVariables:
         """Drop the references when the trace ends, which none of them may outlive."""
         self._references.clear()
         if self._is_used_within:
-            trace_numbers.forget_jitted()
+            context.forget_jitted()
 
 
 class NeedsProgram(BaseException):  # which no `except Exception` of a function takes
@@ -160,7 +248,7 @@ def traced_with(variables: StepVariables) -> Iterator[None]:
     """A `with` block in which a step is traced with these variables."""
     # Functions that the user has jitted are kept by this number: their traces hold the
     # references of one trace. Without variables they may be used in the next one, too.
-    trace = trace_numbers.new_trace() if variables.any else _context.current().trace
+    trace = context.new_trace() if variables.any else _context.current().trace
     try:
         with _context.entered(variables=variables, trace=trace):
             yield
@@ -174,3 +262,107 @@ def side() -> Side:
     if context.replica is not None:
         return Side.REPLICA
     return Side.UPDATE if context.updated else Side.CROSS
+
+
+_Key: TypeAlias = tuple[int | None, frozenset[int]]
+
+
+class _Given(NamedTuple):
+    """The value of a variable in a function that is differentiated.
+
+    Attributes:
+      step: the step that the function is part of.
+      value: of the variable.
+      state: of JAX's tracing, in the function itself.
+      key: of the number by which jitted functions are kept.
+    """
+
+    step: object
+    value: jax.Array
+    state: object
+    key: _Key
+
+
+def value_of(variable: Handle) -> jax.Array | None:
+    """The value that `variable` has in the function being differentiated, or None.
+
+    Raises:
+      ContextError: the function is not part of the step that asks, but runs it.
+    """
+    context = _context.current()
+    found = context.given.get(id(variable))
+    if found is None:
+        return None
+    if context.read is not None:
+        context.read.add(id(variable))
+    found = cast(_Given, found)
+    if found.step is not tracing():
+        raise _outside(variable)
+    if get_opaque_trace_state() != found.state:  # in a jitted function
+        _traces.pop(found.key, None)
+    tape = current()
+    if tape is not None:
+        tape.used_whole(variable)
+    return found.value
+
+
+def is_given(variable: Handle) -> bool:
+    """Whether `variable` has a value in a function that is differentiated."""
+    return id(variable) in _context.current().given
+
+
+def check_outside(variables: Iterable[Handle | None]) -> None:
+    """Raise unless a step that uses `variables` may be called here.
+
+    Raises:
+      ContextError: inside a function that is differentiated with respect to one.
+    """
+    given = _context.current().given
+    if given:
+        for variable in variables:
+            if variable is not None and id(variable) in given:
+                raise _outside(variable)
+
+
+def _outside(variable: Handle) -> ContextError:
+    return ContextError(
+        f"The gradient with respect to variable {variable.name!r} is taken outside "
+        "`run`, of a function that runs a step which uses it. Take it inside the step, "
+        "where gradients are this replica's own, and reduce it there."
+    )
+
+
+@contextlib.contextmanager
+def entered(
+    values: Mapping[int, jax.Array], is_repeated: bool = True
+) -> Iterator[None]:
+    """A `with` block in which variables, by `id`, have these values.
+
+    Args:
+      values: of the function that is differentiated in the block.
+      is_repeated: whether such functions may use again what JAX has traced of others.
+    """
+    context = _context.current()
+    key = context.trace, frozenset({*context.given, *values})
+    trace = _known_trace(key) if is_repeated else context.new_trace()
+    step, state = tracing(), get_opaque_trace_state()
+    given = {i: _Given(step, value, state, key) for i, value in values.items()}
+    try:
+        with _context.entered(given={**context.given, **given}, trace=trace):
+            yield
+    finally:
+        if _traces.get(key) != trace:  # a jitted function has used a value
+            context.forget_jitted()
+
+
+# Functions that the user has jitted are kept by this number. A trace that was made
+# elsewhere reads the variables themselves, of which nothing is differentiated; and one
+# that has read what is given here holds values of this call.
+_traces: dict[_Key, int] = {}
+_MOST_TRACES = 256
+
+
+def _known_trace(key: _Key) -> int:
+    if len(_traces) >= _MOST_TRACES:
+        _traces.clear()
+    return _traces.setdefault(key, context.new_trace())

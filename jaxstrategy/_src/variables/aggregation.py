@@ -11,15 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.options import ReduceOp, VariableAggregation
 from jaxstrategy._src.reductions.operations import OPERATIONS
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.inner_placement import (
-    inner_spec,
-    of_versions,
-    with_inner,
-)
+from jaxstrategy._src.replicas.inner_axes import inner_spec, of_versions, with_inner
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices
 

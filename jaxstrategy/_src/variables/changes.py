@@ -1,15 +1,21 @@
-"""The change that an assignment makes to a variable's value: `Change`."""
+"""Changes of some rows of a variable: `scatter_add` and its kin."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import final
+import operator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._src.values.types import Index
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.values.arrays import Index, Leaf, Value
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.slices import IndexedSlices, is_slices
 
 
 @final
@@ -92,3 +98,450 @@ SCATTERS = {
 
 # By the operation that word.
 WORDS = {change.operation: name for name, change in SCATTERS.items()}
+
+
+class Assignments(abc.ABC):
+    """Methods that change a value in place, all copies of it alike.
+
+    In `run`, a mirrored variable takes the aggregate of the replicas' values, and an
+    on-read one this replica's. A part has no aggregate: of a mirrored variable what is
+    assigned must be equal on all replicas, which is proved.
+    """
+
+    @abc.abstractmethod
+    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
+        """Makes the change; returns the new value of the whole variable."""
+
+    def assign(
+        self,
+        value: Value,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Value:
+        """Makes it `value`; returns the new value of the whole variable.
+
+        Outside `run`, an on-read variable that sums gives each replica an equal share,
+        so that it reads as `value`; of a `PerReplica` each copy takes its version. To
+        gradients the value is a constant.
+
+        Args:
+          value: of the variable's shape. To a part, a value of fewer dimensions, or
+            with dimensions of size 1, is repeated.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+          read_value: whether to return the new value, not None.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's scope or `run`.
+        """
+        new = self._write(value, ASSIGN)
+        return new if read_value else None
+
+    def assign_add(
+        self,
+        delta: Value,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Value:
+        """Adds `delta`, of the shape of what changes; otherwise as `assign`.
+
+        To a whole variable, `IndexedSlices` are added to their rows; in `run`, of a
+        mirrored variable with an aggregation, only rows go between the replicas.
+
+        Outside `run`, of an on-read variable that sums the first copy takes it all.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's scope or `run`.
+        """
+        new = self._write(delta, ASSIGN_ADD)
+        return new if read_value else None
+
+    def assign_sub(
+        self,
+        delta: Value,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Value:
+        """Subtracts `delta`; otherwise as `assign_add`.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's scope or `run`.
+        """
+        new = self._write(delta, ASSIGN_SUB)
+        return new if read_value else None
+
+
+Operation: TypeAlias = Callable[..., Value]
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul lt le gt ge and or xor"
+_BINARY += " lshift rshift"
+_UNARY = "neg pos abs invert"
+
+
+class Operators(abc.ABC):
+    """Operators and conversions of the object's `value()`."""
+
+    @abc.abstractmethod
+    def value(self) -> jax.Array:
+        """The value that the object stands for."""
+
+    # A NumPy array on the left leaves the operation to us, as it does to a JAX array.
+    __array_priority__ = 100
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value()
+
+    def __array__(
+        self, dtype: np.dtype | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        return self.value().__array__(dtype)
+
+    def __getitem__(self, index: Index) -> Value:
+        return self.value()[index]
+
+    def __len__(self) -> int:
+        return len(self.value())
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.value())
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __complex__(self) -> complex:
+        return complex(self.value())
+
+    def _equal(self, other: object) -> Value:
+        return self.value() == _comparable(other)
+
+    def _unequal(self, other: object) -> Value:
+        return self.value() != _comparable(other)
+
+    def __index__(self) -> int:
+        return operator.index(self.value())
+
+    def __divmod__(self, other: Value) -> Value:
+        return divmod(self.value(), _plain(other))
+
+    def __rdivmod__(self, other: Value) -> Value:
+        return divmod(other, self.value())
+
+    def __round__(self, digits: int | None = None) -> Value:
+        return round(self.value(), digits)
+
+    def __format__(self, form: str) -> str:
+        return format(self.value(), form) if form else str(self)
+
+
+def _comparable(other: Value) -> Value:
+    # To `==` of an array a list is something else than an array, and never equal.
+    other = _plain(other)
+    return np.asarray(other) if isinstance(other, (list, tuple)) else other
+
+
+def _plain(other: Value) -> Value:
+    return other.value() if isinstance(other, Operators) else other
+
+
+def _forward(function: Operation) -> Operation:
+    def apply(self: Operators, other: Value) -> Value:
+        return function(self.value(), _plain(other))
+
+    return apply
+
+
+def _reflected(function: Operation) -> Operation:
+    def apply(self: Operators, other: Value) -> Value:
+        return function(other, self.value())
+
+    return apply
+
+
+def _alone(function: Operation) -> Operation:
+    def apply(self: Operators) -> Value:
+        return function(self.value())
+
+    return apply
+
+
+for _name in _BINARY.split():
+    _function = getattr(operator, f"__{_name}__")
+    setattr(Operators, f"__{_name}__", _forward(_function))
+    if _name not in ("lt", "le", "gt", "ge"):
+        setattr(Operators, f"__r{_name}__", _reflected(_function))
+for _name in _UNARY.split():
+    setattr(Operators, f"__{_name}__", _alone(getattr(operator, f"__{_name}__")))
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class VariablePart(Operators, Assignments):
+    """The value of `variable[index]` when it was asked for, which can be assigned.
+
+    In arithmetic and `jnp` functions it stands for its value, and has the attributes of
+    that array. Where an array is demanded, `value()` is one.
+
+    Args:
+      value: of the part.
+      index: which part.
+      change: changes the variable, and returns its new value.
+
+    >>> import jaxstrategy as js
+    >>> v = js.Variable([1.0, 2.0, 3.0])
+    >>> v[1:].assign([8.0, 9.0])
+    Array([1., 8., 9.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        value: jax.Array,
+        index: Index,
+        change: Callable[[Value, Change], jax.Array | PerReplica],
+    ) -> None:
+        self._value = value
+        self._index = index
+        self._change = change
+
+    def value(self) -> jax.Array:
+        """The value that the part had when it was asked for."""
+        return self._value
+
+    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
+        return self._change(value, change.of_part(self._index))
+
+    def __eq__(self, other: object) -> Value:
+        return self._equal(other)
+
+    def __ne__(self, other: object) -> Value:
+        return self._unequal(other)
+
+    __hash__ = None  # as of an array  # pyright: ignore[reportAssignmentType]
+
+    def __getattr__(self, name: str) -> Value:
+        # JAX and NumPy ask objects by such names what they are.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._value, name)
+
+    def __getitem__(self, index: Index) -> jax.Array:
+        return self._value[index]
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+    # To JAX it is a node around its value, and comes back as that.
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
+        """The value, for JAX."""
+        return (self._value,), None
+
+    @classmethod
+    def tree_unflatten(cls, auxiliary: None, children: tuple[Leaf]) -> Leaf:
+        """The array that takes its place in a pytree."""
+        return children[0]
+
+
+def _index(indices: Value) -> tuple[jax.Array, ...]:
+    """TensorFlow's indices `[..., k]` as those of an array, one for each dimension."""
+    return tuple(jnp.moveaxis(mesh.array_of(indices), -1, 0))
+
+
+# Without a type of what it returns, checkers know the arguments of each method.
+def _scatter(change: Change, does: str, undefined: str = "is on-read"):
+    """The method of `Scatters` that makes `change`.
+
+    Args:
+      change: with the name of the method.
+      does: what it does, for its docstring.
+      undefined: which variables have no such change.
+    """
+
+    def scatter(
+        self: Scatters,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Value:
+        return self._change_rows(sparse_delta, change)
+
+    scatter.__name__ = change.method
+    scatter.__qualname__ = f"Scatters.{change.method}"
+    scatter.__doc__ = f"""{does}
+
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+
+        Returns:
+          The new value of the whole variable.
+
+        Raises:
+          NotImplementedError: the variable {undefined}.
+          ValueError: the rows do not fit; or copies would differ.
+          TypeError: not `IndexedSlices`, or a dtype that would lose something.
+        """
+    return scatter
+
+
+# What has no sum of rows that several replicas give.
+_NOT_SUMMED = "is on-read, or has aggregation SUM or MEAN"
+
+
+class Scatters(abc.ABC):
+    """Methods that change some rows of a mirrored or ordinary variable.
+
+    In `run`, the rows of all replicas count if the variable has an aggregation: for
+    MEAN their values are divided by the number of replicas first, for
+    ONLY_FIRST_REPLICA they are the first replica's. With NONE the rows must be equal on
+    all replicas. Outside `run`, and in `merge_call`, they count once.
+    """
+
+    @abc.abstractmethod
+    def _change_rows(self, rows: IndexedSlices, change: Change) -> Value:
+        """Changes these rows; returns the new value."""
+
+    @abc.abstractmethod
+    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
+        """Makes a change; returns the new value of the whole variable."""
+
+    @abc.abstractmethod
+    def __getitem__(self, index: Index) -> VariablePart:
+        """A part, which can be assigned."""
+
+    def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
+        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
+
+        Raises:
+          ValueError: an index is a number that no integer dtype of JAX holds.
+        """
+        return self[mesh.array_of(indices)].value()
+
+    def gather_nd(self, indices: Value, name: str | None = None) -> jax.Array:
+        """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.
+
+        Returns:
+          Of a variable with as many dimensions as k an array `[...]`; each dimension
+          that it has more stands behind them.
+
+        Raises:
+          ValueError: an index is a number that no integer dtype of JAX holds.
+
+        >>> import jaxstrategy as js
+        >>> js.Variable([[1.0, 2.0], [3.0, 4.0]]).gather_nd([[0, 1], [1, 0]])
+        Array([2., 3.], dtype=float32)
+        """
+        return self[_index(indices)].value()
+
+    def scatter_nd_add(
+        self, indices: Value, updates: Value, name: str | None = None
+    ) -> Value:
+        """Adds `updates` `[...]` to the entries at `indices`, as `gather_nd` has them.
+
+        All copies change in the same way, as by `variable[index].assign_add`.
+
+        Returns:
+          The new value of the whole variable.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+
+        >>> import jaxstrategy as js
+        >>> js.Variable([1.0, 2.0, 3.0]).scatter_nd_add([[0], [2]], [10.0, 20.0])
+        Array([11.,  2., 23.], dtype=float32)
+        """
+        return self._write(updates, ASSIGN_ADD.of_part(_index(indices)))
+
+    def scatter_nd_sub(
+        self, indices: Value, updates: Value, name: str | None = None
+    ) -> Value:
+        """Subtracts `updates` `[...]`; otherwise as `scatter_nd_add`.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+        """
+        return self._write(updates, ASSIGN_SUB.of_part(_index(indices)))
+
+    def scatter_nd_update(
+        self, indices: Value, updates: Value, name: str | None = None
+    ) -> Value:
+        """Makes them `updates` `[...]`; otherwise as `scatter_nd_add`.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+        """
+        return self._write(updates, ASSIGN.of_part(_index(indices)))
+
+    def batch_scatter_update(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Value:
+        """Puts rows in the place of the variable's, in each batch by its own indices.
+
+        Args:
+          sparse_delta: with indices `[..., k]` and values `[..., k, *rest]`: row
+            `indices[..., j]` of the variable's `[..., n, *rest]` becomes
+            `values[..., j]`.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+
+        Returns:
+          The new value of the whole variable.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: not `IndexedSlices`, or a dtype that would lose something.
+
+        >>> import jaxstrategy as js
+        >>> v = js.Variable([[1.0, 2.0], [3.0, 4.0]])
+        >>> v.batch_scatter_update(js.IndexedSlices([[20.0], [30.0]], [[1], [0]]))
+        Array([[ 1., 20.],
+               [30.,  4.]], dtype=float32)
+        """
+        if not is_slices(sparse_delta):
+            raise TypeError(
+                f"`batch_scatter_update` was given {sparse_delta!r}, a "
+                f"{type(sparse_delta).__name__}; `IndexedSlices(values, indices)` were "
+                "wanted."
+            )
+        rows = mesh.array_of(sparse_delta.indices)
+        indices = jnp.stack([*np.indices(rows.shape)[:-1], rows], axis=-1)
+        return self.scatter_nd_update(indices, sparse_delta.values)
+
+    scatter_add = _scatter(SCATTERS["add"], "Adds rows to those of the variable.")
+    scatter_sub = _scatter(
+        SCATTERS["sub"], "Subtracts rows from those of the variable."
+    )
+    scatter_mul = _scatter(SCATTERS["mul"], "Multiplies rows of the variable.")
+    scatter_div = _scatter(
+        SCATTERS["div"], "Divides rows of the variable; integers keep what is whole."
+    )
+    scatter_min = _scatter(
+        SCATTERS["min"], "Makes rows of the variable the smaller of both.", _NOT_SUMMED
+    )
+    scatter_max = _scatter(
+        SCATTERS["max"], "Makes rows of the variable the larger of both.", _NOT_SUMMED
+    )
+    scatter_update = _scatter(
+        SCATTERS["update"], "Puts rows in the place of the variable's.", _NOT_SUMMED
+    )

@@ -13,8 +13,7 @@ from typing import TypeAlias
 import jax
 
 from jaxstrategy._src.values import arrays, per_replica
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
 
 Divide: TypeAlias = Callable[[jax.Array | PerReplica], tuple[jax.Array, ...]]
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxstrategy._src.sharded import combiners, table_arguments
-from jaxstrategy._src.sharded.combiners import Combiner
+from jaxstrategy._src.sharded import lookup
+from jaxstrategy._src.sharded.lookup import Combiner
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.types import Value
+from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.variables import row_lookups
 from jaxstrategy._src.variables.abstract_variable import AbstractVariable
-from jaxstrategy._src.variables.row_numbers import checked_ids
+from jaxstrategy._src.variables.rows import checked_ids
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 
 Table: TypeAlias = ShardedVariable | AbstractVariable | jax.Array
@@ -69,7 +69,7 @@ def embedding_lookup(
     shape, has_groups = table.shape, combiner is not None
     name = getattr(table, "name", "params")
     numbers = checked_ids(ids, shape[0], name, are_padded=has_groups)
-    each = combiners.check_combiner(combiner, numbers, weights)
+    each = lookup.check_combiner(combiner, numbers, weights)
     is_none = numbers < 0
     if each is not None and combiner != "sum":
         is_none |= each <= 0
@@ -80,7 +80,7 @@ def embedding_lookup(
         return rows
     mask = is_none.reshape(*is_none.shape, *(1,) * (len(shape) - 1))
     rows = jnp.where(mask, jnp.zeros_like(rows), rows)
-    return combiners.combined(rows, jnp.where(is_none, -1, numbers), combiner, each)
+    return lookup.combined(rows, jnp.where(is_none, -1, numbers), combiner, each)
 
 
 def _checked_table(params: Value) -> Table:
@@ -97,7 +97,7 @@ def _checked_table(params: Value) -> Table:
             "other's, are `js.experimental.ShardedVariable(shards)`."
         )
     is_variable = isinstance(params, (ShardedVariable, AbstractVariable))
-    table = params if is_variable else table_arguments.array("params", params)
+    table = params if is_variable else lookup.array("params", params)
     if not table.ndim:
         raise ValueError(
             "`params` has no dimensions, and so no rows; [rows, ...] was wanted."

@@ -1,29 +1,129 @@
-"""The value that a new variable starts with: `Start`."""
+"""The shards that a partitioner makes of a new variable: `ShardPlan`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TypeGuard, final
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeGuard, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
+from jax.errors import (
+    ConcretizationTypeError,
+    NonConcreteBooleanIndexError,
+    TracerArrayConversionError,
+    TracerIntegerConversionError,
+    UnexpectedTracerError,
+)
+from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jaxstrategy._src.replicas import mesh, overflow
-from jaxstrategy._src.replicas.random_keys import is_key
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import several_whole
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas.mesh import as_numbers, is_key
+from jaxstrategy._src.text.shown import several_whole, shown
+from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Value
-from jaxstrategy._src.variables.initial_program import (
-    InitialProgram,
-    InitialValue,
-    traced,
+from jaxstrategy._src.variables.sharding_choice import PartitionFunction
+
+InitialValue: TypeAlias = Value | Callable[[], Value]
+"""A value, or a function without arguments that returns one."""
+
+# What JAX raises where a function looks at numbers that it traces, or at those of a
+# step that is being traced.
+_LOOKED_AT = (
+    ConcretizationTypeError,
+    NonConcreteBooleanIndexError,
+    TracerArrayConversionError,
+    TracerIntegerConversionError,
+    UnexpectedTracerError,
 )
+
+
+@final
+class InitialProgram:
+    """The computation that a function makes of an initial value.
+
+    Args:
+      traced: the trace of the function, which returns one array.
+
+    Attributes:
+      type: the shape and dtype of the array.
+    """
+
+    def __init__(self, traced: Any) -> None:
+        self._traced = traced
+        self._run = core.jaxpr_as_fun(traced)
+        (made,) = traced.out_avals
+        self.type = jax.ShapeDtypeStruct(made.shape, made.dtype)
+
+    def whole(self) -> jax.Array:
+        """The array, made operation by operation, as the function itself would."""
+        (array,) = self._run()
+        return array
+
+    def on(self, sharding: NamedSharding) -> jax.Array:
+        """The array; of a large one each device makes what it is to have.
+
+        In the last place a part may differ from the same numbers made with all others:
+        what is left at the end of a row is computed by other instructions than whole
+        vectors are (CPU, JAX 0.10 and 0.12). So smaller ones are made whole and divided
+        then. With several processes it is the array of the first one's function.
+        """
+        size = math.prod(self.type.shape) * self.type.dtype.itemsize
+        if not mesh.is_large(size) or not self._is_everywhere(sharding):
+            return mesh.broadcast(self.whole(), sharding)
+        (array,) = jax.jit(self._run, out_shardings=[sharding])()
+        return array
+
+    def _is_everywhere(self, sharding: NamedSharding) -> bool:
+        """Whether the functions of all processes compute the same."""
+        if sharding.is_fully_addressable:
+            return True
+        constants = self._traced.consts
+        if any(map(mesh.is_spread, constants)):
+            return False
+        texts = [str(self._traced).encode()]
+        texts += [np.asarray(as_numbers(each)).tobytes() for each in constants]
+        return mesh.are_equal(b"".join(texts), sharding)
+
+
+def traced(
+    fn: Callable[[], Value], settled: Callable[[Value], jax.Array]
+) -> InitialValue | InitialProgram:
+    """The program that makes what `fn` returns, or that itself if it is known.
+
+    Also `fn`, if it has to be called as it is: it looks at numbers while it is traced,
+    or uses those of a step.
+
+    Args:
+      fn: the user's function.
+      settled: makes an array of what it returns.
+    """
+    known: list[Value] = []
+
+    def compute() -> list[jax.Array]:
+        value = fn()
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            known.append(value)
+            return []
+        return [settled(value)]
+
+    try:
+        # In a step, too, whose own trace must not have what `fn` computes.
+        with eval_context(), context.entered(is_initial=True):
+            closed = jax.make_jaxpr(compute)()
+    except _LOOKED_AT:
+        return fn
+    if any(isinstance(each, Tracer) for each in closed.consts):  # of a step
+        return fn
+    return known[0] if known else InitialProgram(closed)
 
 
 @final
@@ -146,7 +246,7 @@ def is_host_array(value: Value) -> TypeGuard[np.ndarray]:
 def _on_host(value: np.ndarray, dtype: DTypeLike | None) -> np.ndarray:
     """`value` with the dtype that it is to have on devices."""
     if dtype is None:
-        overflow.check_held(value)
+        mesh.check_held(value)
     wanted = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
     return value.astype(wanted, copy=False)
 
@@ -159,14 +259,184 @@ def _settled(value: Value, dtype: DTypeLike | None, name: str) -> jax.Array:
             "starts with the same value. Assign the versions afterwards."
         )
     try:
-        start = overflow.array_of(value, dtype)
+        start = mesh.array_of(value, dtype)
         if is_key(start.dtype):
             return start
         return start.astype(start.dtype)  # a Python number's dtype is settled here
-    except overflow.NotHeldError as error:
+    except mesh.NotHeldError as error:
         raise ValueError(f"Variable {name!r}: {error}") from None
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"Variable {name!r} was given {shown(value)} to start with; an array, a "
             "number or a function that returns one was wanted."
         ) from error
+
+
+_PART_ARGUMENTS = "partition_shape", "partition_offset"
+
+
+@final
+class ShardPlan:
+    """What each shard of a new variable starts with.
+
+    Args:
+      initial_value: of all of it, or a function of `partition_shape` and
+        `partition_offset` that makes a part.
+      lengths: the number of rows of each shard.
+      like: the type of the whole.
+      dtype: that the user wants.
+      name: of the whole.
+    """
+
+    def __init__(
+        self,
+        initial_value: Start | Callable[..., Value],
+        lengths: Sequence[int],
+        like: jax.ShapeDtypeStruct,
+        dtype: DTypeLike | None,
+        name: str,
+    ) -> None:
+        self._initial = initial_value
+        self._starts = list(itertools.accumulate(lengths, initial=0))
+        self._shape = tuple(like.shape)
+        self._dtype = dtype
+        self._name = name
+
+    def __iter__(self) -> Iterator[Value]:
+        """The value of each shard, one after the other."""
+        for start, stop in itertools.pairwise(self._starts):
+            if not isinstance(self._initial, Start):
+                part = self._made(start, stop)
+                if part is not None:
+                    yield part
+                    continue
+            assert isinstance(self._initial, Start), "a part has settled it"
+            yield self._initial.rows(start, stop)
+
+    def _made(self, start: int, stop: int) -> Value:
+        """The part that the function makes; None if it has made all instead."""
+        assert not isinstance(self._initial, Start), "it is a function"
+        shape = (stop - start, *self._shape[1:])
+        offset = (start, *(0,) * (len(shape) - 1))
+        make = functools.partial(
+            self._initial, partition_shape=shape, partition_offset=offset
+        )
+        part = start_of(make, self._dtype, self._name)
+        if part.type.shape == shape:
+            return part.array
+        if start or part.type.shape != self._shape:
+            raise ValueError(
+                f"The initial value of variable {self._name!r} was asked for the part "
+                f"of shape {shape} at {offset}, and is of shape {part.type.shape}. A "
+                "function with `partition_shape` and `partition_offset` returns that "
+                "part; without these it is called once, and returns all."
+            )
+        self._initial = part
+        return None
+
+
+def shard_plan(
+    partitioner: PartitionFunction,
+    initial_value: InitialValue,
+    shape: Sequence[int] | None,
+    dtype: DTypeLike | None,
+    name: str,
+) -> ShardPlan | Start:
+    """The shards of a new variable; what it starts with if it is in one piece.
+
+    Args:
+      partitioner: says how many shards.
+      initial_value: of the variable.
+      shape: that the user says it has.
+      dtype: likewise.
+      name: of the variable.
+
+    Raises:
+      ValueError: no initial value; an answer of the partitioner that cannot be; a part
+        of another shape.
+      TypeError: the partitioner's answer is none; as `start_of`.
+    """
+    if initial_value is None:
+        raise ValueError(
+            f"Variable {name!r} was made without an initial value, in the scope of a "
+            "strategy with a partitioner, which must know its shape. Give "
+            "`initial_value`."
+        )
+    initial, like = _typed(initial_value, given_shape(shape, name), dtype, name)
+    check_shape(shape, like, name)
+    count = _number_of_shards(partitioner, like, name)
+    if count == 1:
+        if isinstance(initial, Start):
+            return initial
+        return start_of(initial, dtype, name)
+    short, longer = divmod(like.shape[0], count)
+    lengths = [short + (number < longer) for number in range(count)]
+    return ShardPlan(initial, lengths, like, dtype, name)
+
+
+def _typed(
+    initial_value: InitialValue,
+    shape: tuple[int, ...] | None,
+    dtype: DTypeLike | None,
+    name: str,
+) -> tuple[Start | Callable[..., Value], jax.ShapeDtypeStruct]:
+    """What makes the parts of a variable, and the type of all of it."""
+    if callable(initial_value) and _takes_parts(initial_value):
+        if shape is not None and dtype is not None:
+            wanted = jax.dtypes.canonicalize_dtype(dtype)
+            return initial_value, jax.ShapeDtypeStruct(shape, wanted)
+        found = _traced_type(initial_value, dtype, name)
+        if found is not None:
+            return initial_value, found
+    start = start_of(initial_value, dtype, name, may_divide=True)
+    return start, start.type
+
+
+def _takes_parts(function: Callable[..., Value]) -> bool:
+    """Whether it can make a part of what it returns."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_any or all(name in parameters for name in _PART_ARGUMENTS)
+
+
+def _traced_type(
+    function: Callable[..., Value], dtype: DTypeLike | None, name: str
+) -> jax.ShapeDtypeStruct | None:
+    """The type of what it returns, which is not computed; None if it must be."""
+    try:
+        made = jax.eval_shape(lambda: jax.numpy.asarray(function(), dtype))
+    except Exception:  # it looks at numbers; or fails, and will do so when called
+        return None
+    return jax.ShapeDtypeStruct(made.shape, made.dtype)
+
+
+def _number_of_shards(
+    partitioner: PartitionFunction, like: jax.ShapeDtypeStruct, name: str
+) -> int:
+    """How many shards there will be, not more than rows.
+
+    Raises:
+      ValueError: the answer does not fit.
+      TypeError: it is none.
+    """
+    shape = tuple(like.shape)
+    if not shape or not shape[0] or is_key(like.dtype):
+        return 1
+    answer = partitioner(shape, like.dtype)
+    numbers = several_whole(answer)
+    told = f"The partitioner of variable {name!r} of shape {shape} returned"
+    if numbers is None:
+        raise TypeError(
+            f"{told} {shown(answer)}; a list of whole numbers was wanted, how many "
+            "shards there are to be along each dimension."
+        )
+    is_wrong = not numbers or len(numbers) > len(shape) or numbers[0] < 1
+    if is_wrong or any(number != 1 for number in numbers[1:]):
+        raise ValueError(
+            f"{told} {list(numbers)}; the number of shards was wanted, 1 or more, and "
+            "1 for each other dimension: shards have rows."
+        )
+    return min(numbers[0], shape[0])

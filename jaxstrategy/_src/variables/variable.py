@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import html
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,47 +14,104 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
-from jaxstrategy._src.contexts.context import Context
+from jaxstrategy._src.contexts.context import AbstractStrategy, Context
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.options import (
-    VariableAggregation,
-    VariableSynchronization,
-)
+from jaxstrategy._src.options import VariableAggregation, VariableSynchronization
 from jaxstrategy._src.parameter_servers import worker
-from jaxstrategy._src.replicas import mesh, overflow
-from jaxstrategy._src.replicas.inner_placement import own_copy
-from jaxstrategy._src.replicas.replicas import SAME
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.units import with_noun
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas.inner_axes import own_copy
+from jaxstrategy._src.replicas.replicas import SAME, Replicas
+from jaxstrategy._src.text import html as _html
+from jaxstrategy._src.text.shown import array_type, shown, with_noun
 from jaxstrategy._src.values import arrays
-from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.arrays import Index, Leaf, Value
+from jaxstrategy._src.values.per_replica import (
+    Handle,
+    PerReplica,
+    line_of_value,
+    value_text,
+)
 from jaxstrategy._src.values.slices import IndexedSlices
-from jaxstrategy._src.values.types import Index, Leaf, Value
-from jaxstrategy._src.values.value_text import value_text
 from jaxstrategy._src.variables import (
+    abstract_variable,
     access,
     aggregation as _aggregation,
-    given_values,
-    registry,
     row_lookups,
 )
-from jaxstrategy._src.variables.abstract_variable import AbstractVariable
+from jaxstrategy._src.variables.abstract_variable import AbstractVariable, Reference
 from jaxstrategy._src.variables.cell import AbstractCell, Cell, Holder
-from jaxstrategy._src.variables.changes import UPDATE, Change
-from jaxstrategy._src.variables.copies_table import html_of_copies
-from jaxstrategy._src.variables.initial_program import InitialValue
-from jaxstrategy._src.variables.initial_value import Start, check_shape, start_of
+from jaxstrategy._src.variables.changes import UPDATE, Change, VariablePart
+from jaxstrategy._src.variables.initial_value import (
+    InitialValue,
+    Start,
+    check_shape,
+    shard_plan,
+    start_of,
+)
 from jaxstrategy._src.variables.kinds.kind import SentKind, VariableKind
-from jaxstrategy._src.variables.part import VariablePart
+from jaxstrategy._src.variables.kinds.per_worker_kind import PerWorkerKind
 from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy, no_workers
-from jaxstrategy._src.variables.reference import Reference
-from jaxstrategy._src.variables.row_numbers import checked_ids
-from jaxstrategy._src.variables.shard_plan import shard_plan
+from jaxstrategy._src.variables.rows import checked_ids
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice, VariableSharding
-from jaxstrategy._src.variables.worker_copies import WorkerCopies
+
+
+def html_of_copies(
+    title: str, replicas: Replicas, copies: Sequence[np.ndarray], are_equal: bool
+) -> str:
+    """The copies of this process, or one of them if all are equal.
+
+    Args:
+      title: of the report.
+      replicas: those that have them.
+      copies: one for each replica of this process.
+      are_equal: whether one says all.
+    """
+    if are_equal:
+        equal = f"equal on {with_noun(replicas.count, 'replica')}, "
+        where = f"{equal if replicas.count > 1 else 'on '}{replicas.device_names}"
+        text = html.escape(value_text(copies[0]))
+        value = f'<pre style="margin:.3em 0;color:inherit">{text}</pre>'
+        return _html.page(title, [_html.paragraph(where), value])
+    rows = [
+        (number, replicas.device_names_of(number), _line(copy))
+        for number, copy in zip(replicas.own, copies, strict=True)
+    ]
+    return _html.rows_of(title, ("replica", "device", "copy"), rows)
+
+
+def _line(copy: np.ndarray) -> str:
+    return line_of_value(copy) or array_type(copy.dtype, copy.shape)
+
+
+class WorkerCopies(Handle, abc.ABC):
+    """The method of variables made with `per_worker_variable=True`."""
+
+    _kind: VariableKind
+
+    def read_all(self) -> list[jax.Array]:
+        """The present value of the copy of each worker, in the order of the workers.
+
+        Only of a variable made with `per_worker_variable=True`. Each worker is asked
+        between two functions; of one that was lost it waits until it is back, with the
+        value that the variable began with.
+
+        Returns:
+          An array of the variable's shape for each worker.
+
+        Raises:
+          TypeError: it is another variable, which has one value.
+          ContextError: in a scheduled function, or without a `ClusterCoordinator`.
+        """
+        if not isinstance(self._kind, PerWorkerKind):
+            raise TypeError(
+                f"`read_all` was called of variable {self.name!r}, of which workers "
+                "have no copies of their own: `value()` is its value. With "
+                "`per_worker_variable=True`, in the scope of a "
+                "ParameterServerStrategy, they have."
+            )
+        return self._kind.read_all()
+
 
 _numbers = itertools.count()
 _ON_READ = VariableSynchronization.ON_READ
@@ -233,7 +291,7 @@ class Variable(AbstractVariable, WorkerCopies):
         if step is not None:
             step.create(self, self._kind.of_one_replica(start))
         # Last: another thread that traces a step takes whatever is registered.
-        registry.add(self, self._strategy)
+        abstract_variable.add(self, self._strategy)
 
     def _chosen_kind(
         self, policy: VariablePolicy, on_read: bool, per_worker: bool
@@ -269,7 +327,7 @@ class Variable(AbstractVariable, WorkerCopies):
           ValueError: outside `run`, an on-read variable whose aggregation is NONE.
           ContextError: in another strategy's scope or `run`.
         """
-        given = given_values.value_of(self)
+        given = access.value_of(self)
         if given is not None:
             return given
         with access.exclusively():
@@ -376,7 +434,7 @@ class Variable(AbstractVariable, WorkerCopies):
         change: Change,
         write: Callable[..., jax.Array | PerReplica],
     ) -> jax.Array | PerReplica:
-        if given_values.value_of(self) is not None:
+        if access.value_of(self) is not None:
             raise ValueError(
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
@@ -511,7 +569,7 @@ class Variable(AbstractVariable, WorkerCopies):
             vars(twin).update(vars(self))
             # They share the array until one lends it: what was read is copied then.
             twin.number, twin._cell = next(_numbers), Cell(self._cell[...])
-        registry.add(twin, self._strategy)
+        abstract_variable.add(twin, self._strategy)
         return twin
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -532,7 +590,7 @@ class Variable(AbstractVariable, WorkerCopies):
         assert isinstance(policy, VariablePolicy), "which contexts know in part only"
         self._strategy = strategy
         self._kind = policy.adopted(self._kind, strategy)
-        registry.add(self, strategy)
+        abstract_variable.add(self, strategy)
 
     # To JAX it is a node around its value, and comes back as that.
 
@@ -596,4 +654,4 @@ def _part_at(value: jax.Array, index: Index) -> jax.Array:
     try:
         return value[index]
     except OverflowError:
-        raise ValueError(f"The index {overflow.too_large(index)}") from None
+        raise ValueError(f"The index {mesh.too_large(index)}") from None

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import shown, whole
 
 Tasks: TypeAlias = list[str] | dict[int, str]
 GivenTasks: TypeAlias = Sequence[str] | Mapping[int, str]

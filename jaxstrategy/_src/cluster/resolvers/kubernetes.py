@@ -28,8 +28,7 @@ from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     checked_task_id,
 )
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import whole
+from jaxstrategy._src.text.shown import shown, whole
 
 _DEFAULT = {"worker": ["job-name=tensorflow"]}
 _NAMES = ("POD_NAME", "HOSTNAME")

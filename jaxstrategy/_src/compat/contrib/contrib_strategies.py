@@ -25,17 +25,14 @@ from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import (
     between_graph,
-    central,
     current,
-    default,
     mirrored,
     multi_worker,
-    one_device,
     tpu,
 )
 from jaxstrategy._src.strategies.destinations import checked_pairs
-from jaxstrategy._src.text.whole_numbers import whole
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.text.shown import whole
+from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.variable import Variable
 
 _KINDS = {
@@ -137,7 +134,7 @@ class MirroredStrategy(DistributionStrategy):
 
 
 @final
-@ADAPTERS.of_type(one_device.OneDeviceStrategy)
+@ADAPTERS.of_type(mirrored.OneDeviceStrategy)
 class OneDeviceStrategy(DistributionStrategy):
     """One tower on one device; values are never wrapped.
 
@@ -161,7 +158,7 @@ class OneDeviceStrategy(DistributionStrategy):
     def __init__(
         self, device: Device | str, prefetch_on_device: bool | None = None
     ) -> None:
-        super().__init__(one_device.OneDeviceStrategy(device))
+        super().__init__(mirrored.OneDeviceStrategy(device))
         self.prefetch_on_device = prefetch_on_device
 
 
@@ -200,7 +197,7 @@ class CollectiveAllReduceStrategy(DistributionStrategy):
 
 
 @final
-@ADAPTERS.of_type(between_graph.BetweenGraphStrategy, central.CentralStorageStrategy)
+@ADAPTERS.of_type(between_graph.BetweenGraphStrategy, mirrored.CentralStorageStrategy)
 class ParameterServerStrategy(DistributionStrategy):
     """Variables on parameter servers, each worker by itself; alone, on one device.
 
@@ -235,7 +232,7 @@ class ParameterServerStrategy(DistributionStrategy):
             super().__init__(between_graph.BetweenGraphStrategy(resolver))
         else:
             devices = _first(number or 1, "num_gpus_per_worker")
-            super().__init__(central.CentralStorageStrategy(devices))
+            super().__init__(mirrored.CentralStorageStrategy(devices))
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
         """The variable whose name comes first."""
@@ -284,7 +281,7 @@ class TPUStrategy(DistributionStrategy):
 
 
 @final
-@ADAPTERS.of_type(default.DefaultStrategy)
+@ADAPTERS.of_type(current.DefaultStrategy)
 class DefaultDistributionStrategy(DistributionStrategy):
     """The strategy of code that runs under none; `get_distribution_strategy()` has it.
 

@@ -27,7 +27,7 @@ from jaxstrategy._src.compat.multi_steps import (
 )
 from jaxstrategy._src.compat.older_inputs import OF_GROUPS, GetsNext, MakesIterators
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.strategy_face import StrategyFace
+from jaxstrategy._src.contexts.replica_context import StrategyFace
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputContext
@@ -44,8 +44,8 @@ from jaxstrategy._src.strategies.destinations import Destinations, checked_pairs
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values import trees
+from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, PyTree
 from jaxstrategy._src.variables.variable import Variable
 
 _ADVICE = (

@@ -14,9 +14,8 @@ from jaxstrategy._src.contexts import outbox
 from jaxstrategy._src.errors import OutOfRangeError
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies import current
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import positive, whole
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.text.shown import positive, shown, whole
+from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.gradients import value_and_grad, value_and_grad_of_read
 from jaxstrategy._src.variables.variable import Variable
 

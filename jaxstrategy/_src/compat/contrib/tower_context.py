@@ -21,7 +21,7 @@ from jaxstrategy._src.compat.contrib.distribution_strategy import (
     DistributionStrategy,
 )
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import VariableAggregation
@@ -29,7 +29,7 @@ from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import current as _current
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.types import PyTree, Value
+from jaxstrategy._src.values.arrays import PyTree, Value
 from jaxstrategy._src.variables.variable import Variable
 
 

@@ -17,12 +17,12 @@ from jaxstrategy._src.compat.v1.v1_extended import options_of
 from jaxstrategy._src.compat.v1.v1_strategies import DefaultStrategy
 from jaxstrategy._src.compat.v1.v1_strategy import ADAPTERS, Strategy
 from jaxstrategy._src.contexts import context as _context, replica_context
-from jaxstrategy._src.contexts.strategy_face import core_of
+from jaxstrategy._src.contexts.replica_context import core_of
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import current, strategy as _strategy
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 
 @final

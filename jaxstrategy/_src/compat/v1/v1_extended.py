@@ -21,7 +21,7 @@ from jaxstrategy._src.compat.multi_steps import (
 )
 from jaxstrategy._src.compat.older_inputs import NumpyDataset, numpy_dataset
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.call_arguments import check_arguments
+from jaxstrategy._src.contexts.replica_context import check_arguments
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import (
     ReduceOp,
@@ -30,15 +30,15 @@ from jaxstrategy._src.options import (
 )
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import extended
-from jaxstrategy._src.strategies.calls import check_function
+from jaxstrategy._src.strategies.choices import check_function
 from jaxstrategy._src.strategies.destinations import (
     Destinations,
     check_reduced,
     checked_pairs,
 )
-from jaxstrategy._src.strategies.extending import checked_variable
+from jaxstrategy._src.strategies.extended import checked_variable
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.variables.variable import Variable
 
 
@@ -93,8 +93,8 @@ _OF_STEPS = MultiStepContext()
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from jaxstrategy._src.strategies.colocating import Beside
     from jaxstrategy._src.strategies.destinations import Destinations
+    from jaxstrategy._src.strategies.extended import Beside
 
 
 class StrategyExtended:

@@ -21,20 +21,18 @@ from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import (
     between_graph,
-    central,
-    default,
+    current,
     mirrored,
     multi_worker,
-    one_device,
     strategy,
     tpu,
 )
-from jaxstrategy._src.text.whole_numbers import positive
+from jaxstrategy._src.text.shown import positive
 from jaxstrategy._src.tpu.device_assignment import DeviceAssignment
 
 
 @final
-@ADAPTERS.of_type(default.DefaultStrategy)
+@ADAPTERS.of_type(current.DefaultStrategy)
 class DefaultStrategy(Strategy):
     """One replica wherever code runs: `get_strategy()` outside any scope."""
 
@@ -70,7 +68,7 @@ class MirroredStrategy(Strategy):
 
 
 @final
-@ADAPTERS.of_type(one_device.OneDeviceStrategy)
+@ADAPTERS.of_type(mirrored.OneDeviceStrategy)
 class OneDeviceStrategy(Strategy):
     """One replica on one device; nothing is a `PerReplica`.
 
@@ -89,11 +87,11 @@ class OneDeviceStrategy(Strategy):
     _extended_class = OneDeviceExtended
 
     def __init__(self, device: Device | str) -> None:
-        super().__init__(one_device.OneDeviceStrategy(device))
+        super().__init__(mirrored.OneDeviceStrategy(device))
 
 
 @final
-@ADAPTERS.of_type(central.CentralStorageStrategy)
+@ADAPTERS.of_type(mirrored.CentralStorageStrategy)
 class CentralStorageStrategy(Strategy):
     """One replica on each compute device; mirrored variables on one device only.
 
@@ -121,7 +119,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: Device | str | None = None,
     ) -> None:
         super().__init__(
-            central.CentralStorageStrategy(compute_devices, parameter_device)
+            mirrored.CentralStorageStrategy(compute_devices, parameter_device)
         )
 
 

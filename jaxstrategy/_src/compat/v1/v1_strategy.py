@@ -31,7 +31,7 @@ from jaxstrategy._src.compat.older_inputs import (
 )
 from jaxstrategy._src.compat.v1.v1_extended import StrategyExtended
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.strategy_face import StrategyFace
+from jaxstrategy._src.contexts.replica_context import StrategyFace
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.input_options import (
     InputContext,
@@ -41,12 +41,12 @@ from jaxstrategy._src.inputs.input_options import (
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies import strategy
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.types import Function, PyTree
+from jaxstrategy._src.values.arrays import Function, PyTree
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from jaxstrategy._src.strategies.colocating import Beside
+    from jaxstrategy._src.strategies.extended import Beside
 
 
 class RunOptions(NamedTuple):

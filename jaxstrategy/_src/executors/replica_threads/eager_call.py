@@ -27,8 +27,8 @@ from jaxstrategy._src.errors import (
 from jaxstrategy._src.executors.replica_threads.replica_thread import ReplicaThread
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.inner_placement import lying_like
-from jaxstrategy._src.replicas.random_keys import is_key
+from jaxstrategy._src.replicas.inner_axes import lying_like
+from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.user_code import Line
@@ -54,10 +54,9 @@ from jaxstrategy._src.values import (
     building,
     per_replica as _per_replica,
 )
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
-from jaxstrategy._src.values.versions import Versions
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
+from jaxstrategy._src.values.slices import Versions
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import StepVariables
 from jaxstrategy._src.variables.kinds.kind import on_host

@@ -15,8 +15,8 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxstrategy._src.contexts import context, trace_numbers
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.replica_threads import eager_call
@@ -51,8 +51,8 @@ from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.functions import code as _code
 from jaxstrategy._src.tracing.replica_step import StepEnvironment
 from jaxstrategy._src.values import arrays as _arrays, trees as _trees
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
 
 _ADVICE = (
     "The replicas of all processes must call the same collectives in the same order, "
@@ -509,7 +509,7 @@ class EagerSteps:
             updated=(),
             eager=thread,
             variables=CopiesOfReplica(copies, place, thread),
-            trace=trace_numbers.new_trace(),
+            trace=context.new_trace(),
         ):
             yield
 

@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 
 import jax
 
-from jaxstrategy._src.contexts.eager_replica import EagerReplica, Loans
+from jaxstrategy._src.contexts.context import EagerReplica, Loans
 from jaxstrategy._src.errors import (
     DivergentCollectiveError,
     LateReplicaWarning,
@@ -28,11 +28,10 @@ from jaxstrategy._src.reductions.reduction import (
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.text.lists import listed
+from jaxstrategy._src.text.shown import array_type, listed
 from jaxstrategy._src.text.user_code import Line
-from jaxstrategy._src.values.annotations import without_eager_sharding
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
+from jaxstrategy._src.values.trees import without_eager_sharding
 
 Settings = Callable[[Replicas, int, Device], contextlib.AbstractContextManager[None]]
 """Of replicas, the number of one, and its device: a block with the settings."""

@@ -15,8 +15,7 @@ from jaxstrategy._src.parameter_servers.backends.local_processes import LocalPro
 from jaxstrategy._src.parameter_servers.backends.ray_processes import RayProcesses
 from jaxstrategy._src.parameter_servers.backends.threads import Threads
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
-from jaxstrategy._src.text.lists import listed
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.shown import listed, shown
 
 
 def chosen_backend(

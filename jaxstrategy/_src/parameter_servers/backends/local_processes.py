@@ -42,8 +42,7 @@ from jaxstrategy._src.parameter_servers.wire.peer import Peer
 from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer, RemoteWorker
 from jaxstrategy._src.parameter_servers.wire.stream import Door, Stream
 from jaxstrategy._src.processes.secret import VARIABLE as SECRET
-from jaxstrategy._src.text.units import with_noun
-from jaxstrategy._src.text.whole_numbers import positive
+from jaxstrategy._src.text.shown import positive, with_noun
 
 # What names one process of a job, and children are none of its processes.
 _OF_ONE_PROCESS = (

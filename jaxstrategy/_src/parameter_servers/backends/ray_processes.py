@@ -43,8 +43,7 @@ from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.parameter_servers.wire.remote import RemoteWorker
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.whole_numbers import positive
+from jaxstrategy._src.text.shown import positive, shown
 
 Job = Literal["worker", "ps"]
 _PROGRAM = ("-m", "jaxstrategy.parameter_servers")

@@ -18,7 +18,7 @@ from jaxstrategy._src.parameter_servers.store.store import Store
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine, WorkerSurroundings
 from jaxstrategy._src.replicas import devices
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.whole_numbers import positive
+from jaxstrategy._src.text.shown import positive
 
 
 @final

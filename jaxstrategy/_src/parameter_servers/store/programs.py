@@ -22,7 +22,7 @@ from jaxstrategy._src.parameter_servers.store.snapshot import (
     types_of,
 )
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.array_types import Shaped
+from jaxstrategy._src.text.shown import Shaped
 
 Program = Callable[[Sequence[jax.Array], Sequence[np.ndarray]], list[jax.Array]]
 """The new state, of the state and the operands."""

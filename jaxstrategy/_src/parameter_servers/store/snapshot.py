@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-from jaxstrategy._src.text.array_types import array_type
+from jaxstrategy._src.text.shown import array_type
 
 Type = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype of an array."""

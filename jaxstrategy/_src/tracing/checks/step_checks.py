@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from jaxstrategy._src.contexts.local_steps import LOCAL_SCOPE
+from jaxstrategy._src.contexts.context import LOCAL_SCOPE
 from jaxstrategy._src.errors import (
     ContextError,
     DivergentCollectiveError,
@@ -18,7 +18,7 @@ from jaxstrategy._src.errors import (
     NotMirroredWarning,
 )
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.lists import listed
+from jaxstrategy._src.text.shown import listed
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.checks.varying_results import (
     broken_promises,
@@ -29,7 +29,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import Equation, all_eqns, hidden
 from jaxstrategy._src.tracing.replication.types import Collective, Replication, Site
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.tracing.translation import along_replicas
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 
 def divergences(step: TracedStep) -> Iterator[DivergentCollectiveError]:

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from jaxstrategy._src.errors import NotMirroredError, NotMirroredWarning
 from jaxstrategy._src.options import is_function
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.lists import listed
+from jaxstrategy._src.text.shown import listed
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
@@ -29,8 +29,8 @@ from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import per_replica, trees
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf, PyTree, TreeStructure
 
 Inputs = frozenset[int]
 _NONE: Inputs = frozenset()

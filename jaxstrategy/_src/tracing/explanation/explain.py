@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.reductions.rows import part_of_sum
-from jaxstrategy._src.replicas.inner_placement import InnerSpec, inner_spec, with_inner
+from jaxstrategy._src.replicas.inner_axes import InnerSpec, inner_spec, with_inner
 from jaxstrategy._src.replicas.replicas import SPLIT, Replicas, lies_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.replicas.topology import Topology
@@ -65,7 +65,7 @@ from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.stages.stages import stages_of
 from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 
 def explained(

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import html
-from jaxstrategy._src.text.array_types import array_type
 from jaxstrategy._src.text.columns import in_columns
-from jaxstrategy._src.text.lists import and_more
-from jaxstrategy._src.text.units import (
+from jaxstrategy._src.text.shown import (
+    and_more,
+    array_type,
     with_bytes,
     with_noun,
     with_prefix,

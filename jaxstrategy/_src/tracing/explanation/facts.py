@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias, final
 
-from jaxstrategy._src.replicas.inner_placement import WHOLE, InnerSpec
+from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text.user_code import Line
 

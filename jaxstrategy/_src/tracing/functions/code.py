@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.values.types import Function
+from jaxstrategy._src.values.arrays import Function
 
 _READING = ("LOAD_GLOBAL", "LOAD_NAME")
 _WRITING = ("STORE_GLOBAL",)

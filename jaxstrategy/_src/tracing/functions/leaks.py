@@ -18,12 +18,12 @@ from jax.core import Tracer
 
 from jaxstrategy._src.errors import LeakedTracerError
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.lists import and_more
+from jaxstrategy._src.text.shown import and_more
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.functions import code
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.functions.walk import GONE, Index, Referred
-from jaxstrategy._src.values.types import Function
+from jaxstrategy._src.values.arrays import Function
 
 # A Keras model of a hundred layers has about twenty thousand.
 _LIMIT = 50_000

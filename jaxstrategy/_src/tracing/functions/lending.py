@@ -21,7 +21,7 @@ from typing import final
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.functions.walk import Place, rebuilt
-from jaxstrategy._src.values.types import Function
+from jaxstrategy._src.values.arrays import Function
 
 # Held while a function is traced that refers to other values.
 one_at_a_time = threading.RLock()

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxstrategy._src.contexts import abstract_strategy
+from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.outbox import Sender
 from jaxstrategy._src.tracing.functions import code as _code
 from jaxstrategy._src.tracing.functions.code import Reach, as_method, attributes_of
@@ -34,9 +34,9 @@ from jaxstrategy._src.tracing.functions.walk import (
     path_to,
 )
 from jaxstrategy._src.tracing.functions.weak_references import Identity
-from jaxstrategy._src.values import arrays, handle, per_replica
-from jaxstrategy._src.values.types import Function, PyTree
-from jaxstrategy._src.variables.reference import Reference
+from jaxstrategy._src.values import arrays, per_replica
+from jaxstrategy._src.values.arrays import Function, PyTree
+from jaxstrategy._src.variables.abstract_variable import Reference
 
 # Larger arrays of NumPy are not read at each look.
 _DIGESTED_BYTES = 1 << 28
@@ -53,9 +53,9 @@ _BESIDES = (
 )
 # Known by themselves, whatever they hold.
 _WHOLE = (
-    handle.Handle,
+    per_replica.Handle,
     per_replica.PerReplica,
-    abstract_strategy.AbstractStrategy,
+    context.AbstractStrategy,
     types.MemberDescriptorType,  # of a slot
 )
 _COMPILED = ("jax", "jaxlib")
@@ -226,7 +226,7 @@ def _named(key: Hashable) -> str:
         return f"{_named(key.deref())}.ref()"
     if isinstance(key, tuple):
         return f"({', '.join(map(_named, key))})"
-    return key.name if isinstance(key, handle.Handle) else repr(key)
+    return key.name if isinstance(key, per_replica.Handle) else repr(key)
 
 
 def _view(

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jaxstrategy._src.tracing.functions.code import Reach
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.values import trees
-from jaxstrategy._src.values.types import PyTree
+from jaxstrategy._src.values.arrays import PyTree
 
 
 class _Gone:

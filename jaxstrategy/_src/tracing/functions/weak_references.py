@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Concatenate, TypeVar
 
-from jaxstrategy._src.values.types import Function
+from jaxstrategy._src.values.arrays import Function
 
 Owner = TypeVar("Owner")
 Answer = TypeVar("Answer")

@@ -21,7 +21,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     jaxpr_of,
     with_jaxprs,
 )
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 Rule: TypeAlias = Callable[[Equation], Function | None]
 """Of an equation the function that takes its place; None: it stays.

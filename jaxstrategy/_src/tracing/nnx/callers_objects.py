@@ -24,8 +24,8 @@ from jaxstrategy._src.tracing.nnx.object_form import (
     is_variable,
 )
 from jaxstrategy._src.values import arrays as _arrays
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.trees import is_object
-from jaxstrategy._src.values.types import Leaf, PyTree
 
 
 def quick_getter(variable: FlaxVariable) -> Callable[[], Leaf]:

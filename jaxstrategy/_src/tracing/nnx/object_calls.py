@@ -33,7 +33,7 @@ from jaxstrategy._src.tracing.nnx.object_form import (
     is_whole_or_parts,
 )
 from jaxstrategy._src.values import trees
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 
 def step_of_arrays(

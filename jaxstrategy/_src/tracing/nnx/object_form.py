@@ -11,10 +11,10 @@ from typing import Protocol, TypeAlias, TypeGuard
 import jax
 
 from jaxstrategy._src.errors import ObjectError
-from jaxstrategy._src.text.lists import listed
+from jaxstrategy._src.text.shown import listed
 from jaxstrategy._src.values import trees
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.trees import is_object, object_kinds
-from jaxstrategy._src.values.types import Leaf, PyTree
 
 NodePath: TypeAlias = tuple[Hashable, ...]
 """An object's index in a list of objects, then the names that lead to a part of it."""

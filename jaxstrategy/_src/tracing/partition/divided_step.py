@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
-from jaxstrategy._src.replicas.inner_placement import with_inner
+from jaxstrategy._src.replicas.inner_axes import with_inner
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Lies, Meaning
 from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten
 from jaxstrategy._src.tracing.jaxprs.visit import (
@@ -50,8 +50,8 @@ from jaxstrategy._src.tracing.replication.types import Collective, Site
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.tracing.value_form import with_values
+from jaxstrategy._src.values.arrays import Function, Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.values.types import Function, Leaf
 from jaxstrategy._src.variables.cell import AbstractCell
 
 

@@ -11,7 +11,7 @@ import jax
 from jax.ref import AbstractRef
 from jax.sharding import NamedSharding
 
-from jaxstrategy._src.replicas.inner_placement import (
+from jaxstrategy._src.replicas.inner_axes import (
     WHOLE,
     InnerSpec,
     inner_dimensions,
@@ -25,7 +25,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import ArrayType, KeyPath, Var
 from jaxstrategy._src.tracing.partition.partition import Partition
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import arrays
-from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.variables.variable import Variable
 
 

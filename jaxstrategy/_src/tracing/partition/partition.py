@@ -34,7 +34,7 @@ from jaxstrategy._src.tracing.partition.values import (
     is_around_function,
     shard_function,
 )
-from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.values.arrays import Leaf
 
 _Names: TypeAlias = dict[Var, Atom]
 # What calls a function once, and does nothing else. A function with a rule of its own

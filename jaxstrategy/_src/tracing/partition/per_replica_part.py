@@ -15,7 +15,7 @@ from jax.extend.core import DropVar, Literal
 from jax.typing import DTypeLike
 
 from jaxstrategy._src.reductions.rows import ShardFunction, part_of_sum
-from jaxstrategy._src.replicas.inner_placement import WHOLE, InnerSpec
+from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
@@ -39,7 +39,7 @@ from jaxstrategy._src.tracing.partition.values import (
     parts_computed_again,
 )
 from jaxstrategy._src.tracing.replication.control import scan_counts
-from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.values.arrays import Leaf
 
 
 def layers_in_parts(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:

@@ -9,7 +9,7 @@ from typing import final
 from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
-from jaxstrategy._src.replicas.inner_placement import WHOLE, InnerSpec
+from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing.jaxprs.collectives import Effect, effect_of
 from jaxstrategy._src.tracing.jaxprs.visit import (

@@ -14,7 +14,7 @@ from jax.ref import AbstractRef
 
 from jaxstrategy._src.reductions import rows as _rows
 from jaxstrategy._src.reductions.rows import ShardFunction
-from jaxstrategy._src.replicas.inner_placement import WHOLE, InnerSpec, of_versions
+from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec, of_versions
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten_function
 from jaxstrategy._src.tracing.jaxprs.visit import (
@@ -26,7 +26,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     plain,
 )
 from jaxstrategy._src.tracing.on_own_devices import on_each_device
-from jaxstrategy._src.values.types import Function, Leaf
+from jaxstrategy._src.values.arrays import Function, Leaf
 
 
 @final

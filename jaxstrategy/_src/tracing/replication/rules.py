@@ -51,7 +51,7 @@ from jaxstrategy._src.tracing.replication.types import (
     numbered,
     varying_since,
 )
-from jaxstrategy._src.values.types import Function
+from jaxstrategy._src.values.arrays import Function
 
 
 def each(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:

@@ -22,9 +22,7 @@ from jax.ref import AbstractRef
 
 from jaxstrategy._src.errors import ContextError, NonFiniteError
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.text.array_types import array_type
-from jaxstrategy._src.text.lists import first_few
-from jaxstrategy._src.text.units import plural
+from jaxstrategy._src.text.shown import array_type, first_few, plural
 from jaxstrategy._src.tracing.jaxprs.collectives import is_along
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
@@ -40,7 +38,7 @@ from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.values.types import Value
+from jaxstrategy._src.values.arrays import Value
 
 _INLINED = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint")

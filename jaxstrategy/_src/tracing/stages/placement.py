@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, Sharding
 from jaxstrategy._src.errors import DonatedValueError, PlacementError
 from jaxstrategy._src.replicas import devices, mesh
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.inner_placement import lying_like
+from jaxstrategy._src.replicas.inner_axes import lying_like
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas, lies_along
 from jaxstrategy._src.tracing.constants import constants
 from jaxstrategy._src.tracing.live_arrays import are_looked_for
@@ -27,7 +27,7 @@ from jaxstrategy._src.tracing.stages.stages import check_once
 from jaxstrategy._src.tracing.trace import divides_state
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import arrays
-from jaxstrategy._src.values.types import Leaf
+from jaxstrategy._src.values.arrays import Leaf
 
 # Numbers that were placed lately: a learning rate is often the same at each step, and
 # placing a number costs as much as dispatching a small step (44 to 60 us on CPU).

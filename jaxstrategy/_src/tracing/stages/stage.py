@@ -13,7 +13,7 @@ from jaxstrategy._src.tracing.checks.varying_results import Unstated, unstated
 from jaxstrategy._src.tracing.jaxprs.visit import ArrayType
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 
 class Stage:

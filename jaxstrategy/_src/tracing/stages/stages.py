@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jaxstrategy._src import masks
 from jaxstrategy._src.errors import (
     DonatedValueError,
     PaddedRowsWarning,
     RecompilationWarning,
 )
-from jaxstrategy._src.masks import filled_rows, step_masks
-from jaxstrategy._src.masks.step_masks import BatchArray, StepMasks
+from jaxstrategy._src.masks import BatchArray, StepMasks
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import user_code
@@ -32,8 +32,8 @@ from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import arrays as _arrays
+from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.trees import is_object
-from jaxstrategy._src.values.types import Leaf
 
 
 @final
@@ -97,7 +97,7 @@ class MaskArguments(Stage):
     def tracing(self, own: Sequence[Leaf]) -> Iterator[None]:
         """A `with` block in which the step can ask which rows are real."""
         batches = StepMasks([BatchArray(own[i - 1], own[i], i) for i in self._places])
-        with step_masks.given(batches):
+        with masks.given(batches):
             yield
         self._is_traced = True
         self._is_asked_for |= batches.asked
@@ -114,7 +114,7 @@ class MaskArguments(Stage):
     def _check_used(self, masks: list[Leaf]) -> None:
         if any(isinstance(mask, Tracer) for mask in masks):
             told = _may_be_unmasked
-        elif any(map(filled_rows.is_noted, masks)):
+        elif any(map(masks.is_noted, masks)):
             told = _gathered if self._is_asked_for else _unmasked
         else:
             return

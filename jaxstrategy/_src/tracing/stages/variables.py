@@ -15,8 +15,8 @@ from jaxstrategy._src.replicas.replicas import SAME, Replicas
 from jaxstrategy._src.tracing.functions import weak_references
 from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.variables import cell as _cell, given_values
+from jaxstrategy._src.values.per_replica import Handle
+from jaxstrategy._src.variables import access, cell as _cell
 from jaxstrategy._src.variables.cell import AbstractCell
 from jaxstrategy._src.variables.variable import Variable
 
@@ -172,7 +172,7 @@ class VariableArguments:
 
     def check_outside(self) -> None:
         """Raises inside a function that is differentiated with respect to one."""
-        given_values.check_outside(used() for used in self._used)
+        access.check_outside(used() for used in self._used)
 
     def traced(self, step: TracedStep, is_traced: bool) -> bool:
         """Takes note of a new trace; returns whether the program must be made anew."""

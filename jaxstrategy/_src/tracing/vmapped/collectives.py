@@ -16,7 +16,7 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing.jaxprs.collectives import is_along
 from jaxstrategy._src.tracing.jaxprs.visit import Equation
 from jaxstrategy._src.tracing.replication.types import Site
-from jaxstrategy._src.values.types import Function
+from jaxstrategy._src.values.arrays import Function
 
 
 @final

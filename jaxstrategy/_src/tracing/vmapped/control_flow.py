@@ -23,7 +23,7 @@ from jaxstrategy._src.tracing.jaxprs.rewrite import (
 from jaxstrategy._src.tracing.jaxprs.visit import Equation, hidden, jaxpr_of
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes
-from jaxstrategy._src.values.types import Function, Leaf
+from jaxstrategy._src.values.arrays import Function, Leaf
 
 
 def in_turn(eqn: Equation, axes: VmappedAxes) -> Function:

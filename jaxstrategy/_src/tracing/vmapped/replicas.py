@@ -31,7 +31,7 @@ from jaxstrategy._src.tracing.partition.partition import flattened
 from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes, VmappedCollectives
 from jaxstrategy._src.tracing.vmapped.control_flow import VmappedControlFlow
-from jaxstrategy._src.values.types import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 Rewrite: TypeAlias = Callable[[Jaxpr], Jaxpr]
 """Of a jaxpr of one replica, without constants, that of one vmapped replica."""

@@ -17,18 +17,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.options import VariableAggregation
-from jaxstrategy._src.replicas import overflow
+from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.inner_placement import WHOLE
-from jaxstrategy._src.replicas.random_keys import is_key
+from jaxstrategy._src.replicas.inner_axes import WHOLE
+from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.replicas.state_sharding import Shaped, LeafSharding
+from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped
 from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
-from jaxstrategy._src.values.types import Value
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import Side
 from jaxstrategy._src.variables.cell import AbstractCell, Cell, Holder
@@ -242,7 +242,7 @@ class VariableKind(abc.ABC):
         shape = change.shape(whole, dtype)
         if not change.is_whole and np.shape(value) != shape:
             try:
-                value = jnp.broadcast_to(overflow.array_of(value), shape)
+                value = jnp.broadcast_to(mesh.array_of(value), shape)
             except ValueError:
                 pass  # which `_checked` says in our words
         return self._checked(value, shape, dtype)
@@ -258,8 +258,8 @@ class VariableKind(abc.ABC):
         """
         # What assigns is no part of what is differentiated.
         try:
-            given = jax.lax.stop_gradient(overflow.array_of(value))
-        except overflow.NotHeldError:
+            given = jax.lax.stop_gradient(mesh.array_of(value))
+        except mesh.NotHeldError:
             raise
         except (TypeError, ValueError) as error:
             raise TypeError(

@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy._src.contexts import replica_context
 from jaxstrategy._src.options import VariableAggregation
-from jaxstrategy._src.replicas import mesh, overflow
-from jaxstrategy._src.replicas.inner_placement import lying_like, with_inner
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas.inner_axes import lying_like, with_inner
 from jaxstrategy._src.replicas.replicas import lies_along
-from jaxstrategy._src.replicas.state_sharding import Shaped, LeafSharding
+from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped
+from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
-from jaxstrategy._src.values.types import Value
 from jaxstrategy._src.variables import aggregation
 from jaxstrategy._src.variables.access import Side
 from jaxstrategy._src.variables.cell import Holder
@@ -192,7 +192,7 @@ class MirroredKind(VariableKind):
             )
         shape = (len(rows.indices), *ref.shape[1:])
         values = self._checked(rows.values, shape, ref.dtype)
-        rows = IndexedSlices(values, overflow.array_of(rows.indices))
+        rows = IndexedSlices(values, mesh.array_of(rows.indices))
         rows = self.combined(rows, side)
         if not self._in_step():
             rows = jax.tree.map(

@@ -11,19 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
-from jaxstrategy._src.replicas.random_keys import is_key
+from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import Shaped
-from jaxstrategy._src.values.handle import Handle
-from jaxstrategy._src.variables.cell import AbstractCell
+from jaxstrategy._src.values.per_replica import Handle
+from jaxstrategy._src.variables.cell import AbstractCell, OwnCell
 from jaxstrategy._src.variables.initial_value import Start
 from jaxstrategy._src.variables.kinds.kind import SentKind, VariableKind
 from jaxstrategy._src.variables.kinds.mirrored_kind import MirroredKind
-from jaxstrategy._src.variables.own_cell import OwnCell
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice
 
 ReadCopies = Callable[[WorkerResource], list[np.ndarray]]

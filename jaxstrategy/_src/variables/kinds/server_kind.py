@@ -3,39 +3,169 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self, cast, final
+from typing import Any, NamedTuple, Protocol, Self, cast, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.parameter_servers import worker
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
-from jaxstrategy._src.replicas.random_keys import is_key
-from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.replicas.state_sharding import Shaped
-from jaxstrategy._src.values.handle import Handle
+from jaxstrategy._src.replicas.mesh import is_key
+from jaxstrategy._src.replicas.replicas import SAME, Replicas
+from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped
+from jaxstrategy._src.values.arrays import Value
+from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices
-from jaxstrategy._src.values.types import Value
-from jaxstrategy._src.variables import access, server_functions
+from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import Side
-from jaxstrategy._src.variables.cell import AbstractCell, Holder
+from jaxstrategy._src.variables.cell import AbstractCell, Holder, ServerCell
 from jaxstrategy._src.variables.changes import WORDS, Change, changed
 from jaxstrategy._src.variables.initial_value import Start
-from jaxstrategy._src.variables.kinds.exported_update import (
-    ExportedUpdate,
-    exported_update,
-)
 from jaxstrategy._src.variables.kinds.kind import SentKind, VariableKind
 from jaxstrategy._src.variables.kinds.mirrored_kind import MirroredKind
-from jaxstrategy._src.variables.kinds.pending_change import PendingChange
-from jaxstrategy._src.variables.row_functions import changed_rows
-from jaxstrategy._src.variables.server_cell import ServerCell
+from jaxstrategy._src.variables.rows import changed_rows
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice
+
+_numbers = itertools.count(1 << 40)
+
+
+@final
+class PendingChange(Handle):
+    """A value that a traced function counts up beside a variable; 0 when it begins.
+
+    In branches and loops a trace does not tell which changes a variable will have seen.
+    What was added so far, or whether it was assigned, is a value like any other there.
+
+    Args:
+      name: for messages.
+      like: its shape and dtype.
+      replicas: of the function.
+    """
+
+    def __init__(
+        self, name: str, like: jax.ShapeDtypeStruct, replicas: Replicas
+    ) -> None:
+        self.number = next(_numbers)
+        self._name = name
+        self.dtype = np.dtype(like.dtype)
+        self._replicas = replicas
+        self.cell = _Type(like)
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return self._name
+
+    @property
+    def is_distributed(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def copies_must_agree(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def replicas(self) -> Replicas:
+        """Those of the function."""
+        return self._replicas
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Whole on each replica."""
+        return self._replicas.sharding(SAME)
+
+    @property
+    def division(self) -> LeafSharding:
+        """None."""
+        return LeafSharding(None, "a function counts it up")
+
+    def lives_on(self, replicas: Replicas) -> bool:
+        """Always: it has no other place."""
+        return True
+
+    def value(self) -> jax.Array:
+        """What it is when the function begins."""
+        return jnp.zeros(self.cell.shape, self.dtype)
+
+    def distributed(self) -> jax.Array:
+        """The same."""
+        return self.value()
+
+
+@final
+class _Type:
+    """The shape and dtype of what a trace needs no array of."""
+
+    def __init__(self, like: jax.ShapeDtypeStruct) -> None:
+        self.shape, self.dtype = like.shape, np.dtype(like.dtype)
+
+
+class ExportedUpdate(NamedTuple):
+    """A program of what variables hold and of operands.
+
+    Attributes:
+      key: of no other program.
+      exported: in the form of `jax.export`, for CPUs.
+    """
+
+    key: str
+    exported: bytes
+
+
+def exported_update(
+    fn: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct | ArrayLike]
+) -> ExportedUpdate:
+    """`fn` for operands of these types, for a server.
+
+    Args:
+      fn: of the old values and the operands; returns the new values.
+      operands: arrays, or types of arrays.
+    """
+    export: Any = jax.export
+    jitted = jax.jit(functools.partial(_as_tuple, fn))
+    types = jax.eval_shape(lambda *given: given, *operands)
+    types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in types]
+    exported = export.export(jitted, platforms=["cpu"])(*types).serialize()
+    return ExportedUpdate(hashlib.sha256(exported).hexdigest(), bytes(exported))
+
+
+def _as_tuple(fn: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    made = fn(*operands)
+    return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+
+PREFIX = "jaxstrategy_server_"
+"""An equation's name is this and the name of a `ServerOperation`."""
+UPDATE = PREFIX + "update"
+
+
+def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which stands in a trace as one `jit` equation of this name."""
+
+    def marked(*operands: jax.Array) -> Any:
+        return fn(*operands)
+
+    marked.__name__ = marked.__qualname__ = name
+    return jax.jit(marked)
+
+
+@functools.cache
+def of_whole(operation: str) -> Callable[..., jax.Array]:
+    """ "set", "add" or "subtract", of what a variable holds and what is given."""
+    change = Change(operation, operation)
+    return named(PREFIX + operation, change.applied)
 
 
 class NotesChanges(Protocol):
@@ -192,7 +322,7 @@ class ServerKind(MirroredKind):
             # An `assign` of a part leaves the rest, so it is none of the whole.
             part = "" if change.is_whole else "[...]."
             self._note(part + change.method)
-            marked = server_functions.named(server_functions.UPDATE, whole)
+            marked = named(UPDATE, whole)
             return self._stored(ref, marked(ref[...], *arrays))
         like = jax.ShapeDtypeStruct(ref.shape, ref.dtype)
         program = exported_update(whole, [like, *arrays])
@@ -240,7 +370,7 @@ class ServerKind(MirroredKind):
             self._cell.push(change.operation, (given,))
             return ref[...]
         self._count(change, given)
-        marked = server_functions.of_whole(change.operation)
+        marked = of_whole(change.operation)
         return self._stored(ref, marked(ref[...], given))
 
     def _changed_part(self, ref: Holder, change: Change, given: jax.Array) -> jax.Array:

@@ -1,26 +1,130 @@
-"""Reads and changes of some rows of a table, in a trace one equation each.
-
-A table is one array, or the shards of one: blocks of its dimension 0, one after the
-other. Who makes a program that has no tables finds the equations by their names and
-brings the rows by other ways.
-
-The equations take row numbers `[n]` and the shards `[length, ...]`; one with other
-ranks is none of these, but `jax.vmap` of one.
-"""
+"""Reads and changes of some rows of a table, in a trace one equation each."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jaxstrategy._src.values.types import Function
+from jaxstrategy._src.sharded import lookup
+from jaxstrategy._src.values.arrays import Function, Index, Value
 from jaxstrategy._src.variables.changes import SCATTERS, changed
+
+
+def checked_ids(
+    ids: Value, rows: int, name: str, are_padded: bool = False
+) -> jax.Array:
+    """`ids` as an array of whole numbers.
+
+    Args:
+      ids: numbers of rows, of any shape.
+      rows: how many there are.
+      name: of the variable.
+      are_padded: whether a negative one stands for none.
+
+    Raises:
+      TypeError: they are no whole numbers.
+      ValueError: numbers that no dtype of JAX holds.
+      IndexError: one is no row; of one that is traced, nobody knows.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(ids)):
+        return lookup.integers(ids)
+    with jax.ensure_compile_time_eval():  # in a trace, too
+        found = lookup.integers(ids)
+    known = known_numbers(found)
+    if known is not None and known.size:
+        is_wrong = (known >= rows) | ((known < 0) & (not are_padded))
+        if is_wrong.any():
+            raise IndexError(
+                f"Row {known[is_wrong][0]} of variable {name!r} was asked for, which "
+                f"has the rows [0, {rows}). No number counts from the end."
+            )
+    return found
+
+
+def known_numbers(array: jax.Array) -> np.ndarray | None:
+    """The numbers of `array` on the host, None if it is traced or elsewhere."""
+    if isinstance(array, Tracer) or not array.is_fully_addressable:
+        return None
+    return np.asarray(array)
+
+
+class RowPiece(NamedTuple):
+    """The rows of one shard among those that an index names.
+
+    Attributes:
+      shard: its number.
+      own: the rows, as an index of that shard.
+      rows: the same as a range of the shard's rows.
+      place: which of the named rows they are.
+    """
+
+    shard: int
+    own: int | slice
+    rows: range
+    place: slice
+
+
+def row_pieces(index: int | slice, starts: Sequence[int]) -> list[RowPiece]:
+    """The shards that have rows of `index`, in the order in which it names them.
+
+    Args:
+      index: of dimension 0, which it fits.
+      starts: the first row of each shard, and last the number of all rows.
+    """
+    total = starts[-1]
+    if isinstance(index, slice):
+        named = range(total)[index]
+    else:
+        row = index + total if index < 0 else index
+        named = range(row, row + 1)
+    pieces = []
+    for shard, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        place = _within(named, start, stop)
+        own = named[place]
+        if not own:
+            continue
+        rows = range(own.start - start, own.stop - start, own.step)
+        at = _as_slice(rows) if isinstance(index, slice) else rows[0]
+        pieces.append(RowPiece(shard, at, rows, place))
+    return pieces if named.step > 0 else pieces[::-1]
+
+
+def _within(named: range, start: int, stop: int) -> slice:
+    """The places in `named` of rows from `start` to `stop`."""
+    if named.step > 0:
+        return slice(bisect.bisect_left(named, start), bisect.bisect_left(named, stop))
+    rising = named[::-1]
+    count = len(named)
+    first = count - bisect.bisect_left(rising, stop)
+    return slice(first, count - bisect.bisect_left(rising, start))
+
+
+def _as_slice(rows: range) -> slice:
+    # To a slice a negative end is one from behind.
+    return slice(rows.start, rows.stop if rows.stop >= 0 else None, rows.step)
+
+
+def check_index(index: Index, shape: tuple[int, ...]) -> None:
+    """Raise what NumPy raises of an index that an array of this shape has not.
+
+    Raises:
+      IndexError: it is out of bounds, or has more dimensions.
+      ValueError: a slice has step 0.
+      TypeError: it is no index.
+    """
+    # Without memory: all elements are one.
+    np.broadcast_to(np.False_, shape)[index]
+
 
 READ = "jaxstrategy_server_rows"
 """The equation `ids, *shards -> rows`."""

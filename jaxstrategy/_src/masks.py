@@ -1,0 +1,539 @@
+"""Sums and means over the real rows of a batch, inside a step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import cast, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jaxstrategy._src.contexts import context
+from jaxstrategy._src.contexts.replica_context import ReplicaContext
+from jaxstrategy._src.errors import PaddedRowsWarning
+from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.text import user_code
+from jaxstrategy._src.values import per_replica, trees
+from jaxstrategy._src.values.arrays import PyTree, Value
+from jaxstrategy._src.values.per_replica import PerReplica
+
+
+def row_mask(counts: Sequence[int], rows: int) -> np.ndarray:
+    """The mask of so many rows, `bool[replica, rows]`."""
+    return np.arange(rows) < np.asarray(counts)[:, None]
+
+
+# The masks of batches that were filled up, as long as they live. That of a full batch
+# is not here, so that nobody waits for a device to learn that all rows are real.
+_filled: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+def note(mask: jax.Array) -> None:
+    """`mask` has rows that are not real."""
+    _filled[id(mask)] = mask
+
+
+def is_noted(mask: object) -> bool:
+    """Whether it is known that `mask` has rows that are not real."""
+    return mask is not None and _filled.get(id(mask)) is mask
+
+
+def real_versions(
+    value: PerReplica, versions: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """`versions` of `value` without the rows that only fill up those of a batch."""
+    if value.mask is None:
+        return versions
+    rows = np.asarray(value.mask)
+    if len(versions) < len(rows):
+        rows = rows[list(per_replica.own_replicas(value))]
+    return tuple(
+        version if real.all() else version[np.flatnonzero(real)]
+        for version, real in zip(versions, rows, strict=True)
+    )
+
+
+def is_of_rows(axis: int, array: ArrayLike) -> bool:
+    """Whether `axis` is the first dimension of `array`, from either end."""
+    return axis in (0, -np.ndim(array))
+
+
+def without_filling(value: PyTree, joined: PyTree, axis: int) -> PyTree:
+    """`joined`, what all replicas have of `value`, with the real rows only."""
+    leaves, treedef = jax.tree.flatten(joined)
+    given = jax.tree.leaves(value, is_leaf=trees.is_whole)
+    masks = [
+        leaf.mask if isinstance(leaf, PerReplica) and is_of_rows(axis, whole) else None
+        for leaf, whole in zip(given, leaves, strict=True)
+    ]
+    if any(isinstance(mask, Tracer) for mask in masks):
+        warn_of_traced("gather")
+        return joined
+    if not any(map(is_noted, masks)):
+        return joined
+    real = [
+        leaf[np.flatnonzero(np.asarray(mask))] if is_noted(mask) else leaf
+        for leaf, mask in zip(leaves, masks, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, real)
+
+
+def number_of_examples(batch: PyTree) -> int | None:
+    """The number of real rows of `batch`; None if it has no arrays with rows."""
+    for leaf in jax.tree.leaves(batch, is_leaf=per_replica.is_per_replica):
+        if isinstance(leaf, PerReplica):
+            if is_noted(leaf.mask):
+                return int(np.asarray(leaf.mask).sum())
+            if leaf.shape:
+                return leaf.num_replicas * leaf.shape[0]
+        elif getattr(leaf, "shape", None):
+            return int(leaf.shape[0])
+    return None
+
+
+def warn_of_traced(method: str) -> None:
+    """Warn that `strategy.method` keeps all rows of a batch while JAX traces."""
+    user_code.warn(
+        f"`{method}` was given a batch of a dataset inside a function that JAX traces "
+        "(`jax.jit`), where shapes are static, so that rows that only fill up the "
+        f"batch stay in the result. Call `{method}` outside that function; or gather "
+        "`strategy.run(js.batch_mask, (array,))` as well, which says which rows are "
+        'real; or choose `InputOptions(remainder="drop")` or `"error"`, with which '
+        "all rows are.",
+        PaddedRowsWarning,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchArray:
+    """An array of a batch that a step was given."""
+
+    array: jax.Array
+    mask: jax.Array
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RealRows:
+    """The real rows of one replica."""
+
+    mask: jax.Array
+    share: jax.Array
+
+
+class StepMasks:
+    """The masks of one call's batches, as its trace sees them."""
+
+    def __init__(self, given: Sequence[BatchArray]) -> None:
+        self._given = given
+        self.asked = False
+        self.kept = False
+        self.alike: set[tuple[int, ...]] = set()
+
+    @property
+    def any(self) -> bool:
+        """Whether there are some."""
+        return bool(self._given)
+
+    def owns(self, array: jax.Array) -> bool:
+        """Whether `array` is one that the step was given."""
+        return any(batch.array is array for batch in self._given)
+
+    def of(self, array: jax.Array) -> BatchArray | None:
+        """The mask of `array`, with its place, if the step was given it."""
+        return next((batch for batch in self._given if batch.array is array), None)
+
+    def others(self, arrays: Sequence[jax.Array]) -> list[BatchArray]:
+        """The masks of the arrays that are not among these."""
+        known = set(map(id, arrays))
+        return [batch for batch in self._given if id(batch.array) not in known]
+
+    def fit(self, rows: int, parts: int) -> bool:
+        """Whether one of them has so many rows in each of its parts."""
+        return any(batch.mask.shape[1] == rows * parts for batch in self._given)
+
+    def find(
+        self, array: jax.Array, parts: int, part: ArrayLike, asks: bool = True
+    ) -> RealRows | None:
+        """Those of `array`, `[rows, ...]`; None if no batch has a mask."""
+        if not self._given:
+            return None
+        context.check_unstaged("The mask of a batch")
+        rows = array.shape[0]
+        own = [batch for batch in self._given if batch.array is array][:1]
+        found = own or [b for b in self._given if b.mask.shape[1] == rows * parts]
+        if not found:
+            known = sorted({b.mask.shape[1] // parts for b in self._given})
+            raise ValueError(
+                f"An array with {rows} rows was given, but the batches of this step "
+                f"have {' or '.join(map(str, known))} on each replica, so it is not "
+                "known which of its rows are real. Pass `mask=`, made from "
+                "`batch_mask(array)` of an array of the batch."
+            )
+        self.asked |= asks
+        if len(found) > 1:
+            self.alike.add(tuple(batch.place for batch in found))
+        whole = found[0].mask
+        replicas = whole.shape[0]
+        mask = whole[_this_replica()]
+        mask = jax.lax.dynamic_slice_in_dim(mask, part * rows, rows)
+        real = jnp.maximum(jnp.sum(whole), 1)
+        return RealRows(mask, replicas * parts / real.astype(jnp.float32))
+
+
+def _this_replica() -> jax.Array | int:
+    strategy = context.current().strategy
+    assert strategy is not None, "only steps have masks"
+    return context.replica_index(strategy)
+
+
+@dataclasses.dataclass(frozen=True)
+class CurrentMasks:
+    """The masks that the code which is traced may ask about."""
+
+    masks: StepMasks
+    parts: int = 1
+    part: ArrayLike = 0
+
+    def find(self, array: jax.Array, asks: bool = True) -> RealRows | None:
+        """As `StepMasks.find`, for this part."""
+        return self.masks.find(array, self.parts, self.part, asks)
+
+    def fits(self, array: jax.Array) -> bool:
+        """Whether a batch has as many rows, in this part, as `array`."""
+        return self.masks.fit(array.shape[0], self.parts)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """A `with` block in which code is traced that may ask about these."""
+        if not self.masks.any:
+            with context.entered(batches=self):
+                yield
+            return
+        # A jitted function that asks is kept with masks of this trace only.
+        trace = context.new_trace()
+        try:
+            with context.entered(batches=self, trace=trace):
+                yield
+        finally:
+            context.forget_jitted()
+
+
+def current() -> CurrentMasks | None:
+    """The masks that the code which is traced may ask about; None outside of steps."""
+    return cast("CurrentMasks | None", context.current().batches)
+
+
+def given(masks: StepMasks) -> contextlib.AbstractContextManager[object]:
+    """A `with` block in which a step with these masks is traced."""
+    now = current()
+    return (CurrentMasks(masks) if masks.any or now is None else now).entered()
+
+
+def part(index: ArrayLike, parts: int) -> contextlib.AbstractContextManager[object]:
+    """A `with` block in which arrays hold part `index` of so many of a batch."""
+    now = current()
+    if now is None:
+        return contextlib.nullcontext()
+    # Parts may be divided again: this is a part of one that is traced already.
+    return CurrentMasks(
+        now.masks, now.parts * parts, now.part * parts + index
+    ).entered()
+
+
+def real_rows(array: jax.Array) -> RealRows | None:
+    """The real rows of `array`; None where no mask tells them."""
+    now = current()
+    return None if now is None else now.find(array)
+
+
+def known_rows(array: jax.Array) -> jax.Array | None:
+    """The mask of the rows of `array`, if a batch of the step has as many."""
+    now = current()
+    if now is None or not now.fits(array):
+        return None
+    found = now.find(array, asks=False)
+    return None if found is None else found.mask
+
+
+def fits(array: jax.Array) -> bool:
+    """Whether a batch of the step has as many rows as `array`."""
+    now = current()
+    return now is not None and now.fits(array)
+
+
+def of_argument(array: jax.Array) -> jax.Array | None:
+    """The mask of the rows of `array`, if the step was given it."""
+    now = current()
+    if now is None or not now.masks.owns(array):
+        return None
+    found = now.find(array)
+    return None if found is None else found.mask
+
+
+def not_needed() -> None:
+    """Note that the step gives each row a result of its own, so that none counts."""
+    if (now := current()) is not None:
+        now.masks.asked = True
+
+
+def keeps_rows(arrays: Sequence[jax.Array]) -> None:
+    """Note that the step gathers these arrays, and cannot leave out rows."""
+    now = current()
+    if now is not None and any(now.masks.owns(array) for array in arrays):
+        now.masks.kept = True
+
+
+@final
+class LoopMasks:
+    """The masks of several steps' batches, where the steps are traced as one loop."""
+
+    def __init__(self, columns: Sequence[Sequence[jax.Array]]) -> None:
+        self._current = current() or CurrentMasks(StepMasks(()))
+        self._outer = self._current.masks
+        self._others = self._outer.others([a for column in columns for a in column])
+        self._places: dict[int, list[int | None]] = {}
+        self.masks: dict[int, jax.Array] = {}
+        for number, column in enumerate(columns):
+            found = [self._outer.of(array) for array in column]
+            known = next((batch.mask for batch in found if batch), None)
+            if known is not None:
+                # A batch without one among those with one has real rows only.
+                masks = [b.mask if b else jnp.ones_like(known) for b in found]
+                self.masks[number] = jnp.stack(masks)
+                self._places[number] = [b.place if b else None for b in found]
+
+    @contextlib.contextmanager
+    def turn(
+        self, arrays: Sequence[jax.Array], masks: dict[int, jax.Array]
+    ) -> Iterator[None]:
+        """A `with` block in which a step with these arrays and masks is traced."""
+        own = [BatchArray(arrays[n], mask, _numbered(n)) for n, mask in masks.items()]
+        batches = StepMasks([*own, *self._others])
+        try:
+            with dataclasses.replace(self._current, masks=batches).entered():
+                yield
+        finally:
+            self._outer.asked |= batches.asked
+            self._outer.kept |= batches.kept
+            for places in batches.alike:
+                self._outer.alike |= self._in_each_step(places)
+
+    def _in_each_step(self, places: tuple[int, ...]) -> set[tuple[int, ...]]:
+        """The places of masks that a step took for one, in the call."""
+        steps = max(map(len, self._places.values()), default=1)
+        columns = [
+            [place] * steps if place >= 0 else self._places[_numbered(place)]
+            for place in places
+        ]
+        rows = zip(*columns, strict=True)
+        known = (tuple(p for p in row if p is not None) for row in rows)
+        return {row for row in known if len(row) == len(places)}
+
+
+def _numbered(number: int) -> int:
+    """A place that no mask of the call has, for one that goes through a loop; or back.
+
+    >>> _numbered(3), _numbered(_numbered(3))
+    (-4, 3)
+    """
+    return -1 - number
+
+
+def batch_mask(array: jax.Array) -> jax.Array:
+    """A mask of the rows of `array` that are real examples; for use inside a step.
+
+    A batch that does not divide over the replicas is filled up with copies of its last
+    row. Its mask goes into the step with it, and this is how to ask for it.
+
+    The arrays of a batch share one mask. After a function of your own under `jax.jit`
+    has returned them, each has one of its own, equal or not: then ask with an argument
+    of the step, not with something computed from two.
+
+    Args:
+      array: of shape `[rows, ...]`: an argument of the step, or computed from one row
+        by row.
+
+    Returns:
+      Booleans of shape `[rows]`. All are true for arrays that come from no dataset.
+
+    Raises:
+      ValueError: `array` is a scalar; no batch of the step has as many rows; or, when
+        the step is called, two different batches have.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> (batch,) = strategy.experimental_distribute_dataset([np.arange(3)])
+    >>> strategy.run(js.batch_mask, (batch,)).values
+    (Array([ True,  True], dtype=bool), Array([ True, False], dtype=bool))
+    """
+    rows = _rows(array, "batch_mask")
+    known = real_rows(array)
+    return jnp.ones(rows, bool) if known is None else known.mask
+
+
+def masked_sum(
+    values: jax.Array, *, mask: jax.Array | None = None, axis: int | None = 0
+) -> jax.Array:
+    """The sum of `values` over the real rows of this replica.
+
+    Its sum over the replicas is that over all real rows of the batch.
+
+    Args:
+      values: of shape `[rows, ...]`. What rows that are not real hold has no influence,
+        not even NaN.
+      mask: which rows are real, `[rows]`; by default `batch_mask(values)`. With more
+        dimensions, `[rows, time]`, which entries count: those of real rows do.
+      axis: 0 sums over the rows, None over all dimensions. Those of `mask` are always
+        summed over.
+
+    Returns:
+      An array of shape `[...]`, or a scalar; 0 on a replica without real rows. Booleans
+      are counted.
+
+    Raises:
+      ValueError: as `batch_mask` does; or `mask` or `axis` does not fit.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> (batch,) = strategy.experimental_distribute_dataset([np.arange(5.0)])
+    >>> strategy.reduce("sum", strategy.run(js.masked_sum, (batch,)))
+    Array(10., dtype=float32)
+    """
+    _rows(values, "masked_sum")
+    mask = batch_mask(values) if mask is None else _given(mask, values)
+    return jnp.sum(
+        _kept(values, mask), axis=_summed_over(axis, mask, values, "masked_sum")
+    )
+
+
+def masked_mean(
+    values: jax.Array, *, mask: jax.Array | None = None, axis: int | None = 0
+) -> jax.Array:
+    """This replica's share in the mean of `values` over the real rows of the batch.
+
+    The mean of the shares over the replicas is the mean over all real rows, exactly,
+    and so for gradients: reduce both with `"mean"`. A share is the mean over the
+    replica's own rows, weighted with their number; where all rows are real, it is their
+    mean.
+
+    Args:
+      values: of shape `[rows, ...]`, such as the loss of each example. What rows that
+        are not real hold has no influence, not even NaN.
+      mask: which rows are real, `[rows]`; by default `batch_mask(values)`, which needs
+        no communication. With a mask the replicas sum up their numbers of real rows.
+        With more dimensions, `[rows, time]`, it says which entries count, of real rows,
+        and each of them counts alike.
+      axis: 0 is the mean over the rows, of shape `[...]`: losses `[rows, time]` have
+        one mean for each time. None is the mean over all entries, a scalar. The
+        dimensions of `mask` are always averaged over.
+
+    Returns:
+      An array of shape `[...]`, or a scalar; 0 on a replica without real rows.
+
+    Raises:
+      ValueError: as `batch_mask` does; or `mask` or `axis` does not fit.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> (batch,) = strategy.experimental_distribute_dataset([np.arange(5.0)])
+    >>> shares = strategy.run(js.masked_mean, (batch,))
+    >>> shares.values[0], shares.values[3]  # of 0 and 1; and of no rows
+    (Array(0.8, dtype=float32), Array(0., dtype=float32))
+    >>> strategy.reduce("mean", shares)
+    Array(2., dtype=float32)
+    """
+    rows = _rows(values, "masked_mean")
+    if mask is None:
+        real = real_rows(values)
+    else:
+        given = _given(mask, values)
+        real = RealRows(given, _share(given))
+    if real is None and rows:
+        every = jnp.ones(rows, bool)
+        over = _summed_over(axis, every, values, "masked_mean")
+        return jnp.mean(mesh.array_of(values), over)
+    if real is None:  # NumPy's mean of nothing is NaN
+        real = RealRows(jnp.ones(0, bool), jnp.ones(()))
+    over = _summed_over(axis, real.mask, values, "masked_mean")
+    total = jnp.sum(_kept(values, real.mask), axis=over)
+    others = math.prod(np.shape(values)[real.mask.ndim : len(over)])
+    share = real.share if others == 1 else real.share / others
+    if not jnp.issubdtype(total.dtype, jnp.inexact):
+        return total * share
+    return total * share.astype(jnp.finfo(total.dtype).dtype)
+
+
+def given_rows(mask: Value, rows: int) -> RealRows:
+    """The real rows by a user's mask; the replicas sum up their numbers."""
+    checked = _checked(mask, (rows,))
+    return RealRows(checked, _share(checked))
+
+
+def _given(mask: Value, values: Value) -> jax.Array:
+    """`mask` of rows of `values`, or of their entries: those of real rows."""
+    mask = _checked(mask, np.shape(values))
+    if mask.ndim > 1 and (known := real_rows(values)) is not None:
+        mask &= known.mask.reshape(-1, *[1] * (mask.ndim - 1))
+    return mask
+
+
+def _summed_over(
+    axis: int | None, mask: jax.Array, values: Value, name: str
+) -> tuple[int, ...]:
+    """The first dimensions of `values`: those of `mask`, or all."""
+    if axis is None:
+        return tuple(range(np.ndim(values)))
+    if isinstance(axis, bool) or axis != 0:
+        raise ValueError(
+            f"`axis` of `{name}` was {axis!r}; 0 for the rows or None for all "
+            "dimensions was wanted. For others take the mean over these first."
+        )
+    return tuple(range(mask.ndim))
+
+
+def _share(mask: jax.Array) -> jax.Array:
+    """The factor of a sum over `mask`, from the masks of all replicas."""
+    real = jnp.sum(mask).astype(jnp.float32)
+    replica = context.current().replica
+    if not isinstance(replica, ReplicaContext):
+        return 1 / jnp.maximum(real, 1)
+    total = replica.all_reduce(ReduceOp.SUM, real)
+    return replica.num_replicas_in_sync / jnp.maximum(total, 1)
+
+
+def _kept(values: Value, mask: jax.Array) -> jax.Array:
+    values = mesh.array_of(values)
+    along = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
+    return jnp.where(along, values, jnp.zeros((), values.dtype))
+
+
+def _rows(values: Value, name: str) -> int:
+    if np.ndim(values) == 0:
+        raise ValueError(
+            f"`{name}` was given a scalar; an array with one entry for each row of the "
+            "batch was wanted, such as the loss of each example before their mean."
+        )
+    return np.shape(values)[0]
+
+
+def _checked(mask: Value, wanted: tuple[int, ...]) -> jax.Array:
+    """`mask` as Booleans."""
+    shape, rows = np.shape(mask), wanted[0]
+    if not shape or shape != wanted[: len(shape)]:
+        entries = ""
+        if len(wanted) > 1:
+            entries = f" One of entries has the first dimensions of values {wanted}."
+        raise ValueError(
+            f"`mask` has shape {shape}; one entry for each of the {rows} rows was "
+            f"wanted.{entries}"
+        )
+    return mesh.array_of(mask).astype(bool)

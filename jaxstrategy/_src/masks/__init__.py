@@ -1,1 +1,0 @@
-"""Masks: which rows of a batch are real, from the source to the mean."""

@@ -1,0 +1,309 @@
+"""The devices of one replica by number, and arrays in equal tiles on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, TypeGuard
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxstrategy._src.replicas import mesh, mesh as _mesh
+from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Lies, Meaning, Replicas
+from jaxstrategy._src.text.shown import shown
+
+InnerSpec: TypeAlias = PartitionSpec
+"""The division of an array over inner axes, and over no others."""
+
+WHOLE = InnerSpec()
+
+
+def lying_like(value: object, replicas: Replicas, lies: Lies = SAME) -> NamedSharding:
+    """How an array lies over the replicas, and over inner axes as `value` does.
+
+    Over these it is whole if `value` lies on another mesh, or nowhere yet.
+
+    Args:
+      value: an array, or the type of one, of as many dimensions.
+      replicas: those of the strategy.
+      lies: over the replicas.
+    """
+    return with_inner(inner_spec(value, replicas), replicas, lies)
+
+
+def inner_spec(value: object, replicas: Replicas) -> InnerSpec:
+    """The division of `value` over inner axes; that over replicas is left out."""
+    # The single replica of no strategy has an inner axis of one device.
+    if not (replicas.inner_axes and replicas.axes) or isinstance(value, Tracer):
+        return WHOLE
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return WHOLE
+    if sharding.mesh != replicas.mesh and not _is_of_one_replica(sharding, replicas):
+        return WHOLE
+    return _mesh.along(sharding.spec, replicas.inner_axes)
+
+
+def inner_dimensions(value: object, replicas: Replicas) -> list[int]:
+    """The dimensions of `value` that inner axes divide."""
+    return divided_dimensions(inner_spec(value, replicas))
+
+
+def divided_dimensions(inner: InnerSpec) -> list[int]:
+    """The dimensions that inner axes divide."""
+    return [i for i, names in enumerate(inner) if names is not None]
+
+
+def _is_of_one_replica(sharding: NamedSharding, replicas: Replicas) -> bool:
+    """Whether it is the placement of one replica's version or copy."""
+    groups = (replicas.mesh_of(i) for i in replicas.own)
+    return any(sharding.mesh == mesh for mesh in groups)
+
+
+def replicas_with(sharding: Sharding) -> Replicas | None:
+    """Those on each of which `sharding` puts the same array, if there are any."""
+    if not isinstance(sharding, NamedSharding) or not _mesh.is_replicated(sharding):
+        return None
+    assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
+    return Replicas(sharding.mesh)
+
+
+def own_copy(array: jax.Array) -> jax.Array:
+    """What the first replica of this process has of an array that is equal on all.
+
+    An array that is not, or that this process has all of, as it is.
+    """
+    if array.is_fully_replicated:
+        return array.addressable_data(0)
+    replicas = replicas_with(array.sharding)
+    if array.is_fully_addressable or replicas is None:
+        return array
+    return replicas.copies(array)[0]
+
+
+def with_inner(
+    inner: InnerSpec, replicas: Replicas, lies: Lies = SAME
+) -> NamedSharding:
+    """How an array lies over the replicas, and over inner axes as `inner` says.
+
+    The first dimension of `[replica, ...]` is divided over the replicas only.
+    """
+    if lies is SPLIT:
+        inner = of_stacked(of_versions(inner))
+    if not any(inner):
+        is_along = isinstance(lies, int)
+        return replicas.sharding_along(lies) if is_along else replicas.sharding(lies)
+    base = replicas.spec_of(lies)
+    longest = range(max(len(base), len(inner)))
+    both = [[_mesh.names(s[i]) for s in (base, inner) if i < len(s)] for i in longest]
+    return NamedSharding(replicas.mesh, _mesh.spec_of(sum(e, ()) for e in both))
+
+
+def of_versions(inner: InnerSpec) -> InnerSpec:
+    """The division of versions `[...]`, of that of an array `[replica, ...]`."""
+    return PartitionSpec(*inner[1:])
+
+
+def of_stacked(inner: InnerSpec) -> InnerSpec:
+    """The division of an array `[replica, ...]`, of that of its versions `[...]`."""
+    return PartitionSpec(None, *inner) if any(inner) else WHOLE
+
+
+Spec: TypeAlias = PartitionSpec
+"""The division of an array over inner axes."""
+
+
+def is_spec(value: object) -> TypeGuard[Spec]:
+    """Whether `value` says how an array is divided."""
+    return isinstance(value, PartitionSpec)
+
+
+def sharding_by(spec: Spec, replicas: Replicas) -> NamedSharding:
+    """The placement of an array of which each replica has all, divided so."""
+    is_whole = not any(spec)
+    return replicas.sharding(SAME) if is_whole else NamedSharding(replicas.mesh, spec)
+
+
+def whole_here(array: jax.Array) -> np.ndarray:
+    """All of an array of which the devices of this process have all parts."""
+    host = np.zeros(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        host[shard.index] = shard.data
+    return host
+
+
+def has_inner_axes(replicas: Replicas) -> bool:
+    """Whether a replica has logical axes, along which arrays may be divided.
+
+    The single replica of no strategy has none: its mesh is one device.
+    """
+    return bool(replicas.axes and replicas.inner_axes)
+
+
+def checked_spec(
+    spec: object, shape: Sequence[int], replicas: Replicas, what: str
+) -> Spec:
+    """The division of an array over inner axes, as a user wants it.
+
+    Args:
+      spec: what the user gave.
+      shape: of the array.
+      replicas: those of the strategy.
+      what: how messages call the array and who wants it to be divided so.
+
+    Raises:
+      TypeError: it is no `PartitionSpec`, or has an entry that is no name.
+      ValueError: it names an axis that a replica has not, or one twice; it is longer
+        than the shape; a dimension does not divide by the axes that it names.
+    """
+    if not is_spec(spec):
+        raise TypeError(
+            f"{what} is {shown(spec)}; a `jax.sharding.PartitionSpec` of logical axes "
+            "was wanted, or None."
+        )
+    entries = [_names(entry, spec, what) for entry in spec]
+    named = [name for names in entries for name in names]
+    for name in named:
+        _check_axis(name, named, replicas, f"{what} is {spec}")
+    if len(entries) > len(shape):
+        raise ValueError(
+            f"{what} is {spec}, which has {len(entries)} entries for an array of shape "
+            f"{tuple(shape)}. Give one for each of its {len(shape)} dimensions at most."
+        )
+    for dimension, (names, size) in enumerate(zip(entries, shape, strict=False)):
+        parts = math.prod(replicas.inner_sizes[name] for name in names)
+        if size % parts:
+            raise ValueError(
+                f"{what} is {spec}, but dimension {dimension} of its shape "
+                f"{tuple(shape)} is {size}, no multiple of {parts}, the size of "
+                f"{' and '.join(map(repr, names))}. Divide another dimension, "
+                "or none (`None`)."
+            )
+    return spec
+
+
+def _names(entry: object, spec: Spec, what: str) -> tuple[str, ...]:
+    """The axes that an entry of a spec names."""
+    if entry is None:
+        return ()
+    given = entry if isinstance(entry, tuple) else (entry,)
+    names = tuple(name for name in given if isinstance(name, str))
+    if len(names) < len(given):
+        raise TypeError(
+            f"{what} is {spec}, which has an entry {shown(entry)}; None, the name of "
+            "an axis or a tuple of names was wanted."
+        )
+    return names
+
+
+def _check_axis(name: str, named: Sequence[str], replicas: Replicas, what: str) -> None:
+    if name in replicas.inner_axes and has_inner_axes(replicas):
+        if named.count(name) > 1:
+            raise ValueError(f"{what}, which names {name!r} twice; once was wanted.")
+        return
+    if name == mesh.REPLICA_AXIS:
+        raise ValueError(
+            f"{what}, which names {name!r}, the axis along which replicas differ. "
+            "State is equal on all of them: name axes inside a replica only. To let "
+            "each replica keep a part of it, make the strategy with "
+            "`sharding=js.StateSharding()`."
+        )
+    raise ValueError(f"{what}, {which_axes(name, replicas)}")
+
+
+def which_axes(name: str, replicas: Replicas) -> str:
+    """A part of messages: that a replica has no such axis, and what to do."""
+    if replicas.per_device > 1:
+        return (
+            f"which names an axis {name!r}, but replicas share devices. Leave it out: "
+            "Flax's annotations (`nn.with_partitioning`) mean nothing there by "
+            "themselves."
+        )
+    if not has_inner_axes(replicas):
+        return (
+            f"which names an axis {name!r}, but replicas have one device each. Make "
+            f"the strategy with `logical_axes={{{name!r}: n}}`, of size 1 too."
+        )
+    axes = " and ".join(map(repr, replicas.inner_axes))
+    return (
+        f"which names an axis {name!r}, but a replica has {axes}. Name one of these, "
+        "in Flax also by a rule for the logical name, or None."
+    )
+
+
+def over_axis(array: jax.Array, axis: str) -> jax.Array:
+    """`array`, its first dimension divided over an inner axis, the others as they are.
+
+    Args:
+      array: of one replica, in a step that is being traced.
+      axis: the name of an inner axis of the replicas.
+    """
+    others = [PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)
+    # No `NamedSharding` of the strategy's mesh: `jnp.zeros_like` and others refuse an
+    # array that such a one constrains beside a manual axis (JAX 0.10 and 0.12).
+    return lax.with_sharding_constraint(array, PartitionSpec(axis, *others))
+
+
+Tiles = Sequence[tuple[str, ...]]
+"""For each dimension of an array the inner axes that divide it."""
+
+
+def logical_axes(count: int) -> dict[str, int]:
+    """The inner axes of replicas of `count` devices: one for each prime factor.
+
+    So each division into equal tiles is one along axes. The first axis is the one along
+    which the numbers of devices differ most.
+    """
+    factors = list(_prime_factors(count))
+    if len(factors) == 1:
+        return {"core": factors[0]}
+    return {f"core_{number}": factor for number, factor in enumerate(factors)}
+
+
+def tiles(splits: Sequence[int], replicas: Replicas) -> Tiles:
+    """The axes that divide an array's dimensions into so many parts.
+
+    If the number of devices is a power of one prime, such as 2, the tiles lie on them
+    in row-major order.
+
+    Args:
+      splits: the number of parts of each dimension; their product is the number of
+        devices of a replica.
+      replicas: with `logical_axes`.
+    """
+    left = replicas.inner_sizes
+    found: list[tuple[str, ...]] = []
+    for parts in splits:
+        names: list[str] = []
+        for factor in _prime_factors(parts):
+            name = next(name for name, size in left.items() if size == factor)
+            del left[name]
+            names.append(name)
+        found.append(tuple(names))
+    return found
+
+
+def sharding_of(divided: Tiles, meaning: Meaning, replicas: Replicas) -> NamedSharding:
+    """The placement of an array of this meaning in tiles on each replica's devices.
+
+    Args:
+      divided: the axes of each dimension of one replica's array.
+      meaning: of the array on all replicas.
+      replicas: that it is placed on.
+    """
+    first = [replicas.axes] if meaning is SPLIT else []
+    return NamedSharding(replicas.mesh, PartitionSpec(*first, *divided))
+
+
+def _prime_factors(number: int) -> Iterator[int]:
+    factor = 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+            yield factor
