@@ -16,14 +16,12 @@ from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
     from jaxstrategy._src.training.optax import (
+        OuterState as OuterState,
         all_reduce_gradients as all_reduce_gradients,
         apply_if_finite as apply_if_finite,
         check_chain as check_chain,
-        own_copies as own_copies,
-    )
-    from jaxstrategy._src.training.outer_optimizer import (
-        OuterState as OuterState,
         outer as outer,
+        own_copies as own_copies,
     )
 else:
     __getattr__, __dir__ = lazy_names.of(__name__)

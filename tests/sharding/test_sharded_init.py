@@ -156,7 +156,7 @@ def layers(key, width=128, count=4):
 
 def test_no_device_ever_has_more_than_its_parts_and_one_array(monkeypatch):
     leaf, taken, most = 128 * 128 * 4, [], []
-    jit, place = jax.jit, init._mesh.place
+    jit, place = jax.jit, init.mesh.place
 
     def analysed(fn, **options):
         jitted = jit(fn, **options)
@@ -180,7 +180,7 @@ def test_no_device_ever_has_more_than_its_parts_and_one_array(monkeypatch):
         return moved
 
     monkeypatch.setattr(init, "jax", Jax())
-    monkeypatch.setattr(init._mesh, "place", watched)
+    monkeypatch.setattr(init.mesh, "place", watched)
     before = on_one_device()
     state = sharded().init(layers, jax.random.key(0))
     monkeypatch.undo()

@@ -164,11 +164,11 @@ def test_a_scalar_is_refused():
 def test_cross_replica_context_is_refused(two, name):
     message = f"`{name}` was called in cross-replica context, .* call it inside `run`"
     with two.scope(), pytest.raises(js.errors.ContextError, match=message):
-        getattr(js, name)(np.ones(2))
+        getattr(js.training, name)(np.ones(2))
     with pytest.raises(RuntimeError, match=message):  # as TensorFlow's
         two.run(
             lambda x: js.get_replica_context().merge_call(
-                lambda _, x: getattr(js, name)(np.ones(2)), (x,)
+                lambda _, x: getattr(js.training, name)(np.ones(2)), (x,)
             ),
             (np.ones(2),),
         )

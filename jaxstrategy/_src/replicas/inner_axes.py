@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxstrategy._src.replicas import mesh, mesh as _mesh
+from jaxstrategy._src.replicas import mesh as _mesh
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Lies, Meaning, Replicas
 from jaxstrategy._src.text.shown import shown
 
@@ -205,7 +205,7 @@ def _check_axis(name: str, named: Sequence[str], replicas: Replicas, what: str) 
         if named.count(name) > 1:
             raise ValueError(f"{what}, which names {name!r} twice; once was wanted.")
         return
-    if name == mesh.REPLICA_AXIS:
+    if name == _mesh.REPLICA_AXIS:
         raise ValueError(
             f"{what}, which names {name!r}, the axis along which replicas differ. "
             "State is equal on all of them: name axes inside a replica only. To let "

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxstrategy._src.replicas import devices as _devices, mesh, mesh as _mesh
+from jaxstrategy._src.replicas import devices as _devices, mesh as _mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import with_noun
 
@@ -165,7 +165,7 @@ class ReplicaPlacements(ReplicaDevices):
     def divides_over_replicas(self, sharding: Sharding) -> bool:
         """Whether a sharding names the axes along which replicas differ."""
         return isinstance(sharding, NamedSharding) and any(
-            not set(self.axes).isdisjoint(mesh.names(entry)) for entry in sharding.spec
+            not set(self.axes).isdisjoint(_mesh.names(entry)) for entry in sharding.spec
         )
 
     def may_lie_inside(self, shape: Sequence[int]) -> bool:
@@ -183,7 +183,7 @@ class ReplicaPlacements(ReplicaDevices):
         sharding = array.sharding
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return None
-        entries = list(map(mesh.names, sharding.spec))
+        entries = list(map(_mesh.names, sharding.spec))
         over_replicas = [not set(self.axes).isdisjoint(names) for names in entries]
         if meaning is SPLIT and (self.count > 1 or any(over_replicas)):
             if not over_replicas or entries[0] != self.axes:
@@ -231,7 +231,7 @@ class ReplicaPlacements(ReplicaDevices):
 
     def on_mesh(self, sharding: NamedSharding) -> NamedSharding:
         """The same division, of an array on the devices of these replicas."""
-        return mesh.on_mesh(sharding, self.mesh)
+        return _mesh.on_mesh(sharding, self.mesh)
 
     def dimension_of(self, array: jax.Array) -> int | None:
         """The dimension along which `array`, `[...]`, is divided over these replicas.

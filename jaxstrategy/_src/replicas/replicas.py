@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jaxstrategy._src.replicas import mesh, mesh as _mesh
+from jaxstrategy._src.replicas import mesh as _mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replica_placements import (
     SAME as SAME,
@@ -76,7 +76,7 @@ def _name(name: object) -> str:
             "`logical_axes` has an empty text as the name of an axis; a name was "
             "wanted, such as `'core'`."
         )
-    if name == mesh.REPLICA_AXIS:
+    if name == _mesh.REPLICA_AXIS:
         raise ValueError(
             f"`logical_axes` has an axis {name!r}, which is the name of the axis along "
             "which replicas differ. Give those inside a replica another name."

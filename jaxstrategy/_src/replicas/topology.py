@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 from jaxstrategy._src.text.shown import shown, whole
 
 
-def bandwidth(given: object) -> float:
+def _checked_bandwidth(given: object) -> float:
     """Bytes per second as a float."""
     complaint = (
         f"`bandwidth` was {shown(given)}; a positive, finite number of bytes per "
@@ -25,7 +25,7 @@ def bandwidth(given: object) -> float:
     return found
 
 
-def latency(given: object) -> float:
+def _checked_latency(given: object) -> float:
     """Seconds as a float."""
     return _finite(
         given,
@@ -34,7 +34,7 @@ def latency(given: object) -> float:
     )
 
 
-def messages(given: object) -> tuple[tuple[float, float], ...]:
+def _checked_messages(given: object) -> tuple[tuple[float, float], ...]:
     """Pairs of bytes and seconds as floats, in ascending order."""
     complaint = (
         f"`messages` was {shown(given)}; pairs of bytes and seconds were wanted, both "
@@ -53,7 +53,7 @@ def messages(given: object) -> tuple[tuple[float, float], ...]:
     return found
 
 
-def spread(given: object, count: int) -> tuple[tuple[float, float], ...]:
+def _checked_spread(given: object, count: int) -> tuple[tuple[float, float], ...]:
     """Pairs of the least and the most seconds of each of `count` messages, or none."""
     complaint = (
         f"`spread` was {shown(given)}; a pair of the least and the most seconds was "
@@ -69,7 +69,7 @@ def spread(given: object, count: int) -> tuple[tuple[float, float], ...]:
     return found
 
 
-def nbytes(given: object) -> float:
+def _checked_nbytes(given: object) -> float:
     """Bytes as a float."""
     return _finite(
         given,
@@ -92,7 +92,7 @@ def _finite(given: object, complaint: str) -> float:
     return number
 
 
-def replicas(given: object) -> int:
+def _checked_replicas(given: object) -> int:
     """`given` as an int, refused unless it is a whole number of 1 or more."""
     complaint = (
         f"`replicas` was {shown(given)}; a whole number, 1 or more, was wanted. "
@@ -217,17 +217,17 @@ class Topology:
     spread: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bandwidth", bandwidth(self.bandwidth))
-        object.__setattr__(self, "latency", latency(self.latency))
-        object.__setattr__(self, "replicas", replicas(self.replicas))
+        object.__setattr__(self, "bandwidth", _checked_bandwidth(self.bandwidth))
+        object.__setattr__(self, "latency", _checked_latency(self.latency))
+        object.__setattr__(self, "replicas", _checked_replicas(self.replicas))
         if not isinstance(self.inside, Topology | None):
             raise TypeError(
                 f"`inside` was {shown(self.inside)}; a `Topology` was wanted, or None. "
                 "Give the links of one host as `inside=Topology(bandwidth=300e9, "
                 "latency=2e-6, replicas=8)`."
             )
-        object.__setattr__(self, "messages", messages(self.messages))
-        spread = spread(self.spread, len(self.messages))
+        object.__setattr__(self, "messages", _checked_messages(self.messages))
+        spread = _checked_spread(self.spread, len(self.messages))
         object.__setattr__(self, "spread", spread)
 
     def ring(self, kind: str, nbytes: float) -> float:
@@ -350,7 +350,7 @@ class Topology:
         >>> links.with_replicas_per_device(8).replicas
         8
         """
-        sharing = replicas(count)
+        sharing = _checked_replicas(count)
         within = self.inside
         return dataclasses.replace(
             self,
@@ -373,7 +373,7 @@ class Topology:
                 links._of_one_level(*way(each, links.replicas), nbytes=operand)
                 for way in ways
             )
-            for links, each, operand in self._stages(kind, nbytes(nbytes))
+            for links, each, operand in self._stages(kind, _checked_nbytes(nbytes))
         ]
         predicted, least, most = map(sum, zip(*stages, strict=True))
         return predicted, least, most

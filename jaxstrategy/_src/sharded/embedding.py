@@ -19,7 +19,7 @@ from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.reductions import rows as _rows
 from jaxstrategy._src.reductions.operations import OPERATIONS, Axes
 from jaxstrategy._src.reductions.rows import ShardFunction, registered, summed_by_id
-from jaxstrategy._src.sharded import lookup, lookup as _lookup
+from jaxstrategy._src.sharded import lookup as _lookup
 from jaxstrategy._src.sharded.lookup import Combiner
 from jaxstrategy._src.sharded.row_optimizers import RowOptimizer, Slots
 from jaxstrategy._src.text.shown import shown, whole
@@ -211,7 +211,7 @@ class Embedding:
         return self._state("rows", rows)
 
     def _state(self, name: str, values: Value) -> EmbeddingState:
-        array = lookup.array(name, values)
+        array = _lookup.array(name, values)
         if array.shape != (self.rows, self.features):
             raise ValueError(
                 f"`{name}` gave an array of shape {array.shape}; "
@@ -375,7 +375,7 @@ class EmbeddingState:
         return EmbeddingState(table, slots, self.embedding)
 
     def _ids(self, given: Value) -> jax.Array:
-        return lookup.ids_of(given, self.embedding.rows, self.table.shape[0])
+        return _lookup.ids_of(given, self.embedding.rows, self.table.shape[0])
 
     def _checked(self, gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
         """The ids and rows of a gradient of this table."""
@@ -384,7 +384,7 @@ class EmbeddingState:
                 f"`gradient` was {shown(gradient)}; `IndexedSlices` were wanted, as "
                 "`state.gradient(ids, row_gradients)` returns them."
             )
-        rows = lookup.array("gradient.values", gradient.values)
+        rows = _lookup.array("gradient.values", gradient.values)
         ids = self._ids(gradient.indices)
         known = None, self.table.shape, (self.embedding.rows, *self.table.shape[1:])
         if rows.shape != (*ids.shape, *self.table.shape[1:]) or ids.ndim != 1:
@@ -422,7 +422,7 @@ def _reduced(op: ReduceOp | str, slices: IndexedSlices) -> IndexedSlices:
 
 
 def _scalar(given: Value, kind: np.dtype) -> jax.Array:
-    array = lookup.array("learning_rate", given)
+    array = _lookup.array("learning_rate", given)
     if array.shape or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise ValueError(
             f"`learning_rate` was {shown(given)}; a number or a scalar was wanted."

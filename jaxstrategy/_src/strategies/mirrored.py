@@ -9,7 +9,7 @@ import jax
 
 from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
-from jaxstrategy._src.replicas import devices, devices as _devices
+from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import StateSharding
@@ -38,7 +38,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: Device | str) -> None:
-        super().__init__((devices.find(device),))
+        super().__init__((_devices.find(device),))
 
 
 @final

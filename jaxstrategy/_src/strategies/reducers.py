@@ -36,7 +36,7 @@ from jaxstrategy._src.replicas.inner_axes import inner_spec, of_versions, with_i
 from jaxstrategy._src.replicas.replicas import SAME, Replicas
 from jaxstrategy._src.text.shown import several_whole, whole
 from jaxstrategy._src.tracing.stages import stages
-from jaxstrategy._src.values import arrays, arrays as _arrays, per_replica, trees
+from jaxstrategy._src.values import arrays as _arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
@@ -506,7 +506,7 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
         where = f"`{name}{jax.tree_util.keystr(path)}`"
         if not _is_divided_state(leaf, replicas):
             raise _elsewhere(where, leaf, replicas)
-        arrays.check_alive(leaf, where)
+        _arrays.check_alive(leaf, where)
         return None
 
     return jax.tree.map_with_path(

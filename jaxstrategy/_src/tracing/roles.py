@@ -54,7 +54,7 @@ class Signature:
         """The variables among them."""
         # Whoever asks holds the arguments, and so the variables: none is gone.
         held = [leaf() for leaf in self.kept if isinstance(leaf, HandleReference)]
-        return cast("list[handle.Handle]", held)
+        return cast("list[per_replica.Handle]", held)
 
     @property
     def dynamic(self) -> list[int]:

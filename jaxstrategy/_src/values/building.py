@@ -18,7 +18,7 @@ from jaxstrategy._src.replicas.inner_axes import inner_dimensions, lying_like
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas, lies_along
 from jaxstrategy._src.replicas.state_sharding import Shaped
 from jaxstrategy._src.text.shown import array_type
-from jaxstrategy._src.values import arrays, arrays as _arrays, per_replica
+from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 from jaxstrategy._src.values.per_replica import PerReplica
 
@@ -142,7 +142,7 @@ def sharding_of(
     if chosen is None or not hasattr(leaf, "dtype"):
         return lying_like(leaf, replicas)
     if chosen.shard == "optimizer" and not is_optimizer:
-        is_divided = arrays.is_placed(leaf) and replicas.dimension_of(leaf) is not None
+        is_divided = _arrays.is_placed(leaf) and replicas.dimension_of(leaf) is not None
         if not is_divided:
             return lying_like(leaf, replicas)
     division = replicas.division(path, leaf, inner_dimensions(leaf, replicas))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from jaxstrategy._src.contexts import context, context as _context
+from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables.cell import AbstractCell, Holder
@@ -97,12 +97,12 @@ class RowTape:
 
 def current() -> RowTape | None:
     """The tape of the function that runs, None if none is."""
-    return cast("RowTape | None", context.current().lookups)
+    return cast("RowTape | None", _context.current().lookups)
 
 
 def recording(tape: RowTape | None) -> contextlib.AbstractContextManager[object]:
     """A `with` block whose lookups `tape` takes note of; with None nothing does."""
-    return context.entered(lookups=tape)
+    return _context.entered(lookups=tape)
 
 
 def zeros(lookups: Iterable[Lookup]) -> list[jax.Array]:
@@ -167,7 +167,7 @@ class StepVariables:
         """Drop the references when the trace ends, which none of them may outlive."""
         self._references.clear()
         if self._is_used_within:
-            context.forget_jitted()
+            _context.forget_jitted()
 
 
 class NeedsProgram(BaseException):  # which no `except Exception` of a function takes
@@ -248,7 +248,7 @@ def traced_with(variables: StepVariables) -> Iterator[None]:
     """A `with` block in which a step is traced with these variables."""
     # Functions that the user has jitted are kept by this number: their traces hold the
     # references of one trace. Without variables they may be used in the next one, too.
-    trace = context.new_trace() if variables.any else _context.current().trace
+    trace = _context.new_trace() if variables.any else _context.current().trace
     try:
         with _context.entered(variables=variables, trace=trace):
             yield
@@ -344,7 +344,7 @@ def entered(
     """
     context = _context.current()
     key = context.trace, frozenset({*context.given, *values})
-    trace = _known_trace(key) if is_repeated else context.new_trace()
+    trace = _known_trace(key) if is_repeated else _context.new_trace()
     step, state = tracing(), get_opaque_trace_state()
     given = {i: _Given(step, value, state, key) for i, value in values.items()}
     try:
@@ -352,7 +352,7 @@ def entered(
             yield
     finally:
         if _traces.get(key) != trace:  # a jitted function has used a value
-            context.forget_jitted()
+            _context.forget_jitted()
 
 
 # Functions that the user has jitted are kept by this number. A trace that was made
@@ -365,4 +365,4 @@ _MOST_TRACES = 256
 def _known_trace(key: _Key) -> int:
     if len(_traces) >= _MOST_TRACES:
         _traces.clear()
-    return _traces.setdefault(key, context.new_trace())
+    return _traces.setdefault(key, _context.new_trace())

@@ -23,7 +23,7 @@ from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
-from jaxstrategy._src.variables import access, row_lookups, rows
+from jaxstrategy._src.variables import access, row_lookups
 from jaxstrategy._src.variables.abstract_variable import AbstractVariable, Reference
 from jaxstrategy._src.variables.access import Side
 from jaxstrategy._src.variables.cell import Holder
@@ -39,7 +39,13 @@ from jaxstrategy._src.variables.initial_value import is_host_array
 from jaxstrategy._src.variables.kinds.kind import VariableKind, whole
 from jaxstrategy._src.variables.kinds.mirrored_kind import MirroredKind
 from jaxstrategy._src.variables.row_lookups import row_index
-from jaxstrategy._src.variables.rows import checked_ids, known_numbers, row_pieces
+from jaxstrategy._src.variables.rows import (
+    changed_rows,
+    checked_ids,
+    known_numbers,
+    row_numbers,
+    row_pieces,
+)
 
 
 def checked_shards(given: object, name: str) -> tuple[AbstractVariable, ...]:
@@ -257,7 +263,7 @@ def _own(shards: Shards, ids: jax.Array) -> Iterator[jax.Array]:
     That is left out by `at`, where a negative number would count from the end.
     """
     starts = row_lookups.starts_of(shards)
-    numbers = rows.row_numbers(ids, starts[-1])
+    numbers = row_numbers(ids, starts[-1])
     for start, stop in zip(starts, starts[1:], strict=False):
         is_own = (numbers >= start) & (numbers < stop)
         yield jnp.where(is_own, numbers - start, stop - start)
@@ -277,7 +283,7 @@ def _combined_already(shard: AbstractVariable) -> Callable[..., jax.Array | PerR
 def _change_together(shards: Shards, rows: IndexedSlices, change: Change) -> None:
     """Change all shards by one equation, in a function that goes to workers."""
     holders = [shard._reference() for shard in shards]
-    new = rows.changed_rows(
+    new = changed_rows(
         WORDS[change.operation],
         rows.indices,
         rows.values,

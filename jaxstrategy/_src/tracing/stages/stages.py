@@ -111,10 +111,10 @@ class MaskArguments(Stage):
         if self._is_traced and (self._keeps_rows or not self._is_asked_for):
             self._check_used([leaves[i] for i in self._places])
 
-    def _check_used(self, masks: list[Leaf]) -> None:
-        if any(isinstance(mask, Tracer) for mask in masks):
+    def _check_used(self, found: list[Leaf]) -> None:
+        if any(isinstance(mask, Tracer) for mask in found):
             told = _may_be_unmasked
-        elif any(map(masks.is_noted, masks)):
+        elif any(map(masks.is_noted, found)):
             told = _gathered if self._is_asked_for else _unmasked
         else:
             return
