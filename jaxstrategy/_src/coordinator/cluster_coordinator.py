@@ -39,7 +39,7 @@ from jaxstrategy._src.coordinator.worker_states import (
     Stopwatch,
     WorkerStates,
 )
-from jaxstrategy._src.executors.replicated_function import ReplicatedFunction
+from jaxstrategy._src.executors.compiled import ReplicatedFunction
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerSurroundings
 from jaxstrategy._src.scheduled.functions import FunctionTracer

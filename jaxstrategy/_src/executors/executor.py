@@ -17,9 +17,9 @@ from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.tracing.explanation.explain import explain
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.functions import code
-from jaxstrategy._src.tracing.nnx import adapter
-from jaxstrategy._src.tracing.prepared import Obtain
+from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.replica_step import StepEnvironment
+from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.values import building, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -229,8 +229,8 @@ class EagerProgram:
 
     def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
         """The function with these first arguments."""
-        captured = adapter.captured_by(self._fn)
-        adapter.require_objects(tuple(objects), captured)
+        captured = object_calls.captured_by(self._fn)
+        object_calls.require_objects(tuple(objects), captured)
 
         @functools.wraps(self._fn)
         def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:

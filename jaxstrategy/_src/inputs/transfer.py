@@ -10,7 +10,13 @@ import numpy as np
 from jaxstrategy._src import masks
 from jaxstrategy._src.inputs import memory_source
 from jaxstrategy._src.inputs.batches import Array, HostBatch, ReplicaRange, Steps
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import PerReplica

@@ -12,10 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard, final
 
-from jaxstrategy._src.cluster.resolvers.cluster_spec import (
-    address_of as address_of,
-    endpoint as endpoint,
-)
 from jaxstrategy._src.processes.secret import Secret
 
 Json: TypeAlias = Any

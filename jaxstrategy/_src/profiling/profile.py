@@ -13,7 +13,7 @@ from typing import Self, TypeVar, final
 import jax
 
 from jaxstrategy._src.errors import ClusterError
-from jaxstrategy._src.executors.replicated_function import CompiledStep
+from jaxstrategy._src.executors.compiled import CompiledStep
 from jaxstrategy._src.executors.step_loop import number_of_steps
 from jaxstrategy._src.inputs import origins
 from jaxstrategy._src.inputs.origins import BatchWaits

@@ -12,8 +12,8 @@ from typing import Any, final
 import jax
 
 from jaxstrategy._src.contexts import context
+from jaxstrategy._src.executors.compiled import CompiledStep
 from jaxstrategy._src.executors.executor import AbstractExecutor
-from jaxstrategy._src.executors.replicated_function import CompiledStep
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.profiling import links
 from jaxstrategy._src.replicas.replicas import Replicas

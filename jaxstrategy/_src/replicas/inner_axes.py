@@ -13,7 +13,15 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy._src.replicas import mesh as _mesh
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Lies, Meaning, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+    Lies,
+    Meaning,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.text.shown import shown
 
 InnerSpec: TypeAlias = PartitionSpec

@@ -17,12 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstr
 from jaxstrategy._src.replicas import mesh as _mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replica_placements import (
-    SAME as SAME,
-    SPLIT as SPLIT,
-    Lies as Lies,
-    Meaning as Meaning,
+    SPLIT,
     ReplicaPlacements,
-    lies_along as lies_along,
 )
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped, StateSharding
 from jaxstrategy._src.text.shown import shown, whole

@@ -21,7 +21,7 @@ from jax.stages import Wrapped
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.executors.replicated_function import ReplicatedFunction
+from jaxstrategy._src.executors.compiled import ReplicatedFunction
 from jaxstrategy._src.parameter_servers import worker as _worker
 from jaxstrategy._src.parameter_servers.protocol import (
     ElementChanged,
@@ -34,7 +34,9 @@ from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.replicas.mesh import as_numbers
-from jaxstrategy._src.replicas.replicas import SPLIT
+from jaxstrategy._src.replicas.replica_placements import (
+    SPLIT,
+)
 from jaxstrategy._src.scheduled.recorder import (
     IteratorArgument,
     IteratorSlot,
@@ -53,7 +55,9 @@ from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.functions.walk import ClosureCell
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weakly
 from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr, all_eqns
-from jaxstrategy._src.tracing.nnx.adapter import is_changed_in_place
+from jaxstrategy._src.tracing.nnx.object_form import (
+    is_changed_in_place,
+)
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays, per_replica

@@ -19,7 +19,9 @@ from jaxstrategy._src.parameter_servers.protocol import Call
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.replicas import SAME
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+)
 from jaxstrategy._src.scheduled.functions import FunctionTracer
 from jaxstrategy._src.scheduled.recorder import WorkerArgument, is_whole
 from jaxstrategy._src.text.shown import shown

@@ -27,7 +27,14 @@ from jaxstrategy._src.parameter_servers.protocol import (
 )
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.replicas.mesh import as_numbers
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+    Meaning,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.scheduled.recorder import PREFIX
 from jaxstrategy._src.scheduled.trace import FunctionTrace, name_in_trace
 from jaxstrategy._src.text import user_code

@@ -16,11 +16,14 @@ from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas.mesh import as_numbers, is_key
-from jaxstrategy._src.replicas.replicas import SAME, Meaning
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    Meaning,
+)
 from jaxstrategy._src.scheduled.recorder import Recorder
 from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr
-from jaxstrategy._src.tracing.nnx import adapter
+from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.partition import flattened
 from jaxstrategy._src.tracing.replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy._src.tracing.results import Results, is_one_leaf
@@ -96,7 +99,7 @@ def trace_function(
         if as_step is not None:
             with (
                 context.entered(function=recorder),
-                adapter.unchanged((args, kwargs), step.name),
+                object_calls.unchanged((args, kwargs), step.name),
             ):
                 return _without_keys(as_step(fn, args, kwargs), key_results)
         args, kwargs = _across(signature, strategy, args, kwargs)
@@ -104,7 +107,7 @@ def trace_function(
             strategy=strategy, replica=None, in_step=True, function=recorder
         ):
             recorder.ask_for_index()
-            with adapter.unchanged((args, kwargs), step.name):
+            with object_calls.unchanged((args, kwargs), step.name):
                 returned = fn(*args, **kwargs)
             own = replica_context.to_replica(returned)
             return _without_keys(own, key_results)

@@ -30,7 +30,9 @@ from jaxstrategy._src.reductions.reduction import MetReduction, OwnReduction, Re
 from jaxstrategy._src.replicas import devices, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import replicas_with
-from jaxstrategy._src.replicas.replicas import SAME
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+)
 from jaxstrategy._src.strategies.choices import Choices, ProcessRole
 from jaxstrategy._src.strategies.extended import StrategyExtended
 from jaxstrategy._src.strategies.reducers import (

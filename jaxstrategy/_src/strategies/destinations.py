@@ -25,7 +25,13 @@ from jaxstrategy._src.replicas.inner_axes import (
     sharding_of,
     tiles,
 )
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.strategies.choices import ProcessRole
 from jaxstrategy._src.text.shown import several_whole, shown, whole
 from jaxstrategy._src.values import building, per_replica, trees

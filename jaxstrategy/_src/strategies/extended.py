@@ -34,7 +34,9 @@ from jaxstrategy._src.strategies.destinations import (
     checked_pairs,
     copies_on,
 )
-from jaxstrategy._src.tracing.nnx.adapter import is_changed_in_place
+from jaxstrategy._src.tracing.nnx.object_form import (
+    is_changed_in_place,
+)
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica

@@ -29,7 +29,12 @@ from jaxstrategy._src.replicas.inner_axes import (
     of_stacked,
     with_inner,
 )
-from jaxstrategy._src.replicas.replicas import SPLIT, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SPLIT,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.strategies.composition import ComposedStrategy
 from jaxstrategy._src.strategies.reducers import has_copies
 from jaxstrategy._src.text.shown import shown, whole

@@ -33,7 +33,12 @@ from jaxstrategy._src.reductions.operations import (
 from jaxstrategy._src.reductions.reduction import MetReduction, OwnReduction, Reduction
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import inner_spec, of_versions, with_inner
-from jaxstrategy._src.replicas.replicas import SAME, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.text.shown import several_whole, whole
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.values import arrays as _arrays, per_replica, trees

@@ -9,15 +9,15 @@ from typing import Any, TypeAlias, overload
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.replica_context import check_arguments
-from jaxstrategy._src.executors.replicated_function import (
+from jaxstrategy._src.executors.compiled import (
     CompiledStep,
     ReplicatedFunction,
     file_of,
 )
-from jaxstrategy._src.executors.step_loop import several
-from jaxstrategy._src.executors.synchronizations import (
+from jaxstrategy._src.executors.step_loop import (
     AbstractSynchronization,
     InEachStep,
+    several,
     synchronization_after_the_last,
 )
 from jaxstrategy._src.options import RunOptions

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax.stages import Lowered, Wrapped
 
 from jaxstrategy._src.tracing import results as _results
-from jaxstrategy._src.tracing.prepared import OutdatedCall, PreparedCall
 from jaxstrategy._src.tracing.roles import Role, Signature
+from jaxstrategy._src.tracing.saved_step import OutdatedCall, PreparedCall
 from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.placement import Placement
 from jaxstrategy._src.tracing.stages.stage import Stage, overridden

@@ -31,7 +31,14 @@ from jaxstrategy._src.replicas.inner_axes import (
     whole_here,
 )
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas, lies_along
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+    lies_along,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.constants import constants, fingerprint
 from jaxstrategy._src.tracing.jaxprs.visit import (

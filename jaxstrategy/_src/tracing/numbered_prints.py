@@ -11,11 +11,57 @@ import jax
 from jax import lax
 
 from jaxstrategy._src.contexts.replica_context import MERGE_SCOPE, REPLICA_SCOPE
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
+from jaxstrategy._src.replicas.replica_placements import (
+    Lies,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.tracing.jaxprs.rewrite import Rule, rewritten, rewritten_function
 from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr, all_eqns
-from jaxstrategy._src.tracing.on_own_devices import on_all_devices
 from jaxstrategy._src.values.arrays import Function, PyTree
+
+
+def on_own_devices(
+    fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
+) -> Function:
+    """As `on_replicas`, for replicas with one device or several."""
+    # check_vma=False: with True, JAX sums the gradient of a replicated value over
+    # the replicas by itself, and the user's own mean of it is N times too large (JAX
+    # 0.10 and 0.12).
+    options: dict[str, Any] = {"check_vma": False}
+    if replicas.inner_axes:
+        options["axis_names"] = set(replicas.axes)
+    return jax.shard_map(
+        fn,
+        mesh=replicas.mesh,
+        in_specs=tuple(map(replicas.spec_of, taken)),
+        out_specs=jax.tree.map(replicas.spec_of, returned),
+        **options,
+    )
+
+
+def on_each_device(fn: Function, inner: InnerSpec, replicas: Replicas) -> Function:
+    """`fn` of what one device has, as a function of what its replica has."""
+    return jax.shard_map(
+        fn,
+        in_specs=inner,
+        out_specs=inner,
+        axis_names=set(replicas.inner_axes),
+        check_vma=False,
+    )
+
+
+def on_all_devices(fn: Function, replicas: Replicas) -> Function:
+    """`fn` that makes nothing, of whole arrays, called by each device of a replica."""
+    return jax.shard_map(
+        fn,
+        in_specs=WHOLE,
+        out_specs=WHOLE,
+        axis_names=set(replicas.inner_axes),
+        check_vma=False,
+    )
 
 
 @final

@@ -11,11 +11,22 @@ from jax.ref import AbstractRef
 from jax.typing import DTypeLike
 
 from jaxstrategy._src.reductions.operations import unfolded
-from jaxstrategy._src.replicas.replicas import SAME, Lies, Replicas
-from jaxstrategy._src.tracing.jaxprs.collectives import Effect, effect_of, names
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    Lies,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten_function
-from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation
-from jaxstrategy._src.tracing.on_own_devices import on_own_devices
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    Atom,
+    Effect,
+    Equation,
+    effect_of,
+    names,
+)
+from jaxstrategy._src.tracing.numbered_prints import on_own_devices
 from jaxstrategy._src.tracing.vmapped.replicas import on_shared_devices
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 

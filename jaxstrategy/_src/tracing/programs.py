@@ -16,9 +16,14 @@ from jaxstrategy._src.tracing.functions.code import attributes_of
 from jaxstrategy._src.tracing.functions.references import Owner, References
 from jaxstrategy._src.tracing.functions.walk import ClosureCell, Place
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weakly
-from jaxstrategy._src.tracing.nnx.adapter import came_from_step, is_changed_in_place
-from jaxstrategy._src.tracing.prepared import Obtain
+from jaxstrategy._src.tracing.nnx.object_calls import (
+    came_from_step,
+)
+from jaxstrategy._src.tracing.nnx.object_form import (
+    is_changed_in_place,
+)
 from jaxstrategy._src.tracing.replica_step import StepEnvironment
+from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.shared_programs import Seal, SharedPrograms
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
 from jaxstrategy._src.values import trees

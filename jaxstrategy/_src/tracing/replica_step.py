@@ -11,11 +11,23 @@ from typing import final
 import jax
 
 from jaxstrategy._src.reductions.packing import Overlap
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+    Meaning,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.tracing import results
 from jaxstrategy._src.tracing.constants import Given
-from jaxstrategy._src.tracing.functions import leaks
-from jaxstrategy._src.tracing.nnx.adapter import is_changed_in_place, takes_arrays
+from jaxstrategy._src.tracing.functions import lending
+from jaxstrategy._src.tracing.nnx.object_calls import (
+    takes_arrays,
+)
+from jaxstrategy._src.tracing.nnx.object_form import (
+    is_changed_in_place,
+)
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.trace import Trace, check_not_divided, trace
 from jaxstrategy._src.tracing.translation import translated
@@ -114,7 +126,7 @@ class ReplicaStep:
                 self._may_create(),
                 None if self.overlap is None else self.overlap.packing,
             )
-        except leaks.Leak as leak:
+        except lending.Leak as leak:
             # Where the value was made JAX says only when the trace has ended.
             raise leak.explained() from None
 
@@ -132,7 +144,7 @@ class ReplicaStep:
                 for block in (*tracing, self._without_leaks):
                     blocks.enter_context(block(own))
                 returned = self._environment.call(fn, args, kwargs)
-        except leaks.Leak:
+        except lending.Leak:
             raise
         except Exception as error:
             if (told := translated(error, self.name, self.replicas)) is None:
@@ -149,7 +161,7 @@ class ReplicaStep:
             (self.signature.label(self.fn, index).strip("`"), value)
             for index, value in self.signature.with_statics()
         ]
-        return leaks.refused(self.fn, self.name, is_changed_in_place, statics)
+        return lending.refused(self.fn, self.name, is_changed_in_place, statics)
 
 
 def name_of(fn: Function) -> str:

@@ -18,17 +18,21 @@ from jaxstrategy._src.tracing.executable import InputLayout, NotTraced, Retraced
 from jaxstrategy._src.tracing.functions import code, weak_references
 from jaxstrategy._src.tracing.functions.weak_references import weakly
 from jaxstrategy._src.tracing.jaxprs.visit import ArrayType
-from jaxstrategy._src.tracing.live_arrays import are_live_arrays, are_looked_for
-from jaxstrategy._src.tracing.nnx.adapter import (
+from jaxstrategy._src.tracing.nnx.object_calls import (
     BoundCall,
     ObjectCall,
     ObjectCalls,
     options_of,
 )
-from jaxstrategy._src.tracing.prepared import Obtain
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.replica_step import ReplicaStep, StepEnvironment, name_of
-from jaxstrategy._src.tracing.roles import Role, Signature
+from jaxstrategy._src.tracing.roles import (
+    Role,
+    Signature,
+    are_live_arrays,
+    are_looked_for,
+)
+from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.stages.stage import Checked, Counted, Stage
 from jaxstrategy._src.tracing.stages.stages import stages_of
 from jaxstrategy._src.tracing.step_agreement import AgreedPreparation, StepAgreement

@@ -21,7 +21,7 @@ from jaxstrategy._src.processes.watchdog import COMPILES, Watchdog
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing.constants import Given, fingerprint
 from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr
-from jaxstrategy._src.tracing.prepared import Obtain, Preparation
+from jaxstrategy._src.tracing.saved_step import Obtain, Preparation
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.values.arrays import Leaf
 

@@ -9,7 +9,7 @@ import jax
 from jaxstrategy._src.errors import TracedValueError
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.tracing.nnx import adapter
+from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.unknown_axes import unknown_axis
 
 # What JAX raises when Python asks for a value that only the devices will know.
@@ -43,7 +43,7 @@ def translated(error: Exception, name: str, replicas: Replicas) -> Exception | N
         return _of_no_axes(error, name, replicas)
     if isinstance(error, ValueError) and _OTHER_MESH in str(error):
         return _of_other_mesh(error, name, replicas)
-    return adapter.refused(error, name)
+    return object_calls.refused(error, name)
 
 
 def _where(error: Exception) -> str:

@@ -15,7 +15,14 @@ from jax.tree_util import KeyPath
 from jaxstrategy._src.errors import TracedValueError
 from jaxstrategy._src.replicas import inner_axes, mesh
 from jaxstrategy._src.replicas.inner_axes import inner_dimensions, lying_like
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas, lies_along
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+    lies_along,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.replicas.state_sharding import Shaped
 from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.values import arrays as _arrays, per_replica

@@ -20,7 +20,12 @@ from jaxstrategy._src.options import VariableAggregation, VariableSynchronizatio
 from jaxstrategy._src.parameter_servers import worker
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import own_copy
-from jaxstrategy._src.replicas.replicas import SAME, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.text import html as _html
 from jaxstrategy._src.text.shown import array_type, shown, with_noun
 from jaxstrategy._src.values import arrays

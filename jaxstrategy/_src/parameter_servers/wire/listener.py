@@ -11,6 +11,10 @@ import time
 from collections.abc import Callable
 from typing import final
 
+from jaxstrategy._src.cluster.resolvers.cluster_spec import (
+    address_of,
+    endpoint,
+)
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.launch.child_process import started
 from jaxstrategy._src.parameter_servers.wire.stream import Keys, Stream
@@ -24,8 +28,6 @@ from jaxstrategy._src.processes.channel import (
     Greeting,
     Message,
     RefusedError,
-    address_of,
-    endpoint,
     has,
     is_text,
     received,

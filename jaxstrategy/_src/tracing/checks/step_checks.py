@@ -24,8 +24,14 @@ from jaxstrategy._src.tracing.checks.varying_results import (
     broken_promises,
     forgotten_reductions,
 )
-from jaxstrategy._src.tracing.jaxprs.collectives import COLLECTIVES, Effect, effect_of
-from jaxstrategy._src.tracing.jaxprs.visit import Equation, all_eqns, hidden
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    COLLECTIVES,
+    Effect,
+    Equation,
+    all_eqns,
+    effect_of,
+    hidden,
+)
 from jaxstrategy._src.tracing.replication.types import Collective, Replication, Site
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.tracing.translation import along_replicas

@@ -7,19 +7,32 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxstrategy._src.replicas.device_groups import (
-    DeviceGroups,
-    all_in_one,
-    differing_axes,
-)
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.explanation.facts import CompiledCollective, Memory
+
+DeviceGroups: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+def all_in_one(mesh: Mesh) -> DeviceGroups:
+    """One group of all devices."""
+    return (tuple(range(mesh.devices.size)),)
+
+
+def differing_axes(mesh: Mesh, groups: DeviceGroups) -> tuple[str, ...]:
+    """The axes of the mesh along which members of a group differ."""
+    differ = [False] * mesh.devices.ndim
+    for members in groups:
+        for axis, places in enumerate(np.unravel_index(members, mesh.devices.shape)):
+            differ[axis] |= bool((places != places[0]).any())
+    return tuple(itertools.compress(mesh.axis_names, differ))
+
 
 _TABLES = ("FileNames", "FileLocations", "StackFrames")
 _INSTRUCTION = re.compile(

@@ -16,7 +16,13 @@ from jax.sharding import NamedSharding
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.reductions.rows import part_of_sum
 from jaxstrategy._src.replicas.inner_axes import InnerSpec, inner_spec, with_inner
-from jaxstrategy._src.replicas.replicas import SPLIT, Replicas, lies_along
+from jaxstrategy._src.replicas.replica_placements import (
+    SPLIT,
+    lies_along,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text.user_code import Line
@@ -36,22 +42,20 @@ from jaxstrategy._src.tracing.explanation.facts import (
     WholeSum,
 )
 from jaxstrategy._src.tracing.functions.code import place_of
-from jaxstrategy._src.tracing.jaxprs.collectives import (
-    COLLECTIVES,
-    Effect,
-    effect_of,
-    is_along,
-)
 from jaxstrategy._src.tracing.jaxprs.rewrite import function_of
 from jaxstrategy._src.tracing.jaxprs.visit import (
+    COLLECTIVES,
     ArrayType,
+    Effect,
     Equation,
     Var,
     all_eqns,
+    effect_of,
+    is_along,
     origins_of,
     variables,
 )
-from jaxstrategy._src.tracing.nnx import adapter
+from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.partition.divided_step import DividedStep
 from jaxstrategy._src.tracing.partition.global_part import UNKNOWN
@@ -558,7 +562,7 @@ def explain(
     compiled: bool,
 ) -> Explanation:
     """A description of `fn(*args, **kwargs)` on the replicas of a strategy."""
-    fn, args, kwargs, options = adapter.as_arrays(fn, args, kwargs, options)
+    fn, args, kwargs, options = object_calls.as_arrays(fn, args, kwargs, options)
     leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
     seen = _Collected()

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import html
-from jaxstrategy._src.text.columns import in_columns
 from jaxstrategy._src.text.shown import (
     and_more,
     array_type,
@@ -27,6 +26,18 @@ from jaxstrategy._src.tracing.explanation.facts import (
     ExplainedValue,
     Memory,
 )
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The rows as lines, moved in, with each column as wide as its longest cell.
+
+    >>> list(in_columns([("a", "1"), ("long", "2")]))
+    ['  a     1', '  long  2']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
 
 
 @final

@@ -1,4 +1,4 @@
-"""Objects that a function on its way to a worker must not change: `unchanged`."""
+"""Objects that a step changes in place: modules, optimizers and metrics of Flax NNX."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.options import RunOptions, is_function
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing import roles
-from jaxstrategy._src.tracing.functions import code, leaks, lending
+from jaxstrategy._src.tracing.functions import code, lending
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
-from jaxstrategy._src.tracing.nnx.callers_objects import CallersObjects
 from jaxstrategy._src.tracing.nnx.object_form import (
+    CallersObjects,
     FlaxVariable,
     ObjectForm,
     Parts,
@@ -53,7 +53,7 @@ def step_of_arrays(
         args, kwargs = jax.tree.unflatten(structure, leaves)
         replaced = {name: kwargs.pop(name) for name in captured}
         with lending.lent(fn, replaced, is_changed_in_place) as own:
-            with leaks.refused(own, step.__name__, is_changed_in_place):
+            with lending.refused(own, step.__name__, is_changed_in_place):
                 returned = own(*args, **kwargs)
         if form is None:
             return returned, []

@@ -14,7 +14,12 @@ from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.replicas.inner_axes import with_inner
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Lies, Meaning
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+    Lies,
+    Meaning,
+)
 from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
@@ -32,8 +37,13 @@ from jaxstrategy._src.tracing.numbered_prints import (
 )
 from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.partition.global_part import GlobalPart
-from jaxstrategy._src.tracing.partition.layout import Layout, Layouts
-from jaxstrategy._src.tracing.partition.partition import Partition, flattened, partition
+from jaxstrategy._src.tracing.partition.partition import (
+    Layout,
+    Layouts,
+    Partition,
+    flattened,
+    partition,
+)
 from jaxstrategy._src.tracing.partition.per_replica_part import PerReplicaPart
 from jaxstrategy._src.tracing.partition.reduce_scatters import (
     ReduceScatters,

@@ -11,18 +11,18 @@ from jax.typing import DTypeLike
 
 from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.jaxprs.collectives import Effect, effect_of
 from jaxstrategy._src.tracing.jaxprs.visit import (
     Atom,
+    Effect,
     Equation,
     Jaxpr,
     Var,
     closed_jaxprs,
+    effect_of,
     origins_of,
     uses_of,
 )
-from jaxstrategy._src.tracing.partition.layout import Layout
-from jaxstrategy._src.tracing.partition.partition import Partition
+from jaxstrategy._src.tracing.partition.partition import Layout, Partition
 from jaxstrategy._src.tracing.partition.values import adds_few_rows
 from jaxstrategy._src.tracing.replication.control import scan_counts
 

@@ -25,7 +25,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     closed,
     plain,
 )
-from jaxstrategy._src.tracing.on_own_devices import on_each_device
+from jaxstrategy._src.tracing.numbered_prints import on_each_device
 from jaxstrategy._src.values.arrays import Function, Leaf
 
 

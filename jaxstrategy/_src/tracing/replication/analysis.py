@@ -12,12 +12,14 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.sharding import Mesh
 
-from jaxstrategy._src.tracing.jaxprs.collectives import Effect, effect_of, is_along
 from jaxstrategy._src.tracing.jaxprs.visit import (
     Atom,
     ClosedJaxpr,
+    Effect,
     Equation,
     Var,
+    effect_of,
+    is_along,
     origins_of,
     plain,
     uses_of,

@@ -13,10 +13,19 @@ from jax.extend import core
 from jax.extend.core import Literal, Primitive, primitives
 from jax.sharding import Mesh
 
-from jaxstrategy._src.replicas.replicas import SAME, Replicas
-from jaxstrategy._src.tracing.jaxprs.collectives import COLLECTIVES
-from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr, Equation, closed
-from jaxstrategy._src.tracing.on_own_devices import on_own_devices
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    COLLECTIVES,
+    ClosedJaxpr,
+    Equation,
+    closed,
+)
+from jaxstrategy._src.tracing.numbered_prints import on_own_devices
 
 # Those of `jax.extend.core.primitives`, which tell JAX's own from others of that name.
 _REGISTERED = """

@@ -15,8 +15,15 @@ from jax.ref import AbstractRef
 from jax.sharding import Mesh
 
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.jaxprs.collectives import Effect, effect_of, named
-from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation, inner_jaxprs, plain
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    Atom,
+    Effect,
+    Equation,
+    effect_of,
+    inner_jaxprs,
+    named,
+    plain,
+)
 from jaxstrategy._src.tracing.replication import (
     analysis as _analysis,
     control,

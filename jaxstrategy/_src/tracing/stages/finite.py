@@ -23,13 +23,13 @@ from jax.ref import AbstractRef
 from jaxstrategy._src.errors import ContextError, NonFiniteError
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.text.shown import array_type, first_few, plural
-from jaxstrategy._src.tracing.jaxprs.collectives import is_along
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
     Atom,
     ClosedJaxpr,
     Equation,
     Jaxpr,
+    is_along,
     plain,
 )
 from jaxstrategy._src.tracing.replica_step import ReplicaStep

@@ -19,10 +19,17 @@ from jaxstrategy._src.errors import DonatedValueError, PlacementError
 from jaxstrategy._src.replicas import devices, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import lying_like
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Replicas, lies_along
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+    lies_along,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.tracing.constants import constants
-from jaxstrategy._src.tracing.live_arrays import are_looked_for
 from jaxstrategy._src.tracing.replica_step import ReplicaStep
+from jaxstrategy._src.tracing.roles import are_looked_for
 from jaxstrategy._src.tracing.stages.stages import check_once
 from jaxstrategy._src.tracing.trace import divides_state
 from jaxstrategy._src.tracing.traced_step import TracedStep

@@ -24,7 +24,10 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.constants import constants
-from jaxstrategy._src.tracing.nnx.adapter import holders_of, structure_of
+from jaxstrategy._src.tracing.nnx.object_form import (
+    holders_of,
+    structure_of,
+)
 from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.stages.finite import finite

@@ -11,7 +11,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxstrategy._src.errors import PlacementError
-from jaxstrategy._src.replicas.replicas import SAME, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.tracing.functions import weak_references
 from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.traced_step import TracedStep

@@ -13,8 +13,7 @@ from jax import lax
 
 from jaxstrategy._src.reductions.operations import unfolded
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.jaxprs.collectives import is_along
-from jaxstrategy._src.tracing.jaxprs.visit import Equation
+from jaxstrategy._src.tracing.jaxprs.visit import Equation, is_along
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.values.arrays import Function
 

@@ -12,7 +12,6 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend import core
 
-from jaxstrategy._src.tracing.jaxprs.collectives import is_along
 from jaxstrategy._src.tracing.jaxprs.rewrite import (
     function_of,
     on_contents,
@@ -20,7 +19,7 @@ from jaxstrategy._src.tracing.jaxprs.rewrite import (
     rewritten,
     with_contents,
 )
-from jaxstrategy._src.tracing.jaxprs.visit import Equation, hidden, jaxpr_of
+from jaxstrategy._src.tracing.jaxprs.visit import Equation, hidden, is_along, jaxpr_of
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes
 from jaxstrategy._src.values.arrays import Function, Leaf

@@ -15,8 +15,14 @@ from jax.custom_batching import custom_vmap
 from jax.extend import core
 from jax.ref import AbstractRef
 
-from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Lies, Replicas
-from jaxstrategy._src.tracing.jaxprs.collectives import is_along
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+    SPLIT,
+    Lies,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.tracing.jaxprs.rewrite import function_of, references, rewritten
 from jaxstrategy._src.tracing.jaxprs.visit import (
     Equation,
@@ -25,6 +31,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     all_eqns,
     closed,
     hidden,
+    is_along,
     jaxpr_of,
 )
 from jaxstrategy._src.tracing.partition.partition import flattened

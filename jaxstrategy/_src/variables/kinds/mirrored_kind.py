@@ -13,7 +13,9 @@ from jaxstrategy._src.contexts import replica_context
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import lying_like, with_inner
-from jaxstrategy._src.replicas.replicas import lies_along
+from jaxstrategy._src.replicas.replica_placements import (
+    lies_along,
+)
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import PerReplica

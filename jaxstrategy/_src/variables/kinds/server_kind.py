@@ -21,7 +21,12 @@ from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.parameter_servers import worker
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.replicas.replicas import SAME, Replicas
+from jaxstrategy._src.replicas.replica_placements import (
+    SAME,
+)
+from jaxstrategy._src.replicas.replicas import (
+    Replicas,
+)
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import Handle
