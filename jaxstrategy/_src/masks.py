@@ -1,4 +1,4 @@
-"""Sums and means over the real rows of a batch, inside a step."""
+"""Masks of padded rows, from the source to `masked_mean` and `masked_sum`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of arrays as a dataset: what `experimental_make_numpy_dataset` returns."""
+"""Input functions of older generations: datasets, iterators and rows of arrays."""
 
 from __future__ import annotations
 

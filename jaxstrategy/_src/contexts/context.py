@@ -1,4 +1,4 @@
-"""The strategy, step and side that code is part of: one record, `Context`."""
+"""The one record of where code runs: strategy, step, side; `Context`."""
 
 from __future__ import annotations
 

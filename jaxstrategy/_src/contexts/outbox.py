@@ -1,4 +1,4 @@
-"""Values that a step hands out beside what it returns: `Outbox`.
+"""Values that a step returns besides its results: `Outbox`.
 
 What code of a step computes is known to its trace only. So what it hands out goes, as
 further results, out of the program, and whoever has opened an `Outbox` around the call

@@ -1,4 +1,4 @@
-"""The view that one replica has of the others: `ReplicaContext`."""
+"""`ReplicaContext`: what one replica sees, and its collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that each scope enters too: for libraries with state of their own.
+"""`with` blocks that each scope enters too: for libraries with state of their own.
 
 They are named by their modules, which the first scope imports: nothing else of this
 package need be, before a program makes a strategy.

@@ -1,4 +1,6 @@
-"""Steps compiled as one program for all replicas: `CompiledExecutor`."""
+"""Steps compiled as one program for all replicas: `CompiledExecutor`,
+`CompiledStep`.
+"""
 
 from __future__ import annotations
 

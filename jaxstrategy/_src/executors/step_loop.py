@@ -1,4 +1,4 @@
-"""Several steps as one: a loop on the devices instead of one in Python."""
+"""Several steps in one call: a loop on the devices; what replicas synchronize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The kind of source that a dataset is."""
+"""Sources of batches that libraries make: Grain, PyTorch, Hugging Face; which one a
+dataset is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays in memory, cut into batches."""
+"""Arrays in memory, cut into batches: `batches`."""
 
 from __future__ import annotations
 

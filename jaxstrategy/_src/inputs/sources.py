@@ -1,4 +1,4 @@
-"""`tf.data`: whatever has its iterator protocol. TensorFlow is not imported."""
+"""Sources of batches: the base class, iterables, generators, `tf.data`."""
 
 from __future__ import annotations
 

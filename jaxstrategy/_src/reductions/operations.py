@@ -1,4 +1,4 @@
-"""The arithmetic of reductions: operations, sums over replicas, gathers, groups, rows.
+"""Arithmetic of reductions: operations, sums, gathers and groups of replicas.
 
 Each sum takes this replica's array, the axes of the replicas and what to divide by (1,
 or the number of replicas for a mean); every replica gets the result. Gradients are

@@ -1,4 +1,4 @@
-"""Small arrays joined before they are reduced, and reductions beside the computation.
+"""Packs small arrays for one reduction, and overlaps reductions with computation.
 
 XLA joins neighbouring all-reduces by itself, but into one operation on many arrays,
 which is slow on CPU. Large arrays gain nothing, and joining them costs two copies.

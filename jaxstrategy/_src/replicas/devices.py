@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, set up by one option: `compilation_cache`."""
+"""Devices, simulated ones too, and JAX's persistent compilation cache."""
 
 from __future__ import annotations
 

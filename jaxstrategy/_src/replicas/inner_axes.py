@@ -1,4 +1,4 @@
-"""The devices of one replica by number, and arrays in equal tiles on them."""
+"""Arrays over the inner axes of the mesh, the devices of one replica."""
 
 from __future__ import annotations
 

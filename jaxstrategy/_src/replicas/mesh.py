@@ -1,4 +1,6 @@
-"""The mesh of replicas, and arrays on it."""
+"""The mesh of replicas: arrays placed on it, random keys, numbers that no dtype
+holds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The places of arrays on the devices of replicas: `ReplicaPlacements`."""
+"""Which devices each replica has, and where its arrays lie: `ReplicaPlacements`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replicas of a strategy, and their devices: `Replicas`."""
+"""The replicas of a strategy, their devices and the sizes of inner axes: `Replicas`."""
 
 from __future__ import annotations
 

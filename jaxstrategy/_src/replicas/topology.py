@@ -1,4 +1,4 @@
-"""The time that a collective takes on given links: arithmetic, nothing measured."""
+"""`Topology`: the time that a collective takes on given links, by arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace as workers get it: changes, tables and programs."""
+"""A traced function as a worker gets it: programs, tables and changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameter servers of TensorFlow 1: each worker runs the whole program."""
+"""`ParameterServerStrategy` of TensorFlow 1: each worker runs the whole program."""
 
 from __future__ import annotations
 

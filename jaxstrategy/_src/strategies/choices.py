@@ -1,4 +1,4 @@
-"""The arguments of `run` and its kin, looked at before anything is done with them."""
+"""The choices of a strategy, and the arguments of `run` and its kin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strategy as its parts: `ComposedStrategy`, and how they are made."""
+"""A strategy as its parts: `ComposedStrategy`, and what it does across replicas."""
 
 from __future__ import annotations
 

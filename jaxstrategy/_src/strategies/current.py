@@ -1,4 +1,4 @@
-"""`Sharded`: the type of arrays of which every replica has a part."""
+"""The strategy in scope, the default one, and the types `Mirrored` and `Sharded`."""
 
 from __future__ import annotations
 

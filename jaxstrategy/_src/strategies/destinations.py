@@ -1,4 +1,4 @@
-"""Values of a replica on its logical devices: whole on each, or in tiles."""
+"""Destinations of `reduce_to` and its kin, and logical devices of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions to chosen devices, and variables: `strategy.extended`."""
+"""`strategy.extended`: reductions to devices, updates of variables, colocation."""
 
 from __future__ import annotations
 

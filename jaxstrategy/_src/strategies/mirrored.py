@@ -1,4 +1,6 @@
-"""Variables in one place, computation on many devices."""
+"""Strategies of one process: `OneDeviceStrategy`, `MirroredStrategy`,
+`CentralStorageStrategy`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One replica on each device of several processes."""
+"""`MultiWorkerMirroredStrategy`: one replica on each device of several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables on parameter servers, functions on workers that may vanish."""
+"""`ParameterServerStrategy`, and optimizers whose variables are on servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Values as a strategy's user brings them to the replicas: `PlacesValues`."""
+"""Values and datasets that a user brings to the replicas: `PlacesValues`,
+`DividesData`.
+"""
 
 from __future__ import annotations
 

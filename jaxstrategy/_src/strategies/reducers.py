@@ -1,4 +1,4 @@
-"""The comparison of the bits that replicas hold: `Strategy.assert_in_sync`."""
+"""Reductions over versions that a host holds, gathers, and `assert_in_sync`."""
 
 from __future__ import annotations
 

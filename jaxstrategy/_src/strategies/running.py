@@ -1,4 +1,4 @@
-"""Steps that are compiled before they are called: `CompilesSteps`."""
+"""Running steps, at once or compiled ahead: `RunsSteps`, `CompilesSteps`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of all strategies: `Strategy`."""
+"""`Strategy`, the base class of all strategies, with its reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of one or several devices, as TensorFlow's strategy for TPUs."""
+"""`TPUStrategy`: replicas of one or several devices."""
 
 from __future__ import annotations
 

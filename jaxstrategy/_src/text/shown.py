@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit, or a count and a noun."""
+"""Values, lists, numbers and units as messages show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices of each replica: as assigned, or one after the other."""
+"""`DeviceAssignment`: which devices each replica has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints that say which replica printed: `with_numbers`."""
+"""Rewrites prints of a step, so that each says which replica printed."""
 
 from __future__ import annotations
 

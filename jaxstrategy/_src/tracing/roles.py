@@ -1,4 +1,4 @@
-"""Whether arguments are arrays that can be dispatched as they are."""
+"""The role of each argument (per replica, mirrored, static): `Signature`."""
 
 from __future__ import annotations
 

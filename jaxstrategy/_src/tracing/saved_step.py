@@ -1,4 +1,4 @@
-"""A compiled step in a file: `SavedStep`."""
+"""Steps compiled ahead, and in a file: `SavedStep`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JAX and Flax say of a step, in our words: what was done, and what to do."""
+"""Translates errors of JAX and Flax into errors that say what to do."""
 
 from __future__ import annotations
 

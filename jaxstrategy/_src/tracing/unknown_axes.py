@@ -1,4 +1,4 @@
-"""Constraints that name an axis that there is not: of JAX's error, one in our words."""
+"""Errors for sharding constraints along an axis that the mesh does not have."""
 
 from __future__ import annotations
 

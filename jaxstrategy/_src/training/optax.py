@@ -1,4 +1,6 @@
-"""Gradients reduced in chains of Optax, and checks of such chains."""
+"""Optax chains that reduce gradients: `all_reduce_gradients`, `apply_if_finite`,
+`outer`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of a model on several devices of a replica: `pipeline`."""
+"""Pipeline parallelism over the devices of a replica: `pipeline`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Questions about an array: whether it is placed, mirrored, traced, or donated."""
+"""Types of values, and questions about an array: is it placed, mirrored, traced,
+donated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Values of replicas built from what the host has: per replica, or mirrored."""
+"""Values of replicas built from what the host has; optimizer state placed like
+parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common type of all values of strategies: `DistributedValues`."""
+"""`PerReplica`, `DistributedValues` and handles of variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas have that does not fit into one array: `Versions`."""
+"""`IndexedSlices`, rows of a larger array, and `Versions` that have no common shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divisions of arrays over the devices of a replica, as Flax's annotations say them."""
+"""Pytrees of values: leaves, objects of Flax, sharding annotations."""
 
 from __future__ import annotations
 

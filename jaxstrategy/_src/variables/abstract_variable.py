@@ -1,4 +1,4 @@
-"""The interface of one variable, as a variable in several shards knows it."""
+"""The public interface of a variable: `AbstractVariable`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The values that variables have in a function that is differentiated."""
+"""How code reads and changes variables: outside, in a step, while it is
+differentiated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several copies of a variable, or values for it, to one, as its strategy reduces."""
+"""Combines copies of a variable as `VariableAggregation` says."""
 
 from __future__ import annotations
 

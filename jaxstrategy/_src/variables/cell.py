@@ -1,4 +1,4 @@
-"""The memory of a variable of which each worker has a copy: `OwnCell`."""
+"""The memory of a variable: on devices, on a server, one for each worker."""
 
 from __future__ import annotations
 

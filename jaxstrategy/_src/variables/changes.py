@@ -1,4 +1,4 @@
-"""Changes of some rows of a variable: `scatter_add` and its kin."""
+"""Changes of variables: `assign`, operators, scatters."""
 
 from __future__ import annotations
 

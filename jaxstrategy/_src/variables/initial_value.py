@@ -1,4 +1,4 @@
-"""The shards that a partitioner makes of a new variable: `ShardPlan`."""
+"""Initial values of variables: programs that compute them, and shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy of strategies whose variables are on parameter servers."""
+"""Which kind a strategy gives a new variable: `VariablePolicy`."""
 
 from __future__ import annotations
 

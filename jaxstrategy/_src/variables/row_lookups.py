@@ -1,4 +1,4 @@
-"""Parts of a table in shards, as `table[index]` names them."""
+"""Lookups of rows in tables that may be sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table in several variables: `ShardedVariable`."""
+"""`ShardedVariable`: a table in several variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the dimension along which a variable is divided over the replicas."""
+"""Partitioners, and the dimension along which a variable is sharded."""
 
 from __future__ import annotations
 

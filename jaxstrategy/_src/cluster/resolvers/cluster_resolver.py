@@ -1,4 +1,6 @@
-"""`UnionClusterResolver`: several clusters seen as one."""
+"""The base of cluster resolvers: `ClusterResolver`, `SimpleClusterResolver`,
+`UnionClusterResolver`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses as sockets want them: `endpoint`, `address_of`."""
+"""`ClusterSpec`, the tasks of a cluster by job, and addresses as sockets want them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend that a user asks for: `chosen_backend`."""
+"""Chooses the backend of a strategy from what the user gave."""
 
 from __future__ import annotations
 

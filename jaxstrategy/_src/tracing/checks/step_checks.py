@@ -1,4 +1,4 @@
-"""All checks of a step that are made while it is traced."""
+"""Checks of a traced step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attributes of an object, as its class has them, without asking the class."""
+"""Code of functions: what it names, and attributes read without running user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other values in the place of some that a function refers to, while it is traced."""
+"""Replaces captured values while a function is traced, and finds leaked tracers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object as a key that does not keep it alive: `Identity`."""
+"""Keys that do not keep an object alive: `Identity`."""
 
 from __future__ import annotations
 

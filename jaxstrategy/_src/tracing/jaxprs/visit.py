@@ -1,4 +1,4 @@
-"""The one table of JAX's collectives, with what each of them does."""
+"""Visits the equations of jaxprs; the table of JAX's collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects that a step changes in place: modules, optimizers and metrics of Flax NNX."""
+"""Calls of steps with Flax NNX objects as arguments: `ObjectCalls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caller's objects of Flax NNX, as they are put together now."""
+"""Flax NNX objects as arrays and structure: `ObjectForm`, `CallersObjects`."""
 
 from __future__ import annotations
 

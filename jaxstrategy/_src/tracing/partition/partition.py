@@ -1,4 +1,6 @@
-"""How arguments and results lie, over the replicas and the devices of each."""
+"""Which equations each replica computes and which are global; the layout of
+arguments.
+"""
 
 from __future__ import annotations
 
