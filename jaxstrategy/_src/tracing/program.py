@@ -25,7 +25,7 @@ from jaxstrategy._src.tracing.executable import (
 from jaxstrategy._src.tracing.functions import weak_references
 from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr
 from jaxstrategy._src.tracing.partition.divided_step import DividedStep
-from jaxstrategy._src.tracing.partition.partition import kept_placements
+from jaxstrategy._src.tracing.partition.layout import kept_placements
 from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.saved_step import (
     Obtain,

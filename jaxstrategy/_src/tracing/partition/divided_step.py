@@ -37,9 +37,11 @@ from jaxstrategy._src.tracing.numbered_prints import (
 )
 from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.partition.global_part import GlobalPart
-from jaxstrategy._src.tracing.partition.partition import (
+from jaxstrategy._src.tracing.partition.layout import (
     Layout,
     Layouts,
+)
+from jaxstrategy._src.tracing.partition.partition import (
     Partition,
     flattened,
     partition,

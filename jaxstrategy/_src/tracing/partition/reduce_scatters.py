@@ -22,7 +22,8 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     origins_of,
     uses_of,
 )
-from jaxstrategy._src.tracing.partition.partition import Layout, Partition
+from jaxstrategy._src.tracing.partition.layout import Layout
+from jaxstrategy._src.tracing.partition.partition import Partition
 from jaxstrategy._src.tracing.partition.values import adds_few_rows
 from jaxstrategy._src.tracing.replication.control import scan_counts
 
