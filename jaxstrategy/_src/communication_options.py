@@ -223,19 +223,7 @@ def checked_options(
     with_compression: bool = False,
     of_strategy: bool = False,
 ) -> None:
-    """Raise unless this is a `CommunicationOptions` or None.
-
-    Args:
-      options: anything.
-      with_timeout: whether they may have one.
-      with_compression: whether they may have one.
-      of_strategy: whether they are a strategy's.
-
-    Raises:
-      TypeError: they are something else.
-      ValueError: they have a timeout that cannot be kept, a compression where nothing
-        keeps what is not sent, or an overlap and are of one reduction.
-    """
+    """Raise unless this is a `CommunicationOptions` or None."""
     if options is not None and not isinstance(options, CommunicationOptions):
         raise TypeError(
             f"`options` was {options!r}; a `CommunicationOptions` was wanted, for "

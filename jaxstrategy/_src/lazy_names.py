@@ -28,10 +28,6 @@ def of(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a public module, with what it lists as names.
 
-    Args:
-      package: its `__name__`.
-      extra: the library that some of the modules import, and its name in sentences.
-
     The names raise an `AttributeError` that says what to use instead if TensorFlow has
     one that is not here, and a `MissingExtraError` if the library is not installed.
     """

@@ -48,9 +48,6 @@ class ReduceOp(enum.Enum):
     def from_variable_aggregation(cls, aggregation: VariableAggregation) -> ReduceOp:
         """The operation that a variable's aggregation does.
 
-        Raises:
-          ValueError: NONE and ONLY_FIRST_REPLICA, which reduce nothing.
-
         >>> ReduceOp.from_variable_aggregation(VariableAggregation.MEAN).name
         'MEAN'
         """
@@ -256,11 +253,7 @@ def _all_of(kind: type[enum.Enum]) -> str:
 
 
 def named(kind: type[_Choice], value: object, what: str) -> _Choice:
-    """The member of the enum `kind` with this name, in any case.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """The member of the enum `kind` with this name, in any case."""
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
     names = ", ".join(_quoted(kind))

@@ -191,16 +191,6 @@ def variable_scope(
 ) -> Iterator[VariableScope]:
     """A `with` block whose name stands before those of `get_variable`.
 
-    Args:
-      name_or_scope: the name of a scope in the current one; or a scope, whose name is
-        taken whole.
-      reuse: True: variables must have been made before. `AUTO_REUSE`: they are made at
-        first, and the same ones afterwards. By default as outside.
-
-    Raises:
-      TypeError: something else than a name, or a scope.
-      ValueError: an empty name, or no such `reuse`.
-
     >>> from jaxstrategy.compat import v1
     >>> with v1.variable_scope("outer"), v1.variable_scope("inner"):
     ...     v1.get_variable("w", initializer=1.0).name

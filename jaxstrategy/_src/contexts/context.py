@@ -107,18 +107,10 @@ class AbstractVariablePolicy(abc.ABC):
 
     # Not abstract, as most policies take any device.
     def check_devices(self, devices: tuple[Device, ...]) -> None:  # noqa: B027
-        """Raise unless mirrored variables can be made on these devices.
-
-        Raises:
-          ValueError: they cannot.
-        """
+        """Raise unless mirrored variables can be made on these devices."""
 
     def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """For a `with` block: variables that are read in it are of one moment.
-
-        Args:
-          step: of the checkpoint that they are read for.
-        """
+        """For a `with` block: variables that are read in it are of one moment."""
         return contextlib.nullcontext()
 
 
@@ -319,11 +311,7 @@ _same_key = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def entered(**changed: Any) -> Iterator[Context]:
-    """Changes fields of the current context for the length of the `with` block.
-
-    Raises:
-      ContextError: something else was entered inside the block and not left.
-    """
+    """Changes fields of the current context for the length of the `with` block."""
     context = dataclasses.replace(_current.get(), **changed)
     key, token = context.jit_key, _current.set(context)
     try:
@@ -343,15 +331,7 @@ def outside() -> contextlib.AbstractContextManager[Context]:
 
 
 def check_unstaged(what: str) -> None:
-    """Raise where a replica runs eagerly, but JAX records the code that asks.
-
-    Args:
-      what: the recorded function would keep, for the message.
-
-    Raises:
-      ContextError: in a function that JAX traces for itself, and does not trace again
-        at the next call.
-    """
+    """Raise where a replica runs eagerly, but JAX records the code that asks."""
     if _current.get().eager is None or not arrays.is_staged():
         return
     raise ContextError(
@@ -385,11 +365,7 @@ def describe(context: Context) -> str:
 
 
 def require_same(context: Context, strategy: AbstractStrategy) -> None:
-    """Raise unless `strategy` is the current strategy or there is none.
-
-    Raises:
-      ContextError: code of one strategy is used inside another's.
-    """
+    """Raise unless `strategy` is the current strategy or there is none."""
     if context.strategy is not None and context.strategy is not strategy:
         raise ContextError(
             f"Mixing different Strategy objects: {strategy!r} was used inside "
@@ -399,11 +375,7 @@ def require_same(context: Context, strategy: AbstractStrategy) -> None:
 
 
 def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context:
-    """The context, if `strategy.method` may be called here: not inside a replica.
-
-    Raises:
-      ContextError: in a replica context, or in another strategy's.
-    """
+    """The context, if `strategy.method` may be called here: not inside a replica."""
     context = _current.get()
     require_same(context, strategy)
     if context.replica is not None:
@@ -461,11 +433,7 @@ def _wrong_order(context: Context) -> ContextError:
 
 
 def require_host(strategy: AbstractStrategy, method: str) -> None:
-    """Raise unless `strategy.method` is called outside every step.
-
-    Raises:
-      ContextError: inside `run`, `merge_call`, or another strategy's scope.
-    """
+    """Raise unless `strategy.method` is called outside every step."""
     context = _current.get()
     require_same(context, strategy)
     if not context.in_step:

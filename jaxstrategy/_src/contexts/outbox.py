@@ -88,11 +88,7 @@ def in_step() -> bool:
 
 
 def require_open(sender: Sender, method: str) -> None:
-    """Raise unless what `sender` hands out now is received.
-
-    Raises:
-      ContextError: its steps have ended, or others run.
-    """
+    """Raise unless what `sender` hands out now is received."""
     outbox = cast("Outbox | None", _context.current().outbox)
     if outbox is None:
         raise ContextError(
@@ -104,15 +100,7 @@ def require_open(sender: Sender, method: str) -> None:
 
 
 def post(message: PyTree, method: str) -> None:
-    """Hands out a message, after `require_open`.
-
-    Args:
-      message: a pytree of arrays, and of what else a step may return.
-      method: what the user has called.
-
-    Raises:
-      ContextError: it is an array of a function that JAX traces within the step.
-    """
+    """Hands out a message, after `require_open`."""
     context = _context.current()
     if context.posted is not None:
         began, messages = context.posted

@@ -30,11 +30,7 @@ from jaxstrategy._src.values.slices import is_slices
 
 
 def check_arguments(args: object, kwargs: object) -> None:
-    """Raise unless these are a sequence of arguments and a dict or None.
-
-    Raises:
-      TypeError: they are not.
-    """
+    """Raise unless these are a sequence of arguments and a dict or None."""
     if not isinstance(args, (tuple, list)):
         raise TypeError(
             f"`args` was a {type(args).__name__}; a tuple of the function's arguments "
@@ -48,11 +44,7 @@ def check_arguments(args: object, kwargs: object) -> None:
 
 
 def check_merge_call(merge_fn: object, args: object, kwargs: object) -> None:
-    """Raise unless `merge_call` can call `merge_fn` with these.
-
-    Raises:
-      TypeError: it cannot.
-    """
+    """Raise unless `merge_call` can call `merge_fn` with these."""
     if not callable(merge_fn):
         raise TypeError(
             f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "
@@ -84,11 +76,7 @@ def core_of(strategy: object) -> object:
 
 
 def checked_core(strategy: object) -> AbstractStrategy:
-    """The strategy that an argument `strategy` means.
-
-    Raises:
-      TypeError: it is none, and no face of one.
-    """
+    """The strategy that an argument `strategy` means."""
     core = core_of(strategy)
     if not isinstance(core, AbstractStrategy):
         raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
@@ -447,13 +435,7 @@ def _check_here(leaves: Sequence[Leaf]) -> None:
 
 
 def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
-    """The part that one replica has of `tree`, while a step is traced.
-
-    Args:
-      tree: with `PerReplica`s of all replicas, each of which becomes this replica's.
-      read_variables: whether variables become their values, instead of staying
-        variables.
-    """
+    """The part that one replica has of `tree`, while a step is traced."""
 
     def unwrap(leaf: Leaf) -> Leaf:
         if read_variables and isinstance(leaf, Handle):

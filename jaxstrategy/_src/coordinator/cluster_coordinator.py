@@ -426,10 +426,6 @@ class ClusterCoordinator:
         after it. A worker may be lost meanwhile: what it was running is queued again.
         What `CheckpointManager.save` reads is read in such a pause by itself.
 
-        Raises:
-          RuntimeError: in the block, something waits for a function; or the coordinator
-            is closed.
-
         >>> import jaxstrategy as js
         >>> strategy = js.ParameterServerStrategy(workers=2, backend="threads")
         >>> with strategy.scope():

@@ -466,12 +466,7 @@ def run(strategy: js.Strategy, options: Arguments) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo with these command-line arguments; returns the exit status.
-
-    Raises:
-      SystemExit: an option is bad (status 2), or help was asked for.
-      MissingExtraError: Flax, Optax, scikit-learn, Matplotlib or Rich is missing.
-    """
+    """Run the demo with these command-line arguments; returns the exit status."""
     parser = make_parser()
     options = Arguments(**vars(parser.parse_args(arguments)))
     require_extras()

@@ -107,12 +107,6 @@ def moments(
     """The moments of `x` over `axes` and over the replicas, or this replica's group.
 
     Each element that `mask` does not leave out counts once, on whichever replica.
-
-    Args:
-      mask: bools, of as many dimensions as `x`, each of its size or 1; by default that
-        of the step's batch, if that has as many rows.
-      fast: whether the variance is the mean square minus the squared mean, with one
-        reduction, or the mean square of differences, with two.
     """
     mask = _real_rows(x, axes) if mask is None else mask
     kept = None if mask is None else _spread(mask, x.shape)
@@ -199,11 +193,7 @@ def split_axes(rank: int, axis: int | Sequence[int]) -> tuple[tuple[int, ...], .
 
 
 def refuse_axis_name(name: str | None) -> None:
-    """Raise unless `name` is None.
-
-    Raises:
-      ValueError: it is not.
-    """
+    """Raise unless `name` is None."""
     if name is not None:
         raise ValueError(
             f"`axis_name` is {name!r}; this BatchNorm finds the replica axis by "

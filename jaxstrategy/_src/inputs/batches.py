@@ -423,11 +423,7 @@ class Steps:
         return batch
 
     def _widened(self, batch: HostBatch, heard: list[Any]) -> HostBatch:
-        """`batch` with as many rows as the largest in any process, in the first step.
-
-        Raises:
-          ValueError: the processes went on from states that do not belong together.
-        """
+        """`batch` with as many rows as the largest of any process in the first step."""
         if self.done or self._is_resumed:
             told = ", ".join(
                 f"{said[0]} in process {process}"

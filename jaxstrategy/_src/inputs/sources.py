@@ -206,11 +206,7 @@ def of_length(length: int | None) -> dict[str, int]:
 
 
 def check_length(state: State, length: int | None, name: str) -> None:
-    """Raise if the data had another length when `state` was saved, if both are known.
-
-    Raises:
-      ValueError: it had.
-    """
+    """Raise if the data is known to have had another length when `state` was saved."""
     then = state.get("length")
     if then is not None and length is not None and then != length:
         raise ValueError(

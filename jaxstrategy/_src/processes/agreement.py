@@ -55,9 +55,6 @@ class Agreement:
 
         The n-th call meets the n-th of each other process. Any thread may call it, for
         one topic one at a time.
-
-        Raises:
-          ClusterError: a process has ended, or has not come in time.
         """
         return [said]
 

@@ -152,12 +152,7 @@ class Channel:
         return self._opened > 0
 
     def packed(self, message: Json) -> bytes:
-        """A message as the next bytes to send; they must be sent in this order.
-
-        Raises:
-          TypeError: it cannot be written as JSON.
-          ValueError: it is too large, or nested too deeply.
-        """
+        """A message as the next bytes to send; they must be sent in this order."""
         largest, deepest = self._limits_out
         body = _written(message, deepest)
         largest = largest if self._sent else FIRST
@@ -176,13 +171,7 @@ class Channel:
         self._bytes += received
 
     def messages(self) -> Iterator[Json]:
-        """The messages that are complete, each taken out when it is given.
-
-        Raises:
-          ForgedError: these bytes are not the other side's next message.
-          RefusedError: the other side refuses.
-          ValueError: they are no message.
-        """
+        """The messages that are complete, each taken out when it is given."""
         while (frame := self._next()) is not None:
             yield _read(frame[_LENGTH.size :], self._limits_in[1])
 
@@ -224,11 +213,7 @@ class Greeting:
         self.own = GREETING + self._nonce
 
     def add(self, received: bytes) -> Channel | None:
-        """Take in what came; the channel when the other side has greeted.
-
-        Raises:
-          ValueError: it speaks another protocol.
-        """
+        """Take in what came; the channel when the other side has greeted."""
         self._heard += received
         if not GREETING.startswith(self._heard[: len(GREETING)]):
             raise ValueError("this is no greeting")
@@ -310,28 +295,13 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: Json) -> None:
-        """Send one message; callable from any thread.
-
-        Raises:
-          OSError: the connection has ended.
-          TypeError: the message cannot be written as JSON.
-          ValueError: it is too large, or nested too deeply.
-        """
+        """Send one message; callable from any thread."""
         # A seal has the number of its message: what is packed first must be sent first.
         with self._sending:
             self.sock.sendall(self.channel.packed(message))
 
     def receive(self, deadline: float | None = None) -> Json:
-        """The next message.
-
-        Args:
-          deadline: of `time.monotonic()`; by default there is none.
-
-        Raises:
-          TimeoutError: it did not come in time.
-          EOFError: the other side closed the connection.
-          OSError, ValueError: it broke; it carries something else.
-        """
+        """The next message."""
         while True:
             for message in self.channel.messages():
                 return message
@@ -348,13 +318,7 @@ class Connection:
 
 
 def received(sock: socket.socket, deadline: float | None = None) -> bytes:
-    """Some bytes, as soon as there are any.
-
-    Raises:
-      TimeoutError: none came in time.
-      EOFError: the other side closed the connection.
-      OSError: it broke.
-    """
+    """Some bytes, as soon as there are any."""
     if deadline is not None:
         left = deadline - time.monotonic()
         if left <= 0:

@@ -306,13 +306,7 @@ class Client:
     def request(
         self, *frames: Buffer, timeout_seconds: float | None = None
     ) -> list[Buffer]:
-        """The server's reply.
-
-        Raises:
-          LostError: the connection has ended.
-          RemoteError: the server could not answer.
-          TimeoutError: it has not answered in time; it may still do what was asked.
-        """
+        """The server's reply."""
         future = self.submit(*frames)
         try:
             return future.result(timeout_seconds)
@@ -333,11 +327,7 @@ class Client:
         return future
 
     def send(self, *frames: Buffer) -> None:
-        """Tell the server something, without a reply.
-
-        Raises:
-          LostError: the connection has ended.
-        """
+        """Tell the server something, without a reply."""
         if self._state != "is connected":
             raise LostError(f"The connection to {self.address} {self._state}.")
         self._socket.send([_HEADER.pack(_NEWS, 0), *frames])

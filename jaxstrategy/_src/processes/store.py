@@ -157,11 +157,7 @@ class Store:
             self._changed.notify_all()
 
     def get(self, key: str, timeout_seconds: float | None = None) -> Json:
-        """The value that some process has put or will put within the time.
-
-        Raises:
-          ClusterError: none did, or none can any more.
-        """
+        """The value that some process has put or will put within the time."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
                 raise ClusterError(nobody_put(key, timeout_seconds or 0))
@@ -174,9 +170,6 @@ class Store:
 
         The n-th call with a key on one process meets the n-th on each other. Without a
         time of its own it waits the store's, and longer while a process is busy.
-
-        Raises:
-          ClusterError: not all did so in time, or one has ended; they are named.
         """
         return [value]
 
@@ -185,11 +178,7 @@ class Store:
         self.gather(f"barrier: {name}", None, timeout_seconds)
 
     def states(self) -> list[ProcessState]:
-        """The state of each process, by their ids.
-
-        Raises:
-          ClusterError: process 0, which keeps them, does not answer.
-        """
+        """The state of each process, by their ids."""
         return [ProcessState(self.members[0], None, None, 0.0)]
 
     def known_states(self) -> list[ProcessState]:

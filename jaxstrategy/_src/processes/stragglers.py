@@ -132,11 +132,7 @@ class Stragglers:
 
 
 def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
-    """Find the late processes.
-
-    Args:
-      told: what each process tells of its last steps.
-    """
+    """Find the late processes."""
     known = [{(int(s), int(met)): at for s, met, at in rows} for rows in told.values()]
     common = sorted(set.intersection(*map(set, known))) if known else []
     late: list[list[float]] = [[] for _ in known]
@@ -156,12 +152,7 @@ def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
 
 
 def _durations(ends: Sequence[tuple[tuple[int, int], float]]) -> list[float]:
-    """The seconds from each step to the next.
-
-    Args:
-      ends: for each step its number, that of the meeting before, and when the last
-        process came to it, in seconds since that meeting.
-    """
+    """The seconds from each step to the next."""
     seconds = []
     for ((step, met), earlier), (following, later) in itertools.pairwise(ends):
         if following == (step + 1, met):

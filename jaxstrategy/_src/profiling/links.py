@@ -81,11 +81,7 @@ def measured(
 
 
 def measured_together(replicas: Replicas) -> Topology:
-    """As `measured`, outside of steps.
-
-    Raises:
-      ClusterError: another process is about to do something else.
-    """
+    """As `measured`, outside of steps."""
     if all(d.process_index == jax.process_index() for d in replicas.all_devices):
         return measured(replicas)
     with job.exchanging("the speed of the links"):
@@ -115,10 +111,6 @@ def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float
 
     The sum of the squares of the relative deviations is the smallest there is with
     neither below zero; the second is above.
-
-    Args:
-      sizes: bytes, in ascending order.
-      seconds: that each has taken.
     """
     ones = np.ones(len(sizes))
     rows = np.stack([ones, np.asarray(sizes, float)], axis=1) / np.c_[seconds]

@@ -73,12 +73,7 @@ class Compression(abc.ABC):
 
     @abc.abstractmethod
     def basis(self, leaf: jax.ShapeDtypeStruct, number: int) -> jax.Array | None:
-        """What the first reduction of the array begins with.
-
-        Args:
-          leaf: the type of the array.
-          number: of the array, so that not all begin alike.
-        """
+        """What the first reduction of the array begins with."""
 
     @abc.abstractmethod
     def reduced(
@@ -88,14 +83,7 @@ class Compression(abc.ABC):
         bases: Sequence[jax.Array | None],
         sums: Sums,
     ) -> tuple[list[Leaf], list[Sent]]:
-        """The sums of `exact` with all bits, and of `arrays` compressed.
-
-        Args:
-          exact: this replica's arrays that are not compressed.
-          arrays: those that are, of 32 bits or more.
-          bases: what `basis` or the last reduction made, for each of them.
-          sums: over two replicas or more.
-        """
+        """The sums of `exact` with all bits, and of `arrays` compressed."""
 
 
 def memory_of(
@@ -132,21 +120,7 @@ def reduce_with_memory(
     *,
     is_alone: bool,
 ) -> tuple[list[Leaf], list[Owed | None]]:
-    """The sum or mean of each leaf over the replicas, and what is owed now.
-
-    Args:
-      op: SUM or MEAN.
-      leaves: arrays and numbers.
-      owed: of each leaf that is compressed; None for the others.
-      compression: what is sent of them.
-      sums: over the replicas.
-      is_alone: whether there is one replica, which sends nothing.
-
-    Raises:
-      ValueError: `op` is no sum, or the plan has sums of its own.
-      TypeError: a leaf is not a number, or has no such reduction.
-      NotImplementedError: the result is differentiated.
-    """
+    """The sum or mean of each leaf over the replicas, and what is owed now."""
     check_compressible(op)
     pairs = list(zip(leaves, owed, strict=True))
     exact = [leaf for leaf, debt in pairs if debt is None]
@@ -169,11 +143,7 @@ def reduce_with_memory(
 
 
 def check_compressible(op: ReduceOp) -> None:
-    """Raise unless `op` is a sum.
-
-    Raises:
-      ValueError: it is not.
-    """
+    """Raise unless `op` is a sum."""
     if not OPERATIONS[op].is_sum:
         raise ValueError(
             f"{op.name} cannot be compressed, because what is not sent is added to the "
@@ -458,11 +428,7 @@ class CompressionState(NamedTuple):
 
 
 def compression_of(options: CommunicationOptions | None) -> Compression:
-    """The compression that options ask for.
-
-    Raises:
-      ValueError: they ask for none.
-    """
+    """The compression that options ask for."""
     asked = None if options is None else options.compression
     if asked is None:
         raise ValueError(
@@ -476,11 +442,7 @@ def compression_of(options: CommunicationOptions | None) -> Compression:
 def initial_state(
     params: PyTree, options: CommunicationOptions | None
 ) -> CompressionState:
-    """A state in which nothing is owed, with the types of a replica's errors.
-
-    Raises:
-      ValueError: the options ask for no compression.
-    """
+    """A state in which nothing is owed, with the types of a replica's errors."""
     compression = compression_of(options)
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_slices)
     errors: list[Leaf] = []
@@ -505,19 +467,7 @@ def checked_debts(
     treedef: TreeStructure,
     compression: Compression,
 ) -> list[Owed | None]:
-    """What `state` says is owed of each leaf; None of those that are not compressed.
-
-    Args:
-      state: a `CompressionState`.
-      leaves: what is reduced.
-      paths: how messages call them.
-      treedef: the structure that they are in.
-      compression: what is sent of them.
-
-    Raises:
-      TypeError: it is no state.
-      ValueError: it is one of other arrays, or of another compression.
-    """
+    """What `state` says is owed of each leaf; None of those that are not compressed."""
     if not isinstance(state, CompressionState):
         raise TypeError(
             f"`state` was {shown(state)}; a `CompressionState` was wanted: what "

@@ -299,11 +299,7 @@ class ReductionToOneDevice(PlannedOps):
 
 
 def checked_ops(given: CrossDeviceOps | None) -> CrossDeviceOps:
-    """`given`, or the default.
-
-    Raises:
-      TypeError: it is something else.
-    """
+    """`given`, or the default."""
     if given is None:
         return DefaultOps()
     if not isinstance(given, CrossDeviceOps):
@@ -350,11 +346,7 @@ class UserPlan(AbstractPlan):
         return dataclasses.replace(self, options=options) if options else self
 
     def within(self, groups: Groups | None) -> UserPlan:
-        """The same, for no groups.
-
-        Raises:
-          ValueError: there are groups.
-        """
+        """The same, for no groups."""
         if groups is None:
             return self
         raise ValueError(
@@ -370,11 +362,7 @@ class UserPlan(AbstractPlan):
     def in_eight_bits(
         self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
     ) -> NoReturn:
-        """Nothing: the operations get whole arrays.
-
-        Raises:
-          ValueError: always.
-        """
+        """Nothing: the operations get whole arrays."""
         raise ValueError(
             f"`compression='int8'` was given, but {type(self.ops).__name__} reduces "
             "whole arrays. Use a strategy with one of jaxstrategy's own cross-device "

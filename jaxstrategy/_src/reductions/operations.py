@@ -66,12 +66,6 @@ def hierarchical(
     """A sum inside each group, then between groups, then inside groups to all.
 
     Between groups, where links are slow, goes one part of the array per replica.
-
-    Args:
-      array: this replica's.
-      axes: the mesh axis.
-      divisor: see the module.
-      groups: replicas that are close to each other, in groups of one size.
     """
     if lax.axis_size(axes) == 1:  # which XLA would not see
         return direct(array, axes, divisor)
@@ -90,15 +84,7 @@ def to_one_device(
     root: int,
     accumulate: Callable[[Sequence[jax.Array]], jax.Array],
 ) -> jax.Array:
-    """Every array goes to one replica, which sums them; the sum goes to all.
-
-    Args:
-      array: this replica's.
-      axes: the mesh axis.
-      divisor: see the module.
-      root: the replica that sums.
-      accumulate: the sum of the arrays of all replicas, in order.
-    """
+    """Every array goes to one replica, which sums them; the sum goes to all."""
     versions = [
         array if replica == root else lax.ppermute(array, axes, [(replica, root)])
         for replica in range(lax.axis_size(axes))
@@ -220,12 +206,7 @@ def sums() -> str:
 
 
 def reduced_over(op: ReduceOp, value: Leaf, axis: Sequence[int]) -> jax.Array:
-    """`value` reduced over its own dimensions `axis`.
-
-    Raises:
-      ValueError: `axis` is out of range for the value, or names a dimension twice.
-      TypeError: the dtype cannot be reduced with `op`, or `value` is sparse.
-    """
+    """`value` reduced over its own dimensions `axis`."""
     if is_slices(value):
         raise TypeError(
             "IndexedSlices cannot be reduced along an axis. Use `axis=None`, or reduce "
@@ -237,11 +218,7 @@ def reduced_over(op: ReduceOp, value: Leaf, axis: Sequence[int]) -> jax.Array:
 
 
 def checked(op: ReduceOp, value: Leaf) -> jax.Array:
-    """`value` as an array that `op` can reduce.
-
-    Raises:
-      TypeError: it is not an array or number, or its dtype has no such reduction.
-    """
+    """`value` as an array that `op` can reduce."""
     try:
         array = mesh.array_of(value)
     except TypeError as error:
@@ -310,11 +287,7 @@ def _extreme_jvp(
 
 
 def checked_axis(axis: int) -> int:
-    """`axis` as an int.
-
-    Raises:
-      TypeError: it is not a whole number.
-    """
+    """`axis` as an int."""
     dimension = whole(axis)
     if dimension is None:
         raise TypeError(f"`axis` was {axis!r}; a whole number was wanted.")
@@ -376,11 +349,7 @@ def reduce_slices(
 
 
 def check_sum(op: ReduceOp) -> None:
-    """Raise unless `op` is a sum: rows that are not there would change another result.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Raise unless `op` is a sum: missing rows would change another result."""
     if not OPERATIONS[op].is_sum:
         raise ValueError(
             f"{op.name} of IndexedSlices is not defined, because rows that are not "
@@ -404,22 +373,14 @@ def near(devices: Sequence[Device]) -> Groups:
 
 
 def chosen_groups(groups: Sequence[Sequence[int]] | None, replicas: Replicas) -> Groups:
-    """`groups`, or if there are none those of near devices.
-
-    Raises:
-      ValueError: they are not of these replicas.
-    """
+    """`groups`, or if there are none those of near devices."""
     if groups is None:
         return near(replicas.devices)
     return checked_groups(groups, replicas.count)
 
 
 def checked_groups(groups: Sequence[Sequence[int]], replicas: int) -> Groups:
-    """`groups`, which hold each replica once and are of one size.
-
-    Raises:
-      ValueError: they do not, or are not.
-    """
+    """`groups`, which hold each replica once and are of one size."""
     found = map(several_whole, groups) if isinstance(groups, Iterable) else [None]
     given = tuple(group or () for group in found)
     members = sorted(member for group in given for member in group)

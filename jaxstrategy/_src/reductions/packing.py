@@ -133,12 +133,6 @@ def in_packs(
 
     Arrays of one dtype are joined; the results are those of the arrays one by one, up
     to the order in which the collective adds.
-
-    Args:
-      function: of arrays of any shape.
-      arrays: what it is applied to.
-      packing: which of them are joined.
-      tells_places: whether XLA may know where in a pack each array is.
     """
     # Without elements they are equal on all replicas, and no collective takes them.
     results = {i: jnp.zeros_like(x) for i, x in enumerate(arrays) if x.size == 0}
@@ -157,16 +151,7 @@ def pairs_in_packs(
     arrays: Sequence[jax.Array],
     packing: AbstractPacking,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """`function` of each of some arrays, which have elements, and of the joined ones.
-
-    Args:
-      function: from a flat array to two of its shape.
-      arrays: those of one dtype are joined.
-      packing: which of them.
-
-    Returns:
-      For each array two of its shape.
-    """
+    """`function` of each of some arrays that are not empty, and of the joined ones."""
     results: dict[int, tuple[jax.Array, jax.Array]] = {}
     for indices in _by_dtype(arrays):
         sizes = [arrays[index].nbytes for index in indices]

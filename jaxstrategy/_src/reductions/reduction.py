@@ -62,18 +62,7 @@ class Reduction:
         options: CommunicationOptions | None = None,
         groups: Groups | None = None,
     ) -> list[Leaf]:
-        """This replica's arrays reduced over all replicas, or over its group.
-
-        Args:
-          op: what is done with the replicas' versions of a leaf.
-          leaves: arrays, numbers and `IndexedSlices`, which stay sparse.
-          options: how, instead of as planned.
-          groups: replica ids in groups of one size.
-
-        Raises:
-          TypeError: a leaf is not a number, or has no such reduction.
-          ValueError: `IndexedSlices` in groups or with an extreme.
-        """
+        """This replica's arrays reduced over all replicas, or over its group."""
         plan = self._plan.with_options(options, self._replicas).within(groups)
         dense = [leaf for leaf in leaves if not is_slices(leaf)]
         sparse = [self._sparse(op, x, groups) for x in leaves if is_slices(x)]
@@ -114,22 +103,7 @@ class Reduction:
         owed: Sequence[Owed | None],
         options: CommunicationOptions,
     ) -> tuple[list[Leaf], list[Owed | None]]:
-        """This replica's arrays reduced over all replicas, some of them compressed.
-
-        Args:
-          op: a sum.
-          leaves: arrays, numbers and `IndexedSlices`, which stay sparse.
-          owed: what is owed of each leaf that is compressed; None for others.
-          options: with a compression.
-
-        Returns:
-          The results, and what is owed now.
-
-        Raises:
-          ValueError: `op` is no sum, or the plan has sums of its own.
-          TypeError: a leaf is not a number, or has no such reduction.
-          NotImplementedError: the result is differentiated.
-        """
+        """This replica's arrays reduced over all replicas, some of them compressed."""
         plan = self._plan.with_options(options, self._replicas)
         axes = self._replicas.collective_axes
         dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
@@ -248,11 +222,7 @@ class OwnReduction:
         owed: Sequence[Owed | None],
         options: CommunicationOptions,
     ) -> NoReturn:
-        """Not defined.
-
-        Raises:
-          ContextError: always.
-        """
+        """Not defined."""
         raise ContextError(
             "A compressed reduction was called in local steps, in which each replica "
             "is by itself and sends nothing. Leave the `compression` out there."
@@ -278,11 +248,7 @@ class OwnReduction:
         self._state = None
 
     def gathered(self, leaf: Leaf, axis: int) -> NoReturn:
-        """Not defined.
-
-        Raises:
-          ContextError: always.
-        """
+        """Not defined."""
         raise ContextError(
             "`all_gather` was called in local steps, where each replica is by itself: "
             "what the others have is not there. Return the array from the step; it "

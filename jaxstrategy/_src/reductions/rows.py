@@ -206,13 +206,7 @@ def called_by(
     operands: Sequence[Shaped],
     results: Sequence[Shaped],
 ) -> ShardFunction | None:
-    """The function that a `jit` equation calls, None if it calls something else.
-
-    Args:
-      name: the equation's `name`.
-      operands: the types of what it takes.
-      results: the types of what it returns.
-    """
+    """The function that a `jit` equation calls, None if it calls something else."""
     found = _REGISTERED.get(name)
     if found is None or tuple(len(each.shape) for each in operands) != found.ranks:
         return None

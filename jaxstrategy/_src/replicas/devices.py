@@ -71,10 +71,6 @@ def find(device: Device | str) -> Device:
 
     Accepts a `jax.Device` and TensorFlow's spellings: `"CPU:0"`, `"GPU:1"`,
     `"/gpu:0"`, `"cuda:0"`, `"/device:CPU:0"`, `"/job:localhost/.../device:GPU:0"`.
-
-    Raises:
-      ValueError: this host has no such device, or the name is not one.
-      TypeError: something else than a device or a string.
     """
     if isinstance(device, Device):
         return _local(device)
@@ -119,10 +115,6 @@ def choose(devices: Sequence[Device | str] | Device | str) -> tuple[Device, ...]
     The name of a platform by itself (`"cpu"`, `"GPU"`) means all its devices on this
     host, as in `jax.devices("gpu")`. In a list, where each entry is one device, it is
     the platform's first one, as in TensorFlow.
-
-    Raises:
-      ValueError: none given, one given twice, one unknown, or several platforms.
-      TypeError: a number, a mesh or something else that is no devices.
     """
     if isinstance(devices, str):
         devices = _of_name(devices)

@@ -34,11 +34,6 @@ def lying_like(value: object, replicas: Replicas, lies: Lies = SAME) -> NamedSha
     """How an array lies over the replicas, and over inner axes as `value` does.
 
     Over these it is whole if `value` lies on another mesh, or nowhere yet.
-
-    Args:
-      value: an array, or the type of one, of as many dimensions.
-      replicas: those of the strategy.
-      lies: over the replicas.
     """
     return with_inner(inner_spec(value, replicas), replicas, lies)
 
@@ -155,19 +150,7 @@ def has_inner_axes(replicas: Replicas) -> bool:
 def checked_spec(
     spec: object, shape: Sequence[int], replicas: Replicas, what: str
 ) -> Spec:
-    """The division of an array over inner axes, as a user wants it.
-
-    Args:
-      spec: what the user gave.
-      shape: of the array.
-      replicas: those of the strategy.
-      what: how messages call the array and who wants it to be divided so.
-
-    Raises:
-      TypeError: it is no `PartitionSpec`, or has an entry that is no name.
-      ValueError: it names an axis that a replica has not, or one twice; it is longer
-        than the shape; a dimension does not divide by the axes that it names.
-    """
+    """The division of an array over inner axes, as a user wants it."""
     if not is_spec(spec):
         raise TypeError(
             f"{what} is {shown(spec)}; a `jax.sharding.PartitionSpec` of logical axes "
@@ -244,12 +227,7 @@ def which_axes(name: str, replicas: Replicas) -> str:
 
 
 def over_axis(array: jax.Array, axis: str) -> jax.Array:
-    """`array`, its first dimension divided over an inner axis, the others as they are.
-
-    Args:
-      array: of one replica, in a step that is being traced.
-      axis: the name of an inner axis of the replicas.
-    """
+    """`array`, its first dimension sharded over an inner axis, the others unchanged."""
     others = [PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)
     # No `NamedSharding` of the strategy's mesh: `jnp.zeros_like` and others refuse an
     # array that such a one constrains beside a manual axis (JAX 0.10 and 0.12).
@@ -277,11 +255,6 @@ def tiles(splits: Sequence[int], replicas: Replicas) -> Tiles:
 
     If the number of devices is a power of one prime, such as 2, the tiles lie on them
     in row-major order.
-
-    Args:
-      splits: the number of parts of each dimension; their product is the number of
-        devices of a replica.
-      replicas: with `logical_axes`.
     """
     left = replicas.inner_sizes
     found: list[tuple[str, ...]] = []
@@ -296,13 +269,7 @@ def tiles(splits: Sequence[int], replicas: Replicas) -> Tiles:
 
 
 def sharding_of(divided: Tiles, meaning: Meaning, replicas: Replicas) -> NamedSharding:
-    """The placement of an array of this meaning in tiles on each replica's devices.
-
-    Args:
-      divided: the axes of each dimension of one replica's array.
-      meaning: of the array on all replicas.
-      replicas: that it is placed on.
-    """
+    """The placement of an array of this meaning in tiles on each replica's devices."""
     first = [replicas.axes] if meaning is SPLIT else []
     return NamedSharding(replicas.mesh, PartitionSpec(*first, *divided))
 

@@ -36,12 +36,7 @@ class NotHeldError(ValueError):
 
 
 def array_of(value: Any, dtype: DTypeLike | None = None) -> jax.Array:
-    """`value` as `jnp.asarray` has it.
-
-    Raises:
-      NotHeldError: it has a number that `dtype` does not hold, by default an integer
-        that no integer of JAX holds.
-    """
+    """`value` as `jnp.asarray` has it."""
     if dtype is None and isinstance(value, (np.ndarray, np.generic)):
         check_held(np.asarray(value))
     try:
@@ -51,11 +46,7 @@ def array_of(value: Any, dtype: DTypeLike | None = None) -> jax.Array:
 
 
 def types_of(leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The types of leaves as arguments of a step, which may be types of arrays.
-
-    Raises:
-      NotHeldError: one is an integer that no integer of JAX holds.
-    """
+    """The types of leaves as arguments of a step, which may be types of arrays."""
     for leaf in leaves:
         if isinstance(leaf, (np.ndarray, np.generic)):
             check_held(np.asarray(leaf))
@@ -88,11 +79,7 @@ def too_large(value: Any, dtype: DTypeLike | None = None) -> str:
 
 
 def check_held(host: np.ndarray) -> None:
-    """Raise if JAX, without 64 bits, would cut integers of `host` without a word.
-
-    Raises:
-      NotHeldError: it would.
-    """
+    """Raise if JAX, without 64 bits, would cut integers of `host` without a word."""
     kind = jax.dtypes.canonicalize_dtype(host.dtype)
     if host.dtype.kind not in "iu" or kind == host.dtype or not host.size:
         return
@@ -135,18 +122,7 @@ _AT_ONCE_BYTES = 64 * 2**20
 
 
 def mesh_of(devices: Sequence[Device], inner: Mapping[str, int] | None = None) -> Mesh:
-    """A mesh with one replica per device, in the order given.
-
-    Args:
-      devices: those of the replicas.
-      inner: the names and sizes of further axes; so many devices, one after the other,
-        are one replica's.
-
-    Raises:
-      TypeError: they are not devices.
-      ValueError: there is none, or one twice, or their number is no multiple of what
-        a replica has.
-    """
+    """A mesh with one replica per device, in the order given."""
     found = np.asarray(devices)
     for device in found.flat:
         if not isinstance(device, jax.Device):
@@ -386,11 +362,7 @@ def is_spread(value: object) -> TypeGuard[jax.Array]:
 
 
 def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
-    """An array of several processes, elsewhere.
-
-    Raises:
-      PlacementError: to devices of this process, which has not all of it.
-    """
+    """An array of several processes, elsewhere."""
     if sharding.is_fully_addressable:
         if not value.is_fully_replicated:
             raise PlacementError(

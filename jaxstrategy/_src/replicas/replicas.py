@@ -27,13 +27,7 @@ from jaxstrategy._src.text.shown import shown, whole
 def checked_sizes(
     logical_axes: Mapping[str, int] | None, replicas_per_device: int
 ) -> tuple[dict[str, int], int]:
-    """The inner axes by name, and the number of replicas that share a device.
-
-    Raises:
-      TypeError: they are no mapping of names to whole numbers, and no whole number.
-      ValueError: a number is not positive, a name empty or that of the replicas' axis,
-        or a replica has several devices and a device several replicas.
-    """
+    """The inner axes by name, and the number of replicas that share a device."""
     sizes, sharing = inner_sizes(logical_axes), checked_sharing(replicas_per_device)
     if sizes and sharing > 1:
         raise ValueError(
@@ -45,12 +39,7 @@ def checked_sizes(
 
 
 def inner_sizes(logical_axes: Mapping[str, int] | None) -> dict[str, int]:
-    """The sizes of the axes along which the devices of one replica differ, by name.
-
-    Raises:
-      TypeError: they are no mapping of names to whole numbers.
-      ValueError: a size is not positive, a name empty or that of the replicas' axis.
-    """
+    """The sizes of the axes along which the devices of one replica differ, by name."""
     if logical_axes is None:
         return {}
     if not isinstance(logical_axes, Mapping):
@@ -95,12 +84,7 @@ def _size(name: str, given: object) -> int:
 
 
 def checked_sharing(given: int) -> int:
-    """The number of replicas that share a device.
-
-    Raises:
-      TypeError: it is no whole number.
-      ValueError: it is not positive.
-    """
+    """The number of replicas that share a device."""
     count = whole(given)
     if count is None:
         raise TypeError(
@@ -328,14 +312,7 @@ class Replicas(ReplicaPlacements):
         parts: Sequence[jax.Array],
         first: int = 0,
     ) -> jax.Array:
-        """What the devices of one replica have of `array`, as one array on them.
-
-        Args:
-          array: divided over the inner axes, and maybe over the replicas.
-          replica_id: whose devices they are.
-          parts: what each of them has, in order.
-          first: the first dimension of `array` that the parts have.
-        """
+        """What the devices of one replica have of `array`, as one array on them."""
         if len(parts) == 1:
             return parts[0]
         assert isinstance(array.sharding, NamedSharding), "it lies on a mesh"

@@ -199,11 +199,7 @@ def _fitting(leaf: Shaped, parts: int) -> list[int]:
 
 
 def checked_sharding(given: object) -> StateSharding | None:
-    """`given`, if it says which state is divided.
-
-    Raises:
-      TypeError: it is something else.
-    """
+    """`given`, if it says which state is divided."""
     if given is None or isinstance(given, StateSharding):
         return given
     raise TypeError(

@@ -15,12 +15,7 @@ from jaxstrategy._src.values.arrays import Value
 
 
 def array(name: str, given: Value, wanted: str = "an array of numbers") -> jax.Array:
-    """`given` as an array of numbers.
-
-    Raises:
-      TypeError: it is none.
-      ValueError: numbers that no dtype of JAX holds.
-    """
+    """`given` as an array of numbers."""
     if isinstance(given, np.ndarray):
         mesh.check_held(given)
     try:
@@ -54,15 +49,6 @@ def ids_of(given: Value, rows: int, length: int) -> jax.Array:
     """`given` as ids of a table: -1 for none, `length` for all beyond the table.
 
     Shapes: those given.
-
-    Args:
-      given: whole numbers.
-      rows: how many the table has.
-      length: how many are stored.
-
-    Raises:
-      TypeError: they are no whole numbers.
-      ValueError: numbers that no dtype of JAX holds.
     """
     ids = integers(given)
     # Before they are cut to fewer bits: what is beyond must not become a row.
@@ -74,12 +60,7 @@ def ids_of(given: Value, rows: int, length: int) -> jax.Array:
 
 
 def integers(given: Value) -> jax.Array:
-    """Ids as an array of whole numbers, of its own dtype.
-
-    Raises:
-      TypeError: they are no whole numbers.
-      ValueError: numbers that no dtype of JAX holds.
-    """
+    """Ids as an array of whole numbers, of its own dtype."""
     ids = array("ids", given, "an array of numbers, with groups filled up with -1,")
     if not ids.size and not hasattr(given, "dtype"):
         ids = ids.astype("int32")  # an empty list, to NumPy one of floats
@@ -98,13 +79,7 @@ Combiner: TypeAlias = Literal["sum", "mean", "sqrtn"]
 def check_combiner(
     combiner: str | None, ids: jax.Array, weights: Value | None
 ) -> jax.Array | None:
-    """`weights` as an array like `ids`, None if none were given.
-
-    Raises:
-      ValueError: there is no such combiner; `ids` have no dimension of groups; weights
-        of another shape than the ids', or without a combiner.
-      TypeError: the weights are no real numbers.
-    """
+    """`weights` as an array like `ids`, None if none were given."""
     if combiner is not None and combiner not in get_args(Combiner):
         raise ValueError(
             f"`combiner` was {combiner!r}; 'sum', 'mean', 'sqrtn' or None was wanted."
@@ -229,12 +204,7 @@ def looked_up(
     combiner: Combiner | None,
     weights: Value | None,
 ) -> jax.Array:
-    """`lookup` of ids that are from -1 to the length of the table.
-
-    Raises:
-      ValueError: no such combiner, or weights that do not fit.
-      TypeError: weights that are no real numbers.
-    """
+    """`lookup` of ids that are from -1 to the length of the table."""
     each = check_combiner(combiner, ids, weights)
     shape = (*ids.shape, *table.shape[1:])
     rows = table_rows(table, ids.reshape(-1)).reshape(shape)

@@ -108,13 +108,7 @@ class BetweenGraphStrategy(Strategy):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """As of other strategies; the context says which of the workers this one is.
-
-        Raises:
-          TypeError: `dataset_fn` cannot be called, or returns nothing that batches can
-            be read from.
-          ContextError: inside `run`.
-        """
+        """As of other strategies; the context says which of the workers this one is."""
         require_function(dataset_fn)
 
         def of_worker(context: InputContext) -> Any:
@@ -155,11 +149,7 @@ def _own_devices() -> list[_devices.Device]:
 
 
 def _connected(number: int, address: str, servers: Sequence[str]) -> RemoteServer:
-    """A server of the job, as soon as it is there.
-
-    Raises:
-      ClusterError: it does not come in time; or the job has no secret.
-    """
+    """A server of the job, as soon as it is there."""
     secret = checked_secret(address)
     # All workers of a cluster are one coordinator to its servers.
     job = hashlib.sha256(b"between graph " + repr(tuple(servers)).encode())

@@ -91,11 +91,7 @@ class Choices:
 
 
 def needs_arguments(fn: Function) -> bool:
-    """Whether `fn` cannot be called without arguments.
-
-    Raises:
-      TypeError: it takes some and needs none.
-    """
+    """Whether `fn` cannot be called without arguments."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some builtins have none
@@ -118,11 +114,7 @@ def needs_arguments(fn: Function) -> bool:
 
 
 def check_function(fn: object, method: str) -> None:
-    """Raise unless this is a function, given to a method.
-
-    Raises:
-      TypeError: it cannot be called.
-    """
+    """Raise unless this is a function, given to a method."""
     if not callable(fn):
         raise TypeError(
             f"`{method}` was given {fn!r}, which cannot be called. Give the function "
@@ -131,11 +123,7 @@ def check_function(fn: object, method: str) -> None:
 
 
 def check_options(options: object) -> None:
-    """Raise unless this is a `RunOptions` or None.
-
-    Raises:
-      TypeError: it is not.
-    """
+    """Raise unless this is a `RunOptions` or None."""
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(
             f"`options` was {options!r}; a `RunOptions` was wanted, for example "

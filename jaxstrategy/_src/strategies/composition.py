@@ -78,16 +78,7 @@ class CrossReplicaValues:
         options: CommunicationOptions | None,
         in_step: bool,
     ) -> PyTree:
-        """One value from all versions, leaf by leaf.
-
-        Args:
-          op: what is done with the versions.
-          value: a pytree of `PerReplica`s, arrays and numbers.
-          axis: the dimensions of each version over which to reduce, too.
-          weights: what each entry counts; None for 1.
-          options: how, instead of as the strategy does.
-          in_step: whether it is part of a step that is traced.
-        """
+        """One value from all versions, leaf by leaf."""
         is_weighted = weights is not None
         reducing = functools.partial(
             self._functions.reducing, op, dimensions(axis), options, is_weighted
@@ -308,12 +299,7 @@ def _role_of(choices: Choices) -> ProcessRole:
 
 
 def _reduction_for(strategy: AbstractStrategy, choices: Choices) -> Reduction:
-    """The way in which the replicas of `strategy` combine values.
-
-    Raises:
-      TypeError: something else than operations was chosen.
-      ValueError: the operations name other replicas or devices.
-    """
+    """The way in which the replicas of `strategy` combine values."""
     ops = checked_ops(choices.ops)
     if isinstance(ops, PlannedOps):
         plan = ops.plan(strategy._replicas)

@@ -45,11 +45,7 @@ class DefaultStrategy(Strategy):
         self._replica_context = ReplicaContext(self)
 
     def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
-        """A `with` block that changes nothing.
-
-        Raises:
-          ContextError: inside another strategy's scope or `run`.
-        """
+        """A `with` block that changes nothing."""
         context = _context.current()
         if context.strategy is not None and context.strategy is not self:
             raise ContextError(

@@ -79,13 +79,6 @@ class CopyPlace:
 
         Variables count as their values. Leaves that are neither arrays nor numbers stay
         as they are.
-
-        Args:
-          value: a pytree of what is the same for all replicas.
-          in_step: whether it is part of a step that is traced.
-
-        Raises:
-          ValueError: a leaf is a `PerReplica`, outside of a step.
         """
         sharding = self.sharding
 
@@ -120,11 +113,7 @@ class CopyPlace:
 
 
 def check_reduced(tree: PyTree, method: str) -> None:
-    """Raise if a leaf is a `PerReplica`, given to a method of `strategy.extended`.
-
-    Raises:
-      ValueError: there is one.
-    """
+    """Raise if a leaf is a `PerReplica`, given to a method of `strategy.extended`."""
     if any(
         isinstance(leaf, PerReplica)
         for leaf in jax.tree.leaves(tree, is_leaf=trees.is_whole)
@@ -137,11 +126,7 @@ def check_reduced(tree: PyTree, method: str) -> None:
 
 
 def check_task(destinations: Destinations, role: ProcessRole) -> None:
-    """Raise if a destination is a device of another task of the cluster.
-
-    Raises:
-      ValueError: it is.
-    """
+    """Raise if a destination is a device of another task of the cluster."""
     is_one = isinstance(destinations, str)
     names = [destinations] if is_one else destinations
     for name in names if isinstance(names, (list, tuple)) else ():
@@ -156,11 +141,7 @@ def check_task(destinations: Destinations, role: ProcessRole) -> None:
 
 
 def checked_pairs(pairs: object) -> list[tuple[PyTree, Destinations]]:
-    """`pairs` as a list of tuples.
-
-    Raises:
-      ValueError: they are something else than a sequence of pairs.
-    """
+    """`pairs` as a list of tuples."""
     if isinstance(pairs, (list, tuple)) and all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
     ):
@@ -172,16 +153,7 @@ def checked_pairs(pairs: object) -> list[tuple[PyTree, Destinations]]:
 
 
 def copies_on(destinations: Destinations, replicas: Replicas) -> CopyPlace:
-    """The place that `destinations` name.
-
-    Args:
-      destinations: what a user says.
-      replicas: those of the strategy.
-
-    Raises:
-      ValueError: there is no destination, or no such device.
-      TypeError: `destinations` names no devices.
-    """
+    """The place that `destinations` name."""
     if isinstance(destinations, (str, Device)):
         device = _devices.find(destinations)
         return CopyPlace(
@@ -251,13 +223,7 @@ _Array: TypeAlias = jax.Array | np.ndarray
 def split(
     strategy: AbstractStrategy, tensor: Value | PerReplica | Handle, splits: object
 ) -> jax.Array | PerReplica:
-    """A value in tiles on the logical devices of each replica.
-
-    Raises:
-      ValueError: the numbers of parts do not fit the shape or the devices.
-      TypeError: they are no whole numbers; the value is no array.
-      ContextError: in another strategy's scope.
-    """
+    """A value in tiles on the logical devices of each replica."""
     value = _checked(tensor)
     parts = _checked_splits(splits)
     _check_fit(parts, tuple(value.shape), logical_devices(strategy._replicas))
@@ -267,12 +233,7 @@ def split(
 def replicate(
     strategy: AbstractStrategy, tensor: Value | PerReplica | Handle
 ) -> jax.Array | PerReplica:
-    """A value whole on each logical device of each replica.
-
-    Raises:
-      TypeError: the value is no array.
-      ContextError: in another strategy's scope.
-    """
+    """A value whole on each logical device of each replica."""
     value = _checked(tensor)
     return _laid(strategy, value, [()] * len(value.shape))
 
@@ -283,11 +244,7 @@ def logical_devices(replicas: Replicas) -> int:
 
 
 def check_logical_device(given: object, replicas: Replicas) -> None:
-    """Raise unless a replica has a logical device of this number.
-
-    Raises:
-      ValueError: it has none.
-    """
+    """Raise unless a replica has a logical device of this number."""
     number, count = whole(given), logical_devices(replicas)
     if number is None or not 0 <= number < count:
         raise ValueError(

@@ -64,12 +64,7 @@ class ExtendsStrategy:
         self._role = role or ProcessRole()
 
     def _place(self, destinations: Destinations) -> CopyPlace:
-        """The place that destinations of a call name.
-
-        Raises:
-          ValueError: there is no destination, no such device, or it is of another task.
-          TypeError: they name no devices.
-        """
+        """The place that destinations of a call name."""
         check_task(destinations, self._role)
         return copies_on(destinations, self._strategy._replicas)
 
@@ -104,12 +99,7 @@ class ExtendsStrategy:
         return variable.strategy is (self._strategy if are_owned else None)
 
     def _own(self, given: object, method: str, ordinary: bool = True) -> Variable:
-        """`given` if it is a variable of the strategy, or, if that will do, of none.
-
-        Raises:
-          ValueError: it is another strategy's.
-          TypeError: it is no variable.
-        """
+        """`given` if it is a variable of the strategy, or, if that will do, of none."""
         var = checked_variable(given, method)
         if self.variable_created_in_scope(var) or (ordinary and var.strategy is None):
             return var
@@ -122,11 +112,7 @@ class ExtendsStrategy:
 
 
 def checked_variable(var: object, method: str) -> Variable:
-    """`var`, given to a method of `strategy.extended`.
-
-    Raises:
-      TypeError: it is no variable.
-    """
+    """`var`, given to a method of `strategy.extended`."""
     if not isinstance(var, Variable):
         raise TypeError(
             f"`extended.{method}` was given {var!r}, a {type(var).__name__}; a "
@@ -565,12 +551,6 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
 
         It changes nothing: all of a replica's devices compute one program, and XLA
         chooses where what is not divided is computed.
-
-        Args:
-          logical_device_id: the number of a device of each replica.
-
-        Raises:
-          ValueError: a replica has no such device.
 
         >>> import jaxstrategy as js
         >>> _ = js.simulate(8)

@@ -50,13 +50,7 @@ def update_together(
     fn: Callable[..., Sequence[jax.Array]],
     operands: Sequence[Value],
 ) -> None:
-    """Makes variables of one server what `fn` makes of all of them, at once.
-
-    Args:
-      variables: on one server.
-      fn: of what they hold and of the operands; returns what they hold then.
-      operands: arrays.
-    """
+    """Makes variables of one server what `fn` makes of all of them, at once."""
     kinds = [_kind_of(variable) for variable in variables]
     arrays = [jnp.asarray(operand) for operand in operands]
     if access.tracing() is None:
@@ -128,14 +122,7 @@ class ServerOptimizer:
         self.slots = [target.slots for target in self._targets]
 
     def apply(self, gradients: PyTree) -> None:
-        """Updates all variables; in a function when it has ended, outside at once.
-
-        Args:
-          gradients: a pytree like the variables: of arrays, or of `IndexedSlices`.
-
-        Raises:
-          ValueError: another structure, or shapes that the variables have not.
-        """
+        """Updates all variables; in a function when it has ended, outside at once."""
         leaves = _flattened_as(self._treedef, gradients)
         for target, gradient in zip(self._targets, leaves, strict=True):
             target.apply(gradient)
@@ -519,11 +506,7 @@ def _on_worker(num_workers: int) -> ParameterServerStrategy:
 
 
 def _stand_ins(count: int) -> list[_devices.Device]:
-    """The devices of this process for which functions of workers are traced.
-
-    Raises:
-      ValueError: it has fewer than a worker.
-    """
+    """The devices of this process for which functions of workers are traced."""
     devices = _devices.default_devices()
     if len(devices) < count:
         raise ValueError(

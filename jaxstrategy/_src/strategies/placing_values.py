@@ -51,12 +51,7 @@ _passes = itertools.count()
 
 
 def feeding_for(replicas: Replicas, processes: Processes | None) -> Feeding:
-    """The division of datasets over the replicas.
-
-    Args:
-      replicas: those of all processes.
-      processes: those that read together; None for this one alone.
-    """
+    """The division of datasets over the replicas."""
 
     def agree() -> Agreement:
         if processes is None:
@@ -178,11 +173,7 @@ class DividesData(ComposedStrategy):
 
 
 def require_function(dataset_fn: object) -> None:
-    """Raise unless it can be called.
-
-    Raises:
-      TypeError: it cannot.
-    """
+    """Raise unless it can be called."""
     if not callable(dataset_fn):
         raise TypeError(
             f"`dataset_fn` is {dataset_fn!r}, which cannot be called. A function of an "

@@ -57,10 +57,6 @@ def equal_parts(types: Sequence[Hashable], most: int) -> list[list[int]]:
     part. The parts follow from the types alone, so that all processes of a job find
     the same.
 
-    Args:
-      types: of the leaves.
-      most: how many leaves a part may have.
-
     >>> equal_parts(["weight", "bias"] * 4, most=4)
     [[0, 2, 1, 3], [4, 6, 5, 7]]
     >>> equal_parts(["weight", "bias"] * 4 + ["scale"], most=4)
@@ -120,14 +116,7 @@ def in_parts(
     tree: PyTree,
     of_few: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """`function`, which gives each leaf by itself something, of `tree`.
-
-    Args:
-      function: compiled for each structure and types of arrays. If the tree has very
-        many leaves, it gets lists of some, most of them alike.
-      tree: a pytree.
-      of_few: gives the same, and is for leaves of types of which there are few.
-    """
+    """`function`, which gives each leaf by itself something, of `tree`."""
     # A variable is not to be read here, and an object not to be looked into.
     trees.object_kinds()
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
@@ -182,12 +171,7 @@ _SMALL_BYTES = 65536
 def local_versions(
     values: Sequence[PerReplica], replicas: Replicas
 ) -> list[tuple[jax.Array, ...]]:
-    """Of each value the versions of this process's replicas, only their real rows.
-
-    Args:
-      values: they, outside a step.
-      replicas: those of the strategy.
-    """
+    """Of each value the versions of this process's replicas, only their real rows."""
     own = _own(replicas)
     small = [i for i, value in enumerate(values) if _is_brought(value, own)]
     brought = in_parts(
@@ -266,11 +250,7 @@ def _unstacked(shardings: tuple[NamedSharding, ...]) -> Function:
 
 
 def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """The dimensions that `axis` names, None for none.
-
-    Raises:
-      TypeError: it is not a whole number, several, or None.
-    """
+    """The dimensions that `axis` names, None for none."""
     if axis is None:
         return None
     one = whole(axis)
@@ -301,15 +281,7 @@ class TreeFunctions:
         is_weighted: bool,
         alone: bool = False,
     ) -> Callable[[PyTree], PyTree]:
-        """A function that reduces a tree; if it is weighted, a pair of it and weights.
-
-        Args:
-          op: what is done with the replicas' versions.
-          axis: dimensions of each version over which to reduce, too.
-          options: how, instead of as planned.
-          is_weighted: see above.
-          alone: whether arrays are not joined, unless somebody chose how they are.
-        """
+        """A function that reduces a tree; if weighted, a pair of it and weights."""
         key = op, axis, options, is_weighted, alone
         if key not in self._known:
             reduction = self._reduction.alone() if alone else self._reduction
@@ -318,11 +290,7 @@ class TreeFunctions:
         return self._known[key]
 
     def gathering(self, axis: int, in_step: bool) -> Callable[[PyTree], PyTree]:
-        """A function that joins all replicas' trees along `axis`.
-
-        Raises:
-          TypeError: `axis` is not a whole number.
-        """
+        """A function that joins all replicas' trees along `axis`."""
         # Checked before it is looked up: True is found under 1, and a list is not.
         dimension = checked_axis(axis)
         key = dimension, in_step
@@ -379,9 +347,6 @@ def _weights(
     """The weights of the entries of `leaf`; None if each counts 1.
 
     Rows of a batch that are not real weigh nothing where rows are reduced.
-
-    Raises:
-      ValueError: the weights are not for such a leaf, or not for this reduction.
     """
     is_over_rows = axis is not None and (0 in axis or -jnp.ndim(leaf) in axis)
     if weights is None:
@@ -487,11 +452,6 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
     """`tree` with None for each leaf that the replicas have no copies or versions of.
 
     Of state that is divided over them each replica has a part that nobody else has.
-
-    Raises:
-      TracedValueError: a leaf is being traced.
-      PlacementError: an array lies on several devices, but neither whole on each of
-        ours nor divided over them as state.
     """
 
     def keep(path: KeyPath, leaf: Leaf) -> Leaf:

@@ -244,11 +244,7 @@ class Strategy(
 
 
 def checked_strategy(strategy: object) -> Strategy:
-    """The strategy that an argument `strategy` means, with its public methods.
-
-    Raises:
-      TypeError: it is none, and no face of one.
-    """
+    """The strategy that an argument `strategy` means, with its public methods."""
     core = checked_core(strategy)
     assert isinstance(core, Strategy), "there are no others"
     return core

@@ -48,13 +48,7 @@ def marked(text: str) -> str:
 def table(
     header: Sequence[str], rows: Iterable[Sequence[Cell]], most_rows: int | None = None
 ) -> str:
-    """A table, without a header if its titles are empty.
-
-    Args:
-      header: titles of the columns.
-      rows: as many cells each.
-      most_rows: of more, the first and the last are shown.
-    """
+    """A table, without a header if its titles are empty."""
     shown = list(rows)
     if most_rows is not None and len(shown) > most_rows:
         half = most_rows // 2

@@ -113,16 +113,7 @@ def several_whole(given: object) -> tuple[int, ...] | None:
 
 
 def positive(name: str, given: object) -> int:
-    """`given`, which is a whole number from 1 on.
-
-    Args:
-      name: of the argument, in messages.
-      given: anything.
-
-    Raises:
-      TypeError: it is no whole number.
-      ValueError: it is below 1.
-    """
+    """`given`, which is a whole number from 1 on."""
     number = whole(given)
     if number is None:
         raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")

@@ -88,12 +88,7 @@ _TYPED_IN = ("<ipython", "<python-input", "<stdin", "<console", "<doctest")
 
 
 def innermost(frames: Iterable[tuple[str, int]], libraries: bool = True) -> Line | None:
-    """The first of `frames` that is the user's own code.
-
-    Args:
-      frames: files and line numbers, the innermost first.
-      libraries: whether, if there is none, an installed library's will do.
-    """
+    """The first of `frames` that is the user's own code."""
     users = [frame for frame in frames if is_users(frame[0])]
     own = [frame for frame in users if not _is_librarys(frame[0])]
     best = own or (users if libraries else [])

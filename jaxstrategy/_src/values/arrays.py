@@ -104,12 +104,7 @@ def is_sharded(value: object) -> bool:
 
 
 def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
-    """`value` as an array that devices can hold; 64-bit types as JAX is set up.
-
-    Raises:
-      TypeError: it is not an array or a number.
-      ValueError: it has integers that JAX does not hold.
-    """
+    """`value` as an array that devices can hold; 64-bit types as JAX is set up."""
     if isinstance(value, jax.Array):
         return value
     array = np.asarray(value)
@@ -140,11 +135,7 @@ def is_deleted(value: object) -> bool:
 
 
 def check_alive(value: object, what: str) -> None:
-    """Raise if `value` is an array whose memory was given to a step.
-
-    Raises:
-      DonatedValueError: it is. On JAX 0.10, computing with it may end the process.
-    """
+    """Raise if `value` is an array whose memory was given to a step."""
     if is_deleted(value):
         raise DonatedValueError(
             f"{what} was donated to an earlier call, which has reused its memory. Go "

@@ -40,10 +40,6 @@ def optimizer_leaves(tree: PyTree, is_leaf: IsLeaf) -> list[bool]:
     Recognised are the states of Optax, alone, nested or in one chain with those of
     users' own transformations, `opt_state` of Flax's `TrainState`, and the variables of
     an `nnx.Optimizer`.
-
-    Args:
-      tree: any pytree, of arrays or of their types.
-      is_leaf: which nodes count as leaves although they are pytrees.
     """
     return list(_flags(tree, is_leaf))
 
@@ -134,19 +130,7 @@ def _is_train_state(node: object) -> bool:
 def sharding_of(
     path: str, leaf: Leaf | Shaped, is_optimizer: bool, replicas: Replicas
 ) -> NamedSharding:
-    """The placement of an array that is equal on all replicas.
-
-    Args:
-      path: of it, for the user's choice of a dimension.
-      leaf: it, or its type; anything else lies whole.
-      is_optimizer: whether it is known to be optimizer state. What is not, but is
-        divided already, stays so where only that is divided: a step has found out.
-      replicas: those of the strategy.
-
-    Raises:
-      ValueError: the user's choice cannot be.
-      TypeError: it is no dimension.
-    """
+    """The placement of an array that is equal on all replicas."""
     chosen = replicas.state_sharding
     if chosen is None or not hasattr(leaf, "dtype"):
         return lying_like(leaf, replicas)
@@ -161,12 +145,7 @@ def sharding_of(
 def shardings_of(
     tree: PyTree, replicas: Replicas
 ) -> list[tuple[KeyPath, Leaf, NamedSharding]]:
-    """The paths of all leaves of `tree`, the leaves, and their placements.
-
-    Args:
-      tree: a state, or its types; a `PerReplica` is one leaf.
-      replicas: those of the strategy.
-    """
+    """The paths of all leaves of `tree`, the leaves, and their placements."""
     found = jax.tree.leaves_with_path(tree, is_leaf=per_replica.is_per_replica)
     if replicas.state_sharding is None and not replicas.inner_axes:
         whole = replicas.sharding(SAME)
@@ -185,7 +164,7 @@ def stack(
     own: bool = False,
     plain_if_alone: bool = False,
 ) -> PyTree:
-    """Per-replica trees as one tree of `PerReplica` leaves, each placed on its device.
+    """Per-replica trees as one tree of `PerReplica` leaves, each on its device.
 
     Args:
       versions: one pytree per replica, all of one structure, leaf by leaf of one shape
@@ -303,9 +282,6 @@ def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
 
     That is whole on each replica's devices, unless they keep parts of large arrays.
     Leaves that are neither (strings, bools, functions) stay as they are.
-
-    Raises:
-      TypeError: a leaf is a `PerReplica`, whose versions may differ.
     """
     placed = [
         _replicated(leaf, sharding, f"`tree{jax.tree_util.keystr(path)}`")
@@ -333,11 +309,7 @@ def is_value(leaf: object) -> bool:
 
 
 def replicate_leaf(leaf: Leaf, sharding: Sharding, what: str = "A value") -> jax.Array:
-    """An array or a number of the first replica's process, placed as state.
-
-    Raises:
-      DonatedValueError: it was donated to a step.
-    """
+    """An array or a number of the first replica's process, placed as state."""
     _arrays.check_alive(leaf, what)
     if _arrays.is_placed(leaf) and _may_share(leaf, sharding):
         # A copy, because a device that has the array already would share its memory,

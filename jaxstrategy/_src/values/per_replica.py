@@ -319,11 +319,7 @@ def from_local(value: jax.Array, replicas: Replicas) -> PerReplica:
 
 
 def local_value(value: PerReplica) -> Leaf:
-    """This replica's version, while a step is being traced.
-
-    Raises:
-      TypeError: `value` was made outside the step and captured by it.
-    """
+    """This replica's version, while a step is being traced."""
     if value._replicas is None:
         value._misused()
     return value._value

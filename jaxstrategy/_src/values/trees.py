@@ -70,9 +70,6 @@ def annotated_leaves(tree: PyTree) -> Iterator[tuple[KeyPath, Leaf, object]]:
 
     That is a spec, with logical names already translated by the rules that
     are set or that the annotation has; None where there is no annotation.
-
-    Args:
-      tree: a state, or its types; a `PerReplica` is one leaf.
     """
 
     def is_end(node: object) -> bool:

@@ -286,11 +286,7 @@ class _Given(NamedTuple):
 
 
 def value_of(variable: Handle) -> jax.Array | None:
-    """The value that `variable` has in the function being differentiated, or None.
-
-    Raises:
-      ContextError: the function is not part of the step that asks, but runs it.
-    """
+    """The value that `variable` has in the function being differentiated, or None."""
     context = _context.current()
     found = context.given.get(id(variable))
     if found is None:
@@ -314,11 +310,7 @@ def is_given(variable: Handle) -> bool:
 
 
 def check_outside(variables: Iterable[Handle | None]) -> None:
-    """Raise unless a step that uses `variables` may be called here.
-
-    Raises:
-      ContextError: inside a function that is differentiated with respect to one.
-    """
+    """Raise unless a step that uses `variables` may be called here."""
     given = _context.current().given
     if given:
         for variable in variables:
@@ -338,12 +330,7 @@ def _outside(variable: Handle) -> ContextError:
 def entered(
     values: Mapping[int, jax.Array], is_repeated: bool = True
 ) -> Iterator[None]:
-    """A `with` block in which variables, by `id`, have these values.
-
-    Args:
-      values: of the function that is differentiated in the block.
-      is_repeated: whether such functions may use again what JAX has traced of others.
-    """
+    """A `with` block in which variables, by `id`, have these values."""
     context = _context.current()
     key = context.trace, frozenset({*context.given, *values})
     trace = _known_trace(key) if is_repeated else _context.new_trace()

@@ -30,11 +30,7 @@ REDUCED = {
 
 
 def check(aggregation: VariableAggregation, dtype: np.dtype, name: str) -> None:
-    """Raise unless values of `dtype` can be aggregated so.
-
-    Raises:
-      ValueError: MEAN of integers, SUM or MEAN of bools or random keys.
-    """
+    """Raise unless values of `dtype` can be aggregated so."""
     if aggregation not in REDUCED or jnp.issubdtype(dtype, jnp.inexact):
         return
     is_integer = jnp.issubdtype(dtype, jnp.integer)
@@ -51,13 +47,7 @@ def check(aggregation: VariableAggregation, dtype: np.dtype, name: str) -> None:
 def across(
     aggregation: VariableAggregation, value: _Summand, strategy: AbstractStrategy
 ) -> _Summand:
-    """One value for all from this replica's own, inside a step.
-
-    Args:
-      aggregation: anything but NONE, unless there is one replica.
-      value: this replica's: an array, or `IndexedSlices`.
-      strategy: whose replicas, and how it reduces.
-    """
+    """One value for all from this replica's own, inside a step."""
     if aggregation in REDUCED:
         return strategy._reduction.reduce_leaves(REDUCED[aggregation], [value])[0]
     return jax.tree.map(strategy._reduction.first, value)

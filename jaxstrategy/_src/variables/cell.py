@@ -285,11 +285,7 @@ class ServerCell(RemoteCell):
         self.server.push([ServerOperation(name, numbers, arrays, program)])
 
     def check_reachable(self) -> None:
-        """Raise where what is traced now would hold what the server had once.
-
-        Raises:
-          ContextError: a function is traced that is not one of a coordinator.
-        """
+        """Raise where what is traced now would hold what the server had once."""
         if is_traced() and not context.current().is_initial:
             raise self._refusal()
 

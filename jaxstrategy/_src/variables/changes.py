@@ -363,13 +363,7 @@ def _index(indices: Value) -> tuple[jax.Array, ...]:
 
 # Without a type of what it returns, checkers know the arguments of each method.
 def _scatter(change: Change, does: str, undefined: str = "is on-read"):
-    """The method of `Scatters` that makes `change`.
-
-    Args:
-      change: with the name of the method.
-      does: what it does, for its docstring.
-      undefined: which variables have no such change.
-    """
+    """The method of `Scatters` that makes `change`."""
 
     def scatter(
         self: Scatters,

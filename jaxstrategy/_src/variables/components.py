@@ -28,13 +28,7 @@ _owners: dict[int, tuple[weakref.ref[jax.Array], weakref.ref[Handle]]] = {}
 def of(
     variable: Handle, held: jax.Array | PerReplica, divide: Divide
 ) -> tuple[jax.Array, ...]:
-    """The copies of `variable` in this process.
-
-    Args:
-      variable: whose.
-      held: what holds all copies, as `distributed` gives it.
-      divide: makes the copies of that.
-    """
+    """The copies of `variable` in this process."""
     array = per_replica.contents(held) if isinstance(held, PerReplica) else held
     if not arrays.is_placed(array):
         return divide(held)

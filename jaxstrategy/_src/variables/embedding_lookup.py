@@ -84,12 +84,7 @@ def embedding_lookup(
 
 
 def _checked_table(params: Value) -> Table:
-    """`params` as something that has rows.
-
-    Raises:
-      TypeError: it is no array and no variable.
-      ValueError: it has no dimensions.
-    """
+    """`params` as something that has rows."""
     if isinstance(params, (list, tuple)):
         raise TypeError(
             f"`params` was a {type(params).__name__} of {len(params)}; one variable or "

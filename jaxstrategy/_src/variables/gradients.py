@@ -25,12 +25,7 @@ def lookups_of(
     call: Callable[[Mapping[int, jax.Array], RowTape], object],
     variables: Mapping[int, Handle],
 ) -> tuple[list[Lookup], set[int]]:
-    """The lookups of a function in tables, and the variables it uses in no other way.
-
-    Args:
-      call: calls it with values of variables, and what takes note of lookups.
-      variables: with respect to which it will be differentiated.
-    """
+    """The lookups of a function in tables, and variables that it uses only so."""
     tables = {key: each for key, each in variables.items() if is_table(each)}
     if not tables:
         return [], set()
@@ -259,17 +254,7 @@ def grad(
 def value_and_grad_of_read(
     fn: Callable[..., tuple[PyTree, PyTree]], strategy: AbstractStrategy
 ) -> Callable[..., tuple[PyTree, list[tuple[PyTree, Variable]]]]:
-    """A function that calls `fn`, and differentiates it by the variables that it reads.
-
-    Args:
-      fn: returns a scalar and something else.
-      strategy: whose trainable variables are meant, besides those of none.
-
-    Returns:
-      A function of the arguments of `fn` that returns what `fn` does, and a pair of a
-      gradient and its variable for each that it has read. It raises a ValueError if
-      `fn` makes a variable.
-    """
+    """A function that calls `fn` and differentiates it by the variables it reads."""
 
     def differentiated(
         *args: Any,

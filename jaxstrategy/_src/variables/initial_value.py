@@ -101,10 +101,6 @@ def traced(
 
     Also `fn`, if it has to be called as it is: it looks at numbers while it is traced,
     or uses those of a step.
-
-    Args:
-      fn: the user's function.
-      settled: makes an array of what it returns.
     """
     known: list[Value] = []
 
@@ -174,18 +170,7 @@ def start_of(
     name: str,
     may_divide: bool = False,
 ) -> Start:
-    """`initial_value`, or what it returns, as what a variable starts with.
-
-    Args:
-      initial_value: what the user gave, or a function without arguments that gives it.
-      dtype: of the array; by default that of the value.
-      name: of the variable.
-      may_divide: whether no device might be to have all of it.
-
-    Raises:
-      TypeError: a `PerReplica`, something traced, or no array or number.
-      ValueError: a number that the dtype does not hold.
-    """
+    """`initial_value`, or what it returns, as what a variable starts with."""
     if may_divide and isinstance(initial_value, Callable):
         settle = functools.partial(_settled, dtype=dtype, name=name)
         initial_value = traced(initial_value, settle)
@@ -207,11 +192,7 @@ def start_of(
 
 
 def given_shape(shape: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
-    """The shape that the user says variable `name` has, None if that is not said.
-
-    Raises:
-      TypeError: the user says something else than a shape.
-    """
+    """The shape that the user says variable `name` has, None if that is not said."""
     found = None if shape is None else several_whole(shape)
     if found is None and shape is not None:
         raise TypeError(
@@ -224,12 +205,7 @@ def given_shape(shape: Sequence[int] | None, name: str) -> tuple[int, ...] | Non
 def check_shape(
     wanted: Sequence[int] | None, found: jax.ShapeDtypeStruct, name: str
 ) -> None:
-    """Raise unless the value of variable `name` has the shape that the user says.
-
-    Raises:
-      ValueError: it has another one.
-      TypeError: the user says something else than a shape.
-    """
+    """Raise unless the value of variable `name` has the shape that the user says."""
     shape = given_shape(wanted, name)
     if shape is not None and shape != found.shape:
         raise ValueError(
@@ -342,20 +318,7 @@ def shard_plan(
     dtype: DTypeLike | None,
     name: str,
 ) -> ShardPlan | Start:
-    """The shards of a new variable; what it starts with if it is in one piece.
-
-    Args:
-      partitioner: says how many shards.
-      initial_value: of the variable.
-      shape: that the user says it has.
-      dtype: likewise.
-      name: of the variable.
-
-    Raises:
-      ValueError: no initial value; an answer of the partitioner that cannot be; a part
-        of another shape.
-      TypeError: the partitioner's answer is none; as `start_of`.
-    """
+    """The shards of a new variable; what it starts with if it is in one piece."""
     if initial_value is None:
         raise ValueError(
             f"Variable {name!r} was made without an initial value, in the scope of a "
@@ -416,12 +379,7 @@ def _traced_type(
 def _number_of_shards(
     partitioner: PartitionFunction, like: jax.ShapeDtypeStruct, name: str
 ) -> int:
-    """How many shards there will be, not more than rows.
-
-    Raises:
-      ValueError: the answer does not fit.
-      TypeError: it is none.
-    """
+    """How many shards there will be, not more than rows."""
     shape = tuple(like.shape)
     if not shape or not shape[0] or is_key(like.dtype):
         return 1

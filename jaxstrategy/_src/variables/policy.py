@@ -41,37 +41,16 @@ class VariablePolicy(AbstractVariablePolicy):
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
     ) -> VariableKind:
-        """The kind of a variable, which keeps it.
-
-        Args:
-          name: its name, for messages.
-          on_read: whether it has a copy for each replica, combined when it is read.
-          aggregation: how the replicas' values become one.
-          owner: the strategy that it belongs to, if there is one.
-        """
+        """The kind of a variable, which keeps it."""
 
     def kind_for_each_worker(
         self, name: str, aggregation: VariableAggregation, owner: AbstractStrategy
     ) -> VariableKind:
-        """The kind of a variable of which each worker of a coordinator has a copy.
-
-        Args:
-          name: its name, for messages.
-          aggregation: how the values of a worker's replicas become one.
-          owner: the strategy that it belongs to.
-
-        Raises:
-          ValueError: there are no such workers.
-        """
+        """The kind of a variable of which each worker of a coordinator has a copy."""
         raise no_workers(name)
 
     def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
-        """The kind of a variable that was sent to a worker, as one of this policy.
-
-        Args:
-          kind: as the worker has it.
-          owner: the strategy of the policy.
-        """
+        """The kind of a variable that was sent to a worker, as one of this policy."""
         return kind
 
 
@@ -149,11 +128,7 @@ class OrdinaryVariables(VariablePolicy):
         return MirroredKind(name, aggregation, _beside() or self._replicas, None)
 
     def check_devices(self, devices: tuple[Device, ...]) -> None:
-        """Raise if there are several devices: a variable has one copy.
-
-        Raises:
-          ValueError: there are.
-        """
+        """Raise if there are several devices: a variable has one copy."""
         if len(devices) > 1:
             raise ValueError(
                 "`extended.colocate_vars_with` of the default strategy was given the "
@@ -238,11 +213,7 @@ class ServerVariables(VariablePolicy):
         )
 
     def check_devices(self, devices: tuple[Device, ...]) -> NoReturn:
-        """No devices: variables are on servers.
-
-        Raises:
-          ValueError: always.
-        """
+        """No devices: variables are on servers."""
         raise ValueError(
             f"`extended.colocate_vars_with` was given {_devices.names(devices)}, but "
             "variables of this strategy are on parameter servers. Give a variable "

@@ -122,18 +122,7 @@ class RowIndex(NamedTuple):
 def part(
     shards: Sequence[Any], index: Index, whole: Callable[[], jax.Array]
 ) -> jax.Array:
-    """The value of a part, of the shape that NumPy gives it.
-
-    Args:
-      shards: variables, or arrays.
-      index: of the whole.
-      whole: gives the value of all.
-
-    Raises:
-      IndexError: the index is out of bounds.
-      ValueError: a slice has step 0.
-      TypeError: an array of JAX is part of the index.
-    """
+    """The value of a part, of the shape that NumPy gives it."""
     starts = starts_of(shards)
     shape = (starts[-1], *shards[0].shape[1:])
     _check_known(index)
@@ -152,12 +141,7 @@ def part(
 
 
 def row_index(index: Index, rank: int) -> RowIndex | None:
-    """`index` as one of rows, None if it is none of these.
-
-    Args:
-      index: of an array that has so many dimensions.
-      rank: this number.
-    """
+    """`index` as one of rows, None if it is none of these."""
     items = index if isinstance(index, tuple) else (index,)
     if not all(map(_is_basic, items)):
         return None

@@ -23,19 +23,7 @@ from jaxstrategy._src.variables.changes import SCATTERS, changed
 def checked_ids(
     ids: Value, rows: int, name: str, are_padded: bool = False
 ) -> jax.Array:
-    """`ids` as an array of whole numbers.
-
-    Args:
-      ids: numbers of rows, of any shape.
-      rows: how many there are.
-      name: of the variable.
-      are_padded: whether a negative one stands for none.
-
-    Raises:
-      TypeError: they are no whole numbers.
-      ValueError: numbers that no dtype of JAX holds.
-      IndexError: one is no row; of one that is traced, nobody knows.
-    """
+    """`ids` as an array of whole numbers."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(ids)):
         return lookup.integers(ids)
     with jax.ensure_compile_time_eval():  # in a trace, too
@@ -75,12 +63,7 @@ class RowPiece(NamedTuple):
 
 
 def row_pieces(index: int | slice, starts: Sequence[int]) -> list[RowPiece]:
-    """The shards that have rows of `index`, in the order in which it names them.
-
-    Args:
-      index: of dimension 0, which it fits.
-      starts: the first row of each shard, and last the number of all rows.
-    """
+    """The shards that have rows of `index`, in the order in which it names them."""
     total = starts[-1]
     if isinstance(index, slice):
         named = range(total)[index]
@@ -115,13 +98,7 @@ def _as_slice(rows: range) -> slice:
 
 
 def check_index(index: Index, shape: tuple[int, ...]) -> None:
-    """Raise what NumPy raises of an index that an array of this shape has not.
-
-    Raises:
-      IndexError: it is out of bounds, or has more dimensions.
-      ValueError: a slice has step 0.
-      TypeError: it is no index.
-    """
+    """Raise what NumPy raises of an index that an array of this shape has not."""
     # Without memory: all elements are one.
     np.broadcast_to(np.False_, shape)[index]
 

@@ -49,16 +49,7 @@ from jaxstrategy._src.variables.rows import (
 
 
 def checked_shards(given: object, name: str) -> tuple[AbstractVariable, ...]:
-    """`given` as the shards of a table.
-
-    Args:
-      given: by the user.
-      name: of the whole.
-
-    Raises:
-      TypeError: not a list of variables, or an empty one.
-      ValueError: they are no rows of one table.
-    """
+    """`given` as the shards of a table."""
     shards = tuple(given) if isinstance(given, Sequence) else ()
     if not shards or not all(isinstance(each, AbstractVariable) for each in shards):
         wrong = [each for each in shards if not isinstance(each, AbstractVariable)]
@@ -111,16 +102,6 @@ def write(shards: Shards, kind: VariableKind, value: Value, change: Change) -> N
     """Assign, or add, a value for all shards, or for a part of them.
 
     Nothing is written if the value does not fit.
-
-    Args:
-      shards: in the order of their rows.
-      kind: of the whole, for messages.
-      value: what was given.
-      change: what is done with it.
-
-    Raises:
-      ValueError: another shape.
-      TypeError: a dtype that would lose something; a part that cannot be assigned.
     """
     is_rows = is_slices(value) and isinstance(kind, MirroredKind)
     if is_rows and change.is_whole and change.operation != "set":
@@ -206,18 +187,6 @@ def change_rows(
     """Change some rows, each in the shard that has it.
 
     Nothing is changed if a row does not fit.
-
-    Args:
-      shards: in the order of their rows.
-      kind: of the whole, for messages.
-      rows: of the whole.
-      change: what is done with them.
-
-    Raises:
-      NotImplementedError: the variables, or their aggregation, have no such change.
-      IndexError: a row that there is not.
-      ValueError: the rows do not fit; or copies would differ.
-      TypeError: not `IndexedSlices`, or a dtype that would lose something.
     """
     rows = kind.rows_for(rows, change)
     shape, side = _shape(shards), access.side()

@@ -288,17 +288,7 @@ class ShardingChoice:
         return of_strategy is not None and of_strategy.shard == "state"
 
     def division(self, leaf: Shaped, replicas: Replicas) -> LeafSharding:
-        """The division of the variable.
-
-        Args:
-          leaf: its type.
-          replicas: those that are to keep it.
-
-        Raises:
-          ValueError: the dimension that was chosen is not there, or cannot be divided;
-            a partitioner's answer does not fit the shape.
-          TypeError: the dimension or the answer is none.
-        """
+        """The division of the variable."""
         given, parts = self.given, replicas.parts
         taken = divided_dimensions(self.inner(leaf, replicas))
         if given is None or isinstance(given, InnerSpec):
@@ -314,15 +304,7 @@ class ShardingChoice:
         return self._partitioned(given, leaf, parts, taken)
 
     def inner(self, leaf: Shaped, replicas: Replicas) -> InnerSpec:
-        """The division of one copy over the devices of its replica.
-
-        Args:
-          leaf: its type, and where the initial value lies.
-          replicas: those that are to keep it.
-
-        Raises:
-          ValueError: the spec that was given does not fit.
-        """
+        """The division of one copy over the devices of its replica."""
         if isinstance(self.given, InnerSpec):
             if not replicas.axes:
                 return WHOLE

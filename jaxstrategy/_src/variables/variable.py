@@ -64,14 +64,7 @@ from jaxstrategy._src.variables.sharding_choice import ShardingChoice, VariableS
 def html_of_copies(
     title: str, replicas: Replicas, copies: Sequence[np.ndarray], are_equal: bool
 ) -> str:
-    """The copies of this process, or one of them if all are equal.
-
-    Args:
-      title: of the report.
-      replicas: those that have them.
-      copies: one for each replica of this process.
-      are_equal: whether one says all.
-    """
+    """The copies of this process, or one of them if all are equal."""
     if are_equal:
         equal = f"equal on {with_noun(replicas.count, 'replica')}, "
         where = f"{equal if replicas.count > 1 else 'on '}{replicas.device_names}"

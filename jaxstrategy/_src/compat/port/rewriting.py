@@ -570,13 +570,6 @@ def ported(text: str, generation: Generation | None = None) -> Ported:
 
     Comments and format stay. A text that is ported stays as it is.
 
-    Args:
-      text: a Python program.
-      generation: the one it is written for; by default what its names show.
-
-    Raises:
-      NoPythonError: the text cannot be parsed.
-
     >>> program = "import tensorflow as tf\\ns = tf.distribute.MirroredStrategy()"
     >>> print(ported(program).text)
     import jaxstrategy as js

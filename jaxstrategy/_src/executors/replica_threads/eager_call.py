@@ -639,18 +639,6 @@ def eager_replicas(*, disable_jit: bool = True) -> Iterator[None]:
     Without a strategy nothing changes. Steps of a `ParameterServerStrategy` run on
     workers and are refused. Collectives by hand (`jax.lax.psum`) find no axis.
 
-    Args:
-      disable_jit: whether functions that are jitted, JAX's own too, and loops and
-        branches of `jax.lax` run in Python, as in `jax.disable_jit()`. If not, it is
-        faster, and collectives in them are refused, as are variables and masks.
-
-    Raises:
-      ContextError: entered inside a step.
-      TypeError: `disable_jit` is neither True nor False.
-      DivergentCollectiveError: from `run`: some replicas wait at a collective where
-        the others wait at another one, or have returned.
-      NotMirroredError: from `run`: replicas differ in what must be equal.
-
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
     >>> @strategy.run

@@ -61,14 +61,6 @@ def checked_cluster(
 ) -> ClusterAddresses:
     """The tasks that a coordinator calls.
 
-    Args:
-      spec: the cluster, which may have a chief (the coordinator) and an evaluator, who
-        works by itself.
-      task_type: what this process is; None if that is not known.
-
-    Raises:
-      ValueError: the cluster cannot train in this way.
-
     >>> checked_cluster(ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]}))
     ClusterAddresses(workers=['a:1', 'b:1'], servers=['c:1'])
     """

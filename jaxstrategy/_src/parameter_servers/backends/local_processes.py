@@ -158,9 +158,6 @@ def divided(
 ) -> tuple[int, tuple[tuple[str, ...], ...], int]:
     """How many GPUs each worker has, which, and how many workers share one.
 
-    Raises:
-      ValueError: there are not enough.
-
     >>> divided("0123", 2, None)
     (2, (('0', '1'), ('2', '3')), 1)
     >>> divided("0", 2, 1)

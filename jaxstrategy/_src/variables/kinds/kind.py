@@ -92,16 +92,7 @@ class VariableKind(abc.ABC):
         return LeafSharding(None, "each replica has a copy of its own")
 
     def divided(self, leaf: Shaped, choice: ShardingChoice) -> Self:
-        """This kind for a variable of the type of `leaf`, divided if that is chosen.
-
-        Args:
-          leaf: the type, and where the initial value lies.
-          choice: of the user.
-
-        Raises:
-          ValueError: the choice cannot be.
-          TypeError: it is no dimension.
-        """
+        """This kind for a variable of the type of `leaf`, divided if that is chosen."""
         twin = copy.copy(self)
         twin.inner = choice.inner(leaf, self.replicas)
         return twin
@@ -127,23 +118,11 @@ class VariableKind(abc.ABC):
         operands: tuple[Value, ...],
         change: Change,
     ) -> jax.Array | PerReplica:
-        """Makes the value what `fn` makes of it; returns the new one.
-
-        Args:
-          ref: as of `write`.
-          side: likewise.
-          fn: of the value and the operands.
-          operands: arrays.
-          change: what the user called.
-        """
+        """Makes the value what `fn` makes of it; returns the new one."""
         return self.write(ref, side, fn(self.read(ref, side), *operands), change)
 
     def sent(self) -> SentKind:
-        """What workers need to read and change the variable where it is.
-
-        Raises:
-          TypeError: they cannot reach it.
-        """
+        """What workers need to read and change the variable where it is."""
         raise TypeError(
             f"Variable {self.name!r} is {self.describe}, where workers do not reach "
             "it, and was to be sent to one, as part of the function of a dataset. Make "
@@ -182,21 +161,11 @@ class VariableKind(abc.ABC):
     def scatter(
         self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
     ) -> jax.Array | PerReplica:
-        """Changes some rows, and returns the new value.
-
-        Raises:
-          NotImplementedError: the kind, or the aggregation, has no such change.
-        """
+        """Changes some rows, and returns the new value."""
 
     @abc.abstractmethod
     def rows_for(self, rows: IndexedSlices, change: Change) -> IndexedSlices:
-        """The rows that code here means, of those that were given for a change.
-
-        Raises:
-          TypeError: not `IndexedSlices`.
-          NotImplementedError: the kind, or the aggregation, has no such change.
-          ValueError: rows that differ between the replicas.
-        """
+        """The rows that code here means, of those that were given for a change."""
 
     def combined(self, rows: IndexedSlices, side: Side) -> IndexedSlices:
         """The rows of all replicas that count, where each may have given others."""
@@ -218,14 +187,7 @@ class VariableKind(abc.ABC):
     def rows_changed(
         self, ref: Holder, rows: IndexedSlices, change: Change, new: jax.Array
     ) -> jax.Array:
-        """Takes the value that a change of the rows of several variables has made.
-
-        Args:
-          ref: of this variable.
-          rows: those that were changed; of those of others it says its own length.
-          change: what was done.
-          new: what it made of this variable.
-        """
+        """Takes the value that a change of the rows of several variables has made."""
         ref[...] = new
         return new
 
@@ -250,12 +212,7 @@ class VariableKind(abc.ABC):
     def _checked(
         self, value: Value, shape: tuple[int, ...], dtype: np.dtype
     ) -> jax.Array:
-        """`value` as an array that the variable can take.
-
-        Raises:
-          ValueError: another shape.
-          TypeError: no array or number, or a dtype that would lose something.
-        """
+        """`value` as an array that the variable can take."""
         # What assigns is no part of what is differentiated.
         try:
             given = jax.lax.stop_gradient(mesh.array_of(value))

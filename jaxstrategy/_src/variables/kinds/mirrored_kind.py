@@ -52,12 +52,7 @@ class MirroredKind(VariableKind):
         return self._division
 
     def divided(self, leaf: Shaped, choice: ShardingChoice) -> Self:
-        """This kind for a variable of the type of `leaf`, divided if that is chosen.
-
-        Raises:
-          ValueError: the choice cannot be.
-          TypeError: it is no dimension.
-        """
+        """This kind for a variable of the type of `leaf`, divided if that is chosen."""
         twin = super().divided(leaf, choice)
         twin._division = choice.division(leaf, self.replicas)
         if not twin._division.is_whole:

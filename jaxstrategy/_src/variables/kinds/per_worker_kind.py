@@ -67,12 +67,7 @@ class PerWorkerKind(MirroredKind):
         return self._cell.resource
 
     def divided(self, leaf: Shaped, choice: ShardingChoice) -> Self:
-        """This kind.
-
-        Raises:
-          ValueError: the choice says something else.
-          TypeError: random keys.
-        """
+        """This kind."""
         if choice.divides:
             raise ValueError(
                 f"Variable {self.name!r} was made with `sharding` and with "
@@ -110,11 +105,7 @@ class PerWorkerKind(MirroredKind):
         return kind
 
     def read_all(self) -> list[jax.Array]:
-        """What each worker has.
-
-        Raises:
-          ContextError: there is no coordinator, or a function is traced.
-        """
+        """What each worker has."""
         read = self._reader()
         if context.current().function is not None:
             raise ContextError(

@@ -132,12 +132,7 @@ class ExportedUpdate(NamedTuple):
 def exported_update(
     fn: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct | ArrayLike]
 ) -> ExportedUpdate:
-    """`fn` for operands of these types, for a server.
-
-    Args:
-      fn: of the old values and the operands; returns the new values.
-      operands: arrays, or types of arrays.
-    """
+    """`fn` for operands of these types, for a server."""
     export: Any = jax.export
     jitted = jax.jit(functools.partial(_as_tuple, fn))
     types = jax.eval_shape(lambda *given: given, *operands)
@@ -227,11 +222,7 @@ class ServerKind(MirroredKind):
         return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
 
     def divided(self, leaf: Shaped, choice: ShardingChoice) -> Self:
-        """This kind; shards of a variable are variables of their own.
-
-        Raises:
-          ValueError: the choice says something else.
-        """
+        """This kind; shards of a variable are variables of their own."""
         if choice.divides:
             raise ValueError(
                 f"Variable {self.name!r} was made with `sharding`, which divides it "
