@@ -217,6 +217,7 @@ def fail_to_save(folder):
     print([each.name for each in threading.enumerate() if not each.daemon])
 
 
+@pytest.mark.slow
 def test_failed_saves_leave_neither_coroutines_nor_threads(tmp_path):
     told = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(tmp_path)],

@@ -95,6 +95,7 @@ def placements(tree):
     return [str(x.sharding) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 @each_of("reader", ["2 x 4", "8 x 1, divided"])
 def test_each_layout_reads_what_others_wrote(written, reader):
     strategy = layout(reader)

@@ -46,6 +46,7 @@ def written(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @each_of("name", STRATEGIES)
 def test_any_strategy_reads_it(written, name):
     strategy = STRATEGIES[name]()

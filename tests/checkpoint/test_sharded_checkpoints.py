@@ -95,6 +95,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @each_of("kind", ["placed", "free", "types"])
 @each_of("name", STRATEGIES)
 def test_any_strategy_restores_what_any_other_saved(folder, name, kind):

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxstrategy._src.compat.port.rewriting import ported
 from jaxstrategy._src.compat.port.tables import ARRAYS
@@ -23,6 +24,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.slow
 def test_calls_give_what_tensorflow_gives():
     lines = [f"r{n} = {each['call']}" for n, each in enumerate(CALLS)]
     done = ported("\n".join(["import tensorflow as tf", *lines]))

@@ -461,6 +461,7 @@ def test_keras_becomes_keras_3_on_jax():
     assert ported(before).text == f"{backend}keras.Model()\n"
 
 
+@pytest.mark.slow
 def test_a_ported_program_of_fit_runs(tmp_path):
     program = text_of("""
         import numpy as np

@@ -19,6 +19,7 @@ def older():
     return distribute.MirroredStrategy(devices=["/cpu:0", "/cpu:1"])
 
 
+@pytest.mark.slow
 def test_a_model_of_today_in_an_older_loop(older, capsys):
     with older.scope():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))

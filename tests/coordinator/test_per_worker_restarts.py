@@ -50,6 +50,7 @@ def test_an_iterator_begins_again(one):
     assert len(calls) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [False, True])
 def test_an_iterator_resumes_where_functions_had_used_it(one, distributed):
     """What was read ahead and not used comes again; the oracle is the list."""

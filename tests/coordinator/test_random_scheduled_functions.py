@@ -28,6 +28,7 @@ def workers(request):
         yield OnWorkers(strategy), coordinator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_functions(workers, seed):
     on, coordinator = workers

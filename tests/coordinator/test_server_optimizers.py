@@ -37,6 +37,7 @@ def trained_by_optax(tx, value, gradients):
     return np.asarray(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adam", "schedule"])
 @pytest.mark.parametrize("shards", [None, 3])
 def test_it_updates_as_optax_does(name, shards):

@@ -107,6 +107,7 @@ def assert_same(found, wanted, message=None):
 DTYPES = "float32 bfloat16 float8_e4m3fn float64 int4 uint8 int32 int64 bool complex64"
 
 
+@pytest.mark.slow
 def test_operations_of_all_dtypes_are_numpys(server):
     for dtype, is_table in itertools.product(DTYPES.split(), (False, True)):
         dtype = jnp.dtype(dtype)

@@ -241,6 +241,7 @@ def test_the_dtype_is_that_which_was_asked_for(plain):
 # Reading and changing it.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_all_changes_keep_the_division(plain, dimension):
     variable, wanted = made(plain, sharding=dimension), WHOLE.copy()

@@ -94,6 +94,7 @@ def test_losses_are_those_of_a_plain_loop(short_run, untrained):
 # What it shows.
 
 
+@pytest.mark.slow
 def test_a_short_run_succeeds_and_prints_a_table(short_run):
     assert short_run.status == 0
     assert "MirroredStrategy(2 replicas on cpu:0, cpu:1)" in short_run.output
@@ -116,6 +117,7 @@ def test_the_picture_has_something_in_it(short_run):
     assert pixels.std() > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "accuracy", "given", "message"),
     [

@@ -39,6 +39,7 @@ def ran(*options, code="from jaxstrategy._src.doctor import doctor", **variables
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_devices_add_up_and_settings_are_told_without_secrets():
     code, said = ran("--simulate", "3", **SET)
     assert code == 0, said
@@ -62,6 +63,7 @@ PROBLEMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", PROBLEMS)
 def test_problems_make_the_exit_code_1(change):
     options, told = PROBLEMS[change]
@@ -72,6 +74,7 @@ def test_problems_make_the_exit_code_1(change):
     assert "  TF_CONFIG is not JSON with a `cluster` and a `task`" in said
 
 
+@pytest.mark.slow
 def test_a_wrong_sum_and_a_device_that_hangs_are_told():
     begin = (
         "from jaxstrategy._src.doctor import doctor; import time; "

@@ -130,6 +130,7 @@ def printed(path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @quiet
 def test_the_debugging_guide_shows_what_mistakes_are_answered_with(
@@ -184,6 +185,7 @@ def test_the_first_example_prints_what_the_readme_says(tmp_path):
     assert abs(float(accuracy) - float(said[2])) < 1.5
 
 
+@pytest.mark.slow
 def test_a_forgotten_reduction_is_answered_as_the_readme_says(tmp_path):
     [reduction] = re.findall(r"^.*all_reduce\(.*\n", FIRST, re.MULTILINE)
     said = "Forget the `all_reduce`, and a `NotMirroredWarning` says since which"

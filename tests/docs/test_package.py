@@ -59,6 +59,7 @@ def test_templates_are_forms_with_questions_and_name_what_exists():
             assert hasattr(js, name), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TYPED, ids=lambda path: path.stem)
 def test_typed_programs_run(path, capsys):
     """`make lint` checks their types; those that are ignored are other packages'."""

@@ -150,6 +150,7 @@ def test_a_variable_that_aggregates(case, aggregation, wanted):
     assert versions(strategy, v) == [wanted(n)] * copies
 
 
+@pytest.mark.slow
 def test_gradients_kept_until_they_are_applied(case):
     strategy, n, copies = case
     with strategy.scope():

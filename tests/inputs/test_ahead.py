@@ -225,6 +225,7 @@ def test_an_interrupted_loop_can_go_on(two, interrupts):
     iterator.close()
 
 
+@pytest.mark.slow
 @each_of("body", ["threading.Event().wait()", "pass"])
 def test_the_program_ends_whatever_the_source_does(tmp_path, body):
     program = f"""

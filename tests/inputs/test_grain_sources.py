@@ -52,6 +52,7 @@ def grain_loader(grain):
 GRAIN = [grain_map, grain_iter, grain_mixed, grain_loader]
 
 
+@pytest.mark.slow
 @each_of("make", GRAIN)
 def test_grain_gives_its_batches_and_resumes(grain, make):
     own = make(grain)
@@ -147,6 +148,7 @@ def test_grains_worker_processes_want_flags(grain):
     assert "mark_as_parsed" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_source_is_seldom_asked_for_its_place_and_each_batch_knows_its_own(grain):
     asked = []
 

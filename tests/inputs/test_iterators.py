@@ -150,6 +150,7 @@ def test_reduce(two):
     assert rows == list(range(7))
 
 
+@pytest.mark.slow
 @each_of("of", ["dataset", "iterator"])
 @each_way
 def test_element_spec(two, options, of):

@@ -84,6 +84,7 @@ def test_sums_means_and_counts_are_numpys(kind, rows):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(
@@ -240,6 +241,7 @@ def losses(w, batch):
     return jnp.tanh(batch["x"] @ w - batch["y"]) ** 2
 
 
+@pytest.mark.slow
 @each_kind
 def test_the_gradient_is_that_of_the_whole_batch(kind, rows=11):
     strategy = kinds()[kind]
@@ -648,6 +650,7 @@ def share_a_jitted_function(strategy, scale):
         assert strategy.run(lambda x: step(x) + 1, (batch,)) == rows.sum() + 1
 
 
+@pytest.mark.slow
 def test_steps_may_share_a_jitted_function_that_asks(two):
     share_a_jitted_function(two, 2.0)  # each trace is like another without variables
     with two.scope():

@@ -95,6 +95,7 @@ def test_what_a_worker_prints_comes_behind_its_name(shared, capsys, monkeypatch)
     said("nowhere")
 
 
+@pytest.mark.slow
 def test_a_worker_that_computes_for_long_is_not_lost(shared):
     before = [state.starts for state in shared.workers]
     # A clock that the worker waits for, and not the test.

@@ -97,6 +97,7 @@ WANTED = {
 }
 
 
+@pytest.mark.slow
 def test_processes_that_do_different_things_are_told(said):
     zero, one = told(said["mismatches"], "told")
     assert zero.keys() == one.keys() == WANTED.keys()

@@ -71,6 +71,7 @@ def meet():
 """
 
 
+@pytest.mark.slow
 def test_more_callers_than_descriptors_do_not_stop_a_job(job, tmp_path):
     go = tmp_path / "go"
     scripts = {

@@ -498,6 +498,7 @@ def test_instances_that_are_not_as_they_should_be_are_told(group):
     told(resolver_of().cluster_spec, re.escape(text))
 
 
+@pytest.mark.slow
 def test_an_api_of_google_that_refuses_or_fails_is_told(group, monkeypatch):
     group.failures = [503, 429]  # busy: it is asked again
     assert resolver_of().cluster_spec() == SPEC

@@ -53,6 +53,7 @@ def ran(**variables):
     return done.stdout.split(), done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_is_started_again_compiles_nothing(tmp_path):
     cache = {VARIABLE: str(tmp_path / "cache")}
     (hits, misses), _ = ran(**cache)

@@ -142,11 +142,13 @@ def ends(*fast):
     return [pytest.param(each, marks=slow[each not in fast]) for each in ENDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ends("last line", "interrupt"))
 def test_a_program_with_parameter_servers_simply_ends(end, tmp_path):
     check_end(PARAMETER_SERVERS, end, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ends("exit"))
 def test_a_program_with_all_else_left_open_simply_ends(end, tmp_path):
     check_end(OTHERS, end, tmp_path)

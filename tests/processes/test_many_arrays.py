@@ -54,6 +54,7 @@ def wide_tree(strategy, count, shapes):
     return {name: strategy.per_replica(list(row)) for name, row in rows.items()}, rows
 
 
+@pytest.mark.slow
 def test_wide_trees_have_the_numbers_of_small_ones(monkeypatch):
     monkeypatch.setattr(reducers, "_AT_ONCE", 6)
     devices = jax.devices()
@@ -78,6 +79,7 @@ def test_wide_trees_have_the_numbers_of_small_ones(monkeypatch):
                 )
 
 
+@pytest.mark.slow
 def test_a_wide_tree_of_few_types_needs_few_programs(strategy, compilations):
     """Ten times the leaves need no further programs."""
     for count in (1200, 2400):
@@ -90,6 +92,7 @@ def test_a_wide_tree_of_few_types_needs_few_programs(strategy, compilations):
         assert found <= 2 * 2, found
 
 
+@pytest.mark.slow
 def test_a_wide_tree_is_gathered_and_read_by_few_programs(strategy, compilations):
     """Ten times the leaves need no further programs, each of which is small."""
     found = {}

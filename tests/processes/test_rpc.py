@@ -546,6 +546,7 @@ def test_calls_end_when_the_client_is_closed():
         gate.set()
 
 
+@pytest.mark.slow
 def test_a_client_finds_a_server_that_was_started_again():
     server = started(slow=slow())
     address = server.address

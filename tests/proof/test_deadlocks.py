@@ -229,6 +229,7 @@ def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
     assert error.predicate_line == place(marked, "predicate")
 
 
+@pytest.mark.slow
 def test_the_same_code_runs_where_all_replicas_decide_alike(strategy):
     def step(p, own, v):
         deciders = {

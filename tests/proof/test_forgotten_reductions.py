@@ -94,6 +94,7 @@ def linen_state(optimizer):
     return State.create(apply_fn=net.apply, tx=optimizer, **variables)
 
 
+@pytest.mark.slow
 @looped("reduces", [False, True], anew=True)
 def test_a_train_state_is_told_of_unless_all_of_it_is_reduced(two, reduces):
     def step(state, x):

@@ -18,6 +18,7 @@ def levels(found):
     return [(each.kind, each.group, each.nbytes) for each in found.collectives]
 
 
+@pytest.mark.slow
 @looped("op", OPS)
 @looped("options", [LEVELS, ACROSS], anew=True)
 def test_results_are_numpys(four, op, options):

@@ -424,6 +424,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @looped(
     ("net", "name"),
     [(Deep(kind), "adam") for kind in ("scan", "jit", "remat")]
@@ -530,6 +531,7 @@ def doubled_calls(n):
     return step
 
 
+@pytest.mark.slow
 def test_the_work_grows_with_the_program_and_not_with_what_it_does(four):
     x = js.PerReplica(jax.ShapeDtypeStruct((4, 4), jnp.float32))
     s = jax.ShapeDtypeStruct((4,), jnp.float32)

@@ -227,6 +227,7 @@ def test_each_algorithm_is_another_program():
     assert found(js.ReductionToOneDevice(), op="max") == [1, 0, 0, 0]
 
 
+@pytest.mark.slow
 @algorithms
 @each_of("n", [5, 8])
 def test_each_algorithm_gives_numpys_numbers(name, n):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers.reductions import collectives, on
 from helpers.replicas import replica
 from helpers.rows import each_of
@@ -210,6 +211,7 @@ def test_thin_matrices_are_what_crosses_the_network(four):
     ]
 
 
+@pytest.mark.slow
 @each_of("first", ["zeros", "other rows and columns"])
 def test_power_iteration_goes_on_from_elsewhere(four, first):
     options = CommunicationOptions(compression=js.experimental.PowerSGD(1))
@@ -261,6 +263,7 @@ def test_all_else_is_exact(four, options):
     assert state.errors["w"].shape == (32, 32)
 
 
+@pytest.mark.slow
 @BOTH
 @each_of("dtype", [jnp.bfloat16])
 def test_short_numbers_are_remembered_in_32_bits(four, options, dtype):
@@ -271,6 +274,7 @@ def test_short_numbers_are_remembered_in_32_bits(four, options, dtype):
     np.testing.assert_allclose(np.asarray(have, np.float32), exact, atol=0.05)
 
 
+@pytest.mark.slow
 @BOTH
 @each_of("bad", [np.nan])
 def test_what_is_not_finite_shows_and_spoils_no_memory(four, options, bad):
@@ -329,6 +333,7 @@ def test_sparse_gradients_stay_sparse(four, options):
     assert not stacked(after.errors["e"]).any()
 
 
+@pytest.mark.slow
 def test_arrays_are_joined_as_the_options_say(four):
     tree = [normal(4, 300), normal(4, 500)]
     like = [x[0] for x in tree]

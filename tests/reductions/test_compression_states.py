@@ -73,6 +73,7 @@ def assert_same(have, want, tolerance=0.0):
 # Optax.
 
 
+@pytest.mark.slow
 @INT8_FIRST
 def test_optax_keeps_it_in_its_state(four, options):
     tx, grads = transformation(options), [gradients(4, seed) for seed in range(3)]
@@ -91,6 +92,7 @@ def test_optax_keeps_it_in_its_state(four, options):
     assert np.any(kept.errors["w"].stacked)
 
 
+@pytest.mark.slow
 @RANK1_FIRST
 def test_a_state_is_made_for_all_replicas(four, options):
     tx = transformation(options)
@@ -197,6 +199,7 @@ def test_an_optimizer_of_nnx_cannot_keep_it(two):
 # On disk.
 
 
+@pytest.mark.slow
 def test_a_restored_state_goes_on_with_the_same_bits(tmp_path, four):
     tx, grads = transformation(RANK1), [gradients(4, seed) for seed in range(4)]
     params, state = trained(four, tx, grads[:2])
@@ -428,6 +431,7 @@ def test_local_steps_send_nothing(two):
         local(np.ones((16, 20), np.float32), (x, x))
 
 
+@pytest.mark.slow
 @each_of("options, shard", [(INT8, "state"), (RANK1, "optimizer")])
 def test_replicas_may_keep_parts_of_the_rest(four, options, shard):
     sharding = js.StateSharding(shard, min_bytes=256)

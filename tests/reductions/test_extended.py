@@ -99,6 +99,7 @@ def test_update_in_a_step_gives_one_result_for_each_copy(strategy):
     assert in_merge_call(strategy, merge) == (n, True, 4.0)
 
 
+@pytest.mark.slow
 @each_of("aggregation", ["none", "sum"])
 @each_of("synchronization", ["on_write", "on_read"])
 def test_aggregation_plays_no_part_in_update(strategy, aggregation, synchronization):
@@ -204,6 +205,7 @@ def test_per_replica_arguments_of_mirrored_variables_are_refused(strategy):
         strategy.extended.update(v, lambda v, x: None, kwargs={"x": x})
 
 
+@pytest.mark.slow
 def test_reduced_arguments_are_taken_to_the_copies(strategy):
     x, n = ids(strategy, 1.0), strategy.num_replicas_in_sync
     total = n * (n + 1) / 2

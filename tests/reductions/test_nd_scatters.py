@@ -18,6 +18,7 @@ def variable(request, two):
         return js.Variable(ROWS)
 
 
+@pytest.mark.slow
 def test_entries_are_read(variable):
     np.testing.assert_array_equal(variable.gather_nd(INDICES), [1, 4])
     np.testing.assert_array_equal(variable.gather_nd([[[2]]]), [[[4, 5]]])

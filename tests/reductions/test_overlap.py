@@ -173,6 +173,7 @@ def place_of(jaxpr, var):
 # What comes out.
 
 
+@pytest.mark.slow
 @each_of(
     "make",
     [

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers.reductions import (
     OPS,
     assert_same_bits,
@@ -35,6 +36,7 @@ PACKINGS = {
 }
 
 
+@pytest.mark.slow
 @each_of("name", ["default", "three"])
 def test_packs_change_no_bit(name):
     n = 3
@@ -129,6 +131,7 @@ def test_packs_in_transformed_steps(four):
         np.testing.assert_allclose(rest["a"], total, rtol=1e-5)
 
 
+@pytest.mark.slow
 @each_of("different", [range(1, 6), (64, 24, 3)])
 @each_of("number", [30])
 def test_packs_of_very_many_arrays(four, number, different):

@@ -47,6 +47,7 @@ def same(found, wanted, dtype):
     np.testing.assert_array_equal(array.astype(np.complex64), wanted)
 
 
+@pytest.mark.slow
 @each_of("layout", ALL)
 def test_collectives_of_every_dtype(layout):
     strategy = made(layout)
@@ -128,6 +129,7 @@ def options(**chosen):
     return {"communication_options": js.experimental.CommunicationOptions(**chosen)}
 
 
+@pytest.mark.slow
 @each_of("layout", ["cores", "two shared"])
 @each_of(
     "way",
@@ -172,6 +174,7 @@ def test_a_device_of_each_replica_may_be_where_all_goes(cores):
         made("two shared", cross_device_ops=js.ReductionToOneDevice("CPU:3"))
 
 
+@pytest.mark.slow
 def test_gradients_from_outside_of_steps_of_sixteen_bits(laid_out):
     x = laid_out.per_replica(of("bfloat16")[:, 0])
     w = jnp.ones(6, jnp.bfloat16)

@@ -35,6 +35,7 @@ def test_tensorflows_numbers(four):
     assert mean.to_dense().tolist() == (expected / 4).tolist()
 
 
+@pytest.mark.slow
 @each_of("op", ["sum", "mean"])
 @each_of("dtype", [np.float32, jnp.bfloat16, np.int32, np.complex64])
 def test_slices_reduce_like_their_dense_forms(strategy, op, dtype):
@@ -133,6 +134,7 @@ def test_slices_are_a_pytree():
         slices.values = 0
 
 
+@pytest.mark.slow
 def test_slices_in_transformed_functions():
     def sliced(x):
         return js.IndexedSlices(x[None], jnp.array([1]), (3, 2))

@@ -189,6 +189,7 @@ def through_reference(a, b):
     return ref[...]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
 @each_of("name", TWO_LEVELS)
 def test_what_two_levels_prove(four, name):

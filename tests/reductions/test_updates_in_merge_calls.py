@@ -56,6 +56,7 @@ class Momentum:
         v.assign_sub(self.rate * slot)
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_the_style_of_keras_is_numpys(strategy):
     draw = np.random.default_rng(0)
     n = strategy.num_replicas_in_sync
@@ -144,6 +145,7 @@ def test_captured_values_that_differ_are_refused_too(two):
 # On-read variables.
 
 
+@pytest.mark.slow
 @each_of("aggregation", ["none", "sum"])
 def test_on_read_copies_take_each_replicas_version(strategy, aggregation):
     o = variable(strategy, 1.0, "on_read", aggregation)

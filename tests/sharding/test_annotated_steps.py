@@ -75,6 +75,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @looped("layout", LAYOUTS)
 def test_one_model_trains_alike_wherever_replicas_are(layout, expected):
     strategy = js.MirroredStrategy(**LAYOUTS[layout])

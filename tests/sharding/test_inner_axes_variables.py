@@ -28,6 +28,7 @@ def rows(strategy, *shape):
     return strategy.per_replica([drawn(*shape, seed=i) for i in range(n)])
 
 
+@pytest.mark.slow
 def test_assigning_outside_of_steps_leaves_it_over_the_cores():
     strategy = cored()
     w = variable(strategy)
@@ -52,6 +53,7 @@ def test_assigning_outside_of_steps_leaves_it_over_the_cores():
     np.testing.assert_allclose(w, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @looped("cores", [1, 2, 4])
 def test_assignments_in_steps(cores):
     """Of TensorFlow's `test_spmd_variable_update`: N x, N (x - d), N (x - d + e)."""
@@ -138,6 +140,7 @@ def test_a_step_gathers_nothing_over_the_cores():
     assert lies(copies.value()) == COLUMNS
 
 
+@pytest.mark.slow
 @looped("aggregation", ["sum", "mean", "only_first_replica"])
 def test_copies_that_are_combined_when_read(aggregation):
     strategy = cored()
@@ -163,6 +166,7 @@ def test_copies_that_are_combined_when_read(aggregation):
 EVERYTHING = js.StateSharding("state", min_bytes=0)
 
 
+@pytest.mark.slow
 @looped(
     ("choice", "lies_as"),
     [

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+import pytest
 from helpers.cases import looped
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -27,6 +28,7 @@ CONSTRAINTS = {
 }
 
 
+@pytest.mark.slow
 @looped("sharding", [None, STATE])
 @looped("way", CONSTRAINTS)
 def test_training_with_a_constraint_is_that_of_one_device(way, sharding):

@@ -48,6 +48,7 @@ def strategy_of(layout, kept):
     return js.MirroredStrategy(devices, sharding=ALL[kept], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @looped(("seed", "layout", "kept"), QUICK)
 def test_random_steps_are_those_of_a_loop_in_numpy(seed, layout, kept):
@@ -87,6 +88,7 @@ def drawn():
     return jax.random.uniform(replica().fold_in(jax.random.key(0)))
 
 
+@pytest.mark.slow
 @looped("cores", [1, 2])
 @looped("way", NUMBERED)
 def test_a_replica_of_several_devices_knows_its_number_in_loops(way, cores):

@@ -121,11 +121,13 @@ AROUND = [
 ]
 
 
+@pytest.mark.slow
 @looped("around", AROUND)
 def test_all_that_may_be_around_a_call(around):
     assert_as_whole(around, "state", 1e-5)
 
 
+@pytest.mark.slow
 @each_shard
 def test_several_steps_in_one_call_are_those_of_as_many(shard):
     strategy = sharded(4, shard)
@@ -205,6 +207,7 @@ INSIDE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @looped("step", INSIDE)
 def test_all_that_steps_may_do(step):
     assert_as_whole(lambda s: s.run(step, (start(), rows_of(s))), "state")
@@ -230,6 +233,7 @@ def captures(strategy):
     return [strategy.run(f, (x,)) for f in (step, jax.jit(step), deep)]
 
 
+@pytest.mark.slow
 @each_shard
 def test_state_that_a_step_captures_may_lie_divided(shard):
     assert_as_whole(captures, shard)
@@ -283,6 +287,7 @@ def trained_nnx(strategy):
     return model, optimizer, loss
 
 
+@pytest.mark.slow
 @each_shard
 def test_modules_and_their_optimizer(shard):
     strategy = sharded(4, shard)

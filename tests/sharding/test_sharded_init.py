@@ -99,6 +99,7 @@ def train_state(key):
     )
 
 
+@pytest.mark.slow
 @looped("shard", ["state", "optimizer"])
 def test_a_train_state_is_built_in_parts(shard):
     strategy = sharded(shard=shard)
@@ -121,6 +122,7 @@ def nnx_state():
     return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
 
+@pytest.mark.slow
 @looped("shard", ["state", "optimizer"])
 def test_objects_of_nnx_are_built_in_parts(shard):
     strategy = sharded(shard=shard)
@@ -231,6 +233,7 @@ def test_captured_arrays_may_lie_anywhere():
         np.testing.assert_allclose(array, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_the_function_does_besides_is_done_once():
     seen = []
 

@@ -69,6 +69,7 @@ def per_layer(program):
     return {(c.kind, c.times) for c in program.collectives if c.kind in kinds}
 
 
+@pytest.mark.slow
 def test_layers_are_gathered_one_by_one_with_remat(reader):
     state, program = trained(sharded(), "divided_layers", True, reader)
     want, other = trained(whole(), "whole_layers", True, reader)
@@ -78,6 +79,7 @@ def test_layers_are_gathered_one_by_one_with_remat(reader):
     assert per_layer(program) == {("all-gather", LAYERS), ("reduce-scatter", LAYERS)}
 
 
+@pytest.mark.slow
 def test_what_is_gathered_is_not_kept_without_remat(reader):
     state, program = trained(sharded(), "divided_plain", False, reader)
     want, other = trained(whole(), "whole_plain", False, reader)

@@ -83,6 +83,7 @@ def trained_alone(name):
     return params
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_whole_state_and_of_one_device():
     for name in QUICK:
         assert_trains_alike(name)
@@ -110,6 +111,7 @@ def assert_trains_alike(name):
     assert bytes_of(memory) <= (total - numbers) / 4 + numbers
 
 
+@pytest.mark.slow
 @looped("name", ["clipped adamw", "apply_if_finite"])
 def test_the_optimizers_memory_alone_is_divided(name):
     params, memory = trained(OPTIMIZERS[name], sharded(4, "optimizer"), BATCHES)
@@ -120,6 +122,7 @@ def test_the_optimizers_memory_alone_is_divided(name):
     assert large and all(isinstance(leaf, js.Sharded) for leaf in large)
 
 
+@pytest.mark.slow
 @looped("shard", ["state", "optimizer"])
 @looped("name", ["sgd", "adam", "MultiSteps"])
 def test_what_is_computed_by_element_has_the_same_bits(name, shard):

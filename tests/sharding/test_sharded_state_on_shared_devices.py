@@ -56,6 +56,7 @@ def trained(strategy, loss, params, batch, tx, steps=3):
     return both
 
 
+@pytest.mark.slow
 def test_an_optimizer(divided):
     rng = np.random.default_rng(0)
     params = {
@@ -80,6 +81,7 @@ def _has_mu(node):
     return hasattr(node, "mu")
 
 
+@pytest.mark.slow
 @looped("again", [False, True])
 def test_layers_in_a_loop(divided, again):
     rng = np.random.default_rng(1)

@@ -63,6 +63,7 @@ def after(strategy, optimizer, steps):
 # Numbers.
 
 
+@pytest.mark.slow
 @each_shard
 def test_adam_keeps_its_moments_in_parts(shard):
     strategy = sharded(shard=shard)
@@ -126,6 +127,7 @@ def count(text, kind):
                for line in text.splitlines())  # fmt: skip
 
 
+@pytest.mark.slow
 @each_shard
 def test_parameters_are_gathered_once_and_moments_never(shard):
     strategy = sharded(shard=shard)
@@ -210,6 +212,7 @@ def test_training_is_that_of_one_device_with_all_rows(shard, replicas):
     assert isinstance(state[1][0].mu["one"]["kernel"], js.Sharded) == (replicas > 1)
 
 
+@pytest.mark.slow
 @each_shard
 def test_it_is_compiled_once_and_called_with_what_it_returns(shard, compilations):
     strategy, step = sharded(4, shard), train(ADAM)
@@ -237,6 +240,7 @@ def trained_whole():
     return whole(4).run(train(ADAM), (start(ADAM), batch(whole(4))))
 
 
+@pytest.mark.slow
 @each_shard
 def test_state_may_come_from_anywhere_and_is_traced_once(shard):
     strategy, step, traces = sharded(4, shard), train(ADAM), []
@@ -256,6 +260,7 @@ def test_state_may_come_from_anywhere_and_is_traced_once(shard):
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_divided_state_is_moved_or_refused_elsewhere():
     step = train(ADAM)
     state, _ = sharded(8).run(step, (start(ADAM), batch(sharded(8))))
@@ -297,6 +302,7 @@ def descend(params, grads):
     return jax.tree.map(lambda a, g: a - 0.1 * g, params, grads)
 
 
+@pytest.mark.slow
 @each_shard
 def test_all_conversions_of_what_a_loop_stacks_are_done(shard):
     def step(params, x):
@@ -310,6 +316,7 @@ def test_all_conversions_of_what_a_loop_stacks_are_done(shard):
     assert_alike(have, want, 1e-6)
 
 
+@pytest.mark.slow
 @each_shard
 def test_the_user_chooses_for_state_only(shard):
     asked = {}

@@ -75,6 +75,7 @@ def test_groups_of_several_lengths(combiner):
     np.testing.assert_allclose(rows, [*GROUPS[combiner], [0, 0]], rtol=1e-6)
 
 
+@pytest.mark.slow
 @looped("combiner", GROUPS)
 def test_weights_and_their_gradients_are_those_of_a_loop(combiner):
     table = np.random.default_rng(0).normal(size=(10, 2)).astype(np.float32)
@@ -147,6 +148,7 @@ def test_lookups_in_transformations():
     np.testing.assert_array_equal(jax.vmap(total)(jnp.asarray(ids)), times)
 
 
+@pytest.mark.slow
 def test_derivatives_of_every_order_and_direction():
     table = np.random.default_rng(0).normal(size=(24, 2)).astype(np.float32)
     ids = jnp.array([5, 5, -1, 0, 3])
@@ -202,6 +204,7 @@ def test_all_ids_of_one_owner_lose_no_row(eight):
     np.testing.assert_array_equal(rows.stacked, table[ids])
 
 
+@pytest.mark.slow
 def test_training_with_the_whole_gradient_is_that_of_one_device(eight):
     table = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
     ids = np.random.default_rng(1).integers(0, 16, (8, 4))

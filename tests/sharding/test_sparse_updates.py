@@ -52,6 +52,7 @@ def on_one_device(optimizer, table, ids, steps, op="mean"):
     return table
 
 
+@pytest.mark.slow
 @looped("name", OPTIMIZERS)
 def test_sparse_steps_are_those_of_the_whole_gradient(eight, name):
     sparse, dense = OPTIMIZERS[name]

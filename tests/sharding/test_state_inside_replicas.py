@@ -215,6 +215,7 @@ def test_annotated_objects_are_made_in_any_scope(cores, two):
     assert nnx.using_eager_sharding()
 
 
+@pytest.mark.slow
 @looped("shard", ["state", "optimizer"])
 def test_replicas_and_their_devices_divide_different_dimensions(shard):
     strategy = js.MirroredStrategy(

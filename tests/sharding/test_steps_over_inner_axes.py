@@ -111,6 +111,7 @@ DIVIDED = {
 }
 
 
+@pytest.mark.slow
 @looped("shard", [None, "optimizer", "state"])
 def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(shard):
     sharding = None if shard is None else js.StateSharding(shard, min_bytes=0)
@@ -151,6 +152,7 @@ def layers_step(strategy):
     return strategy.mirror((up, down)), step, strategy.per_replica([*x])
 
 
+@pytest.mark.slow
 @looped("shard", ["optimizer", "state"])
 def test_what_replicas_gather_and_scatter_stays_over_cores(shard):
     sharding = js.StateSharding(shard, min_bytes=0)

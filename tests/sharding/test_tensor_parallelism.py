@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax.training.train_state import TrainState
 
 import jaxstrategy as js
@@ -99,6 +100,7 @@ def test_training_is_that_of_one_device_and_keeps_its_places():
         assert tuple(kernel.value.sharding.spec) == (None, "core")
 
 
+@pytest.mark.slow
 def test_a_block_costs_two_reductions_inside_a_replica_and_no_gather():
     strategy = js.MirroredStrategy(logical_axes={"core": 2})
     x = strategy.per_replica(np.ones((4, 2, LENGTH, WIDTH), np.float32))

@@ -120,6 +120,7 @@ class Momentum:
         return [*self.parameters.values(), *self.momentum.values()]
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_variables_gives_the_numbers_of_whole_ones(case):
     strategy, options = case
     model, x = Momentum(strategy, options), batches(strategy)

@@ -119,6 +119,7 @@ IN_STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_a_step_has_inside(two, of_two):
     with jax.checking_leaks():
         for use in each(IN_STEPS):
@@ -166,6 +167,7 @@ def of_local_steps(strategy, v, x):
     return steps(jnp.zeros(2), [x, x])[1][0]
 
 
+@pytest.mark.slow
 def test_what_is_around_a_step(two, of_two):
     for call in each([in_scan_around, of_gradient, of_several, of_local_steps]):
         with jax.checking_leaks():

@@ -193,6 +193,7 @@ def test_objects_and_captured_arrays_are_what_they_are_at_each_call(tmp_path):
     np.testing.assert_allclose(counter.total[...], (0.5 + 4.0) * START, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
 def test_it_is_called_wherever_a_step_is():
     strategy = replicas(2)

@@ -87,6 +87,7 @@ def test_texts_without_values_and_values_that_are_no_arrays(few, printed):
     assert printed() == sorted([*wanted, *[""] * few.num_replicas_in_sync])
 
 
+@pytest.mark.slow
 def test_what_a_step_holds_prints_so_too(strategy, printed):
     def square(x):
         jax.debug.print("square {}", x)
@@ -148,6 +149,7 @@ def merged(strategy, total):
     strategy.run(again, (total,))
 
 
+@pytest.mark.slow
 def test_code_of_all_replicas_prints_once(strategy, printed):
     with strategy.scope():
         v = js.Variable(jnp.zeros(8))

@@ -103,6 +103,7 @@ def in_a_new_process(code, **environment):
     )
 
 
+@pytest.mark.slow
 def test_simulate_in_a_new_process():
     done = in_a_new_process(
         "import jaxstrategy as js\n"
@@ -111,6 +112,7 @@ def test_simulate_in_a_new_process():
     assert done.stdout.strip() == "5 5 MirroredStrategy(5 replicas on cpu:0..4)", done
 
 
+@pytest.mark.slow
 def test_simulate_after_a_device_was_used():
     done = in_a_new_process(
         "import jax, jaxstrategy as js\njax.devices()\njs.simulate(5)"
@@ -121,6 +123,7 @@ def test_simulate_after_a_device_was_used():
     )
 
 
+@pytest.mark.slow
 def test_simulate_beats_the_environment_or_says_so():
     for environment in (
         {"JAX_NUM_CPU_DEVICES": "3"},

@@ -69,6 +69,7 @@ def test_collectives_are_those_of_numpy(strategy):
         np.testing.assert_array_equal(each, 2 * row)
 
 
+@pytest.mark.slow
 def test_python_sees_values(strategy, capsys):
     def step(x):
         number = replica().replica_id_in_sync_group
@@ -86,6 +87,7 @@ def test_python_sees_values(strategy, capsys):
     assert capsys.readouterr().out.splitlines() == told
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_all_rows(strategy):
     x = rows(strategy)
 
@@ -123,6 +125,7 @@ def test_a_merge_call_is_made_once_for_all(strategy):
         np.testing.assert_array_equal(each, row + 1)
 
 
+@pytest.mark.slow
 def test_variables_are_read_and_assigned(strategy):
     x = rows(strategy)
     with strategy.scope():
@@ -184,6 +187,7 @@ def trained(strategy, is_eager):
     return state, losses
 
 
+@pytest.mark.slow
 def test_training_of_divided_state_is_that_of_compiled_steps():
     sharding = js.StateSharding("state", 0)
     strategy = js.MirroredStrategy(DEVICES[:2], sharding=sharding)
@@ -249,6 +253,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.slow
 def test_values_types_and_kinds_are_the_compiled_ones(two):
     def step(x):
         return {name: function(x) for name, function in NUMBERS.items()}
@@ -317,6 +322,7 @@ def test_numbers_that_differ_are_versions_of_an_array(two):
     assert [float(each) for each in found.values] == [2.0, 4.0]
 
 
+@pytest.mark.slow
 def test_masks_of_rows_are_the_replicas_own(two):
     dataset = two.experimental_distribute_dataset(js.batches(np.arange(1.0, 4.0), 4))
     (batch,) = dataset
@@ -332,6 +338,7 @@ def test_masks_of_rows_are_the_replicas_own(two):
     assert asked == [[True, True], [True, False]]
 
 
+@pytest.mark.slow
 def test_several_steps_are_a_loop_in_python(two):
     seen = []
 
@@ -371,6 +378,7 @@ def test_a_batch_in_parts_is_worked_on_part_by_part(two):
     assert most.local(1).tolist() == [3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_compressed_sums_go_on_with_what_was_not_sent(two):
     options = js.experimental.CommunicationOptions(compression="int8")
     grads = two.per_replica(np.linspace(0, 1, 4000).reshape(2, 2000))

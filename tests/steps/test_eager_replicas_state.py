@@ -136,6 +136,7 @@ def check_that_objects_are_changed_in_place(two, is_captured):
     assert float(model.total[...]) == 9
 
 
+@pytest.mark.slow
 def test_objects_are_changed_in_place(two):
     for is_captured in (False, True):
         check_that_objects_are_changed_in_place(two, is_captured)

@@ -51,6 +51,7 @@ def check_that_nothing_reduces_to_nothing(strategy, dtype):
             assert inside[str(shape)].is_fully_replicated
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_nothing_reduces_to_nothing(strategy):
     for dtype in DTYPES:
@@ -77,6 +78,7 @@ def check_that_nothing_joins_to_nothing(strategy, dtype):
         check(found, wanted, dtype)
 
 
+@pytest.mark.slow
 def test_nothing_joins_to_nothing(strategy):
     for dtype in ("bool", "int8", "complex64"):
         check_that_nothing_joins_to_nothing(strategy, dtype)

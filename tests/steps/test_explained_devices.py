@@ -231,6 +231,7 @@ def measured(strategy):
     return _links.measured(strategy._replicas, clock=lambda: next(times))
 
 
+@pytest.mark.slow
 def test_links_between_devices_that_replicas_share_are_measured():
     links = measured(sharing(2, 4))
     assert links.replicas == 8

@@ -91,6 +91,7 @@ def check_that_rounds_are_those_of_workers_alone(n):
         assert all(isinstance(leaf, js.Mirrored) for leaf in leaves(state))
 
 
+@pytest.mark.slow
 def test_rounds_are_those_of_workers_alone():
     for n in (1, 2):
         check_that_rounds_are_those_of_workers_alone(n)

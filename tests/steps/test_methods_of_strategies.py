@@ -179,6 +179,7 @@ def total(tree):
     return sum((jnp.sum(leaf) for leaf in leaves), start=jnp.float32(0.0))
 
 
+@pytest.mark.slow
 def test_each_method_in_functions_that_jax_traces(strategy):
     one, xs = jnp.float32(1.0), jnp.float32([1.0, 2.0, 4.0])
     covered = set(PROPERTIES)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxstrategy as js
 
@@ -220,6 +221,7 @@ WANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_same_program_runs_on_one_replica_and_on_several():
     for program in (training, evaluation, crossing, uneven_pipelines):
         one, several = (program(strategy_of(n)) for n in (1, 4))

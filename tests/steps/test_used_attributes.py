@@ -208,6 +208,7 @@ def check_that_what_is_used_is_never_stale(two, way):
         assert float(two.run(way(box), (5.0,))) == 5 * k
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_what_is_used_is_never_stale(two):
     for way in each(WAYS):

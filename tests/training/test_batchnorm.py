@@ -104,6 +104,7 @@ def assert_close(have, want, tolerance=1e-5):
 # Equal to one big batch.
 
 
+@pytest.mark.slow
 @each_of("kind, fast", [("linen", True), ("nnx", False)])
 def test_without_a_mask_it_is_one_big_batch(strategy, kind, fast):
     n = strategy.num_replicas_in_sync

@@ -150,6 +150,7 @@ def test_other_numbers_of_values_are_refused(two):
         two.run(lambda: js.keras.stateless_call(model, [], [np.ones(2)], np.ones(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @each_of(
     "make",

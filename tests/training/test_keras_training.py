@@ -94,6 +94,7 @@ def test_class_weights(four):
     assert_equal_training(fitted(have, **options), fitted(want, **options))
 
 
+@pytest.mark.slow
 @each_of("rows", [22, 1])
 def test_evaluation_and_predictions_of_uneven_batches_are_exact(rows, four):
     want, have = compiled(), in_scope(four)
@@ -110,6 +111,7 @@ def test_evaluation_and_predictions_of_uneven_batches_are_exact(rows, four):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_generators_and_datasets_of_keras(four):
     class Batches(keras.utils.PyDataset):
         def __len__(self):
@@ -133,6 +135,7 @@ def test_generators_and_datasets_of_keras(four):
         assert_equal_training(have, want)
 
 
+@pytest.mark.slow
 def test_callbacks_see_and_change_the_model(four, tmp_path):
     class Callback(keras.callbacks.Callback):
         seen = ()
@@ -155,6 +158,7 @@ def test_callbacks_see_and_change_the_model(four, tmp_path):
     np.testing.assert_allclose(seen[0].seen, seen[1].seen, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_saved_model_goes_on_elsewhere(four, tmp_path):
     have = in_scope(four)
     fitted(have)

@@ -41,6 +41,7 @@ def of_both(strategy, program):
     return [program(scope) for scope in (strategy.scope(), NOWHERE)]
 
 
+@pytest.mark.slow
 @each_of(
     "options",
     [{"steps_per_execution": 2}, {"jit_compile": False}],
@@ -165,6 +166,7 @@ print(len(model.variables[0].value.sharding.device_set))
 """
 
 
+@pytest.mark.slow
 def test_keras_may_be_imported_inside_of_the_scope():
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED_INSIDE],

@@ -83,6 +83,7 @@ def chains():
     }, reduce
 
 
+@pytest.mark.slow
 @each_of("name", chains()[0])
 def test_what_follows_sees_reduced_gradients(four, name):
     (rest, steps), reduce = chains()[0][name], chains()[1]
@@ -154,6 +155,7 @@ def test_a_missing_optax_is_named(monkeypatch, name, arguments):
 # Several steps at once.
 
 
+@pytest.mark.slow
 @each_of("where", ["around", "inside"])
 def test_multi_steps_around_and_inside_the_chain(four, where):
     reduce = js.optax.all_reduce_gradients()

@@ -141,6 +141,7 @@ def test_that_parameters_become_each_replicas_own_is_told(two):
         list(trained(two, tx, data(2, 1), options=None))
 
 
+@pytest.mark.slow
 def test_steps_in_one_call_are_those_of_a_loop(two):
     tx, _ = diloco(optax.adam(0.05), every=2)
     batches = data(2, 6)

@@ -76,6 +76,7 @@ def piped(params, x, layer=layer, microbatches=4, **more):
 WANTED = jax.value_and_grad(lambda p, x: (in_a_row(p, x) ** 2).mean())
 
 
+@pytest.mark.slow
 @each_of("stages", [2, 8])
 def test_the_gradients_of_each_replica_are_those_of_its_layers_in_a_row(stages):
     strategy = staged(stages)
@@ -109,6 +110,7 @@ WITHOUT = {
 }
 
 
+@pytest.mark.slow
 @each_of("make", WITHOUT.values())
 def test_strategies_without_stages_compute_the_same_in_turn(make):
     strategy = make()

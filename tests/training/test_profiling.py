@@ -528,6 +528,7 @@ def test_a_step_gives_what_it_gives_without(n):
     assert report.examples_per_second == pytest.approx(8 / report.step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["state first", "grouped", "pipelines", "filled up"])
 def test_the_examples_are_those_of_the_batch_of_a_dataset(given):
     strategy = js.MirroredStrategy(jax.devices()[:2])
@@ -629,6 +630,7 @@ def measured(seconds_of, late=(0.0,) * 7):
     return _links.measured(replicas, clock=lambda: next(times))
 
 
+@pytest.mark.slow
 def test_links_are_measured_as_those_of_a_ring():
     late = (0.1, -0.01, 0.0, 0.2, -0.02, -0.3, 3)
     links = measured(lambda size: 0.03 + size / 1e9, late)
@@ -640,6 +642,7 @@ def test_links_are_measured_as_those_of_a_ring():
         assert line.ring("all_reduce", size) == pytest.approx(0.03 + size / 1e9)
 
 
+@pytest.mark.slow
 def test_links_know_how_much_a_size_varies():
     late = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 30.0)
     links = measured(lambda size: 1 + size / 2**12, late)
@@ -649,6 +652,7 @@ def test_links_know_how_much_a_size_varies():
     assert links.bounds("all_reduce", 2**18) == pytest.approx((33.1, 129.5))
 
 
+@pytest.mark.slow
 def test_links_have_the_times_of_all_measured_sizes():
     """Which no line has: caches hold 2 MiB, and not 8."""
     taking = {2**12: 2, 2**15: 3, 2**17: 4, 2**19: 6, 2**21: 20, 2**23: 98}
@@ -660,6 +664,7 @@ def test_links_have_the_times_of_all_measured_sizes():
     assert links.ring("all_reduce", 4) == pytest.approx(2)
 
 
+@pytest.mark.slow
 def test_more_bytes_do_not_take_less_on_measured_links():
     taking = {2**12: 5, 2**15: 2, 2**17: 4, 2**19: 6, 2**21: 20, 2**23: 18}
     links = measured(lambda size: taking[size])
@@ -684,6 +689,7 @@ def test_neither_latency_nor_bandwidth_of_links_is_negative(seconds, fixed, per_
     assert found[1] == pytest.approx(per_byte, rel=1e-3, abs=1e-6) and found[1] > 0
 
 
+@pytest.mark.slow
 def test_a_measured_share_is_one(two):
     with two.profile(two.run(mean)) as step:
         for batch in rows(two, 3):
@@ -693,6 +699,7 @@ def test_a_measured_share_is_one(two):
     assert 0 < report.communication_share <= 1
 
 
+@pytest.mark.slow
 def test_a_trace_is_written(two, tmp_path):
     with two.profile(two.run(mean), trace_dir=tmp_path) as step:
         for batch in rows(two, 6):
@@ -732,6 +739,7 @@ def twice_in_run(strategy):
     return both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, times", [(lambda s: s.run(product), 1), (in_run, 1), (twice_in_run, 2)]
 )
@@ -749,6 +757,7 @@ def test_operations_of_all_replicas_are_those_counted_by_hand(make, times):
     assert report.communication == times * topology.fastest("all_reduce", 4)
 
 
+@pytest.mark.slow
 def test_a_loop_in_a_step_counts_once_and_is_said_to():
     strategy = js.MirroredStrategy(jax.devices()[:2])
 
@@ -768,6 +777,7 @@ def test_a_loop_in_a_step_counts_once_and_is_said_to():
     assert report.flops < 50 * 2 * ROWS * IN * IN / 10
 
 
+@pytest.mark.slow
 def test_several_steps_have_the_operations_of_one_each():
     strategy = js.MirroredStrategy(jax.devices()[:2])
     many = strategy.several(lambda w, x: (w, product(w, x)))
@@ -807,6 +817,7 @@ def test_a_step_in_a_jitted_function_has_as_many_operations_or_more(around):
     assert report.flops_are_least == (around is not jax.jit)
 
 
+@pytest.mark.slow
 def test_without_compiling_nothing_is_known_of_operations():
     strategy = js.MirroredStrategy(jax.devices()[:2])
     with strategy.profile(strategy.run(product), compiled=False) as step:

@@ -140,6 +140,7 @@ def test_linen_cnn_with_batchnorm(eight):
     assert int(state.step) == STEPS
 
 
+@pytest.mark.slow
 def test_uneven_batches_with_masks(eight):
     """Padded rows are anything: they count in no loss and no BatchNorm."""
     tx = optax.chain(js.optax.all_reduce_gradients("sum"), optax.sgd(0.2, 0.9))
@@ -315,6 +316,7 @@ def dropped(key, ids, x):
     )
 
 
+@pytest.mark.slow
 def test_dropout_differs_by_example_or_by_replica(eight):
     x, key = np.ones((ROWS, 32), np.float32), jax.random.key(5)
     ids, rows = distributed(eight, np.arange(ROWS), x)

@@ -121,6 +121,7 @@ INDICES = {
 }
 
 
+@pytest.mark.slow
 @each_of("how", ["assign", "assign_add", "assign_sub"])
 @each_of("kind", ["auto", "on_read"])
 def test_parts_are_assigned_as_in_numpy(two, kind, how):
@@ -218,6 +219,7 @@ SCATTERED = {
 }
 
 
+@pytest.mark.slow
 @each_of("how, aggregation", SCATTERED)
 def test_scattered_rows_of_all_replicas(two, how, aggregation):
     v = variable(two, [2.0, 4.0, 8.0], aggregation=aggregation)
@@ -236,6 +238,7 @@ def test_scattered_rows_of_all_replicas(two, how, aggregation):
 ONCE = {"add": 7, "sub": 1, "mul": 12, "div": 4 / 3, "min": 3, "max": 4, "update": 3}
 
 
+@pytest.mark.slow
 @each_of("where", ["outside", "merge_call", "update"])
 @each_of("aggregation", ["none", "sum", "mean", "only_first_replica"])
 def test_outside_of_replicas_rows_count_once(two, aggregation, where):
@@ -301,6 +304,7 @@ def test_rows_that_differ_need_an_aggregation(two):
     assert two.run(lambda: v.scatter_max(same)).tolist() == [2, 4, 8]
 
 
+@pytest.mark.slow
 def test_scatters_of_whole_numbers_and_rows_of_vectors(two):
     v = variable(two, np.array([[7, -7], [1, 2]]), aggregation="sum")
     v.scatter_div(js.IndexedSlices(jnp.array([[2, 2]]), jnp.array([0])))

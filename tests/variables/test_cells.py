@@ -31,6 +31,7 @@ def test_a_value_that_was_read_outlives_the_next_steps(made):
         np.testing.assert_array_equal(copies[-1], np.full(3, 2.0 * i))
 
 
+@pytest.mark.slow
 def test_steps_alone_and_in_functions_that_jax_traces_take_turns(made):
     strategy, v = made
     step = strategy.run(lambda x: v.assign_add(x * jnp.ones(3)))

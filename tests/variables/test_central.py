@@ -73,6 +73,7 @@ def test_a_copy_keeps_the_parameter_device():
 # Assigning, as TensorFlow's own tests of such variables do.
 
 
+@pytest.mark.slow
 @each_of("aggregation, assigned, added", [
     ("sum", lambda n: n * (n + 1) / 2, lambda n: 10 + n * (n + 1) / 2),
     ("mean", lambda n: (n + 1) / 2, lambda n: 10 + (n + 1) / 2),
@@ -274,6 +275,7 @@ def follows(run):
     assert training.correct.value() == run["correct"] == 163.0
 
 
+@pytest.mark.slow
 @each_of("run", [run for run in SGD if is_quick(run)])
 def test_training_follows_tensorflows_curves(run):
     follows(run)

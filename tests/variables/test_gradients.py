@@ -113,6 +113,7 @@ def test_assigning_what_is_differentiated(two, op):
     assert v.value() == 3 and two.run(lambda: v.assign_add(1.0)) == 4
 
 
+@pytest.mark.slow
 @each_of("where", ["run", "outside", "users-grad"])
 def test_other_variables_are_assigned_on_the_way(two, where):
     w = variable(two, 2.0)
@@ -162,6 +163,7 @@ def test_gradients_through_jit_remat_scan_and_collectives(two):
     np.testing.assert_allclose(versions(two, out), expected)
 
 
+@pytest.mark.slow
 def test_functions_that_were_jitted_and_called_before():
     v = js.Variable(3.0)
     square = jax.jit(lambda x: v**2 * x)

@@ -15,6 +15,7 @@ def per_replica(strategy, shape=(), dtype=np.float32):
     return strategy.per_replica(values), values
 
 
+@pytest.mark.slow
 @each_of("shape", [(), (3,), (2, 0)])
 @each_of("dtype", [np.float32, bool])
 def test_versions_are_summed_and_stacked(strategy, shape, dtype):

@@ -200,6 +200,7 @@ def test_initial_values(case):
 FANS = {(): 2, (50,): 100, (20, 40): 60, (3, 3, 4, 8): 9 * 12}
 
 
+@pytest.mark.slow
 @each_of("shape", FANS)
 def test_the_default_is_glorots(shape):
     with mirrored(2).scope():

@@ -174,6 +174,7 @@ def test_a_dtype_that_would_lose_something_changes_nothing():
     assert not table.numpy().any()
 
 
+@pytest.mark.slow
 def test_rows_are_added_and_subtracted(table):
     table.assign_add(slices([3, 0, 3], np.ones((3, 2)), (4, 2)))
     want = TABLE + np.array([[1], [0], [0], [2]])
@@ -222,6 +223,7 @@ ARRAYS = [
 ]
 
 
+@pytest.mark.slow
 @each_of("index", [*BASIC, *ARRAYS])
 def test_parts_are_numpys(index):
     table = sharded(TABLE, CUTS)
@@ -266,6 +268,7 @@ def test_an_array_of_jax_does_not_choose_shards(index):
 ASSIGNED = [i for i in BASIC if str(i) not in ("Ellipsis", "(None, 2)")]
 
 
+@pytest.mark.slow
 @each_of("index", ASSIGNED)
 def test_parts_are_assigned(index):
     table, want = sharded(TABLE, CUTS), TABLE.copy()
@@ -287,6 +290,7 @@ def test_a_part_takes_its_own_shape_only():
     np.testing.assert_array_equal(table.numpy(), TABLE)
 
 
+@pytest.mark.slow
 def test_entries_of_several_dimensions(table):
     indices = [[3, 1], [0, 0], [1, 1]]
     assert table.gather_nd(indices).tolist() == [7, 0, 3]
@@ -418,6 +422,7 @@ def test_what_replicas_assign_is_reduced_and_cut(two):
     ]
 
 
+@pytest.mark.slow
 def test_shards_with_a_copy_for_each_replica(two):
     choices = {"synchronization": "on_read", "aggregation": "sum"}
     table = sharded(np.zeros((3, 1)), [1], two, **choices)

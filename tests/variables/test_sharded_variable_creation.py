@@ -30,6 +30,7 @@ def lengths(variable):
     return [shard.shape[0] for shard in variable.variables]
 
 
+@pytest.mark.slow
 @each_of(
     "rows, shards, wanted",
     [

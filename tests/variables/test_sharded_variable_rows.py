@@ -24,6 +24,7 @@ def table(two):
 # Lookups.
 
 
+@pytest.mark.slow
 @each_of(
     "ids",
     [[0, 6, 3], [[0, 1], [6, 6]], 4, np.array([2, 5], np.int64), np.uint8([3]), []],
@@ -34,6 +35,7 @@ def test_rows_are_those_of_the_whole(table, ids):
     np.testing.assert_array_equal(table.sparse_read(ids), want)
 
 
+@pytest.mark.slow
 @each_of("cuts", [[], [0], [3, 3], [7]])
 def test_shards_may_be_empty_or_all(cuts):
     table = sharded(TABLE, cuts)
@@ -89,6 +91,7 @@ def test_traced_ids_are_neither_clamped_nor_wrapped(table):
     np.testing.assert_array_equal(found[jnp.array([2, 4])], TABLE[[6, 0]])
 
 
+@pytest.mark.slow
 def test_long_rows_are_shortened():
     table = sharded(np.array([[1, 1], [0.3, 0.4], [3, 4], [0, 0]], np.float32), [2])
     found = embedding_lookup(table, [0, 1, 2, 3], max_norm=1.0)
@@ -104,6 +107,7 @@ def test_long_rows_are_shortened():
 FIVE = np.arange(1, 11, dtype=np.float32).reshape(5, 2)
 
 
+@pytest.mark.slow
 @each_of("combiner", ["sum", "mean", "sqrtn"])
 def test_groups_are_those_of_a_loop(combiner):
     table = sharded(FIVE, [1, 4])
@@ -273,6 +277,7 @@ def test_a_gradient_of_shards_has_their_own_rows(table):
     assert [g.dense_shape for g in gradients] == [(3, 2), (2, 2), (2, 2)]
 
 
+@pytest.mark.slow
 def test_several_lookups_in_several_ways(table):
     def total():
         found = embedding_lookup(table, [[1, 5, 1]])[0] * WEIGHTS
@@ -290,6 +295,7 @@ def test_several_lookups_in_several_ways(table):
     np.testing.assert_array_equal(gradient.to_dense(), want)
 
 
+@pytest.mark.slow
 def test_other_uses_make_it_an_array(table):
     def total():
         return loss(table, [0, 6, 6]) + (table.value() ** 2).sum()
@@ -311,6 +317,7 @@ def test_the_gradient_of_an_unused_table_has_no_rows(table):
     assert gradients[1].indices.shape == (0,) and gradients[1].dense_shape == (7, 2)
 
 
+@pytest.mark.slow
 @each_of("around", [jax.jit, jax.checkpoint, jax.vmap, "scan"])
 def test_lookups_in_functions_that_jax_traces(around):
     table = sharded(TABLE, CUTS)
@@ -334,6 +341,7 @@ def test_lookups_in_functions_that_jax_traces(around):
     np.testing.assert_array_equal(gradient, want)
 
 
+@pytest.mark.slow
 def test_the_function_has_its_effects_once():
     table, count = sharded(TABLE, CUTS), js.Variable(0)
 
@@ -347,6 +355,7 @@ def test_the_function_has_its_effects_once():
     assert count.value() == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_the_function_is_the_users():
     table = sharded(TABLE, CUTS)
 
@@ -361,6 +370,7 @@ def test_an_error_of_the_function_is_the_users():
     np.testing.assert_array_equal(table.numpy(), TABLE)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     table, w = sharded(TABLE, CUTS), js.Variable(3.0)
 

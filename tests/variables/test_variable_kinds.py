@@ -83,6 +83,7 @@ def reduced(strategy, op, where, x):
     return strategy.run(lambda x: js.get_replica_context().all_reduce(op, x), (x,))
 
 
+@pytest.mark.slow
 @each_of("row", ORACLE["reductions"])
 def test_reductions_are_tensorflows(two, row):
     dtype = jnp.dtype(row["dtype"])
@@ -152,6 +153,7 @@ def test_what_is_equal_on_all_replicas_may_be_assigned_without_aggregation(strat
     assert v.numpy().tolist() == [strategy.num_replicas_in_sync] * 2
 
 
+@pytest.mark.slow
 @each_of("whole", [0, 7, -7, 8, 1_000_003])
 def test_integer_shares_read_back_exactly(strategy, whole):
     v = variable(strategy, 0, "on_read", "sum")
@@ -162,6 +164,7 @@ def test_integer_shares_read_back_exactly(strategy, whole):
     assert v.value() == strategy.num_replicas_in_sync
 
 
+@pytest.mark.slow
 @each_of("kind", ["auto", "on_read"])
 @each_of("dtype", ["float32", "bfloat16", "int32", "bool", "complex64"])
 def test_dtypes_and_shapes(two, dtype, kind):

@@ -7,6 +7,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers.replicas import ids
 from helpers.rows import each_of
 from helpers.variables import variable
@@ -23,6 +24,7 @@ def live():
     return sum(a.nbytes for a in jax.live_arrays() if a.shape in shapes)
 
 
+@pytest.mark.slow
 @each_of("kind", ["auto", "on_read"])
 def test_a_variable_that_is_dropped_frees_its_memory(two, kind):
     before = live()

@@ -147,6 +147,7 @@ def test_reduced_values_compute_with_central_variables(central):
 # One copy.
 
 
+@pytest.mark.slow
 @each_of("make", [js.OneDeviceStrategy, js.MirroredStrategy])
 @each_of("aggregation", ["none", "sum", "mean", "only_first_replica"])
 def test_one_copy_of_an_on_read_variable_is_its_value(make, aggregation):

@@ -55,6 +55,7 @@ def test_an_aggregated_assign_that_only_some_replicas_reach(two):
 # Assigning.
 
 
+@pytest.mark.slow
 @each_of("kind", ["auto", "on_read"])
 @each_of("where", ["outside", "step"])
 @each_of(
@@ -105,6 +106,7 @@ def test_values_from_other_devices(two, four, kind):
     assert set(v.value().devices()) == set(two.devices)
 
 
+@pytest.mark.slow
 @each_of("kind", ["auto", "on_read", "ordinary"])
 def test_arrays_given_and_read_before_stay_as_they_are(two, kind):
     given = two.mirror(jnp.arange(3.0))
@@ -138,6 +140,7 @@ BINARY += [operator.floordiv, operator.pow, operator.lt, operator.le, operator.g
 BINARY += [operator.ge, divmod]
 
 
+@pytest.mark.slow
 @each_of("function", BINARY)
 def test_arithmetic_is_that_of_the_value(two, function):
     a, b = np.float32([7, 5]), np.float32([2, 3])
@@ -162,6 +165,7 @@ def test_arithmetic_of_bits(name):
     assert function(v, 3) == function(6, 3) and function(3, v) == function(3, 6)
 
 
+@pytest.mark.slow
 def test_unary_operators_and_conversions(two):
     v, n = variable(two, -2.25), variable(two, 3)
     assert (-v, +v, abs(v), ~n, round(v, 1)) == (
@@ -182,6 +186,7 @@ def test_unary_operators_and_conversions(two):
         len(v)
 
 
+@pytest.mark.slow
 def test_numpy_and_jax_functions_take_it(two):
     v = variable(two, [1.0, 4.0])
     assert isinstance(v.numpy(), np.ndarray) and v.numpy().tolist() == [1, 4]
@@ -327,6 +332,7 @@ def numpys_rows(n):
     return dense
 
 
+@pytest.mark.slow
 @each_of("how, sign", [("assign_add", 1), ("assign_sub", -1)])
 def test_rows_are_added_where_they_belong(four, how, sign):
     with four.scope():

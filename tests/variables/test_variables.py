@@ -107,6 +107,7 @@ class Once:
         return self.v
 
 
+@pytest.mark.slow
 @each_of("kind", ["auto", "on_read"])
 def test_a_step_may_make_a_variable_when_it_is_first_traced(strategy, kind):
     made = Once(synchronization=kind, aggregation="sum")
@@ -144,6 +145,7 @@ def in_jit(get, x):
     return get().value()
 
 
+@pytest.mark.slow
 @each_of("inside", [in_scan, in_branch, in_merge, in_jit])
 def test_a_variable_made_deep_inside_a_step(two, inside):
     made = Once()
@@ -406,6 +408,7 @@ def test_what_lives_elsewhere_is_not_part_of_a_traced_function(two, central):
 # With the rest of the library.
 
 
+@pytest.mark.slow
 def test_reductions_of_variables(strategy):
     n = strategy.num_replicas_in_sync
     v, w = variable(strategy, [2.0]), js.Variable([3.0])

@@ -108,6 +108,7 @@ def exchanged(x, groups, split, concat, tiled):
 ALL = [list(range(8))]
 
 
+@pytest.mark.slow
 def test_collectives_of_jax(eight):
     rng = np.random.default_rng(2)
     given = {
@@ -217,6 +218,7 @@ def test_a_device_sends_once_for_its_lanes(collective, kind, shape):
     assert sent == [(shapes, kind)]
 
 
+@pytest.mark.slow
 def test_scattered_sums_of_numbers_of_other_kinds(eight):
     """Also of what is the same on all replicas, and their derivatives."""
     x = np.random.default_rng(0).integers(-9, 9, (8, 16, 3)).astype(np.float32)
@@ -294,6 +296,7 @@ def test_collectives_under_a_users_vmap(eight):
     np.testing.assert_array_equal(index, np.arange(16).reshape(8, 2) + [0, 8])
 
 
+@pytest.mark.slow
 def test_collectives_in_loops_and_branches(eight):
     def step(x):
         def turn(carry, y):

@@ -22,6 +22,7 @@ def eight():
     return sharing(2, 4)
 
 
+@pytest.mark.slow
 def test_64_replicas_on_one_device():
     strategy = sharing(1, 64)
     assert strategy.num_replicas_in_sync == 64

@@ -61,6 +61,7 @@ def nnx_layer(x, mask):
     return layer(x, mask=mask), layer.mean[...], layer.var[...]
 
 
+@pytest.mark.slow
 @looped("layer", [linen_layer, nnx_layer])
 def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
     x = drawn(8, 4, 3) + np.arange(8, dtype=np.float32)[:, None, None]
@@ -96,6 +97,7 @@ def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
 # Reductions with less than all bits.
 
 
+@pytest.mark.slow
 @looped("options", [INT8, RANK2])
 def test_compressed_sums_are_those_of_own_devices(eight, options):
     grads = [{"b": drawn(8, 3, seed=i), "w": drawn(8, 16, 20, seed=i)} for i in (1, 2)]
@@ -252,6 +254,7 @@ def test_a_value_that_differs_between_devices_is_not_in_sync(eight):
         eight.assert_in_sync(eight.per_replica(lone))
 
 
+@pytest.mark.slow
 def test_a_report_counts_what_a_device_sends():
     def step(w, x):
         return w - replica().all_reduce("mean", w * x)
