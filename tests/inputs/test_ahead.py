@@ -119,15 +119,19 @@ def test_the_collector_may_end_it_from_its_own_thread(threads):
     """What is read there may be what starts the collector."""
 
     def source():
+        yield np.ones(2)
         while True:
+            left.wait(SECONDS)
             gc.collect()
             yield np.ones(2)
 
     for _ in range(5):
+        left = threading.Event()
         iterator = ahead(source)
         iterator.self = iterator
         next(iterator)
         del iterator
+        left.set()
         until(lambda: not threads())
 
 

@@ -276,15 +276,19 @@ def test_a_folder_that_others_may_enter_is_not_trusted(serve):
 # Ends of processes
 
 CHILD = """
-import os, sys, time
+import os, sys, threading, time
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.processes.messages import Client, Server
-server = Server(Secret(os.environ["WORD"]), lambda request: None, address=sys.argv[2])
-client = Client(sys.argv[1], Secret(os.environ["WORD"]))
+called = threading.Event()
+secret = Secret(os.environ["WORD"])
+server = Server(secret, lambda request: called.set(), address=sys.argv[2])
+client = Client(sys.argv[1], secret)
 client.request(server.address.encode())
+called.wait()
 if os.fork() == 0:  # it has copies of all connections, and outlives its parent
     time.sleep(60)
     os._exit(0)
+client.request(b"forked")
 time.sleep(60)
 """
 
@@ -306,6 +310,7 @@ def test_the_end_of_a_process_is_known_at_once(serve, call):
         until(lambda: told, 60)
         client = call(told[0], lost=lambda: gone.append(True))
         waits = client.submit(b"x")
+        until(lambda: len(told) == 2, 60)
         assert not lost and not gone
         child.kill()
         with pytest.raises(LostError, match="is lost"):
