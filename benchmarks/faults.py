@@ -141,8 +141,8 @@ def seconds(script: str) -> float:
         with harness.job(folder, script, **options) as running:
             running.wait(DEADLINE, *ends)
             ended = time.time()
-            heard = running.ranks[:1] if script is PORT else running.ranks
-            said = "".join(rank.output for rank in heard)
+            replies = running.ranks[:1] if script is PORT else running.ranks
+            said = "".join(rank.output for rank in replies)
             return ended - max(map(float, re.findall(r"MARK ([\d.]+)", said)))
 
 

@@ -250,9 +250,9 @@ class Clock:
     def __init__(self) -> None:
         self._begun = 0.0
         self.seconds: dict[str, float] = {}
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._replies)
 
-    def _heard(self, event: str, duration_secs: float, **about: Any) -> None:
+    def _replies(self, event: str, duration_secs: float, **about: Any) -> None:
         del duration_secs  # on the clock
         if event.endswith("/jaxpr_to_mlir_module_duration"):
             self._begun = time.process_time()

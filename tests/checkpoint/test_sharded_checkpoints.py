@@ -183,10 +183,10 @@ def objects(seed):
 
 
 def test_objects_of_nnx_are_restored_in_parts(tmp_path):
-    heard = []
+    replies = []
 
     def choose(path, leaf):
-        heard.append(path)
+        replies.append(path)
         return len(leaf.shape) - 1
 
     one = sharded(8)
@@ -204,10 +204,10 @@ def test_objects_of_nnx_are_restored_in_parts(tmp_path):
         assert isinstance(moment, js.Sharded)
         assert isinstance(kernel, js.Sharded) is (len(strategy.devices) == 4)
     # The paths are those that `mirror` tells of.
-    told = set(heard)
-    heard.clear()
+    told = set(replies)
+    replies.clear()
     sharded(4, dimension=choose).mirror(objects(2))
-    assert told == set(heard) and "['model'].dense.kernel.value" in told
+    assert told == set(replies) and "['model'].dense.kernel.value" in told
 
 
 def bits_of_object(owner):

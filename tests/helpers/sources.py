@@ -29,10 +29,10 @@ class Source:
         self.length = None if told[2] is None else len(self._data)
 
     def start(self):
-        return Pass(iter(self._data))
+        return SourceIterator(iter(self._data))
 
 
-class Pass:
+class SourceIterator:
     """One pass; its state is that of the source alone."""
 
     def __init__(self, iterator):

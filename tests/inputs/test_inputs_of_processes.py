@@ -29,13 +29,13 @@ class Meeting:
 
     def exchange(self, turn, index, said):
         with self.changed:
-            heard = self.said.setdefault(turn, [None] * self.count)
-            heard[index] = (json.loads(json.dumps(said)),)
+            replies = self.said.setdefault(turn, [None] * self.count)
+            replies[index] = (json.loads(json.dumps(said)),)
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: all(heard) or self.left, SECONDS)
-            if not all(heard):
+            assert self.changed.wait_for(lambda: all(replies) or self.left, SECONDS)
+            if not all(replies):
                 raise EOFError("another process has left")
-        return [each[0] for each in heard]
+        return [each[0] for each in replies]
 
     def leave(self):
         with self.changed:
@@ -195,7 +195,7 @@ def test_what_is_in_memory_is_agreed_about_once_and_ends_together():
     meeting = Meeting(2)
     in_processes(2, 2, of_global(lambda: iter(list(batches))), meeting=meeting)
     assert len(meeting.said) == 53
-    assert sum(len(str(heard)) for heard in meeting.said.values()) < 53 * 40
+    assert sum(len(str(replies)) for replies in meeting.said.values()) < 53 * 40
 
 
 def test_a_list_that_is_changed_while_it_is_read():

@@ -64,9 +64,9 @@ class Peer:
 
     def hear(self):
         """The other side's greeting."""
-        heard = read(self.sock, len(GREETING) + 32)
-        assert heard[: len(GREETING)] == GREETING, heard
-        self.other = heard[len(GREETING) :]
+        replies = read(self.sock, len(GREETING) + 32)
+        assert replies[: len(GREETING)] == GREETING, replies
+        self.other = replies[len(GREETING) :]
         return self
 
     def key(self, to_host):

@@ -85,8 +85,8 @@ def test_requests_news_and_errors_at_all_kinds_of_addresses(serve, call):
             else:
                 request.reply(*request.frames)
 
-        server, heard = serve(handle, address=address), []
-        client = call(server, news=lambda frames, h=heard: h.append(unpacked(frames)))
+        server, replies = serve(handle, address=address), []
+        client = call(server, news=lambda frames, h=replies: h.append(unpacked(frames)))
         for size in (0, 3, messages.CHUNK // 8, 3 * messages.CHUNK // 8 + 1):
             value = {"name": address, "array": np.arange(float(size)), "none": None}
             got = unpacked(client.request(*packed(value), timeout_seconds=20))
@@ -97,7 +97,7 @@ def test_requests_news_and_errors_at_all_kinds_of_addresses(serve, call):
         client.send(*packed(["of the client"]))
         until(lambda news=news: news == [["of the client"]])
         server.send(peers[0], *packed("of the server"))
-        until(lambda heard=heard: heard == ["of the server"])
+        until(lambda replies=replies: replies == ["of the server"])
         assert len(set(peers)) == 1
 
 

@@ -251,15 +251,15 @@ def test_what_the_function_does_besides_is_done_once():
 
 
 def test_the_chosen_dimension_hears_the_paths_of_the_state_only():
-    heard = []
+    replies = []
 
     def choose(path, leaf):
-        heard.append(path)
+        replies.append(path)
         return 1
 
     strategy = sharded(2, dimension=choose)
     state = strategy.init(lambda x: {"w": x * 2}, np.ones((4, 6), np.float32))
-    assert set(heard) == {"['w']"}
+    assert set(replies) == {"['w']"}
     assert strategy._replicas.dimension_of(state["w"]) == 1
 
 

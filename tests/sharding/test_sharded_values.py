@@ -78,10 +78,10 @@ def test_all_placements_are_divided_without_a_share_in_their_memory(
 
 
 def test_the_chosen_dimension_hears_the_path_and_no_numbers():
-    heard = []
+    replies = []
 
     def choose(path, leaf):
-        heard.append((path, leaf.shape))
+        replies.append((path, leaf.shape))
         return 1 if "kernel" in path else None
 
     strategy = sharded(2, dimension=choose)
@@ -90,7 +90,7 @@ def test_the_chosen_dimension_hears_the_path_and_no_numbers():
     assert dimensions(strategy, placed) == {
         "['bias']": None, "['kernel']": 1, "['n']": None, "['step']": None
     }  # fmt: skip
-    assert sorted(heard) == [("['bias']", (4,)), ("['kernel']", (4, 6))]
+    assert sorted(replies) == [("['bias']", (4,)), ("['kernel']", (4, 6))]
 
 
 def test_a_mirrored_strategy_refuses_to_run_on_parts():

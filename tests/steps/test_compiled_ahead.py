@@ -33,11 +33,11 @@ def compilations():
     """The names of the programs that XLA compiles in the block."""
     found, is_open = [], [True]
 
-    def heard(event, seconds, **told):
+    def replies(event, seconds, **told):
         if is_open and event == "/jax/core/compile/backend_compile_duration":
             found.append(told.get("fun_name"))
 
-    jax.monitoring.register_event_duration_secs_listener(heard)
+    jax.monitoring.register_event_duration_secs_listener(replies)
     yield found
     is_open.clear()
 

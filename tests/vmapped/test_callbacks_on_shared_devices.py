@@ -21,7 +21,7 @@ def eight():
     return js.MirroredStrategy(jax.devices()[:2], replicas_per_device=4)
 
 
-def heard(strategy, step):
+def replies(strategy, step):
     """What a step's callbacks were called with, and its results."""
     found = []
 
@@ -39,7 +39,7 @@ def test_each_replica_calls_once(eight):
         jax.debug.callback(tell, x)
         return 2 * jax.pure_callback(tell, FLOAT, x) + io_callback(tell, FLOAT, x + 10)
 
-    found, results = heard(eight, step)
+    found, results = replies(eight, step)
     assert found == sorted([*range(8), *range(8), *range(10, 18)])
     np.testing.assert_array_equal(results, 3 * np.arange(8) + 10)
 
@@ -48,7 +48,7 @@ def test_a_method_for_batches_is_not_used(eight):
     def step(x, tell):
         return jax.pure_callback(tell, FLOAT, x, vmap_method="expand_dims")
 
-    found, results = heard(eight, step)
+    found, results = replies(eight, step)
     assert found == list(range(8)) and results.tolist() == found
 
 
@@ -57,7 +57,7 @@ def test_an_ordered_callback_is_called_in_order(eight):
         first = io_callback(tell, FLOAT, x, ordered=True)
         return io_callback(tell, FLOAT, first + 10, ordered=True)
 
-    found, results = heard(eight, step)
+    found, results = replies(eight, step)
     assert found == [*range(8), *range(10, 18)]
     np.testing.assert_array_equal(results, np.arange(10, 18))
 
@@ -86,7 +86,7 @@ def test_a_branch_calls_for_those_that_take_it(eight, call):
         again = pure(tell, value) if call is pure else value
         return lax.cond(x > 5, lambda: again, lambda: x)
 
-    found, results = heard(eight, step)
+    found, results = replies(eight, step)
     expected = list(range(4, 8)) if call is not pure else found
     assert found == expected
     np.testing.assert_array_equal(results, [0, 1, 2, 3, 4, 5, 7, 8])
@@ -100,7 +100,7 @@ def test_a_loop_calls_until_its_replica_has_ended(eight):
 
         return lax.while_loop(lambda value: value < 5, turn, x)
 
-    found, results = heard(eight, step)
+    found, results = replies(eight, step)
     wanted = [value for i in range(8) for value in range(i, 5, 3)]
     assert found == sorted(wanted)
     np.testing.assert_array_equal(results, [6, 7, 5, 6, 7, 5, 6, 7])
@@ -116,7 +116,7 @@ def test_a_branch_with_a_collective_calls_if_all_take_it(eight):
         left = lax.cond(lax.pmax(x, "replica") > 9, yes, lambda: x)
         return taken + left
 
-    found, results = heard(eight, step)
+    found, results = replies(eight, step)
     assert found == list(range(8))
     np.testing.assert_array_equal(results, 28 + 2 * np.arange(8))
 
@@ -137,7 +137,7 @@ def test_a_callback_where_only_a_group_comes_is_refused(eight):
         NotImplementedError,
         match="(?s)`cond` has a callback and a collective.*test_callbacks_on_shared",
     ):
-        heard(eight, step)
+        replies(eight, step)
 
 
 def test_infinities_are_looked_for_on_each_replica(eight):

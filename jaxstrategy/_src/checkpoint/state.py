@@ -22,7 +22,7 @@ from jaxstrategy._src.values.building import sharding_of
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class StateLeaf:
     """A place in a state.
 
     Attributes:
@@ -160,7 +160,7 @@ class State:
         )
 
 
-def _home(slot: Slot, replicas: Replicas | None) -> Any:
+def _home(slot: StateLeaf, replicas: Replicas | None) -> Any:
     """The place of an array that lies nowhere yet; None for JAX's default device."""
     if replicas is None or not handlers.is_device_array(slot.value):
         return None
@@ -177,14 +177,14 @@ def _is_whole(node: object) -> bool:
     return handlers.is_sharded_variable(node)
 
 
-def slots(tree: PyTree) -> list[Slot]:
+def slots(tree: PyTree) -> list[StateLeaf]:
     """All places of a state."""
     trees.object_kinds()  # those of Flax NNX, if it is imported
     leaves, _ = _flattened(tree)
     flags = building.optimizer_leaves(tree, _is_whole)
-    found: dict[str, Slot] = {}
+    found: dict[str, StateLeaf] = {}
     for (path, leaf), flag in zip(leaves, flags, strict=True):
-        slot = Slot(_name(path), leaf, jax.tree_util.keystr(path), flag)
+        slot = StateLeaf(_name(path), leaf, jax.tree_util.keystr(path), flag)
         for each in _parts(slot) if trees.is_object(leaf) else [slot]:
             if each.name in found:
                 raise ValueError(
@@ -195,7 +195,7 @@ def slots(tree: PyTree) -> list[Slot]:
     return list(found.values())
 
 
-def _parts(slot: Slot) -> Iterator[Slot]:
+def _parts(slot: StateLeaf) -> Iterator[StateLeaf]:
     """The places in an object of Flax NNX: each of its variables once."""
     # Flax need not be installed; but who has such an object has imported it.
     nnx = sys.modules["flax.nnx"]
@@ -220,10 +220,10 @@ def _parts(slot: Slot) -> Iterator[Slot]:
             value = node.get_raw_value()
             if value is not None:  # as little a value as elsewhere in a pytree
                 is_optimizer = building.is_optimizer_variable(node)
-                yield Slot(label, value, where, is_optimizer, node.set_raw_value)
+                yield StateLeaf(label, value, where, is_optimizer, node.set_raw_value)
         else:
             put = _setter(nodes[path[:-1]], path[-1])
-            yield Slot(label, node, where, slot.is_optimizer, put)
+            yield StateLeaf(label, node, where, slot.is_optimizer, put)
 
 
 def _setter(owner: Any, key: str | int) -> Callable[[object], None]:

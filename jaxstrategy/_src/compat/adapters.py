@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Self, TypeVa
 
 from jaxstrategy._src.contexts.replica_context import (
     ReplicaContext,
-    StrategyFace,
+    StrategyAdapter,
     core_of,
 )
 from jaxstrategy._src.strategies.choices import name_methods_after
@@ -21,8 +21,8 @@ from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.variable import Variable
 
-F = TypeVar("F", bound=StrategyFace)
-Class = TypeVar("Class", bound=type[StrategyFace])
+F = TypeVar("F", bound=StrategyAdapter)
+Class = TypeVar("Class", bound=type[StrategyAdapter])
 
 
 @final
@@ -31,7 +31,7 @@ class StrategyAdapters(Generic[F]):
 
     def __init__(self, common: Callable[[], type[F]]) -> None:
         self._common = common
-        self._classes: dict[type, type[StrategyFace]] = {}
+        self._classes: dict[type, type[StrategyAdapter]] = {}
         # By the strategy's `id`, which is no other's while the adapter keeps it alive.
         self._known: weakref.WeakValueDictionary[int, F] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
@@ -53,7 +53,7 @@ class StrategyAdapters(Generic[F]):
 
     def of(self, strategy: Any) -> F:
         """The adapter of a strategy."""
-        core = strategy.core if isinstance(strategy, StrategyFace) else strategy
+        core = strategy.core if isinstance(strategy, StrategyAdapter) else strategy
         with self._lock:
             known = self._known.get(id(core))
         if known is not None:
@@ -174,7 +174,7 @@ def missing_member(
     raise AttributeError(f"{text}.", name=name, obj=adapter)
 
 
-class OlderStrategy(StrategyFace):
+class OlderStrategy(StrategyAdapter):
     """One strategy of today, under other names.
 
     Args:
@@ -200,7 +200,7 @@ class OlderStrategy(StrategyFace):
 
     @staticmethod
     @abc.abstractmethod
-    def over(core: Strategy | StrategyFace) -> OlderStrategy:
+    def over(core: Strategy | StrategyAdapter) -> OlderStrategy:
         """The object of this generation for a strategy, the same each time."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxstrategy._src.compat.older_inputs import require_iterator
-from jaxstrategy._src.contexts import outbox as _outbox, replica_context
+from jaxstrategy._src.contexts import step_outputs as _step_outputs, replica_context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import ReduceOp
@@ -20,7 +20,7 @@ from jaxstrategy._src.values.arrays import PyTree, Value
 _OUTPUT, _OTHER, _OF_REPLICAS = "output", "other", "other, of each replica"
 
 
-class AbstractMultiStepContext(_outbox.Sender):
+class AbstractMultiStepContext(_step_outputs.Sender):
     """Named outputs of the last of several steps, set while the steps run.
 
     Outside of steps what is set is there at once; what a step of `run` sets is there
@@ -46,9 +46,9 @@ class AbstractMultiStepContext(_outbox.Sender):
         """The operation that a session would have to run: none."""
         return None
 
-    def outbox(self, core: AbstractStrategy) -> _outbox.Outbox:
+    def step_outputs(self, core: AbstractStrategy) -> _step_outputs.StepOutputs:
         """The receiver of the outputs that steps of `core` set."""
-        return _outbox.Outbox(self, functools.partial(self._receive, core))
+        return _step_outputs.StepOutputs(self, functools.partial(self._receive, core))
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Sets an output that is no array."""
@@ -80,7 +80,7 @@ class AbstractMultiStepContext(_outbox.Sender):
     def _checked(self, method: str, name: Any) -> str:
         """The method as the user has called it, if it may be called."""
         called = f"ctx.{method}"
-        _outbox.require_open(self, called)
+        _step_outputs.require_open(self, called)
         if not isinstance(name, str):
             raise TypeError(
                 f"The name of an output was {shown(name)}; a text was wanted."
@@ -88,9 +88,9 @@ class AbstractMultiStepContext(_outbox.Sender):
         return called
 
     def _post(self, message: tuple[str, str, PyTree], method: str) -> None:
-        if _outbox.in_step() and get_replica_context() is None:  # in `merge_call`
+        if _step_outputs.in_step() and get_replica_context() is None:  # in `merge_call`
             message = replica_context.to_replica(message)
-        _outbox.post(message, method)
+        _step_outputs.post(message, method)
 
     def _receive(self, core: Any, message: tuple[str, str, PyTree]) -> None:
         kind, name, value = message
@@ -108,7 +108,7 @@ class AbstractMultiStepContext(_outbox.Sender):
         return values
 
     def _read(self, name: str, outputs: dict[str, Any]) -> dict[str, Any]:
-        if _outbox.in_step():
+        if _step_outputs.in_step():
             raise ContextError(
                 f"`ctx.{name}` was read inside a step, which is compiled once, so that "
                 "each later step would have the values of now. Read it outside of "
@@ -138,7 +138,7 @@ def run_steps_on_iterator(
         context.last_step_outputs.update(_named(initial_loop_values))
 
     def loop(_: object) -> None:
-        with context.outbox(core).opened():
+        with context.step_outputs(core).opened():
             for _ in range(count):
                 call(source.get_next())
 

@@ -23,7 +23,7 @@ from jaxstrategy._src.options import (
     VariableSynchronization,
 )
 from jaxstrategy._src.reductions.packing import Overlap
-from jaxstrategy._src.reductions.reduction import MetReduction, OwnReduction, Reduction
+from jaxstrategy._src.reductions.reduction import EagerReduction, LocalReduction, Reduction
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.values import arrays
@@ -48,11 +48,11 @@ class LocalSteps:
     """
 
     def __init__(self, count: int) -> None:
-        self.reduction = OwnReduction(count)
+        self.reduction = LocalReduction(count)
         self.assigned: dict[int, Handle] = {}
 
 
-class Loans(Protocol):
+class Rebindings(Protocol):
     """What a function refers to instead of what it refers to otherwise."""
 
     def set(self) -> None:
@@ -75,7 +75,7 @@ class EagerReplica(abc.ABC):
 
     number: int
     index: jax.Array
-    reduction: MetReduction
+    reduction: EagerReduction
 
     @abc.abstractmethod
     def merge_call(
@@ -87,7 +87,7 @@ class EagerReplica(abc.ABC):
         """This replica's part of what `merge_fn`, called once for all, returns."""
 
     @abc.abstractmethod
-    def lending(self, loans: Loans) -> contextlib.AbstractContextManager[None]:
+    def lending(self, rebindings: Rebindings) -> contextlib.AbstractContextManager[None]:
         """A `with` block with these loans, which are there while this replica runs."""
 
 
@@ -153,7 +153,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def _reduction(self) -> Reduction | OwnReduction | MetReduction:
+    def _reduction(self) -> Reduction | LocalReduction | EagerReduction:
         """The way in which the replicas' values become one, where the code runs."""
 
     @abc.abstractmethod
@@ -264,7 +264,7 @@ class Context:
     )
     lookups: object = None
     read: set[int] | None = None
-    outbox: object = None
+    step_outputs: object = None
     posted: tuple[object, list[Any]] | None = None
     is_initial: bool = False
     batches: object = None

@@ -53,7 +53,7 @@ def check_merge_call(merge_fn: object, args: object, kwargs: object) -> None:
     check_arguments(args, None if isinstance(kwargs, Mapping) else kwargs)
 
 
-class StrategyFace(abc.ABC):
+class StrategyAdapter(abc.ABC):
     """An object with other methods, behind which a strategy does the work.
 
     Contexts, variables and values know the strategy only, so that programs may mix the
@@ -66,13 +66,13 @@ class StrategyFace(abc.ABC):
         """The strategy."""
 
 
-AnyStrategy: TypeAlias = AbstractStrategy | StrategyFace
+AnyStrategy: TypeAlias = AbstractStrategy | StrategyAdapter
 """A strategy, or a face of one, which means the same."""
 
 
 def core_of(strategy: object) -> object:
     """The strategy behind a face; anything else as it is, to be checked."""
-    return strategy.core if isinstance(strategy, StrategyFace) else strategy
+    return strategy.core if isinstance(strategy, StrategyAdapter) else strategy
 
 
 def checked_core(strategy: object) -> AbstractStrategy:

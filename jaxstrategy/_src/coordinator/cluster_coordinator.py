@@ -41,7 +41,7 @@ from jaxstrategy._src.coordinator.worker_states import (
 )
 from jaxstrategy._src.executors.compiled import ReplicatedFunction
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
-from jaxstrategy._src.parameter_servers.worker import WorkerSurroundings
+from jaxstrategy._src.parameter_servers.worker import WorkerContext
 from jaxstrategy._src.scheduled.functions import FunctionTracer
 from jaxstrategy._src.scheduled.recorder import IteratorArgument, is_whole
 from jaxstrategy._src.strategies.parameter_server import ParameterServerStrategy
@@ -499,8 +499,8 @@ class ClusterCoordinator:
             dataset_fn, self._surroundings(), len(self.workers), resume
         )
 
-    def _surroundings(self) -> WorkerSurroundings:
-        return WorkerSurroundings(0, self._backend.servers, self._strategy._replicas)
+    def _surroundings(self) -> WorkerContext:
+        return WorkerContext(0, self._backend.servers, self._strategy._replicas)
 
     def function(self, fn: Function) -> CoordinatedFunction:
         """Mark a plain function as one that may be scheduled; also as a decorator."""

@@ -17,15 +17,15 @@ from jaxstrategy._src.coordinator.values import PerWorkerValue
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.dataset import DeferredDataset, DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputContext
-from jaxstrategy._src.inputs.iterator import Ahead, DistributedIterator
+from jaxstrategy._src.inputs.iterator import Prefetcher, DistributedIterator
 from jaxstrategy._src.inputs.library_sources import as_source
-from jaxstrategy._src.inputs.sources import Dataset, Pass, Source, State
+from jaxstrategy._src.inputs.sources import Dataset, SourceIterator, Source, State
 from jaxstrategy._src.parameter_servers import worker as _worker
 from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.parameter_servers.worker import (
     Positioned,
     WorkerResource,
-    WorkerSurroundings,
+    WorkerContext,
     leaves_of,
     structure_of,
 )
@@ -83,7 +83,7 @@ class WorkerDataset:
         finally:
             started.close()
 
-    def _started(self) -> Pass | DistributedIterator:
+    def _started(self) -> SourceIterator | DistributedIterator:
         source = self._made() if self._read is None else self._read
         # What can be read only once is made again for the next.
         self._read = source if self.only_once is None else None
@@ -112,14 +112,14 @@ class ReadElements(Iterator[PyTree]):
     """Elements, some of them read ahead."""
 
     def __init__(
-        self, started: Pass | DistributedIterator, tells_position: bool
+        self, started: SourceIterator | DistributedIterator, tells_position: bool
     ) -> None:
         self.tells_position = tells_position
         self._started = started
         read = _positioned if tells_position else _next
         # The other kind reads ahead by itself.
         ahead = 0 if isinstance(started, DistributedIterator) else _AHEAD
-        self._ahead = Ahead(lambda: read(started), ahead) if ahead else None
+        self._ahead = Prefetcher(lambda: read(started), ahead) if ahead else None
         self._read = read
 
     def __next__(self) -> PyTree:
@@ -152,7 +152,7 @@ def _source(dataset: Dataset) -> Source:
         raise UnexpectedDataset(f"Unexpected dataset type! {error}") from None
 
 
-def _next(started: Pass | DistributedIterator) -> PyTree:
+def _next(started: SourceIterator | DistributedIterator) -> PyTree:
     element = next(started)
     # The source may overwrite its arrays when it is asked for the next one.
     if isinstance(started, DistributedIterator) or started.are_own:
@@ -164,7 +164,7 @@ def _own(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def _positioned(started: Pass | DistributedIterator) -> Positioned:
+def _positioned(started: SourceIterator | DistributedIterator) -> Positioned:
     element = _next(started)
     return Positioned(element, started.get_state())
 
@@ -267,7 +267,7 @@ class PerWorkerDataset:
     def __init__(
         self,
         given: Any,
-        surroundings: WorkerSurroundings,
+        surroundings: WorkerContext,
         workers: int,
         resume: bool = False,
     ) -> None:
@@ -478,7 +478,7 @@ class ShardIterator(IteratorArgument):
 
 
 def shard_iterators(
-    make: DatasetOfShard, shards: int, surroundings: WorkerSurroundings
+    make: DatasetOfShard, shards: int, surroundings: WorkerContext
 ) -> Sequence[ShardIterator]:
     """An iterator for each shard."""
     makes = [functools.partial(make, shard, shards) for shard in range(shards)]
@@ -487,7 +487,7 @@ def shard_iterators(
 
 
 def _element(
-    makes: Sequence[Callable[[], Dataset]], surroundings: WorkerSurroundings
+    makes: Sequence[Callable[[], Dataset]], surroundings: WorkerContext
 ) -> Element:
     """That of the first shard that is not empty."""
     for make in makes:

@@ -372,7 +372,7 @@ def function_name(fn: Any) -> str:
 
 
 @final
-class WorkerLife:
+class WorkerSession:
     """Gives a worker what it needs before each function; `kill` is thread-safe."""
 
     def __init__(self, worker: AbstractWorker) -> None:
@@ -484,7 +484,7 @@ class Closure:
         """Its name and the line of the user's code that it is from."""
         return self.name
 
-    def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
+    def run(self, life: WorkerSession, worker: int, incarnation: int) -> object:
         """Its results, of a worker that is the caller's alone meanwhile."""
         raise NotImplementedError
 
@@ -525,7 +525,7 @@ class ScheduledClosure(Closure):
             return f"`{self.name}`"
         return f"`{self.name}` ({Line(code.co_filename, code.co_firstlineno)})"
 
-    def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
+    def run(self, life: WorkerSession, worker: int, incarnation: int) -> object:
         """Its arrays; traced again if the worker has elements of another type."""
         self._has_run = True
         number = CallNumber(self._number, self._numbers.finished, worker, incarnation)
@@ -560,10 +560,10 @@ class WorkerTask(Closure):
     is_of_one_worker = True
 
     def __init__(
-        self, name: str, task: Callable[[WorkerLife], PyTree], value: RemoteValue
+        self, name: str, task: Callable[[WorkerSession], PyTree], value: RemoteValue
     ) -> None:
         super().__init__(name, value)
         self._task = task
 
-    def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
+    def run(self, life: WorkerSession, worker: int, incarnation: int) -> object:
         return self._task(life)

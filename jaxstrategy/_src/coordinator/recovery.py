@@ -30,7 +30,7 @@ _LONGEST_PAUSE = 5.0
 
 
 @final
-class Deaths:
+class RestartPolicy:
     """Decides whether a worker is started again, and when."""
 
     def __init__(
@@ -131,7 +131,7 @@ class ServerRestarts:
                 "the manager saves, `ClusterCoordinator(strategy, "
                 "restore_from=manager, state=state)`."
             )
-        self._deaths = [Deaths(limit) for _ in backend.servers]
+        self._deaths = [RestartPolicy(limit) for _ in backend.servers]
         if manager.latest_step() is None:
             manager.save(0, state, force=True)
             manager.wait()

@@ -20,12 +20,12 @@ from jaxstrategy._src.coordinator.queue import (
     ClosureQueue,
     FunctionNumbers,
     ScheduledClosure,
-    WorkerLife,
+    WorkerSession,
     WorkerTask,
     function_name,
 )
 from jaxstrategy._src.coordinator.recovery import (
-    Deaths,
+    RestartPolicy,
     Incarnations,
     Recovery,
     ServerRestarts,
@@ -79,7 +79,7 @@ class Scheduler:
                 self._queue,
                 failures,
                 self.executions,
-                Deaths(max_restarts),
+                RestartPolicy(max_restarts),
                 _start_delay(index),
             )
             for index in range(backend.num_workers)
@@ -123,7 +123,7 @@ class Scheduler:
         return value
 
     def on_worker(
-        self, index: int, name: str, task: Callable[[WorkerLife], PyTree]
+        self, index: int, name: str, task: Callable[[WorkerSession], PyTree]
     ) -> RemoteValue:
         """Let one worker do something before its next function."""
         value = RemoteValue(name)

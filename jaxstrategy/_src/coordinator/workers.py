@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Hashable
 from typing import final
 
-from jaxstrategy._src.coordinator.queue import Closure, ClosureQueue, WorkerLife
-from jaxstrategy._src.coordinator.recovery import Deaths, Incarnations, Recovery
+from jaxstrategy._src.coordinator.queue import Closure, ClosureQueue, WorkerSession
+from jaxstrategy._src.coordinator.recovery import RestartPolicy, Incarnations, Recovery
 from jaxstrategy._src.coordinator.worker_states import (
     Stopwatch,
     WorkerActivity,
@@ -135,7 +135,7 @@ class WorkerThread:
         queue: ClosureQueue,
         failures: Failures,
         executions: Stopwatch,
-        deaths: Deaths,
+        deaths: RestartPolicy,
         delay: float = 0.0,
     ) -> None:
         self.record = WorkerRecord()
@@ -146,7 +146,7 @@ class WorkerThread:
         self._executions = executions
         self._deaths = deaths
         self._delay = delay
-        self._life: WorkerLife | None = None
+        self._life: WorkerSession | None = None
         self._gone: deque[int] = deque()
         self._is_excused = False
         self._is_stopped = threading.Event()
@@ -217,7 +217,7 @@ class WorkerThread:
             error.add_note(f"Worker {self._index} could not be started.")
             self._give_up(error)
             return False
-        self._life = WorkerLife(worker)
+        self._life = WorkerSession(worker)
         if self._is_stopped.is_set():  # it was just too late for `stop`
             worker.kill()
             return False
@@ -244,7 +244,7 @@ class WorkerThread:
             self.record.running = None
         return True
 
-    def _run_closure(self, life: WorkerLife, closure: Closure) -> None:
+    def _run_closure(self, life: WorkerSession, closure: Closure) -> None:
         incarnation = self._failures.incarnations[self._index]
         # In this order: another function may fail at any moment, and then what counts
         # with this number is refused.

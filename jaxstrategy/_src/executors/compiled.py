@@ -14,7 +14,7 @@ from typing import Any, final
 import jax
 from jax.stages import Compiled
 
-from jaxstrategy._src.contexts import context as _context, outbox, replica_context
+from jaxstrategy._src.contexts import context as _context, step_outputs, replica_context
 from jaxstrategy._src.contexts.context import (
     OUTSIDE,
     AbstractStrategy,
@@ -37,7 +37,7 @@ from jaxstrategy._src.tracing.saved_step import (
     SavedStep,
     facts_of,
 )
-from jaxstrategy._src.tracing.shared_programs import Seal
+from jaxstrategy._src.tracing.shared_programs import FrozenSignatures
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
 from jaxstrategy._src.values.arrays import Function, PyTree
 
@@ -276,7 +276,7 @@ class CompiledExecutor(AbstractExecutor):
         obtain: Obtain,
     ) -> FunctionProgram:
         """The program of one such call of `fn`, compiled before it is made."""
-        seal = Seal()
+        seal = FrozenSignatures()
         # A table of its own: what is compiled ahead takes nothing from other calls of
         # the step, and refuses what these would compile.
         program = Programs(self._environment, self.agreement, seal).of(fn, options)
@@ -293,7 +293,7 @@ class CompiledExecutor(AbstractExecutor):
     ) -> PyTree:
         """The results of what `compile` gave, wherever `run` may be called."""
         context: Context = _context.require_cross_replica(self._strategy, "run")
-        if outbox.around_steps() is not None:
+        if step_outputs.around_steps() is not None:
             raise ContextError(
                 f"`{name_of(fn)}` was compiled ahead of time, without what it hands to "
                 "the `MultiStepContext` around this call. Call the step itself."

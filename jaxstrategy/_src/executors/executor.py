@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast, final
 
-from jaxstrategy._src.contexts import context as _context, outbox as _outbox
+from jaxstrategy._src.contexts import context as _context, step_outputs as _step_outputs
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.options import RunOptions
@@ -66,15 +66,15 @@ class AbstractExecutor(abc.ABC):
         context = _context.current()
         if context.observer is not None and not context.in_step:
             context.observer(self, fn, args, kwargs, options)
-        outbox = _outbox.around_steps()
-        if outbox is None:
+        step_outputs = _step_outputs.around_steps()
+        if step_outputs is None:
             return self._run(fn, args, kwargs, options)
-        posting = outbox.posting(fn)
-        code.define_at(posting, code.place_of(fn))
-        args, kwargs = _outbox.without_sender(outbox, (args, kwargs))
-        result, posted = self._run(posting, args, kwargs, options)
+        with_outputs = step_outputs.with_outputs(fn)
+        code.define_at(with_outputs, code.place_of(fn))
+        args, kwargs = _step_outputs.without_sender(step_outputs, (args, kwargs))
+        result, posted = self._run(with_outputs, args, kwargs, options)
         for message in posted:
-            outbox.receive(message)
+            step_outputs.receive(message)
         return result
 
     @abc.abstractmethod

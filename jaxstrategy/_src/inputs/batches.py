@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxstrategy._src.inputs.sources import Pass, State
+from jaxstrategy._src.inputs.sources import SourceIterator, State
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import as_numbers
@@ -104,7 +104,7 @@ class Steps:
 
     def __init__(
         self,
-        passes: list[Pass],
+        passes: list[SourceIterator],
         are_global: bool,
         replicas: ReplicaRange,
         agreement: Agreement,
@@ -334,8 +334,8 @@ class Steps:
             counts = self._counts_ahead.popleft()
             batch = self._as_announced(batch, counts)
         else:
-            heard = self._heard(batch)
-            if not any(heard):
+            replies = self._replies(batch)
+            if not any(replies):
                 if self.done == 0:
                     raise ValueError(
                         "The dataset has no batches. A generator that was read before "
@@ -344,26 +344,26 @@ class Steps:
                     )
                 raise StopIteration
             batch = batch or self._without_rows()
-            if len({said[0] for said in heard if said}) > 1:
-                batch = self._widened(batch, heard)
-            elif all(heard):
-                self._agree_ahead(heard)
+            if len({said[0] for said in replies if said}) > 1:
+                batch = self._widened(batch, replies)
+            elif all(replies):
+                self._agree_ahead(replies)
             none = [0] * len(batch.own_counts)
-            counts = [n for said in heard for n in (said[1] if said else none)]
+            counts = [n for said in replies for n in (said[1] if said else none)]
         self._last, self._each = batch, batch.each
         self.done += 1
         return dataclasses.replace(batch, counts=tuple(counts), state=self.state())
 
-    def _heard(self, batch: HostBatch | None) -> list[list[Any] | None]:
+    def _replies(self, batch: HostBatch | None) -> list[list[Any] | None]:
         """Of each process: rows of a replica, own counts, and those ahead in runs."""
-        heard = self.agreement.exchange(self._said(batch))
-        if all(isinstance(said, list) for said in heard):
-            self._own_replicas = [len(said[1]) for said in heard]
+        replies = self.agreement.exchange(self._said(batch))
+        if all(isinstance(said, list) for said in replies):
+            self._own_replicas = [len(said[1]) for said in replies]
         return [
             [self._each, [self._each] * self._own_replicas[process], []]
             if said == _FULL
             else said
-            for process, said in enumerate(heard)
+            for process, said in enumerate(replies)
         ]
 
     def _said(self, batch: HostBatch | None) -> Any:
@@ -401,9 +401,9 @@ class Steps:
             found.append(counts)
         return found
 
-    def _agree_ahead(self, heard: list[Any]) -> None:
+    def _agree_ahead(self, replies: list[Any]) -> None:
         """Take note of the steps that all processes are sure of already."""
-        own = [[run[1] for run in said[2] for _ in range(run[0])] for said in heard]
+        own = [[run[1] for run in said[2] for _ in range(run[0])] for said in replies]
         for step in zip(*own, strict=False):
             self._counts_ahead.append([count for counts in step for count in counts])
 
@@ -422,19 +422,19 @@ class Steps:
             )
         return batch
 
-    def _widened(self, batch: HostBatch, heard: list[Any]) -> HostBatch:
+    def _widened(self, batch: HostBatch, replies: list[Any]) -> HostBatch:
         """`batch` with as many rows as the largest of any process in the first step."""
         if self.done or self._is_resumed:
             told = ", ".join(
                 f"{said[0]} in process {process}"
-                for process, said in enumerate(heard)
+                for process, said in enumerate(replies)
                 if said
             )
             raise ValueError(
                 f"The replicas' batches have different sizes: {told} rows. Resume all "
                 "processes from states that were saved after the same step."
             )
-        each = max(said[0] for said in heard if said)
+        each = max(said[0] for said in replies if said)
         return dataclasses.replace(
             batch, arrays=[_widened(a, each) for a in batch.arrays], each=each
         )

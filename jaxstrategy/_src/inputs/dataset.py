@@ -15,7 +15,7 @@ from jaxstrategy._src.inputs.input_options import (
 )
 from jaxstrategy._src.inputs.iterator import DistributedIterator
 from jaxstrategy._src.inputs.library_sources import as_source
-from jaxstrategy._src.inputs.sources import Dataset, Pass, Source
+from jaxstrategy._src.inputs.sources import Dataset, SourceIterator, Source
 from jaxstrategy._src.inputs.transfer import Transfer
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas.replicas import Replicas
@@ -254,7 +254,7 @@ class Feeding:
         return DistributedDataset(start, self._transfer, options, name, None)
 
     def _steps(
-        self, passes: list[Pass], are_global: bool, options: InputOptions
+        self, passes: list[SourceIterator], are_global: bool, options: InputOptions
     ) -> Steps:
         agreement, remainder = self._agree(), options.remainder
         return Steps(passes, are_global, self._fed, agreement, remainder)

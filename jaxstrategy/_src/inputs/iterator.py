@@ -272,7 +272,7 @@ class _State(dict[str, State]):
 
 def _placed(
     steps: Steps, transfer: Transfer, options: InputOptions
-) -> tuple[Ahead | None, Iterator[tuple[PyTree, State | TypeError]]]:
+) -> tuple[Prefetcher | None, Iterator[tuple[PyTree, State | TypeError]]]:
     """Batches with the state after them, and what reads them ahead, if anything."""
 
     def place(step: HostBatch) -> tuple[PyTree, State | TypeError]:
@@ -281,7 +281,7 @@ def _placed(
     if not options.ahead or _is_at_hand(steps, transfer):
         return None, map(place, steps)
     if options.experimental_fetch_to_device:
-        ahead = Ahead(lambda: place(next(steps)), options.ahead)
+        ahead = Prefetcher(lambda: place(next(steps)), options.ahead)
         return ahead, ahead
 
     # Copied, because the source may overwrite its arrays when it is asked for the next.
@@ -289,7 +289,7 @@ def _placed(
         batch = next(steps)
         return batch if steps.are_own else batch.copied()
 
-    ahead = Ahead(copied, options.ahead)
+    ahead = Prefetcher(copied, options.ahead)
     return ahead, map(place, ahead)
 
 
@@ -315,7 +315,7 @@ def _type(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-class Ahead(Iterator[_T]):
+class Prefetcher(Iterator[_T]):
     """The results of a function, one after the other, called some calls ahead."""
 
     def __init__(self, make: Callable[[], _T], depth: int) -> None:

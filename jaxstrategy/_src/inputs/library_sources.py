@@ -18,11 +18,11 @@ import numpy as np
 
 from jaxstrategy._src.inputs import sources
 from jaxstrategy._src.inputs.sources import (
-    CountedPass,
+    ReplayIterator,
     Dataset,
-    Pass,
+    SourceIterator,
     ReadingOrder,
-    SnapshotPass,
+    SnapshotIterator,
     Source,
     State,
     TfDataSource,
@@ -46,7 +46,7 @@ class TorchSource(Source):
         self._loader = loader
         self._order = ReadingOrder()
 
-    def start(self) -> Pass:
+    def start(self) -> SourceIterator:
         if hasattr(self._loader, "state_dict"):
             return _StatefulPass(self._loader, self._order, self.length)
         return _TorchPass(self._loader, self.length)
@@ -66,10 +66,10 @@ class TorchSource(Source):
 
 
 @final
-class _TorchPass(Pass):
+class _TorchPass(SourceIterator):
     def __init__(self, loader: Dataset, length: int | None) -> None:
         self._loader = loader
-        self._batches = CountedPass(lambda: iter(loader), _NAME, length)
+        self._batches = ReplayIterator(lambda: iter(loader), _NAME, length)
 
     def __next__(self) -> PyTree:
         return to_numpy(next(self._batches))
@@ -100,7 +100,7 @@ class _TorchPass(Pass):
 
 
 @final
-class _StatefulPass(SnapshotPass):
+class _StatefulPass(SnapshotIterator):
     """A pass over a loader with `state_dict` and `load_state_dict`."""
 
     name = _NAME
@@ -238,7 +238,7 @@ class GrainSource(Source):
         self._dataset = dataset
         self._length = _length(dataset)
 
-    def start(self) -> Pass:
+    def start(self) -> SourceIterator:
         dataset = self._dataset
         if hasattr(dataset, "to_iter_dataset"):
             options = sys.modules["grain"].ReadOptions(
@@ -257,7 +257,7 @@ class GrainSource(Source):
 
 
 @final
-class _GrainPass(SnapshotPass):
+class _GrainPass(SnapshotIterator):
     def __init__(self, dataset: Dataset, name: str, length: int | None) -> None:
         self._dataset = dataset
         self.name = name
@@ -362,7 +362,7 @@ class TableSource(Source):
             )
         self._dataset = dataset
 
-    def start(self) -> Pass:
+    def start(self) -> SourceIterator:
         return _TablePass(self._dataset, self.name)
 
     @property
@@ -375,7 +375,7 @@ class TableSource(Source):
 
 
 @final
-class _TablePass(Pass):
+class _TablePass(SourceIterator):
     def __init__(self, dataset: Dataset, name: str) -> None:
         self._dataset = dataset
         self._name = name
@@ -409,7 +409,7 @@ class StreamSource(Source):
         self._dataset = dataset
         self._order = ReadingOrder()
 
-    def start(self) -> Pass:
+    def start(self) -> SourceIterator:
         return _StreamPass(self._dataset, self._order, self.name)
 
     @property
@@ -418,7 +418,7 @@ class StreamSource(Source):
 
 
 @final
-class _StreamPass(SnapshotPass):
+class _StreamPass(SnapshotIterator):
     def __init__(self, dataset: Dataset, order: ReadingOrder, name: str) -> None:
         self._dataset = dataset
         self._order = order

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxstrategy._src.inputs import origins, sources
-from jaxstrategy._src.inputs.sources import Pass, Source, State
+from jaxstrategy._src.inputs.sources import SourceIterator, Source, State
 from jaxstrategy._src.text.shown import whole
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
@@ -138,7 +138,7 @@ class ArrayBatches(Source):
         self._next_epoch += self._epochs or 1
         return _ArrayPass(self, first)
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> SourceIterator:
         begun = self.start()
         begun.is_looped_over = True
         return begun
@@ -217,7 +217,7 @@ class ArrayBatches(Source):
 
 
 @final
-class _ArrayPass(Pass):
+class _ArrayPass(SourceIterator):
     is_in_memory = True
 
     def __init__(self, source: ArrayBatches, epoch: int) -> None:

@@ -24,7 +24,7 @@ class Source(abc.ABC):
     """Batches, read from the beginning as often as asked for."""
 
     @abc.abstractmethod
-    def start(self) -> Pass:
+    def start(self) -> SourceIterator:
         """A new pass over all batches."""
 
     @property
@@ -38,7 +38,7 @@ class Source(abc.ABC):
         """The name in messages."""
 
 
-class Pass(abc.ABC):
+class SourceIterator(abc.ABC):
     """One pass over a source."""
 
     are_own = False
@@ -72,7 +72,7 @@ class Pass(abc.ABC):
 
 
 @final
-class CountedPass(Pass):
+class ReplayIterator(SourceIterator):
     """Batches of an iterator; a later pass gets to the same place by reading again."""
 
     def __init__(
@@ -134,7 +134,7 @@ class CountedPass(Pass):
 _EVERY = 16
 
 
-class SnapshotPass(Pass):
+class SnapshotIterator(SourceIterator):
     """A pass over a source that has a state of its own, which takes long to ask for."""
 
     name: str
@@ -242,18 +242,18 @@ class ReadingOrder:
     """Notices when two passes read in turns, so that no wrong state is given away."""
 
     def __init__(self) -> None:
-        self._latest: Pass | None = None
+        self._latest: SourceIterator | None = None
         self._is_mixed = False
 
-    def begin(self, reader: Pass) -> None:
+    def begin(self, reader: SourceIterator) -> None:
         """`reader` begins to read, and those before it are expected to be done."""
         self._latest, self._is_mixed = reader, False
 
-    def take(self, reader: Pass) -> None:
+    def take(self, reader: SourceIterator) -> None:
         """`reader`, which has begun, reads on."""
         self._is_mixed |= reader is not self._latest
 
-    def check(self, reader: Pass, name: str) -> None:
+    def check(self, reader: SourceIterator, name: str) -> None:
         """Raise unless the dataset's place is that of `reader`."""
         if self._is_mixed or reader is not self._latest:
             raise TypeError(
@@ -277,12 +277,12 @@ class Repeatable(Source):
     def __init__(self, batches: Iterable[PyTree]) -> None:
         self._batches = batches
 
-    def start(self) -> Pass:
+    def start(self) -> SourceIterator:
         batches = self._batches
         in_memory: Sequence[PyTree] = ()
         if isinstance(batches, (list, tuple)) and type(batches) in (list, tuple):
             in_memory = batches
-        return CountedPass(lambda: iter(batches), self.name, self.length, in_memory)
+        return ReplayIterator(lambda: iter(batches), self.name, self.length, in_memory)
 
     @property
     def length(self) -> int | None:
@@ -303,8 +303,8 @@ class Generated(Source):
     def __init__(self, read: Callable[[], Iterable[PyTree]]) -> None:
         self._read = read
 
-    def start(self) -> Pass:
-        return CountedPass(self._begin, self.name)
+    def start(self) -> SourceIterator:
+        return ReplayIterator(self._begin, self.name)
 
     def _begin(self) -> Iterator[PyTree]:
         batches: Any = self._read()
@@ -332,7 +332,7 @@ class Once(Source):
         self._batches = batches
         self._is_started = False
 
-    def start(self) -> Pass:
+    def start(self) -> SourceIterator:
         if self._is_started:
             raise TypeError(
                 f"Only one pass can read {self.name}, and one did. {_AGAIN}"
@@ -346,7 +346,7 @@ class Once(Source):
 
 
 @final
-class _OncePass(Pass):
+class _OncePass(SourceIterator):
     def __init__(self, batches: Iterator[PyTree], name: str) -> None:
         # Never closed: the iterator is the user's own.
         self._batches: Iterator[PyTree] = batches
@@ -384,8 +384,8 @@ class TfDataSource(Source):
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
-    def start(self) -> Pass:
-        return CountedPass(
+    def start(self) -> SourceIterator:
+        return ReplayIterator(
             lambda: iter(self._dataset.as_numpy_iterator()), self.name, self.length
         )
 

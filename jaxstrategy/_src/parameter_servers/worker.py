@@ -45,7 +45,7 @@ from jaxstrategy._src.values.per_replica import PerReplica
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
-class WorkerSurroundings:
+class WorkerContext:
     """What code that builds and reads datasets finds on its worker."""
 
     index: int
@@ -57,9 +57,9 @@ class WorkerSurroundings:
         return context.entered(worker=self)
 
 
-def current() -> WorkerSurroundings | None:
+def current() -> WorkerContext | None:
     """Those of the code that asks; None of code that runs for no worker's dataset."""
-    return cast("WorkerSurroundings | None", context.current().worker)
+    return cast("WorkerContext | None", context.current().worker)
 
 
 _numbers = itertools.count()
@@ -161,7 +161,7 @@ class _Seen(NamedTuple):
 
 
 @final
-class PeekedIterator:
+class LookaheadIterator:
     """An iterator of which some elements were looked at before they are taken."""
 
     def __init__(self, iterator: Iterator[PyTree]) -> None:
@@ -200,7 +200,7 @@ class Elements:
     """The elements that one call takes of its iterators."""
 
     def __init__(
-        self, iterators: Sequence[PeekedIterator], program: ShippedProgram
+        self, iterators: Sequence[LookaheadIterator], program: ShippedProgram
     ) -> None:
         self._iterators = iterators
         self._program = program
@@ -275,7 +275,7 @@ class WorkerEngine(AbstractWorker):
         self._servers = servers
         self._replicas = Replicas.on(list(devices))
         self._programs: RecentlyUsed[_LoadedProgram] = RecentlyUsed()
-        self._surroundings = WorkerSurroundings(index, servers, self._replicas)
+        self._surroundings = WorkerContext(index, servers, self._replicas)
         # Datasets, iterators and variables of its own, by their numbers.
         self._resources: dict[int, Any] = {}
         self._is_killed = threading.Event()
@@ -305,7 +305,7 @@ class WorkerEngine(AbstractWorker):
         self._check()
         for number in resources:
             held = self._resources.pop(number, None)
-            if isinstance(held, PeekedIterator):
+            if isinstance(held, LookaheadIterator):
                 held.close()
 
     def own(self, variable: int) -> np.ndarray:
@@ -344,10 +344,10 @@ class WorkerEngine(AbstractWorker):
         if self._is_killed.is_set():
             raise WorkerLost(f"Worker {self.index} was killed.")
 
-    def _iterator(self, resource: int) -> PeekedIterator:
+    def _iterator(self, resource: int) -> LookaheadIterator:
         held = self._resources[resource]
-        if not isinstance(held, PeekedIterator):
-            held = self._resources[resource] = PeekedIterator(iter(held))
+        if not isinstance(held, LookaheadIterator):
+            held = self._resources[resource] = LookaheadIterator(iter(held))
         return held
 
     def _values(

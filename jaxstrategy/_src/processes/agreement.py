@@ -252,8 +252,8 @@ class OperationAgreement:
         self, operation: Operation, advice: str, said: Json = None
     ) -> list[Json]:
         """Compare an operation with those of the others; get what each says besides."""
-        heard = self._agreement.exchange([said, operation.told()])
-        done = [Operation(*told) for _, told in heard]
+        replies = self._agreement.exchange([said, operation.told()])
+        done = [Operation(*told) for _, told in replies]
         for index, other in enumerate(done):
             if text := other_programs(done[0], other, index):
                 raise self.refusal(text)
@@ -263,7 +263,7 @@ class OperationAgreement:
                     "The processes are about to do different things together:\n"
                     f"{text}\n{advice}"
                 )
-        return [each_said for each_said, _ in heard]
+        return [each_said for each_said, _ in replies]
 
     def agree(self, what: str, said: Json = None) -> list[Json]:
         """Compare something done outside of steps; get what each says about it."""

@@ -209,21 +209,21 @@ class Greeting:
         self._secret = secret
         self._is_host = is_host
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._heard = bytearray()
+        self._replies = bytearray()
         self.own = GREETING + self._nonce
 
     def add(self, received: bytes) -> Channel | None:
         """Take in what came; the channel when the other side has greeted."""
-        self._heard += received
-        if not GREETING.startswith(self._heard[: len(GREETING)]):
+        self._replies += received
+        if not GREETING.startswith(self._replies[: len(GREETING)]):
             raise ValueError("this is no greeting")
         end = len(GREETING) + NONCE_BYTES
-        if len(self._heard) < end:
+        if len(self._replies) < end:
             return None
-        nonces = self._nonce, bytes(self._heard[len(GREETING) : end])
+        nonces = self._nonce, bytes(self._replies[len(GREETING) : end])
         guests, hosts = nonces[::-1] if self._is_host else nonces
         channel = Channel(self._secret, guests, hosts, self._is_host)
-        channel.add(bytes(self._heard[end:]))
+        channel.add(bytes(self._replies[end:]))
         return channel
 
 

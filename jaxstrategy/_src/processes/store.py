@@ -113,15 +113,15 @@ class ProcessState:
     @property
     def busy(self) -> str | None:
         """Its own work, for which others may wait; None if it has none."""
-        return self._heard["busy"] if self._heard else None
+        return self._replies["busy"] if self._replies else None
 
     @property
     def writes(self) -> str | None:
         """The checkpoint it writes in the background; None if it writes none."""
-        return self._heard["writes"] if self._heard else None
+        return self._replies["writes"] if self._replies else None
 
     @property
-    def _heard(self) -> Status | None:
+    def _replies(self) -> Status | None:
         """Its last status if it runs and answers, else None."""
         is_recent = self.end is None and self.silent_seconds < LATE_SECONDS
         return self.status if is_recent else None
@@ -221,7 +221,7 @@ class _Client:
     def __init__(self, index: int, post: Callable[[bytes], None]) -> None:
         self.index = index
         self.post = post
-        self.heard = time.monotonic()
+        self.replies = time.monotonic()
         self.status: Status | None = None
         self.end: str | None = None  # how it ended: left, failed, died or silent
         self.text = ""
@@ -289,7 +289,7 @@ class StoreServer:
         client = self._by_peer.get(request.peer)
         if client is None:
             raise ValueError("the processes of the job have met already")
-        client.heard = time.monotonic()
+        client.replies = time.monotonic()
         try:
             message = read(request.frames)
             self._obey(client, message, request.reply)
@@ -405,7 +405,7 @@ class StoreServer:
 
     def _silent(self, client: _Client, now: float) -> float:
         is_asked = client.index != 0 and client.end is None
-        return round(now - client.heard, 1) if is_asked else 0.0
+        return round(now - client.replies, 1) if is_asked else 0.0
 
     def _hung_up(self, client: _Client) -> None:
         client.is_connected = False
@@ -455,7 +455,7 @@ class StoreServer:
         now = time.monotonic()
         if now - self._ticked > _STOPPED_SECONDS:  # this process was itself stopped
             for client in self._clients.values():
-                client.heard = now
+                client.replies = now
         self._ticked = now
         for client in self._clients.values():
             client.post(written({"op": "ping"}))
@@ -500,7 +500,7 @@ class SharedStore(Store):
         # Later than any watchdog, whose report says more.
         self._silence_seconds = silence_seconds or timeout_seconds + 5
         self._requests = itertools.count()
-        self._heard = time.monotonic()
+        self._replies = time.monotonic()
         self._callbacks: list[Callable[[Departure], None]] = []
         self._changed = threading.Condition(threading.RLock())
         self._all_left = threading.Event()
@@ -573,10 +573,10 @@ class SharedStore(Store):
     @property
     def silent_seconds(self) -> float:
         """For how long process 0 has said nothing; 1 at most is usual."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._replies
 
     def forgive_silence(self) -> None:
-        self._heard = time.monotonic()
+        self._replies = time.monotonic()
 
     def look_at_process_0(self) -> None:
         if self.index and self.silent_seconds > self._silence_seconds:
@@ -692,7 +692,7 @@ class SharedStore(Store):
     def _read(self) -> None:
         """Take what process 0 tells, in a thread that may be held up."""
         while (frames := self._group.news.get()) is not None:
-            self._heard = time.monotonic()
+            self._replies = time.monotonic()
             try:
                 self._take(read(frames))
             except (

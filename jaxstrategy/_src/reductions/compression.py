@@ -99,7 +99,7 @@ def memory_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class Owed:
+class Residual:
     """What one leaf carries from one reduction to the next.
 
     Attributes:
@@ -114,12 +114,12 @@ class Owed:
 def reduce_with_memory(
     op: ReduceOp,
     leaves: Sequence[Leaf],
-    owed: Sequence[Owed | None],
+    owed: Sequence[Residual | None],
     compression: Compression,
     sums: Sums,
     *,
     is_alone: bool,
-) -> tuple[list[Leaf], list[Owed | None]]:
+) -> tuple[list[Leaf], list[Residual | None]]:
     """The sum or mean of each leaf over the replicas, and what is owed now."""
     check_compressible(op)
     pairs = list(zip(leaves, owed, strict=True))
@@ -151,19 +151,19 @@ def check_compressible(op: ReduceOp) -> None:
         )
 
 
-def _with_debt(op: ReduceOp, leaf: Leaf, debt: Owed) -> jax.Array:
+def _with_debt(op: ReduceOp, leaf: Leaf, debt: Residual) -> jax.Array:
     array = checked(op, leaf).astype(debt.error.dtype)
     return _not_differentiable(array) + debt.error
 
 
-def _settled(sent: Sent, debt: Owed) -> Owed:
+def _settled(sent: Sent, debt: Residual) -> Residual:
     """What is owed after a reduction.
 
     Of what is not finite nothing arrived that a step could use: who skips the step
     finds the old debt.
     """
     error = jnp.where(jnp.isfinite(sent.value), sent.missed, debt.error)
-    return Owed(error, debt.basis if sent.basis is None else sent.basis)
+    return Residual(error, debt.basis if sent.basis is None else sent.basis)
 
 
 @jax.custom_jvp
@@ -308,7 +308,7 @@ _LITTLE = 0.01
 
 
 @final
-class ThinMatrices(Compression):
+class LowRankCompression(Compression):
     """One step of power iteration on each gradient, begun where the last one ended.
 
     Args:
@@ -436,7 +436,7 @@ def compression_of(options: CommunicationOptions | None) -> Compression:
             "`CommunicationOptions(compression='int8')`, or reduce exactly: "
             "`get_replica_context().all_reduce(op, value)`."
         )
-    return ThinMatrices(asked) if isinstance(asked, PowerSGD) else EightBitNumbers()
+    return LowRankCompression(asked) if isinstance(asked, PowerSGD) else EightBitNumbers()
 
 
 def initial_state(
@@ -466,7 +466,7 @@ def checked_debts(
     paths: Sequence[str],
     treedef: TreeStructure,
     compression: Compression,
-) -> list[Owed | None]:
+) -> list[Residual | None]:
     """What `state` says is owed of each leaf; None of those that are not compressed."""
     if not isinstance(state, CompressionState):
         raise TypeError(
@@ -482,15 +482,15 @@ def checked_debts(
         raise ValueError(
             f"`state` was made for another tree than what is reduced: {error}. {_MAKE}"
         ) from error
-    owed: list[Owed | None] = []
+    owed: list[Residual | None] = []
     for leaf, path, error, basis in zip(leaves, paths, errors, bases, strict=True):
         if error is not None and not is_slices(leaf):
             _check(leaf, path, error, basis, compression)
-        owed.append(None if error is None else Owed(error, basis))
+        owed.append(None if error is None else Residual(error, basis))
     return owed
 
 
-def state_of(owed: Sequence[Owed | None], treedef: TreeStructure) -> CompressionState:
+def state_of(owed: Sequence[Residual | None], treedef: TreeStructure) -> CompressionState:
     """The state that says what is owed of each leaf."""
     return CompressionState(
         treedef.unflatten([None if debt is None else debt.error for debt in owed]),

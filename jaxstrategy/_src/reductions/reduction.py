@@ -22,7 +22,7 @@ from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.reductions.compression import (
-    Owed,
+    Residual,
     Sums,
     compression_of,
     reduce_with_memory,
@@ -100,9 +100,9 @@ class Reduction:
         self,
         op: ReduceOp,
         leaves: Sequence[Leaf],
-        owed: Sequence[Owed | None],
+        owed: Sequence[Residual | None],
         options: CommunicationOptions,
-    ) -> tuple[list[Leaf], list[Owed | None]]:
+    ) -> tuple[list[Leaf], list[Residual | None]]:
         """This replica's arrays reduced over all replicas, some of them compressed."""
         plan = self._plan.with_options(options, self._replicas)
         axes = self._replicas.collective_axes
@@ -170,7 +170,7 @@ class HowReduced:
 
 
 @final
-class OwnReduction:
+class LocalReduction:
     """Reductions without the other replicas: each has what this one has.
 
     The sum is then `count` times its array, and the mean, the smallest and the largest
@@ -185,7 +185,7 @@ class OwnReduction:
         self._results: list[tuple[jax.Array, jax.Array, HowReduced]] = []
         self._state: object = None
 
-    def alone(self) -> OwnReduction:
+    def alone(self) -> LocalReduction:
         """As that of `Reduction`: a replica by itself joins no arrays."""
         return self
 
@@ -219,7 +219,7 @@ class OwnReduction:
         self,
         op: ReduceOp,
         leaves: Sequence[Leaf],
-        owed: Sequence[Owed | None],
+        owed: Sequence[Residual | None],
         options: CommunicationOptions,
     ) -> NoReturn:
         """Not defined."""
@@ -267,7 +267,7 @@ def _sparse(op: ReduceOp, slices: IndexedSlices, count: int) -> IndexedSlices:
     return IndexedSlices(rows, slices.indices, slices.dense_shape)
 
 
-class MetCollective(abc.ABC):
+class EagerCollective(abc.ABC):
     """A collective of all replicas, without its operands."""
 
     @property
@@ -290,7 +290,7 @@ class MetCollective(abc.ABC):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Reduced(MetCollective):
+class Reduced(EagerCollective):
     """`all_reduce`.
 
     Attributes:
@@ -321,7 +321,7 @@ class Reduced(MetCollective):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class ReducedCompressed(MetCollective):
+class ReducedCompressed(EagerCollective):
     """`all_reduce_compressed`.
 
     Attributes:
@@ -344,7 +344,7 @@ class ReducedCompressed(MetCollective):
     ) -> PyTree:
         """The leaves, and what is owed of each now."""
         leaves, pairs = self.structure.unflatten(arrays)
-        owed = [None if pair is None else Owed(*pair) for pair in pairs]
+        owed = [None if pair is None else Residual(*pair) for pair in pairs]
         reduced, debts = reduction.reduce_compressed(
             self.op, leaves, owed, self.options
         )
@@ -353,7 +353,7 @@ class ReducedCompressed(MetCollective):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Gathered(MetCollective):
+class Gathered(EagerCollective):
     """`all_gather` along a dimension."""
 
     axis: int
@@ -372,7 +372,7 @@ class Gathered(MetCollective):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class OfFirst(MetCollective):
+class OfFirst(EagerCollective):
     """The array of the first replica, as `only_first_replica` takes it."""
 
     @property
@@ -389,7 +389,7 @@ class OfFirst(MetCollective):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Derivative(MetCollective):
+class Derivative(EagerCollective):
     """The derivative of a collective along tangents.
 
     Attributes:
@@ -397,7 +397,7 @@ class Derivative(MetCollective):
       differs: which of its arrays have a tangent. These stand after the arrays.
     """
 
-    of: MetCollective
+    of: EagerCollective
     differs: tuple[bool, ...]
 
     @property
@@ -425,7 +425,7 @@ class Derivative(MetCollective):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Transposed(MetCollective):
+class Transposed(EagerCollective):
     """The transpose of a collective that is linear in some of its arrays.
 
     Attributes:
@@ -434,7 +434,7 @@ class Transposed(MetCollective):
         are given before the cotangents.
     """
 
-    of: MetCollective
+    of: EagerCollective
     linear: tuple[jax.ShapeDtypeStruct | None, ...]
 
     @property
@@ -462,7 +462,7 @@ class Transposed(MetCollective):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Mapped(MetCollective):
+class Mapped(EagerCollective):
     """A collective under `jax.vmap`.
 
     Attributes:
@@ -470,7 +470,7 @@ class Mapped(MetCollective):
       dimensions: of each array the one that is mapped; None if it has none.
     """
 
-    of: MetCollective
+    of: EagerCollective
     dimensions: tuple[int | None, ...]
 
     @property
@@ -506,7 +506,7 @@ class SameShapes:
 
     def __init__(self, replicas: Replicas) -> None:
         self._count = replicas.count
-        self._own = OwnReduction(replicas.count)
+        self._own = LocalReduction(replicas.count)
 
     def reduce_leaves(
         self,
@@ -531,9 +531,9 @@ class SameShapes:
         self,
         op: ReduceOp,
         leaves: Sequence[Leaf],
-        owed: Sequence[Owed | None],
+        owed: Sequence[Residual | None],
         options: CommunicationOptions,
-    ) -> tuple[list[Leaf], list[Owed | None]]:
+    ) -> tuple[list[Leaf], list[Residual | None]]:
         """As that of `Reduction`."""
         return self.reduce_leaves(op, leaves), list(owed)
 
@@ -547,12 +547,12 @@ class SameShapes:
         return mesh.array_of(leaf)
 
 
-Meet = Callable[[MetCollective, Sequence[jax.Array]], PyTree]
+Meet = Callable[[EagerCollective, Sequence[jax.Array]], PyTree]
 """A collective with the arrays of this replica: what comes of them."""
 
 
 @final
-class MetReduction:
+class EagerReduction:
     """Reductions for which the replicas meet; in each the arrays are its own.
 
     Args:
@@ -562,7 +562,7 @@ class MetReduction:
     def __init__(self, meet: Meet) -> None:
         self._meet = meet
 
-    def alone(self) -> MetReduction:
+    def alone(self) -> EagerReduction:
         """As that of `Reduction`: replicas that run eagerly join no arrays."""
         return self
 
@@ -581,15 +581,15 @@ class MetReduction:
         self,
         op: ReduceOp,
         leaves: Sequence[Leaf],
-        owed: Sequence[Owed | None],
+        owed: Sequence[Residual | None],
         options: CommunicationOptions,
-    ) -> tuple[list[Leaf], list[Owed | None]]:
+    ) -> tuple[list[Leaf], list[Residual | None]]:
         """As that of `Reduction`."""
         pairs = [None if each is None else (each.error, each.basis) for each in owed]
         arrays, structure = jax.tree.flatten((list(leaves), pairs))
         collective = ReducedCompressed(op, options, structure)
         reduced, debts = self._met(collective, arrays)
-        return reduced, [None if pair is None else Owed(*pair) for pair in debts]
+        return reduced, [None if pair is None else Residual(*pair) for pair in debts]
 
     def gathered(self, leaf: Leaf, axis: int) -> jax.Array:
         """As that of `Reduction`.
@@ -602,6 +602,6 @@ class MetReduction:
         """As that of `Reduction`: the first replica's, of the same shape."""
         return self._met(OfFirst(), [leaf])[0]
 
-    def _met(self, collective: MetCollective, arrays: Sequence[Leaf]) -> PyTree:
+    def _met(self, collective: EagerCollective, arrays: Sequence[Leaf]) -> PyTree:
         # Most leaves of strings and other objects come to an end here.
         return self._meet(collective, [mesh.array_of(array) for array in arrays])

@@ -127,7 +127,7 @@ Lies: TypeAlias = Meaning | int
 """Its meaning; or the dimension along which it is divided, the same for all."""
 
 
-def lies_along(dimension: int | None) -> Lies:
+def sharded_along(dimension: int | None) -> Lies:
     """What is the same for all and divided along a dimension; None: whole."""
     return SAME if dimension is None else dimension
 

@@ -228,18 +228,18 @@ class _Heard(logging.Handler):
                     self._errors.clear()
 
 
-_heard = _Heard()
+_replies = _Heard()
 
 
 def with_errors_of_python(main: Callable[..., Any]) -> Callable[..., Any]:
     """A program that raises what its callbacks raise, and waits for its results."""
 
     def called(*given: Any) -> Any:
-        with _heard.listening():
+        with _replies.listening():
             try:
                 return jax.block_until_ready(main(*given))
             except Exception as error:  # a JaxRuntimeError, or a ValueError
-                original = _heard.take(str(error))
+                original = _replies.take(str(error))
                 if original is None:
                     raise
                 raise original from error

@@ -26,7 +26,7 @@ from jaxstrategy._src.reductions.cross_device_ops import (
 )
 from jaxstrategy._src.reductions.packing import overlap_on
 from jaxstrategy._src.reductions.plan import AbstractPlan
-from jaxstrategy._src.reductions.reduction import MetReduction, OwnReduction, Reduction
+from jaxstrategy._src.reductions.reduction import EagerReduction, LocalReduction, Reduction
 from jaxstrategy._src.replicas import devices, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import replicas_with
@@ -257,7 +257,7 @@ class ComposedStrategy(AbstractStrategy):
         return self._extended
 
     @property
-    def _reduction(self) -> Reduction | OwnReduction | MetReduction:
+    def _reduction(self) -> Reduction | LocalReduction | EagerReduction:
         """The reduction by which the replicas' values become one, where code runs."""
         context = _context.current()
         if context.local is not None:

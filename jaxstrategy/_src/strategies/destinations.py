@@ -20,7 +20,7 @@ from jaxstrategy._src.replicas import devices as _devices, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import (
     Tiles,
-    lying_like,
+    sharding_like,
     replicas_with,
     sharding_of,
     tiles,
@@ -214,7 +214,7 @@ def _lies(leaf: Leaf, sharding: Sharding) -> bool:
 def _there(leaf: Leaf, sharding: Sharding) -> Sharding:
     """The place of a value: on replicas it stays divided over the devices of each."""
     replicas = replicas_with(sharding)
-    return sharding if replicas is None else lying_like(leaf, replicas)
+    return sharding if replicas is None else sharding_like(leaf, replicas)
 
 
 _Array: TypeAlias = jax.Array | np.ndarray

@@ -30,7 +30,7 @@ from jaxstrategy._src.reductions.operations import (
     reduced_over,
     sums,
 )
-from jaxstrategy._src.reductions.reduction import MetReduction, OwnReduction, Reduction
+from jaxstrategy._src.reductions.reduction import EagerReduction, LocalReduction, Reduction
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import inner_spec, of_versions, with_inner
 from jaxstrategy._src.replicas.replica_placements import (
@@ -269,7 +269,7 @@ class TreeFunctions:
       reduction: how arrays are combined.
     """
 
-    def __init__(self, reduction: Reduction | OwnReduction | MetReduction) -> None:
+    def __init__(self, reduction: Reduction | LocalReduction | EagerReduction) -> None:
         self._reduction = reduction
         self._known: dict[Hashable, Callable[[PyTree], PyTree]] = {}
 

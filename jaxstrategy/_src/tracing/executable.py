@@ -21,7 +21,7 @@ from jaxstrategy._src.tracing.saved_step import OutdatedCall, PreparedCall
 from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.placement import Placement
 from jaxstrategy._src.tracing.stages.stage import Stage, overridden
-from jaxstrategy._src.tracing.stages.variables import Carried, VariableArguments
+from jaxstrategy._src.tracing.stages.variables import VariableBuffers, VariableArguments
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
@@ -306,7 +306,7 @@ def jitted(
     name: str,
     layout: InputLayout,
     handover: Handover,
-    carried: Carried,
+    carried: VariableBuffers,
     stages: Sequence[Stage],
     **options: Any,
 ) -> Wrapped:
@@ -329,7 +329,7 @@ def jitted(
 def _evaluated(
     step: TracedStep,
     inputs: Sequence[Tracer],
-    carried: Carried,
+    carried: VariableBuffers,
     stages: Sequence[Stage],
 ) -> _Returned:
     """The results of a step that was traced, the stages' outputs, and the variables."""
@@ -356,7 +356,7 @@ def _looks_for_nans() -> bool:
 def _debugged(
     step: TracedStep,
     inputs: Sequence[Tracer],
-    carried: Carried,
+    carried: VariableBuffers,
     stages: Sequence[Stage],
 ) -> _Returned:
     """The results for what has led to a NaN, which `jax_debug_nans` looks for."""

@@ -26,7 +26,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     inner_dimensions,
     inner_spec,
     is_spec,
-    lying_like,
+    sharding_like,
     sharding_by,
     whole_here,
 )
@@ -34,7 +34,7 @@ from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
     SPLIT,
-    lies_along,
+    sharded_along,
 )
 from jaxstrategy._src.replicas.replicas import (
     Replicas,
@@ -277,7 +277,7 @@ def _place_of_input(
     sharding = dataclasses.replace(replicas.state_sharding, dimension=None)
     taken = inner_dimensions(array, replicas)
     division = sharding.division("", array, replicas.parts, taken)
-    return lying_like(array, replicas, lies_along(division.dimension))
+    return sharding_like(array, replicas, sharded_along(division.dimension))
 
 
 def _is_same_everywhere(name: str, traced: ClosedJaxpr) -> bool:
@@ -286,8 +286,8 @@ def _is_same_everywhere(name: str, traced: ClosedJaxpr) -> bool:
     if processes is None or processes.count == 1:
         return True
     prints = fingerprint(name, traced)["prints"]
-    heard = processes.operations.agree(f"build state by `{name}`", prints)
-    return all(each == heard[0] for each in heard)
+    replies = processes.operations.agree(f"build state by `{name}`", prints)
+    return all(each == replies[0] for each in replies)
 
 
 @final

@@ -290,10 +290,10 @@ class Program:
             return
         carried = self._variables.carried
         layout = self.layout
-        lent = (layout.count + i for i in carried.lent)
+        rebound = (layout.count + i for i in carried.rebound)
         # A call that is refused afterwards leaves arguments and variables as they were.
         is_refused_late = bool(overridden(self._stages, "check"))
-        taken = () if is_refused_late else (*sorted(self._donated), *lent)
+        taken = () if is_refused_late else (*sorted(self._donated), *rebound)
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments; so
         # it does where they may lie in several ways.

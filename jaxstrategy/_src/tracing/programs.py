@@ -24,7 +24,7 @@ from jaxstrategy._src.tracing.nnx.object_form import (
 )
 from jaxstrategy._src.tracing.replica_step import StepEnvironment
 from jaxstrategy._src.tracing.saved_step import Obtain
-from jaxstrategy._src.tracing.shared_programs import Seal, SharedPrograms
+from jaxstrategy._src.tracing.shared_programs import FrozenSignatures, SharedPrograms
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -78,7 +78,7 @@ class Programs:
         self,
         environment: StepEnvironment,
         agreement: StepAgreement | None = None,
-        seal: Seal | None = None,
+        seal: FrozenSignatures | None = None,
     ) -> None:
         self._environment = environment
         self._agreement = agreement

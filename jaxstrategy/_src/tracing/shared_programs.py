@@ -139,7 +139,7 @@ def program_of(
 
 
 @final
-class Seal:
+class FrozenSignatures:
     """Says whether a step may have further programs."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class SharedPrograms:
         history: recompilation.History,
         calls: recompilation.Calls,
         holder: SharedPrograms | None = None,
-        seal: Seal | None = None,
+        seal: FrozenSignatures | None = None,
     ) -> None:
         self._environment = environment
         self._agreement = agreement

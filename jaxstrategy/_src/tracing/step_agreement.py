@@ -42,10 +42,10 @@ def begin(watchdog: Watchdog, name: str) -> None:
 
 @functools.cache
 def _listen() -> None:
-    jax.monitoring.register_event_duration_secs_listener(_heard)
+    jax.monitoring.register_event_duration_secs_listener(_replies)
 
 
-def _heard(event: str, duration_secs: float, **told: object) -> None:
+def _replies(event: str, duration_secs: float, **told: object) -> None:
     watched = getattr(_own, "watched", None)
     if event != _COMPILED or watched is None:
         return
@@ -125,11 +125,11 @@ class AgreedPreparation:
         """Tells the others of an error; raises if only others have one."""
         said = None if own is None else f"{type(own).__name__}: {own}"[:_TOLD]
         try:
-            heard = self._processes.operations.agree(self._what, said)
+            replies = self._processes.operations.agree(self._what, said)
         except ClusterError as error:
             self._common = error
             raise
-        failed = [(index, told) for index, told in enumerate(heard) if told is not None]
+        failed = [(index, told) for index, told in enumerate(replies) if told is not None]
         if failed and own is None:
             index, told = failed[0]
             self._common = CompiledStepError(

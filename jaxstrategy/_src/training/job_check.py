@@ -54,10 +54,10 @@ def _meet(seconds: float, begun: float) -> None:
     devices = jax.local_devices()
     noun = plural(len(devices), "device")
     told = f"{len(devices)} {devices[0].platform} {noun}"
-    heard = processes.agreement("check: devices").exchange(told, seconds)
+    replies = processes.agreement("check: devices").exchange(told, seconds)
     if processes.index == 0:
         _say(f"{processes.count} processes met in {_since(begun)}, with {versions}")
-        for member, devices in zip(processes.store.members, heard, strict=True):
+        for member, devices in zip(processes.store.members, replies, strict=True):
             _say(f"{member}: {devices}")
 
 

@@ -16,11 +16,11 @@ from jax.tree_util import KeyPath
 
 from jaxstrategy._src.errors import TracedValueError
 from jaxstrategy._src.replicas import inner_axes, mesh
-from jaxstrategy._src.replicas.inner_axes import inner_dimensions, lying_like
+from jaxstrategy._src.replicas.inner_axes import inner_dimensions, sharding_like
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
     SPLIT,
-    lies_along,
+    sharded_along,
 )
 from jaxstrategy._src.replicas.replicas import (
     Replicas,
@@ -133,13 +133,13 @@ def sharding_of(
     """The placement of an array that is equal on all replicas."""
     chosen = replicas.state_sharding
     if chosen is None or not hasattr(leaf, "dtype"):
-        return lying_like(leaf, replicas)
+        return sharding_like(leaf, replicas)
     if chosen.shard == "optimizer" and not is_optimizer:
         is_divided = _arrays.is_placed(leaf) and replicas.dimension_of(leaf) is not None
         if not is_divided:
-            return lying_like(leaf, replicas)
+            return sharding_like(leaf, replicas)
     division = replicas.division(path, leaf, inner_dimensions(leaf, replicas))
-    return lying_like(leaf, replicas, lies_along(division.dimension))
+    return sharding_like(leaf, replicas, sharded_along(division.dimension))
 
 
 def shardings_of(
@@ -199,7 +199,7 @@ def stack(
     labeled = zip(columns, labels, strict=True)
     if plain_if_alone and replicas.count == 1:
         placed = [
-            replicate_leaf(array, lying_like(array, replicas))
+            replicate_leaf(array, sharding_like(array, replicas))
             for column, label in labeled
             for array in [_arrays.as_array(column[0], label)]
         ]
@@ -249,7 +249,7 @@ def place_stacked(value: Value, replicas: Replicas, what: str = "value") -> PerR
     """
     array = _arrays.as_array(value, what)
     check_stacked(array, replicas.count, what)
-    return PerReplica(mesh.place(array, lying_like(array, replicas, SPLIT)))
+    return PerReplica(mesh.place(array, sharding_like(array, replicas, SPLIT)))
 
 
 def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:

@@ -79,11 +79,11 @@ def load():
     s, types, x = made()
     compiled = []
 
-    def heard(event, seconds, **told):
+    def replies(event, seconds, **told):
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(told.get("fun_name"))
 
-    jax.monitoring.register_event_duration_secs_listener(heard)
+    jax.monitoring.register_event_duration_secs_listener(replies)
     descends(s.load_compiled(FOLDER / "train", step, types), x)
     assert "jit(step)" not in compiled, compiled
     s.run(step, (START, x))  # which is compiled, as the oracle of the line before

@@ -27,7 +27,7 @@ from jaxstrategy._src.compat.multi_steps import (
 )
 from jaxstrategy._src.compat.older_inputs import OF_GROUPS, GetsNext, MakesIterators
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.replica_context import StrategyFace
+from jaxstrategy._src.contexts.replica_context import StrategyAdapter
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputContext
@@ -54,7 +54,7 @@ _ADVICE = (
 )
 
 
-def require_scope(face: StrategyFace, method: str) -> None:
+def require_scope(face: StrategyAdapter, method: str) -> None:
     """Raise unless code is part of this strategy, on either side."""
     current = _current.get_strategy()
     if current is face.core:
@@ -70,7 +70,7 @@ def require_scope(face: StrategyFace, method: str) -> None:
     )
 
 
-def require_cross_tower(face: StrategyFace, method: str) -> None:
+def require_cross_tower(face: StrategyAdapter, method: str) -> None:
     """Raise unless code is in the cross-tower context of this strategy."""
     context = _context.current()
     if context.strategy is face.core and context.replica is None:
@@ -338,7 +338,7 @@ class DistributionStrategy(OlderStrategy):
         ADAPTERS.add(self)
 
     @staticmethod
-    def over(core: Strategy | StrategyFace) -> DistributionStrategy:
+    def over(core: Strategy | StrategyAdapter) -> DistributionStrategy:
         """The object with these methods for a strategy of today, the same each time.
 
         For what the classes of 2018 have no arguments for.

@@ -10,7 +10,7 @@ from jaxstrategy._src.compat.contrib.distribution_strategy import (
     DistributionStrategy,
     MultiStepContext,
 )
-from jaxstrategy._src.contexts import outbox
+from jaxstrategy._src.contexts import step_outputs
 from jaxstrategy._src.errors import OutOfRangeError
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies import current
@@ -259,14 +259,14 @@ def _updating(
         context: MultiStepContext, state: _State, *inputs: PyTree
     ) -> tuple[tuple[Variable, ...], _State]:
         replica = current.get_replica_context()
-        loss = outbox.posting(loss_fn)
+        loss = step_outputs.with_outputs(loss_fn)
         if variables is None:
             differentiated = value_and_grad_of_read(loss, replica.strategy)
         else:
             differentiated = value_and_grad(loss, variables, has_aux=True)
         (_, posted), grads = differentiated(context, *inputs)
         for message in posted:
-            outbox.post(message, "ctx.set_last_step_output")
+            step_outputs.post(message, "ctx.set_last_step_output")
         trained = variables
         if trained is None:
             trained, grads = tuple(v for _, v in grads), tuple(g for g, _ in grads)

@@ -31,7 +31,7 @@ from jaxstrategy._src.compat.older_inputs import (
 )
 from jaxstrategy._src.compat.v1.v1_extended import StrategyExtended
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.replica_context import StrategyFace
+from jaxstrategy._src.contexts.replica_context import StrategyAdapter
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.input_options import (
     InputContext,
@@ -139,7 +139,7 @@ class Strategy(OlderStrategy):
         ADAPTERS.add(self)
 
     @staticmethod
-    def over(core: strategy.Strategy | StrategyFace) -> Strategy:
+    def over(core: strategy.Strategy | StrategyAdapter) -> Strategy:
         """The object with these methods for a strategy of today, the same each time.
 
         For what the classes of TensorFlow 1 have no arguments for.

@@ -28,7 +28,7 @@ from jaxstrategy._src.errors import (
 from jaxstrategy._src.executors.replica_threads.replica_thread import ReplicaThread
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.inner_axes import lying_like
+from jaxstrategy._src.replicas.inner_axes import sharding_like
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
@@ -119,7 +119,7 @@ def versions(stacked: Leaf, replicas: Replicas) -> list[jax.Array]:
 
 def copies(array: jax.Array, replicas: Replicas) -> list[jax.Array]:
     """An array that all have, once on the devices of each."""
-    whole = mesh.place(array, lying_like(array, replicas))
+    whole = mesh.place(array, sharding_like(array, replicas))
     return [
         as_weak(each, getattr(array, "weak_type", False))
         for each in replicas.copies(whole)
@@ -144,7 +144,7 @@ def together(found: Sequence[Leaf], replicas: Replicas) -> PerReplica:
 
 def mirrored(array: Leaf, replicas: Replicas) -> jax.Array:
     """An array that each replica of each process has, as one of all."""
-    return mesh.place(array, lying_like(array, replicas))
+    return mesh.place(array, sharding_like(array, replicas))
 
 
 def mirrored_on(array: Leaf, sharding: NamedSharding) -> jax.Array:

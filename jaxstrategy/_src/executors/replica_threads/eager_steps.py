@@ -29,7 +29,7 @@ from jaxstrategy._src.executors.replica_threads.eager_call import (
 )
 from jaxstrategy._src.executors.replica_threads.replica_thread import (
     MergeCall,
-    MetArrays,
+    EagerArrays,
     ReplicaThread,
     ReplicaTurns,
     Wanted,
@@ -41,7 +41,7 @@ from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.reductions.reduction import (
     Derivative,
     Mapped,
-    MetCollective,
+    EagerCollective,
     Reduction,
     Transposed,
 )
@@ -89,8 +89,8 @@ class AgreedRounds:
         numbered = [
             [i, *each] for i, each in zip(self._replicas.own, own, strict=False)
         ]
-        heard = self._compare("the results of an eager step", cast("object", numbered))
-        rows = [row for said in heard for row in cast("list[list[str]]", said)]
+        replies = self._compare("the results of an eager step", cast("object", numbered))
+        rows = [row for said in replies for row in cast("list[list[str]]", said)]
         return [row[1:] for row in sorted(rows, key=lambda row: int(row[0]))]
 
     def _compare(self, what: str, said: object) -> list[object]:
@@ -104,7 +104,7 @@ _met = Primitive("jaxstrategy_met")
 _met.multiple_results = True
 
 
-def met(collective: MetCollective, arrays: Sequence[jax.Array]) -> PyTree:
+def met(collective: EagerCollective, arrays: Sequence[jax.Array]) -> PyTree:
     """This replica's results of a collective for which all replicas meet."""
     thread = _this_replica(collective)
     types = thread.result_types(collective, arrays)
@@ -112,7 +112,7 @@ def met(collective: MetCollective, arrays: Sequence[jax.Array]) -> PyTree:
     return jax.tree.structure(types).unflatten(found)
 
 
-def _this_replica(collective: MetCollective) -> ReplicaThread:
+def _this_replica(collective: EagerCollective) -> ReplicaThread:
     thread = context.current().eager
     if isinstance(thread, ReplicaThread):
         return thread
@@ -123,12 +123,12 @@ def _this_replica(collective: MetCollective) -> ReplicaThread:
 
 
 @_met.def_impl
-def _now(*arrays: jax.Array, collective: MetCollective) -> list[jax.Array]:
+def _now(*arrays: jax.Array, collective: EagerCollective) -> list[jax.Array]:
     return _this_replica(collective).meet(collective, arrays)
 
 
 @_met.def_abstract_eval
-def _types(*types: ShapedArray, collective: MetCollective) -> list[ShapedArray]:
+def _types(*types: ShapedArray, collective: EagerCollective) -> list[ShapedArray]:
     structs = [
         jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type)
         for each in types
@@ -141,7 +141,7 @@ def _types(*types: ShapedArray, collective: MetCollective) -> list[ShapedArray]:
 
 
 def _derivative(
-    primals: Sequence[Any], tangents: Sequence[Any], *, collective: MetCollective
+    primals: Sequence[Any], tangents: Sequence[Any], *, collective: EagerCollective
 ) -> tuple[list[Any], list[Any]]:
     results = _met.bind(*primals, collective=collective)
     differs = tuple(not isinstance(each, ad.Zero) for each in tangents)
@@ -158,7 +158,7 @@ def _derivative(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *operands: Any, collective: MetCollective
+    cotangents: Sequence[Any], *operands: Any, collective: EagerCollective
 ) -> list[Any]:
     linear = tuple(
         jax.ShapeDtypeStruct(
@@ -176,13 +176,13 @@ def _transpose(
 
 
 def _mapped(
-    operands: Sequence[Any], dimensions: Sequence[Any], *, collective: MetCollective
+    operands: Sequence[Any], dimensions: Sequence[Any], *, collective: EagerCollective
 ) -> tuple[list[Any], list[int]]:
     found = _met.bind(*operands, collective=Mapped(collective, tuple(dimensions)))
     return found, [0] * len(found)
 
 
-def _compiled(*_: Any, collective: MetCollective, **__: Any) -> Any:
+def _compiled(*_: Any, collective: EagerCollective, **__: Any) -> Any:
     raise ContextError(
         f"{collective.name} was called in a function that JAX compiles for one replica "
         "by itself, where in `eager_replicas()` it cannot meet the others. Leave out "
@@ -456,7 +456,7 @@ class EagerSteps:
             if isinstance(wanted[0], MergeCall):
                 copies.store(copies.checked())
                 return one.merged(self._strategy, cast("Sequence[MergeCall]", wanted))
-            return self._reduced(cast("Sequence[MetArrays]", wanted))
+            return self._reduced(cast("Sequence[EagerArrays]", wanted))
 
         with self._rounds.step(call.name):
             turns = ReplicaTurns(call.name, threads, answer, self._rounds.agree)
@@ -513,7 +513,7 @@ class EagerSteps:
         ):
             yield
 
-    def _reduced(self, wanted: Sequence[MetArrays]) -> Sequence[object]:
+    def _reduced(self, wanted: Sequence[EagerArrays]) -> Sequence[object]:
         """What each replica gets of a collective, which is compiled for all."""
         replicas = self._strategy._replicas
         first = wanted[0]
@@ -530,7 +530,7 @@ class EagerSteps:
         return [[column[i] for column in columns] for i in range(len(wanted))]
 
 
-def _collective_step(collective: MetCollective, *arrays: jax.Array) -> list[jax.Array]:
+def _collective_step(collective: EagerCollective, *arrays: jax.Array) -> list[jax.Array]:
     """What one replica gets of a collective; a step of the strategy."""
     strategy = context.current().strategy
     assert strategy is not None, "it is a step's"

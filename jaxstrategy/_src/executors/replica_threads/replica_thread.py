@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 
 import jax
 
-from jaxstrategy._src.contexts.context import EagerReplica, Loans
+from jaxstrategy._src.contexts.context import EagerReplica, Rebindings
 from jaxstrategy._src.errors import (
     DivergentCollectiveError,
     LateReplicaWarning,
@@ -21,8 +21,8 @@ from jaxstrategy._src.errors import (
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.reductions.reduction import (
     Meet,
-    MetCollective,
-    MetReduction,
+    EagerCollective,
+    EagerReduction,
     SameShapes,
 )
 from jaxstrategy._src.replicas.devices import Device
@@ -74,10 +74,10 @@ _ENDING_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class MetArrays:
+class EagerArrays:
     """A collective with one replica's arrays."""
 
-    collective: MetCollective
+    collective: EagerCollective
     arrays: tuple[jax.Array, ...]
     weak: tuple[bool, ...]
 
@@ -87,7 +87,7 @@ class MetArrays:
         types = [array_type(each.dtype, each.shape) for each in self.arrays]
         return f"{self.collective.name} of {listed(types, 6)}"
 
-    def is_like(self, other: MetArrays) -> bool:
+    def is_like(self, other: EagerArrays) -> bool:
         """Whether both are of one program."""
         kinds = [[(a.shape, a.dtype) for a in each.arrays] for each in (self, other)]
         return self.collective == other.collective and kinds[0] == kinds[1]
@@ -104,7 +104,7 @@ class MergeCall:
     told = "merge_call"
 
 
-Wanted: TypeAlias = MetArrays | MergeCall
+Wanted: TypeAlias = EagerArrays | MergeCall
 """What a replica waits for."""
 
 
@@ -126,7 +126,7 @@ class ReplicaThread(EagerReplica):
     ) -> None:
         self.number = number
         self.index = index
-        self.reduction = MetReduction(meet)
+        self.reduction = EagerReduction(meet)
         self.wanted: Wanted | None = None
         self.request: Callable[[], object] | None = None
         self.line: Line | None = None
@@ -141,7 +141,7 @@ class ReplicaThread(EagerReplica):
         self._gives_up = False
         self._turn = threading.Semaphore(0)
         self._is_over = threading.Semaphore(0)
-        self._loans: list[Loans] = []
+        self._rebindings: list[Rebindings] = []
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
             args=(self._run,),
@@ -208,12 +208,12 @@ class ReplicaThread(EagerReplica):
             self._is_over.release()
 
     def meet(
-        self, collective: MetCollective, arrays: Sequence[jax.Array]
+        self, collective: EagerCollective, arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """This replica's results of a collective of all."""
         types = jax.tree.leaves(self.result_types(collective, arrays))
         weak = tuple(each.weak_type for each in types)
-        found = self._wait(MetArrays(collective, tuple(arrays), weak))
+        found = self._wait(EagerArrays(collective, tuple(arrays), weak))
         assert isinstance(found, list), "the caller answers what was asked"
         return found
 
@@ -227,7 +227,7 @@ class ReplicaThread(EagerReplica):
         return self._wait(MergeCall(merge_fn, tuple(args), dict(kwargs)))
 
     def result_types(
-        self, collective: MetCollective, arrays: Sequence[object]
+        self, collective: EagerCollective, arrays: Sequence[object]
     ) -> PyTree:
         """The shapes and dtypes of what a collective of these arrays returns."""
 
@@ -251,31 +251,31 @@ class ReplicaThread(EagerReplica):
 
     def _pause(self) -> object:
         """Lets others run until it is its turn again."""
-        for loans in reversed(self._loans):
-            loans.take_back()
+        for rebindings in reversed(self._rebindings):
+            rebindings.take_back()
         self._is_paused = True
         self._is_over.release()
         self._turn.acquire()
         if self._gives_up:
-            self._loans.clear()
+            self._rebindings.clear()
             raise ReplicaEnded
-        for loans in self._loans:
-            loans.set()
+        for rebindings in self._rebindings:
+            rebindings.set()
         if self._refusal is not None:
             raise self._refusal
         return self._reply
 
     @contextlib.contextmanager
-    def lending(self, loans: Loans) -> Iterator[None]:
+    def lending(self, rebindings: Rebindings) -> Iterator[None]:
         """A `with` block with these loans, which are there while this replica runs."""
-        loans.set()
-        self._loans.append(loans)
+        rebindings.set()
+        self._rebindings.append(rebindings)
         try:
             yield
         finally:
-            if loans in self._loans:  # else they were taken back to end it
-                self._loans.remove(loans)
-                loans.take_back()
+            if rebindings in self._rebindings:  # else they were taken back to end it
+                self._rebindings.remove(rebindings)
+                rebindings.take_back()
 
 
 def _frames_here() -> list[tuple[str, int]]:
@@ -422,7 +422,7 @@ def _are_alike(threads: Sequence[ReplicaThread]) -> bool:
     first = threads[0].wanted
     for thread in threads[1:]:
         other = thread.wanted
-        if isinstance(first, MetArrays) and isinstance(other, MetArrays):
+        if isinstance(first, EagerArrays) and isinstance(other, EagerArrays):
             if not first.is_like(other):
                 return False
         elif type(first) is not type(other):

@@ -15,7 +15,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     RestartedServer,
 )
 from jaxstrategy._src.parameter_servers.store.store import Store
-from jaxstrategy._src.parameter_servers.worker import WorkerEngine, WorkerSurroundings
+from jaxstrategy._src.parameter_servers.worker import WorkerEngine, WorkerContext
 from jaxstrategy._src.replicas import devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import positive
@@ -25,7 +25,7 @@ from jaxstrategy._src.text.shown import positive
 class WorkerSide(AbstractWorkerBackend):
     """Has the worker's connections to the servers, and starts nothing."""
 
-    def __init__(self, surroundings: WorkerSurroundings, num_workers: int) -> None:
+    def __init__(self, surroundings: WorkerContext, num_workers: int) -> None:
         self._surroundings = surroundings
         self._num_workers = num_workers
 

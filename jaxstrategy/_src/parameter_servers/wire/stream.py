@@ -250,7 +250,7 @@ SMALLEST = 1 << 16
 """Bytes below which memory of malloc is as fast."""
 
 
-class _Loan(weakref.ref):
+class _Rebinding(weakref.ref):
     """Memory that somebody uses: as long as the array of it, or a view, lives."""
 
     __slots__ = ("memory",)
@@ -268,7 +268,7 @@ class ReceiveBuffers:
         self._idle: OrderedDict[int, list[np.ndarray]] = OrderedDict()
         self._returned: deque[np.ndarray] = deque()
         # By identity: a weak reference compares and hashes as what it refers to.
-        self._loans: dict[int, _Loan] = {}
+        self._rebindings: dict[int, _Rebinding] = {}
 
     @property
     def idle_bytes(self) -> int:
@@ -285,9 +285,9 @@ class ReceiveBuffers:
             memory = aligned_empty((room,), np.uint8)
         # NumPy collapses chains of views down to the array whose base is no array.
         array = np.frombuffer(memory.data, np.uint8, size)
-        loan = _Loan(array, self._give_back)
+        loan = _Rebinding(array, self._give_back)
         loan.memory = memory
-        self._loans[id(loan)] = loan
+        self._rebindings[id(loan)] = loan
         return array
 
     def _found(self, room: int) -> np.ndarray | None:
@@ -299,8 +299,8 @@ class ReceiveBuffers:
                 return memories.pop()
         return None
 
-    def _give_back(self, loan: _Loan) -> None:
-        self._loans.pop(id(loan), None)
+    def _give_back(self, loan: _Rebinding) -> None:
+        self._rebindings.pop(id(loan), None)
         self._returned.append(loan.memory)
         # The collector may call this within any line of this class: it must not wait.
         if self._lock.acquire(blocking=False):

@@ -18,7 +18,7 @@ from jaxstrategy._src.reductions.rows import part_of_sum
 from jaxstrategy._src.replicas.inner_axes import InnerSpec, inner_spec, with_inner
 from jaxstrategy._src.replicas.replica_placements import (
     SPLIT,
-    lies_along,
+    sharded_along,
 )
 from jaxstrategy._src.replicas.replicas import (
     Replicas,
@@ -450,7 +450,7 @@ def _leaf(
     replicas: Replicas,
     inner: InnerSpec,
 ) -> ExplainedLeaf:
-    lies = with_inner(inner, replicas, lies_along(sharding.dimension))
+    lies = with_inner(inner, replicas, sharded_along(sharding.dimension))
     shape = tuple(aval.shape)
     on_device = jax.ShapeDtypeStruct(lies.shard_shape(shape), aval.dtype)
     return ExplainedLeaf(

@@ -177,7 +177,7 @@ def _is_keras(owner: object) -> bool:
 # Held while a function is traced that refers to other values.
 one_at_a_time = threading.RLock()
 # The loans of now, and another object whenever these change.
-_active: list[FunctionLoans] = []
+_active: list[FunctionRebindings] = []
 _version = object()
 _MOST_LOOKS = 5
 
@@ -188,7 +188,7 @@ def references(fn: Function, is_object: Callable[[object], bool]) -> References:
         version, active = _version, list(_active)
         found = References(fn, is_object)
         if version is _version:
-            if any(loans.are_met_in(found) for loans in active):
+            if any(rebindings.are_met_in(found) for rebindings in active):
                 break
             return found
     with one_at_a_time:
@@ -199,14 +199,14 @@ def callers_value(place: Place) -> object:
     """The value of a place, whatever another thread's trace has lent there."""
     while True:
         version, found = _version, place.get()
-        for loans in reversed(_active):
-            found = loans.callers_value(place, found)
+        for rebindings in reversed(_active):
+            found = rebindings.callers_value(place, found)
         if version is _version:
             return found
 
 
 @contextlib.contextmanager
-def lent(
+def rebound(
     fn: Function, replaced: Mapping[str, object], is_object: Callable[[object], bool]
 ) -> Iterator[Function]:
     """`fn`, which refers to other values for the length of the `with` block."""
@@ -215,21 +215,21 @@ def lent(
         return
     if (eager := context.current().eager) is not None:
         # Others of its threads wait meanwhile, and may ask for the lock.
-        loans = FunctionLoans(fn, replaced, is_object)
-        with eager.lending(loans):
-            yield loans.function
+        rebindings = FunctionRebindings(fn, replaced, is_object)
+        with eager.lending(rebindings):
+            yield rebindings.function
         return
     with one_at_a_time:
-        loans = FunctionLoans(fn, replaced, is_object)
+        rebindings = FunctionRebindings(fn, replaced, is_object)
         try:
-            loans.set()
-            yield loans.function
+            rebindings.set()
+            yield rebindings.function
         finally:
-            loans.take_back()
+            rebindings.take_back()
 
 
 @final
-class FunctionLoans:
+class FunctionRebindings:
     """The places where a function refers to something else for a while."""
 
     def __init__(
@@ -243,7 +243,7 @@ class FunctionLoans:
         self._references = References(fn, is_object, with_form=False)
         self._others = {id(known[label]): new for label, new in replaced.items()}
         self.function: Function = rebuilt(self._references.root, self._others)
-        self._lent: list[tuple[Place, object, object]] | None = None
+        self._rebound: list[tuple[Place, object, object]] | None = None
         self._thread = 0
 
     def set(self) -> None:
@@ -253,21 +253,21 @@ class FunctionLoans:
         self._thread = threading.get_ident()
         _active.append(self)
         _version = object()
-        if self._lent is None:
-            self._lent = []
+        if self._rebound is None:
+            self._rebound = []
             for step in self._references.holders(set(self._others)):
                 assert step.place is not None
                 new = rebuilt(step.value, self._others)
-                self._lent.append((step.place, step.value, new))
+                self._rebound.append((step.place, step.value, new))
                 step.place.set(new)
             return
-        for place, _, new in self._lent:
+        for place, _, new in self._rebound:
             place.set(new)
 
     def take_back(self) -> None:
         """Let it refer to the caller's."""
         global _version
-        for place, value, new in reversed(self._lent or ()):
+        for place, value, new in reversed(self._rebound or ()):
             if place.get() is new:  # else the function has put another there
                 place.set(value)
         _active.remove(self)
@@ -276,7 +276,7 @@ class FunctionLoans:
     def callers_value(self, place: Place, found: object) -> object:
         """What was in a place if that is lent; else `found`."""
         if self._thread != threading.get_ident():
-            for other, value, new in self._lent or ():
+            for other, value, new in self._rebound or ():
                 if new is found and other.where == place.where:
                     return value
         return found
@@ -285,6 +285,6 @@ class FunctionLoans:
         """Whether another thread than theirs has come to what is lent."""
         if self._thread == threading.get_ident():
             return False
-        lent = {id(new) for _, _, new in self._lent or ()}
-        lent |= {id(new) for new in self._others.values()}
-        return any(id(each.value) in lent for each in found.reached)
+        rebound = {id(new) for _, _, new in self._rebound or ()}
+        rebound |= {id(new) for new in self._others.values()}
+        return any(id(each.value) in rebound for each in found.reached)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.outbox import Sender
+from jaxstrategy._src.contexts.step_outputs import Sender
 from jaxstrategy._src.tracing.functions import code as _code
 from jaxstrategy._src.tracing.functions.code import Reach, as_method, attributes_of
 from jaxstrategy._src.tracing.functions.walk import (
@@ -27,7 +27,7 @@ from jaxstrategy._src.tracing.functions.walk import (
     Place,
     Referred,
     Token,
-    Walk,
+    ReferenceWalk,
     are_plain,
     is_container,
     one_level,
@@ -62,7 +62,7 @@ _COMPILED = ("jax", "jaxlib")
 
 
 def look_into(
-    is_object: Callable[[object], bool], walk: Walk, label: str, value: Any, number: int
+    is_object: Callable[[object], bool], walk: ReferenceWalk, label: str, value: Any, number: int
 ) -> Token:
     """Goes on with what `value` refers to; returns what stands for it in the form."""
     kind = type(value)
@@ -85,7 +85,7 @@ def look_into(
     return _other(walk, label, value, kind, number)
 
 
-def _unknown(walk: Walk, label: str, value: object) -> Token:
+def _unknown(walk: ReferenceWalk, label: str, value: object) -> Token:
     walk.opaque = walk.opaque or label
     return Identity(value)
 
@@ -93,7 +93,7 @@ def _unknown(walk: Walk, label: str, value: object) -> Token:
 # Arrays.
 
 
-def _array(walk: Walk, label: str, value: jax.Array | Tracer) -> Token:
+def _array(walk: ReferenceWalk, label: str, value: jax.Array | Tracer) -> Token:
     if not isinstance(value, Tracer) and value.is_deleted():
         return ("deleted",)
     # One that is divided otherwise may be captured along with what the function does
@@ -110,7 +110,7 @@ def _array(walk: Walk, label: str, value: jax.Array | Tracer) -> Token:
     return Identity(value)
 
 
-def _host_array(walk: Walk, label: str, value: np.ndarray | np.generic) -> Token:
+def _host_array(walk: ReferenceWalk, label: str, value: np.ndarray | np.generic) -> Token:
     if not walk.with_form:
         return Identity(value)
     # The bytes of an array of objects are their addresses.
@@ -123,7 +123,7 @@ def _host_array(walk: Walk, label: str, value: np.ndarray | np.generic) -> Token
 # Functions.
 
 
-def _function(walk: Walk, label: str, fn: types.FunctionType, number: int) -> Token:
+def _function(walk: ReferenceWalk, label: str, fn: types.FunctionType, number: int) -> Token:
     code = fn.__code__
     about = _code.about(code)
     # What is only written is nothing that its program depends on.
@@ -141,7 +141,7 @@ def _function(walk: Walk, label: str, fn: types.FunctionType, number: int) -> To
     return ("function", Identity(code))
 
 
-def _defaults(walk: Walk, label: str, fn: types.FunctionType, number: int) -> None:
+def _defaults(walk: ReferenceWalk, label: str, fn: types.FunctionType, number: int) -> None:
     if fn.__defaults__:
         parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
         labels = parameters[len(parameters) - len(fn.__defaults__) :]
@@ -156,7 +156,7 @@ def _defaults(walk: Walk, label: str, fn: types.FunctionType, number: int) -> No
 
 
 def _globals(
-    walk: Walk, scope: dict[str, object], names: Collection[str], number: int
+    walk: ReferenceWalk, scope: dict[str, object], names: Collection[str], number: int
 ) -> None:
     with walk.in_the_open():
         for name in names:
@@ -166,7 +166,7 @@ def _globals(
                 walk.visit(f"captured {name}", place, value, number, name)
 
 
-def _method(walk: Walk, label: str, method: types.MethodType, number: int) -> Token:
+def _method(walk: ReferenceWalk, label: str, method: types.MethodType, number: int) -> Token:
     label = "captured self" if label == "captured" else label
     name = _code.first_name(method.__func__)
     walk.visit(label, None, method.__self__, number, name)
@@ -175,7 +175,7 @@ def _method(walk: Walk, label: str, method: types.MethodType, number: int) -> To
 
 
 def _builtin(
-    walk: Walk, label: str, function: types.BuiltinFunctionType, number: int
+    walk: ReferenceWalk, label: str, function: types.BuiltinFunctionType, number: int
 ) -> Token:
     owner = function.__self__
     if owner is None or isinstance(owner, (types.ModuleType, type)):
@@ -185,7 +185,7 @@ def _builtin(
 
 
 def _partial(
-    walk: Walk, label: str, fn: functools.partial[object], number: int
+    walk: ReferenceWalk, label: str, fn: functools.partial[object], number: int
 ) -> Token:
     walk.visit("captured", None, fn.func, number)
     for index, value in enumerate(fn.args):
@@ -198,13 +198,13 @@ def _partial(
 # Containers.
 
 
-def _list(walk: Walk, label: str, items: list[object], number: int) -> Token:
+def _list(walk: ReferenceWalk, label: str, items: list[object], number: int) -> Token:
     for i, item in enumerate(items):
         walk.visit(f"{label}[{i}]", Index(items, i), item, number)
     return (type(items), len(items))
 
 
-def _tuple(walk: Walk, label: str, items: tuple[object, ...], number: int) -> Token:
+def _tuple(walk: ReferenceWalk, label: str, items: tuple[object, ...], number: int) -> Token:
     names = getattr(type(items), "_fields", None)
     for i, item in enumerate(items):
         where = f".{names[i]}" if names else f"[{i}]"
@@ -212,7 +212,7 @@ def _tuple(walk: Walk, label: str, items: tuple[object, ...], number: int) -> To
     return (type(items), len(items))
 
 
-def _dict(walk: Walk, label: str, items: dict[Hashable, object], number: int) -> Token:
+def _dict(walk: ReferenceWalk, label: str, items: dict[Hashable, object], number: int) -> Token:
     for key, item in list(items.items()):
         walk.visit(label, None, key, number)
         walk.visit(f"{label}[{_named(key)}]", Key(items, key), item, number)
@@ -230,7 +230,7 @@ def _named(key: Hashable) -> str:
 
 
 def _view(
-    walk: Walk, label: str, items: types.MappingProxyType[Hashable, object], number: int
+    walk: ReferenceWalk, label: str, items: types.MappingProxyType[Hashable, object], number: int
 ) -> Token:
     for key, item in list(items.items()):
         walk.visit(f"{label}[{_named(key)}]", None, item, number)
@@ -238,14 +238,14 @@ def _view(
 
 
 def _set(
-    walk: Walk, label: str, items: set[Hashable] | frozenset[Hashable], number: int
+    walk: ReferenceWalk, label: str, items: set[Hashable] | frozenset[Hashable], number: int
 ) -> Token:
     if are_plain(items):
         return (type(items), frozenset((type(item), item) for item in items))
     return _unknown(walk, label, items)
 
 
-def _tree(walk: Walk, label: str, value: PyTree, number: int) -> Token:
+def _tree(walk: ReferenceWalk, label: str, value: PyTree, number: int) -> Token:
     """A container that somebody has registered with JAX."""
     try:
         children, structure = one_level(value)
@@ -260,7 +260,7 @@ def _tree(walk: Walk, label: str, value: PyTree, number: int) -> Token:
 # Modules, classes and objects.
 
 
-def _module(walk: Walk, label: str, module: types.ModuleType, number: int) -> Token:
+def _module(walk: ReferenceWalk, label: str, module: types.ModuleType, number: int) -> Token:
     if _code.is_users_module(module):
         scope = vars(module)
         names = sorted(walk.reach.used & scope.keys())
@@ -271,7 +271,7 @@ def _module(walk: Walk, label: str, module: types.ModuleType, number: int) -> To
     return Identity(module)
 
 
-def _class(walk: Walk, label: str, kind: type, number: int) -> Token:
+def _class(walk: ReferenceWalk, label: str, kind: type, number: int) -> Token:
     if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
         with walk.in_the_open():
             for base in filter(_code.is_users_class, kind.__mro__):
@@ -282,18 +282,18 @@ def _class(walk: Walk, label: str, kind: type, number: int) -> Token:
     return Identity(kind)
 
 
-def _descriptor(walk: Walk, label: str, value: object, number: int) -> Token:
+def _descriptor(walk: ReferenceWalk, label: str, value: object, number: int) -> Token:
     for name in ("__func__", "fget", "func"):
         if (function := getattr(value, name, None)) is not None:
             walk.visit(label, None, function, number)
     return type(value)
 
 
-def _enumerated(walk: Walk, label: str, value: enum.Enum, number: int) -> Token:
+def _enumerated(walk: ReferenceWalk, label: str, value: enum.Enum, number: int) -> Token:
     return (Identity(type(value)), value.name)
 
 
-def _other(walk: Walk, label: str, value: object, kind: type, number: int) -> Token:
+def _other(walk: ReferenceWalk, label: str, value: object, kind: type, number: int) -> Token:
     package = kind.__module__.partition(".")[0]
     is_ours = package == "jaxstrategy" and not _code.is_layer(kind)
     if package in _BESIDES or is_ours:
@@ -311,7 +311,7 @@ def _other(walk: Walk, label: str, value: object, kind: type, number: int) -> To
     return _unknown(walk, label, value)
 
 
-def _object(walk: Walk, label: str, value: object, kind: type, number: int) -> Token:
+def _object(walk: ReferenceWalk, label: str, value: object, kind: type, number: int) -> Token:
     in_part = walk.is_in_part(value)
     walk.visit(label, None, kind, number, ITS_CLASS if in_part else None)
     attributes = _code.attributes_of(value)
@@ -332,7 +332,7 @@ def _object(walk: Walk, label: str, value: object, kind: type, number: int) -> T
 
 # `Any`: each function takes values of its own kinds alone. The first that fits counts.
 _FOLLOWED: list[
-    tuple[type | tuple[type, ...], Callable[[Walk, str, Any, int], Token]]
+    tuple[type | tuple[type, ...], Callable[[ReferenceWalk, str, Any, int], Token]]
 ] = [
     (types.FunctionType, _function),
     (types.MethodType, _method),
@@ -371,8 +371,8 @@ class References:
         self.root = as_method(fn)
         go_on = functools.partial(look_into, is_object)
 
-        def walked(reach: Reach, whole: set[int]) -> Walk:
-            walk = Walk(go_on, limit, with_form, reach, whole)
+        def walked(reach: Reach, whole: set[int]) -> ReferenceWalk:
+            walk = ReferenceWalk(go_on, limit, with_form, reach, whole)
             walk.visit("captured", None, self.root, -1)
             for label, value in more:
                 walk.visit(label, None, value, -1)

@@ -1,4 +1,4 @@
-"""A walk along all that a function refers to: `Walk`."""
+"""A walk along all that a function refers to: `ReferenceWalk`."""
 
 from __future__ import annotations
 
@@ -252,14 +252,14 @@ class Referred(NamedTuple):
     parent: int
 
 
-class Walk:
+class ReferenceWalk:
     """One pass through all that a function refers to, in an order that is always the
     same.
     """
 
     def __init__(
         self,
-        look_into: Callable[[Walk, str, object, int], Token],
+        look_into: Callable[[ReferenceWalk, str, object, int], Token],
         limit: int,
         with_form: bool,
         reach: Reach,

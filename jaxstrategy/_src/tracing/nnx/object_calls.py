@@ -52,7 +52,7 @@ def step_of_arrays(
         leaves = [next(following) if is_parts(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         replaced = {name: kwargs.pop(name) for name in captured}
-        with lending.lent(fn, replaced, is_changed_in_place) as own:
+        with lending.rebound(fn, replaced, is_changed_in_place) as own:
             with lending.refused(own, step.__name__, is_changed_in_place):
                 returned = own(*args, **kwargs)
         if form is None:

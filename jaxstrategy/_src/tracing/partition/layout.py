@@ -18,7 +18,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     inner_spec,
     with_inner,
 )
-from jaxstrategy._src.replicas.replica_placements import SAME, lies_along
+from jaxstrategy._src.replicas.replica_placements import SAME, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.tracing.checks.varying_results import successors
 from jaxstrategy._src.tracing.jaxprs.visit import ArrayType, KeyPath, Var
@@ -205,7 +205,7 @@ class Layouts:
         """The place of a result."""
         if self._replicas.inner_axes and number not in self._replaced:
             return None
-        lies = lies_along(self._result(number, leaves).dimension)
+        lies = sharded_along(self._result(number, leaves).dimension)
         return with_inner(self._inner_of(number, leaves), self._replicas, lies)
 
     def _inner_of(self, number: int, leaves: Mapping[int, DividedLeaf]) -> InnerSpec:

@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding, Sharding
 from jaxstrategy._src.errors import DonatedValueError, PlacementError
 from jaxstrategy._src.replicas import devices, mesh
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.inner_axes import lying_like
+from jaxstrategy._src.replicas.inner_axes import sharding_like
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
     SPLIT,
-    lies_along,
+    sharded_along,
 )
 from jaxstrategy._src.replicas.replicas import (
     Replicas,
@@ -107,7 +107,7 @@ class Placement:
         else:
             is_known = arrays.has_place(leaf)
             dimension = self._replicas.dimension_of(leaf) if is_known else None
-        return lying_like(leaf, self._replicas, lies_along(dimension))
+        return sharding_like(leaf, self._replicas, sharded_along(dimension))
 
     def _lying_inside(self, index: int, leaf: Leaf) -> NamedSharding | None:
         """How an argument lies that is divided over inner axes at most."""

@@ -38,7 +38,7 @@ class _Home:
 
 
 @final
-class Carried:
+class VariableBuffers:
     """The variables that one program is given; does not change."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Carried:
         return any([cell.array is None for cell in self._cells])
 
     @property
-    def lent(self) -> range:
+    def rebound(self) -> range:
         """The places of those `values` that may be overwritten."""
         return range(len(self._cells))
 
@@ -91,7 +91,7 @@ class Carried:
 
         return [v for v in used if v not in self and not by_reference(v)]
 
-    def plus(self, variables: Sequence[Variable]) -> Carried:
+    def plus(self, variables: Sequence[Variable]) -> VariableBuffers:
         """These too."""
         here, away = dict(self._here), dict(self._away)
         for variable in variables:
@@ -101,13 +101,13 @@ class Carried:
                 where = variable.replicas.device_names
                 home = _Home(variable.sharding, f"{variable.name!r} lives on {where}")
                 away[variable.cell] = home
-        return Carried(self._replicas, here, away)
+        return VariableBuffers(self._replicas, here, away)
 
-    def without_references(self, traced: bool) -> Carried:
+    def without_references(self, traced: bool) -> VariableBuffers:
         """Without those that must not be carried any more."""
         here = self._here.items()
         kept = {c: s for c, s in here if not traced and not c.is_reference}
-        return Carried(self._replicas, kept, self._away)
+        return VariableBuffers(self._replicas, kept, self._away)
 
     def values(self) -> list[jax.Array]:
         """For the program."""
@@ -170,7 +170,7 @@ class VariableArguments:
         self._step = step
         self._forget = forget
         self._used: list[weakref.ref[Any]] = []
-        self.carried = Carried(step.replicas)
+        self.carried = VariableBuffers(step.replicas)
         self.are_used = False
         self.by_reference = False
         self.caller_is_traced = False
@@ -217,5 +217,5 @@ class VariableArguments:
     def _gone(self, _: object) -> None:
         if self._step.is_alive:
             self._used, self.by_reference = [], False
-            self.carried = Carried(self._step.replicas)
+            self.carried = VariableBuffers(self._step.replicas)
             self._forget()

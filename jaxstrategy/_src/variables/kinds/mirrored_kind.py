@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jaxstrategy._src.contexts import replica_context
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.inner_axes import lying_like, with_inner
+from jaxstrategy._src.replicas.inner_axes import sharding_like, with_inner
 from jaxstrategy._src.replicas.replica_placements import (
-    lies_along,
+    sharded_along,
 )
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped
 from jaxstrategy._src.values.arrays import Value
@@ -43,7 +43,7 @@ class MirroredKind(VariableKind):
     @property
     def sharding(self) -> NamedSharding:
         """Whole on each replica, or divided over them."""
-        lies = lies_along(self._division.dimension)
+        lies = sharded_along(self._division.dimension)
         return with_inner(self.inner, self.replicas, lies)
 
     @property
@@ -103,7 +103,7 @@ class MirroredKind(VariableKind):
         given = self._checked_part(value, ref.shape, ref.dtype, change)
         if not self._in_step():
             is_own = change.is_whole
-            where = self.sharding if is_own else lying_like(given, self.replicas)
+            where = self.sharding if is_own else sharding_like(given, self.replicas)
             given = mesh.broadcast(given, where)
         return self._changed(ref, change, given)
 
@@ -193,7 +193,7 @@ class MirroredKind(VariableKind):
         rows = self.combined(rows, side)
         if not self._in_step():
             rows = jax.tree.map(
-                lambda x: mesh.broadcast(x, lying_like(x, self.replicas)), rows
+                lambda x: mesh.broadcast(x, sharding_like(x, self.replicas)), rows
             )
         rows = IndexedSlices(rows.values.astype(ref.dtype), rows.indices)
         return self._changed_rows(ref, change, rows)

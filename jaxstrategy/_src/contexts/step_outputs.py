@@ -1,7 +1,7 @@
-"""Values that a step returns besides its results: `Outbox`.
+"""Values that a step returns besides its results: `StepOutputs`.
 
 What code of a step computes is known to its trace only. So what it hands out goes, as
-further results, out of the program, and whoever has opened an `Outbox` around the call
+further results, out of the program, and whoever has opened an `StepOutputs` around the call
 receives it afterwards, each time the program runs.
 """
 
@@ -37,7 +37,7 @@ class Sender(abc.ABC):
 
 
 @final
-class Outbox:
+class StepOutputs:
     """Receives what steps hand out while it is open.
 
     Args:
@@ -53,9 +53,9 @@ class Outbox:
 
     def opened(self) -> AbstractContextManager[object]:
         """A `with` block whose steps hand out to this one."""
-        return _context.entered(outbox=self)
+        return _context.entered(step_outputs=self)
 
-    def posting(self, fn: Function) -> Function:
+    def with_outputs(self, fn: Function) -> Function:
         """A function that returns what `fn` does, and a list of what it hands out.
 
         The same for the last few functions, because what a new one refers to is looked
@@ -65,21 +65,21 @@ class Outbox:
             if (known := self._posting.get(fn)) is not None:
                 return known
         except TypeError:  # it cannot be hashed
-            return posting(fn)
+            return with_outputs(fn)
         if len(self._posting) >= _KEPT:
             del self._posting[next(iter(self._posting))]
-        return self._posting.setdefault(fn, posting(fn))
+        return self._posting.setdefault(fn, with_outputs(fn))
 
 
 _KEPT = 8
 
 
-def around_steps() -> Outbox | None:
+def around_steps() -> StepOutputs | None:
     """The outbox for a step that begins now, if there is one."""
     context = _context.current()
-    if context.outbox is None or context.posted is not None:
+    if context.step_outputs is None or context.posted is not None:
         return None
-    return cast("Outbox", context.outbox)
+    return cast("StepOutputs", context.step_outputs)
 
 
 def in_step() -> bool:
@@ -89,13 +89,13 @@ def in_step() -> bool:
 
 def require_open(sender: Sender, method: str) -> None:
     """Raise unless what `sender` hands out now is received."""
-    outbox = cast("Outbox | None", _context.current().outbox)
-    if outbox is None:
+    step_outputs = cast("StepOutputs | None", _context.current().step_outputs)
+    if step_outputs is None:
         raise ContextError(
             f"`{method}` was called after the steps had ended whose context it belongs "
             "to. Call it in the function that is run, or in a step that this starts."
         )
-    if sender is not outbox.sender and sender is not type(sender).of_steps():
+    if sender is not step_outputs.sender and sender is not type(sender).of_steps():
         raise ContextError(_of_others(method))
 
 
@@ -110,10 +110,10 @@ def post(message: PyTree, method: str) -> None:
     elif _is_traced(message):
         raise ContextError(_inner(method))
     else:
-        cast("Outbox", context.outbox).receive(message)
+        cast("StepOutputs", context.step_outputs).receive(message)
 
 
-def posting(fn: Function) -> Function:
+def with_outputs(fn: Function) -> Function:
     """A function that returns what `fn` does, and a list of what it hands out.
 
     As of one step. A function that is differentiated in a step can be one: what the
@@ -129,12 +129,12 @@ def posting(fn: Function) -> Function:
     return step
 
 
-def without_sender(outbox: Outbox, tree: PyTree) -> PyTree:
+def without_sender(step_outputs: StepOutputs, tree: PyTree) -> PyTree:
     """`tree` with the sender of steps in place of that of the outbox.
 
     A static argument is a part of the program, which is to serve the next, too.
     """
-    sender = outbox.sender
+    sender = step_outputs.sender
     return trees.map_around_objects(
         lambda leaf: type(sender).of_steps() if leaf is sender else leaf, tree
     )
