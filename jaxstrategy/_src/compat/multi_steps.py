@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxstrategy._src.compat.older_inputs import require_iterator
-from jaxstrategy._src.contexts import step_outputs as _step_outputs, replica_context
+from jaxstrategy._src.contexts import replica_context, step_outputs as _step_outputs
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import ReduceOp

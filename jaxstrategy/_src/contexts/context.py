@@ -23,7 +23,11 @@ from jaxstrategy._src.options import (
     VariableSynchronization,
 )
 from jaxstrategy._src.reductions.packing import Overlap
-from jaxstrategy._src.reductions.reduction import EagerReduction, LocalReduction, Reduction
+from jaxstrategy._src.reductions.reduction import (
+    EagerReduction,
+    LocalReduction,
+    Reduction,
+)
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.values import arrays
@@ -87,8 +91,10 @@ class EagerReplica(abc.ABC):
         """This replica's part of what `merge_fn`, called once for all, returns."""
 
     @abc.abstractmethod
-    def lending(self, rebindings: Rebindings) -> contextlib.AbstractContextManager[None]:
-        """A `with` block with these loans, which are there while this replica runs."""
+    def rebinding(
+        self, rebindings: Rebindings
+    ) -> contextlib.AbstractContextManager[None]:
+        """A `with` block in which these rebindings hold while this replica runs."""
 
 
 class AbstractVariablePolicy(abc.ABC):
@@ -203,41 +209,41 @@ class Context:
         replica's own and collectives may be used on them.
       is_set: whether it was set rather than entered, and may be set again.
       around: makes the `with` block of each step of `run` in some scope.
-      variables: those of the step that is being traced. Read by `variables._access`.
+      variables: those of the step that is being traced. Read by `variables.access`.
       trace: the number of that trace, if its step may use variables.
       updated: the devices of the copies that code of `extended.update` or `update_on`
-        changes; none elsewhere. Read by `variables._access`.
-      before: what variables held before an update. Read by `variables._access`.
+        changes; none elsewhere. Read by `variables.access`.
+      before: what variables held before an update. Read by `variables.access`.
       colocated: what variables are made beside in `colocate_vars_with`: a variable, or
         replicas. Read by the policies of variables.
       new_variables: how variables are kept that are made here and do not say it: their
         synchronization and aggregation; None for the default. Read by
-        `variables._variable`.
-      variable_scope: the names that variables get. Read by `compat._variables_by_name`.
+        `variables.variable`.
+      variable_scope: the names that variables get. Read by `compat.variables_by_name`.
       update_device: the devices that code says it updates, and those that it updated
         before. Read by `compat.contrib._tower_context`.
       given: what variables hold in a function that is differentiated, by their `id`.
-        Read by `variables._given_values`.
-      lookups: those of tables that the function makes. Read by `variables._row_tape`.
+        Read by `variables.access`.
+      lookups: those of tables that the function makes. Read by `variables.access`.
       read: takes the `id` of each variable that a function reads which is
-        differentiated. Read by `variables._given_values`.
-      outbox: what receives values that steps hand out beside what they return. Read by
-        `contexts._outbox`.
+        differentiated. Read by `variables.access`.
+      step_outputs: receives values that steps return besides their results. Read by
+        `contexts.step_outputs`.
       posted: those of the step that is being traced.
       is_initial: whether JAX traces a function that makes an initial value, which reads
-        what variables hold now. Read by `variables._cell`.
+        what variables hold now. Read by `variables.cell`.
       batches: the batches of the step that is being traced, and on which part of them
-        it works. Read by `masks._step_masks`.
+        it works. Read by `masks`.
       local: the local steps that are being traced, in which each replica is by itself;
         None elsewhere.
       worker: the worker of a coordinator for which a dataset is built or read. Read by
-        `parameter_servers._worker`.
+        `parameter_servers.worker`.
       is_shipping: whether objects are pickled to be sent to a worker, where variables
         and strategies are its own. Read by what refuses to be pickled otherwise.
       arrived: what a worker has unpickled of a function that it was sent: the strategy
         and its variables. Read by these.
       function: what a function uses that a coordinator sends to workers, while it is
-        traced. Read by `scheduled._recorder`.
+        traced. Read by `scheduled.recorder`.
       runs_eagerly: what steps that run eagerly, each replica in a thread of its own,
         remember of each other; None if steps are compiled. Read by executors.
       eager: the replica whose thread it is; None in other threads.

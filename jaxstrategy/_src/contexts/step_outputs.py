@@ -1,8 +1,8 @@
 """Values that a step returns besides its results: `StepOutputs`.
 
-What code of a step computes is known to its trace only. So what it hands out goes, as
-further results, out of the program, and whoever has opened an `StepOutputs` around the call
-receives it afterwards, each time the program runs.
+What code of a step computes is known to its trace only. So such values go out of the
+program as further results, and whoever has opened a `StepOutputs` around the call
+receives them afterwards, each time the program runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sender(abc.ABC):
     """An object with methods that steps call to hand something out.
 
     To a program one is as good as another, because it keeps nothing itself: whichever
-    a step is given, or refers to, the outbox around the call receives what it sends.
+    a step is given, or refers to, the `StepOutputs` around the call receives it.
     """
 
     @classmethod
@@ -75,7 +75,7 @@ _KEPT = 8
 
 
 def around_steps() -> StepOutputs | None:
-    """The outbox for a step that begins now, if there is one."""
+    """The `StepOutputs` of a step that begins now, if there is one."""
     context = _context.current()
     if context.step_outputs is None or context.posted is not None:
         return None
@@ -130,7 +130,7 @@ def with_outputs(fn: Function) -> Function:
 
 
 def without_sender(step_outputs: StepOutputs, tree: PyTree) -> PyTree:
-    """`tree` with the sender of steps in place of that of the outbox.
+    """`tree` with the sender of steps in place of that of the `StepOutputs`.
 
     A static argument is a part of the program, which is to serve the next, too.
     """

@@ -17,15 +17,15 @@ from jaxstrategy._src.coordinator.values import PerWorkerValue
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.dataset import DeferredDataset, DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputContext
-from jaxstrategy._src.inputs.iterator import Prefetcher, DistributedIterator
+from jaxstrategy._src.inputs.iterator import DistributedIterator, Prefetcher
 from jaxstrategy._src.inputs.library_sources import as_source
-from jaxstrategy._src.inputs.sources import Dataset, SourceIterator, Source, State
+from jaxstrategy._src.inputs.sources import Dataset, Source, SourceIterator, State
 from jaxstrategy._src.parameter_servers import worker as _worker
 from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.parameter_servers.worker import (
     Positioned,
-    WorkerResource,
     WorkerContext,
+    WorkerResource,
     leaves_of,
     structure_of,
 )

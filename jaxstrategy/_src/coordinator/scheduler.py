@@ -25,9 +25,9 @@ from jaxstrategy._src.coordinator.queue import (
     function_name,
 )
 from jaxstrategy._src.coordinator.recovery import (
-    RestartPolicy,
     Incarnations,
     Recovery,
+    RestartPolicy,
     ServerRestarts,
 )
 from jaxstrategy._src.coordinator.values import RemoteValue

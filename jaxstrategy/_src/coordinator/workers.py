@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from typing import final
 
 from jaxstrategy._src.coordinator.queue import Closure, ClosureQueue, WorkerSession
-from jaxstrategy._src.coordinator.recovery import RestartPolicy, Incarnations, Recovery
+from jaxstrategy._src.coordinator.recovery import Incarnations, Recovery, RestartPolicy
 from jaxstrategy._src.coordinator.worker_states import (
     Stopwatch,
     WorkerActivity,

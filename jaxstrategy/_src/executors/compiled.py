@@ -14,7 +14,7 @@ from typing import Any, final
 import jax
 from jax.stages import Compiled
 
-from jaxstrategy._src.contexts import context as _context, step_outputs, replica_context
+from jaxstrategy._src.contexts import context as _context, replica_context, step_outputs
 from jaxstrategy._src.contexts.context import (
     OUTSIDE,
     AbstractStrategy,

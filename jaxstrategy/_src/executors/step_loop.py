@@ -23,7 +23,7 @@ from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.reductions.reduction import HowReduced
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.text.shown import array_type
-from jaxstrategy._src.tracing.functions import code, lending
+from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.nnx.object_form import (
@@ -398,7 +398,7 @@ class StepLoop:
         args, kwargs, objects = self._filled(states, parts)
         # Those that the step captured stand among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
-        with lending.rebound(self._fn, replaced, is_changed_in_place) as fn:
+        with rebinding.rebound(self._fn, replaced, is_changed_in_place) as fn:
             with self._synchronization.step():
                 returned = _with_values(fn(*args, batch, **kwargs))
         if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):

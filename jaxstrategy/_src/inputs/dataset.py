@@ -15,7 +15,7 @@ from jaxstrategy._src.inputs.input_options import (
 )
 from jaxstrategy._src.inputs.iterator import DistributedIterator
 from jaxstrategy._src.inputs.library_sources import as_source
-from jaxstrategy._src.inputs.sources import Dataset, SourceIterator, Source
+from jaxstrategy._src.inputs.sources import Dataset, Source, SourceIterator
 from jaxstrategy._src.inputs.transfer import Transfer
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas.replicas import Replicas

@@ -18,12 +18,12 @@ import numpy as np
 
 from jaxstrategy._src.inputs import sources
 from jaxstrategy._src.inputs.sources import (
-    ReplayIterator,
     Dataset,
-    SourceIterator,
     ReadingOrder,
+    ReplayIterator,
     SnapshotIterator,
     Source,
+    SourceIterator,
     State,
     TfDataSource,
     is_tf_data,

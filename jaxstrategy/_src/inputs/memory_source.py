@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxstrategy._src.inputs import origins, sources
-from jaxstrategy._src.inputs.sources import SourceIterator, Source, State
+from jaxstrategy._src.inputs.sources import Source, SourceIterator, State
 from jaxstrategy._src.text.shown import whole
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree, Value

@@ -3,7 +3,7 @@
 `RayCluster` is a connection, `RayActors` holds room on its machines, a `ProcessActor`
 starts one process there, which is a `RayStartedProcess` here. `RayMachines` runs the
 processes of a `Job` so. Ray sends `ProcessActor` to machines whose Python need not
-import the package: it uses the standard library, Ray and `_child_process` only.
+import the package: it uses the standard library, Ray and `child_process` only.
 """
 
 from __future__ import annotations

@@ -436,7 +436,9 @@ def compression_of(options: CommunicationOptions | None) -> Compression:
             "`CommunicationOptions(compression='int8')`, or reduce exactly: "
             "`get_replica_context().all_reduce(op, value)`."
         )
-    return LowRankCompression(asked) if isinstance(asked, PowerSGD) else EightBitNumbers()
+    return (
+        LowRankCompression(asked) if isinstance(asked, PowerSGD) else EightBitNumbers()
+    )
 
 
 def initial_state(
@@ -490,7 +492,9 @@ def checked_debts(
     return owed
 
 
-def state_of(owed: Sequence[Residual | None], treedef: TreeStructure) -> CompressionState:
+def state_of(
+    owed: Sequence[Residual | None], treedef: TreeStructure
+) -> CompressionState:
     """The state that says what is owed of each leaf."""
     return CompressionState(
         treedef.unflatten([None if debt is None else debt.error for debt in owed]),

@@ -30,7 +30,9 @@ InnerSpec: TypeAlias = PartitionSpec
 WHOLE = InnerSpec()
 
 
-def sharding_like(value: object, replicas: Replicas, lies: Lies = SAME) -> NamedSharding:
+def sharding_like(
+    value: object, replicas: Replicas, lies: Lies = SAME
+) -> NamedSharding:
     """How an array lies over the replicas, and over inner axes as `value` does.
 
     Over these it is whole if `value` lies on another mesh, or nowhere yet.

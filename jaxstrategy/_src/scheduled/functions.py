@@ -49,7 +49,7 @@ from jaxstrategy._src.scheduled.shipping import shipped
 from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
 from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.tracing import results as _results, roles
-from jaxstrategy._src.tracing.functions import code as _code, lending
+from jaxstrategy._src.tracing.functions import code as _code, rebinding
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.functions.walk import ClosureCell
@@ -675,7 +675,7 @@ def _own_function(fn: Any) -> tuple[Function, tuple[Hashable, ...]]:
 
 def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[_FunctionKey, bool]:
     """The key of functions that do the same, and whether it changes unnoticed."""
-    with lending.one_at_a_time:
+    with rebinding.one_at_a_time:
         references = References(own, lambda value: False)
     form = references.form
     if references.opaque:  # it is known by itself alone

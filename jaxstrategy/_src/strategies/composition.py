@@ -26,7 +26,11 @@ from jaxstrategy._src.reductions.cross_device_ops import (
 )
 from jaxstrategy._src.reductions.packing import overlap_on
 from jaxstrategy._src.reductions.plan import AbstractPlan
-from jaxstrategy._src.reductions.reduction import EagerReduction, LocalReduction, Reduction
+from jaxstrategy._src.reductions.reduction import (
+    EagerReduction,
+    LocalReduction,
+    Reduction,
+)
 from jaxstrategy._src.replicas import devices, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import replicas_with

@@ -20,8 +20,8 @@ from jaxstrategy._src.replicas import devices as _devices, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import (
     Tiles,
-    sharding_like,
     replicas_with,
+    sharding_like,
     sharding_of,
     tiles,
 )

@@ -30,7 +30,11 @@ from jaxstrategy._src.reductions.operations import (
     reduced_over,
     sums,
 )
-from jaxstrategy._src.reductions.reduction import EagerReduction, LocalReduction, Reduction
+from jaxstrategy._src.reductions.reduction import (
+    EagerReduction,
+    LocalReduction,
+    Reduction,
+)
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import inner_spec, of_versions, with_inner
 from jaxstrategy._src.replicas.replica_placements import (

@@ -21,7 +21,7 @@ from jaxstrategy._src.tracing.saved_step import OutdatedCall, PreparedCall
 from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.placement import Placement
 from jaxstrategy._src.tracing.stages.stage import Stage, overridden
-from jaxstrategy._src.tracing.stages.variables import VariableBuffers, VariableArguments
+from jaxstrategy._src.tracing.stages.variables import VariableArguments, VariableBuffers
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure

@@ -26,8 +26,8 @@ from jaxstrategy._src.replicas.inner_axes import (
     inner_dimensions,
     inner_spec,
     is_spec,
-    sharding_like,
     sharding_by,
+    sharding_like,
     whole_here,
 )
 from jaxstrategy._src.replicas.mesh import is_key

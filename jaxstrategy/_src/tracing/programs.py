@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 from jaxstrategy._src import errors
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.tracing import recompilation
-from jaxstrategy._src.tracing.functions import code as _code, lending, weak_references
+from jaxstrategy._src.tracing.functions import code as _code, rebinding, weak_references
 from jaxstrategy._src.tracing.functions.code import attributes_of
 from jaxstrategy._src.tracing.functions.references import Owner, References
 from jaxstrategy._src.tracing.functions.walk import ClosureCell, Place
@@ -348,7 +348,9 @@ class FunctionPrograms:
 
     def _is_as_it_was(self, fn: Function) -> bool:
         places = (*self._variables, *self._ways_to_captured)
-        is_same = all(lending.callers_value(place) is value for place, value in places)
+        is_same = all(
+            rebinding.callers_value(place) is value for place, value in places
+        )
         return is_same and self._attributes_of(fn) == self._attributes
 
     def _look_at(self, fn: Function) -> SharedPrograms:
@@ -359,7 +361,7 @@ class FunctionPrograms:
             code = Identity(_code.code_of(fn))
             self._key = FunctionKey(form_of_itself(fn), code, self._options)
         else:
-            references = lending.references(fn, is_changed_in_place)
+            references = rebinding.references(fn, is_changed_in_place)
             self._captured, self._form_key = self._key_of(fn, references)
             self._key = self._table.with_owners(self._form_key, references)
             self._ways_to_captured = references.watched() if self._captured else []
@@ -400,7 +402,7 @@ class FunctionPrograms:
         self._attributes = self._attributes_of(fn)
         if self._key is None or not self._key.is_shared:
             return
-        references = lending.references(fn, is_changed_in_place)
+        references = rebinding.references(fn, is_changed_in_place)
         captured, key = self._key_of(fn, references)
         before, form_key = self._references, self._form_key
         if key == form_key:

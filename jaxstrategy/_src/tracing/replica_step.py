@@ -21,7 +21,7 @@ from jaxstrategy._src.replicas.replicas import (
 )
 from jaxstrategy._src.tracing import results
 from jaxstrategy._src.tracing.constants import Given
-from jaxstrategy._src.tracing.functions import lending
+from jaxstrategy._src.tracing.functions import rebinding
 from jaxstrategy._src.tracing.nnx.object_calls import (
     takes_arrays,
 )
@@ -126,7 +126,7 @@ class ReplicaStep:
                 self._may_create(),
                 None if self.overlap is None else self.overlap.packing,
             )
-        except lending.Leak as leak:
+        except rebinding.Leak as leak:
             # Where the value was made JAX says only when the trace has ended.
             raise leak.explained() from None
 
@@ -144,7 +144,7 @@ class ReplicaStep:
                 for block in (*tracing, self._without_leaks):
                     blocks.enter_context(block(own))
                 returned = self._environment.call(fn, args, kwargs)
-        except lending.Leak:
+        except rebinding.Leak:
             raise
         except Exception as error:
             if (told := translated(error, self.name, self.replicas)) is None:
@@ -161,7 +161,7 @@ class ReplicaStep:
             (self.signature.label(self.fn, index).strip("`"), value)
             for index, value in self.signature.with_statics()
         ]
-        return lending.refused(self.fn, self.name, is_changed_in_place, statics)
+        return rebinding.refused(self.fn, self.name, is_changed_in_place, statics)
 
 
 def name_of(fn: Function) -> str:

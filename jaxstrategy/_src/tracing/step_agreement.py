@@ -129,7 +129,9 @@ class AgreedPreparation:
         except ClusterError as error:
             self._common = error
             raise
-        failed = [(index, told) for index, told in enumerate(replies) if told is not None]
+        failed = [
+            (index, told) for index, told in enumerate(replies) if told is not None
+        ]
         if failed and own is None:
             index, told = failed[0]
             self._common = CompiledStepError(

@@ -369,7 +369,7 @@ class TPUClusterResolver(ClusterResolver):
 
         It asks JAX, which starts the devices; in a cluster, build the strategy first.
         """
-        import jax  # only here, as in `_cluster_resolver`
+        import jax  # only here, as in `cluster_resolver`
 
         found = jax.local_devices() if self.is_local else jax.devices()
         return sorted(found, key=lambda d: (d.process_index, d.id))
@@ -432,7 +432,7 @@ class TPUClusterResolver(ClusterResolver):
         self, task_type: str | None, task_id: int | None
     ) -> dict[str, int]:
         """The TPU cores of this host; all hosts of a TPU have as many."""
-        import jax  # only here, as in `_cluster_resolver`
+        import jax  # only here, as in `cluster_resolver`
 
         tpus = [device for device in jax.local_devices() if device.platform == "tpu"]
         return {"TPU": len(tpus)}
@@ -473,7 +473,7 @@ def _of_resolver(other: ClusterResolver) -> tuple[list[str], int]:
 
 def _of_jax() -> tuple[list[str], int]:
     """The processes that JAX has found, of which it does not say the addresses."""
-    import jax  # only here, as in `_cluster_resolver`
+    import jax  # only here, as in `cluster_resolver`
 
     if not jax.distributed.is_initialized():
         return [], 0

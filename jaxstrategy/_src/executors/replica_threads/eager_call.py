@@ -36,7 +36,7 @@ from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing import roles as _roles
 from jaxstrategy._src.tracing.checks import varying_results
-from jaxstrategy._src.tracing.functions import lending
+from jaxstrategy._src.tracing.functions import rebinding
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.nnx.object_calls import (
     call_of,
@@ -500,7 +500,7 @@ class EagerCall:
         self.options = options
         self._replicas = environment.replicas
         self._changes: list[AttributeChange] = []
-        found = lending.references(fn, is_changed_in_place)
+        found = rebinding.references(fn, is_changed_in_place)
         try:
             self._begin(args, kwargs, {**found.objects, **found.arrays}, environment)
         except PlacementError:
@@ -577,7 +577,7 @@ class EagerCall:
         args, kwargs = self._signature.rebuild(own)
         try:
             return self._alike(self._step_fn(*args, **kwargs))
-        except lending.Leak as leak:
+        except rebinding.Leak as leak:
             raise leak.explained() from None
         except Exception as error:
             told = eagerly_translated(error, self.name, self._replicas, self.options)

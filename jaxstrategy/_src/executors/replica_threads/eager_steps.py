@@ -28,8 +28,8 @@ from jaxstrategy._src.executors.replica_threads.eager_call import (
     ReplicaCopies,
 )
 from jaxstrategy._src.executors.replica_threads.replica_thread import (
-    MergeCall,
     EagerArrays,
+    MergeCall,
     ReplicaThread,
     ReplicaTurns,
     Wanted,
@@ -40,8 +40,8 @@ from jaxstrategy._src.processes.agreement import Operation, users_line
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.reductions.reduction import (
     Derivative,
-    Mapped,
     EagerCollective,
+    Mapped,
     Reduction,
     Transposed,
 )
@@ -89,7 +89,9 @@ class AgreedRounds:
         numbered = [
             [i, *each] for i, each in zip(self._replicas.own, own, strict=False)
         ]
-        replies = self._compare("the results of an eager step", cast("object", numbered))
+        replies = self._compare(
+            "the results of an eager step", cast("object", numbered)
+        )
         rows = [row for said in replies for row in cast("list[list[str]]", said)]
         return [row[1:] for row in sorted(rows, key=lambda row: int(row[0]))]
 
@@ -530,7 +532,9 @@ class EagerSteps:
         return [[column[i] for column in columns] for i in range(len(wanted))]
 
 
-def _collective_step(collective: EagerCollective, *arrays: jax.Array) -> list[jax.Array]:
+def _collective_step(
+    collective: EagerCollective, *arrays: jax.Array
+) -> list[jax.Array]:
     """What one replica gets of a collective; a step of the strategy."""
     strategy = context.current().strategy
     assert strategy is not None, "it is a step's"

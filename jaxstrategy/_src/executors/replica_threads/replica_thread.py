@@ -20,9 +20,9 @@ from jaxstrategy._src.errors import (
 )
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.reductions.reduction import (
-    Meet,
     EagerCollective,
     EagerReduction,
+    Meet,
     SameShapes,
 )
 from jaxstrategy._src.replicas.devices import Device
@@ -266,8 +266,8 @@ class ReplicaThread(EagerReplica):
         return self._reply
 
     @contextlib.contextmanager
-    def lending(self, rebindings: Rebindings) -> Iterator[None]:
-        """A `with` block with these loans, which are there while this replica runs."""
+    def rebinding(self, rebindings: Rebindings) -> Iterator[None]:
+        """A `with` block in which these rebindings hold while this replica runs."""
         rebindings.set()
         self._rebindings.append(rebindings)
         try:

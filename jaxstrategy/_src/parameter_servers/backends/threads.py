@@ -15,7 +15,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     RestartedServer,
 )
 from jaxstrategy._src.parameter_servers.store.store import Store
-from jaxstrategy._src.parameter_servers.worker import WorkerEngine, WorkerContext
+from jaxstrategy._src.parameter_servers.worker import WorkerContext, WorkerEngine
 from jaxstrategy._src.replicas import devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import positive

@@ -250,7 +250,7 @@ SMALLEST = 1 << 16
 """Bytes below which memory of malloc is as fast."""
 
 
-class _Rebinding(weakref.ref):
+class _BorrowedArray(weakref.ref):
     """Memory that somebody uses: as long as the array of it, or a view, lives."""
 
     __slots__ = ("memory",)
@@ -268,7 +268,7 @@ class ReceiveBuffers:
         self._idle: OrderedDict[int, list[np.ndarray]] = OrderedDict()
         self._returned: deque[np.ndarray] = deque()
         # By identity: a weak reference compares and hashes as what it refers to.
-        self._rebindings: dict[int, _Rebinding] = {}
+        self._borrowed: dict[int, _BorrowedArray] = {}
 
     @property
     def idle_bytes(self) -> int:
@@ -285,9 +285,9 @@ class ReceiveBuffers:
             memory = aligned_empty((room,), np.uint8)
         # NumPy collapses chains of views down to the array whose base is no array.
         array = np.frombuffer(memory.data, np.uint8, size)
-        loan = _Rebinding(array, self._give_back)
-        loan.memory = memory
-        self._rebindings[id(loan)] = loan
+        borrowed = _BorrowedArray(array, self._give_back)
+        borrowed.memory = memory
+        self._borrowed[id(borrowed)] = borrowed
         return array
 
     def _found(self, room: int) -> np.ndarray | None:
@@ -299,9 +299,9 @@ class ReceiveBuffers:
                 return memories.pop()
         return None
 
-    def _give_back(self, loan: _Rebinding) -> None:
-        self._rebindings.pop(id(loan), None)
-        self._returned.append(loan.memory)
+    def _give_back(self, borrowed: _BorrowedArray) -> None:
+        self._borrowed.pop(id(borrowed), None)
+        self._returned.append(borrowed.memory)
         # The collector may call this within any line of this class: it must not wait.
         if self._lock.acquire(blocking=False):
             try:

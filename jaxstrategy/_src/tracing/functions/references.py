@@ -25,9 +25,9 @@ from jaxstrategy._src.tracing.functions.walk import (
     Index,
     Key,
     Place,
+    ReferenceWalk,
     Referred,
     Token,
-    ReferenceWalk,
     are_plain,
     is_container,
     one_level,
@@ -62,7 +62,11 @@ _COMPILED = ("jax", "jaxlib")
 
 
 def look_into(
-    is_object: Callable[[object], bool], walk: ReferenceWalk, label: str, value: Any, number: int
+    is_object: Callable[[object], bool],
+    walk: ReferenceWalk,
+    label: str,
+    value: Any,
+    number: int,
 ) -> Token:
     """Goes on with what `value` refers to; returns what stands for it in the form."""
     kind = type(value)
@@ -110,7 +114,9 @@ def _array(walk: ReferenceWalk, label: str, value: jax.Array | Tracer) -> Token:
     return Identity(value)
 
 
-def _host_array(walk: ReferenceWalk, label: str, value: np.ndarray | np.generic) -> Token:
+def _host_array(
+    walk: ReferenceWalk, label: str, value: np.ndarray | np.generic
+) -> Token:
     if not walk.with_form:
         return Identity(value)
     # The bytes of an array of objects are their addresses.
@@ -123,7 +129,9 @@ def _host_array(walk: ReferenceWalk, label: str, value: np.ndarray | np.generic)
 # Functions.
 
 
-def _function(walk: ReferenceWalk, label: str, fn: types.FunctionType, number: int) -> Token:
+def _function(
+    walk: ReferenceWalk, label: str, fn: types.FunctionType, number: int
+) -> Token:
     code = fn.__code__
     about = _code.about(code)
     # What is only written is nothing that its program depends on.
@@ -141,7 +149,9 @@ def _function(walk: ReferenceWalk, label: str, fn: types.FunctionType, number: i
     return ("function", Identity(code))
 
 
-def _defaults(walk: ReferenceWalk, label: str, fn: types.FunctionType, number: int) -> None:
+def _defaults(
+    walk: ReferenceWalk, label: str, fn: types.FunctionType, number: int
+) -> None:
     if fn.__defaults__:
         parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
         labels = parameters[len(parameters) - len(fn.__defaults__) :]
@@ -166,7 +176,9 @@ def _globals(
                 walk.visit(f"captured {name}", place, value, number, name)
 
 
-def _method(walk: ReferenceWalk, label: str, method: types.MethodType, number: int) -> Token:
+def _method(
+    walk: ReferenceWalk, label: str, method: types.MethodType, number: int
+) -> Token:
     label = "captured self" if label == "captured" else label
     name = _code.first_name(method.__func__)
     walk.visit(label, None, method.__self__, number, name)
@@ -204,7 +216,9 @@ def _list(walk: ReferenceWalk, label: str, items: list[object], number: int) -> 
     return (type(items), len(items))
 
 
-def _tuple(walk: ReferenceWalk, label: str, items: tuple[object, ...], number: int) -> Token:
+def _tuple(
+    walk: ReferenceWalk, label: str, items: tuple[object, ...], number: int
+) -> Token:
     names = getattr(type(items), "_fields", None)
     for i, item in enumerate(items):
         where = f".{names[i]}" if names else f"[{i}]"
@@ -212,7 +226,9 @@ def _tuple(walk: ReferenceWalk, label: str, items: tuple[object, ...], number: i
     return (type(items), len(items))
 
 
-def _dict(walk: ReferenceWalk, label: str, items: dict[Hashable, object], number: int) -> Token:
+def _dict(
+    walk: ReferenceWalk, label: str, items: dict[Hashable, object], number: int
+) -> Token:
     for key, item in list(items.items()):
         walk.visit(label, None, key, number)
         walk.visit(f"{label}[{_named(key)}]", Key(items, key), item, number)
@@ -230,7 +246,10 @@ def _named(key: Hashable) -> str:
 
 
 def _view(
-    walk: ReferenceWalk, label: str, items: types.MappingProxyType[Hashable, object], number: int
+    walk: ReferenceWalk,
+    label: str,
+    items: types.MappingProxyType[Hashable, object],
+    number: int,
 ) -> Token:
     for key, item in list(items.items()):
         walk.visit(f"{label}[{_named(key)}]", None, item, number)
@@ -238,7 +257,10 @@ def _view(
 
 
 def _set(
-    walk: ReferenceWalk, label: str, items: set[Hashable] | frozenset[Hashable], number: int
+    walk: ReferenceWalk,
+    label: str,
+    items: set[Hashable] | frozenset[Hashable],
+    number: int,
 ) -> Token:
     if are_plain(items):
         return (type(items), frozenset((type(item), item) for item in items))
@@ -260,7 +282,9 @@ def _tree(walk: ReferenceWalk, label: str, value: PyTree, number: int) -> Token:
 # Modules, classes and objects.
 
 
-def _module(walk: ReferenceWalk, label: str, module: types.ModuleType, number: int) -> Token:
+def _module(
+    walk: ReferenceWalk, label: str, module: types.ModuleType, number: int
+) -> Token:
     if _code.is_users_module(module):
         scope = vars(module)
         names = sorted(walk.reach.used & scope.keys())
@@ -289,11 +313,15 @@ def _descriptor(walk: ReferenceWalk, label: str, value: object, number: int) -> 
     return type(value)
 
 
-def _enumerated(walk: ReferenceWalk, label: str, value: enum.Enum, number: int) -> Token:
+def _enumerated(
+    walk: ReferenceWalk, label: str, value: enum.Enum, number: int
+) -> Token:
     return (Identity(type(value)), value.name)
 
 
-def _other(walk: ReferenceWalk, label: str, value: object, kind: type, number: int) -> Token:
+def _other(
+    walk: ReferenceWalk, label: str, value: object, kind: type, number: int
+) -> Token:
     package = kind.__module__.partition(".")[0]
     is_ours = package == "jaxstrategy" and not _code.is_layer(kind)
     if package in _BESIDES or is_ours:
@@ -311,7 +339,9 @@ def _other(walk: ReferenceWalk, label: str, value: object, kind: type, number: i
     return _unknown(walk, label, value)
 
 
-def _object(walk: ReferenceWalk, label: str, value: object, kind: type, number: int) -> Token:
+def _object(
+    walk: ReferenceWalk, label: str, value: object, kind: type, number: int
+) -> Token:
     in_part = walk.is_in_part(value)
     walk.visit(label, None, kind, number, ITS_CLASS if in_part else None)
     attributes = _code.attributes_of(value)

@@ -18,7 +18,7 @@ from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.options import RunOptions, is_function
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing import roles
-from jaxstrategy._src.tracing.functions import code, lending
+from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.nnx.object_form import (
     CallersObjects,
@@ -52,8 +52,8 @@ def step_of_arrays(
         leaves = [next(following) if is_parts(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         replaced = {name: kwargs.pop(name) for name in captured}
-        with lending.rebound(fn, replaced, is_changed_in_place) as own:
-            with lending.refused(own, step.__name__, is_changed_in_place):
+        with rebinding.rebound(fn, replaced, is_changed_in_place) as own:
+            with rebinding.refused(own, step.__name__, is_changed_in_place):
                 returned = own(*args, **kwargs)
         if form is None:
             return returned, []
@@ -224,7 +224,7 @@ def captured_by(fn: Function) -> dict[str, object]:
     """The objects that a function refers to, by label."""
     if not trees.object_kinds():
         return {}
-    return lending.references(fn, is_changed_in_place).objects
+    return rebinding.references(fn, is_changed_in_place).objects
 
 
 def as_arrays(

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.inner_axes import sharding_like, of_stacked, with_inner
+from jaxstrategy._src.replicas.inner_axes import of_stacked, sharding_like, with_inner
 from jaxstrategy._src.replicas.replica_placements import (
     SPLIT,
 )
@@ -122,7 +122,9 @@ class OnReadKind(VariableKind):
             value = self._checked_part(value, shape, dtype, change)
             is_own = change.is_whole
             where = (
-                self.sharding_of_value if is_own else sharding_like(value, self.replicas)
+                self.sharding_of_value
+                if is_own
+                else sharding_like(value, self.replicas)
             )
             value = mesh.broadcast(value, where)
             given = self._to_each(value, change)

@@ -176,14 +176,14 @@ def _is_keras(owner: object) -> bool:
 
 # Held while a function is traced that refers to other values.
 one_at_a_time = threading.RLock()
-# The loans of now, and another object whenever these change.
+# The present rebindings, another object whenever these change.
 _active: list[FunctionRebindings] = []
 _version = object()
 _MOST_LOOKS = 5
 
 
 def references(fn: Function, is_object: Callable[[object], bool]) -> References:
-    """What `fn` refers to, and nothing that another thread's trace has lent."""
+    """What `fn` refers to, and nothing that another thread's trace has rebound."""
     for _ in range(_MOST_LOOKS):
         version, active = _version, list(_active)
         found = References(fn, is_object)
@@ -196,7 +196,7 @@ def references(fn: Function, is_object: Callable[[object], bool]) -> References:
 
 
 def callers_value(place: Place) -> object:
-    """The value of a place, whatever another thread's trace has lent there."""
+    """The value of a place, whatever another thread's trace has rebound."""
     while True:
         version, found = _version, place.get()
         for rebindings in reversed(_active):
@@ -216,7 +216,7 @@ def rebound(
     if (eager := context.current().eager) is not None:
         # Others of its threads wait meanwhile, and may ask for the lock.
         rebindings = FunctionRebindings(fn, replaced, is_object)
-        with eager.lending(rebindings):
+        with eager.rebinding(rebindings):
             yield rebindings.function
         return
     with one_at_a_time:
@@ -274,7 +274,7 @@ class FunctionRebindings:
         _version = object()
 
     def callers_value(self, place: Place, found: object) -> object:
-        """What was in a place if that is lent; else `found`."""
+        """What was in a place if that is rebound; else `found`."""
         if self._thread != threading.get_ident():
             for other, value, new in self._rebound or ():
                 if new is found and other.where == place.where:
@@ -282,7 +282,7 @@ class FunctionRebindings:
         return found
 
     def are_met_in(self, found: References) -> bool:
-        """Whether another thread than theirs has come to what is lent."""
+        """Whether another thread than theirs uses what is rebound."""
         if self._thread == threading.get_ident():
             return False
         rebound = {id(new) for _, _, new in self._rebound or ()}
