@@ -297,7 +297,8 @@ def test_what_was_pushed_before_the_worker_was_lost_counts_once(cluster, monkeyp
 
     cluster(both)
     assert (cluster.sum(), float(second)) == (1.0, 1.0)
-    assert len({call.incarnation for _, _, call in sent}) == 2
+    lives = {(call.worker, call.incarnation) for _, _, call in sent}
+    assert len(lives) == 2  # another worker may take it, or the next life of this one
     monkeypatch.undo()
     for server, operations, call in sent:
         assert not server.push(operations, call)  # once more
