@@ -1,6 +1,4 @@
-"""Steps compiled as one program for all replicas: `CompiledExecutor`,
-`CompiledStep`.
-"""
+"""Steps compiled as one program: `CompiledExecutor`, `CompiledStep`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Sources of batches that libraries make: Grain, PyTorch, Hugging Face; which one a
-dataset is.
-"""
+"""Sources for Grain, PyTorch and Hugging Face, and which one a dataset is."""
 
 from __future__ import annotations
 

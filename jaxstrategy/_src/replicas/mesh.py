@@ -1,6 +1,4 @@
-"""The mesh of replicas: arrays placed on it, random keys, numbers that no dtype
-holds.
-"""
+"""The mesh of replicas, arrays placed on it, random keys and out-of-range numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Strategies of one process: `OneDeviceStrategy`, `MirroredStrategy`,
-`CentralStorageStrategy`.
-"""
+"""`OneDeviceStrategy`, `MirroredStrategy` and `CentralStorageStrategy`."""
 
 from __future__ import annotations
 

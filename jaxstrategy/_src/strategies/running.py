@@ -1,4 +1,4 @@
-"""Running steps, at once or compiled ahead: `RunsSteps`, `CompilesSteps`."""
+"""The methods of a strategy that run and compile steps: `RunsSteps`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_GIVEN: Any = object()
 
 
 class RunsSteps(ComposedStrategy):
-    """The methods of a strategy that run steps."""
+    """The methods of a strategy that run steps, or compile them ahead of time."""
 
     @overload
     def run(self, *, options: RunOptions | None = None) -> Decorator: ...
@@ -338,19 +338,6 @@ class RunsSteps(ComposedStrategy):
         fn, options = _undecorated(fn, options)
         return ReplicatedFunction(fn, self._executor, repr(self), options)
 
-
-def _undecorated(
-    fn: Function, options: RunOptions | None
-) -> tuple[Function, RunOptions | None]:
-    """The function that a strategy made a step of, and how it is to be compiled."""
-    if isinstance(fn, (ReplicatedFunction, CompiledStep)):
-        return fn.function, fn.options if options is None else options
-    return fn, options
-
-
-class CompilesSteps(ComposedStrategy):
-    """The methods of a strategy that compile steps ahead of time."""
-
     def compile(
         self,
         fn: Function,
@@ -475,3 +462,12 @@ class CompilesSteps(ComposedStrategy):
         check_function(fn, method)
         check_arguments(args, kwargs)
         return fn, options
+
+
+def _undecorated(
+    fn: Function, options: RunOptions | None
+) -> tuple[Function, RunOptions | None]:
+    """The function that a strategy made a step of, and how it is to be compiled."""
+    if isinstance(fn, (ReplicatedFunction, CompiledStep)):
+        return fn.function, fn.options if options is None else options
+    return fn, options

@@ -14,16 +14,54 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
 from jaxstrategy._src.strategies.choices import Choices, name_methods_after
-from jaxstrategy._src.strategies.composition import ComposedStrategy
 from jaxstrategy._src.strategies.explaining import ExplainsSteps
-from jaxstrategy._src.strategies.placing_values import DividesData, PlacesValues
-from jaxstrategy._src.strategies.running import CompilesSteps, RunsSteps
+from jaxstrategy._src.strategies.placing_values import PlacesValues
+from jaxstrategy._src.strategies.running import RunsSteps
 from jaxstrategy._src.text import html
 from jaxstrategy._src.values.arrays import PyTree
 
 
-class ReducesValues(ComposedStrategy):
-    """The methods of a strategy that read, reduce and compare values."""
+class Strategy(RunsSteps, ExplainsSteps, PlacesValues):
+    """Runs one step on many replicas. Make one of its subclasses.
+
+    Args:
+      devices: the devices of the replicas, in replica order.
+      cross_device_ops: how values are reduced over the replicas.
+      communication_options: the same, in more detail.
+      sharding: which state each replica keeps a part of, instead of all of it.
+      logical_axes: names and sizes of further axes of the mesh, such as `{"core": 2}`:
+        so many devices together are one replica, which divides its arrays over them
+        as `jax.lax.with_sharding_constraint` says.
+      replicas_per_device: how many replicas share a device.
+
+    Raises:
+      ValueError: no device, or one twice; operations that name other replicas.
+      TypeError: something else than devices, operations or options.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> isinstance(strategy, js.Strategy), isinstance(js.get_strategy(), js.Strategy)
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+        sharding: StateSharding | None = None,
+        logical_axes: Mapping[str, int] | None = None,
+        replicas_per_device: int = 1,
+    ) -> None:
+        checked_options(communication_options, of_strategy=True)
+        replicas = Replicas.on(
+            devices, checked_sharding(sharding), logical_axes, replicas_per_device
+        )
+        self._compose(Choices(replicas, cross_device_ops, communication_options))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name_methods_after(cls)
 
     def reduce(
         self,
@@ -168,51 +206,6 @@ class ReducesValues(ComposedStrategy):
         """
         _context.require_host(self, "assert_in_sync")
         self._values.assert_in_sync(tree, name)
-
-
-class Strategy(
-    RunsSteps, CompilesSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesData
-):
-    """Runs one step on many replicas. Make one of its subclasses.
-
-    Args:
-      devices: the devices of the replicas, in replica order.
-      cross_device_ops: how values are reduced over the replicas.
-      communication_options: the same, in more detail.
-      sharding: which state each replica keeps a part of, instead of all of it.
-      logical_axes: names and sizes of further axes of the mesh, such as `{"core": 2}`:
-        so many devices together are one replica, which divides its arrays over them
-        as `jax.lax.with_sharding_constraint` says.
-      replicas_per_device: how many replicas share a device.
-
-    Raises:
-      ValueError: no device, or one twice; operations that name other replicas.
-      TypeError: something else than devices, operations or options.
-
-    >>> import jaxstrategy as js
-    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> isinstance(strategy, js.Strategy), isinstance(js.get_strategy(), js.Strategy)
-    (True, True)
-    """
-
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        cross_device_ops: CrossDeviceOps | None = None,
-        communication_options: CommunicationOptions | None = None,
-        sharding: StateSharding | None = None,
-        logical_axes: Mapping[str, int] | None = None,
-        replicas_per_device: int = 1,
-    ) -> None:
-        checked_options(communication_options, of_strategy=True)
-        replicas = Replicas.on(
-            devices, checked_sharding(sharding), logical_axes, replicas_per_device
-        )
-        self._compose(Choices(replicas, cross_device_ops, communication_options))
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        name_methods_after(cls)
 
     def __repr__(self) -> str:
         replicas = self._replicas

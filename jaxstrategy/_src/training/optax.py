@@ -1,6 +1,4 @@
-"""Optax chains that reduce gradients: `all_reduce_gradients`, `apply_if_finite`,
-`outer`.
-"""
+"""Optax chains that reduce gradients: `all_reduce_gradients`, `outer` and others."""
 
 from __future__ import annotations
 

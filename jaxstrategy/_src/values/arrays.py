@@ -1,6 +1,4 @@
-"""Types of values, and questions about an array: is it placed, mirrored, traced,
-donated.
-"""
+"""Types of values, and predicates: placed, mirrored, traced, donated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Values of replicas built from what the host has; optimizer state placed like
-parameters.
-"""
+"""Builds values of replicas from host data; places optimizer state like parameters."""
 
 from __future__ import annotations
 

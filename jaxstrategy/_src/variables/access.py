@@ -1,6 +1,4 @@
-"""How code reads and changes variables: outside, in a step, while it is
-differentiated.
-"""
+"""Reads and changes of variables: outside, in a step, under differentiation."""
 
 from __future__ import annotations
 

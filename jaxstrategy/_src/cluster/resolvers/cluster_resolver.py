@@ -1,6 +1,4 @@
-"""The base of cluster resolvers: `ClusterResolver`, `SimpleClusterResolver`,
-`UnionClusterResolver`.
-"""
+"""`ClusterResolver`, `SimpleClusterResolver` and `UnionClusterResolver`."""
 
 from __future__ import annotations
 
