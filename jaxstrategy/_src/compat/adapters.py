@@ -102,12 +102,12 @@ class AdapterScope(contextlib.AbstractContextManager[F], Generic[F]):
     def __init__(
         self, adapter: F, scope: contextlib.AbstractContextManager[object]
     ) -> None:
-        self._face = adapter
+        self._adapter = adapter
         self._scope = scope
 
     def __enter__(self) -> F:
         self._scope.__enter__()
-        return self._face
+        return self._adapter
 
     def __exit__(self, *error: Any) -> None:
         self._scope.__exit__(*error)

@@ -67,11 +67,11 @@ class StrategyAdapter(abc.ABC):
 
 
 AnyStrategy: TypeAlias = AbstractStrategy | StrategyAdapter
-"""A strategy, or a face of one, which means the same."""
+"""A strategy, or an adapter of one, which means the same."""
 
 
 def core_of(strategy: object) -> object:
-    """The strategy behind a face; anything else as it is, to be checked."""
+    """The strategy behind an adapter; anything else as it is, to be checked."""
     return strategy.core if isinstance(strategy, StrategyAdapter) else strategy
 
 

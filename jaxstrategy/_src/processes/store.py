@@ -203,7 +203,7 @@ class Store:
 
 def nobody_put(key: str, seconds: float) -> str:
     """The reason why `get` failed."""
-    return f"Nobody has put {key!r} on the board within {seconds:g} s."
+    return f"Nobody has stored {key!r} within {seconds:g} s."
 
 
 _TICK_SECONDS = 1.0
@@ -639,7 +639,9 @@ class SharedStore(Store):
                 raise LostError
             self._tell(body)
         except LostError as error:
-            raise ClusterError(f"The board is lost: {self._lost()}.") from error
+            raise ClusterError(
+                f"The key-value store is lost: {self._lost()}."
+            ) from error
 
     def _lost(self) -> str:
         if self._is_closed:

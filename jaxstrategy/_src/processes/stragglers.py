@@ -33,29 +33,29 @@ class Arrivals:
     def __init__(self) -> None:
         self._steps: collections.deque[tuple[int, float]]
         self._steps = collections.deque(maxlen=_KEPT)
-        self._meetings: collections.deque[tuple[int, float]]
-        self._meetings = collections.deque(maxlen=_KEPT)
+        self._barriers: collections.deque[tuple[int, float]]
+        self._barriers = collections.deque(maxlen=_KEPT)
         self._count = 0
         self.arrived = self._steps.append  # nothing more at each step
 
-    def met(self) -> None:
+    def passed_barrier(self) -> None:
         """All processes have compared a step, this moment."""
         self._count += 1
-        self._meetings.append((self._count, time.monotonic()))
+        self._barriers.append((self._count, time.monotonic()))
 
     def told(self) -> list[tuple[int, int, float]]:
-        """The last steps: their number, that of the meeting before, seconds since.
+        """The last steps: their number, that of the barrier before, seconds since.
 
-        Those before the first meeting are left out: the processes have no moment in
+        Those before the first barrier are left out: the processes have no moment in
         common there.
         """
-        meetings = list(self._meetings)
-        moments = [moment for _, moment in meetings]
+        barriers = list(self._barriers)
+        moments = [moment for _, moment in barriers]
         rows = []
         for step, moment in list(self._steps):
             if before := bisect.bisect_left(moments, moment):
-                number, met = meetings[before - 1]
-                rows.append((step, number, round(moment - met, 6)))
+                number, passed = barriers[before - 1]
+                rows.append((step, number, round(moment - passed, 6)))
         return rows
 
 
@@ -133,7 +133,10 @@ class Stragglers:
 
 def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
     """Find the late processes."""
-    known = [{(int(s), int(met)): at for s, met, at in rows} for rows in told.values()]
+    known = [
+        {(int(s), int(barrier)): at for s, barrier, at in rows}
+        for rows in told.values()
+    ]
     common = sorted(set.intersection(*map(set, known))) if known else []
     late: list[list[float]] = [[] for _ in known]
     for key in common:
@@ -154,10 +157,10 @@ def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
 def _durations(ends: Sequence[tuple[tuple[int, int], float]]) -> list[float]:
     """The seconds from each step to the next."""
     seconds = []
-    for ((step, met), earlier), (following, later) in itertools.pairwise(ends):
-        if following == (step + 1, met):
+    for ((step, barrier), earlier), (following, later) in itertools.pairwise(ends):
+        if following == (step + 1, barrier):
             seconds.append(later - earlier)
-        elif following == (step + 1, met + 1):
+        elif following == (step + 1, barrier + 1):
             # All have compared the earlier step when its last process had come to it.
             seconds.append(later)
     return seconds

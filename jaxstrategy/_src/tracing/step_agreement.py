@@ -191,7 +191,7 @@ class StepAgreement:
         self._made = []
         operation = Operation(step, where, kinds, made)
         self._processes.operations.compare(operation, _ADVICE)
-        self._watchdog.arrivals.met()
+        self._watchdog.arrivals.passed_barrier()
 
     def preparation(self, name: str, where: str) -> AgreedPreparation:
         """A step that all are about to compile, or load, before they call it."""

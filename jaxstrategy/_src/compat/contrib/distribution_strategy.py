@@ -54,28 +54,28 @@ _ADVICE = (
 )
 
 
-def require_scope(face: StrategyAdapter, method: str) -> None:
+def require_scope(adapter: StrategyAdapter, method: str) -> None:
     """Raise unless code is part of this strategy, on either side."""
     current = _current.get_strategy()
-    if current is face.core:
+    if current is adapter.core:
         return
     if not _current.has_strategy():
         raise ContextError(
             'Need to be inside "with distribution_strategy.scope()" for '
-            f"{face!r}: `{method}` was called outside. {_ADVICE}"
+            f"{adapter!r}: `{method}` was called outside. {_ADVICE}"
         )
     raise ContextError(
-        f"Mixing different DistributionStrategy objects: {face!r} is not "
+        f"Mixing different DistributionStrategy objects: {adapter!r} is not "
         f"{current!r}, which is the current one where `{method}` was called."
     )
 
 
-def require_cross_tower(face: StrategyAdapter, method: str) -> None:
+def require_cross_tower(adapter: StrategyAdapter, method: str) -> None:
     """Raise unless code is in the cross-tower context of this strategy."""
     context = _context.current()
-    if context.strategy is face.core and context.replica is None:
+    if context.strategy is adapter.core and context.replica is None:
         return
-    require_scope(face, method)
+    require_scope(adapter, method)
     raise ContextError(
         "Method requires being in cross-tower context, use "
         f"get_tower_context().merge_call(): `{method}` was called in a tower."

@@ -102,15 +102,15 @@ class AgreedRounds:
         return list(compare(operation, _ADVICE, said))
 
 
-_met = Primitive("jaxstrategy_met")
-_met.multiple_results = True
+_rendezvous_p = Primitive("jaxstrategy_rendezvous")
+_rendezvous_p.multiple_results = True
 
 
-def met(collective: EagerCollective, arrays: Sequence[jax.Array]) -> PyTree:
+def rendezvous(collective: EagerCollective, arrays: Sequence[jax.Array]) -> PyTree:
     """This replica's results of a collective for which all replicas meet."""
     thread = _this_replica(collective)
     types = thread.result_types(collective, arrays)
-    found = _met.bind(*arrays, collective=collective)
+    found = _rendezvous_p.bind(*arrays, collective=collective)
     return jax.tree.structure(types).unflatten(found)
 
 
@@ -124,12 +124,12 @@ def _this_replica(collective: EagerCollective) -> ReplicaThread:
     )
 
 
-@_met.def_impl
+@_rendezvous_p.def_impl
 def _now(*arrays: jax.Array, collective: EagerCollective) -> list[jax.Array]:
     return _this_replica(collective).meet(collective, arrays)
 
 
-@_met.def_abstract_eval
+@_rendezvous_p.def_abstract_eval
 def _types(*types: ShapedArray, collective: EagerCollective) -> list[ShapedArray]:
     structs = [
         jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type)
@@ -145,11 +145,11 @@ def _types(*types: ShapedArray, collective: EagerCollective) -> list[ShapedArray
 def _derivative(
     primals: Sequence[Any], tangents: Sequence[Any], *, collective: EagerCollective
 ) -> tuple[list[Any], list[Any]]:
-    results = _met.bind(*primals, collective=collective)
+    results = _rendezvous_p.bind(*primals, collective=collective)
     differs = tuple(not isinstance(each, ad.Zero) for each in tangents)
     given = [each for each in tangents if not isinstance(each, ad.Zero)]
     found = iter(
-        _met.bind(*primals, *given, collective=Derivative(collective, differs))
+        _rendezvous_p.bind(*primals, *given, collective=Derivative(collective, differs))
     )
     return results, [
         next(found)
@@ -173,14 +173,16 @@ def _transpose(
     known = [each for each in operands if not ad.is_undefined_primal(each)]
     given = [ad.instantiate_zeros(each) for each in cotangents]
     transposed = Transposed(collective, linear)
-    found = iter(_met.bind(*known, *given, collective=transposed))
+    found = iter(_rendezvous_p.bind(*known, *given, collective=transposed))
     return [None if like is None else next(found) for like in linear]
 
 
 def _mapped(
     operands: Sequence[Any], dimensions: Sequence[Any], *, collective: EagerCollective
 ) -> tuple[list[Any], list[int]]:
-    found = _met.bind(*operands, collective=Mapped(collective, tuple(dimensions)))
+    found = _rendezvous_p.bind(
+        *operands, collective=Mapped(collective, tuple(dimensions))
+    )
     return found, [0] * len(found)
 
 
@@ -192,10 +194,10 @@ def _compiled(*_: Any, collective: EagerCollective, **__: Any) -> Any:
     )
 
 
-ad.primitive_jvps[_met] = _derivative
-ad.primitive_transposes[_met] = _transpose
-batching.primitive_batchers[_met] = _mapped
-mlir.register_lowering(_met, _compiled)
+ad.primitive_jvps[_rendezvous_p] = _derivative
+ad.primitive_transposes[_rendezvous_p] = _transpose
+batching.primitive_batchers[_rendezvous_p] = _mapped
+mlir.register_lowering(_rendezvous_p, _compiled)
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -449,7 +451,7 @@ class EagerSteps:
         ids = self._ids()
         threads = [
             ReplicaThread(
-                number, ids[place], replicas, met, functools.partial(body, place)
+                number, ids[place], replicas, rendezvous, functools.partial(body, place)
             )
             for place, number in enumerate(replicas.own)
         ]

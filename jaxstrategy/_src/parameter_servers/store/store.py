@@ -39,34 +39,34 @@ class NumberRanges:
     """
 
     def __init__(self) -> None:
-        self._borders: list[int] = []  # first, end, first, end, ...
+        self._bounds: list[int] = []  # first, end, first, end, ...
 
     def __len__(self) -> int:
         """How many ranges there are."""
-        return len(self._borders) // 2
+        return len(self._bounds) // 2
 
     def __contains__(self, number: int) -> bool:
-        return bisect.bisect_right(self._borders, number) % 2 == 1
+        return bisect.bisect_right(self._bounds, number) % 2 == 1
 
     def add(self, number: int) -> None:
         """Have a number too."""
         if number in self:
             return
-        borders = self._borders
-        at = bisect.bisect_left(borders, number)
+        bounds = self._bounds
+        at = bisect.bisect_left(bounds, number)
         # It goes on with the range before, with the one after it, with both or none.
-        goes_on = at < len(borders) and borders[at] == number
+        goes_on = at < len(bounds) and bounds[at] == number
         first = at + goes_on
-        comes_before = first < len(borders) and borders[first] == number + 1
-        borders[at : first + comes_before] = [
+        comes_before = first < len(bounds) and bounds[first] == number + 1
+        bounds[at : first + comes_before] = [
             *([] if goes_on else [number]),
             *([] if comes_before else [number + 1]),
         ]
 
     def drop_below(self, number: int) -> None:
         """Forget all that are smaller."""
-        at = bisect.bisect_right(self._borders, number)
-        self._borders[:at] = [number] if at % 2 else []
+        at = bisect.bisect_right(self._bounds, number)
+        self._bounds[:at] = [number] if at % 2 else []
 
 
 @final
