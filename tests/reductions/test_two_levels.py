@@ -9,7 +9,7 @@ import pytest
 from helpers.reductions import ALGORITHMS, AXIS, OPS, algorithms, on, reduced
 from helpers.replicas import replica
 from helpers.rows import each_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, seed, settings, strategies as st
 from jax import lax
 
 import jaxstrategy as js
@@ -288,9 +288,11 @@ def test_random_programs_in_groups_are_never_wrongly_called_mirrored(four):
             return
         outcomes.append(any(mirrored(out)))
 
-    settings(max_examples=25, deadline=None, derandomize=True, database=None)(
+    # Numbered, so that the programs do not change when the text of this file does.
+    drawn = settings(max_examples=25, deadline=None, database=None)(
         given(PROGRAMS)(programs)
-    )()
+    )
+    seed(1)(drawn)()
     assert sum(outcomes) > 5
 
 
