@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Self, TypeVar, final, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from jaxstrategy._src.parameter_servers.wire.peer import Peer
 from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer, RemoteWorker
 from jaxstrategy._src.parameter_servers.wire.stream import Kind, Stream, WireFrame
 from jaxstrategy._src.processes import secret as _secret
-from jaxstrategy._src.processes.channel import Fields, has, is_text, is_whole
 from jaxstrategy._src.processes.secret import Secret
 
 _JOBS = ("chief", "worker", "evaluator", "ps")
@@ -173,25 +172,17 @@ class Hello:
     @classmethod
     def of(cls, frame: WireFrame) -> Self | None:
         """What was sent; None if it was something else."""
-        if frame.kind != Kind.SESSION or not has(frame.fields, _FIELDS):
-            return None
-        given: dict[str, Any] = {name: frame.fields[name] for name in _FIELDS}
-        given["servers"] = tuple(given["servers"])
-        return cls(**given)
-
-
-def _is_addresses(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_text, value))
-
-
-_FIELDS: Fields = {
-    "wants": lambda value: is_text(value) and value in get_args(_Wish),
-    "coordinator": is_text,
-    "strategy": is_text,
-    "life": is_text,
-    "index": is_whole,
-    "servers": _is_addresses,
-}
+        match frame.fields if frame.kind == Kind.SESSION else None:
+            case {
+                "wants": "begin" | "join" | "end" | "devices" as wants,
+                "coordinator": str(coordinator),
+                "strategy": str(strategy),
+                "life": str(life),
+                "index": int(index),
+                "servers": [*servers],
+            } if index >= 0 and all(isinstance(each, str) for each in servers):
+                return cls(wants, coordinator, strategy, life, index, tuple(servers))
+        return None
 
 
 def joined(
