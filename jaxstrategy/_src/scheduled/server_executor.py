@@ -21,7 +21,7 @@ from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import SAME
 from jaxstrategy._src.scheduled.functions import FunctionTracer
-from jaxstrategy._src.scheduled.recorder import WorkerArgument, is_whole
+from jaxstrategy._src.scheduled.trace import WorkerArgument, is_whole
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.types import Function, PyTree
 

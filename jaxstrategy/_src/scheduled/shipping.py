@@ -28,8 +28,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
 from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.replicas.random_keys import as_numbers
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Meaning, Replicas
-from jaxstrategy._src.scheduled.recorder import PREFIX
-from jaxstrategy._src.scheduled.trace import FunctionTrace, name_in_trace
+from jaxstrategy._src.scheduled.trace import PREFIX, FunctionTrace, name_in_trace
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
