@@ -27,10 +27,10 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ElementChanged,
     ElementType,
     LoadedCode,
+    ServerPool,
     ShippedProgram,
     aligned_empty,
 )
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.replicas.random_keys import as_numbers

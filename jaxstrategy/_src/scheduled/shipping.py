@@ -22,10 +22,10 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ElementType,
     Input,
     Push,
+    ServerPool,
     ShippedProgram,
     ShippedTable,
 )
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.replicas.random_keys import as_numbers
 from jaxstrategy._src.replicas.replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy._src.scheduled.trace import PREFIX, FunctionTrace, name_in_trace

@@ -14,7 +14,7 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.abstract_strategy import AbstractStrategy
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.parameter_servers import worker
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
+from jaxstrategy._src.parameter_servers.protocol import ServerPool
 from jaxstrategy._src.replicas.random_keys import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import ArrayLike
