@@ -18,7 +18,12 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ShippedProgram,
 )
 from jaxstrategy._src.parameter_servers.wire import peer as _peer, stream as _stream
-from jaxstrategy._src.parameter_servers.wire.peer import Peer, check_trusted, done
+from jaxstrategy._src.parameter_servers.wire.peer import (
+    Peer,
+    ReconnectingPeer,
+    check_trusted,
+    done,
+)
 from jaxstrategy._src.parameter_servers.wire.stream import Kind, Stream, WireFrame
 
 
@@ -26,7 +31,7 @@ from jaxstrategy._src.parameter_servers.wire.stream import Kind, Stream, WireFra
 class RemoteServer(AbstractServer):
     """Asks a parameter server over streams; `ServerAnswers` is the other end."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer | ReconnectingPeer) -> None:
         self._peer = peer
 
     def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
