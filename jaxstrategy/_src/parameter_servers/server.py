@@ -31,8 +31,8 @@ from jaxstrategy._src.parameter_servers.wire.peer import (
 )
 from jaxstrategy._src.parameter_servers.wire.remote import (
     RemoteServer,
-    ServerAnswers,
-    WorkerAnswers,
+    answers_of_server,
+    answers_of_worker,
 )
 from jaxstrategy._src.parameter_servers.wire.stream import FrameError, Stream, WireFrame
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
@@ -201,7 +201,11 @@ class ServedTask:
             ) from error
 
         def begin(hello: Hello) -> Answer:
-            return _worker(secret, hello) if self._is_worker else ServerAnswers(Store())
+            return (
+                _worker(secret, hello)
+                if self._is_worker
+                else answers_of_server(Store())
+            )
 
         self._host = SessionHost(begin, told, not self._is_worker, self._say)
         self._listener = listener
@@ -234,7 +238,7 @@ def told() -> Mapping[str, Any]:
     }
 
 
-def _worker(secret: Secret, hello: Hello) -> WorkerAnswers:
+def _worker(secret: Secret, hello: Hello) -> Answer:
     """A worker that reaches the parameter servers at the addresses it was told."""
     joining = Hello("join", hello.coordinator, hello.strategy)
     servers = [
@@ -247,7 +251,7 @@ def _worker(secret: Secret, hello: Hello) -> WorkerAnswers:
         )
         for number, address in enumerate(hello.servers)
     ]
-    return WorkerAnswers(WorkerEngine(hello.index, servers, jax.local_devices()))
+    return answers_of_worker(WorkerEngine(hello.index, servers, jax.local_devices()))
 
 
 _T = TypeVar("_T")
