@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, final
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, final
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -427,31 +427,6 @@ def aligned(array: np.ndarray) -> np.ndarray:
     copy = aligned_empty(array.shape, array.dtype)
     np.copyto(copy, array)
     return copy
-
-
-@final
-class RestartedServer:
-    """Stands for a server that may be replaced by another: who has it need not know."""
-
-    def __init__(self, server: AbstractServer) -> None:
-        self.server: AbstractServer | KilledServer = server
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.server, name)
-
-
-@final
-class KilledServer:
-    """A server of this process that is lost, whatever it is asked."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
-        def lost(*args: object, **kwargs: object) -> NoReturn:
-            raise ParameterServerLost(f"Parameter server {self._number} was killed.")
-
-        return lost
 
 
 _numbers = itertools.count()

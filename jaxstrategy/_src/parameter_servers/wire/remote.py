@@ -30,17 +30,21 @@ from jaxstrategy._src.parameter_servers.wire.stream import Kind, Stream, WireFra
 
 @final
 class RemoteServer(AbstractServer):
-    """Asks a parameter server over streams; `answers_of_server` is the other end."""
+    """Asks a parameter server over streams; `answers_of_server` is the other end.
+
+    Attributes:
+      peer: the server's process, to be replaced when another one is started for it.
+    """
 
     def __init__(self, peer: Peer | ReconnectingPeer) -> None:
-        self._peer = peer
+        self.peer = peer
 
     def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
         fields = [number, is_table]
-        self._peer.ask(WireFrame(Kind.CREATE, fields, arrays=(np.asarray(value),)))
+        self.peer.ask(WireFrame(Kind.CREATE, fields, arrays=(np.asarray(value),)))
 
     def drop(self, numbers: Sequence[int]) -> None:
-        self._peer.ask(WireFrame(Kind.DROP, [int(number) for number in numbers]))
+        self.peer.ask(WireFrame(Kind.DROP, [int(number) for number in numbers]))
 
     def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
         fields, rows = [], []
@@ -48,7 +52,7 @@ class RemoteServer(AbstractServer):
             fields.append([read.variable, read.rows is not None])
             if read.rows is not None:
                 rows.append(np.asarray(read.rows))
-        return list(self._peer.ask(WireFrame(Kind.READ, fields, arrays=rows)).arrays)
+        return list(self.peer.ask(WireFrame(Kind.READ, fields, arrays=rows)).arrays)
 
     def push(
         self, operations: Sequence[ServerOperation], call: CallNumber | None = None
@@ -59,21 +63,21 @@ class RemoteServer(AbstractServer):
             for each in operations
         ]
         request = WireFrame(Kind.PUSH, [call, fields], arrays=arrays)
-        return bool(self._peer.ask(request).fields)
+        return bool(self.peer.ask(request).fields)
 
     def define(self, key: str, exported: bytes) -> None:
-        self._peer.ask(WireFrame(Kind.DEFINE, key, exported))
+        self.peer.ask(WireFrame(Kind.DEFINE, key, exported))
 
     def fence(self, worker: int, incarnation: int) -> None:
-        self._peer.ask(WireFrame(Kind.FENCE, [worker, incarnation]))
+        self.peer.ask(WireFrame(Kind.FENCE, [worker, incarnation]))
 
     def versions(self, numbers: Sequence[int]) -> list[int]:
         request = WireFrame(Kind.VERSIONS, [int(number) for number in numbers])
-        return list(self._peer.ask(request).fields)
+        return list(self.peer.ask(request).fields)
 
     def close(self) -> None:
         """Close the connections; the server goes on."""
-        self._peer.close()
+        self.peer.close()
 
 
 @final
