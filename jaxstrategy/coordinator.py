@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         RemoteValue as RemoteValue,
         RemoteValueStatus as RemoteValueStatus,
     )
-    from jaxstrategy._src.coordinator.worker_states import (
+    from jaxstrategy._src.coordinator.workers import (
         CoordinatorMetrics as CoordinatorMetrics,
         Durations as Durations,
         WorkerActivity as WorkerActivity,

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import sys
 import threading
 import weakref
 
@@ -99,14 +100,16 @@ def job():
         proxy.close()
 
 
-GREETING = b"jaxstrategy-meeting/2\n"
+GREETING = f"jaxstrategy-frames/3 {sys.byteorder}\n".encode()
 GARBAGE = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
     "a frame without handshake": b"\xa7\x10" + bytes(26),
     "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
     "greeting and zeros": GREETING + bytes(232),
-    "greeting and a huge message": GREETING + bytes(32) + b"\xff\xff\xff\xf0",
+    "greeting and a wrong proof": GREETING + bytes(32) + b"\xff" * 32,
+    "greeting and half a proof": GREETING + bytes(32) + b"\xff" * 16,
+    "greeting and a frame": GREETING + bytes(32) + b"\xa7\x10" + b"\xff" * 26,
     "half a greeting": GREETING[:5],
 }
 

@@ -243,7 +243,7 @@ class Context:
       arrived: what a worker has unpickled of a function that it was sent: the strategy
         and its variables. Read by these.
       function: what a function uses that a coordinator sends to workers, while it is
-        traced. Read by `scheduled.recorder`.
+        traced. Read by `scheduled.trace`.
       runs_eagerly: what steps that run eagerly, each replica in a thread of its own,
         remember of each other; None if steps are compiled. Read by executors.
       eager: the replica whose thread it is; None in other threads.

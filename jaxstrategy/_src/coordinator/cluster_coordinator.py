@@ -34,7 +34,7 @@ from jaxstrategy._src.coordinator.scheduler import (
     end_later,
 )
 from jaxstrategy._src.coordinator.values import RemoteValue, shard_sums
-from jaxstrategy._src.coordinator.worker_states import (
+from jaxstrategy._src.coordinator.workers import (
     CoordinatorMetrics,
     Stopwatch,
     WorkerStates,
@@ -43,7 +43,7 @@ from jaxstrategy._src.executors.compiled import ReplicatedFunction
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerContext
 from jaxstrategy._src.scheduled.functions import FunctionTracer
-from jaxstrategy._src.scheduled.recorder import IteratorArgument, is_whole
+from jaxstrategy._src.scheduled.trace import IteratorArgument, is_whole
 from jaxstrategy._src.strategies.parameter_server import ParameterServerStrategy
 from jaxstrategy._src.text.shown import shown, whole
 from jaxstrategy._src.tracing.functions.weak_references import weakly

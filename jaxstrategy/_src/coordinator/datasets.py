@@ -29,8 +29,8 @@ from jaxstrategy._src.parameter_servers.worker import (
     leaves_of,
     structure_of,
 )
-from jaxstrategy._src.scheduled import recorder as _recorder
-from jaxstrategy._src.scheduled.recorder import Element, IteratorArgument
+from jaxstrategy._src.scheduled import trace as _recorder
+from jaxstrategy._src.scheduled.trace import Element, IteratorArgument
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 

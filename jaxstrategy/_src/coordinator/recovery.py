@@ -15,9 +15,13 @@ from jaxstrategy._src.checkpoint.manager import CheckpointManager
 from jaxstrategy._src.checkpoint.state import slots
 from jaxstrategy._src.coordinator.queue import ClosureQueue
 from jaxstrategy._src.errors import ParameterServerLost
-from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
-from jaxstrategy._src.text.shown import with_seconds
+from jaxstrategy._src.parameter_servers.protocol import (
+    AbstractWorkerBackend,
+    ServerPool,
+)
+from jaxstrategy._src.text.shown import (
+    with_seconds,
+)
 from jaxstrategy._src.text.user_code import warn
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.cell import ServerCell

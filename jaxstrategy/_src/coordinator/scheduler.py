@@ -31,13 +31,14 @@ from jaxstrategy._src.coordinator.recovery import (
     ServerRestarts,
 )
 from jaxstrategy._src.coordinator.values import RemoteValue
-from jaxstrategy._src.coordinator.worker_states import (
+from jaxstrategy._src.coordinator.workers import (
     HEADER,
+    Failures,
     Stopwatch,
     WorkerActivity,
     WorkerStates,
+    WorkerThread,
 )
-from jaxstrategy._src.coordinator.workers import Failures, WorkerThread
 from jaxstrategy._src.launch.child_process import started
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerResource

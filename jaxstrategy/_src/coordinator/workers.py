@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import math
 import threading
 import time
 from collections import deque
@@ -10,13 +13,231 @@ from typing import final
 
 from jaxstrategy._src.coordinator.queue import Closure, ClosureQueue, WorkerSession
 from jaxstrategy._src.coordinator.recovery import Incarnations, Recovery, RestartPolicy
-from jaxstrategy._src.coordinator.worker_states import (
-    Stopwatch,
-    WorkerActivity,
-    WorkerRecord,
-)
 from jaxstrategy._src.errors import ParameterServerLost, WorkerLost
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
+from jaxstrategy._src.text import html
+from jaxstrategy._src.text.shown import (
+    with_seconds,
+)
+
+HEADER = ("worker", "state", "starts", "functions", "running", "last error")
+
+
+class WorkerActivity(enum.Enum):
+    """What a worker is doing.
+
+    >>> import jaxstrategy as js
+    >>> js.coordinator.WorkerActivity.IDLE.value
+    'idle'
+    """
+
+    STARTING = "starting"
+    """It is started for the first time."""
+    IDLE = "idle"
+    """It waits for a function."""
+    RUNNING = "running"
+    """It runs a function."""
+    LOST = "lost"
+    """It has ended, and is started again."""
+    GIVEN_UP = "given up"
+    """It was lost too often, and is not started any more."""
+    CLOSED = "closed"
+    """The coordinator is closed."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class WorkerState:
+    """What a worker is doing now.
+
+    Attributes:
+      index: of the worker.
+      activity: whether it is there, and has something to do.
+      incarnation: what it pushes counts only with this number, which grows when it is
+        lost, and when it runs a function that was cancelled.
+      starts: how often it was started.
+      functions: how many it has finished.
+      function: what it is running; None if nothing.
+      seconds: for how long.
+      error: the last one: why it was lost, or what a function raised there; "" of none.
+
+    >>> import jaxstrategy as js
+    >>> state = js.coordinator.WorkerState(index=0, function="step", seconds=2.0)
+    >>> print(state)
+    worker 0: starting, `step` for 2 s
+    """
+
+    index: int
+    activity: WorkerActivity = WorkerActivity.STARTING
+    incarnation: int = 0
+    starts: int = 0
+    functions: int = 0
+    function: str | None = None
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def running(self) -> str:
+        """The function that it is running, and for how long."""
+        if self.function is None:
+            return ""
+        return f"{self.function} for {with_seconds(self.seconds)}"
+
+    def row(self) -> list[str]:
+        """Its row in a table with this `HEADER`."""
+        numbers = (str(self.starts), str(self.functions))
+        name = str(self.index)
+        return [name, self.activity.value, *numbers, self.running, self._first_line()]
+
+    def __str__(self) -> str:
+        text = f"worker {self.index}: {self.activity.value}"
+        if self.function is not None:
+            text += f", `{self.function}` for {with_seconds(self.seconds)}"
+        return f"{text}; last error: {self._first_line()}" if self.error else text
+
+    def _first_line(self) -> str:
+        return self.error.partition("\n")[0]
+
+
+@final
+class WorkerStates(tuple[WorkerState, ...]):
+    """The states of all workers, in their order; in a notebook a table.
+
+    >>> import jaxstrategy as js
+    >>> print(js.coordinator.WorkerStates([js.coordinator.WorkerState(index=0)]))
+    worker 0: starting
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+    def _repr_html_(self) -> str:
+        rows = [state.row() for state in self]
+        return html.rows_of("Workers", HEADER, rows)
+
+
+@final
+class WorkerRecord:
+    """What is known of a worker; its own thread writes, anyone reads."""
+
+    def __init__(self) -> None:
+        self.activity = WorkerActivity.STARTING
+        self.starts = self.functions = 0
+        self.running: tuple[str, float] | None = None
+        self.error = ""
+
+    def state(self, index: int, incarnation: int) -> WorkerState:
+        """What it is doing now."""
+        running = self.running
+        function, began = running or (None, 0.0)
+        return WorkerState(
+            index=index,
+            activity=self.activity if running is None else WorkerActivity.RUNNING,
+            incarnation=incarnation,
+            starts=self.starts,
+            functions=self.functions,
+            function=function,
+            seconds=0.0 if running is None else time.monotonic() - began,
+            error=self.error,
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Durations:
+    """Times in seconds.
+
+    Attributes:
+      count: how many there were.
+      min: the shortest; 0.0 of none.
+      max: the longest; 0.0 of none.
+      sum: of all.
+
+    >>> import jaxstrategy as js
+    >>> js.coordinator.Durations(2, 0.5, 1.5, 2.0).mean
+    1.0
+    """
+
+    count: int = 0
+    min: float = 0.0
+    max: float = 0.0
+    sum: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean; 0.0 of none."""
+        return self.sum / self.count if self.count else 0.0
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "0"
+        return (
+            f"{self.count} of {with_seconds(self.mean)} "
+            f"({with_seconds(self.min)} to {with_seconds(self.max)})"
+        )
+
+
+@final
+class Stopwatch:
+    """Adds up durations, for any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count, self._sum = 0, 0.0
+        self._min, self._max = math.inf, 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        with self._lock:
+            self._count += 1
+            self._sum += seconds
+            self._min = min(self._min, seconds)
+            self._max = max(self._max, seconds)
+
+    @property
+    def durations(self) -> Durations:
+        """Those up to now."""
+        with self._lock:
+            shortest = self._min if self._count else 0.0
+            return Durations(self._count, shortest, self._max, self._sum)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CoordinatorMetrics:
+    """Counts and times of a coordinator, under TensorFlow's names.
+
+    Attributes:
+      function_tracing: how long functions were traced.
+      closure_execution: how long scheduled functions took, from when a worker had them
+        until it had sent their results.
+      remote_value_fetch: how long it took until results were there, of those that were
+        asked for; each counts once.
+      queued_closures: how many functions wait for a worker.
+      inflight_closures: how many run.
+
+    >>> import jaxstrategy as js
+    >>> times = js.coordinator.Durations
+    >>> print(js.coordinator.CoordinatorMetrics(times(), times(2, 0.5, 1.5, 2.0)))
+    function_tracing: 0
+    closure_execution: 2 of 1 s (500 ms to 1.5 s)
+    remote_value_fetch: 0
+    queued_closures: 0
+    inflight_closures: 0
+    """
+
+    function_tracing: Durations = Durations()
+    closure_execution: Durations = Durations()
+    remote_value_fetch: Durations = Durations()
+    queued_closures: int = 0
+    inflight_closures: int = 0
+
+    def __str__(self) -> str:
+        fields = (each.name for each in dataclasses.fields(self))
+        return "\n".join(f"{name}: {getattr(self, name)}" for name in fields)
+
 
 # A second coordinator of the same servers goes on from the numbers of the first.
 

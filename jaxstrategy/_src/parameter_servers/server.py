@@ -17,15 +17,23 @@ from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.parameter_servers.backends import cluster_tasks
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     Hello,
-    ReconnectingServer,
     checked_secret,
     joined,
 )
 from jaxstrategy._src.parameter_servers.store.store import Store
 from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.parameter_servers.wire.listener import Listener
-from jaxstrategy._src.parameter_servers.wire.peer import Answer, Responder, done
-from jaxstrategy._src.parameter_servers.wire.remote import ServerAnswers, WorkerAnswers
+from jaxstrategy._src.parameter_servers.wire.peer import (
+    Answer,
+    ReconnectingPeer,
+    Responder,
+    done,
+)
+from jaxstrategy._src.parameter_servers.wire.remote import (
+    RemoteServer,
+    answers_of_server,
+    answers_of_worker,
+)
 from jaxstrategy._src.parameter_servers.wire.stream import FrameError, Stream, WireFrame
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.processes.job import TrainingTask
@@ -191,7 +199,14 @@ class ServedTask:
                 f"{self._name} cannot listen at its address {self._address}: {error}. "
                 "It must be one of this host, with a free port."
             ) from error
-        begin = _Worker(secret).begin if self._is_worker else _begun_store
+
+        def begin(hello: Hello) -> Answer:
+            return (
+                _worker(secret, hello)
+                if self._is_worker
+                else answers_of_server(Store())
+            )
+
         self._host = SessionHost(begin, told, not self._is_worker, self._say)
         self._listener = listener
         listener.start(self._host.take)
@@ -223,31 +238,20 @@ def told() -> Mapping[str, Any]:
     }
 
 
-def _begun_store(hello: Hello) -> Answer:
-    return ServerAnswers(Store())
-
-
-@final
-class _Worker:
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
-
-    def begin(self, hello: Hello) -> Answer:
-        servers = [
-            self._server(number, address, hello)
-            for number, address in enumerate(hello.servers)
-        ]
-        engine = WorkerEngine(hello.index, servers, jax.local_devices())
-        return WorkerAnswers(engine)
-
-    def _server(self, number: int, address: str, hello: Hello) -> ReconnectingServer:
-        joining = Hello("join", hello.coordinator, hello.strategy)
-
-        def dial() -> Stream:
-            return joined(address, self._secret, joining)[0]
-
-        name = f"Parameter server {number} at {address}"
-        return ReconnectingServer(name, dial, peer.PATIENCE)
+def _worker(secret: Secret, hello: Hello) -> Answer:
+    """A worker that reaches the parameter servers at the addresses it was told."""
+    joining = Hello("join", hello.coordinator, hello.strategy)
+    servers = [
+        RemoteServer(
+            ReconnectingPeer(
+                f"Parameter server {number} at {address}",
+                lambda address=address: joined(address, secret, joining)[0],
+                peer.PATIENCE,
+            )
+        )
+        for number, address in enumerate(hello.servers)
+    ]
+    return answers_of_worker(WorkerEngine(hello.index, servers, jax.local_devices()))
 
 
 _T = TypeVar("_T")

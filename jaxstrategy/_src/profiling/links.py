@@ -13,9 +13,7 @@ import numpy as np
 
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.replica_placements import (
-    SPLIT,
-)
+from jaxstrategy._src.replicas.replica_placements import SPLIT
 from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )

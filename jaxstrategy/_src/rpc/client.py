@@ -27,22 +27,20 @@ from jaxstrategy._src.rpc.errors import (
     UnavailableError,
     error_of,
 )
-from jaxstrategy._src.rpc.method import (
+from jaxstrategy._src.rpc.server import (
+    HEAD,
+    LARGEST,
     as_array,
     bytes_of,
+    check_bytes,
+    check_layer,
     check_structure,
+    endpoint,
     framed,
     misfit,
     read,
     specs_of,
     unframed,
-)
-from jaxstrategy._src.rpc.server import (
-    HEAD,
-    LARGEST,
-    check_bytes,
-    check_layer,
-    endpoint,
 )
 
 _BLOCKING = "_blocking"

@@ -27,27 +27,31 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ElementChanged,
     ElementType,
     LoadedCode,
+    ServerPool,
     ShippedProgram,
     aligned_empty,
 )
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
 from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
-from jaxstrategy._src.replicas.mesh import as_numbers
-from jaxstrategy._src.replicas.replica_placements import (
-    SPLIT,
+from jaxstrategy._src.replicas.mesh import (
+    as_numbers,
 )
-from jaxstrategy._src.scheduled.recorder import (
+from jaxstrategy._src.replicas.replica_placements import SPLIT
+from jaxstrategy._src.scheduled.shipping import shipped
+from jaxstrategy._src.scheduled.trace import (
+    Call,
+    FunctionTrace,
     IteratorArgument,
     IteratorSlot,
     ValueArgument,
     is_whole,
     is_workers,
+    trace_function,
     values_of,
 )
-from jaxstrategy._src.scheduled.shipping import shipped
-from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.text.shown import (
+    array_type,
+)
 from jaxstrategy._src.tracing import results as _results, roles
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of

@@ -15,15 +15,14 @@ from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.compiled import CompiledExecutor
 from jaxstrategy._src.executors.executor import AbstractExecutor, FunctionProgram
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.parameter_servers.protocol import Call
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
+from jaxstrategy._src.parameter_servers.protocol import Call, ServerPool
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
 )
 from jaxstrategy._src.scheduled.functions import FunctionTracer
-from jaxstrategy._src.scheduled.recorder import WorkerArgument, is_whole
+from jaxstrategy._src.scheduled.trace import WorkerArgument, is_whole
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Function, PyTree
 

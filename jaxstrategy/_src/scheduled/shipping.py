@@ -22,21 +22,20 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ElementType,
     Input,
     Push,
+    ServerPool,
     ShippedProgram,
     ShippedTable,
 )
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
-from jaxstrategy._src.replicas.mesh import as_numbers
+from jaxstrategy._src.replicas.mesh import (
+    as_numbers,
+)
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
     SPLIT,
     Meaning,
 )
-from jaxstrategy._src.replicas.replicas import (
-    Replicas,
-)
-from jaxstrategy._src.scheduled.recorder import PREFIX
-from jaxstrategy._src.scheduled.trace import FunctionTrace, name_in_trace
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.scheduled.trace import PREFIX, FunctionTrace, name_in_trace
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,

@@ -21,7 +21,7 @@ from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     checked_secret,
     joined,
 )
-from jaxstrategy._src.parameter_servers.server_pool import JointPool
+from jaxstrategy._src.parameter_servers.protocol import JointPool
 from jaxstrategy._src.parameter_servers.wire.peer import Peer
 from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer
 from jaxstrategy._src.parameter_servers.wire.stream import Stream

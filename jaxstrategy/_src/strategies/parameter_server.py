@@ -20,8 +20,10 @@ from jaxstrategy._src.inputs.input_options import (
 from jaxstrategy._src.parameter_servers import worker
 from jaxstrategy._src.parameter_servers.backends.chosen_backend import chosen_backend
 from jaxstrategy._src.parameter_servers.backends.threads import WorkerSide
-from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
+from jaxstrategy._src.parameter_servers.protocol import (
+    AbstractWorkerBackend,
+    ServerPool,
+)
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor

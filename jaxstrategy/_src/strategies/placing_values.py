@@ -29,9 +29,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     of_stacked,
     with_inner,
 )
-from jaxstrategy._src.replicas.replica_placements import (
-    SPLIT,
-)
+from jaxstrategy._src.replicas.replica_placements import SPLIT
 from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )

@@ -30,7 +30,9 @@ from jaxstrategy._src.replicas.inner_axes import (
     sharding_like,
     whole_here,
 )
-from jaxstrategy._src.replicas.mesh import is_key
+from jaxstrategy._src.replicas.mesh import (
+    is_key,
+)
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
     SPLIT,

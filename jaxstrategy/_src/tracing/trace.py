@@ -25,7 +25,9 @@ from jax.sharding import (
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.reductions.packing import AbstractPacking, in_packs
 from jaxstrategy._src.replicas.inner_axes import has_inner_axes
-from jaxstrategy._src.replicas.mesh import as_seen_on
+from jaxstrategy._src.replicas.mesh import (
+    as_seen_on,
+)
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
     SPLIT,

@@ -81,9 +81,9 @@ def _import_less() -> None:
 def serve_variables(lifeline: Lifeline, task: Task) -> None:
     """Be a parameter server, until the parent says that it is over."""
     from jaxstrategy._src.parameter_servers.store.store import Store
-    from jaxstrategy._src.parameter_servers.wire.remote import ServerAnswers
+    from jaxstrategy._src.parameter_servers.wire.remote import answers_of_server
 
-    _serve(lifeline, ServerAnswers(Store()))
+    _serve(lifeline, answers_of_server(Store()))
 
 
 def run_programs(lifeline: Lifeline, task: Task) -> None:
@@ -94,7 +94,7 @@ def run_programs(lifeline: Lifeline, task: Task) -> None:
     from jaxstrategy._src.parameter_servers.wire.peer import Peer
     from jaxstrategy._src.parameter_servers.wire.remote import (
         RemoteServer,
-        WorkerAnswers,
+        answers_of_worker,
     )
     from jaxstrategy._src.parameter_servers.wire.stream import Door
     from jaxstrategy._src.parameter_servers.worker import WorkerEngine
@@ -105,7 +105,7 @@ def run_programs(lifeline: Lifeline, task: Task) -> None:
         peer = Peer(name, Door(door).dial, ParameterServerLost)
         servers.append(RemoteServer(peer))
     engine = WorkerEngine(task["index"], servers, jax.local_devices())
-    _serve(lifeline, WorkerAnswers(engine))
+    _serve(lifeline, answers_of_worker(engine))
 
 
 def _serve(lifeline: Lifeline, answer: Any) -> None:

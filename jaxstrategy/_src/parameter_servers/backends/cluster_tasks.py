@@ -10,30 +10,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Self, TypeVar, final, get_args
-
-import numpy as np
+from typing import Any, Literal, NamedTuple, Self, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, host_and_port
 from jaxstrategy._src.errors import (
     ClusterError,
-    ParameterServerLost,
     WorkerLost,
 )
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractServer,
     AbstractWorkerBackend,
-    CallNumber,
-    Read,
-    ServerOperation,
 )
 from jaxstrategy._src.parameter_servers.wire import listener, peer as _peer
-from jaxstrategy._src.parameter_servers.wire.peer import Peer
+from jaxstrategy._src.parameter_servers.wire.peer import Peer, ReconnectingPeer
 from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer, RemoteWorker
 from jaxstrategy._src.parameter_servers.wire.stream import Kind, Stream, WireFrame
 from jaxstrategy._src.processes import secret as _secret
-from jaxstrategy._src.processes.channel import Fields, has, is_text, is_whole
 from jaxstrategy._src.processes.secret import Secret
 
 _JOBS = ("chief", "worker", "evaluator", "ps")
@@ -165,25 +158,17 @@ class Hello:
     @classmethod
     def of(cls, frame: WireFrame) -> Self | None:
         """What was sent; None if it was something else."""
-        if frame.kind != Kind.SESSION or not has(frame.fields, _FIELDS):
-            return None
-        given: dict[str, Any] = {name: frame.fields[name] for name in _FIELDS}
-        given["servers"] = tuple(given["servers"])
-        return cls(**given)
-
-
-def _is_addresses(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_text, value))
-
-
-_FIELDS: Fields = {
-    "wants": lambda value: is_text(value) and value in get_args(_Wish),
-    "coordinator": is_text,
-    "strategy": is_text,
-    "life": is_text,
-    "index": is_whole,
-    "servers": _is_addresses,
-}
+        match frame.fields if frame.kind == Kind.SESSION else None:
+            case {
+                "wants": "begin" | "join" | "end" | "devices" as wants,
+                "coordinator": str(coordinator),
+                "strategy": str(strategy),
+                "life": str(life),
+                "index": int(index),
+                "servers": [*servers],
+            } if index >= 0 and all(isinstance(each, str) for each in servers):
+                return cls(wants, coordinator, strategy, life, index, tuple(servers))
+        return None
 
 
 def joined(
@@ -209,122 +194,6 @@ def joined(
         why = _peer.raised_by(answer, address, may_unpickle=False)
         raise ConnectionAbortedError(str(why))
     return stream, answer.fields
-
-
-SECONDS = 20.0
-"""How long a server may be out of reach before it is lost."""
-
-_RECONNECT_PAUSE = 0.2
-_MOST = 3  # times that one request is repeated; it may be what breaks the connection
-_T = TypeVar("_T")
-
-
-@final
-class ReconnectingServer(AbstractServer):
-    """Connects again when the network broke, as long as the server still has all."""
-
-    def __init__(
-        self,
-        name: str,
-        dial: Callable[[], Stream],
-        patience: float,
-        seconds: float = SECONDS,
-        last_output: Callable[[], str | None] | None = None,
-    ) -> None:
-        self._name = name
-        self._dial = dial
-        self._patience = patience
-        self._seconds = seconds
-        self._last_output = last_output
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._now = self._connected([])
-
-    def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
-        is_first = True
-
-        def create(server: RemoteServer) -> None:
-            nonlocal is_first
-            if not is_first:
-                server.drop([number])  # it may be there already
-            is_first = False
-            server.create(number, value, is_table)
-
-        self._asked(create)
-
-    def drop(self, numbers: Sequence[int]) -> None:
-        self._asked(lambda server: server.drop(numbers))
-
-    def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
-        return self._asked(lambda server: server.read(reads))
-
-    def push(
-        self, operations: Sequence[ServerOperation], call: CallNumber | None = None
-    ) -> bool:
-        repeats = call is not None or all(each.name == "set" for each in operations)
-        return self._asked(lambda server: server.push(operations, call), repeats)
-
-    def define(self, key: str, exported: bytes) -> None:
-        self._asked(lambda server: server.define(key, exported))
-
-    def fence(self, worker: int, incarnation: int) -> None:
-        self._asked(lambda server: server.fence(worker, incarnation))
-
-    def versions(self, numbers: Sequence[int]) -> list[int]:
-        return self._asked(lambda server: server.versions(numbers))
-
-    def close(self) -> None:
-        """Close the connections; the server goes on."""
-        self._is_closed = True
-        self._now.close()
-
-    def _asked(self, ask: Callable[[RemoteServer], _T], repeats: bool = True) -> _T:
-        for _ in range(_MOST):
-            server = self._now
-            try:
-                return ask(server)
-            except ParameterServerLost as lost:
-                self._connect_again(server, lost)
-                if not repeats:
-                    raise ParameterServerLost(
-                        f"{lost} It was reached again, but whether the change that "
-                        "was being made counts is not known."
-                    ) from lost
-        return ask(self._now)
-
-    def _connect_again(self, broken: RemoteServer, lost: ParameterServerLost) -> None:
-        """Reach the server over new connections."""
-        with self._lock:  # the first that finds it broken connects for all
-            end = time.monotonic() + self._seconds
-            while self._now is broken:
-                if self._is_closed or time.monotonic() >= end:
-                    raise lost
-                try:
-                    stream = self._dial()
-                except (ConnectionAbortedError, ConnectionRefusedError) as error:
-                    said = self._last_output() if self._last_output else None
-                    more = f"\nThe last that it wrote:\n{said}" if said else ""
-                    raise ParameterServerLost(
-                        f"{self._name} is lost: {error}.{more}"
-                    ) from lost
-                except ConnectionError:
-                    time.sleep(_RECONNECT_PAUSE)
-                else:
-                    self._now = self._connected([stream])
-
-    def _connected(self, made: list[Stream]) -> RemoteServer:
-        def dial() -> Stream:
-            try:
-                return made.pop()
-            except IndexError:
-                return self._dial()
-
-        peer = Peer(
-            self._name, dial, ParameterServerLost, self._patience, self._last_output
-        )
-        if made:
-            peer.ask(WireFrame(Kind.PING))  # so that the stream is its to close
-        return RemoteServer(peer)
 
 
 _PAUSE = 0.2  # between two tries to reach a task
@@ -377,7 +246,7 @@ class CalledTasks:
         self._lock = threading.Lock()
         self._lives: dict[int, RemoteWorker] = {}
         end = time.monotonic() + start_seconds
-        self.servers: list[ReconnectingServer] = []
+        self.servers: list[RemoteServer] = []
         try:
             self._connect_servers(end)
             self.told = self._first_worker(workers, end)
@@ -444,7 +313,7 @@ class CalledTasks:
         for each in made:
             each.result()
 
-    def _server(self, task: CalledTask, end: float) -> ReconnectingServer:
+    def _server(self, task: CalledTask, end: float) -> RemoteServer:
         try:
             stream, _ = self._when_there(task, self._hello("begin"), end)
         except ConnectionError as error:
@@ -456,8 +325,8 @@ class CalledTasks:
             return joined(task.address, self._secret, joining)[0]
 
         name = f"{task.name} at {task.address}"
-        return ReconnectingServer(
-            name, dial, self._patience, last_output=task.last_output
+        return RemoteServer(
+            ReconnectingPeer(name, dial, self._patience, task.last_output)
         )
 
     def _peer(self, task: CalledTask, hello: Hello, first: Stream) -> Peer:

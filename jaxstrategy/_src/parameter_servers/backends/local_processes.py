@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar, cast, final
+from typing import Any, Generic, Protocol, Self, TypeVar, final
 
 import jax
 from jax import export
@@ -35,7 +35,6 @@ from jaxstrategy._src.parameter_servers.backends.child import Task
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractServer,
     AbstractWorkerBackend,
-    RestartedServer,
 )
 from jaxstrategy._src.parameter_servers.wire import peer as _peer
 from jaxstrategy._src.parameter_servers.wire.peer import Peer
@@ -539,8 +538,7 @@ class LocalProcesses(AbstractWorkerBackend):
         starter = _Starter(children, workers, self._devices, start_seconds)
         self._server_children = [starter.server(k) for k in range(parameter_servers)]
         self._servers = [
-            RestartedServer(RemoteServer(self._peer(child)))
-            for child in self._server_children
+            RemoteServer(self._peer(child)) for child in self._server_children
         ]
         self._start_server = starter.server
         self._places = [WorkerPlace(starter.worker(k)) for k in range(workers)]
@@ -563,7 +561,7 @@ class LocalProcesses(AbstractWorkerBackend):
     @property
     def servers(self) -> Sequence[AbstractServer]:
         """The parameter servers."""
-        return cast("Sequence[AbstractServer]", self._servers)
+        return self._servers
 
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
         """A new process of a worker; the one before is ended, if it has not.
@@ -621,7 +619,7 @@ class LocalProcesses(AbstractWorkerBackend):
                     f"Parameter server {number} did not start again. The last that it "
                     f"wrote:\n{child.last_output()}"
                 )
-            self._servers[number].server = RemoteServer(self._peer(child))
+            self._servers[number].peer = self._peer(child)
         for place in self._places:
             place.renew()
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, cast, final
+from typing import Any, NoReturn, cast, final
 
 import jax
 
+from jaxstrategy._src.errors import ParameterServerLost
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractServer,
     AbstractWorker,
     AbstractWorkerBackend,
-    KilledServer,
-    RestartedServer,
 )
 from jaxstrategy._src.parameter_servers.store.store import Store
 from jaxstrategy._src.parameter_servers.worker import WorkerContext, WorkerEngine
@@ -56,6 +55,21 @@ class WorkerSide(AbstractWorkerBackend):
 
 
 @final
+class KillableServer:
+    """A server of this process: may be killed, and started again with nothing."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.store: Store | None = Store()
+
+    def __getattr__(self, name: str) -> Any:
+        store = self.store  # once: another thread may kill it meanwhile
+        if store is None:
+            raise ParameterServerLost(f"Parameter server {self._number} was killed.")
+        return getattr(store, name)
+
+
+@final
 class Threads(AbstractWorkerBackend):
     """Everything in this process: for notebooks, and for tests of what functions mean.
 
@@ -88,7 +102,7 @@ class Threads(AbstractWorkerBackend):
                 f"`devices_per_worker` was {devices_per_worker}, and there are "
                 f"{len(self._devices)} devices. `js.simulate(n)` makes some."
             )
-        self._servers = tuple(RestartedServer(Store()) for _ in range(count))
+        self._servers = tuple(map(KillableServer, range(count)))
         self._lives: dict[int, WorkerEngine] = {}
 
     @property
@@ -128,7 +142,7 @@ class Threads(AbstractWorkerBackend):
 
     def kill_server(self, server: int) -> None:
         """End a parameter server as if its process had died, with what it has."""
-        self._servers[server].server = KilledServer(server)
+        self._servers[server].store = None
 
     @property
     def can_restart_servers(self) -> bool:
@@ -138,7 +152,7 @@ class Threads(AbstractWorkerBackend):
     def restart_servers(self, servers: Sequence[int]) -> None:
         """New parameter servers, which have nothing."""
         for number in servers:
-            self._servers[number].server = Store()
+            self._servers[number].store = Store()
 
     def close(self) -> None:
         """End all workers."""

@@ -11,74 +11,60 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from jaxstrategy._src.cluster.resolvers.cluster_spec import (
-    address_of,
-    endpoint,
-)
+from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of, endpoint
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.launch.child_process import started
 from jaxstrategy._src.parameter_servers.wire.stream import Keys, Stream
 from jaxstrategy._src.processes import secret as _secret
-from jaxstrategy._src.processes.channel import (
-    NONCE_BYTES,
-    REFUSAL,
-    Connection,
-    Fields,
-    ForgedError,
-    Greeting,
-    Message,
-    RefusedError,
-    has,
-    is_text,
-    received,
-    tune,
-)
 from jaxstrategy._src.processes.secret import Secret
 
 SECONDS = 10.0
 """The time for a handshake."""
 
-_PROTOCOL = "jaxstrategy-frames/2 " + sys.byteorder
+_GREETING = f"jaxstrategy-frames/3 {sys.byteorder}\n".encode()
+"""The first bytes on each connection, both ways, before a nonce."""
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_REFUSAL = bytes(_PROOF_BYTES)  # the host's answer to a wrong proof; anybody may say so
+_UNREACHABLE = 20  # seconds after which the kernel gives up a host that is cut off
 
 
-def _is_nonce(value: object) -> bool:
-    try:
-        return len(bytes.fromhex(value)) == NONCE_BYTES  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
-
-
-_HELLO: Fields = {"protocol": is_text, "nonce": _is_nonce}
+class _AnotherSecretError(ValueError):
+    """The other side does not know the secret of this one."""
 
 
 def welcomed(sock: socket.socket, secret: Secret) -> Stream:
     """The stream of a connection that somebody made to this process."""
     end = time.monotonic() + SECONDS
-    greeting, nonce = Greeting(secret, is_host=True), secrets.token_bytes(NONCE_BYTES)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
-        connection = _host_greeted(sock, greeting, end)
-        hello = _hello(connection, end)
-        connection.send(_own_hello(nonce))
+        context = _context(_nonce(sock, end), nonce)
+        sock.sendall(_GREETING + nonce)
+        # The guest first, so that strangers get nothing that they could try words on.
+        if not _is_proof(sock, end, secret.key(context + b"proof of the guest")):
+            sock.sendall(_REFUSAL)
+            raise _AnotherSecretError("it has another secret")
+        sock.sendall(secret.key(context + b"proof of the host"))
     except (EOFError, OSError, ValueError) as error:
-        if isinstance(error, ForgedError):
-            _refuse(sock)
         sock.close()
         raise ClusterError(f"Somebody who called is none of the job: {error}") from None
     except BaseException:
         sock.close()
         raise
-    nonces = bytes.fromhex(hello["nonce"]), nonce
-    return _stream(sock, secret, nonces, is_host=True)
+    return _stream(sock, secret, context, is_host=True)
 
 
 def greeted(sock: socket.socket, secret: Secret, where: str) -> Stream:
     """The stream of a connection that this process has made."""
     end = time.monotonic() + SECONDS
-    nonce = secrets.token_bytes(NONCE_BYTES)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
-        connection = _guest_greeted(sock, Greeting(secret, is_host=False), end)
-        connection.send(_own_hello(nonce))
-        hello = _hello(connection, end)
+        sock.settimeout(SECONDS)
+        sock.sendall(_GREETING + nonce)
+        context = _context(nonce, _nonce(sock, end))
+        sock.sendall(secret.key(context + b"proof of the guest"))
+        if not _is_proof(sock, end, secret.key(context + b"proof of the host")):
+            raise _AnotherSecretError
     except BaseException as error:
         sock.close()
         if isinstance(error, EOFError | OSError):
@@ -86,57 +72,54 @@ def greeted(sock: socket.socket, secret: Secret, where: str) -> Stream:
         if isinstance(error, ValueError):
             raise _stranger(where, secret, error) from error
         raise
-    nonces = nonce, bytes.fromhex(hello["nonce"])
-    return _stream(sock, secret, nonces, is_host=False)
+    return _stream(sock, secret, context, is_host=False)
 
 
-def _host_greeted(sock: socket.socket, greeting: Greeting, end: float) -> Connection:
-    while (channel := greeting.add(received(sock, end))) is None:
-        pass
-    sock.sendall(greeting.own)
-    return Connection(sock, channel)
+def _context(guests_nonce: bytes, hosts_nonce: bytes) -> bytes:
+    """What makes the keys of a connection others than those of any other one."""
+    return _GREETING + guests_nonce + hosts_nonce
 
 
-def _guest_greeted(sock: socket.socket, greeting: Greeting, end: float) -> Connection:
-    sock.settimeout(max(0.01, end - time.monotonic()))
-    sock.sendall(greeting.own)
-    while (channel := greeting.add(received(sock, end))) is None:
-        pass
-    return Connection(sock, channel)
+def _nonce(sock: socket.socket, end: float) -> bytes:
+    """The nonce of the other side, which must greet as this one does."""
+    replies = b""
+    while (left := len(_GREETING) + _NONCE_BYTES - len(replies)) > 0:
+        replies += _received(sock, left, end)
+        if not _GREETING.startswith(replies[: len(_GREETING)]):
+            raise ValueError(f"it says {replies[:40]!r}, not {_GREETING!r}")
+    return replies[len(_GREETING) :]
 
 
-def _own_hello(nonce: bytes) -> Message:
-    return {"protocol": _PROTOCOL, "nonce": nonce.hex()}
+def _is_proof(sock: socket.socket, end: float, expected: bytes) -> bool:
+    """Whether the other side sends what only who knows the secret can make."""
+    replies = b""
+    while (left := _PROOF_BYTES - len(replies)) > 0:
+        replies += _received(sock, left, end)
+    # In constant time: that of `==` tells how many bytes of a guess are right.
+    return secrets.compare_digest(replies, expected)
 
 
-def _hello(connection: Connection, end: float) -> Message:
-    hello = connection.receive(end)
-    if not has(hello, _HELLO):
-        raise ValueError("it says something else than hello")
-    if hello["protocol"] != _PROTOCOL:
-        raise ValueError(f"it speaks {hello['protocol'][:40]!r}, not {_PROTOCOL!r}")
-    return hello
+def _received(sock: socket.socket, most: int, end: float) -> bytes:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the handshake took too long")
+    sock.settimeout(left)
+    if not (data := sock.recv(most)):
+        raise EOFError("it hung up")
+    return data
 
 
 def _stream(
-    sock: socket.socket, secret: Secret, nonces: tuple[bytes, bytes], is_host: bool
+    sock: socket.socket, secret: Secret, context: bytes, is_host: bool
 ) -> Stream:
-    context = b"".join((_PROTOCOL.encode(), b"\n", *nonces))
     to_host = secret.key(context + b"guest to host")
     to_guest = secret.key(context + b"host to guest")
     keys = Keys(to_guest, to_host) if is_host else Keys(to_host, to_guest)
     return Stream(sock, keys, bool(secret) or _secret.is_network_trusted())
 
 
-def _refuse(sock: socket.socket) -> None:
-    try:
-        sock.sendall(REFUSAL)
-    except OSError:
-        pass  # it is not waiting for it
-
-
 def _stranger(where: str, secret: Secret, error: ValueError) -> ClusterError:
-    if not isinstance(error, ForgedError | RefusedError):
+    if not isinstance(error, _AnotherSecretError):
         return ClusterError(
             f"What listens at {where} is no process of a job of this version: {error}."
         )
@@ -209,7 +192,7 @@ class Listener:
 
     def _welcome(self, sock: socket.socket, take: Callable[[Stream], None]) -> None:
         try:
-            tune(sock)
+            _tune(sock)
             stream = welcomed(sock, self._secret)
         except (ClusterError, OSError):
             sock.close()
@@ -253,7 +236,7 @@ def _connected(address: str, secret: Secret) -> socket.socket:
     if sock.getsockname() == sock.getpeername():
         sock.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-    tune(sock)
+    _tune(sock)
     return sock
 
 
@@ -276,3 +259,18 @@ def _shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
     except OSError:
         pass  # the other end was faster
+
+
+def _tune(sock: socket.socket) -> None:
+    """Send small messages at once, and notice a host that is cut off."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        # 5 s of silence, then 5 probes 3 s apart: as many seconds.
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 3),
+        ("TCP_KEEPCNT", 5),
+        ("TCP_USER_TIMEOUT", 1000 * _UNREACHABLE),  # Linux
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -16,7 +16,11 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from jaxstrategy._src import errors
-from jaxstrategy._src.errors import ClusterError, MissingExtraError
+from jaxstrategy._src.errors import (
+    ClusterError,
+    MissingExtraError,
+    ParameterServerLost,
+)
 from jaxstrategy._src.launch.child_process import started
 from jaxstrategy._src.parameter_servers.wire.stream import (
     Fields,
@@ -519,3 +523,98 @@ def _reason(error: Exception, patience: float) -> str:
             return f"it ended, or closed the connection ({error})"
         case _:
             return f"the connection broke ({error})"
+
+
+_RECONNECT_SECONDS = 20.0  # how long a server may be out of reach before it is lost
+_RECONNECT_PAUSE = 0.2
+_MOST_REPEATS = 3  # of one request; it may be what breaks the connection
+
+
+@final
+class ReconnectingPeer:
+    """A parameter server that is reached again when the network broke.
+
+    That is tried as long as the server still has all; each request counts once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[], Stream],
+        patience: float,
+        last_output: Callable[[], str | None] | None = None,
+    ) -> None:
+        self._name = name
+        self._dial = dial
+        self._patience = patience
+        self._last_output = last_output
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._now = self._connected([])
+
+    def ask(self, request: WireFrame) -> WireFrame:
+        """The answer to a request."""
+        for repeats in range(_MOST_REPEATS + 1):
+            peer = self._now
+            try:
+                if repeats and request.kind == Kind.CREATE:
+                    # It may be there already.
+                    peer.ask(WireFrame(Kind.DROP, request.fields[:1]))
+                return peer.ask(request)
+            except ParameterServerLost as lost:
+                if repeats == _MOST_REPEATS:
+                    raise
+                self._connect_again(peer, lost)
+                if not _counts_once(request):
+                    raise ParameterServerLost(
+                        f"{lost} It was reached again, but whether the change that "
+                        "was being made counts is not known."
+                    ) from lost
+        raise AssertionError  # the last one returns or raises
+
+    def close(self) -> None:
+        """Close the connections; the server goes on."""
+        self._is_closed = True
+        self._now.close()
+
+    def _connect_again(self, broken: Peer, lost: ParameterServerLost) -> None:
+        """Reach the server over new connections."""
+        with self._lock:  # the first that finds it broken connects for all
+            end = time.monotonic() + _RECONNECT_SECONDS
+            while self._now is broken:
+                if self._is_closed or time.monotonic() >= end:
+                    raise lost
+                try:
+                    stream = self._dial()
+                except (ConnectionAbortedError, ConnectionRefusedError) as error:
+                    said = self._last_output() if self._last_output else None
+                    more = f"\nThe last that it wrote:\n{said}" if said else ""
+                    raise ParameterServerLost(
+                        f"{self._name} is lost: {error}.{more}"
+                    ) from lost
+                except ConnectionError:
+                    time.sleep(_RECONNECT_PAUSE)
+                else:
+                    self._now = self._connected([stream])
+
+    def _connected(self, made: list[Stream]) -> Peer:
+        def dial() -> Stream:
+            try:
+                return made.pop()
+            except IndexError:
+                return self._dial()
+
+        peer = Peer(
+            self._name, dial, ParameterServerLost, self._patience, self._last_output
+        )
+        if made:
+            peer.ask(WireFrame(Kind.PING))  # so that the stream is its to close
+        return peer
+
+
+def _counts_once(request: WireFrame) -> bool:
+    """Whether a request that is made twice changes what it does once."""
+    if request.kind != Kind.PUSH:
+        return True
+    call, operations = request.fields
+    return call is not None or all(name == "set" for name, *_ in operations)

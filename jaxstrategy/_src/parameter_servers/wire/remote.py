@@ -18,23 +18,33 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ShippedProgram,
 )
 from jaxstrategy._src.parameter_servers.wire import peer as _peer, stream as _stream
-from jaxstrategy._src.parameter_servers.wire.peer import Peer, check_trusted, done
+from jaxstrategy._src.parameter_servers.wire.peer import (
+    Answer,
+    Peer,
+    ReconnectingPeer,
+    check_trusted,
+    done,
+)
 from jaxstrategy._src.parameter_servers.wire.stream import Kind, Stream, WireFrame
 
 
 @final
 class RemoteServer(AbstractServer):
-    """Asks a parameter server over streams; `ServerAnswers` is the other end."""
+    """Asks a parameter server over streams; `answers_of_server` is the other end.
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    Attributes:
+      peer: the server's process, to be replaced when another one is started for it.
+    """
+
+    def __init__(self, peer: Peer | ReconnectingPeer) -> None:
+        self.peer = peer
 
     def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
         fields = [number, is_table]
-        self._peer.ask(WireFrame(Kind.CREATE, fields, arrays=(np.asarray(value),)))
+        self.peer.ask(WireFrame(Kind.CREATE, fields, arrays=(np.asarray(value),)))
 
     def drop(self, numbers: Sequence[int]) -> None:
-        self._peer.ask(WireFrame(Kind.DROP, [int(number) for number in numbers]))
+        self.peer.ask(WireFrame(Kind.DROP, [int(number) for number in numbers]))
 
     def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
         fields, rows = [], []
@@ -42,7 +52,7 @@ class RemoteServer(AbstractServer):
             fields.append([read.variable, read.rows is not None])
             if read.rows is not None:
                 rows.append(np.asarray(read.rows))
-        return list(self._peer.ask(WireFrame(Kind.READ, fields, arrays=rows)).arrays)
+        return list(self.peer.ask(WireFrame(Kind.READ, fields, arrays=rows)).arrays)
 
     def push(
         self, operations: Sequence[ServerOperation], call: CallNumber | None = None
@@ -53,26 +63,26 @@ class RemoteServer(AbstractServer):
             for each in operations
         ]
         request = WireFrame(Kind.PUSH, [call, fields], arrays=arrays)
-        return bool(self._peer.ask(request).fields)
+        return bool(self.peer.ask(request).fields)
 
     def define(self, key: str, exported: bytes) -> None:
-        self._peer.ask(WireFrame(Kind.DEFINE, key, exported))
+        self.peer.ask(WireFrame(Kind.DEFINE, key, exported))
 
     def fence(self, worker: int, incarnation: int) -> None:
-        self._peer.ask(WireFrame(Kind.FENCE, [worker, incarnation]))
+        self.peer.ask(WireFrame(Kind.FENCE, [worker, incarnation]))
 
     def versions(self, numbers: Sequence[int]) -> list[int]:
         request = WireFrame(Kind.VERSIONS, [int(number) for number in numbers])
-        return list(self._peer.ask(request).fields)
+        return list(self.peer.ask(request).fields)
 
     def close(self) -> None:
         """Close the connections; the server goes on."""
-        self._peer.close()
+        self.peer.close()
 
 
 @final
 class RemoteWorker(AbstractWorker):
-    """A worker that is asked over a stream; `WorkerAnswers` is the other end."""
+    """A worker that is asked over a stream; `answers_of_worker` is the other end."""
 
     def __init__(self, peer: Peer, end: Callable[[], None] | None = None) -> None:
         self._peer = peer
@@ -110,73 +120,52 @@ class RemoteWorker(AbstractWorker):
         self._peer.close()
 
 
-@final
-class ServerAnswers:
-    """Answers the requests of `RemoteServer`, for a `Responder`."""
+def answers_of_server(server: AbstractServer) -> Answer:
+    """Answers the requests of a `RemoteServer`."""
 
-    def __init__(self, server: AbstractServer) -> None:
-        self._server = server
-        self._methods: dict[int, Callable[[WireFrame], WireFrame]] = {
-            Kind.CREATE: self._create,
-            Kind.DROP: self._drop,
-            Kind.READ: self._read,
-            Kind.PUSH: self._push,
-            Kind.FENCE: self._fence,
-            Kind.VERSIONS: self._versions,
-        }
-
-    def __call__(self, request: WireFrame, stream: Stream) -> WireFrame:
-        """The answer to a request."""
-        if request.kind == Kind.DEFINE:
-            return self._define(request, stream)
-        method = self._methods.get(request.kind)
-        if method is None:
-            raise ValueError(f"A parameter server was sent a request {request.kind}.")
-        return method(request)
-
-    def _create(self, request: WireFrame) -> WireFrame:
-        number, is_table = request.fields
-        (value,) = request.arrays
-        self._server.create(_whole(number), value, bool(is_table))
+    def answer(request: WireFrame, stream: Stream) -> WireFrame:
+        fields, arrays = request.fields, request.arrays
+        match request.kind:
+            case Kind.READ:
+                rows = iter(arrays)
+                reads = [
+                    Read(_whole(variable), next(rows) if has else None)
+                    for variable, has in fields
+                ]
+                return done(None, server.read(reads))
+            case Kind.PUSH:
+                call, operations = fields
+                pushed, at = [], 0
+                for name, variables, count, program in operations:
+                    operands = tuple(arrays[at : at + _whole(count)])
+                    changed = tuple([_whole(each) for each in variables])
+                    pushed.append(ServerOperation(name, changed, operands, program))
+                    at += count
+                number = None if call is None else CallNumber(*map(_whole, call))
+                return done(bool(server.push(pushed, number)))
+            case Kind.CREATE:
+                number, is_table = fields
+                (value,) = arrays
+                server.create(_whole(number), value, bool(is_table))
+            case Kind.DROP:
+                server.drop([_whole(each) for each in fields])
+            case Kind.DEFINE:
+                # A program can call any function of the process by its address.
+                check_trusted(
+                    stream, "A parameter server runs the programs that it is sent"
+                )
+                server.define(fields, request.blob)
+            case Kind.FENCE:
+                worker, incarnation = map(_whole, fields)
+                server.fence(worker, incarnation)
+            case Kind.VERSIONS:
+                numbers = [_whole(each) for each in fields]
+                return done([int(each) for each in server.versions(numbers)])
+            case kind:
+                raise ValueError(f"A parameter server was sent a request {kind}.")
         return done()
 
-    def _drop(self, request: WireFrame) -> WireFrame:
-        self._server.drop([_whole(each) for each in request.fields])
-        return done()
-
-    def _read(self, request: WireFrame) -> WireFrame:
-        rows = iter(request.arrays)
-        reads = [
-            Read(_whole(variable), next(rows) if has else None)
-            for variable, has in request.fields
-        ]
-        return done(None, self._server.read(reads))
-
-    def _push(self, request: WireFrame) -> WireFrame:
-        call, fields = request.fields
-        operations, at = [], 0
-        for name, variables, count, program in fields:
-            operands = tuple(request.arrays[at : at + _whole(count)])
-            changed = tuple([_whole(each) for each in variables])
-            operations.append(ServerOperation(name, changed, operands, program))
-            at += count
-        number = None if call is None else CallNumber(*map(_whole, call))
-        return done(bool(self._server.push(operations, number)))
-
-    def _define(self, request: WireFrame, stream: Stream) -> WireFrame:
-        # A program can call any function of the process by its address.
-        check_trusted(stream, "A parameter server runs the programs that it is sent")
-        self._server.define(request.fields, request.blob)
-        return done()
-
-    def _fence(self, request: WireFrame) -> WireFrame:
-        worker, incarnation = map(_whole, request.fields)
-        self._server.fence(worker, incarnation)
-        return done()
-
-    def _versions(self, request: WireFrame) -> WireFrame:
-        numbers = [_whole(each) for each in request.fields]
-        return done([int(each) for each in self._server.versions(numbers)])
+    return answer
 
 
 def _whole(value: object) -> int:
@@ -190,54 +179,37 @@ if TYPE_CHECKING:  # it would import JAX
     from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 
 
-@final
-class WorkerAnswers:
-    """Answers the requests of `RemoteWorker`, for a `Responder`."""
+def answers_of_worker(worker: AbstractWorker | WorkerEngine) -> Answer:
+    """Answers the requests of a `RemoteWorker`."""
 
-    def __init__(self, worker: AbstractWorker | WorkerEngine) -> None:
-        self._worker = worker
-        self._methods: dict[int, Callable[[WireFrame], WireFrame]] = {
-            Kind.PROGRAM: self._program,
-            Kind.BUILD: self._build,
-            Kind.RELEASE: self._release,
-            Kind.CALL: self._call,
-            Kind.OWN: self._own,
-        }
-
-    def __call__(self, request: WireFrame, stream: Stream) -> WireFrame:
-        """The answer to a request."""
+    def answer(request: WireFrame, stream: Stream) -> WireFrame:
         check_trusted(
             stream, "A worker runs the programs and functions that it is sent"
         )
-        method = self._methods.get(request.kind)
-        if method is None:
-            raise ValueError(f"A worker was sent a request {request.kind}.")
-        return method(request)
-
-    def _program(self, request: WireFrame) -> WireFrame:
-        self._worker.define(_peer.loaded(request.blob, request.arrays))
+        fields, arrays = request.fields, request.arrays
+        match request.kind:
+            case Kind.CALL:
+                number, program, iterators = fields
+                counted = None if number is None else CallNumber(*number)
+                results = worker.call(
+                    Call(counted, program, tuple(arrays), tuple(iterators))
+                )
+                if all(_stream.is_plain(each.dtype) for each in results):
+                    return done(None, results)
+                blob, arrays = _peer.dumped_plainly(results)
+                return WireFrame(Kind.DONE, None, blob, arrays)
+            case Kind.PROGRAM:
+                worker.define(_peer.loaded(request.blob, arrays))
+            case Kind.BUILD:
+                resource, uses = fields
+                builder = _peer.loaded(request.blob, arrays)
+                worker.build(resource, builder, tuple(uses))
+            case Kind.RELEASE:
+                worker.release(fields)
+            case Kind.OWN:
+                return done(None, [worker.own(fields)])
+            case kind:
+                raise ValueError(f"A worker was sent a request {kind}.")
         return done()
 
-    def _build(self, request: WireFrame) -> WireFrame:
-        resource, uses = request.fields
-        builder = _peer.loaded(request.blob, request.arrays)
-        self._worker.build(resource, builder, tuple(uses))
-        return done()
-
-    def _release(self, request: WireFrame) -> WireFrame:
-        self._worker.release(request.fields)
-        return done()
-
-    def _call(self, request: WireFrame) -> WireFrame:
-        number, program, iterators = request.fields
-        arguments = tuple(request.arrays)
-        counted = None if number is None else CallNumber(*number)
-        call = Call(counted, program, arguments, tuple(iterators))
-        results = self._worker.call(call)
-        if all(_stream.is_plain(each.dtype) for each in results):
-            return done(None, results)
-        blob, arrays = _peer.dumped_plainly(results)
-        return WireFrame(Kind.DONE, None, blob, arrays)
-
-    def _own(self, request: WireFrame) -> WireFrame:
-        return done(None, [self._worker.own(request.fields)])
+    return answer

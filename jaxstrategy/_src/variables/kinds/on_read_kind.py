@@ -13,9 +13,7 @@ from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import of_stacked, sharding_like, with_inner
-from jaxstrategy._src.replicas.replica_placements import (
-    SPLIT,
-)
+from jaxstrategy._src.replicas.replica_placements import SPLIT
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import PerReplica

@@ -19,7 +19,7 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.parameter_servers import worker
-from jaxstrategy._src.parameter_servers.server_pool import ServerPool
+from jaxstrategy._src.parameter_servers.protocol import ServerPool
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
