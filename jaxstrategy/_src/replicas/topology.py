@@ -306,19 +306,19 @@ class Topology:
     def among(self, replicas: Iterable[int]) -> Topology:
         """The links among some of the replicas, given by their numbers.
 
-            Of hosts with unequally many of them, each counts as the one with the most.
+        Of hosts with unequally many of them, each counts as the one with the most.
 
-            Raises:
-              ValueError: there is none, or no replica has such a number.
+        Raises:
+          ValueError: there is none, or no replica has such a number.
 
-            >>> import jaxstrategy as js
-            >>> Topology = js.profiling.Topology
+        >>> import jaxstrategy as js
+        >>> Topology = js.profiling.Topology
         >>> host = Topology(bandwidth=1e10, latency=1e-6, replicas=8)
-            >>> hosts = Topology(bandwidth=1e9, latency=1e-5, replicas=64, inside=host)
-            >>> hosts.among(range(8, 12)) == host.with_replicas(4)
-            True
-            >>> hosts.among([0, 8, 16]).ring("permute", 1e9)
-            1.00001
+        >>> hosts = Topology(bandwidth=1e9, latency=1e-5, replicas=64, inside=host)
+        >>> hosts.among(range(8, 12)) == host.with_replicas(4)
+        True
+        >>> hosts.among([0, 8, 16]).ring("permute", 1e9)
+        1.00001
         """
         members = sorted(set(replicas))
         if not members or not 0 <= members[0] <= members[-1] < self.replicas:
