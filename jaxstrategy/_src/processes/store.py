@@ -203,7 +203,7 @@ class Store:
 
 def nobody_put(key: str, seconds: float) -> str:
     """The reason why `get` failed."""
-    return f"Nobody has stored {key!r} within {seconds:g} s."
+    return f"Nobody has put {key!r} in the key-value store within {seconds:g} s."
 
 
 _TICK_SECONDS = 1.0
