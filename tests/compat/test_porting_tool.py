@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from jaxstrategy._src.compat.port.name_uses import Generation
 from jaxstrategy._src.compat.port.program import NoPythonError
@@ -675,7 +675,14 @@ js = 3; jnp = 4""".replace("\\n", "\n").split("\n")
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@example(
+    [
+        "import tensorflow as tf",
+        "import tensorflow.compat.v1 as tf",
+        'def f(distribute, x: "tf.distribute.Strategy"): return x',
+    ]
+)
 @given(LINES)
 def test_any_program_becomes_a_program_that_stays(lines):
     program = "\n".join(lines) + "\n"

@@ -265,7 +265,8 @@ class OldUses:
         if node.prefix or "\\" in node.value:
             return
         start, _ = self._program.span(node)
-        for each in self._uses.of_tensorflow():
+        # Of several imports under one name the last one counts.
+        for each in {each.local: each for each in self._uses.of_tensorflow()}.values():
             if (id(each.statement), each.local) in self._direct or not each.alias:
                 continue
             for match in re.finditer(
