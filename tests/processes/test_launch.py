@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import pty
 import re
 import signal
 import sys
@@ -133,32 +132,6 @@ def test_lines_end_in_any_way(launch):
     assert len(long) > 1 and "".join(long) == "x" * 70000 + "y"
 
 
-def test_a_terminal_shows_ranks_in_colour(start):
-    for no_color in "", "1":
-        ours, theirs = pty.openpty()
-        environment = os.environ | {"NO_COLOR": no_color}
-        launched = start("-n 2", "print(rank)", stdout=theirs, env=environment)
-        launched.process.wait(DEADLINE)
-        os.close(theirs)
-        shown = set(os.read(ours, 1000).decode().split("\r\n")) - {""}
-        os.close(ours)
-        coloured = {"\x1b[31m[0]\x1b[0m 0", "\x1b[32m[1]\x1b[0m 1"}
-        assert shown == ({"[0] 0", "[1] 1"} if no_color else coloured)
-
-
-def test_workers_go_on_when_nobody_reads(start):
-    script = """
-    for i in range(20000):
-        print("a line that fills the pipe", i)
-    write(f"done{rank}")
-    """
-    launched = start("-n 2", script)
-    launched.process.stdout.readline()
-    launched.process.stdout.close()
-    assert launched.process.wait(DEADLINE) == 0
-    launched.pids("done0", "done1")
-
-
 def test_modules_are_run_as_by_python(launch, tmp_path):
     (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
     program = [sys.executable, "-c", ALONE, "-n", "1", "-m", "mine", "--x"]
@@ -202,24 +175,6 @@ def test_the_port_of_a_job_is_held_for_it(launch):
 
 
 # How it ends
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and waitid")
-def test_the_number_of_a_worker_that_has_ended_is_no_other_groups(launch):
-    # When the job ends, what a worker left behind is killed by this number.
-    script = """
-    if rank == 0:
-        write("first")
-        sys.exit()
-    wait_for("first")
-    stat = f"/proc/{open('first').read()}/stat"
-    end = time.monotonic() + 20
-    while time.monotonic() < end and open(stat).read().rsplit(")")[1].split()[0] != "Z":
-        time.sleep(0.01)
-    time.sleep(0.2)
-    print(open(stat).read().rsplit(")")[1].split()[0])
-    """
-    assert launch("-n 2", script).lines == ["[1] Z"]
 
 
 def test_a_failing_rank_is_named_after_its_last_lines(launch):
@@ -277,32 +232,6 @@ def test_the_first_failure_is_the_cause_if_it_is_no_consequence(launch, tmp_path
             (tmp_path / name).unlink(missing_ok=True)
 
 
-def test_a_stopped_worker_is_killed_after_the_grace(launch):
-    script = """
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    sys.exit(3)
-    """
-    result = launch("-n 2 --grace 0.5", script, code=3)
-    assert "rank 0 did not end within 0.5 s and had to be killed" in result.err
-
-
-def test_others_may_end_by_themselves_within_the_grace(launch):
-    script = """
-    if rank == 0:
-        write("ready")
-        wait_for("failed")
-        time.sleep(0.2)
-        print("I saw it")
-    else:
-        wait_for("ready")
-        write("failed")
-        sys.exit(4)
-    """
-    result = launch("-n 2 --grace 30", script, code=4)
-    assert result.out == "[0] I saw it\n" and "killed" not in result.err
-
-
 # Signals
 
 
@@ -346,19 +275,6 @@ def test_workers_that_do_not_save_have_not_failed(signalled, handler, after):
     """
     result = signalled("--stop-grace 0.5", script, code=143)
     assert result.err == f"jaxstrategy.launch: stopped by SIGTERM{after}\n"
-
-
-def test_a_failure_while_stopping_is_told(signalled):
-    script = """
-    def save(number, _):
-        sys.exit(f"rank {rank} cannot save") if rank else wait()
-    signal.signal(signal.SIGTERM, save)
-    write(f"ready{rank}")
-    wait()
-    """
-    result = signalled("--grace 0.1", script, code=1)
-    assert "[1] rank 1 cannot save" in result.err
-    assert result.last == "jaxstrategy.launch: rank 1 failed with exit code 1"
 
 
 def test_a_second_signal_kills(start):
@@ -512,6 +428,7 @@ def test_wrong_arguments_are_refused(tmp_path, monkeypatch):
         ("--coordinator a:0 x.py", "'a:0' is not an address"),
         ("missing.py", "'missing.py' is no file; give the path of a Python script"),
         (".", "'.' is a folder; give the path of a Python script"),
+        ("--compilation-cache there.py x.py", "is not a folder"),
         ("--print pbs x.py", "argument --print: invalid choice: 'pbs'"),
         (
             "-n 3 --gpus-per-process 1 there.py",
@@ -564,29 +481,3 @@ def test_a_summary_tells_what_became_of_a_job(launch, tmp_path):
 
 
 # With JAX
-
-
-def test_launched_processes_sum_over_all_devices(launch):
-    script = """
-    import jax, jax.numpy as jnp
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from jaxstrategy.cluster_resolver import LaunchedClusterResolver
-    me = LaunchedClusterResolver().process()
-    jax.distributed.initialize(
-        me.coordinator, me.count, me.index,
-        coordinator_bind_address=me.coordinator, initialization_timeout=30,
-    )
-    mesh = Mesh(jax.devices(), "r")
-    x = jax.make_array_from_process_local_data(
-        NamedSharding(mesh, P("r")), jnp.full(2, me.index + 1.0)
-    )
-    total = jax.jit(jax.shard_map(
-        lambda x: jax.lax.psum(x.sum(), "r"), mesh=mesh, in_specs=P("r"), out_specs=P()
-    ))(x)
-    print("total", float(total), flush=True)
-    """
-    program = [sys.executable, "-m", "jaxstrategy.launch"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
-    options = "-n 2 --devices-per-process 2"
-    result = launch(options, script, program=program, env=environment)
-    assert result.lines == ["[0] total 6.0", "[1] total 6.0"], result

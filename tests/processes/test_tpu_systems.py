@@ -7,7 +7,6 @@ import warnings
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
 import jaxstrategy as js
@@ -185,16 +184,6 @@ def test_malformed_numbers_of_hosts_are_refused(monkeypatch):
                 ask()
 
 
-def test_launchers_are_asked_first(monkeypatch):
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
-    config = '{"cluster": {"chief": ["c:1"], "worker": ["d:1"]}, "task": {"type": '
-    monkeypatch.setenv("TF_CONFIG", config + '"worker", "index": 0}}')
-    resolver = TPUClusterResolver()
-    assert resolver.cluster_spec().as_dict() == {"worker": ["c:1", "d:1"]}
-    assert resolver.process() == js.cluster_resolver.Process(1, 2, "c:1")
-    assert resolver.task_id == 1
-
-
 def test_hosts_of_several_slices_are_jaxs_to_find(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     monkeypatch.setenv("TPU_WORKER_ID", "0")
@@ -222,10 +211,3 @@ def test_a_tpu_goes_by_the_name_that_the_environment_has(monkeypatch):
         TPUClusterResolver("grpc://10.240.1.2:8470")
     with pytest.raises(TypeError, match="`tpu` was 3; the name of a TPU"):
         TPUClusterResolver(3)
-
-
-def test_connecting_gives_a_resolver():
-    assert TPUClusterResolver.connect("local").is_local
-    assert TPUClusterResolver.connect("").get_tpu_system_metadata().num_cores == 8
-    x = np.asarray(TPUClusterResolver.connect().devices())
-    assert x.tolist() == jax.devices()
