@@ -30,6 +30,12 @@ STRATEGIES = {
         jax.devices()[:2], jax.devices()[5]
     ),
     "default": js.get_strategy,
+    "2 devices of 4": lambda: js.MirroredStrategy(
+        jax.devices()[:2], replicas_per_device=4
+    ),
+    "divided": lambda: js.MirroredStrategy(
+        jax.devices(), sharding=js.StateSharding("state", min_bytes=0)
+    ),
 }
 
 
@@ -325,13 +331,6 @@ def test_shared_variables_of_an_object_are_written_once_and_stay_shared(tmp_path
     assert same(arrays_of(first), arrays_of(second))
 
 
-def test_a_model_without_numbers_is_restored_into(tmp_path):
-    saved(tmp_path, {"model": Net(3)})
-    abstract = nnx.eval_shape(lambda: Net(0))
-    state = restored(tmp_path, {"model": abstract})
-    assert same(arrays_of(state["model"]), arrays_of(Net(3)))
-
-
 def test_a_train_state_of_linen_is_restored(tmp_path, two):
     params = {"dense": {"kernel": jnp.ones((3, 2))}}
     state = train_state.TrainState.create(
@@ -451,12 +450,6 @@ def test_a_smaller_state_is_told_what_is_wrong_and_not_what_is_besides(tmp_path)
     ]
 
 
-def test_a_long_list_of_names_is_cut(tmp_path):
-    saved(tmp_path, {"a": 1})
-    with pytest.raises(MismatchError, match="in the checkpoint: and 12 more"):
-        restored(tmp_path, {"a": 1, "b": dict.fromkeys(map(str, range(20)), 0)})
-
-
 def test_partial_restoring_tells_what_was_left_out(simple):
     with manager_of(simple) as manager:
         assert manager.restored is None
@@ -467,6 +460,8 @@ def test_partial_restoring_tells_what_was_left_out(simple):
         assert manager.restored.missing == ("new",)
         assert manager.restored.unexpected == ("old/c",)
         assert manager.restored.step == 1
+        with pytest.raises(MismatchError, match="in the checkpoint: and 12 more"):
+            manager.restore({"a": 1, "b": dict.fromkeys(map(str, range(20)), 0)})
 
 
 @each_of(
@@ -672,13 +667,6 @@ def test_wrong_choices_are_errors(tmp_path, kwargs, told):
         manager_of(tmp_path, **kwargs)
 
 
-@each_of("step", [-1, 1.5, "3", None])
-def test_a_step_is_a_number(tmp_path, step):
-    with manager_of(tmp_path) as manager:
-        with pytest.raises(ValueError, match="`step` was .*; a number from 0 to "):
-            manager.save(step, {"a": 1})
-
-
 def test_a_state_may_be_callable(tmp_path):
     class Model(nnx.Module):
         def __init__(self):
@@ -730,20 +718,6 @@ def test_plain_orbax_reads_the_arrays(tmp_path, two):
     np.testing.assert_array_equal(plainly(tmp_path / "1", "params/w"), np.arange(3))
     found = plainly(tmp_path / "1", "params/parts")
     np.testing.assert_array_equal(found, np.arange(16))
-
-
-def test_it_prints(tmp_path):
-    with manager_of(tmp_path) as manager:
-        assert repr(manager) == f"CheckpointManager('{tmp_path}')"
-
-
-def test_arrays_are_not_compressed(tmp_path, two):
-    """Of trained numbers that saves nothing, and takes most of the time."""
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"a": two.mirror(np.zeros(2**18, np.float32))})
-        manager.wait()
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) > 2**20
 
 
 def test_without_orbax_the_extra_is_named(tmp_path):

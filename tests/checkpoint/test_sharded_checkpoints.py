@@ -242,10 +242,3 @@ def test_divided_variables_are_restored_as_the_new_ones_lie(
     np.testing.assert_array_equal(v.numpy(), whole)
     assert isinstance(v, js.Sharded) is (name == "4 parts")
     assert read["v"].sharding == v.sharding
-
-
-def test_a_donated_part_cannot_be_saved(tmp_path):
-    state = {"w": sharded(2).mirror(np.arange(8.0))}
-    state["w"].delete()
-    with pytest.raises(js.errors.DonatedValueError, match="`w` was donated"):
-        saved(tmp_path, state)
