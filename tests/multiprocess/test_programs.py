@@ -263,15 +263,6 @@ def test_the_loss_curve_is_that_of_one_process(said, plain):
     check_digits(said["digits"], plain)
 
 
-@pytest.mark.slow
-def test_the_loss_curve_of_four_processes_is_that_of_one(job, plain):
-    script = "from workers.together import main\nmain(['digits'])"
-    env = workers.environment(1)
-    with job(script, count=4, seconds=60, env=env, started=False) as running:
-        assert running.wait(DEADLINE) == [0] * 4
-        check_digits([rank.output for rank in running.ranks], plain)
-
-
 def check_digits(outputs, plain):
     losses, right = digits.train(plain, steps=20)
     np.testing.assert_allclose(losses, by_hand(20), rtol=1e-5)

@@ -38,27 +38,6 @@ def test_who_is_late_by_little_is_not_named():
     assert found.verdict == "no process is late, in 100 steps"
 
 
-def compared(delay, steps=20, period=0.1):
-    """The same where each step is compared, and times begin anew: the first ones."""
-    return [[k, k, period + delay] for k in range(1, steps + 1)]
-
-
-def test_a_step_takes_as_long_where_each_is_compared():
-    found = found_late.stragglers({ZERO: compared(0), ONE: compared(0.001)})
-    assert found.step_seconds == pytest.approx(0.101)
-    assert found.verdict == "no process is late, in 20 steps"
-    found = found_late.stragglers({ZERO: compared(0), ONE: compared(0.1)})
-    assert found.verdict.endswith(" 100.0 ms), 50% of a step")
-
-
-def test_nobody_is_late_where_no_two_steps_follow_each_other():
-    told = {ZERO: [[2 * k, k, 0.0] for k in range(20)], ONE: []}
-    told[ONE] = [[step, met, 0.5] for step, met, _ in told[ZERO]]
-    found = found_late.stragglers(told)
-    assert found.step_seconds == 0 and found.slowest is None
-    assert "too few to tell who is late" in found.verdict
-
-
 def test_steps_that_one_does_not_tell_of_are_left_out():
     told = {ZERO: rows(lambda k: 0)[50:], ONE: rows(lambda k: 0.05, steps=55)}
     found = found_late.stragglers(told)

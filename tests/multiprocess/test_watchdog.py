@@ -11,7 +11,6 @@ from harness import (
     ProcessState,
     Store,
     Watchdog,
-    stacks,
     until,
     watchdog as _watchdog,
 )
@@ -96,16 +95,6 @@ def test_a_call_that_does_not_return_is_reported(watched):
     assert last.startswith("jaxstrategy: process 0 waited") and "in step 1" in last
 
 
-def test_a_result_that_is_not_computed_is_reported(watched):
-    watchdog, ends = watched(0.3)
-    token = Token()
-    watchdog.step_started("train_step")
-    watchdog.step_dispatched(token)
-    assert ends.came.wait(10)
-    assert "in step 1" in ends.calls[0][1]
-    token.done.set()
-
-
 def test_steps_that_are_computed_are_not_reported(watched):
     array = jnp.ones(3) + 1
     watchdog, ends = watched(0.5)
@@ -115,17 +104,6 @@ def test_steps_that_are_computed_are_not_reported(watched):
     ends.looks(12)
     assert not ends.calls and watchdog.pending is None
     assert watchdog.told() == "step 5, train_step"
-
-
-def test_a_result_that_was_given_away_counts_as_computed(watched):
-    watchdog, ends = watched(0.3)
-    array = jnp.ones(3) + 1
-    watchdog.step_started("train_step")
-    watchdog.watch(array)
-    watchdog.step_dispatched()
-    array.delete()
-    ends.looks(12)
-    assert not ends.calls
 
 
 def test_a_queue_of_results_that_goes_on_is_progress(watched):
@@ -141,55 +119,12 @@ def test_a_queue_of_results_that_goes_on_is_progress(watched):
     assert not ends.calls
 
 
-def test_of_a_long_queue_some_are_waited_for_and_the_last(watched):
-    watchdog, _ = watched(30)
-    tokens = [Token() for _ in range(1000)]
-    for token in tokens:
-        token.done.set()
-        watchdog.step_started("train_step")
-        watchdog.step_dispatched(token)
-    assert tokens[-1].is_waited_for.wait(10)
-    assert sum(token.is_waited_for.is_set() for token in tokens) <= 200
-
-
-def test_progress_gives_the_step_its_whole_time_again(watched):
-    watchdog, ends = watched(1.2)
-    watchdog.step_started("evaluate")
-    for _ in range(8):
-        ends.looks(3)
-        watchdog.step_progress()
-    assert not ends.calls
-    assert ends.came.wait(10)
-
-
 def test_a_call_that_compiles_has_longer(watched):
     watchdog, ends = watched(0.2, busy_seconds=2.5)
     watchdog.step_started("train_step", busy="compiles")
     ends.looks(12)
     assert not ends.calls and watchdog.status()["busy"]
     assert ends.came.wait(10)
-
-
-def test_others_are_waited_for_while_they_compile(boards, capfd):
-    zero, one = boards(2)
-    ends = Ends(zero)
-    watchdog = Watchdog(zero, 0.3, end=ends)
-    compiles = dict(state(1, step=1, busy="compiles").status)
-    one.status = lambda: compiles
-    until_status(zero)
-    watchdog.start()
-    watchdog.step_started("train_step")
-    ends.looks(24)
-    assert not ends.calls
-    said = capfd.readouterr().err
-    assert said.count("process 1 (host host1, pid 101), which compiles") == 1
-    compiles["busy"] = None
-    assert ends.came.wait(10)
-    watchdog.stop()
-
-
-def until_status(board):
-    until(lambda: board.states()[1].status)
 
 
 def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
@@ -209,14 +144,6 @@ def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
     assert "process 1 (host host1, pid 101) has finished already, after step 1" in last
     assert "All processes must run the same steps" in last
     watchdog.stop()
-
-
-def test_nothing_is_kept_while_nobody_looks():
-    watchdog = Watchdog(Store(), 1)
-    watchdog.step_started("f")
-    watchdog.watch(jnp.ones(3))
-    watchdog.step_dispatched(jnp.ones(3))
-    assert not watchdog._tokens
 
 
 def state(
@@ -261,44 +188,6 @@ def test_the_suspicion_names_the_culprit():
         assert text in _watchdog.suspicion(states, 0, "saving", 10.0, None)
 
 
-def test_each_process_is_described():
-    for process, text in [
-        (state(1, end="left"), "has finished already"),
-        (state(1, end="died", silent=9.5), "has died: killed, out of memory"),
-        (state(1, step=None), "had not said how far it is"),
-        (state(1), "waited for nothing; last: step 3, f at a.py:1"),
-        (
-            state(1, pending="step 3", busy="compiles"),
-            "compiles, for 2.5 s; last: step 3",
-        ),
-        (
-            state(1, pending="step 2"),
-            "had been in step 2 for 2.5 s; last begun: step 3, f at",
-        ),
-        (
-            state(1, reads=[["batch 4", 2.0], ["batch 5", 0.1]]),
-            "waited for nothing; last: step 3, f at a.py:1; its input pipeline has not "
-            "delivered batch 4 for 2.0 s",
-        ),
-        (
-            state(1, silent=9.5),
-            "has not answered for 9.5 s; before, it waited for noth",
-        ),
-    ]:
-        assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
-
-
-def test_stacks_show_every_thread():
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait, args=(20,), name="loader")
-    thread.start()
-    text = stacks()
-    release.set()
-    thread.join()
-    assert text.startswith("MainThread") and "loader, the innermost call" in text
-    assert "text = stacks()" in text
-
-
 def test_a_killed_process_ends_the_others_by_name(job):
     with job(LOOP, count=3, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:
         running.wait_for("going")
@@ -319,16 +208,6 @@ def test_the_death_of_process_0_ends_the_others_by_name(job):
         # Some thread of JAX's may put in a word.
         assert "jaxstrategy: process 0 (host " in running.ranks[1].output
         assert "has died: killed, out of memory" in running.ranks[1].output
-
-
-@pytest.mark.slow
-def test_an_idle_process_learns_of_a_death(job):
-    script = "float(total(1)); print('going'); time.sleep(60)"
-    with job(script) as running:
-        running.wait_for("going")
-        running.signal(1, 9)
-        assert running.wait(20) == [76, -9]
-        assert "process 1 (host" in running.ranks[0].last_line
 
 
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import io
 import pickle
-import re
 import traceback
 
 import jax
@@ -148,20 +147,6 @@ def local_results(s):
 
 
 @check
-def values_from_a_function(s):
-    asked = []
-
-    def value(c):
-        asked.append(c.replica_id_in_sync_group)
-        return {"id": c.replica_id_in_sync_group, "rows": np.full(2, len(asked) * 1.0)}
-
-    made = s.experimental_distribute_values_from_function(value)
-    total = s.reduce("sum", made["id"])
-    assert total == sum(range(s.num_replicas_in_sync))
-    return {"own": asked, "total": total}
-
-
-@check
 def what_is_mirrored_is_process_0s(s):
     own = jax.process_index()
     tree = {
@@ -184,19 +169,6 @@ def what_is_mirrored_is_process_0s(s):
     draws = s.run(lambda key: jax.random.normal(key, (2,)), (placed["key"],))
     np.testing.assert_array_equal(draws, jax.random.normal(jax.random.key(0), (2,)))
     return {"again": again, "draws": draws, "half": placed["half"]}
-
-
-@check
-def init(s):
-    def create(key, bias):
-        return {"w": jax.random.normal(key, (3, 2)), "b": bias + jnp.zeros(2), "n": 4}
-
-    state = s.init(create, jax.random.key(7), np.float32(2))
-    assert isinstance(state["w"], js.Mirrored) and state["n"] == 4
-    np.testing.assert_allclose(
-        state["w"], jax.random.normal(jax.random.key(7), (3, 2)), rtol=1e-6
-    )
-    return state
 
 
 @check
@@ -307,20 +279,6 @@ def values_of_all_on_devices_of_one(s):
     else:
         raise AssertionError("no error")
     return {}
-
-
-@check
-def explain(s):
-    def step(w, x):
-        return w - context().all_reduce("mean", w * x), x.sum()
-
-    x = s.per_replica(versions(s, (2,)))
-    found = s.explain(step, (s.mirror(np.ones(2, np.float32)), x))
-    assert "psum" in str(found)
-    return {
-        "collectives": [(c.operation, c.nbytes) for c in found.collectives],
-        "apart": [value.path for value in found.per_replica],
-    }
 
 
 @check
@@ -532,17 +490,6 @@ def captured_arrays(s):
 
 
 @check
-def a_per_replica_value_that_is_captured_is_refused(s):
-    apart = s.per_replica(versions(s))
-    try:
-        s.run(lambda x: x + apart, (1.0,))
-    except TypeError as error:
-        # Each process names its own devices.
-        return {"text": re.sub(r" on cpu:[^)]*", "", str(error))}
-    raise AssertionError("it was taken")
-
-
-@check
 def inside_the_users_own_jit(s):
     x = s.per_replica(versions(s, (2,)))
 
@@ -553,18 +500,6 @@ def inside_the_users_own_jit(s):
         return w
 
     return {"w": twice(s.mirror(np.zeros(2, np.float32)), x)}
-
-
-@check
-def arguments_of_all_kinds(s):
-    def step(x, scale, *, name, flag):
-        assert name == "a" and flag is True
-        return x["a"] * scale + x["b"]
-
-    x = {"a": s.per_replica(versions(s, (2,))), "b": np.float32([5, 6])}
-    found = s.run(step, (x, 2.0), {"name": "a", "flag": True})
-    found = s.run(step, (x, jnp.float32(3.0)), {"name": "a", "flag": True})
-    return {"own": s.experimental_local_results(found)}
 
 
 @check
@@ -593,19 +528,6 @@ def printing_in_a_step(s):
         wanted = [f"replica {i}: here" for i in s._replicas.own]
         assert sorted(text.getvalue().splitlines()) == sorted(wanted)
     return {"total": total}
-
-
-@check
-def many_steps(s):
-    @s.run
-    def step(w, x):
-        return 0.5 * w + context().all_reduce("mean", x)
-
-    w, x = s.mirror(np.float32(0)), s.per_replica(versions(s))
-    for _ in range(150):
-        w = step(w, x)
-    np.testing.assert_allclose(w, 2 * versions(s).mean(), rtol=1e-4)
-    return {"w": w}
 
 
 def told(found):
