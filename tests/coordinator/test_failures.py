@@ -4,7 +4,6 @@ import random
 import threading
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -125,40 +124,6 @@ def test_what_runs_ends_before_the_error_comes_and_changes_nothing(cluster, gate
         cluster.schedule(cluster.add)
     cluster.coordinator.join()
     assert cluster.sum() == 4.0 and cluster.starts() == starts
-
-
-def test_only_the_first_of_two_errors_is_ever_raised(cluster, gate):
-    def late(worker):
-        wait(worker)
-        raise KeyError("second")
-
-    wait = gate.wait
-    value = cluster.schedule(cluster.function(lambda: 1.0, late))
-    gate.until_entered()
-    aborted(cluster.schedule(cluster.raising(ValueError("first"))))
-    gate.open.set()
-    with pytest.raises(ValueError, match="first"):
-        cluster.coordinator.join()
-    cluster.coordinator.join()
-    with pytest.raises(KeyError, match="second"):
-        value.fetch()
-
-
-def test_what_is_done_before_an_error_stays_and_what_fails_changes_nothing(cluster):
-    table = cluster.variable(np.zeros((4, 2), np.float32))
-
-    def add(row):
-        cluster.total.assign_add(100.0)
-        table.scatter_add(js.IndexedSlices(jnp.ones((1, 2)), row[None]))
-
-    cluster(add, 1)
-    bad = cluster.schedule(add, 7)
-    for call in (bad.fetch, cluster.coordinator.join):
-        with pytest.raises(IndexError, match="7"):
-            call()
-    assert cluster.sum() == 100.0
-    cluster(add, 3)
-    assert cluster.sum() == 200.0
 
 
 # The queue.
@@ -361,19 +326,6 @@ def test_without_any_worker_functions_wait_and_join_says_so_once(cluster):
     assert sum(value.fetch() for value in values) == 10 == cluster.sum()
 
 
-def test_results_stay_when_their_worker_is_lost_and_idle_workers_come_back(cluster):
-    value = cluster.schedule(lambda: (jnp.ones(2), -1))
-    cluster.coordinator.join()
-    got, before = value.get(), cluster.coordinator.workers
-    for worker in range(2):
-        cluster.kill(worker)
-    np.testing.assert_array_equal(got[0], [1, 1])
-    assert value.fetch()[1] == -1
-    until(lambda: cluster.starts() == [state.starts + 1 for state in before])
-    for state, earlier in zip(cluster.coordinator.workers, before, strict=True):
-        assert state.incarnation > earlier.incarnation and "was killed" in state.error
-
-
 def test_a_users_error_wins_over_lost_workers(cluster, gate):
     """FLT-5"""
     long = cluster.schedule(gate.fn)
@@ -503,20 +455,3 @@ def test_a_lost_server_is_an_error_for_ever():
         with pytest.raises(js.errors.ParameterServerLost):
             cluster.total.value()
         assert living.value() == 2.0
-
-
-def test_a_users_error_comes_before_that_of_a_server():
-    with Cluster(2) as cluster:
-        cluster(cluster.add)
-        gate = Gate(cluster)
-        cluster.schedule(gate.fn)
-        gate.until_entered()
-        aborted(cluster.schedule(cluster.raising(ValueError("the user's"))))
-        cluster.backend.kill_server(0)
-        gate.open.set()
-        with pytest.raises(ValueError, match="the user's"):
-            cluster.coordinator.join()
-        # Nobody notices before somebody asks.
-        aborted(cluster.schedule(jax.jit(lambda: cluster.total + 1)))
-        with pytest.raises(js.errors.ParameterServerLost):
-            cluster.coordinator.join()

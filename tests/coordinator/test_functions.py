@@ -6,7 +6,6 @@ import io
 import sys
 import threading
 import types
-import weakref
 
 import jax
 import jax.experimental
@@ -67,27 +66,6 @@ def test_there_is_one_coordinator_of_a_strategy(shared, coordinator):
     for other in (js.MirroredStrategy(js.simulate(8)[:2]), None):
         with pytest.raises(ValueError, match="Only a `ParameterServerStrategy` has wo"):
             ClusterCoordinator(other)
-
-
-def test_after_a_coordinator_is_closed_there_may_be_another():
-    strategy = js.ParameterServerStrategy(workers=1, backend="threads")
-    with strategy.scope():
-        total = js.Variable(0.0)
-    seen = []
-    for _ in range(2):
-        with ClusterCoordinator(strategy, max_restarts=1) as coordinator:
-            seen.append(coordinator)
-
-            @coordinator.function
-            def add(x):
-                total.assign_add(x)
-
-            for _ in range(3):
-                coordinator.schedule(add, (1.0,))
-    assert seen[0] is not seen[1] and float(total) == 6.0
-    strategy.close()
-    with pytest.raises(RuntimeError, match="The coordinator is closed"):
-        coordinator.join()
 
 
 # What may be scheduled, and how often it is traced.
@@ -159,19 +137,6 @@ def test_numbers_are_inputs_and_bools_and_strings_part_of_the_program(coordinato
             np.testing.assert_array_equal(found.fetch()[0], given, err_msg=name)
 
 
-def test_a_function_is_traced_in_the_callers_thread_once_for_all_workers(coordinator):
-    calls = []
-
-    @coordinator.function
-    def f(x):
-        calls.append(threading.current_thread())
-        return x
-
-    values = [coordinator.schedule(f, (float(i),)) for i in range(12)]
-    assert calls == [threading.current_thread()]
-    assert coordinator.fetch(values) == list(range(12)) and len(calls) == 1
-
-
 class Scaled:
     def __init__(self, k):
         self.k = k
@@ -236,22 +201,6 @@ def test_what_a_function_refers_to_is_never_stale_and_programs_are_shared(
             assert coordinator.schedule(fn, (1.0,)).fetch() == k, name
             seen.append(traces(coordinator))
         assert seen[1] == seen[3], name
-
-
-def test_what_a_trace_notes_is_noted_for_each_function(coordinator):
-    def noted():
-        seen = []
-
-        def function(x):
-            seen.append(x.shape)
-            return x
-
-        marked = coordinator.function(function)
-        for _ in range(2):
-            coordinator.schedule(marked, (jnp.ones(3),)).fetch()
-        return seen
-
-    assert noted() == noted() == [(3,)]
 
 
 def test_a_result_is_no_argument(coordinator):
@@ -380,27 +329,6 @@ def test_the_first_replica_adds_once_per_function(cluster):
     assert float(v) == 6.0
 
 
-def test_replicas_assign_their_sum(cluster):
-    n = cluster.strategy.num_replicas_in_sync
-    v = cluster.variable(0.0, aggregation="sum")
-
-    def step():
-        v.assign(js.get_replica_context().replica_id_in_sync_group + 1.0)
-
-    cluster(lambda: cluster.strategy.run(step))
-    assert float(v) == sum(range(1, n + 1))
-
-
-def test_extended_update_in_a_function(cluster):
-    v = cluster.variable(1.0)
-
-    def function():
-        cluster.strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,))
-
-    cluster(function)
-    assert float(v) == 3.0
-
-
 def test_all_that_is_scheduled_counts(shared, coordinator):
     """Additions, and updates on the server, of several threads."""
     v, w = shared.variable(np.zeros(1000, "float32")), shared.variable(0.0)
@@ -442,20 +370,6 @@ def test_several_steps_in_a_function_are_as_many_functions(shared, coordinator):
         coordinator.schedule(one)
         coordinator.join()
     assert float(at_once) == float(one_by_one) == 1.5**4 + 1.5**3 + 1.5**2 + 1.5 + 1
-
-
-def test_training_on_workers_approaches_the_minimum(shared, coordinator):
-    k = shared.variable(0.0)
-
-    def function():
-        gradient = js.grad(lambda: (k.value() - 1.0) ** 2, k)()
-        k.assign_sub(0.05 * gradient)
-
-    scheduled = coordinator.function(function)
-    for _ in range(40):
-        coordinator.schedule(scheduled)
-    coordinator.join()
-    assert abs(float(k) - 1) < 0.2
 
 
 # Results.
@@ -622,16 +536,6 @@ def test_functions_may_call_python(shared, capfd):
     assert capfd.readouterr().out.count("x = 2.0") == 3
 
 
-@pytest.mark.slow
-def test_functions_may_call_python_in_other_processes():
-    strategy = js.ParameterServerStrategy(workers=2, parameter_servers=1)
-    cluster = object.__new__(Cluster)
-    cluster.strategy = strategy
-    with ClusterCoordinator(strategy) as cluster.coordinator:
-        check_callbacks(cluster)
-    strategy.close()
-
-
 # What a coordinator says of itself, and its end.
 
 
@@ -691,26 +595,6 @@ def threads():
     until(lambda: not found())
 
 
-def test_a_coordinator_that_nobody_has_ends_its_threads(threads):
-    """When what was scheduled has ended; results that were fetched stay."""
-
-    def made():
-        strategy = js.ParameterServerStrategy(workers=3, backend="threads")
-        with strategy.scope():
-            table = js.Variable(jnp.ones((2, 2)))
-        coordinator = ClusterCoordinator(strategy)
-        look_up = coordinator.function(lambda row: embedding_lookup(table, row))
-        values = [coordinator.schedule(look_up, (np.array([1]),)) for _ in range(20)]
-        coordinator.fetch(values[:5])
-        assert len(threads()) == 3
-        return weakref.ref(coordinator), values[:5]
-
-    gone, values = made()
-    until(lambda: (gc.collect(), gone())[1] is None)
-    until(lambda: not threads())
-    assert all(value.fetch().tolist() == [[1, 1]] for value in values)
-
-
 def test_close_cancels_what_is_queued_and_ends_what_runs(threads):
     with Cluster(1) as cluster:
         gate = Gate(cluster)
@@ -752,20 +636,6 @@ def test_a_block_waits_for_what_was_scheduled_or_closes_at_once(threads):
                 if error is not None:
                     raise error
                 cluster.schedule(cluster.raising(KeyError("mine")))
-
-
-def test_it_ends_while_a_worker_is_starting(threads):
-    with Cluster(1) as cluster:
-        cluster.until_idle()
-        cluster.away[0] = threading.Event()
-        cluster.kill(0)
-        until(lambda: cluster.activities() == [Activity.LOST])
-        closing = threading.Thread(target=cluster.coordinator.close)
-        closing.start()
-        closing.join(60)
-        cluster.away[0].set()
-        until(lambda: not threads())
-        assert cluster.activities() == [Activity.CLOSED]
 
 
 def terminal():

@@ -2,15 +2,13 @@
 
 import contextlib
 import functools
-import gc
 import itertools
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.threads import in_threads, until
+from helpers.threads import in_threads
 from helpers.updates import exported
 from hypothesis import given, settings, strategies as st
 
@@ -144,48 +142,6 @@ def test_operations_of_all_dtypes_are_numpys(server):
             assert_same(stored.read(), wanted, (name, table.shape))
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    name=st.sampled_from(["scatter_add", "scatter_div", "scatter_update"]),
-    rows=st.lists(st.integers(0, 3), max_size=8),
-    seed=st.integers(0, 99),
-)
-def test_any_rows(here, name, rows, seed):
-    # One shape of tables, as each is compiled with each power of two of rows.
-    random = np.random.default_rng(seed)
-    table = random.integers(-50, 50, (4, 2)).astype(np.float32)
-    values = random.choice([-4, -0.5, 2, 3], (len(rows), 2)).astype(np.float32)
-    stored = Stored(here, table)
-    stored.push(name, np.array(rows, np.int32), values)
-    wanted = rows_changed(name, table, rows, values)
-    np.testing.assert_allclose(stored.read(), wanted, rtol=1e-6)
-
-
-def test_limits_of_numbers(here):
-    for is_table in (False, True):
-        for dtype, old, more, wanted in [
-            (np.int8, 127, 1, -128),
-            (np.uint8, 255, 2, 1),
-            (np.float32, 3e38, 3e38, np.inf),
-        ]:
-            stored = Stored(here, np.array([old], dtype), is_table)
-            stored.push("add", np.array([more], dtype))
-            assert stored.read()[0] == wanted
-    stored = Stored(here, np.array([-7, 7, 7, 100], np.int8), is_table=True)
-    rows, divisors = np.array([0, 1, 2, 3, 3]), np.array([2, -2, 2, 3, 5], np.int8)
-    stored.push("scatter_div", rows, divisors)
-    assert stored.read().tolist() == [-3, -3, 3, 6]
-    stored = Stored(here, np.zeros((2, 1), np.float32), is_table=True)
-    nan = np.full((1, 1), np.nan, np.float32)
-    stored.push("scatter_min", np.array([0]), nan)
-    stored.push("scatter_max", np.array([1]), nan)
-    assert np.isnan(stored.read()).all()
-    big = np.array([[2**40, 1], [3, 2**50]])
-    stored = Stored(here, big, is_table=True)
-    stored.push("scatter_sub", np.array([0]), big[:1])
-    assert stored.read().tolist() == [[0, 0], [3, 2**50]]
-
-
 # What is wrong is said, and changes nothing.
 
 
@@ -272,46 +228,7 @@ def test_values_that_no_variable_can_hold(here, elsewhere):
         here.create(7, many, is_table=True)
 
 
-def test_numbers_are_used_once_until_they_are_dropped(server):
-    stored = Stored(server, ROW)
-    with pytest.raises(ValueError, match="is on this server already") as caught:
-        server.create(stored.number, np.ones(2, np.float32))
-    notes = getattr(caught.value, "__notes__", [])
-    assert all("Traceback of Parameter server 0" in note for note in notes)
-    server.drop([stored.number, stored.number, 77])
-    with pytest.raises(LookupError):
-        stored.read()
-    server.create(stored.number, np.ones(2, np.float32))
-    assert stored.read().tolist() == [1, 1] and stored.version == 0
-
-
 # Memory.
-
-
-VIEWS = {
-    "all": lambda value: value,
-    "rows": lambda value: value[7:9],
-    "view of views": lambda value: np.asarray(value[1:])[3].view(np.uint32),
-    "memoryview": memoryview,
-    "transposed": lambda value: value.T.reshape(-1, 40)[:5],
-    "dlpack": np.from_dlpack,
-    "jax": jax.device_put,
-}
-
-
-def test_what_somebody_holds_stays(server):
-    for is_table, (name, held) in itertools.product((False, True), VIEWS.items()):
-        first = np.arange(12000, dtype=np.float32).reshape(SHAPE)
-        stored = Stored(server, first, is_table)
-        part = held(stored.read())
-        copy = np.array(part, copy=True)
-        for each in ("add", "subtract", "set", "add"):
-            stored.push(each, ONES)
-            np.testing.assert_array_equal(np.asarray(part), copy, err_msg=name)
-        rows = stored.read(np.array([3, 3, 299]))
-        stored.push("scatter_add", np.arange(300), ONES)
-        np.testing.assert_array_equal(np.asarray(part), copy, err_msg=name)
-        assert (stored.read() == 3).all() and (rows == 2).all()
 
 
 @pytest.mark.parametrize("is_table", [False, True], ids=["host", "device"])
@@ -339,42 +256,6 @@ def test_what_nobody_holds_is_changed_in_place(here, is_table):
         table.push(name, np.array([1, 3, 1]), 2 * ONES[:3])
     table.push("update", ONES, program="more")
     assert table.read().ctypes.data == before
-
-
-@pytest.mark.parametrize("is_table", [False, True], ids=["host", "device"])
-def test_what_a_running_program_was_given_stays_and_operands_are_not_kept(
-    here, is_table
-):
-    given = ONES.copy()
-    stored = Stored(here, given, is_table)
-    given[:] = 5  # the first value is copied
-
-    @jax.jit
-    def late(value):
-        zero = jnp.full((200, 200), 1e-30)
-        zero = jax.lax.fori_loop(0, 60, lambda _, x: jnp.sin(x @ x), zero)
-        return value + zero.sum() * 0
-
-    late(stored.read())
-    for turn in range(1, 12):
-        result = late(stored.read())
-        for name in ("add", "scatter_add"):
-            values = ONES.copy()
-            rows = [np.arange(300, dtype=np.int32)] * name.startswith("scatter")
-            stored.push(name, *rows, values)
-            values[:] = 7
-        assert (result == 2 * turn - 1).all()
-
-
-def test_dropped_variables_leave_no_memory(here):
-    gc.collect()
-    others = jax.live_arrays()
-    stored = Stored(here, ONES, is_table=True)
-    stored.push("add", ONES)
-    here.drop([stored.number])
-    gc.collect()
-    left = [a for a in jax.live_arrays() if not any(a is each for each in others)]
-    assert not [a for a in left if a.shape == SHAPE]
 
 
 @functools.cache
@@ -438,58 +319,6 @@ def test_a_function_pushes_once_and_a_lost_worker_not_at_all(server):
     server.fence(2, 0)  # an old message does not open it again
     assert not add(call=CallNumber(first + 5, worker=2, incarnation=0))
     assert stored.read() == 7
-
-
-def test_functions_in_any_order_count_once(here):
-    stored, add = counted(here)
-    first = next(numbers) + 1000
-    order = np.random.default_rng(0).permutation(300)
-    pushed = 0
-    for function in np.repeat(order, 2):
-        pushed += add(call=CallNumber(first + int(function)))
-    assert pushed == stored.read() == 300
-    # What has ended everywhere is forgotten, and not taken for new.
-    assert add(call=CallNumber(first + 400, finished=first + 350))
-    assert not any(add(call=CallNumber(first + n)) for n in (0, 299, 320, 349))
-    assert add(call=CallNumber(first + 351))
-
-
-def test_a_retry_waits_for_what_is_being_pushed(here):
-    """And so does a fence."""
-    stored, _ = counted(here)
-    go_on, inside, results = threading.Event(), threading.Event(), []
-
-    class Slow(np.ndarray):
-        """Is looked at for long."""
-
-        def __array_ufunc__(self, ufunc, method, *inputs, **options):
-            inside.set()
-            assert go_on.wait(60)
-            plain = [np.asarray(each) for each in inputs]
-            return getattr(ufunc, method)(*plain, **options)
-
-    one, call = np.ones((), np.int32), CallNumber(next(numbers) + 10**6, worker=40)
-    operand = one.view(Slow)
-
-    def pushing(operand, worker):
-        results.append(stored.push("add", operand, call=call._replace(worker=worker)))
-
-    threads = [
-        threading.Thread(target=pushing, args=(operand, 40)),
-        threading.Thread(target=pushing, args=(one, 50)),
-        threading.Thread(target=here.fence, args=(40, 1)),
-    ]
-    threads[0].start()
-    assert inside.wait(60)
-    for thread in threads[1:]:
-        thread.start()
-        thread.join(0.05)
-        assert thread.is_alive()
-    assert not results
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(results) == [False, True] and stored.read() == 1
 
 
 def test_counts_of_threads_are_exact_and_no_read_is_torn(server):
@@ -565,32 +394,6 @@ def test_updates_are_of_all_that_their_variables_hold_and_in_order(server):
     assert second.read().tolist() == [2, 6, 40]
 
 
-def test_updates_of_any_dtype_and_of_random_keys(here):
-    for name in ("bfloat16", "int4", "float64", "bool", "complex64"):
-        dtype = jnp.dtype(name)
-        with jax.enable_x64(True):
-            program = exported(
-                lambda a, x: jnp.where(a == x, a, x), *[((2,), dtype)] * 2
-            )
-        here.define(name, program)
-        stored = Stored(here, np.array([0, 1]).astype(dtype))
-        stored.push("update", np.array([1, 1]).astype(dtype), program=name)
-        assert_same(stored.read(), np.array([1, 1]).astype(dtype), name)
-
-    def drawn(key, total):
-        key, own = jax.random.split(jax.random.wrap_key_data(key))
-        return jax.random.key_data(key), total + jax.random.uniform(own)
-
-    here.define("drawn", exported(drawn, ((2,), np.uint32), ((), np.float32)))
-    key = jax.random.key(7)
-    stored = Stored(here, np.asarray(jax.random.key_data(key)))
-    total = Stored(here, np.zeros((), np.float32))
-    stored.push("update", program="drawn", others=[total])
-    key, own = jax.random.split(key)
-    np.testing.assert_array_equal(stored.read(), jax.random.key_data(key))
-    assert total.read() == np.float32(jax.random.uniform(own))
-
-
 def test_a_wrong_update_changes_nothing(server):
     first = Stored(server, np.arange(3, dtype=np.float32))
     second = Stored(server, np.zeros(3, np.float32))
@@ -636,21 +439,6 @@ def test_a_wrong_update_changes_nothing(server):
     program = jax.export.export(jax.jit(lambda a: a * 2))(kind).serialize()
     with pytest.raises(ValueError, match="exported for 2 devices"):
         server.define("x", bytes(program))
-
-
-def test_updates_of_several_variables_do_not_wait_for_each_other(here):
-    own = [Stored(here, np.zeros(4, np.float32)) for _ in range(3)]
-    kind = ((4,), np.float32)
-    here.define("move", exported(lambda a, b, x: (a - x, b + x), kind, kind, kind))
-    ones = np.ones(4, np.float32)
-
-    def moving(a, b):
-        for _ in range(50):
-            own[a].push("update", ones, program="move", others=[own[b]])
-
-    in_threads(*[lambda v=v: moving(*v) for v in ((0, 1), (1, 0), (1, 2), (2, 0))])
-    # (0, 1) and (1, 0) cancel; then 50 go from 1 to 2, and 50 from 2 to 0.
-    assert [float(each.read()[0]) for each in own] == [50, -50, 0]
 
 
 def test_without_what_reads_programs(here, monkeypatch):
@@ -709,17 +497,3 @@ def test_a_job_whose_jax_has_no_cpu(here, monkeypatch):
     Stored(here, ROW)
     with pytest.raises(RuntimeError, match="on a CPU, which JAX_PLATFORMS=cpu leaves"):
         Stored(here, ROW, is_table=True)
-
-
-def test_threads_get_their_own_answers_from_another_process(elsewhere):
-    sizes = [1, 700, 40_000]
-    own = [Stored(elsewhere, np.full(sizes[i % 3], i, np.float32)) for i in range(6)]
-
-    def read(first):
-        for turn in range(40):
-            number = (first + turn) % 6
-            found = own[number].read()
-            assert found.size == sizes[number % 3] and (found == number).all()
-
-    in_threads(*[lambda k=k: read(k) for k in range(6)])
-    until(lambda: own[0].version == 0)
