@@ -190,15 +190,6 @@ def test_an_on_read_variable_is_saved_as_its_aggregate(
     assert copies(variable).tolist() == copies_after
 
 
-@each_of("n", [1, 2, 4])
-def test_a_sum_restores_under_any_number_of_replicas(tmp_path, two, n):
-    saved(tmp_path, {"v": on_read(two, "sum", [3.0, 4.0])})
-    strategy = js.MirroredStrategy(jax.devices()[:n])
-    variable = on_read(strategy, "sum")
-    restored(tmp_path, {"v": variable})
-    assert copies(variable).tolist() == [7.0 / n] * n
-
-
 def test_plain_values_and_variables_stand_for_each_other(tmp_path, two):
     saved(tmp_path / "plain", {"v": jnp.float32(7.0)})
     mirrored, total, mean = (
@@ -424,32 +415,6 @@ def test_missing_and_unexpected_values_are_named(simple):
     ]
 
 
-def test_a_smaller_state_is_told_what_is_wrong_and_not_what_is_besides(tmp_path):
-    moments = {f"m{i}": jnp.ones(2) for i in range(5)}
-    saved(tmp_path, {"a": jnp.ones((2, 3)), "b": 1, "optimizer": moments})
-    with pytest.raises(MismatchError) as raised:
-        restored(tmp_path, {"a": jnp.zeros((3, 2)), "b": 1})
-    assert str(raised.value).splitlines()[1:] == [
-        "  `a` is float32[2,3] in the checkpoint, and float32[3,2] was wanted",
-        "  only in the checkpoint: 5 values",
-    ]
-    assert len(raised.value.unexpected) == 5
-    with pytest.raises(MismatchError) as raised:
-        restored(tmp_path, {"a": jnp.zeros((2, 3)), "c": 1})
-    assert str(raised.value).splitlines()[1:3] == [
-        "  missing in the checkpoint: `c`",
-        "  only in the checkpoint: 6 values",
-    ]
-    with (
-        CheckpointManager(tmp_path) as manager,
-        pytest.raises(MismatchError) as raised,
-    ):
-        manager.restore({"a": jnp.zeros((3, 2)), "c": 1}, partial=True)
-    assert str(raised.value).splitlines()[1:] == [
-        "  `a` is float32[2,3] in the checkpoint, and float32[3,2] was wanted",
-    ]
-
-
 def test_partial_restoring_tells_what_was_left_out(simple):
     with manager_of(simple) as manager:
         assert manager.restored is None
@@ -470,8 +435,6 @@ def test_partial_restoring_tells_what_was_left_out(simple):
         (jnp.zeros((3, 2)), r"`a` is float32\[2,3\] in the checkpoint, and float32\[3"),
         (jnp.zeros((2, 3), jnp.int32), r"and int32\[2,3\] was wanted"),
         (np.zeros((2, 3)), r"and float64\[2,3\] was wanted"),
-        (0.0, "and a Python float was wanted"),
-        ("text", "and a string was wanted"),
         (jax.random.key(0), r"and key<fry>\[\] was wanted"),
     ],
 )
@@ -487,12 +450,9 @@ def test_another_dtype_or_shape_is_an_error(simple, like, told):
 @each_of(
     "before, after, expected",
     [
-        (3, jnp.int32(0), 3),
         (3, jnp.float32(0), 3.0),
         (jnp.int32(4), 0, 4),
-        (jnp.float32(0.5), 1.0, 0.5),
         (1 + 2j, 0j, 1 + 2j),
-        (float("inf"), 0.0, float("inf")),
         (2**70, 0, 2**70),
     ],
 )
@@ -508,8 +468,6 @@ def test_numbers_and_scalars_stand_for_each_other(tmp_path, before, after, expec
     [
         (2.5, jnp.int32(0), "`.` is a Python float in the checkpoint, and int32"),
         (1, True, "is a Python int in the checkpoint, and a Python bool was"),
-        (1, "1", "is a Python int in the checkpoint, and a string was wanted"),
-        ("1", jnp.int32(1), "is a string in the checkpoint, and int32"),
     ],
 )
 def test_numbers_do_not_lose_anything(tmp_path, before, after, told):
@@ -665,21 +623,6 @@ def test_absent_checkpoints_are_an_error(tmp_path):
 def test_wrong_choices_are_errors(tmp_path, kwargs, told):
     with pytest.raises(ValueError, match=told):
         manager_of(tmp_path, **kwargs)
-
-
-def test_a_state_may_be_callable(tmp_path):
-    class Model(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones(2))
-
-        def __call__(self):
-            raise AssertionError("it was called")
-
-    model = Model()
-    with manager_of(tmp_path) as manager:
-        assert manager.restore_or_init(model) == (model, 0)
-        manager.save(1, model)
-        assert manager.restore_or_init(lambda: model) == (model, 1)
 
 
 @each_of("donated", [False, True])

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from helpers.loops import each_of
 
 import jaxstrategy as js
@@ -150,23 +148,6 @@ def test_a_state_says_where_it_is_to_lie(folder):
         assert divided(restored(folder, like, None, 0)) == MOMENTS | PARAMETERS
 
 
-def test_the_first_state_lies_as_a_restored_one(tmp_path):
-    strategy = sharded(4, "optimizer")
-
-    def init():
-        params = {"w": jnp.ones((8, 4))}
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
-
-    moments = {".opt_state[0].mu['w']", ".opt_state[0].nu['w']"}
-    with CheckpointManager(tmp_path, strategy) as manager:
-        state, step = manager.restore_or_init(init)
-        assert step == 0 and divided(state) == moments
-        manager.save(1, state)
-    with CheckpointManager(tmp_path, strategy) as manager:
-        state, step = manager.restore_or_init(init)
-        assert step == 1 and divided(state) == moments
-
-
 class Net(nnx.Module):
     def __init__(self, seed):
         rngs = nnx.Rngs(seed)
@@ -219,26 +200,3 @@ def bits_of_object(owner):
         ).tobytes()
         for leaf in jax.tree.leaves(nnx.state(owner))
     ]
-
-
-@each_of("name", ["4 parts", "2 copies"])
-def test_divided_variables_are_restored_as_the_new_ones_lie(
-    tmp_path, name, monkeypatch
-):
-    whole, read = np.arange(16.0, dtype=np.float32), {}
-    with sharded().scope():
-        saved(tmp_path, {"v": js.Variable(whole, name="v")})
-    restore = ocp.PyTreeCheckpointHandler.restore
-
-    def watched(self, folder, args):
-        read.update(args.restore_args)
-        return restore(self, folder, args=args)
-
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", watched)
-    strategy = STRATEGIES[name]()
-    with strategy.scope():
-        v = js.Variable(np.zeros(16, np.float32), name="v")
-    assert restored(tmp_path, {"v": v}, strategy)["v"] is v
-    np.testing.assert_array_equal(v.numpy(), whole)
-    assert isinstance(v, js.Sharded) is (name == "4 parts")
-    assert read["v"].sharding == v.sharding

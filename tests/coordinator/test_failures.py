@@ -273,36 +273,6 @@ def test_what_was_pushed_before_the_worker_was_lost_counts_once(cluster, monkeyp
     assert (cluster.sum(), float(second)) == (1.0, 1.0)
 
 
-def test_the_others_go_on_and_who_is_back_takes_part_by_itself():
-    """CCO-40, CCO-41: nobody waits for the others."""
-    with Cluster(3) as cluster:
-
-        def round_of(workers):
-            gate, ran = Gate(cluster), []
-            f = cluster.function(
-                lambda: 1.0, lambda worker: (ran.append(worker), gate.wait(worker))
-            )
-            values = [cluster.schedule(f) for _ in range(2 * workers)]
-            gate.until_entered(workers)
-            gate.open.set()
-            cluster.coordinator.fetch(values)
-            cluster.coordinator.join()
-            return set(ran)
-
-        cluster.until_idle()
-        for worker in (0, 1):
-            cluster.away[worker] = threading.Event()
-            cluster.kill(worker)
-        until(lambda: cluster.activities()[:2] == [Activity.LOST] * 2)
-        assert round_of(1) == {2}
-        cluster.away[1].set()  # worker 0 stays away
-        until(lambda: cluster.activities()[1] is Activity.IDLE)
-        assert round_of(2) == {1, 2}
-        cluster.away[0].set()
-        until(lambda: cluster.activities()[0] is Activity.IDLE)
-        assert round_of(3) == {0, 1, 2}
-
-
 def test_without_any_worker_functions_wait_and_join_says_so_once(cluster):
     """CCO-42"""
     cluster.coordinator._scheduler._patience = 0.0

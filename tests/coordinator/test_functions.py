@@ -118,25 +118,6 @@ def traces(coordinator):
     return coordinator.metrics.function_tracing.count
 
 
-def test_numbers_are_inputs_and_bools_and_strings_part_of_the_program(coordinator):
-    cases = {
-        "ints": ([1, 2, 3, 4], 1),
-        "NumPy's": ([np.int32(1), np.int32(2)], 1),
-        "floats": ([1.5, 2.5], 1),
-        "bools": ([True, False, True], 2),
-        "strings": (["a", "b", "a"], 2),
-        "shapes": ([np.ones(2), np.ones(2), np.ones(3)], 2),
-    }
-    for name, (arguments, expected) in cases.items():
-        before = traces(coordinator)
-        f = coordinator.function(lambda x, case=name: (x, 0))
-        values = [coordinator.schedule(f, (x,)) for x in arguments]
-        coordinator.join()
-        assert traces(coordinator) - before == expected, name
-        for found, given in zip(values, arguments, strict=True):
-            np.testing.assert_array_equal(found.fetch()[0], given, err_msg=name)
-
-
 class Scaled:
     def __init__(self, k):
         self.k = k
@@ -274,30 +255,6 @@ def test_run_and_reductions(cluster):
         return total, mean, of_rows
 
     assert jax.tree.map(float, cluster(function, 3.0)) == (3.0 * n, 3.0, 3.0 * n)
-
-
-def test_collectives_of_a_step(cluster):
-    strategy, n = cluster.strategy, cluster.strategy.num_replicas_in_sync
-
-    def function():
-        def step():
-            context = js.get_replica_context()
-            return (
-                context.all_reduce("sum", 3.0),
-                context.all_gather(jnp.array([3.0]), 0),
-                context.merge_call(
-                    lambda s, x: s.run(lambda x: x + 1, (x,)), (jnp.float32(3.0),)
-                ),
-            )
-
-        total, gathered, merged = strategy.run(step)
-        return strategy.reduce("mean", (total, merged)), strategy.reduce(
-            "mean", gathered
-        )
-
-    (total, merged), gathered = cluster(function)
-    assert (float(total), float(merged)) == (3.0 * n, 4.0)
-    assert gathered.tolist() == [3.0] * n
 
 
 # Variables.

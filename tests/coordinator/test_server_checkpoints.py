@@ -157,19 +157,6 @@ def test_waiting_in_a_pause_is_an_error_and_no_deadlock(counting):
     assert value.fetch() == 1
 
 
-def test_a_closed_coordinator_pauses_nothing(counting, tmp_path):
-    counting.schedule(2)
-    counting.coordinator.join()
-    counting.coordinator.close()
-    with (
-        pytest.raises(RuntimeError, match="closed"),
-        counting.coordinator.paused(),
-    ):
-        pass
-    with CheckpointManager(tmp_path) as manager:
-        assert manager.save(1, counting.pair)
-
-
 def test_what_is_saved_while_functions_run_is_of_one_moment(counting, tmp_path):
     counting.schedule(300)
     with CheckpointManager(tmp_path, keep=None) as manager:

@@ -222,28 +222,6 @@ STEPS = [
         lambda t, ids: (
             t.assign_add(jnp.ones((10, 2))),
             embedding_lookup(t, ids),
-        ),
-        None,
-    ),
-    (
-        lambda t, ids: (
-            jax.lax.fori_loop(
-                0,
-                2,
-                lambda i, c: (
-                    t.scatter_add(js.IndexedSlices(jnp.ones((3, 2)), ids)),
-                    c,
-                )[1],
-                0,
-            ),
-            embedding_lookup(t, ids),
-        ),
-        None,
-    ),
-    (
-        lambda t, ids: (
-            t.assign_add(jnp.ones((10, 2))),
-            embedding_lookup(t, ids),
         )[1],
         None,
     ),

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.threads import in_threads
 from helpers.updates import exported
 from hypothesis import given, settings, strategies as st
 
@@ -319,35 +318,6 @@ def test_a_function_pushes_once_and_a_lost_worker_not_at_all(server):
     server.fence(2, 0)  # an old message does not open it again
     assert not add(call=CallNumber(first + 5, worker=2, incarnation=0))
     assert stored.read() == 7
-
-
-def test_counts_of_threads_are_exact_and_no_read_is_torn(server):
-    dense = Stored(server, np.zeros((500, 40), np.float32))
-    table = Stored(server, np.zeros((10, 3), np.float32), is_table=True)
-    add = dense.operation("add", np.ones((500, 40), np.float32))
-    scatter = np.array([1, 1, 4]), np.ones((3, 3), np.float32)
-    scatter = table.operation("scatter_add", *scatter)
-    kept = []
-
-    def pushing(worker):
-        for _ in range(40):
-            server.push([add, scatter])
-
-    def reading():
-        for _ in range(40):
-            value, first = dense.read(), None
-            first = value[0, 0]
-            assert (value == first).all()
-            kept.append((value[::100], first))
-            rows = dense.read(np.array([0, 250, 499]))
-            assert (rows == rows[0, 0]).all()
-
-    in_threads(*[lambda n=n: pushing(n) for n in range(3)], reading, reading)
-    assert all((value == first).all() for value, first in kept)
-    assert (dense.read() == 120).all() and (dense.version, table.version) == (120, 120)
-    wanted = np.zeros((10, 3))
-    wanted[[1, 4]] = [[240] * 3, [120] * 3]
-    np.testing.assert_array_equal(table.read(), wanted)
 
 
 # Programs that change variables together.

@@ -245,48 +245,11 @@ def test_a_value_of_another_shape_changes_nothing(plain):
     np.testing.assert_array_equal(variable.numpy(), WHOLE)
 
 
-def test_it_stands_for_its_value(plain):
-    variable = made(plain, sharding=0)
-    np.testing.assert_array_equal(variable + variable, 2 * WHOLE)
-    np.testing.assert_array_equal(WHOLE.T @ variable, WHOLE.T @ WHOLE)
-    np.testing.assert_array_equal(variable == WHOLE, WHOLE == WHOLE)
-    np.testing.assert_array_equal(np.asarray(variable), WHOLE)
-    np.testing.assert_array_equal(np.asarray(variable, "int32"), WHOLE.astype(int))
-    np.testing.assert_array_equal(variable[2:4], WHOLE[2:4])
-    np.testing.assert_array_equal(variable.sparse_read([7, 0]), WHOLE[[7, 0]])
-    np.testing.assert_array_equal(jax.tree.leaves(variable)[0], WHOLE)
-    assert len(variable) == 8 and variable.size == 32
-
-
 def test_it_prints_the_parts(plain):
     assert repr(made(plain, WHOLE[:4, :2], sharding=0)) == (
         "Variable 'w' float32[4,2] divided along dimension 0, {\n"
         "  0: [[0., 1.]],\n  1: [[4., 5.]],\n  2: [[8., 9.]],\n  3: [[12., 13.]]\n}"
     )
-
-
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_the_methods_of_strategies_take_it(is_plain, plain):
-    strategy = plain if is_plain else sharded()
-    variable = made(strategy, sharding=0)
-    np.testing.assert_array_equal(strategy.reduce("sum", variable), 4 * WHOLE)
-    np.testing.assert_array_equal(strategy.reduce("mean", variable), WHOLE)
-    np.testing.assert_array_equal(
-        strategy.gather(variable, axis=0), np.concatenate([WHOLE] * 4)
-    )
-    np.testing.assert_array_equal(js.to_host({"w": variable})["w"], WHOLE)
-    strategy.assert_in_sync({"w": variable, "n": strategy.mirror(1.0)})
-    strategy.assert_in_sync(variable)
-    copies = strategy.experimental_local_results(variable)
-    assert len(copies) == 4 and len(set(map(id, copies))) == 4
-    for each in copies:
-        np.testing.assert_array_equal(each, WHOLE)
-    assert strategy.extended.value_container(copies[1]) is variable
-    assert strategy.extended.variable_created_in_scope(variable)
-    total = strategy.extended.reduce_to(
-        "sum", strategy.per_replica([1, 2, 3, 4]), variable
-    )
-    assert total == 10
 
 
 # Checkpoints.

@@ -70,40 +70,6 @@ def test_functions_read_variables_of_servers_where_they_run(two):
     assert all(own[0][1] == 120 for own in found.values())
 
 
-def test_datasets_of_the_strategy_are_divided_over_the_workers_devices(two):
-    strategy = two.strategy
-
-    def make():
-        rows = np.arange(4.0, dtype=np.float32) + 100 * index()
-        return strategy.experimental_distribute_dataset([rows] * 40)
-
-    @two.function
-    def step(iterator):
-        doubled = strategy.run(lambda x: 2 * x, (next(iterator),))
-        return index(), strategy.experimental_local_results(doubled)
-
-    for worker, own in until_each_has(
-        two, step, (iter(two.create_per_worker_dataset(make)),)
-    ).items():
-        expected = 2 * (np.arange(4.0).reshape(2, 2) + 100 * worker)
-        np.testing.assert_array_equal(own[0], expected)
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        [np.float32(7)] * 40,
-        js.batches(np.full((40, 1000), 7, np.float32), 1),
-    ],
-    ids=["list", "js.batches"],
-)
-def test_a_dataset_itself_is_sent(two, dataset):
-    iterator = iter(two.create_per_worker_dataset(dataset))
-    step = two.function(lambda it: (index(), np.float32(1) * next(it).max()))
-    found = until_each_has(two, step, (iterator,))
-    assert {float(x) for own in found.values() for x in own} == {7}
-
-
 def test_what_cannot_be_sent_hurts_only_who_uses_it(two):
     lock = threading.Lock()
     made_here = js.Variable(1.0, name="here")

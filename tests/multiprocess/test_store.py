@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from harness import SharedStore, until
+from harness import until
 
 from jaxstrategy import ClusterError
 
@@ -110,19 +110,6 @@ def hang_up(board):
     """As the kernel does for a process that dies."""
     board._is_closed = True  # this end keeps quiet
     board._group.close()
-
-
-def test_who_does_not_answer_counts_as_dead(meet):
-    meeting, stopped = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
-    zero = SharedStore(meeting, silence_seconds=2.5)
-    told = departures(zero)
-    until(lambda: zero.states()[1].silent_seconds > 1)
-    until(lambda: told)
-    assert told[0].startswith("process 1 (host host1, pid 101) has not answered for")
-    with pytest.raises(ClusterError, match="it is stopped, or its host is"):
-        zero.gather("key", 1, 10)
-    stopped.close()
-    zero.fail("over")
 
 
 def test_a_child_of_a_dead_process_does_not_hide_its_death(job):

@@ -2,7 +2,6 @@
 
 import threading
 
-import jax.numpy as jnp
 import pytest
 from harness import (
     STATUS,
@@ -52,18 +51,6 @@ class Ends:
         self.came.set()
 
 
-class Token:
-    """A result that is computed when the test says so."""
-
-    def __init__(self):
-        self.done = threading.Event()
-        self.is_waited_for = threading.Event()
-
-    def block_until_ready(self):
-        self.is_waited_for.set()
-        self.done.wait(20)
-
-
 @pytest.fixture
 def watched():
     made = []
@@ -93,30 +80,6 @@ def test_a_call_that_does_not_return_is_reported(watched):
     assert "jaxstrategy-" not in text
     last = text.rstrip().rsplit("\n", 1)[-1]
     assert last.startswith("jaxstrategy: process 0 waited") and "in step 1" in last
-
-
-def test_steps_that_are_computed_are_not_reported(watched):
-    array = jnp.ones(3) + 1
-    watchdog, ends = watched(0.5)
-    for _ in range(5):
-        watchdog.step_started("train_step")
-        watchdog.step_dispatched(array)
-    ends.looks(12)
-    assert not ends.calls and watchdog.pending is None
-    assert watchdog.told() == "step 5, train_step"
-
-
-def test_a_queue_of_results_that_goes_on_is_progress(watched):
-    watchdog, ends = watched(1.5)
-    tokens = [Token() for _ in range(10)]
-    for token in tokens:
-        watchdog.step_started("train_step")
-        watchdog.step_dispatched(token)
-    for token in tokens:
-        assert token.is_waited_for.wait(10)
-        ends.looks(2)  # all of them take longer than one may
-        token.done.set()
-    assert not ends.calls
 
 
 def test_a_call_that_compiles_has_longer(watched):
@@ -161,31 +124,6 @@ def state(
     }
     status = status if step is not None else None
     return ProcessState(Member(index, "h", 10 + index), status, end, silent, text)
-
-
-def test_the_suspicion_names_the_culprit():
-    for other, text in [
-        (state(1, end="left"), "process 1 (host h, pid 11) has finished already."),
-        (state(1, end="failed", text="E: x"), "process 1 (host h, pid 11) failed: E: "),
-        (state(1, silent=9.5), "(host h, pid 11) has not answered for 9.5 s. It is s"),
-        (state(1, step=2), "process 1 (host h, pid 11) has not begun this step."),
-        (state(1, step=3), "all processes answer and have begun this step."),
-        (state(1, step=None), "all processes answer and have begun this step."),
-    ]:
-        states = [state(0, pending="step 3"), other, state(2, step=5)]
-        assert text in _watchdog.suspicion(states, 0, "step 3", 10.0, 3)
-    for other, text in [
-        (state(1), "process 1 (host h, pid 11) has not come to saving. process 1"),
-        (state(1, pending="saving"), "all processes answer and have come to saving"),
-        (state(1, pending="saving", reads=[["batch 3", 2.0]]), "have come to saving"),
-        (
-            state(1, pending="saving", reads=[["batch 3", 6.0]]),
-            "the input pipeline of process 1 (host h, pid 11) has not delivered batch 3"
-            " for 6.0 s",
-        ),
-    ]:
-        states = [state(0, pending="saving"), other]
-        assert text in _watchdog.suspicion(states, 0, "saving", 10.0, None)
 
 
 def test_a_killed_process_ends_the_others_by_name(job):

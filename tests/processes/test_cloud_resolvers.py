@@ -95,33 +95,6 @@ def test_pods_are_tasks_in_the_order_of_their_names(api):
     }
 
 
-def test_masters_and_what_is_set_of_pods(api):
-    before = Configuration.get_default_copy().host
-    resolver = off()
-    assert Configuration.get_default_copy().host == before  # of other clients
-    assert (resolver.task_type, resolver.task_id) == (None, None)
-    assert (resolver.master(), resolver.rpc_layer) == ("", "grpc")
-    assert resolver.environment == "" and resolver.num_accelerators() == {}
-    assert resolver.master("worker", 1) == "grpc://10.0.0.2:8470"
-    resolver.task_type, resolver.task_id = "worker", 0
-    assert resolver.master() == "grpc://10.0.0.1:8470"
-    assert resolver.master(task_id=1, rpc_layer="http") == "http://10.0.0.2:8470"
-    resolver.rpc_layer = "test"
-    assert resolver.master() == "test://10.0.0.1:8470"
-    assert resolver.process() == cr.Process(0, 2, "10.0.0.1:8470")
-    told(lambda: resolver.master("ps", 0), "No such job in cluster: 'ps'", ValueError)
-    told(lambda: resolver.master("worker", 2), "no task 2 in job", ValueError)
-    for task_id, text in [
-        (2, "task 2 of 'worker', which ClusterSpec"),
-        *((wrong, "`task_id` was .*; the index of this proc") for wrong in (-1, "x")),
-    ]:
-        resolver.task_id = task_id
-        told(resolver.process, text, ValueError)
-    other = off({"trainer": ["job-name=train"]})
-    other.task_type, other.task_id = "trainer", 0
-    told(other.process, "unknown job 'trainer'", ValueError)
-
-
 def test_clients_of_ones_own_are_asked(api):
     with ApiClient(Configuration(host=f"http://{api.address}")) as connection:
         resolver = off(override_client=CoreV1Api(connection))
@@ -436,20 +409,6 @@ def test_an_instance_finds_itself_by_its_metadata_server(group, monkeypatch):
         text = "task_id is None. This host is none of instance group 'group' in zone"
         told(resolver.process, text, ValueError)
     told(resolver.process, "server does not answer. Give `task_id`.", ValueError)
-
-
-def test_instances_that_do_not_run_yet_are_waited_for(group):
-    del group.instances["vm-2"]
-    answer = group.answer
-
-    def one_more(method, path, *request):
-        if len(group.asked) > 4:
-            group.instances["vm-2"] = "10.0.0.10"
-        return answer(method, path, *request)
-
-    group.answer = one_more
-    assert resolver_of(num_tasks=np.int64(3), timeout_seconds=20).cluster_spec() == SPEC
-    assert len(group.asked) > 5
 
 
 def test_instances_that_are_not_as_they_should_be_are_told(group):

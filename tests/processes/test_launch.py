@@ -113,25 +113,6 @@ def test_lines_stand_behind_their_rank_on_their_own_stream(start, launch):
     assert launched.process.stdout.buffer.read() == b"[0] \xff\xfe!\n"
 
 
-def test_lines_end_in_any_way(launch):
-    script = r"""
-    def put(*pieces):
-        for piece in pieces:
-            sys.stdout.buffer.write(piece)
-            sys.stdout.buffer.flush()
-            time.sleep(0.1)
-    put(b"a\nb\n", b"c", b"d\ne\r\nf\r", b"\n\n")
-    put(b"1 %\r2 %\r3 %\rdone\n")  # of a progress bar, one line a second
-    put(b"x" * 70000 + b"y\n")  # too long to be kept whole
-    put(b"end\r")
-    """
-    lines = [line.removeprefix("[0] ") for line in launch("-n 1", script).lines]
-    short = [line for line in lines if len(line) < 10]
-    assert sorted(short) == ["", "1 %", "a", "b", "cd", "done", "e", "end", "f"]
-    long = sorted(line for line in lines if len(line) >= 10)
-    assert len(long) > 1 and "".join(long) == "x" * 70000 + "y"
-
-
 def test_modules_are_run_as_by_python(launch, tmp_path):
     (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
     program = [sys.executable, "-c", ALONE, "-n", "1", "-m", "mine", "--x"]

@@ -79,44 +79,6 @@ def test_wide_trees_have_the_numbers_of_small_ones(monkeypatch):
                 )
 
 
-@pytest.mark.slow
-def test_a_wide_tree_is_gathered_and_read_by_few_programs(strategy, compilations):
-    """Ten times the leaves need no further programs, each of which is small."""
-    found = {}
-    for count in (300, 3000):
-        tree, rows = wide_tree(strategy, count, [(3,), (2, 2)])
-        jax.block_until_ready(tree)
-        compilations()
-        joined = strategy.gather(tree)
-        gathers = compilations()
-        first, second = strategy.experimental_local_results(tree)
-        found[count] = gathers, compilations()
-        for name, row in rows.items():
-            np.testing.assert_array_equal(joined[name], np.concatenate(row))
-            np.testing.assert_array_equal(first[name], row[0])
-            np.testing.assert_array_equal(second[name], row[1])
-    assert max(found[3000]) <= 2, found
-    assert min(found[300]) >= 1, found
-
-
-def test_sparse_and_weighted_leaves_of_wide_trees(strategy, monkeypatch):
-    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
-    tree, rows = wide_tree(strategy, 8, [(2,)])
-    slices = strategy.run(
-        lambda x: js.IndexedSlices(x[None], np.array([1], np.int32), (3, 2)),
-        (tree["x0"],),
-    )
-    total = strategy.reduce("sum", {**tree, "slices": slices})
-    dense = np.zeros((3, 2), np.float32)
-    dense[1] = rows["x0"].sum(0)
-    np.testing.assert_allclose(total["slices"].to_dense(), dense, 1e-5)
-    weights = strategy.per_replica([1.0, 3.0])
-    mean = strategy.reduce("mean", tree, weights=weights)
-    for name, row in rows.items():
-        wanted = (row[0].astype(np.float32) + 3 * row[1]) / 4
-        np.testing.assert_allclose(mean[name], wanted, 2e-2, 1e-3)
-
-
 def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkeypatch):
     monkeypatch.setattr(reducers, "_AT_ONCE", 2)
     tree = {f"x{k}": jax.numpy.ones(2) for k in range(5)}

@@ -1,20 +1,18 @@
 """Remote calls are as TensorFlow has them, and nothing outlives server and client."""
 
 import contextlib
-import gc
 import json
 import os
 import pickle
 import socket
 import threading
-import weakref
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.threads import in_threads, until
+from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy._src.processes import messages, secret as _secret
@@ -317,15 +315,6 @@ def test_a_slow_method_is_a_status(server, client):
         gate.set()
 
 
-def test_many_threads_call_at_once(client):
-    def ask(i):
-        assert [client.mul_blocking(i, j) for j in range(5)] == [
-            i * j for j in range(5)
-        ]
-
-    in_threads(*[lambda i=i: ask(i) for i in range(8)])
-
-
 # Sizes.
 
 
@@ -395,31 +384,6 @@ def connected(server, timeout=60_000):
 def slow():
     gate.clear()
     return jax.jit(lambda x: jax.pure_callback(wait, INT, x))
-
-
-def nobody_listens(address):
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(ConnectionRefusedError):
-        socket.create_connection((host, int(port)), 60).close()
-        return False
-    return True
-
-
-@pytest.mark.parametrize("is_cycle", [False, True], ids=["alone", "in a cycle"])
-def test_both_end_with_their_last_reference(is_cycle):
-    server = started()
-    client, address = connected(server), server.address
-    call = client.mul
-    assert call(2, 3).get_value() == 6
-    gone = weakref.ref(client), weakref.ref(server)
-    if is_cycle:
-        holder = [server, client]
-        holder.append(holder)
-        del holder
-    del client, call, server
-    gc.collect()
-    until(lambda: not any(each() for each in gone))
-    until(lambda: nobody_listens(address))
 
 
 def test_calls_end_when_the_client_is_closed():

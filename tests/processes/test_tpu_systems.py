@@ -184,18 +184,6 @@ def test_malformed_numbers_of_hosts_are_refused(monkeypatch):
                 ask()
 
 
-def test_hosts_of_several_slices_are_jaxs_to_find(monkeypatch):
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
-    monkeypatch.setenv("TPU_WORKER_ID", "0")
-    monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "a:1")
-    resolver = TPUClusterResolver()
-    assert resolver.cluster_spec().as_dict() == {}
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax, "process_count", lambda: 4)
-    monkeypatch.setattr(jax, "process_index", lambda: 3)
-    assert resolver.process() == js.cluster_resolver.Process(3, 4, "process-0:0")
-
-
 def test_a_tpu_goes_by_the_name_that_the_environment_has(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "mine")
     assert TPUClusterResolver("mine", zone="z", project="p").tpu == "mine"

@@ -58,21 +58,6 @@ def save():
     train = s.compile(step, types)
     descends(train, x)
     train.save(FOLDER / "train")
-    counts_numbers(s)
-
-
-def counts_numbers(s):
-    """A state begins with a number of Python, as that of Flax does, and has arrays."""
-
-    def counted(state):
-        return {"step": state["step"] + 1, "w": 2 * state["w"]}
-
-    for state in ({"step": 0, "w": 1.0}, {"step": 0, "w": np.float32(1)}):
-        for types in (state, jax.eval_shape(lambda state: state, state)):
-            train, now = s.compile(counted, (types,)), state
-            for _ in range(3):
-                now = train(now)
-            assert (int(now["step"]), float(now["w"])) == (3, 8.0)
 
 
 def load():

@@ -5,7 +5,6 @@ for each replica of this process; everything else must be the same in all proces
 """
 
 import contextlib
-import copy
 import io
 import pickle
 import traceback
@@ -50,26 +49,6 @@ def what_replicas_and_processes_there_are(s):
 
 
 @check
-def contexts(s):
-    seen = []
-
-    def merge(strategy, x):
-        seen.append((js.in_cross_replica_context(), strategy is s))
-        return strategy.reduce("sum", x)
-
-    def step(x):
-        seen.append((js.in_cross_replica_context(), js.has_strategy()))
-        return context().merge_call(merge, args=(x,))
-
-    x = versions(s)
-    total = s.run(step, (s.per_replica(x),))
-    np.testing.assert_allclose(total, x.sum(), rtol=1e-6)
-    with s.scope():
-        seen.append((js.in_cross_replica_context(), js.get_strategy() is s))
-    return {"total": total, "seen": seen}
-
-
-@check
 def collectives_in_a_step(s):
     x = versions(s, (3,))
 
@@ -108,15 +87,6 @@ def reduce(s):
         assert isinstance(got, js.Mirrored)
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     return {name: got for name, (got, _) in found.items()}
-
-
-@check
-def gather(s):
-    x = versions(s, (2, 3))
-    value = s.per_replica(x)
-    np.testing.assert_array_equal(s.gather(value), x.reshape(-1, 3))
-    np.testing.assert_array_equal(s.gather(value, axis=1), np.concatenate(x, axis=1))
-    return {"rows": s.gather(value)}
 
 
 @check
@@ -315,25 +285,6 @@ def assert_in_sync_finds_what_differs(s):
 
 
 @check
-def accumulate(s):
-    x = versions(s, (6, 2))
-
-    @s.run
-    def step(w, x):
-        @s.accumulate(3)
-        def gradient(x):
-            return jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
-
-        return context().all_reduce("mean", gradient(x))
-
-    w = np.float32([1, 2])
-    got = step(w, s.per_replica(x))
-    rows = x.reshape(-1, 2)
-    np.testing.assert_allclose(got, 2 * rows.T @ (rows @ w) / len(rows), rtol=1e-4)
-    return {"gradient": got}
-
-
-@check
 def some_rows(s):
     def step(i):
         rows = js.IndexedSlices(jnp.ones((2, 3)) * (i + 1), jnp.array([0, 2]), (4, 3))
@@ -437,22 +388,6 @@ def modules_of_flax(s):
 
 
 @check
-def donated_arguments(s):
-    @s.run(options=js.RunOptions(donate_argnums=0))
-    def step(w, x):
-        return w + context().all_reduce("sum", x)
-
-    w = s.mirror(np.zeros(2, np.float32))
-    x = s.per_replica(versions(s, (2,)))
-    new = step(w, x)
-    try:
-        step(w, x)
-    except js.errors.DonatedValueError:
-        return {"new": step(new, x)}
-    raise AssertionError("a donated array was taken again")
-
-
-@check
 def reading(s):
     x = versions(s, (2,))
     value, same = s.per_replica(x), s.mirror(np.float32(2.5))
@@ -473,41 +408,6 @@ def reading(s):
     host["sum"] = float(same + same)  # with plain jax.numpy
     host["jit"] = float(jax.jit(lambda a: a * 2)(same))
     return host
-
-
-@check
-def captured_arrays(s):
-    same = s.mirror(np.float32([1, 2]))
-    local = jnp.float32(3.0)
-    found = s.run(lambda x: x * same * local, (s.per_replica(versions(s, (2,))),))
-
-    @s.run
-    def step(x):
-        return jax.lax.fori_loop(0, 2, lambda _, x: x + same, x)
-
-    added = s.reduce("sum", step(s.per_replica(versions(s, (2,)))))
-    return {"own": s.experimental_local_results(found), "added": added}
-
-
-@check
-def inside_the_users_own_jit(s):
-    x = s.per_replica(versions(s, (2,)))
-
-    @jax.jit
-    def twice(w, x):
-        for _ in range(2):
-            w = s.run(lambda w, x: w + context().all_reduce("sum", x), (w, x))
-        return w
-
-    return {"w": twice(s.mirror(np.zeros(2, np.float32)), x)}
-
-
-@check
-def copies_of_the_strategy(s):
-    twin = copy.deepcopy(s)
-    assert repr(twin) == repr(s) and twin is not s
-    ones = twin.run(lambda: context().all_reduce("sum", 1.0))
-    return {"ones": ones}
 
 
 @check

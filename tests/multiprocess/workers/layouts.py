@@ -72,18 +72,6 @@ def descent(steps):
     return w, seen
 
 
-def replicas_know_their_devices(s):
-    replicas, own = s._replicas, jax.process_index()
-    here = replicas.count // jax.process_count()
-    first = own * here
-    assert replicas.own == tuple(range(first, first + here))
-    assert not replicas.are_all_own
-    devices = [d for i in replicas.own for d in replicas.devices_of(i)]
-    assert set(devices) == set(jax.local_devices())
-    assert [d for d in replicas.own_devices] == [s.devices[i] for i in replicas.own]
-    assert f"process {own} of 2" in repr(s)
-
-
 def batches_lie_on_all_devices_of_a_replica(s):
     dataset = s.experimental_distribute_dataset(
         js.batches(ROWS, 12), js.InputOptions(experimental_fetch_to_device=True)
@@ -132,7 +120,6 @@ def main():
         globals()[what]()
     else:
         s = js.MultiWorkerMirroredStrategy(**LAYOUT)
-        replicas_know_their_devices(s)
         batches_lie_on_all_devices_of_a_replica(s)
         trains(s, pathlib.Path(sys.path[0]))
     print("all is well", flush=True)
