@@ -266,8 +266,9 @@ def test_looking_for_checkpoints_reads_little(tmp_path, monkeypatch):
     files = len(content["files"])
     done = []
     for name in ("stat", "lstat", "open", "listdir", "scandir"):
+        real = getattr(os, name)
 
-        def counted(path, *args, name=name, real=getattr(os, name), **kwargs):
+        def counted(path, *args, name=name, real=real, **kwargs):
             if str(path).startswith(str(tmp_path)):
                 done.append(name)
             return real(path, *args, **kwargs)
