@@ -3,16 +3,11 @@
 The disk is stood in for by another that fails as network file systems do.
 """
 
-import contextlib
 import errno
-import gc
 import os
-import resource
 import shutil
 import sys
-import threading
 
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from helpers.loops import each_of
@@ -156,44 +151,3 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(tmp_path, monkeyp
             CheckpointError, match="1 in .* could not be read: .* Did an"
         ):
             manager.restore(state_of(0))
-
-
-# What a failed save leaves.
-
-
-@contextlib.contextmanager
-def full_disk():
-    """No file can become larger than 5 kB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def fail_to_save(folder):
-    """Saves that fail for several reasons, at several times; prints what is left."""
-    large = np.random.default_rng(0).random(5000)
-    mkdir = os.mkdir
-
-    def refuse(path, *args, **kwargs):
-        if str(path).startswith(folder):
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return mkdir(path, *args, **kwargs)
-
-    with CheckpointManager(folder) as manager:
-        for step in range(4):
-            os.mkdir = refuse if step % 2 else mkdir
-            with contextlib.suppress(CheckpointError), full_disk():
-                manager.save(step, {"w": large, "number": 1})
-                manager.wait()
-                print(f"{step} was saved")
-            gc.collect()
-    os.mkdir = mkdir
-    gc.collect()
-    print([each.name for each in threading.enumerate() if not each.daemon])
-
-
-if __name__ == "__main__":
-    fail_to_save(sys.argv[1])

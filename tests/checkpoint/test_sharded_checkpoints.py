@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.loops import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
@@ -91,30 +90,6 @@ def folder(tmp_path_factory):
             assert divided(state) == DIVIDED.get(name, set())
             manager.save(number, {**state, "n": number})
     return made
-
-
-@pytest.mark.slow
-@each_of("kind", ["placed", "free", "types"])
-@each_of("name", STRATEGIES)
-def test_any_strategy_restores_what_any_other_saved(folder, name, kind):
-    strategy = STRATEGIES[name]()
-    like = jax.tree.map(jnp.zeros_like, {**state_of(9), "key": 0})
-    like |= {"key": jax.random.key(0), "n": 0}
-    if kind == "placed":
-        like = {**strategy.mirror(like), "n": 0}
-    elif kind == "types":
-        like = {**jax.eval_shape(lambda: like), "n": 0}
-    for number, saver in enumerate(STRATEGIES):
-        if saver != name and "8 parts" not in (saver, name):
-            continue
-        found = restored(folder, like, strategy, number)
-        assert bits(found) == bits(state_of(number))
-        assert divided(found) == DIVIDED.get(name, set())
-        where = {tuple(leaf.devices()) for leaf in jax.tree.leaves(found)
-                 if isinstance(leaf, jax.Array)}  # fmt: skip
-        assert {frozenset(devices) for devices in where} == {
-            frozenset(strategy.devices)
-        }
 
 
 def test_the_record_has_logical_shapes_and_no_file_is_too_large(tmp_path):

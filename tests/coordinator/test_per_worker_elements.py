@@ -125,29 +125,6 @@ def test_a_batch_is_divided_over_the_workers_devices(workers, within):
         np.testing.assert_array_equal(found[0], 10 * parts)
 
 
-def test_an_input_function_makes_a_batch_for_each_replica(workers):
-    strategy, count = workers.strategy, workers.strategy.num_replicas_in_sync
-    contexts = []
-
-    def input_fn(context):
-        contexts.append(context)
-        assert context.get_per_replica_batch_size(8) == 8 // count
-        return js.batches(np.arange(1.0, 41.0, dtype=np.float32), 1)
-
-    def make():
-        return strategy.distribute_datasets_from_function(input_fn)
-
-    @workers.function
-    def step(iterator):
-        return index(), strategy.experimental_local_results(next(iterator))
-
-    iterator = iter(workers.create_per_worker_dataset(make))
-    for found in until_each_has(workers, step, (iterator,)).values():
-        expected = np.arange(1.0, 1.0 + count)[:, None]
-        np.testing.assert_array_equal(found[0], expected)
-    assert set(contexts) == {js.InputContext(1, 0, count)}
-
-
 # Batches that are filled up.
 
 

@@ -116,18 +116,6 @@ def test_a_table_is_not_pulled_to_be_updated():
     np.testing.assert_allclose(value[[3, 5]], -0.1, rtol=1e-4)
 
 
-def test_replicas_reduce_before_they_apply():
-    strategy = strategy_of(devices=2)
-    v = variable(strategy, 0.0, aggregation="none")
-    optimizer = strategy.optimizer(optax.sgd(1.0), v)
-
-    def step(x):
-        optimizer.apply(js.get_replica_context().all_reduce("sum", x))
-
-    strategy.run(step, (strategy.per_replica([1.0, 2.0]),))
-    assert float(v) == -3.0
-
-
 def test_what_is_wrong_is_told():
     strategy = strategy_of()
     v = variable(strategy, np.zeros(3, "float32"), "v")

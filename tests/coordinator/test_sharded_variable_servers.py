@@ -124,17 +124,6 @@ def test_the_coordinator_changes_rows_alone(table, pulled):
     np.testing.assert_array_equal(table.numpy(), 2 * TABLE)
 
 
-def test_the_coordinator_takes_gradients(table):
-    gradient = js.grad(lambda: (embedding_lookup(table, [4, 0, 4]) ** 2).sum(), table)()
-    assert gradient.indices.tolist() == [4, 0, 4]
-    np.testing.assert_array_equal(gradient.values, 2 * TABLE[[4, 0, 4]])
-    gradient = js.grad(lambda: (table.value() ** 2).sum(), table)()
-    np.testing.assert_array_equal(gradient, 2 * TABLE)
-    one = table.variables[1]
-    gradient = js.grad(lambda: embedding_lookup(one, [1, 1]).sum(), one)()
-    assert gradient.indices.tolist() == [1, 1]
-
-
 # In scheduled functions.
 
 

@@ -104,17 +104,6 @@ def test_a_worker_killed_in_the_middle_costs_nothing(cluster):
 
 
 @pytest.mark.slow
-def test_all_workers_killed_at_once_come_back(cluster):
-    """CCO-42, FLT-3"""
-    pids = cluster.pids()
-    values = cluster.schedule(30)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    cluster.check(values, 30)
-    assert not set(pids) & set(cluster.pids())
-
-
-@pytest.mark.slow
 def test_a_stopped_worker_is_given_up_and_what_it_sends_later_does_not_count(cluster):
     pids = cluster.pids()
     values = cluster.schedule(30)
@@ -123,26 +112,3 @@ def test_a_stopped_worker_is_given_up_and_what_it_sends_later_does_not_count(clu
     cluster.check(values, 30)
     until(lambda: cluster.activities() == [Activity.IDLE] * 3, 60)
     assert cluster.pids()[0] != pids[0]
-
-
-@pytest.mark.slow
-def test_a_function_that_ends_its_workers_is_named(cluster):
-    here = os.getpid()
-
-    def broken():
-        yield np.float32(1)
-        if os.getpid() != here:
-            os._exit(7)
-
-    @cluster.coordinator.function
-    def deadly(iterator):
-        return next(iterator) + next(iterator)
-
-    data = iter(cluster.coordinator.create_per_worker_dataset(broken))
-    cluster.coordinator.schedule(deadly, (data,))
-    with pytest.raises(RuntimeError, match="exit code 7") as raised:
-        cluster.coordinator.join(timeout=120)
-    text = str(raised.value)
-    assert text.startswith(f"`deadly` ({__file__}:") and "was run 3 times" in text
-    assert isinstance(raised.value.__cause__, js.WorkerLost)
-    cluster.check(cluster.schedule(6), 6)

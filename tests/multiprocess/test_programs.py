@@ -29,7 +29,6 @@ PROGRAMS = {
         "different_checkpoints"
     ),
     "test_each_process_reads_its_own_rows": "feeding",
-    "test_each_process_reads_its_shard": "older_inputs",
     "test_the_loss_curve_is_that_of_one_process": "digits",
     "test_replicas_of_two_processes_run_eagerly": "eager",
     "test_values_are_copied_and_variables_changed_on_all_processes": "placed_copies",
@@ -190,49 +189,6 @@ def check_rows(found_by, count, replicas):
 
 def test_each_process_reads_its_own_rows(said):
     check_rows(told(said["feeding"], "told"), COUNT, OWN)
-
-
-# Processes, replicas of each, devices of each, and how the replicas lie on them.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "replicas, devices, layout",
-    [
-        (2, 4, {"logical_axes": {"core": 2}}),
-        (4, 1, {"replicas_per_device": 4}),
-    ],
-    ids=str,
-)
-def test_each_process_reads_its_own_rows_in_other_layouts(
-    replicas, devices, layout, job
-):
-    script = "from workers.together import main\nmain(['feeding'])"
-    env = workers.environment(devices, **layout)
-    with job(script, count=2, seconds=40, env=env, started=False) as running:
-        assert running.wait(DEADLINE) == [0, 0]
-        check_rows(told([r.output for r in running.ranks], "told"), 2, replicas)
-
-
-def test_each_process_reads_its_shard(said):
-    """Iterators of TensorFlow 1 and 2018."""
-    found_by = told(said["older_inputs"], "told")
-    rows = [np.arange(22)[rank::COUNT] for rank in range(COUNT)]
-    # Of 11 elements each, the last has no fellow.
-    elements = [shard[:10].reshape(5, OWN) for shard in rows]
-    for rank, found in enumerate(found_by):
-        assert found["elements"] == elements[rank].tolist()
-        assert found["again"] == elements[rank][0].tolist()
-        assert found["uneven"] == [[0, 1], [2, 3]]
-        totals = np.sum(elements, axis=(0, 2))
-        assert found["sums"] == totals[[1, 3]].tolist()
-        assert found["towers"] == 2 + 3 + 102 + 103
-        assert found["once"].startswith("Only one pass can read the generator")
-    for batch in range(2):
-        seen = [
-            row for found in found_by for part in found["global"][batch] for row in part
-        ]
-        assert len(set(seen)) == 8
-    everything = [found["global"] for found in found_by]
-    assert sorted(np.ravel(everything).tolist()) == list(range(16))
 
 
 # Training

@@ -175,28 +175,3 @@ def test_they_end_with_a_killed_coordinator(ray, start):
     script.process.send_signal(signal.SIGKILL)
     script.finish(-signal.SIGKILL)
     until(lambda: not any(map(is_alive, found)), "their end")
-
-
-def test_a_worker_of_a_lost_machine_comes_back_on_another(ray, start):
-    # Only the first machine has room for the server, and then for one worker more.
-    with ray.another_machine("--num-cpus=2") as machine:
-        script = start("""
-        import warnings
-        # It says so, if one is scheduled in the time without any.
-        warnings.filterwarnings("ignore", "All 1 workers are lost", RuntimeWarning)
-        backend = js.coordinator.RayProcesses(1, 1, cpus_per_server=3)
-        strategy, total, coordinator, add = counting(backend)
-        for _ in range(10):
-            coordinator.schedule(add, (1.0,))
-        coordinator.join()
-        print("ready", flush=True)
-        until(lambda: "is lost" in str(coordinator.workers))
-        for _ in range(10):
-            coordinator.schedule(add, (1.0,))
-        coordinator.join()
-        print("total", float(total.value()), flush=True)
-        """)
-        script.wait_for("ready")
-        machine.kill()
-        said = script.finish()
-    assert "total 20.0" in said

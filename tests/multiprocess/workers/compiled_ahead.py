@@ -1,6 +1,5 @@
 """Steps that several processes compile, save and load before they call them."""
 
-import collections
 import contextlib
 import json
 import os
@@ -17,8 +16,6 @@ from workers import LAYOUT
 START = np.array([0.5, -1.0, 2.0], np.float32)
 ROWS = np.random.default_rng(3).normal(size=(12, 3)).astype(np.float32)
 STEPS = 40  # more than the first ones, each of which is compared
-ASKED = "/jax/compilation_cache/compile_requests_use_cache"
-FOUND = "/jax/compilation_cache/cache_hits"
 FOLDER = pathlib.Path(sys.path[0])
 
 
@@ -73,15 +70,6 @@ def load():
     assert "jit(step)" not in compiled, compiled
     s.run(step, (START, x))  # which is compiled, as the oracle of the line before
     assert "jit(step)" in compiled, compiled
-
-
-def cached():
-    """Counts the programs that the compilation cache has, by what JAX reports."""
-    counts = collections.Counter()
-    jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
-    s, _, x = made()
-    descends(s.run(step), x)
-    print("cached", json.dumps([counts[ASKED], counts[FOUND]]))
 
 
 def differ():

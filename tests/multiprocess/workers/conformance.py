@@ -12,8 +12,6 @@ import traceback
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
 import jaxstrategy as js
 from workers import LAYOUT
@@ -305,34 +303,6 @@ def some_rows(s):
 
 
 @check
-def ways_to_reduce(s):
-    x = versions(s, (300,))
-    trees = {"a": x[:, :5], "b": x, "c": x[:, 0]}
-    found = {}
-    for options in (
-        {"implementation": "ring"},
-        {"implementation": "nccl", "bytes_per_pack": 64},
-        {"reduce_dtype": jnp.float32, "bytes_per_pack": 1 << 20},
-    ):
-        communication = js.experimental.CommunicationOptions(**options)
-        if isinstance(s, js.MirroredStrategy):
-            other = js.MirroredStrategy(s.devices, communication_options=communication)
-        else:
-            other = js.MultiWorkerMirroredStrategy(None, communication, **LAYOUT)
-        summed = other.run(
-            lambda tree: context().all_reduce("sum", tree), (other.per_replica(trees),)
-        )
-        for key, value in trees.items():
-            np.testing.assert_allclose(summed[key], value.sum(0), rtol=1e-4, atol=1e-5)
-        found[str(options)] = summed
-    options = js.experimental.CommunicationOptions(
-        implementation="ring", bytes_per_pack=100
-    )
-    found["eager"] = s.reduce("mean", s.per_replica(trees), options=options)
-    return found
-
-
-@check
 def compressed_gradients(s):
     found = {"own": []}
     grads = {"b": versions(s, (3,)), "w": versions(s, (16, 40), seed=1)}
@@ -363,28 +333,6 @@ def alike(one, other):
     pairs = [np.asarray(x.addressable_data(0)) for x in (one, other)]
     assert one.sharding == other.sharding and one.shape == other.shape
     return np.allclose(*pairs, rtol=1e-6)
-
-
-@check
-def modules_of_flax(s):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    x = versions(s, (4, 3))
-
-    @s.run
-    def step(model, optimizer, x):
-        def loss(model):
-            return (model(x) ** 2).mean()
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        grads = context().all_reduce("mean", grads)
-        optimizer.update(model, grads)
-        return context().all_reduce("mean", value)
-
-    losses = [float(step(model, optimizer, s.per_replica(x))) for _ in range(3)]
-    assert losses[2] < losses[1] < losses[0]
-    s.assert_in_sync(nnx.state(model))
-    return {"losses": losses, "kernel": model.kernel[...]}
 
 
 @check

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxstrategy as js
-from jaxstrategy._src.replicas import mesh
 from jaxstrategy.checkpoint import CheckpointManager
 from workers.sharded import EVERYTHING, parts_are
 
@@ -42,26 +41,6 @@ def trained(strategy, variables, steps=3):
     for _ in range(steps):
         strategy.run(step, (x,))
     return w
-
-
-def starts(own):
-    """Starts that differ between processes, of which the first one's counts."""
-    number = np.full((8, 4), 1.0 + own, np.float32)
-    found = js.Variable(WHOLE + own), js.Variable(jnp.asarray(WHOLE) + own)
-    for variable in found:
-        parts_are(variable.value(), WHOLE)
-    key = jax.random.key(3)
-    wanted = np.asarray(jax.random.normal(key, (8, 4)))
-    for limit in (mesh._AT_ONCE_BYTES, 8):
-        mesh._AT_ONCE_BYTES = limit
-        parts_are(js.Variable(lambda: number * 2).value(), np.full((8, 4), 2.0))
-        other = js.Variable(lambda: jnp.full((8, 4), 1.0 + own)).value()
-        parts_are(other, np.ones((8, 4)))
-        drawn = js.Variable(lambda: jax.random.normal(key, (8, 4)))
-        np.testing.assert_allclose(drawn.numpy(), wanted, rtol=1e-6)
-        copied = js.Variable(lambda first=drawn: first * 2)
-        np.testing.assert_allclose(copied.numpy(), 2 * wanted, rtol=1e-6)
-        assert isinstance(drawn, js.Sharded) and isinstance(copied, js.Sharded)
 
 
 def changed(strategy):
@@ -96,7 +75,6 @@ def main():
     folder = pathlib.Path(sys.path[0])
     strategy = js.MultiWorkerMirroredStrategy(sharding=EVERYTHING)
     with strategy.scope():
-        starts(jax.process_index())
         both = variables()
     changed(strategy)
     w = trained(strategy, both)
