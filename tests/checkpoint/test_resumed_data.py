@@ -129,25 +129,6 @@ def test_empty_batches_have_no_real_rows(two):
         list(read(two, [none, none, some, some]))
 
 
-def test_an_empty_batch_may_be_dropped(two):
-    options = js.InputOptions(remainder="drop")
-    batches = [X[:4], X[:0], X[4:8]]
-    assert len(list(two.experimental_distribute_dataset(batches, options))) == 2
-
-
-def test_scalars_are_each_replicas_own(strategy):
-    n = strategy.num_replicas_in_sync
-    numbers = [float(i) for i in range(2 * n)]
-    for source in (numbers, [np.float32(i) for i in numbers]):
-        dataset = strategy.distribute_datasets_from_function(lambda _, s=source: s)
-        found = []
-        for batch in dataset:
-            assert batch.shape == () and batch.dtype == np.float32
-            found += strategy.experimental_local_results(batch)
-            assert strategy.reduce("sum", batch) == sum(map(float, found[-n:]))
-        assert found == numbers
-
-
 def test_scalars_for_some_replicas_only(four):
     numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
     iterator = iter(four.distribute_datasets_from_function(lambda _: numbers))

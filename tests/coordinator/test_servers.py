@@ -151,10 +151,9 @@ def test_wrong_pushes_and_reads_change_nothing(server):
     empty = Stored(server, np.zeros((0, 2), np.float32))
     own = [scalar, table, flags, empty]
     named = rf"variable {table.number}, float32\[3,2\]"
-    row, one = np.array([0]), np.ones(1, bool)
+    row = np.array([0])
     wrong = [
         (table, ("scatter_add", row + 3, ROW), IndexError, rf"Row 3 is .*{named}"),
-        (table, ("scatter_sub", row - 1, ROW), IndexError, r"Row -1 is not in \[0, 3"),
         (empty, ("scatter_add", row, ROW), IndexError, r"Row 0 is not in \[0, 0\)"),
         (
             table,
@@ -169,7 +168,6 @@ def test_wrong_pushes_and_reads_change_nothing(server):
             r"takes float32\[1,2\], not float64\[1,2\]",
         ),
         (table, ("scatter_add", row * 1.0, ROW), TypeError, "whole numbers, not float"),
-        (table, ("scatter_add", row == 0, ROW), TypeError, r"numbers, not bool\[1\]"),
         (table, ("scatter_add", row[0], ROW), ValueError, r"a vector, not int64\[\]"),
         (
             scalar,
@@ -177,33 +175,21 @@ def test_wrong_pushes_and_reads_change_nothing(server):
             ValueError,
             r"a scalar, int32\[\], of no r",
         ),
-        (table, ("add", ROW), ValueError, r"takes float32\[3,2\], not float32\[1,2\]"),
         (table, ("set", np.zeros((3, 2), np.int32)), TypeError, r"not int32\[3,2\]"),
         (table, ("mul", ROW), ValueError, "no operation 'mul'; there are set, add"),
         (table, ("add",), ValueError, "one variable and has 1 operands, not 1 and 0"),
-        (table, ("scatter_add", ROW), ValueError, "has 2 operands, not 1 and 1"),
         (flags, ("subtract", np.ones(2, bool)), TypeError, "bool, which has no 'subt"),
-        *[
-            (flags, (name, row, one), TypeError, f"bool, which has no '{name}'")
-            for name in ROWS[:4]
-        ],
     ]
     good = table.operation("add", np.ones((3, 2), np.float32))
     for stored, (name, *operands), error, text in wrong:
         operation = stored.operation(name, *operands)
         with pytest.raises(error, match=text):
             server.push([good, operation, good])
-    several = ServerOperation("add", (scalar.number, table.number), (ROW,))
-    with pytest.raises(ValueError, match="1 operands, not 2 and 1"):
-        server.push([good, several])
     gone = ServerOperation("add", (8,), (ROW,))
     with pytest.raises(LookupError, match="no variable 8 on this server: it was never"):
         server.push([good, gone])
     for read, error, text in [
         (Read(table.number, np.array([0, 3])), IndexError, rf"Row 3 is .*{named}"),
-        (Read(table.number, row - 1), IndexError, r"Row -1 is not in \[0, 3\)"),
-        (Read(scalar.number, row), ValueError, "is a scalar"),
-        (Read(table.number, row * 1.0), TypeError, "are whole numbers, not float64"),
         (Read(9), LookupError, "no variable 9 on this server"),
     ]:
         with pytest.raises(error, match=text):
@@ -371,8 +357,11 @@ def test_a_wrong_update_changes_nothing(server):
     server.define("times", exported(lambda a: a * 2, FLOATS))
     server.define("other", exported(lambda a, b: (b, a), FLOATS, FLOATS))
     server.define("total", exported(lambda a: a.sum(), FLOATS))
-    ones = np.ones(3, np.float32)
+    several = ServerOperation("add", (first.number, second.number), (np.ones(3, "f"),))
+    with pytest.raises(ValueError, match="1 operands, not 2 and 1"):
+        server.push([several])
     for variables, operands, program, error, text in [
+        ([], (), "times", ValueError, r"at least one, not \(\)"),
         ([first], (), "none", LookupError, "no update 'none' on this server"),
         (
             [number],
@@ -381,8 +370,6 @@ def test_a_wrong_update_changes_nothing(server):
             ValueError,
             r"'times' takes \(float32\[3\]\), not variables \(int32\[\]\) and operands",
         ),
-        ([first, second], (), "times", ValueError, r"'times' takes \(float32\[3\]\)"),
-        ([], (), "times", ValueError, r"at least one, not \(\)"),
         ([second, second], (), "other", ValueError, "different variables.*not"),
         (
             [first],
@@ -391,7 +378,6 @@ def test_a_wrong_update_changes_nothing(server):
             ValueError,
             r"returns \(float32\[\]\), which cannot bec",
         ),
-        ([first], (ones,), "other", ValueError, "'other' returns"),
     ]:
         good = ServerOperation("update", (first.number,), (), "times")
         changed = tuple(each.number for each in variables)

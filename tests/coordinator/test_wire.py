@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.wire import stream
@@ -292,33 +291,6 @@ def test_a_fork_does_not_ask_on_its_parents_connections(worker, monkeypatch):
     assert worker.own(4) == 1
 
 
-def test_kill_ends_what_waits():
-    backend = js.coordinator.LocalProcesses(1, 1)
-    try:
-        worker, caught = backend.start(0, 0), []
-
-        def wait(index):
-            import time
-
-            time.sleep(600)
-
-        def build():
-            with pytest.raises(js.WorkerLost, match="Worker 0 is lost"):
-                worker.build(1, wait)
-            caught.append(True)
-
-        thread = threading.Thread(target=build)
-        thread.start()
-        thread.join(0.3)
-        worker.kill()
-        thread.join(60)
-        assert caught
-        with pytest.raises(js.WorkerLost):
-            worker.release([1])
-    finally:
-        backend.close()
-
-
 # Frames of those who have proved who they are.
 
 
@@ -530,56 +502,3 @@ def test_memory_stays_while_anything_made_of_the_array_lives():
         gc.collect()
         assert gone() is None
         assert where in [place(each) for each in [buffers.take(SIZE) for _ in "1234"]]
-
-
-def test_memory_is_not_used_again_while_a_program_reads_or_holds_it():
-    def late(x):
-        """Reads its argument when other work is done."""
-        matrix = jnp.eye(200) / 2
-        matrix = jax.lax.fori_loop(0, 50, lambda _, m: jnp.sin(m @ m), matrix)
-        return x + jnp.minimum(matrix[0, 0], 0) * 0
-
-    buffers = ReceiveBuffers()
-    for function in (late, lambda x: x):
-        for donated in ((), (0,)):
-            jitted = jax.jit(function, donate_argnums=donated)
-            for put in (lambda x: x, jax.device_put, jnp.asarray):
-                array = buffers.take(SIZE).view(np.float32)
-                array[:] = 7
-                found = jitted(put(array))
-                del array
-                for _ in range(3):
-                    buffers.take(SIZE)[:] = 255  # whatever is given, it is written
-                np.testing.assert_array_equal(found, np.full(SIZE // 4, 7, np.float32))
-
-
-def test_only_so_much_idle_memory_is_kept_and_similar_sizes_share_it():
-    buffers = ReceiveBuffers(most=3 * SIZE)
-    where = place(buffers.take(SIZE - 3))
-    assert buffers.idle_bytes == SIZE and place(buffers.take(SIZE)) == where
-    held = [buffers.take(SIZE) for _ in range(5)] + [buffers.take(2 * SIZE)]
-    del held
-    gc.collect()
-    assert buffers.idle_bytes <= 3 * SIZE
-    assert len({place(each) for each in [buffers.take(SIZE) for _ in "123"]}) == 3
-    for size in (0, 1, SMALLEST - 1, SMALLEST, 1_000_003):
-        array = buffers.take(size)
-        array[:] = 3
-        assert array.shape == (size,) and array.dtype == np.uint8
-    wrong = []
-
-    def run(own):
-        for _ in range(200):
-            array = buffers.take(SIZE)
-            array[::4096] = own
-            view = array[::4096]
-            del array
-            if (view != own).any():
-                wrong.append(own)
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    until(lambda: not wrong)

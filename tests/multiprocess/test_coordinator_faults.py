@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import until
-from helpers.processes import stop
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
@@ -101,14 +100,3 @@ def test_a_worker_killed_in_the_middle_costs_nothing(cluster):
     again = cluster.pids()
     assert again[0] != pids[0] and again[1:] == pids[1:]
     assert "SIGKILL" in cluster.coordinator.workers[0].error
-
-
-@pytest.mark.slow
-def test_a_stopped_worker_is_given_up_and_what_it_sends_later_does_not_count(cluster):
-    pids = cluster.pids()
-    values = cluster.schedule(30)
-    values[3].fetch()
-    stop(pids[0])
-    cluster.check(values, 30)
-    until(lambda: cluster.activities() == [Activity.IDLE] * 3, 60)
-    assert cluster.pids()[0] != pids[0]

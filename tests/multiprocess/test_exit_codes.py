@@ -15,11 +15,3 @@ def test_processes_that_differ_all_end_with_1(job, way):
         for rank in running.ranks:
             assert "ClusterError: " in rank.output
             assert rank.last_line.endswith("ends, and with it the job")
-
-
-@pytest.mark.slow
-def test_none_is_aborted_when_all_fail_at_once(job):
-    script = "float(total(RANK)); raise ValueError(f'bad batch of {RANK}')"
-    with job(script, count=4) as running:
-        codes = running.wait(40)
-        assert set(codes) <= {1, 76} and 1 in codes, codes

@@ -6,8 +6,6 @@ They run one after the other in one job, which starts once.
 import functools
 import json
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -226,34 +224,6 @@ def check_digits(outputs, plain):
         np.testing.assert_allclose(curve, losses, rtol=1e-5)
         assert found["all"] == 1797  # also with a last batch of 5 rows
         assert abs(found["right"] - right["right"]) <= 1 and found["right"] > 1300
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "first, then, options",
-    [(2, 2, ["--max-restarts", "1"]),
-     (4, 3, ["--max-restarts", "1", "--min-processes", "3"])],
-    ids=["again-2", "from-4-to-3"],
-)  # fmt: skip
-def test_a_job_goes_on_where_it_was_saved(first, then, options, tmp_path):
-    command = [sys.executable, "-m", "jaxstrategy.launch", "-n", str(first)]
-    command += ["--devices-per-process", "1", *options, digits.__file__]
-    done = subprocess.run(
-        [*command, str(tmp_path / "saved")],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        env={**workers.ENVIRONMENT, "PYTHONPATH": workers.PATH},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "rank 1 failed with signal SIGKILL" in done.stderr
-    assert f"starting {then} processes again: attempt 1" in done.stderr
-    told = re.findall(r"attempt (\d) of (\d): (\d+) ([\d.]+)", done.stdout)
-    curve = {int(step): (int(n), float(loss)) for _, n, step, loss in told}
-    assert [n for n, _ in map(curve.get, range(12))] == [first] * 6 + [then] * 6
-    np.testing.assert_allclose(
-        [loss for _, loss in map(curve.get, range(12))], by_hand(12), rtol=1e-5
-    )
 
 
 def rounds_by_hand(n, momentum):

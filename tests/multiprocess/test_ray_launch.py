@@ -222,30 +222,6 @@ def test_it_can_be_stopped_while_it_waits_for_room(start, tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_two_machines_and_the_loss_of_one(ray, start):
-    script = """
-    print(os.environ["JAXSTRATEGY_LOCAL_RANK"], os.environ["JAXSTRATEGY_COORDINATOR"])
-    write(f"pid{attempt}{rank}")
-    if attempt == 0:
-        wait()
-    """
-    options = "-n 2 --ray-placement SPREAD --grace 0.2 --max-restarts 1"
-    with ray.another_machine() as machine:
-        launched = start(options + " --ray-wait 60", script)
-        pids = launched.pids("pid00", "pid01")
-        machine.kill()
-        said = launched.finish()
-    assert not any(map(is_alive, pids))
-    assert "this process was lost: " in said and "node was terminated" in said
-    first, second = (
-        sorted(set(re.findall(r"^\[(\d)\] (\d) (\S+):\d+$", attempt, re.MULTILINE)))
-        for attempt in said.split("starting 2 processes again: attempt 1")
-    )
-    assert [local for _, local, _ in first] == ["0", "0"], said
-    assert {host for *_, host in first} & {"127.0.0.1"} == set(), said
-    assert second == [("0", "0", "127.0.0.1"), ("1", "1", "127.0.0.1")], said
-
-
 def test_without_an_address_a_ray_is_started_and_ended(start):
     script = """
     write("actor", str(os.getppid()))

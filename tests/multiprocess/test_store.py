@@ -1,8 +1,6 @@
 """What processes know of each other."""
 
 import json
-import os
-import signal
 
 import pytest
 from harness import until
@@ -110,35 +108,6 @@ def hang_up(board):
     """As the kernel does for a process that dies."""
     board._is_closed = True  # this end keeps quiet
     board._group.close()
-
-
-def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
-    """A forked child holds copies of its parent's connections."""
-    script = """
-    import os, sys, time
-    from jaxstrategy._src.processes import rendezvous, store
-    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
-    address = os.environ["JAXSTRATEGY_COORDINATOR"]
-    board = store.SharedStore(rendezvous.meet(RANK, 2, address, 30))
-    os.register_at_fork(after_in_child=board.close_in_forked_child)
-    if RANK == 1:
-        child = os.fork()
-        if child == 0:
-            time.sleep(30)
-            os._exit(0)
-        board.put("child", child)
-        print("forked")
-        time.sleep(60)
-    print(board.get("child"), board.wait_for_departure(40), flush=True)
-    os._exit(0)
-    """
-    with job(script, started=False) as running:
-        running.wait_for("forked", ranks=[1])
-        running.signal(1, signal.SIGKILL)
-        assert running.wait(10, 0) == [0]
-        child, told = running.ranks[0].output.split(" ", 1)
-        assert told.startswith("process 1 (") and "has died" in told
-        os.kill(int(child), signal.SIGKILL)
 
 
 # What makes no sense

@@ -15,7 +15,6 @@ from helpers import gce_group, kubernetes_pods
 from helpers.gce_group import Group, Metadata, account_file, redirected
 from helpers.http_answers import served
 from helpers.kubernetes_pods import Pods, kubeconfig, pod, service_account
-from kubernetes.client import ApiClient, Configuration, CoreV1Api
 from kubernetes.config import incluster_config, kube_config
 
 import jaxstrategy as js
@@ -95,34 +94,6 @@ def test_pods_are_tasks_in_the_order_of_their_names(api):
     }
 
 
-def test_clients_of_ones_own_are_asked(api):
-    with ApiClient(Configuration(host=f"http://{api.address}")) as connection:
-        resolver = off(override_client=CoreV1Api(connection))
-        assert resolver.cluster_spec().num_tasks("worker") == 2
-        api.forbidden = "/api/v1/pods"
-        told(resolver.cluster_spec, "does not let this program list pods")
-
-    class Client:  # as of TensorFlow's tests
-        def list_pod_for_all_namespaces(self, label_selector):
-            status = SimpleNamespace(phase="Running", pod_ip="10.0.0.1")
-            metadata = SimpleNamespace(name=label_selector)
-            return SimpleNamespace(
-                items=[SimpleNamespace(metadata=metadata, status=status)]
-            )
-
-    resolver = cr.KubernetesClusterResolver(LABELS, override_client=Client())
-    assert resolver.cluster_spec() == {"worker": ["10.0.0.1:8470"]}
-    listed = mock.Mock()
-    listed.status.configure_mock(phase="Running", host_ip="10.1.2.3")
-    listed.metadata.configure_mock(name="tensorflow-abc123")
-    client = mock.MagicMock()
-    client.list_pod_for_all_namespaces.return_value.items = [listed]
-    resolver = cr.KubernetesClusterResolver(override_client=client)
-    assert resolver.cluster_spec() == {"worker": ["10.1.2.3:8470"]}
-    client.list_pod_for_all_namespaces.side_effect = KeyError("mine")
-    told(resolver.cluster_spec, "mine", KeyError)
-
-
 def test_a_pod_finds_itself_by_its_name(within, monkeypatch):
     # It asks with its service account.
     resolver = cr.KubernetesClusterResolver(LABELS, tf_server_port=np.int64(2222))
@@ -153,20 +124,6 @@ def test_a_pod_finds_itself_by_its_name(within, monkeypatch):
         monkeypatch.setenv("HOSTNAME", hostname)
         resolver = cr.KubernetesClusterResolver(LABELS)
         assert resolver.process() == cr.Process(1, 2, "10.0.0.1:8470")
-
-
-def test_a_pod_stays_the_task_as_which_it_joined(within, monkeypatch):
-    monkeypatch.setenv("HOSTNAME", "train-b")
-    resolver = cr.KubernetesClusterResolver(LABELS)
-    assert resolver.process().index == 1
-    within.pods = within.pods[:1]  # the first has ended
-    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
-    resolver.task_id = 0  # what is set comes first
-    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
-    assert resolver.cluster_spec() == {"worker": ["10.0.0.2:8470"]}
-    resolver = cr.KubernetesClusterResolver(LABELS)
-    resolver.task_type = "ps"  # of which the pod's name says no index
-    assert (resolver.task_type, resolver.task_id) == ("ps", None)
 
 
 def test_a_pod_that_is_not_found_is_told_what_to_set(within, api, monkeypatch):

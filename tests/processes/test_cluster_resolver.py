@@ -72,9 +72,6 @@ def test_a_malformed_spec_and_what_it_has_not_are_refused():
         ({"worker": "a:1"}, TypeError, "tasks of job 'worker' are 'a:1'. Give a list"),
         ({"worker": [1]}, TypeError, "task 0 in job 'worker' is 1. Give a string"),
         ({"worker": {"x": "a:1"}}, ValueError, "a task with the index 'x'"),
-        ({"worker": {-1: "a:1"}}, ValueError, "a task with the index -1"),
-        ({"worker": {1.5: "a:1"}}, ValueError, "a task with the index 1.5"),
-        ({"worker": {True: "a:1"}}, ValueError, "a task with the index True"),
         ({"worker": ["a:1", " "]}, ValueError, "task 1 in job 'worker' is empty"),
     ]:
         refused(cr.ClusterSpec, text, error, given)
@@ -158,12 +155,9 @@ def test_a_task_that_cannot_train_is_refused():
         (BOTH, ("evaluator", 0), "'evaluator', which does not train. An evaluator is"),
         (BOTH, ("foobar", 0), "a 'foobar', which does not train. Tasks that train"),
         (BOTH, ("worker", 3), "task 3 of 'worker', which ClusterSpec("),
-        (BOTH, ("chief", 0), "task 0 of 'chief', which ClusterSpec("),
         (BOTH, ("worker", None), "task_type is 'worker', task_id is None"),
-        (BOTH, (None, 0), "task_type is None, task_id is 0"),
         (BOTH, (None, None), "which of its tasks this process is, is not known"),
         ({"workers": ["a:1"]}, ("workers", 0), "has the unknown job 'workers'"),
-        ({"chief": ["a:1", "b:1"]}, ("chief", 0), "has 2 chiefs, and there is at most"),
         ({"chief": ["a:1"], "master": ["b:1"]}, ("chief", 0), "has 2 chiefs, and"),
         ({"worker": {1: "a:1"}}, ("worker", 1), "does not name all tasks of 'worker'"),
     ]:
@@ -174,32 +168,6 @@ def test_a_task_that_cannot_train_is_refused():
 
 
 # Written down, and several as one
-
-
-def test_simple_gives_what_it_was_given():
-    resolver = cr.SimpleClusterResolver(
-        cr.ClusterSpec(BOTH),
-        task_type="ps",
-        task_id=1,
-        environment="cloud",
-        num_accelerators={"GPU": 8},
-        rpc_layer="grpc",
-    )
-    assert (resolver.task_type, resolver.task_id) == ("ps", 1)
-    assert resolver.environment == "cloud" and resolver.cluster_spec() == BOTH
-    assert resolver.num_accelerators() == {"GPU": 8}
-    assert resolver.master() == "grpc://"
-    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 2, "http"
-    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
-    assert resolver.rpc_layer == "http"
-    resolver = cr.SimpleClusterResolver(cr.ClusterSpec(BOTH), master="m:1")
-    assert resolver.master() == "m:1" and resolver.num_accelerators() == {}
-    assert resolver.master("worker", 0, rpc_layer="grpc") == "grpc://worker0:2222"
-    refused(
-        lambda: cr.SimpleClusterResolver(["a:1"]), "`cluster` is ['a:1']", TypeError
-    )
-    wrong = {"master": 3}
-    refused(lambda: cr.SimpleClusterResolver({}, **wrong), "`master` is 3.", TypeError)
 
 
 def union(*clusters, **keywords):
@@ -215,21 +183,16 @@ def test_unions_merge_as_tensorflows():
             {"worker": ["w4:1", "w5:1", "w0:1", "w1:1"]},
         ),
         (
-            [{"worker": {5: "w4:1", 9: "w5:1"}}, {"worker": {3: "w0:1", 6: "w1:1"}}],
-            {"worker": {3: "w0:1", 5: "w4:1", 6: "w1:1", 9: "w5:1"}},
-        ),
-        (
             [{"worker": ["w4:1", "w5:1"]}, {"worker": {3: "w0:1", 7: "w2:1"}}],
             {"worker": {0: "w4:1", 1: "w5:1", 3: "w0:1", 7: "w2:1"}},
         ),
     ]:
         assert union(*clusters).cluster_spec() == merged
-    for clusters in [
-        [{"worker": {7: "a:1", 9: "b:1"}}, {"worker": {3: "c:1", 7: "d:1"}}],
-        [{"worker": ["a:1", "b:1"]}, {"worker": {1: "c:1", 2: "d:1"}}],
-    ]:
-        with pytest.raises(KeyError, match=r"to the tasks \[\d\] of job 'worker'"):
-            union(*clusters).cluster_spec()
+    with pytest.raises(KeyError, match=r"to the tasks \[1\] of job 'worker'"):
+        union({"worker": ["a:1", "b:1"]}, {"worker": {1: "c:1"}}).cluster_spec()
+    for wrong in {"cluster": ["a:1"]}, {"cluster": {}, "master": 3}:
+        with pytest.raises(TypeError, match=r"`cluster` is \['a:1'\]|`master` is 3"):
+            cr.SimpleClusterResolver(**wrong)
     resolver = cr.UnionClusterResolver(
         cr.SimpleClusterResolver(BOTH, task_type="worker", task_id=2),
         cr.SimpleClusterResolver({"worker": ["worker3:2222"]}),
@@ -277,9 +240,7 @@ def test_every_malformed_tf_config_is_quoted(tf_config):
 
     for config, text in [
         ("{'cluster'", "TF_CONFIG is not JSON (Expecting property name"),
-        ("{'cluster'", "{'cluster' It looks like {"),
         ("[1]", "TF_CONFIG is [1], which is no object"),
-        ("null", "TF_CONFIG is null, which is no object"),
         ({"cluster": ["a:1"]}, '"cluster" of TF_CONFIG is ["a:1"]. It looks like'),
         ({"cluster": {"worker": "a:1"}}, '"cluster" of TF_CONFIG is wrong. The tasks'),
         ({"cluster": BOTH, "task": "worker"}, '"task" of TF_CONFIG is "worker"'),
@@ -288,9 +249,6 @@ def test_every_malformed_tf_config_is_quoted(tf_config):
             task(index="one"),
             "The index of TF_CONFIG's task is 'one'; it is a whole num",
         ),
-        (task(index=-1), "The index of TF_CONFIG's task is -1"),
-        (task(index=1.5), "The index of TF_CONFIG's task is 1.5"),
-        (task(index=7), "task 7 of 'worker', which ClusterSpec({"),
         (task(index=7), 'TF_CONFIG is {"cluster": {"ps"'),
         ({"cluster": BOTH}, "task_type is None, task_id is None. Give both"),
         (PS0, "This process is a 'ps', which does not train"),
@@ -323,8 +281,6 @@ def slurm(environment):
 
 def test_slurms_short_forms_expand(slurm):
     for short, hosts in [
-        ("n[1,3]", "n1 n3"),
-        ("n[1-2],m5,o[3-4,6,7-9]", "n1 n2 m5 o3 o4 o6 o7 o8 o9"),
         ("n[0001-0003],m5,o[009-011]", "n0001 n0002 n0003 m5 o009 o010 o011"),
         ("r[1-2]n[3,4]-ib", "r1n3-ib r1n4-ib r2n3-ib r2n4-ib"),
     ]:
@@ -340,10 +296,9 @@ def test_slurms_short_forms_expand(slurm):
         ]
         assert [address.split(":")[0] for address in found] == nodes
     for nodes, text in [
-        *((short, "is not a list of hosts of Slurm's") for short in
-          ["n[1", "n1]", "a,,b", "n[1],", "a b"]),
-        *((short, "is no range of numbers") for short in ["n[a-b]", "n[1-]", "n[]"]),
-    ]:  # fmt: skip
+        ("n[1", "is not a list of hosts of Slurm's"),
+        ("n[1-]", "is no range of numbers"),
+    ]:
         slurm(nodes=nodes)
         refused(cr.SlurmClusterResolver, text)
     for per_node in "x", "2(3)", "2,", "2(x)":
@@ -509,16 +464,13 @@ def test_what_sagemaker_cannot_mean_is_refused(sagemaker, monkeypatch):
     resolver = cr.SageMakerClusterResolver()
     for hosts, own, text in [
         ("[algo-1]", "algo-1", "SM_HOSTS is not JSON"),
-        ('"algo-1"', "algo-1", 'SM_HOSTS is "algo-1", which is no list of names. It'),
         ('["a", 2]', "algo-1", 'SM_HOSTS is ["a", 2], which is no list of names'),
-        ('["algo-1", " "]', "algo-1", "which is no list of names"),
         # TensorFlow takes the cluster for empty, and the host trains alone.
         (
             ["a", "b"],
             "",
             "SM_CURRENT_HOST is '', which is none of the hosts ['a', 'b']",
         ),
-        (["a", "b"], "c", "SM_CURRENT_HOST is 'c', which is none of the hosts"),
     ]:
         sagemaker(hosts, own)
         refused(resolver.process, text)
@@ -528,13 +480,10 @@ def test_what_sagemaker_cannot_mean_is_refused(sagemaker, monkeypatch):
         "task 2 of 'worker', which ClusterSpec",
     )
     refused(lambda: resolver.master("ps", 0), "No such job in cluster: 'ps'")
-    for task_id in -1, "x", 1.5, True:
-        wrong = cr.SageMakerClusterResolver(task_id=task_id)
-        with pytest.raises(ValueError, match="`task_id` was .*; the index of this pro"):
-            wrong.process()
-    for port in 0, 65536, "x", None, True, 2.5:
-        with pytest.raises(ValueError, match=r"`port` was .*; a port was wanted"):
-            cr.SageMakerClusterResolver(port=port)
+    wrong = cr.SageMakerClusterResolver(task_id="x")
+    refused(wrong.process, "`task_id` was 'x'; the index of this pro")
+    for port in 0, 65536, "x":
+        refused(cr.SageMakerClusterResolver, "a port was wanted", port=port)
     for missing in "SM_CURRENT_HOST", "SM_HOSTS":
         monkeypatch.delenv(missing)
         for ask in (resolver.cluster_spec, resolver.process, resolver.master):

@@ -378,12 +378,9 @@ def test_wrong_arguments_are_refused(tmp_path, monkeypatch):
     (tmp_path / "there.py").touch()
     for options, text in [
         ("", "the script is missing: name it after the options"),
-        ("-n 4", "the script is missing"),
         ("-n 0 x.py", "argument -n/--processes: '0' is not a whole number above 0"),
-        ("-n two x.py", "'two' is not a whole number above 0"),
         ("--max-restarts=-1 x.py", "'-1' is not a whole number from 0 on"),
         ("--grace soon x.py", "argument --grace: 'soon' is not a time in seconds"),
-        ("--grace nan x.py", "'nan' is not a time in seconds"),
         ("--proc 3 x.py", "unrecognized arguments: --proc"),
         (
             "-n 2 --max-restarts 1 --min-processes 3 x.py",
@@ -402,11 +399,9 @@ def test_wrong_arguments_are_refused(tmp_path, monkeypatch):
             "--nodes 2 --node-rank 2 x.py",
             "--node-rank 2 is out of range: --nodes is 2, so ranks go from 0 to 1",
         ),
-        ("--node-rank 1 x.py", "--node-rank 1 is out of range: --nodes is 1"),
         ("--nodes 2 --coordinator a:1 x.py", "--nodes needs --node-rank"),
         ("--nodes 2 --node-rank 0 x.py", "--nodes needs --coordinator host:port"),
         ("--coordinator a x.py", "'a' is not an address. Give it as host:port"),
-        ("--coordinator a:0 x.py", "'a:0' is not an address"),
         ("missing.py", "'missing.py' is no file; give the path of a Python script"),
         (".", "'.' is a folder; give the path of a Python script"),
         ("--compilation-cache there.py x.py", "is not a folder"),

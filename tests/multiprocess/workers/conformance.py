@@ -4,7 +4,6 @@ Each check returns what it has seen, by name. Under `"own"` stands a list with a
 for each replica of this process; everything else must be the same in all processes.
 """
 
-import contextlib
 import io
 import pickle
 import traceback
@@ -283,26 +282,6 @@ def assert_in_sync_finds_what_differs(s):
 
 
 @check
-def some_rows(s):
-    def step(i):
-        rows = js.IndexedSlices(jnp.ones((2, 3)) * (i + 1), jnp.array([0, 2]), (4, 3))
-        summed = context().all_reduce("sum", rows)
-        return summed, summed.to_dense()
-
-    ids = s.run(lambda: context().replica_id_in_sync_group)
-    rows, dense = s.run(step, (ids,))
-    wanted = np.zeros((4, 3))
-    wanted[[0, 2]] = sum(range(1, s.num_replicas_in_sync + 1))
-    np.testing.assert_allclose(dense, wanted)
-    with s.scope():
-        v = js.Variable(np.zeros((4, 3), np.float32), aggregation="sum")
-    s.run(lambda i: v.assign_add(js.IndexedSlices(
-        jnp.ones((2, 3)) * (i + 1), jnp.array([0, 2]), (4, 3))), (ids,))  # fmt: skip
-    np.testing.assert_allclose(v.value(), wanted)
-    return {"dense": rows.to_dense(), "variable": v.value()}
-
-
-@check
 def compressed_gradients(s):
     found = {"own": []}
     grads = {"b": versions(s, (3,)), "w": versions(s, (16, 40), seed=1)}
@@ -356,26 +335,6 @@ def reading(s):
     host["sum"] = float(same + same)  # with plain jax.numpy
     host["jit"] = float(jax.jit(lambda a: a * 2)(same))
     return host
-
-
-@check
-def printing_in_a_step(s):
-    def step(x):
-        jax.debug.callback(lambda x: seen.append(float(x)), x)
-        return context().all_reduce("sum", x)
-
-    seen, x = [], s.per_replica(versions(s))
-    total = s.run(step, (x,))
-    jax.effects_barrier()
-    assert sorted(seen) == sorted(map(float, x.values))
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        s.run(lambda: jax.debug.print("here"))
-        jax.effects_barrier()
-    if s.num_replicas_in_sync > 1:
-        wanted = [f"replica {i}: here" for i in s._replicas.own]
-        assert sorted(text.getvalue().splitlines()) == sorted(wanted)
-    return {"total": total}
 
 
 def told(found):
