@@ -495,9 +495,7 @@ def test_a_donated_array_is_named(tmp_path, two):
     state = two.mirror({"w": np.ones(3)})
     step = two.run(lambda s: s, options=js.RunOptions(donate_argnums=(0,)))
     step(state)
-    with pytest.raises(
-        js.errors.DonatedValueError, match="`w` was donated to an earlier"
-    ):
+    with pytest.raises(js.errors.DonatedValueError, match="`w` was donated to an earl"):
         saved(tmp_path, state)
 
 
@@ -525,13 +523,9 @@ def test_two_values_of_one_name_are_refused(tmp_path):
 
 def test_saving_inside_a_step_is_refused(tmp_path, two):
     with manager_of(tmp_path) as manager:
-        with pytest.raises(
-            js.errors.ContextError, match="`save` was called inside a step"
-        ):
+        with pytest.raises(js.errors.ContextError, match="`save` was called inside a "):
             two.run(lambda: manager.save(1, {"a": 1}))
-        with pytest.raises(
-            js.errors.ContextError, match="`restore` was called inside a step"
-        ):
+        with pytest.raises(js.errors.ContextError, match="`restore` was called inside"):
             jax.jit(lambda: manager.restore({"a": 1}))()
 
 

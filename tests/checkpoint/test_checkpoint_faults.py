@@ -17,13 +17,10 @@ import sys
 import time
 import traceback
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training import train_state
 from helpers.loops import each_of
 from helpers.threads import Started
 
@@ -270,9 +267,7 @@ def test_what_cannot_be_deleted_is_told(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path, keep=1) as manager:
         monkeypatch.setattr(shutil, "rmtree", refuse)
         manager.save(2, state_of(2))
-        with pytest.raises(
-            CheckpointError, match="2 is written, but an older one coul"
-        ):
+        with pytest.raises(CheckpointError, match="2 is written, but an older one cou"):
             manager.wait()
         monkeypatch.undo()
         assert is_state_of(manager.restore(state_of(0)), 2)
@@ -315,14 +310,6 @@ def killed(work, is_time, delay=0.0):
         _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), f"it was not killed: {status}"
     return said
-
-
-def finished(work):
-    pid, lines = forked(work)
-    with lines:
-        lines.read()
-    _, status = os.waitpid(pid, 0)
-    assert status == 0, status
 
 
 def save_for_ever(folder):
@@ -373,128 +360,6 @@ def test_a_killed_writer_leaves_a_checkpoint(tmp_path):
         names = [path.name for path in folder.iterdir()]
         assert all(name.isdecimal() for name in names) and len(names) <= 2
     assert unfinished > 3, "most were killed between checkpoints"
-
-
-# Training that is killed and goes on.
-
-ROWS = 8
-STEPS = 40
-
-
-def data():
-    draw = np.random.default_rng(0)
-    x = draw.normal(size=(44, 6)).astype(np.float32)
-    return {"x": x, "y": x[:, :2] * 2, "id": np.arange(44)}
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(8)(x)
-        x = nn.Dropout(0.5, deterministic=False)(jnp.tanh(x))
-        return nn.Dense(2)(x)
-
-
-def reduced(tree):
-    return js.get_replica_context().all_reduce("mean", tree)
-
-
-def linen_training(strategy):
-    """A state, a step on it, and what of it is to be compared."""
-    model = Linen()
-    params = model.init(
-        {"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.ones((1, 6))
-    )
-    train = train_state.TrainState.create(
-        apply_fn=model.apply, params=params, tx=optax.adam(0.01)
-    )
-    with strategy.scope():
-        total = js.Variable(0.0, aggregation="mean")
-    state = {"train": strategy.mirror(train), "key": jax.random.key(7), "total": total}
-
-    @strategy.run
-    def step(train, key, batch):
-        own, following = jax.random.split(key)
-        own = js.get_replica_context().fold_in(own)
-
-        def loss(params):
-            out = model.apply(params, batch["x"], rngs={"dropout": own})
-            return js.masked_mean(((out - batch["y"]) ** 2).mean(-1))
-
-        value, grads = jax.value_and_grad(loss)(train.params)
-        total.assign_add(value)
-        return train.apply_gradients(grads=reduced(grads)), following
-
-    def advance(state, batch):
-        train, key = step(state["train"], state["key"], batch)
-        return {**state, "train": train, "key": key}
-
-    return state, advance
-
-
-def training(kind, folder, result=None):
-    """Trains up to the last step, from the last checkpoint in `folder`."""
-
-    def work(tell):
-        sharding = js.StateSharding(min_bytes=0) if kind == "divided" else None
-        strategy = js.MirroredStrategy(jax.devices()[:4], sharding=sharding)
-        state, advance = linen_training(strategy)
-        source = js.batches(data(), ROWS, shuffle=3, epochs=None, drop_remainder=True)
-        batches = iter(strategy.experimental_distribute_dataset(source))
-        seen = np.full((STEPS, ROWS), -1)
-        state = {"training": state, "batches": batches, "seen": seen}
-        with CheckpointManager(folder, strategy, every=4) as manager:
-            state, start = manager.restore_or_init(state)
-            for step in range(start, STEPS):
-                batch = next(batches)
-                ids = batch.pop("id")
-                state["seen"][step] = np.asarray(ids.stacked).reshape(-1)
-                state["training"] = advance(state["training"], batch)
-                manager.save(step + 1, state)
-                tell(step + 1)
-        batches.close()
-        if result is not None:
-            leaves = jax.tree.leaves({k: state[k] for k in ("training", "seen")})
-            np.savez(result, *map(on_host, leaves))
-
-    return work
-
-
-def on_host(leaf):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
-
-
-def train_and_kill(root, kind):
-    """Training to its end; killed and resumed, at moments of two seeds."""
-    finished(training(kind, root / "whole", root / "whole.npz"))
-    draw = random.Random(1)
-    for number, times in enumerate([(20, 31), (draw.randrange(6, 36),)]):
-        folder = root / str(number)
-        for at in times:
-            work = training(kind, folder)
-            killed(work, lambda step, at=at: step == at, draw.uniform(0, 0.01))
-        finished(training(kind, folder, root / f"{number}.npz"))
-
-
-def arrays_in(file):
-    with np.load(file) as loaded:
-        return [loaded[f"arr_{i}"] for i in range(len(loaded.files))]
-
-
-@pytest.mark.slow
-@each_of("kind", ["mirrored", "divided"])
-def test_killed_training_resumes_bit_by_bit(tmp_path, kind):
-    run_script("train_and_kill", tmp_path, kind)
-    whole = arrays_in(tmp_path / "whole.npz")
-    seen = next(array for array in whole if array.shape == (STEPS, ROWS))
-    assert all(len(set(row)) == ROWS for row in seen.tolist())
-    assert seen[:5].tolist() != np.arange(40).reshape(5, ROWS).tolist()
-    for number in range(2):
-        resumed = arrays_in(tmp_path / f"{number}.npz")
-        for ours, theirs in zip(whole, resumed, strict=True):
-            assert ours.dtype == theirs.dtype and ours.tobytes() == theirs.tobytes()
 
 
 if __name__ == "__main__":

@@ -188,9 +188,7 @@ def test_a_result_is_no_argument(coordinator):
     f = coordinator.function(lambda x: x)
     first = coordinator.schedule(f, (1.0,))
     for args, kwargs in (((first,), {}), (({"a": [first]},), {}), ((), {"x": first})):
-        with pytest.raises(
-            TypeError, match="was a `RemoteValue`, which has its results"
-        ):
+        with pytest.raises(TypeError, match="was a `RemoteValue`, which has its resul"):
             coordinator.schedule(f, args, kwargs)
     assert coordinator.schedule(f, (first.get(),)).fetch() == 1.0
 
@@ -209,9 +207,7 @@ def test_an_error_in_the_trace_comes_from_schedule(shared, coordinator):
     with pytest.raises(ValueError, match="Make it outside the step"):
         shared.schedule(lambda: js.Variable(1.0).value())
     own = js.Variable(1.0, name="own")
-    with pytest.raises(
-        js.errors.ContextError, match="'own', which was not made in the scope"
-    ):
+    with pytest.raises(js.errors.ContextError, match="'own', which was not made in th"):
         shared.schedule(lambda: own.value())
     inner = coordinator.function(lambda: 1)
     calls = lambda: coordinator.schedule(inner), coordinator.join, coordinator.done

@@ -281,9 +281,7 @@ def test_what_functions_cannot_do_with_iterators_is_said(three):
         with pytest.raises(error, match=text):
             three.schedule(three.function(wrong), (iterator,))
     three.join()
-    with pytest.raises(
-        js.errors.ContextError, match="given <PerWorkerIterator on 3 workers>"
-    ):
+    with pytest.raises(js.errors.ContextError, match="given <PerWorkerIterator on 3 w"):
         three.strategy.run(lambda iterator: next(iterator), (iterator,))
 
 
@@ -335,9 +333,7 @@ def test_python_does_not_know_the_index(three):
     def step():
         return 1 if index() == 0 else 2
 
-    with pytest.raises(
-        js.errors.TracedValueError, match=r"(?s)`step` asked.*jax.lax.cond"
-    ):
+    with pytest.raises(js.errors.TracedValueError, match=r"(?s)`step` asked.*jax.lax."):
         three.schedule(step)
 
 
@@ -378,7 +374,5 @@ def test_workers_do_not_share_what_the_coordinator_has_begun(three):
     iterator = iter(three.create_per_worker_dataset(lambda: begun))
     step = three.function(lambda iterator: next(iterator))
     three.schedule(step, (iterator,))
-    with pytest.raises(
-        js.errors.ClosureInputError, match="an iterator that the coordinator"
-    ):
+    with pytest.raises(js.errors.ClosureInputError, match="an iterator that the coord"):
         three.join()

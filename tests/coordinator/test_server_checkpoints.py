@@ -150,9 +150,7 @@ def test_waiting_in_a_pause_is_an_error_and_no_deadlock(counting):
             value.get,
             lambda: counting.coordinator.fetch(value),
         ):
-            with pytest.raises(
-                RuntimeError, match=r"block of `coordinator.paused\(\)`"
-            ):
+            with pytest.raises(RuntimeError, match=r"block of `coordinator.paused\(\)"):
                 wait()
     assert value.fetch() == 1
 

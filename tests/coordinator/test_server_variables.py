@@ -245,9 +245,7 @@ def test_what_needs_more_than_rows_is_right_too(strategy):
 
 
 def test_random_keys_in_variables_are_refused(strategy):
-    with pytest.raises(
-        TypeError, match="holds random keys, which parameter servers do"
-    ):
+    with pytest.raises(TypeError, match="holds random keys, which parameter servers d"):
         variable(strategy, jax.random.key(0))
 
 
@@ -286,9 +284,7 @@ def test_replicas_that_differ_are_refused():
 
 def test_a_jitted_function_that_nobody_schedules_is_refused(strategy):
     v = variable(strategy, name="v")
-    with pytest.raises(
-        js.errors.ContextError, match="'v' is on a parameter server, and was u"
-    ):
+    with pytest.raises(js.errors.ContextError, match="'v' is on a parameter server, a"):
         jax.jit(lambda: v + 1)()
 
 

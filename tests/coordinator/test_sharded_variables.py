@@ -250,6 +250,3 @@ def test_it_prints_the_parts(plain):
         "Variable 'w' float32[4,2] divided along dimension 0, {\n"
         "  0: [[0., 1.]],\n  1: [[4., 5.]],\n  2: [[8., 9.]],\n  3: [[12., 13.]]\n}"
     )
-
-
-# Checkpoints.

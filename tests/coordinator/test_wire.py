@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.processes import free_address
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.wire import stream
@@ -27,11 +28,6 @@ KEYS = stream.Keys(b"1" * 32, b"2" * 32), stream.Keys(b"2" * 32, b"1" * 32)
 
 
 # Strangers, at the address of a parameter server of this process.
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 def called(address):

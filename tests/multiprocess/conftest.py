@@ -5,6 +5,7 @@ import concurrent.futures
 import harness
 import pytest
 from harness import Secret, SharedStore
+from helpers.processes import free_address
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def pool():
 
 @pytest.fixture
 def address():
-    return harness.free_address()
+    return free_address()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness import free_address
+from helpers.processes import free_address
 from workers import PATH
 
 MAIN = "from workers.first_generation import main\nmain()\n"

@@ -11,7 +11,8 @@ import textwrap
 import pytest
 import ray_machines
 from helpers.launching import ALONE
-from ray_machines import DEADLINE, is_alive, until
+from helpers.processes import is_alive
+from ray_machines import DEADLINE, until
 
 pytestmark = pytest.mark.slow
 

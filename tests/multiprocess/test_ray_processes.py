@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import ray_machines
-from ray_machines import DEADLINE, is_alive, until
+from helpers.processes import is_alive
+from ray_machines import DEADLINE, until
 
 pytestmark = pytest.mark.slow
 

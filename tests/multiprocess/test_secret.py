@@ -12,9 +12,9 @@ import sys
 import textwrap
 import traceback
 
-import harness
 import pytest
 from harness import Client, RefusedError, Secret, meets
+from helpers.processes import free_address
 
 import jaxstrategy
 from jaxstrategy import ClusterError
@@ -33,7 +33,7 @@ def attend(attend):
 
 def test_another_secret_is_refused_alone_and_told(attend, pool, capfd):
     for word, own in (("", "has none"), ("another secret of a job", "has one")):
-        at = harness.free_address()
+        at = free_address()
         zero = pool.submit(attend, 0, at=at)
         with pytest.raises(ClusterError) as caught:
             attend(1, word=word, at=at)

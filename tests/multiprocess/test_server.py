@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness import free_address
+from helpers.processes import free_address
 
 import jaxstrategy as js
 

@@ -12,18 +12,13 @@ import time
 import jax
 import numpy as np
 import pytest
+from helpers.processes import free_address
 from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import ClusterTasks
 
 SECRET = "a secret of all processes of the job"
-
-
-def free_address():
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import re
 import signal
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from helpers.launching import ALONE, DEADLINE, Launched, command
+from helpers.processes import is_alive
 
 # Every worker has these names.
 PRELUDE = """
@@ -287,14 +287,6 @@ os.rename(file.name, f"child{rank}")
 NAMES = ("worker0", "worker1", "child0", "child1")
 
 
-def is_alive(pid):
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
-
-
 @pytest.mark.parametrize("end", ["sys.exit(3 * rank)", "pass", "wait()"])
 def test_what_workers_started_ends_with_them(start, end):
     launched = start("-n 2 --grace 0.1", FAMILY + end)
@@ -454,6 +446,3 @@ def test_a_summary_tells_what_became_of_a_job(launch, tmp_path):
         ("--summary .", "'.'; a file in a folder that exists"),
     ]:
         refused(f"{options} {__file__}", why)
-
-
-# With JAX
