@@ -20,7 +20,6 @@ from rich.live import Live
 
 import jaxstrategy as js
 from jaxstrategy.coordinator import ClusterCoordinator
-from jaxstrategy.experimental import embedding_lookup
 
 
 @pytest.fixture(scope="module")
@@ -405,25 +404,6 @@ def test_results_may_be_random_keys_and_half_precision(coordinator):
 # Tables.
 
 
-def test_rows_are_read_and_changed(shared, coordinator):
-    t = shared.variable(np.arange(10.0, dtype="float32").reshape(5, 2))
-
-    def function(ids):
-        rows = embedding_lookup(t, ids)
-        t.scatter_sub(js.IndexedSlices(jnp.ones_like(rows), ids))
-        return rows
-
-    rows = shared(function, np.array([0, 4, 4]))
-    assert rows.tolist() == [[0, 1], [8, 9], [8, 9]]
-    expected = np.arange(10.0).reshape(5, 2)
-    np.subtract.at(expected, [0, 4, 4], 1)
-    np.testing.assert_array_equal(t.numpy(), expected)
-    for wrong in (5, -1):
-        shared.schedule(lambda i: embedding_lookup(t, i), np.array([wrong]))
-        with pytest.raises(IndexError, match=rf"Row {wrong} .* \[0, 5\)"):
-            coordinator.join()
-
-
 # Functions that call Python have no exported form.
 
 
@@ -454,39 +434,6 @@ def test_an_error_of_a_host_callback_is_of_its_own_type(shared, coordinator):
     assert any(entry.name == "host" for entry in raised.traceback)
     assert float(counter) == 1
     assert coordinator.schedule(f, (0.5,)).fetch() == 0.5
-
-
-def callback_function(strategy, v, t):
-    def function(x, ids, key):
-        jax.debug.print("x = {}", x)
-        v.assign_add(x)
-        sine = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), np.float32), x)
-        rows = embedding_lookup(t, ids)
-        doubled = strategy.reduce("sum", strategy.run(lambda: 2 * x))
-        return sine, v.value(), rows, jax.random.normal(key), doubled
-
-    return function
-
-
-def check_callbacks(cluster):
-    v = cluster.variable(1.0)
-    t = cluster.variable(np.arange(8.0, dtype="float32").reshape(4, 2))
-    function = cluster.coordinator.function(callback_function(cluster.strategy, v, t))
-    given = np.float32(2.0), np.array([1, 3]), jax.random.key(1)
-    results = [cluster.coordinator.schedule(function, given) for _ in range(3)]
-    cluster.coordinator.join()
-    assert float(v) == 7.0
-    sine, value, rows, normal, doubled = results[0].fetch()
-    assert sine == np.sin(np.float32(2.0))
-    assert value in (3.0, 5.0, 7.0)
-    assert rows.tolist() == [[2, 3], [6, 7]]
-    assert normal == jax.random.normal(given[2])
-    assert doubled == 4.0
-
-
-def test_functions_may_call_python(shared, capfd):
-    check_callbacks(shared)
-    assert capfd.readouterr().out.count("x = 2.0") == 3
 
 
 # What a coordinator says of itself, and its end.

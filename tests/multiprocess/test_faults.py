@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 
@@ -49,23 +48,3 @@ def test_a_rank_that_dies_while_all_read_ahead(job):
         assert running.wait(DEADLINE) == [76, -signal.SIGKILL]
         assert "process 1 (host" in running.ranks[0].output
         assert "has died: killed, out of memory" in running.ranks[0].output
-
-
-@pytest.mark.slow
-def test_a_port_that_is_taken(job):
-    script = """
-    import os, jaxstrategy as js
-    try:
-        js.MultiWorkerMirroredStrategy()
-    except js.ClusterError as error:
-        print("told:", error)
-        os._exit(3)
-    """
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        env = {"JAXSTRATEGY_COORDINATOR": address}
-        with job(script, count=2, env=env, started=False) as running:
-            assert running.wait(DEADLINE, 0) == [3]  # which ends a launcher's others
-            zero = running.ranks[0].output
-            assert "told: Process 0 cannot listen" in zero and address in zero
-            assert "in use by another program" in zero

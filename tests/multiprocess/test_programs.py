@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import workers
 from harness import job as started_job
-from workers import digits, rounds
+from workers import digits
 from workers.divided_variables import WHOLE, trained, variables
 
 import jaxstrategy as js
@@ -30,7 +30,6 @@ PROGRAMS = {
     "test_the_loss_curve_is_that_of_one_process": "digits",
     "test_replicas_of_two_processes_run_eagerly": "eager",
     "test_values_are_copied_and_variables_changed_on_all_processes": "placed_copies",
-    "test_rounds_of_processes_are_those_of_workers_alone": "rounds",
     "test_variables_are_made_changed_trained_and_saved": "divided_variables",
 }
 
@@ -224,28 +223,6 @@ def check_digits(outputs, plain):
         np.testing.assert_allclose(curve, losses, rtol=1e-5)
         assert found["all"] == 1797  # also with a last batch of 5 rows
         assert abs(found["right"] - right["right"]) <= 1 and found["right"] > 1300
-
-
-def rounds_by_hand(n, momentum):
-    """The parameters after each round, by a loop over workers."""
-    w, speed, found = rounds.START.astype(float), np.zeros((n, 3)), []
-    own = np.tile(w, (n, 1))
-    for number, each in enumerate(rounds.rows(n), 1):
-        for r, x in enumerate(each.astype(float)):
-            grad = 2 * x.T @ (x @ own[r] - x.sum(-1)) / len(x)
-            speed[r] = momentum * speed[r] + grad
-            own[r] -= rounds.RATE * speed[r]
-        if number % rounds.EVERY == 0:
-            own[:] = own.mean(0)
-            found.append(own[0].tolist())
-    return found
-
-
-@pytest.mark.slow
-def test_rounds_of_processes_are_those_of_workers_alone(said):
-    for found in told(said["rounds"], "found"):
-        np.testing.assert_allclose(found["averaged"], rounds_by_hand(4, 0.0), rtol=1e-5)
-        np.testing.assert_allclose(found["outer"], rounds_by_hand(4, 0.9), rtol=1e-5)
 
 
 # Variables and values
