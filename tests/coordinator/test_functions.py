@@ -401,9 +401,6 @@ def test_results_may_be_random_keys_and_half_precision(coordinator):
     assert number.dtype == jnp.bfloat16
 
 
-# Tables.
-
-
 # Functions that call Python have no exported form.
 
 

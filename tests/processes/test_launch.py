@@ -69,6 +69,9 @@ def test_each_worker_is_told_its_place(launch):
     kept = ("TF_CONFIG", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "OWN")
     place |= {name: os.environ.get(name) for name in kept}
     place |= {"arguments": sys.argv[1:], "input": sys.stdin.read()}
+    place["secret"] = os.environ["JAXSTRATEGY_CLUSTER_SECRET"]
+    for pid in os.getpid(), os.getppid():
+        assert place["secret"] not in open(f"/proc/{pid}/cmdline").read()
     print(json.dumps(place))
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX")}
@@ -79,6 +82,8 @@ def test_each_worker_is_told_its_place(launch):
     places = [json.loads(line.split(" ", 1)[1]) for line in result.lines]
     coordinator = places[0]["COORDINATOR"]
     assert re.fullmatch(r"127\.0\.0\.1:\d+", coordinator)
+    (secret,) = {place.pop("secret") for place in places}
+    assert re.fullmatch("[0-9a-f]{64}", secret)
     assert places == [
         {
             "COORDINATOR": coordinator,
