@@ -7,7 +7,7 @@ import pathlib
 import pytest
 import workers
 from helpers.http_answers import served
-from helpers.kubernetes_pods import Pods, pod, service_account
+from helpers.kubernetes_pods import Pods, service_account
 
 TESTS = pathlib.Path(__file__).parent.parent
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([workers.PATH, str(TESTS)])}
@@ -52,24 +52,6 @@ def kubernetes(tmp_path):
             )
 
     return kubernetes
-
-
-@pytest.mark.slow
-def test_pods_of_kubernetes_are_parameter_servers_and_workers(job, kubernetes):
-    names = ["chief-0", "worker-1", "worker-0", "ps-0"]
-    pods = [
-        pod(name, f"127.0.0.{i}", name.partition("-")[0])
-        for i, name in enumerate(names, 1)
-    ]
-    with kubernetes(pods) as (_, env):
-        env |= {
-            "PODS": " ".join(names),
-            "JAXSTRATEGY_CLUSTER_SECRET": "of the test" * 2,
-        }
-        script = started("roles_from_kubernetes")
-        with job(script, count=4, seconds=60, env=env, started=False) as running:
-            assert running.wait(120, 0) == [0]
-            assert "all is well" in running.ranks[0].output.splitlines()
 
 
 @pytest.mark.slow

@@ -282,39 +282,6 @@ def assert_in_sync_finds_what_differs(s):
 
 
 @check
-def compressed_gradients(s):
-    found = {"own": []}
-    grads = {"b": versions(s, (3,)), "w": versions(s, (16, 40), seed=1)}
-    params = jax.tree.map(lambda g: g[0], grads)
-    levels = {"implementation": "hierarchical", "groups": [[0, 1], [2, 3]]}
-    cases = {
-        "int8": {"compression": "int8"},
-        "in levels": {"compression": "int8", **levels},
-        "thin": {"compression": js.experimental.PowerSGD(2)},
-    }
-    for name, chosen in cases.items():
-        options = js.experimental.CommunicationOptions(**chosen)
-        tx = js.optax.all_reduce_gradients(options=options)
-        state = s.init(tx.init, params)
-        with s.scope():
-            assert jax.tree.all(jax.tree.map(alike, state, tx.init(params)))
-        step = s.run(tx.update)
-        for _ in range(2):
-            means, state = step(s.per_replica(grads), state)
-        s.assert_in_sync((means, state.bases))
-        found[name] = means
-        found["own"].append(s.experimental_local_results(state.errors["w"]))
-    found["own"] = list(zip(*found["own"], strict=True))
-    return found
-
-
-def alike(one, other):
-    pairs = [np.asarray(x.addressable_data(0)) for x in (one, other)]
-    assert one.sharding == other.sharding and one.shape == other.shape
-    return np.allclose(*pairs, rtol=1e-6)
-
-
-@check
 def reading(s):
     x = versions(s, (2,))
     value, same = s.per_replica(x), s.mirror(np.float32(2.5))
