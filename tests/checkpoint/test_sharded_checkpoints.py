@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import jaxstrategy as js
@@ -14,16 +13,6 @@ from jaxstrategy.checkpoint import CheckpointManager
 def sharded(count=8, shard="state", **options):
     chosen = js.StateSharding(shard, **{"min_bytes": 0, **options})
     return js.MirroredStrategy(jax.devices()[:count], sharding=chosen)
-
-
-STRATEGIES = {
-    "8 parts": sharded,
-    "4 parts": lambda: sharded(4),
-    "optimizer in 2 parts": lambda: sharded(2, "optimizer"),
-    "1 device": lambda: js.OneDeviceStrategy(jax.devices()[3]),
-    "2 copies": lambda: js.MirroredStrategy(jax.devices()[:2]),
-    "4 copies": lambda: js.MirroredStrategy(jax.devices()[:4]),
-}
 
 
 def state_of(number):
@@ -63,10 +52,6 @@ def divided(tree):
 
 MOMENTS = {f"['opt'][0].{m}['{w}']" for m in ("mu", "nu") for w in ("w", "half")}
 PARAMETERS = {"['params']['w']", "['params']['half']"}
-DIVIDED = {
-    "8 parts": MOMENTS | PARAMETERS, "4 parts": MOMENTS | PARAMETERS,
-    "optimizer in 2 parts": MOMENTS,
-}  # fmt: skip
 
 
 def saved(folder, state, step=1):
@@ -77,19 +62,6 @@ def saved(folder, state, step=1):
 def restored(folder, like, strategy=None, step=None):
     with CheckpointManager(folder, strategy) as manager:
         return manager.restore(like, step)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A checkpoint of each strategy: number i is of the i-th one."""
-    made = tmp_path_factory.mktemp("checkpoints")
-    with CheckpointManager(made, keep=None) as manager:
-        for number, name in enumerate(STRATEGIES):
-            strategy = STRATEGIES[name]()
-            state = strategy.mirror(state_of(number))
-            assert divided(state) == DIVIDED.get(name, set())
-            manager.save(number, {**state, "n": number})
-    return made
 
 
 def test_the_record_has_logical_shapes_and_no_file_is_too_large(tmp_path):
@@ -107,8 +79,16 @@ def test_the_record_has_logical_shapes_and_no_file_is_too_large(tmp_path):
     )
 
 
-def test_a_state_says_where_it_is_to_lie(folder):
-    whole = js.MirroredStrategy(jax.devices()[:4])
+def test_a_state_says_where_it_is_to_lie(tmp_path):
+    folder, whole = tmp_path, js.MirroredStrategy(jax.devices()[:4])
+    saved(folder, {**sharded().mirror(state_of(0)), "n": 0}, 0)
+    types = {**jax.eval_shape(lambda: state_of(9)), "n": 0}  # or its strategy does
+    for strategy, wanted in (
+        (sharded(2, "optimizer"), MOMENTS),
+        (js.OneDeviceStrategy(jax.devices()[3]), set()),
+    ):
+        found = restored(folder, types, strategy, 0)
+        assert divided(found) == wanted and bits(found) == bits(state_of(0))
     like = {**whole.mirror(state_of(9)), "n": 0}
     found = restored(folder, like, sharded(4), 0)  # it lies somewhere already
     assert not divided(found) and bits(found) == bits(state_of(0))

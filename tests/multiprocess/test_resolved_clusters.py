@@ -1,13 +1,10 @@
 """Processes that resolvers tell who they are train together."""
 
-import contextlib
 import os
 import pathlib
 
 import pytest
 import workers
-from helpers.http_answers import served
-from helpers.kubernetes_pods import Pods, service_account
 
 TESTS = pathlib.Path(__file__).parent.parent
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([workers.PATH, str(TESTS)])}
@@ -29,29 +26,6 @@ def check(running):
 def test_processes_whose_variables_tell_all_train_together(job, what):
     with job(started(what), count=2, env=ENVIRONMENT, started=False) as running:
         check(running)
-
-
-@pytest.fixture
-def kubernetes(tmp_path):
-    """Starts the API for some pods, and tells the environment in which they find it."""
-    token, certificate, context = service_account(tmp_path)
-
-    @contextlib.contextmanager
-    def kubernetes(pods):
-        with served(Pods(pods), context) as api:
-            host, port = api.address.split(":")
-            yield (
-                api,
-                {
-                    **ENVIRONMENT,
-                    "TOKEN": str(token),
-                    "CERTIFICATE": str(certificate),
-                    "KUBERNETES_SERVICE_HOST": host,
-                    "KUBERNETES_SERVICE_PORT": port,
-                },
-            )
-
-    return kubernetes
 
 
 @pytest.mark.slow
