@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import sys
@@ -116,6 +117,38 @@ def test_lines_stand_behind_their_rank_on_their_own_stream(start, launch):
     launched = start("-n 1", r"sys.stdout.buffer.write(b'\xff\xfe!\n')")
     launched.process.wait(DEADLINE)  # bytes that are no text pass
     assert launched.process.stdout.buffer.read() == b"[0] \xff\xfe!\n"
+
+
+def test_lines_end_in_any_way(launch):
+    script = r"""
+    def put(*pieces):
+        for piece in pieces:
+            sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+            time.sleep(0.1)
+    put(b"a\nb\n", b"c", b"d\ne\r\nf\r", b"\n\n")
+    put(b"1 %\r2 %\r3 %\rdone\n")  # of a progress bar, one line a second
+    put(b"x" * 70000 + b"y\n")  # too long to be kept whole
+    put(b"end\r")
+    """
+    lines = [line.removeprefix("[0] ") for line in launch("-n 1", script).lines]
+    short = [line for line in lines if len(line) < 10]
+    assert sorted(short) == ["", "1 %", "a", "b", "cd", "done", "e", "end", "f"]
+    long = sorted(line for line in lines if len(line) >= 10)
+    assert len(long) > 1 and "".join(long) == "x" * 70000 + "y"
+
+
+def test_a_terminal_shows_ranks_in_colour(start):
+    for no_color in "", "1":
+        ours, theirs = pty.openpty()
+        environment = os.environ | {"NO_COLOR": no_color}
+        launched = start("-n 2", "print(rank)", stdout=theirs, env=environment)
+        launched.process.wait(DEADLINE)
+        os.close(theirs)
+        shown = set(os.read(ours, 1000).decode().split("\r\n")) - {""}
+        os.close(ours)
+        coloured = {"\x1b[31m[0]\x1b[0m 0", "\x1b[32m[1]\x1b[0m 1"}
+        assert shown == ({"[0] 0", "[1] 1"} if no_color else coloured)
 
 
 def test_modules_are_run_as_by_python(launch, tmp_path):
