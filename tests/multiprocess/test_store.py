@@ -1,9 +1,13 @@
 """What processes know of each other."""
 
 import json
+import os
+import signal
 
+import hypothesis.strategies as st
 import pytest
-from harness import until
+from harness import STATUS, SharedStore, until
+from hypothesis import HealthCheck, given, settings
 
 from jaxstrategy import ClusterError
 
@@ -55,12 +59,37 @@ def test_gather_names_who_does_not_come(boards, pool):
     assert list(again) == [[0, 1, 2, 3]] * 4
 
 
+def test_who_compiles_is_waited_for(boards, pool):
+    zero, one = boards(2, timeout_seconds=0.3)
+    one.status = lambda: STATUS | {"busy": "compiles"}
+    until(lambda: zero.states()[1].busy)
+    asked, states = [], zero.states
+    zero.states = lambda: asked.append(None) or states()
+    patient = pool.submit(zero.gather, "key", 1)
+    until(lambda: len(asked) > 2)  # each time that its time was over
+    assert not patient.done()
+    with pytest.raises(ClusterError, match="Waited 0.2 s in 'short'"):
+        zero.gather("short", 1, 0.2)  # a time of its own is kept
+    one.gather("key", 2)
+    assert patient.result(10) == [1, 2]
+    late = pool.submit(zero.gather, "key", 1)
+    one.status = lambda: STATUS
+    with pytest.raises(ClusterError, match="Waited 0.3 s in 'key' for process 1"):
+        late.result(10)
+
+
 def test_what_is_not_json_is_refused(boards):
     zero, _ = boards(2)
     with pytest.raises(TypeError, match="not JSON serializable"):
         zero.put("key", object())
     zero.put("key", 1)
     assert zero.get("key") == 1
+
+
+def test_a_large_value_arrives(boards, pool):
+    text = "x" * 3_000_000
+    got = pool.map(lambda board: board.gather("key", text), boards(3))
+    assert [[len(part) for part in parts] for parts in got] == [[3_000_000] * 3] * 3
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -76,6 +105,24 @@ def test_who_has_finished_is_not_waited_for(boards, leaver):
     until(lambda: f"{wanted} already" in told)
     with pytest.raises(ClusterError, match="has finished already"):
         other.get("other key", 10)
+
+
+def test_who_finishes_while_others_wait_for_it(boards, pool):
+    zero, one, two = boards(3)
+    calls = [pool.submit(board.gather, "key", 1, 20) for board in (zero, two)]
+    until(lambda: waiting(zero, "key") == 2)
+    one.leave()
+    for call in calls:
+        with pytest.raises(ClusterError, match="process 1 .* has finished already"):
+            call.result(10)
+
+
+def test_when_all_have_left_everyone_knows(boards):
+    made = boards(3)
+    for board in made:
+        assert not board.wait_for_all_left(0)
+        board.leave()
+    assert all(board.wait_for_all_left(10) for board in made)
 
 
 @pytest.mark.parametrize("dead", [0, 2])
@@ -108,6 +155,71 @@ def hang_up(board):
     """As the kernel does for a process that dies."""
     board._is_closed = True  # this end keeps quiet
     board._group.close()
+
+
+def test_a_failure_is_told_in_its_own_words(boards):
+    zero, one, two = boards(3)
+    told = departures(zero), departures(two)
+    one.fail("ValueError: bad batch")
+    until(lambda: all(told))
+    wanted = "process 1 (host host1, pid 101) failed: ValueError: bad batch"
+    assert told == ([wanted], [wanted])
+
+
+def test_states_say_where_all_are(boards):
+    zero, one = boards(2)
+    one.status = lambda: STATUS | {"step": 7}
+    until(lambda: zero.states()[1].status)
+    for board in (zero, one):
+        states = board.states()
+        assert [state.member.index for state in states] == [0, 1]
+        assert states[1].status == STATUS | {"step": 7} and states[1].end is None
+        assert states[1].silent_seconds < 5
+    one.leave(STATUS | {"step": 9})
+    until(lambda: zero.states()[1].end == "left")
+    assert zero.departures[1].status == STATUS | {"step": 9}
+
+
+def test_who_does_not_answer_counts_as_dead(meet):
+    meeting, stopped = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
+    zero = SharedStore(meeting, silence_seconds=2.5)
+    told = departures(zero)
+    until(lambda: zero.states()[1].silent_seconds > 1)
+    until(lambda: told)
+    assert told[0].startswith("process 1 (host host1, pid 101) has not answered for")
+    with pytest.raises(ClusterError, match="it is stopped, or its host is"):
+        zero.gather("key", 1, 10)
+    stopped.close()
+    zero.fail("over")
+
+
+def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
+    """A forked child holds copies of its parent's connections."""
+    script = """
+    import os, sys, time
+    from jaxstrategy._src.processes import rendezvous, store
+    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+    address = os.environ["JAXSTRATEGY_COORDINATOR"]
+    board = store.SharedStore(rendezvous.meet(RANK, 2, address, 30))
+    os.register_at_fork(after_in_child=board.close_in_forked_child)
+    if RANK == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        board.put("child", child)
+        print("forked")
+        time.sleep(60)
+    print(board.get("child"), board.wait_for_departure(40), flush=True)
+    os._exit(0)
+    """
+    with job(script, started=False) as running:
+        running.wait_for("forked", ranks=[1])
+        running.signal(1, signal.SIGKILL)
+        assert running.wait(10, 0) == [0]
+        child, told = running.ranks[0].output.split(" ", 1)
+        assert told.startswith("process 1 (") and "has died" in told
+        os.kill(int(child), signal.SIGKILL)
 
 
 # What makes no sense
@@ -146,3 +258,64 @@ def test_a_message_that_is_none_ends_its_sender_alone(boards):
         wanted = "process 1 (host host1, pid 101) failed: its messages make no sense"
         assert told[0].startswith(wanted), message
         check_ends_alone(one, zero, two)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+words = st.sampled_from(
+    ["op", "id", "key", "value", "status", "text", "cancelled", "index", "count",
+     "host", "pid", "job", "versions", "alive", "put", "get", "gather", "cancel",
+     "states", "failed", "left", "verdict", "members", "seconds", "gone", "ping"]
+)  # fmt: skip
+anything = st.recursive(
+    scalars | words,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(words | st.text(max_size=4), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+right = st.sampled_from(
+    [
+        {"op": "alive", "status": None},
+        {"op": "alive", "status": STATUS},
+        {"op": "put", "key": "k", "value": [1]},
+        {"op": "get", "id": 1, "key": "k"},
+        {"op": "gather", "id": 2, "key": "k", "value": 1},
+        {"op": "cancel", "id": 3, "cancelled": 2},
+        {"op": "states", "id": 4},
+        {"op": "failed", "text": "no"},
+        {"op": "left", "status": None},
+    ]
+)
+
+
+@st.composite
+def nearly_right(draw):
+    """A message with one field changed or left out."""
+    message = dict(draw(right))
+    name = draw(st.sampled_from(sorted(message)))
+    if draw(st.booleans()):
+        del message[name]
+    else:
+        message[name] = draw(anything)
+    return message
+
+
+@given(st.lists(right | nearly_right() | anything, max_size=6), st.binary(max_size=60))
+@settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_nothing_that_one_sends_ends_the_others(boards, messages, rest):
+    zero, one, two = boards(3)
+    for message in messages:
+        one._group.client.send(json.dumps(message).encode())
+    one._group.client.send(rest)
+    until(lambda: zero.departures)
+    assert zero.departures.keys() == {1}
+    two.put("still", "there")
+    assert [state.end for state in two.states()] == [None, "failed", None]
+    for each in (one, two, zero):
+        each.fail("over")

@@ -32,10 +32,40 @@ def test_the_slowest_is_named_with_median_and_tail():
     assert "process 0 (host a, pid 10): median 0.0 ms, 95 % 0.0 ms" in str(found)
 
 
-def test_few_steps_tell_nothing():
-    found = found_late.stragglers({ZERO: rows(lambda k: 0), ONE: rows(lambda k: 1, 5)})
+def test_who_is_late_by_little_is_not_named():
+    found = found_late.stragglers({ZERO: rows(lambda k: 0), ONE: rows(lambda k: 0.005)})
+    assert found.slowest is None
+    assert found.verdict == "no process is late, in 100 steps"
+
+
+def compared(delay, steps=20, period=0.1):
+    """The same where each step is compared, and times begin anew: the first ones."""
+    return [[k, k, period + delay] for k in range(1, steps + 1)]
+
+
+def test_a_step_takes_as_long_where_each_is_compared():
+    found = found_late.stragglers({ZERO: compared(0), ONE: compared(0.001)})
+    assert found.step_seconds == pytest.approx(0.101)
+    assert found.verdict == "no process is late, in 20 steps"
+    found = found_late.stragglers({ZERO: compared(0), ONE: compared(0.1)})
+    assert found.verdict.endswith(" 100.0 ms), 50% of a step")
+
+
+def test_nobody_is_late_where_no_two_steps_follow_each_other():
+    told = {ZERO: [[2 * k, k, 0.0] for k in range(20)], ONE: []}
+    told[ONE] = [[step, met, 0.5] for step, met, _ in told[ZERO]]
+    found = found_late.stragglers(told)
+    assert found.step_seconds == 0 and found.slowest is None
+    assert "too few to tell who is late" in found.verdict
+
+
+def test_steps_that_one_does_not_tell_of_are_left_out():
+    told = {ZERO: rows(lambda k: 0)[50:], ONE: rows(lambda k: 0.05, steps=55)}
+    found = found_late.stragglers(told)
     assert found.steps == 5 and found.slowest is None
     assert found.verdict == "only 5 steps were seen, too few to tell who is late"
+    told[ONE] = told[ONE][:51]
+    assert found_late.stragglers(told).verdict.startswith("only 1 step was seen")
 
 
 TOLD = r"process 1 \(host .*\) is late: it comes [\d.]+ ms after the first to a step"
@@ -62,3 +92,13 @@ def test_a_late_process_is_named_while_running_in_the_profile_and_at_the_end():
     assert re.search(rf"\[0\]   processes  +{TOLD}", done.stdout), done
     last = done.stderr.rstrip().rsplit("\n", 1)[-1]
     assert re.search(rf"^jaxstrategy.launch: {TOLD}", last), done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["1 raise", "1 sleep"])
+def test_a_late_process_is_named_at_the_end_of_a_job_that_fails(ending):
+    done = launched(*ending.split())
+    assert done.returncode, done
+    said = re.findall(r"^jaxstrategy.launch: (.*)", done.stderr, re.M)
+    assert len([line for line in said if re.match(TOLD, line)]) == 1, done
+    assert re.search(r"rank \d failed with ", said[-1]), done  # the cause stays last

@@ -2,10 +2,14 @@
 
 import contextlib
 import json
+import pathlib
 import socket
+import textwrap
 
 import pytest
 from harness import VERSIONS, Client, RemoteError, Secret, meets
+
+import jaxstrategy
 
 HELLO = {"index": 1, "count": 2, "host": "h", "pid": 7, "versions": VERSIONS}
 NO_HELLOS = [
@@ -52,3 +56,44 @@ def test_hundreds_of_idle_callers_do_not_stop_a_job(address, attend, pool):
             with contextlib.suppress(ConnectionError):
                 idle.sendall(b"\xff" * (number % 30))
         assert meets(zero, attend)
+
+
+# Without the package around it the rendezvous is there at once.
+ALONE = f"""
+import os, resource, sys, types
+package = types.ModuleType("jaxstrategy")
+package.__path__ = [{str(pathlib.Path(jaxstrategy.__file__).parent)!r}]
+sys.modules["jaxstrategy"] = package
+from jaxstrategy._src.processes import rendezvous
+RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+def meet():
+    return rendezvous.meet(RANK, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)
+"""
+
+
+@pytest.mark.slow
+def test_more_callers_than_descriptors_do_not_stop_a_job(job, tmp_path):
+    go = tmp_path / "go"
+    scripts = {
+        0: """
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        meeting = meet()
+        print("met", len(meeting.members))
+        """,
+        1: f"""
+        import time
+        while not os.path.exists({str(go)!r}):
+            time.sleep(0.01)
+        print("met", len(meet().members))
+        """,
+    }
+    scripts = {rank: ALONE + textwrap.dedent(text) for rank, text in scripts.items()}
+    with (
+        job(scripts=scripts, started=False) as running,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(100):
+            stack.enter_context(called(running.address))
+        go.touch()
+        assert running.wait(30) == [0, 0]
+        assert [rank.last_line for rank in running.ranks] == ["met 2", "met 2"]

@@ -2,6 +2,7 @@
 
 import threading
 
+import jax.numpy as jnp
 import pytest
 from harness import (
     STATUS,
@@ -10,6 +11,7 @@ from harness import (
     ProcessState,
     Store,
     Watchdog,
+    stacks,
     until,
     watchdog as _watchdog,
 )
@@ -51,6 +53,18 @@ class Ends:
         self.came.set()
 
 
+class Token:
+    """A result that is computed when the test says so."""
+
+    def __init__(self):
+        self.done = threading.Event()
+        self.is_waited_for = threading.Event()
+
+    def block_until_ready(self):
+        self.is_waited_for.set()
+        self.done.wait(20)
+
+
 @pytest.fixture
 def watched():
     made = []
@@ -82,12 +96,100 @@ def test_a_call_that_does_not_return_is_reported(watched):
     assert last.startswith("jaxstrategy: process 0 waited") and "in step 1" in last
 
 
+def test_a_result_that_is_not_computed_is_reported(watched):
+    watchdog, ends = watched(0.3)
+    token = Token()
+    watchdog.step_started("train_step")
+    watchdog.step_dispatched(token)
+    assert ends.came.wait(10)
+    assert "in step 1" in ends.calls[0][1]
+    token.done.set()
+
+
+def test_steps_that_are_computed_are_not_reported(watched):
+    array = jnp.ones(3) + 1
+    watchdog, ends = watched(0.5)
+    for _ in range(5):
+        watchdog.step_started("train_step")
+        watchdog.step_dispatched(array)
+    ends.looks(12)
+    assert not ends.calls and watchdog.pending is None
+    assert watchdog.told() == "step 5, train_step"
+
+
+def test_a_result_that_was_given_away_counts_as_computed(watched):
+    watchdog, ends = watched(0.3)
+    array = jnp.ones(3) + 1
+    watchdog.step_started("train_step")
+    watchdog.watch(array)
+    watchdog.step_dispatched()
+    array.delete()
+    ends.looks(12)
+    assert not ends.calls
+
+
+def test_a_queue_of_results_that_goes_on_is_progress(watched):
+    watchdog, ends = watched(1.5)
+    tokens = [Token() for _ in range(10)]
+    for token in tokens:
+        watchdog.step_started("train_step")
+        watchdog.step_dispatched(token)
+    for token in tokens:
+        assert token.is_waited_for.wait(10)
+        ends.looks(2)  # all of them take longer than one may
+        token.done.set()
+    assert not ends.calls
+
+
+def test_of_a_long_queue_some_are_waited_for_and_the_last(watched):
+    watchdog, _ = watched(30)
+    tokens = [Token() for _ in range(1000)]
+    for token in tokens:
+        token.done.set()
+        watchdog.step_started("train_step")
+        watchdog.step_dispatched(token)
+    assert tokens[-1].is_waited_for.wait(10)
+    assert sum(token.is_waited_for.is_set() for token in tokens) <= 200
+
+
+def test_progress_gives_the_step_its_whole_time_again(watched):
+    watchdog, ends = watched(1.2)
+    watchdog.step_started("evaluate")
+    for _ in range(8):
+        ends.looks(3)
+        watchdog.step_progress()
+    assert not ends.calls
+    assert ends.came.wait(10)
+
+
 def test_a_call_that_compiles_has_longer(watched):
     watchdog, ends = watched(0.2, busy_seconds=2.5)
     watchdog.step_started("train_step", busy="compiles")
     ends.looks(12)
     assert not ends.calls and watchdog.status()["busy"]
     assert ends.came.wait(10)
+
+
+def test_others_are_waited_for_while_they_compile(boards, capfd):
+    zero, one = boards(2)
+    ends = Ends(zero)
+    watchdog = Watchdog(zero, 0.3, end=ends)
+    compiles = dict(state(1, step=1, busy="compiles").status)
+    one.status = lambda: compiles
+    until_status(zero)
+    watchdog.start()
+    watchdog.step_started("train_step")
+    ends.looks(24)
+    assert not ends.calls
+    said = capfd.readouterr().err
+    assert said.count("process 1 (host host1, pid 101), which compiles") == 1
+    compiles["busy"] = None
+    assert ends.came.wait(10)
+    watchdog.stop()
+
+
+def until_status(board):
+    until(lambda: board.states()[1].status)
 
 
 def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
@@ -109,6 +211,14 @@ def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
     watchdog.stop()
 
 
+def test_nothing_is_kept_while_nobody_looks():
+    watchdog = Watchdog(Store(), 1)
+    watchdog.step_started("f")
+    watchdog.watch(jnp.ones(3))
+    watchdog.step_dispatched(jnp.ones(3))
+    assert not watchdog._tokens
+
+
 def state(
     index, step=3, pending=None, busy=None, end=None, silent=0.0, text="", reads=()
 ):
@@ -124,6 +234,69 @@ def state(
     }
     status = status if step is not None else None
     return ProcessState(Member(index, "h", 10 + index), status, end, silent, text)
+
+
+def test_the_suspicion_names_the_culprit():
+    for other, text in [
+        (state(1, end="left"), "process 1 (host h, pid 11) has finished already."),
+        (state(1, end="failed", text="E: x"), "process 1 (host h, pid 11) failed: E: "),
+        (state(1, silent=9.5), "(host h, pid 11) has not answered for 9.5 s. It is s"),
+        (state(1, step=2), "process 1 (host h, pid 11) has not begun this step."),
+        (state(1, step=3), "all processes answer and have begun this step."),
+        (state(1, step=None), "all processes answer and have begun this step."),
+    ]:
+        states = [state(0, pending="step 3"), other, state(2, step=5)]
+        assert text in _watchdog.suspicion(states, 0, "step 3", 10.0, 3)
+    for other, text in [
+        (state(1), "process 1 (host h, pid 11) has not come to saving. process 1"),
+        (state(1, pending="saving"), "all processes answer and have come to saving"),
+        (state(1, pending="saving", reads=[["batch 3", 2.0]]), "have come to saving"),
+        (
+            state(1, pending="saving", reads=[["batch 3", 6.0]]),
+            "the input pipeline of process 1 (host h, pid 11) has not delivered batch 3"
+            " for 6.0 s",
+        ),
+    ]:
+        states = [state(0, pending="saving"), other]
+        assert text in _watchdog.suspicion(states, 0, "saving", 10.0, None)
+
+
+def test_each_process_is_described():
+    for process, text in [
+        (state(1, end="left"), "has finished already"),
+        (state(1, end="died", silent=9.5), "has died: killed, out of memory"),
+        (state(1, step=None), "had not said how far it is"),
+        (state(1), "waited for nothing; last: step 3, f at a.py:1"),
+        (
+            state(1, pending="step 3", busy="compiles"),
+            "compiles, for 2.5 s; last: step 3",
+        ),
+        (
+            state(1, pending="step 2"),
+            "had been in step 2 for 2.5 s; last begun: step 3, f at",
+        ),
+        (
+            state(1, reads=[["batch 4", 2.0], ["batch 5", 0.1]]),
+            "waited for nothing; last: step 3, f at a.py:1; its input pipeline has not "
+            "delivered batch 4 for 2.0 s",
+        ),
+        (
+            state(1, silent=9.5),
+            "has not answered for 9.5 s; before, it waited for noth",
+        ),
+    ]:
+        assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
+
+
+def test_stacks_show_every_thread():
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, args=(20,), name="loader")
+    thread.start()
+    text = stacks()
+    release.set()
+    thread.join()
+    assert text.startswith("MainThread") and "loader, the innermost call" in text
+    assert "text = stacks()" in text
 
 
 def test_a_killed_process_ends_the_others_by_name(job):
@@ -146,6 +319,16 @@ def test_the_death_of_process_0_ends_the_others_by_name(job):
         # Some thread of JAX's may put in a word.
         assert "jaxstrategy: process 0 (host " in running.ranks[1].output
         assert "has died: killed, out of memory" in running.ranks[1].output
+
+
+@pytest.mark.slow
+def test_an_idle_process_learns_of_a_death(job):
+    script = "float(total(1)); print('going'); time.sleep(60)"
+    with job(script) as running:
+        running.wait_for("going")
+        running.signal(1, 9)
+        assert running.wait(20) == [76, -9]
+        assert "process 1 (host" in running.ranks[0].last_line
 
 
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])

@@ -30,8 +30,12 @@ def main(case, who, timeout_seconds=4):
     w = strategy.mirror(np.zeros((2, 3), np.float32))
     batches = strategy.distribute_datasets_from_function(lambda c: lambda: pipeline(c))
     for i, batch in enumerate(batches):
-        if case == "stop" and is_me and i == 40:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if is_me and i == 40:
+            match case:
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
         w = train_step(w, batch)
         if i % 10 == 0:
             float(w[0, 0])

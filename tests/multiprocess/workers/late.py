@@ -1,5 +1,11 @@
-"""A training in which process 1 comes 40 ms late to each step."""
+"""A training in which process 1 comes 40 ms late to each step.
 
+Arguments: which process fails at the end, if one does, and how.
+"""
+
+import os
+import signal
+import sys
 import time
 
 import numpy as np
@@ -39,6 +45,16 @@ def main():
             w = profile(w, x)
             float(w[0])
     until_all_have_told()
+    if len(sys.argv) > 1 and strategy.process_index == int(sys.argv[1]):
+        match sys.argv[2]:
+            case "raise":
+                raise ValueError("no such digit")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "sleep":
+                time.sleep(600)
+    if len(sys.argv) > 1:
+        float(profile(w, x)[0])
     if strategy.process_index == 0:
         print(js.experimental.stragglers())
         print(profile.report())

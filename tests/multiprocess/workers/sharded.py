@@ -5,6 +5,7 @@ What each process finds wrong it raises; the folder is that of the test.
 
 import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -16,10 +17,17 @@ import jaxstrategy as js
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy.checkpoint import CheckpointManager
 
+STEPS = 6
 EVERYTHING = js.StateSharding("state", min_bytes=0)
 
 
 # Training, in one process or several.
+
+
+def rows(step):
+    """A global batch of 8 rows."""
+    draw = np.random.default_rng(step).normal(size=(8, 9)).astype(np.float32)
+    return draw[:, :8], draw[:, 8:]
 
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
@@ -28,6 +36,42 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
 def first_state(key):
     params = {"w": jax.random.normal(key, (8, 16)), "v": jnp.ones((16, 1))}
     return {"params": params, "opt": OPTIMIZER.init(params), "n": jnp.zeros((), int)}
+
+
+def train_step(state, batch):
+    x, y = batch
+
+    def loss(params):
+        return ((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2).mean()
+
+    grads = jax.grad(loss)(state["params"])
+    grads = js.get_replica_context().all_reduce("mean", grads)
+    updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt": opt, "n": state["n"] + 1}
+
+
+def batch_of(strategy, step):
+    size = 8 // strategy.num_replicas_in_sync
+
+    def of_replica(context):
+        first = context.replica_id_in_sync_group * size
+        return tuple(each[first : first + size] for each in rows(step))
+
+    return strategy.experimental_distribute_values_from_function(of_replica)
+
+
+def trained(strategy, folder, last=STEPS, then=None):
+    """The state after `last` steps, from the last checkpoint in `folder`."""
+    key = jax.random.key(5)
+    with CheckpointManager(folder, strategy, asynchronous=False) as manager:
+        state, start = manager.restore_or_init(lambda: strategy.init(first_state, key))
+        for step in range(start, last):
+            state = strategy.run(train_step, (state, batch_of(strategy, step)))
+            if then is not None and step == then:
+                os.kill(os.getpid(), signal.SIGKILL)
+            manager.save(step + 1, state)
+    return state
 
 
 # What is read together.
@@ -79,6 +123,22 @@ def alone(strategy, placed):
     assert "float32" in repr(placed["host"])  # no numbers, and no error
 
 
+def in_sync(strategy, placed):
+    whole = jax.jit(lambda: jnp.ones(8), out_shardings=mesh.replicated_like(
+        placed["host"].sharding))()  # fmt: skip
+    strategy.assert_in_sync({"parts": placed, "whole": whole})
+    local = [shard.data for shard in whole.addressable_shards]
+    if jax.process_index() == 1:
+        local[0] = jax.device_put(local[0] + 1, local[0].devices().pop())
+    bad = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, local)
+    try:
+        strategy.assert_in_sync({"parts": placed, "whole": bad})
+    except js.errors.OutOfSyncError as error:
+        assert list(error.leaves) == ["tree['whole']"], error.leaves
+    else:
+        raise AssertionError("it was not found")
+
+
 def init(strategy):
     key, own = jax.random.key(7), jax.process_index()
 
@@ -116,6 +176,7 @@ def main():
     if what == "values":
         placed = mirror(strategy)
         alone(strategy, placed)
+        in_sync(strategy, placed)
         init(strategy)
         restored(strategy, folder)
     if what == "alone":
@@ -124,4 +185,16 @@ def main():
             js.to_host(placed)
         else:
             strategy.assert_in_sync(strategy.mirror(1.0))
+    if what == "train":
+        then = os.environ.get("KILLED")
+        last = int(os.environ.get("LAST", STEPS))
+        is_own = os.environ.get("RANK") == str(jax.process_index())
+        state = trained(
+            strategy, folder / "trained", last, int(then) if then and is_own else None
+        )
+        parts_are(state["params"]["w"], js.to_host(state["params"]["w"]))
+        strategy.assert_in_sync(state)
+        found = js.to_host(state)
+        if jax.process_index() == 0:
+            np.savez(folder / "found.npz", *jax.tree.leaves(found))
     print("all is well", flush=True)
