@@ -209,6 +209,11 @@ def test_what_is_wrong_changes_nothing(server, stored):
         server.define("x", b"nothing")
     with pytest.raises(ValueError, match="exported for cuda. Parameter servers run on"):
         server.define("x", exported(lambda a: a, kind, platforms=("cuda",)))
+    two = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
+    divided = jax.ShapeDtypeStruct((4,), np.float32, sharding=two)
+    program = jax.export.export(jax.jit(lambda a: a * 2))(divided).serialize()
+    with pytest.raises(ValueError, match="exported for 2 devices"):
+        server.define("x", bytes(program))
 
 
 def test_what_servers_need_of_jax(monkeypatch):
