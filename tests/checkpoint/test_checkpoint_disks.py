@@ -3,11 +3,18 @@
 The disk is stood in for by another that fails as network file systems do.
 """
 
+import contextlib
 import errno
+import gc
 import os
+import resource
 import shutil
+import subprocess
 import sys
+import threading
+import time
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from helpers.loops import each_of
@@ -103,6 +110,29 @@ def test_what_will_not_pass_is_told_at_once(tmp_path, disk, number):
     assert left == [number]
 
 
+# Clocks.
+
+
+def test_clocks_that_go_backwards_change_nothing(tmp_path, monkeypatch):
+    now = [2e9]
+
+    def earlier():
+        now[0] -= 3600
+        return now[0]
+
+    monkeypatch.setattr(time, "time", earlier)
+    monkeypatch.setattr(time, "time_ns", lambda: int(earlier() * 1e9))
+    with CheckpointManager(tmp_path, keep=2) as manager:
+        for step in range(1, 6):
+            manager.save(step, state_of(step))
+            manager.wait()
+            os.utime(tmp_path / str(step), (1e9 - step, 1e9 - step))
+        assert manager.all_steps() == [4, 5] and manager.latest_step() == 5
+    with CheckpointManager(tmp_path) as manager:
+        state, step = manager.restore_or_init(state_of(0))
+        assert step == 5 and is_state_of(state, 5)
+
+
 # Two writers.
 
 
@@ -144,5 +174,63 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(tmp_path, monkeyp
             return read(self, folder, **options)
 
         monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", deleted)
-        with pytest.raises(CheckpointError, match="1 in .* could not be read: .* Did "):
+        with pytest.raises(
+            CheckpointError, match="1 in .* could not be read: .* Did an"
+        ):
             manager.restore(state_of(0))
+
+
+# What a failed save leaves.
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file can become larger than 5 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fail_to_save(folder):
+    """Saves that fail for several reasons, at several times; prints what is left."""
+    large = np.random.default_rng(0).random(5000)
+    mkdir = os.mkdir
+
+    def refuse(path, *args, **kwargs):
+        if str(path).startswith(folder):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return mkdir(path, *args, **kwargs)
+
+    with CheckpointManager(folder) as manager:
+        for step in range(4):
+            os.mkdir = refuse if step % 2 else mkdir
+            with contextlib.suppress(CheckpointError), full_disk():
+                manager.save(step, {"w": large, "number": 1})
+                manager.wait()
+                print(f"{step} was saved")
+            gc.collect()
+    os.mkdir = mkdir
+    gc.collect()
+    print([each.name for each in threading.enumerate() if not each.daemon])
+
+
+@pytest.mark.slow
+def test_failed_saves_leave_neither_coroutines_nor_threads(tmp_path):
+    told = subprocess.run(
+        [sys.executable, "-W", "error", __file__, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # `helpers`
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout == "['MainThread']\n"
+    for word in ("never awaited", "Exception ignored", "Task was destroyed"):
+        assert word not in told.stderr
+
+
+if __name__ == "__main__":
+    fail_to_save(sys.argv[1])

@@ -6,6 +6,7 @@ Run as a script it is the process that is killed.
 import contextlib
 import errno
 import json
+import linecache
 import os
 import pathlib
 import random
@@ -17,10 +18,14 @@ import sys
 import time
 import traceback
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from flax.training import train_state
 from helpers.loops import each_of
 from helpers.threads import Started
 
@@ -164,6 +169,16 @@ def test_damaged_checkpoints_are_never_counted(three, tmp_path):
     assert left == ["2.damaged", "3", "4.damaged", "5", "7.damaged", "notes"]
 
 
+def test_the_same_step_may_be_damaged_twice(three, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(three, folder)
+    for _ in range(2):
+        lose_record(folder / "3")
+        with CheckpointManager(folder) as manager:
+            manager.save(3, state_of(3))
+    assert (folder / "3.damaged").exists() and (folder / "3.damaged-again").exists()
+
+
 def test_if_all_are_damaged_training_does_not_begin_anew(tmp_path):
     save_all(tmp_path, [1, 2])
     cut(tmp_path / "1")
@@ -189,6 +204,22 @@ def test_a_later_format_is_an_error_and_left_alone(tmp_path):
             with pytest.raises(CheckpointError, match="Checkpoint 2 has format 99, of"):
                 use()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+@each_of("way", ["restore", "restore_or_init"])
+def test_the_warning_about_damage_names_the_line_that_restores(tmp_path, way):
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": step})
+        manager.wait()
+        (tmp_path / "2" / "jaxstrategy.json").write_text("{")
+        with pytest.warns(DamagedCheckpointWarning) as warned:
+            getattr(manager, way)({"x": 0})
+    (found,) = warned
+    assert found.filename == __file__
+    assert 'getattr(manager, way)({"x": 0})' in linecache.getline(
+        __file__, found.lineno
+    )
 
 
 # Disks.
@@ -267,7 +298,9 @@ def test_what_cannot_be_deleted_is_told(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path, keep=1) as manager:
         monkeypatch.setattr(shutil, "rmtree", refuse)
         manager.save(2, state_of(2))
-        with pytest.raises(CheckpointError, match="2 is written, but an older one cou"):
+        with pytest.raises(
+            CheckpointError, match="2 is written, but an older one coul"
+        ):
             manager.wait()
         monkeypatch.undo()
         assert is_state_of(manager.restore(state_of(0)), 2)
@@ -310,6 +343,14 @@ def killed(work, is_time, delay=0.0):
         _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), f"it was not killed: {status}"
     return said
+
+
+def finished(work):
+    pid, lines = forked(work)
+    with lines:
+        lines.read()
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, status
 
 
 def save_for_ever(folder):
@@ -360,6 +401,186 @@ def test_a_killed_writer_leaves_a_checkpoint(tmp_path):
         names = [path.name for path in folder.iterdir()]
         assert all(name.isdecimal() for name in names) and len(names) <= 2
     assert unfinished > 3, "most were killed between checkpoints"
+
+
+# Training that is killed and goes on.
+
+ROWS = 8
+STEPS = 40
+
+
+def data():
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(44, 6)).astype(np.float32)
+    return {"x": x, "y": x[:, :2] * 2, "id": np.arange(44)}
+
+
+class Linen(nn.Module):
+    rate: float
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        x = nn.Dropout(self.rate, deterministic=False)(jnp.tanh(x))
+        return nn.Dense(2)(x)
+
+
+def reduced(tree):
+    return js.get_replica_context().all_reduce("mean", tree)
+
+
+def linen_training(strategy, rate):
+    """A state, a step on it, and what of it is to be compared."""
+    model = Linen(rate)
+    params = model.init(
+        {"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.ones((1, 6))
+    )
+    train = train_state.TrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.adam(0.01)
+    )
+    with strategy.scope():
+        total = js.Variable(0.0, aggregation="mean")
+    state = {"train": strategy.mirror(train), "key": jax.random.key(7), "total": total}
+
+    @strategy.run
+    def step(train, key, batch):
+        own, following = jax.random.split(key)
+        own = js.get_replica_context().fold_in(own)
+
+        def loss(params):
+            out = model.apply(params, batch["x"], rngs={"dropout": own})
+            return js.masked_mean(((out - batch["y"]) ** 2).mean(-1))
+
+        value, grads = jax.value_and_grad(loss)(train.params)
+        total.assign_add(value)
+        return train.apply_gradients(grads=reduced(grads)), following
+
+    def advance(state, batch):
+        train, key = step(state["train"], state["key"], batch)
+        return {**state, "train": train, "key": key}
+
+    return state, advance
+
+
+class Net(nnx.Module):
+    def __init__(self, rate):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.first = nnx.Linear(6, 8, rngs=rngs)
+        self.norm = js.flax.nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.last = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))
+
+
+def nnx_training(strategy, rate):
+    model = Net(rate)
+    state = {
+        "model": model,
+        "optimizer": nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param),
+        "metrics": nnx.metrics.Average("loss"),
+    }
+
+    @strategy.run
+    def step(model, optimizer, metrics, batch):
+        def loss(model):
+            return js.masked_mean(((model(batch["x"]) - batch["y"]) ** 2).mean(-1))
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, reduced(grads))
+        metrics.update(loss=reduced(value))
+
+    def advance(state, batch):
+        step(state["model"], state["optimizer"], state["metrics"], batch)
+        return state
+
+    return state, advance
+
+
+TRAININGS = {"linen": linen_training, "nnx": nnx_training, "divided": linen_training}
+
+
+def training(kind, folder, replicas, rate, result=None):
+    """Trains up to the last step, from the last checkpoint in `folder`."""
+
+    def work(tell):
+        sharding = js.StateSharding(min_bytes=0) if kind == "divided" else None
+        devices = jax.devices()[:replicas]
+        strategy = js.MirroredStrategy(devices, sharding=sharding)
+        state, advance = TRAININGS[kind](strategy, rate)
+        source = js.batches(data(), ROWS, shuffle=3, epochs=None, drop_remainder=True)
+        batches = iter(strategy.experimental_distribute_dataset(source))
+        seen = np.full((STEPS, ROWS), -1)
+        state = {"training": state, "batches": batches, "seen": seen}
+        with CheckpointManager(folder, strategy, every=4) as manager:
+            state, start = manager.restore_or_init(state)
+            for step in range(start, STEPS):
+                batch = next(batches)
+                ids = batch.pop("id")
+                state["seen"][step] = np.asarray(ids.stacked).reshape(-1)
+                state["training"] = advance(state["training"], batch)
+                manager.save(step + 1, state)
+                tell(step + 1)
+        batches.close()
+        if result is not None:
+            leaves = jax.tree.leaves({k: state[k] for k in ("training", "seen")})
+            np.savez(result, *map(on_host, leaves))
+
+    return work
+
+
+def on_host(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def train_and_kill(root, kind):
+    """Training to its end; killed and resumed, at moments of two seeds."""
+    finished(training(kind, root / "whole", 4, 0.5, root / "whole.npz"))
+    draw = random.Random(1)
+    for number, times in enumerate([(20, 31), (draw.randrange(6, 36),)]):
+        folder = root / str(number)
+        for at in times:
+            work = training(kind, folder, 4, 0.5)
+            killed(work, lambda step, at=at: step == at, draw.uniform(0, 0.01))
+        finished(training(kind, folder, 4, 0.5, root / f"{number}.npz"))
+
+
+def train_with_fewer(root):
+    """Training without dropout, to its end; and killed, then resumed by fewer."""
+    finished(training("linen", root / "whole", 4, 0.0, root / "whole.npz"))
+    work = training("linen", root / "fewer", 4, 0.0)
+    killed(work, lambda step: step == 21)
+    finished(training("linen", root / "fewer", 2, 0.0, root / "fewer.npz"))
+
+
+def arrays_in(file):
+    with np.load(file) as loaded:
+        return [loaded[f"arr_{i}"] for i in range(len(loaded.files))]
+
+
+@pytest.mark.slow
+@each_of("kind", TRAININGS)
+def test_killed_training_resumes_bit_by_bit(tmp_path, kind):
+    run_script("train_and_kill", tmp_path, kind)
+    whole = arrays_in(tmp_path / "whole.npz")
+    seen = next(array for array in whole if array.shape == (STEPS, ROWS))
+    assert all(len(set(row)) == ROWS for row in seen.tolist())
+    assert seen[:5].tolist() != np.arange(40).reshape(5, ROWS).tolist()
+    for number in range(2):
+        resumed = arrays_in(tmp_path / f"{number}.npz")
+        for ours, theirs in zip(whole, resumed, strict=True):
+            assert ours.dtype == theirs.dtype and ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.slow
+def test_killed_training_resumes_with_fewer_replicas_within_rounding(tmp_path):
+    run_script("train_with_fewer", tmp_path)
+    whole, fewer = (arrays_in(tmp_path / f"{name}.npz") for name in ("whole", "fewer"))
+    for ours, theirs in zip(whole, fewer, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,14 @@ def test_a_checkpoint_behind_a_link_is_used_and_never_deleted(folder, tmp_path):
         assert is_state_of(manager.restore(state_of(0), 2), 2)
 
 
+def test_deleting_a_link_deletes_no_checkpoint(folder, tmp_path):
+    moved_away(folder, 1, tmp_path / "archive")
+    with CheckpointManager(folder) as manager:
+        manager.delete(1)
+        assert manager.all_steps() == [2]
+    assert (tmp_path / "archive" / RECORD).is_file()
+
+
 @each_of("name, target", [("7", "folder"), ("7", "itself"), ("7.deleted", "file"),
                           ("7.orbax-checkpoint-tmp", "nothing")])  # fmt: skip
 def test_links_never_stop_later_saves(two, tmp_path, name, target):
@@ -170,33 +178,80 @@ def crafted(folder, change):
     path.write_text(json.dumps({"version": 1, "crc32": checksum, "content": content}))
 
 
-OURS = "its `jaxstrategy.json` was not written by jaxstrategy: "
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 ARRAY = {"kind": "array", "dtype": "float32", "shape": [3]}
-CHANGES = [
-    (lambda content: content.clear(), OURS),
-    (lambda content: content.update(step=-2), OURS),
-    (lambda content: content["files"].update({"../1/x": [1, 5]}), OURS),
-    *[
-        (lambda content, entry=entry: content["leaves"].update(w=entry),
-         f"{OURS}`w` is nothing that a che")
-        for entry in (None, {**ARRAY, "dtype": "float33"}, {**ARRAY, "shape": [-1]},
-                      {"kind": "number", "type": "object", "value": 5})
-    ],
-]  # fmt: skip
+NOT_ENTRIES = [
+    None,
+    {"kind": []},
+    {**ARRAY, "dtype": "float33"},
+    {**ARRAY, "dtype": "key<fry>"},
+    {**ARRAY, "shape": ["3"]},
+    {**ARRAY, "shape": [-1]},
+    {**ARRAY, "more": 1},
+    {**ARRAY, "impl": "fry", "words": [2]},
+    {**ARRAY, "kind": "per_replica", "shape": []},
+    {**ARRAY, "kind": "per_replica", "mask": [[True], [True, False]]},
+    {"kind": "number", "type": "int", "value": "5"},
+    {"kind": "number", "type": "object", "value": 5},
+    {"kind": "number", "type": "complex", "value": [1.0]},
+    {"kind": "text", "value": 5},
+    {"kind": "iterator", "states": []},
+]
 
 
-@each_of("change, told", CHANGES)
-def test_a_record_that_is_not_ours_is_damage(two, tmp_path, change, told):
+@each_of("entry", NOT_ENTRIES)
+def test_a_value_that_no_checkpoint_holds_is_damage(two, tmp_path, entry):
+    folder = shutil.copytree(two, tmp_path / "checkpoints")
+    crafted(folder, lambda content: content["leaves"].update(w=entry))
+    with CheckpointManager(folder) as manager:
+        assert manager.all_steps() == [1]
+        with pytest.raises(CheckpointError, match="2 in .*: `w` is nothing that a che"):
+            manager.restore(state_of(0), 2)
+
+
+CHANGES = {
+    "nothing": lambda content: content.clear(),
+    "more": lambda content: content.update(more=1),
+    "a text as step": lambda content: content.update(step="2"),
+    "a negative step": lambda content: content.update(step=-2),
+    "no leaves": lambda content: content.update(leaves=None),
+    "a text as metric": lambda content: content.update(metrics={"a": "b"}),
+    "a file without a size": lambda content: content["files"].update(a=5),
+    "a file above": lambda content: content["files"].update({"../1/x": [1, 5]}),
+    "a file elsewhere": lambda content: content["files"].update({"/etc/hosts": [1, 5]}),
+}
+
+
+@each_of("change", CHANGES.values())
+def test_a_record_that_is_not_ours_is_damage(two, tmp_path, change):
     folder = shutil.copytree(two, tmp_path / "checkpoints")
     crafted(folder, change)
-    check_set_aside(folder, told)
+    check_set_aside(folder, "its `jaxstrategy.json` was not written by jaxstrategy: ")
+
+
+@each_of("name", ["a\0b", "\ud800"])
+def test_files_that_cannot_exist_are_missing(two, tmp_path, name):
+    folder = shutil.copytree(two, tmp_path / "checkpoints")
+    crafted(folder, lambda content: content["files"].update({name: [1, 5]}))
+    with CheckpointManager(folder) as manager:
+        assert manager.all_steps() == [1]
+        manager.save(3, state_of(3))
 
 
 @each_of(
     "text",
     [
+        "[" * 100_000,
         '{"version": 1, "crc32": 0, "content": ' + "[" * 100_000,
+        '{"version": [], "crc32": 0, "content": {}}',
         '{"version": 1, "crc32": {}, "content": {}}',
+        '{"version": 1, "crc32": 0, "content": [[[], 1]]}',
         "",
     ],
 )
@@ -250,6 +305,48 @@ def test_steps_that_are_none_are_refused(tmp_path, step):
 
 
 # How much is read.
+
+
+def test_looking_for_checkpoints_reads_little(tmp_path, monkeypatch):
+    many = 50
+    with CheckpointManager(tmp_path, keep=None) as manager:
+        manager.save(0, state_of(0))
+    for step in range(1, many):
+        shutil.copytree(tmp_path / "0", tmp_path / str(step))
+        content = json.loads((tmp_path / "0" / RECORD).read_text())["content"]
+        content["step"] = step
+        checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+        told = {"version": 1, "crc32": checksum, "content": content}
+        (tmp_path / str(step) / RECORD).write_text(json.dumps(told))
+    files = len(content["files"])
+    done = []
+
+    def counted(name):
+        real = getattr(os, name)
+
+        def count(path, *args, **kwargs):
+            if str(path).startswith(str(tmp_path)):
+                done.append(name)
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, name, count)
+
+    with CheckpointManager(tmp_path, keep=None) as manager:
+        for name in ("stat", "lstat", "open", "listdir", "scandir"):
+            counted(name)
+        assert manager.latest_step() == many - 1
+        assert done.count("listdir") == 1 and len(done) <= files + 4
+        done.clear()
+        assert manager.latest_step() == many - 1
+        assert "open" not in done, "a record that has not changed is not read again"
+        done.clear()
+        assert manager.all_steps() == list(range(many))
+        assert len(done) <= 1 + many * (files + 2)
+        done.clear()
+        read = []
+        monkeypatch.setattr(json, "loads", read.append)
+        assert manager.all_steps() == list(range(many)) and not read
+        assert len(done) <= 1 + many * (files + 1)
 
 
 def test_a_checkpoint_that_changes_between_two_looks_is_seen(folder):

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers.cores import cored, drawn, lies, over
+from helpers.cores import COLUMNS, cored, drawn, lies, over
 from helpers.loops import each_of
 from jax.sharding import PartitionSpec as P
 
@@ -87,6 +87,26 @@ def test_versions_over_the_cores_come_back_so(tmp_path):
         restored = manager.restore({"x": target})["x"]
     assert lies(restored) == P("replica", None, "core")
     np.testing.assert_array_equal(restored.stacked, stacked)
+
+
+def test_assignments_after_a_save_are_undone(tmp_path):
+    """LOG-10: N x w1, then N x w2, and after restoring N x w1 again."""
+    strategy = cored(4, 2)
+    x, w2 = drawn(2, 16, seed=1), drawn(16, 8, seed=2)
+    with strategy.scope():
+        w = js.Variable(over(strategy, W, None, "core"))
+
+    def product():
+        return strategy.reduce("sum", strategy.run(lambda x: x @ w.value(), (x,)))
+
+    with CheckpointManager(tmp_path, strategy) as manager:
+        manager.save(1, {"w": w})
+        np.testing.assert_allclose(product(), 4 * x @ W, rtol=1e-4, atol=1e-4)
+        w.assign(w2)
+        np.testing.assert_allclose(product(), 4 * x @ w2, rtol=1e-4, atol=1e-4)
+        manager.restore({"w": w})
+        np.testing.assert_allclose(product(), 4 * x @ W, rtol=1e-4, atol=1e-4)
+    assert lies(w.value()) == COLUMNS
 
 
 def size_of(folder):

@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 from helpers.loops import each_of
@@ -73,7 +74,9 @@ def test_each_pipeline_is_looked_at(two):
     next(iterator), next(iterator)
     state = iterator.get_state()
     for sources in ((other, other), (one, one)):
-        with pytest.raises(ValueError, match="of this dataset is another one than it "):
+        with pytest.raises(
+            ValueError, match="of this dataset is another one than it w"
+        ):
             iter(dataset(*sources)).set_state(state)
     iter(dataset(one, other)).set_state(state)
 
@@ -100,6 +103,18 @@ def test_grain_of_another_length_is_noticed(two):
     assert len(list(iterator)) == 3
 
 
+def test_objects_in_arrays_play_no_part():
+    def make():
+        names = np.array([str(i) * 20 for i in range(4)], dtype=object)
+        return iter(js.batches({"x": np.arange(4), "name": names}, 2))
+
+    one = make()
+    next(one)
+    other = make()
+    other.set_state(as_json(one.get_state()))
+    assert next(other)["x"].tolist() == [2, 3]
+
+
 # Sizes in the first step, empty batches, and scalars.
 
 
@@ -116,13 +131,63 @@ def read(strategy, batches, **options):
         yield [each.tolist() for each in rows]
 
 
+@each_of("kind, turned", [(np.asarray, False), (jax.numpy.asarray, True)])
+def test_first_batches_of_any_sizes(two, turned, kind):
+    batches = [kind(np.array(rows, np.float32)) for rows in ([10], [1, 2, 3])]
+    batches = batches[::-1] if turned else batches
+    ((first, second),) = read(two, batches)
+    assert [first, second] == [batch.tolist() for batch in batches]
+
+
 def test_empty_batches_have_no_real_rows(two):
     none, some = np.zeros((0, 2)), X[:3]
     for batches in ([some, none, none, some], [none, some, some, none, none, none]):
         found = [rows for step in read(two, batches) for rows in step]
         assert found == [batch.tolist() for batch in batches]
-    with pytest.raises(ValueError, match="Batch 0 has no rows, and it is the first, s"):
+    with pytest.raises(
+        ValueError, match="Batch 0 has no rows, and it is the first, so"
+    ):
         list(read(two, [none, none, some, some]))
+
+
+@each_of("n, ahead", [(1, 0), (2, 2), (4, 0)])
+def test_empty_global_batches_have_no_real_rows(n, ahead):
+    strategy = js.MirroredStrategy(jax.devices()[:n])
+    options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
+    batches = [X[:8], X[:0], X[8:12], X[:0]]
+    dataset = strategy.experimental_distribute_dataset(batches, options)
+    found = [strategy.gather(batch) for batch in dataset]
+    for rows, batch in zip(found, batches, strict=True):
+        np.testing.assert_array_equal(rows, batch)
+    with pytest.raises(ValueError, match="Batch 0 has no rows, and it is the first"):
+        next(iter(strategy.experimental_distribute_dataset(batches[1:], options)))
+
+
+def test_an_empty_batch_may_be_dropped(two):
+    options = js.InputOptions(remainder="drop")
+    batches = [X[:4], X[:0], X[4:8]]
+    assert len(list(two.experimental_distribute_dataset(batches, options))) == 2
+
+
+def test_scalars_are_each_replicas_own(strategy):
+    n = strategy.num_replicas_in_sync
+    numbers = [float(i) for i in range(2 * n)]
+    for source in (numbers, [np.float32(i) for i in numbers]):
+        dataset = strategy.distribute_datasets_from_function(lambda _, s=source: s)
+        found = []
+        for batch in dataset:
+            assert batch.shape == () and batch.dtype == np.float32
+            found += strategy.experimental_local_results(batch)
+            assert strategy.reduce("sum", batch) == sum(map(float, found[-n:]))
+        assert found == numbers
+
+
+def test_scalars_beside_rows(two):
+    batches = [{"x": np.arange(2.0) + i, "weight": i} for i in range(3)]
+    *_, last = two.distribute_datasets_from_function(lambda _: batches)
+    assert last["weight"].values == (2, 2) and last["weight"].mask is None
+    mean = two.run(lambda b: js.masked_mean(b["x"]) * b["weight"], (last,))
+    assert two.reduce("mean", mean) == 5
 
 
 def test_scalars_for_some_replicas_only(four):

@@ -43,6 +43,18 @@ def test_a_restart_sees_exactly_what_was_not_seen(two, options, make, used):
     assert [real(batch) for batch in iterator] == wanted
 
 
+def test_a_resumed_pass_pads_as_the_first(two):
+    def of():
+        return iter(two.experimental_distribute_dataset([np.arange(8), np.arange(3)]))
+
+    iterator = of()
+    next(iterator)
+    after = of()
+    after.set_state(iterator.get_state())
+    batch = next(after)
+    assert batch.shape == (4,) and real(batch) == [[0, 1, 2], []]
+
+
 def test_the_state_of_another_dataset(two):
     of = two.experimental_distribute_dataset
     iterator = iter(of([np.arange(4), np.arange(4, 8), np.arange(4)]))
@@ -84,6 +96,24 @@ def test_what_can_be_read_only_once_cannot_resume(two):
     with pytest.raises(TypeError, match="A pass over the list_iterator cannot resume"):
         iterator.get_state()
     assert len(list(iterator)) == 2
+
+
+@each_of("mode", js.InputReplicationMode)
+def test_batches_from_functions_resume(four, mode):
+    options = js.InputOptions(experimental_replication_mode=mode)
+
+    def make(context):
+        return js.batches(np.arange(9 + 4 * context.input_pipeline_id), 2, shuffle=1)
+
+    def of():
+        return iter(four.distribute_datasets_from_function(make, options))
+
+    iterator = of()
+    next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    after = of()
+    after.set_state(state)
+    assert [real(batch) for batch in after] == [real(batch) for batch in iterator]
 
 
 def test_grain_and_orbax_save_iterators(four, tmp_path):

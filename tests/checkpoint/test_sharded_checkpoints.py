@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
+from helpers.loops import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
@@ -13,6 +17,16 @@ from jaxstrategy.checkpoint import CheckpointManager
 def sharded(count=8, shard="state", **options):
     chosen = js.StateSharding(shard, **{"min_bytes": 0, **options})
     return js.MirroredStrategy(jax.devices()[:count], sharding=chosen)
+
+
+STRATEGIES = {
+    "8 parts": sharded,
+    "4 parts": lambda: sharded(4),
+    "optimizer in 2 parts": lambda: sharded(2, "optimizer"),
+    "1 device": lambda: js.OneDeviceStrategy(jax.devices()[3]),
+    "2 copies": lambda: js.MirroredStrategy(jax.devices()[:2]),
+    "4 copies": lambda: js.MirroredStrategy(jax.devices()[:4]),
+}
 
 
 def state_of(number):
@@ -52,6 +66,10 @@ def divided(tree):
 
 MOMENTS = {f"['opt'][0].{m}['{w}']" for m in ("mu", "nu") for w in ("w", "half")}
 PARAMETERS = {"['params']['w']", "['params']['half']"}
+DIVIDED = {
+    "8 parts": MOMENTS | PARAMETERS, "4 parts": MOMENTS | PARAMETERS,
+    "optimizer in 2 parts": MOMENTS,
+}  # fmt: skip
 
 
 def saved(folder, state, step=1):
@@ -62,6 +80,43 @@ def saved(folder, state, step=1):
 def restored(folder, like, strategy=None, step=None):
     with CheckpointManager(folder, strategy) as manager:
         return manager.restore(like, step)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of each strategy: number i is of the i-th one."""
+    made = tmp_path_factory.mktemp("checkpoints")
+    with CheckpointManager(made, keep=None) as manager:
+        for number, name in enumerate(STRATEGIES):
+            strategy = STRATEGIES[name]()
+            state = strategy.mirror(state_of(number))
+            assert divided(state) == DIVIDED.get(name, set())
+            manager.save(number, {**state, "n": number})
+    return made
+
+
+@pytest.mark.slow
+@each_of("kind", ["placed", "free", "types"])
+@each_of("name", STRATEGIES)
+def test_any_strategy_restores_what_any_other_saved(folder, name, kind):
+    strategy = STRATEGIES[name]()
+    like = jax.tree.map(jnp.zeros_like, {**state_of(9), "key": 0})
+    like |= {"key": jax.random.key(0), "n": 0}
+    if kind == "placed":
+        like = {**strategy.mirror(like), "n": 0}
+    elif kind == "types":
+        like = {**jax.eval_shape(lambda: like), "n": 0}
+    for number, saver in enumerate(STRATEGIES):
+        if saver != name and "8 parts" not in (saver, name):
+            continue
+        found = restored(folder, like, strategy, number)
+        assert bits(found) == bits(state_of(number))
+        assert divided(found) == DIVIDED.get(name, set())
+        where = {tuple(leaf.devices()) for leaf in jax.tree.leaves(found)
+                 if isinstance(leaf, jax.Array)}  # fmt: skip
+        assert {frozenset(devices) for devices in where} == {
+            frozenset(strategy.devices)
+        }
 
 
 def test_the_record_has_logical_shapes_and_no_file_is_too_large(tmp_path):
@@ -79,16 +134,8 @@ def test_the_record_has_logical_shapes_and_no_file_is_too_large(tmp_path):
     )
 
 
-def test_a_state_says_where_it_is_to_lie(tmp_path):
-    folder, whole = tmp_path, js.MirroredStrategy(jax.devices()[:4])
-    saved(folder, {**sharded().mirror(state_of(0)), "n": 0}, 0)
-    types = {**jax.eval_shape(lambda: state_of(9)), "n": 0}  # or its strategy does
-    for strategy, wanted in (
-        (sharded(2, "optimizer"), MOMENTS),
-        (js.OneDeviceStrategy(jax.devices()[3]), set()),
-    ):
-        found = restored(folder, types, strategy, 0)
-        assert divided(found) == wanted and bits(found) == bits(state_of(0))
+def test_a_state_says_where_it_is_to_lie(folder):
+    whole = js.MirroredStrategy(jax.devices()[:4])
     like = {**whole.mirror(state_of(9)), "n": 0}
     found = restored(folder, like, sharded(4), 0)  # it lies somewhere already
     assert not divided(found) and bits(found) == bits(state_of(0))
@@ -101,6 +148,23 @@ def test_a_state_says_where_it_is_to_lie(tmp_path):
             "params": jax.tree.map(jnp.asarray, state_of(9)["params"]),
         }
         assert divided(restored(folder, like, None, 0)) == MOMENTS | PARAMETERS
+
+
+def test_the_first_state_lies_as_a_restored_one(tmp_path):
+    strategy = sharded(4, "optimizer")
+
+    def init():
+        params = {"w": jnp.ones((8, 4))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+
+    moments = {".opt_state[0].mu['w']", ".opt_state[0].nu['w']"}
+    with CheckpointManager(tmp_path, strategy) as manager:
+        state, step = manager.restore_or_init(init)
+        assert step == 0 and divided(state) == moments
+        manager.save(1, state)
+    with CheckpointManager(tmp_path, strategy) as manager:
+        state, step = manager.restore_or_init(init)
+        assert step == 1 and divided(state) == moments
 
 
 class Net(nnx.Module):
@@ -155,3 +219,33 @@ def bits_of_object(owner):
         ).tobytes()
         for leaf in jax.tree.leaves(nnx.state(owner))
     ]
+
+
+@each_of("name", ["4 parts", "2 copies"])
+def test_divided_variables_are_restored_as_the_new_ones_lie(
+    tmp_path, name, monkeypatch
+):
+    whole, read = np.arange(16.0, dtype=np.float32), {}
+    with sharded().scope():
+        saved(tmp_path, {"v": js.Variable(whole, name="v")})
+    restore = ocp.PyTreeCheckpointHandler.restore
+
+    def watched(self, folder, args):
+        read.update(args.restore_args)
+        return restore(self, folder, args=args)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", watched)
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        v = js.Variable(np.zeros(16, np.float32), name="v")
+    assert restored(tmp_path, {"v": v}, strategy)["v"] is v
+    np.testing.assert_array_equal(v.numpy(), whole)
+    assert isinstance(v, js.Sharded) is (name == "4 parts")
+    assert read["v"].sharding == v.sharding
+
+
+def test_a_donated_part_cannot_be_saved(tmp_path):
+    state = {"w": sharded(2).mirror(np.arange(8.0))}
+    state["w"].delete()
+    with pytest.raises(js.errors.DonatedValueError, match="`w` was donated"):
+        saved(tmp_path, state)

@@ -9,6 +9,7 @@ from helpers.sharded import sharded
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
+from jaxstrategy.experimental import partitioners
 
 TABLE = np.arange(14, dtype=np.float32).reshape(7, 2)
 
@@ -82,6 +83,31 @@ def test_it_goes_from_each_strategy_to_each(tmp_path, before, after):
     np.testing.assert_array_equal(restored(tmp_path, {"a": one, "b": 0})["a"], TABLE)
 
 
+def test_it_is_one_entry(tmp_path):
+    saved(tmp_path, {"w": sharded(TABLE, [3]), "b": js.Variable(1.0)})
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(js.checkpoint.MismatchError) as error:
+            manager.restore({"other": 1})
+    assert "`w`" in str(error.value) and "w/0" not in str(error.value)
+
+
+def test_what_is_restored_first_and_made_later(tmp_path):
+    saved(tmp_path, {"w": sharded(TABLE, [4], on_servers())})
+    like = jax.ShapeDtypeStruct(TABLE.shape, TABLE.dtype)
+    value = restored(tmp_path, {"w": like})["w"]
+    partitioner = partitioners.FixedShardsPartitioner(3)
+    strategy = js.ParameterServerStrategy(
+        variable_partitioner=partitioner,
+        workers=1,
+        parameter_servers=2,
+        backend="threads",
+    )
+    with strategy.scope():
+        w = js.Variable(value)
+    assert [shard.shape[0] for shard in w.variables] == [3, 2, 2]
+    np.testing.assert_array_equal(w.numpy(), TABLE)
+
+
 def test_slots_of_an_optimizer_go_with_it(tmp_path):
     def state(cuts, value):
         table = sharded(value, cuts)
@@ -95,12 +121,29 @@ def test_slots_of_an_optimizer_go_with_it(tmp_path):
     np.testing.assert_array_equal(found["w"].numpy(), TABLE)
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
-    saved(tmp_path / "w", {"w": sharded(TABLE, [3])})
-    with pytest.raises(js.checkpoint.MismatchError, match=(
-        r"`w` is float32\[7,2\] in the .*, and float32\[6,2\] was wanted"
-    )):  # fmt: skip
-        restored(tmp_path / "w", {"w": sharded(TABLE[:6], [3])})
+def test_types_of_slots_are_restored_into_arrays(tmp_path):
+    table = sharded(TABLE, [3])
+    saved(tmp_path, table)
+    like = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, table))
+    np.testing.assert_array_equal(restored(tmp_path, like).numpy(), TABLE)
+
+
+@each_of(
+    "other, text",
+    [
+        (TABLE[:6], r"`w` is float32\[7,2\] in the .*, and float32\[6,2\] was wanted"),
+        (TABLE.astype(int), r"and int32\[7,2\] was wanted"),
+    ],
+)
+def test_another_table_is_no_such_table(tmp_path, other, text):
+    saved(tmp_path, {"w": sharded(TABLE, [3])})
+    table = sharded(other, [3])
+    with pytest.raises(js.checkpoint.MismatchError, match=text):
+        restored(tmp_path, {"w": table})
+    np.testing.assert_array_equal(table.numpy(), other)
+
+
+def test_copies_without_a_value_are_not_saved(tmp_path):
     table = sharded(TABLE, [3], mirrored(), synchronization="on_read")
     with pytest.raises(ValueError, match="'table/part_0', has a copy per replica"):
         saved(tmp_path, {"w": table})

@@ -24,6 +24,10 @@ def test_a_table_is_stored_with_at_most_a_sixteenth_more_rows(rows, stored):
     assert js.sharded.Embedding(rows, 1).stored_rows == stored <= rows * 17 / 16
 
 
+def test_the_multiple_may_be_chosen():
+    assert js.sharded.Embedding(100, 1, multiple=24).stored_rows == 120
+
+
 def test_first_values_are_those_of_flax_whatever_the_replicas():
     wanted = linen.Embed(100, 4).embedding_init(jax.random.key(1), (100, 4))
     embedding = js.sharded.Embedding(100, 4)
@@ -46,6 +50,14 @@ def test_no_id_reaches_the_rows_that_fill_a_table_up():
     np.testing.assert_array_equal(new.table[31:].ravel(), [1, 0, 0])
 
 
+def test_each_device_has_its_rows_only():
+    embedding = js.sharded.Embedding(100, 4, js.sharded.Adagrad(0.1))
+    state = divided(4).init(embedding.init, jax.random.key(0))
+    for array in (state.table, state.slots["accumulator"]):
+        assert isinstance(array, js.Sharded)
+        assert {each.data.shape for each in array.addressable_shards} == {(25, 4)}
+
+
 def test_a_checkpoint_is_restored_on_another_number_of_replicas(tmp_path):
     embedding = js.sharded.Embedding(40, 2, js.sharded.Adagrad(0.1))
     rows = np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32)
@@ -61,3 +73,10 @@ def test_a_checkpoint_is_restored_on_another_number_of_replicas(tmp_path):
         np.testing.assert_array_equal(restored.table, state.table)
         for name, slot in state.slots.items():
             np.testing.assert_array_equal(restored.slots[name], slot)
+
+
+def test_descriptions_of_the_same_state_are_equal():
+    one = js.sharded.Embedding(8, 2, js.sharded.SGD(0.1), initializer=lambda *a: a)
+    other = js.sharded.Embedding(8, 2, js.sharded.SGD(0.1), dtype=jnp.float32)
+    assert one == other and hash(one) == hash(other)
+    assert one != js.sharded.Embedding(8, 2, js.sharded.SGD(0.2))

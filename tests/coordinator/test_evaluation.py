@@ -79,6 +79,59 @@ def test_each_batch_of_each_shard_counts_once(coordinator):
         np.testing.assert_array_equal(found["max"], [number, number])
 
 
+def test_the_next_evaluation_is_not_traced_again(coordinator, strategy):
+    with strategy.scope():
+        scale = js.Variable(1.0)
+    calls = []
+
+    @coordinator.function
+    def loss(batch):
+        calls.append(batch.shape)
+        return scale.value() * batch.sum()
+
+    for factor in (1.0, 2.0, 3.0):
+        scale.assign(factor)
+        assert coordinator.evaluate(loss, 3, batches) == factor * DATA.sum()
+    assert len(calls) == len(set(calls)) <= 4  # once for each number of rows
+
+
+def test_what_a_function_refers_to_is_seen_by_the_next_evaluation(coordinator):
+    factor = jnp.float32(1)
+
+    @coordinator.function
+    def loss(batch):
+        return factor * batch.sum()
+
+    assert coordinator.evaluate(loss, 2, batches) == DATA.sum()
+    factor = jnp.float32(3)
+    assert coordinator.evaluate(loss, 2, batches) == 3 * DATA.sum()
+
+
+def test_a_shard_counts_once_although_its_worker_is_lost(strategy, coordinator):
+    lost = []
+
+    def dying(shard, shards):
+        for number, batch in enumerate(batches(shard, shards)):
+            if (shard, number) in ((1, 1), (3, 2)) and shard not in lost:
+                lost.append(shard)
+                worker = js.coordinator.experimental_get_current_worker_index()
+                strategy.backend.kill(int(worker))
+            yield batch
+
+    count = coordinator.function(lambda batch: (batch.sum(), batch.size))
+    assert coordinator.evaluate(count, 4, dying) == (DATA.sum(), 103)
+    assert sorted(lost) == [1, 3]
+
+
+def test_empty_shards_count_nothing(coordinator):
+    count = coordinator.function(lambda batch: batch.sum())
+
+    def few(shard, shards):
+        return [DATA[:3]] if shard in (1, 4) else []
+
+    assert coordinator.evaluate(count, 6, few) == 2 * DATA[:3].sum()
+
+
 def test_a_dataset_without_elements_is_an_error(coordinator):
     count = coordinator.function(lambda batch: batch.sum())
     with pytest.raises(ValueError, match="none of its 3 shards has any"):

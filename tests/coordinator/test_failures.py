@@ -4,6 +4,7 @@ import random
 import threading
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,6 +60,21 @@ def test_an_error_is_the_same_object_wherever_it_comes_out_and_then_it_is_gone(c
     assert cluster.coordinator.done()
 
 
+def test_schedule_raises_the_error_and_neither_traces_nor_schedules(cluster):
+    traced = []
+
+    def add():
+        traced.append(1)
+        return cluster.add(1.0)
+
+    aborted(cluster.schedule(cluster.raising(ValueError("no"))))
+    with pytest.raises(ValueError, match="no"):
+        cluster.schedule(add)
+    cluster.coordinator.join()
+    assert cluster.sum() == 0.0 and not traced
+    assert cluster(add) == 1.0 and cluster.sum() == 1.0
+
+
 def test_what_is_queued_behind_an_error_never_runs(cluster, gate):
     running = [cluster.schedule(gate.fn) for _ in range(2)]
     gate.until_entered(2)
@@ -68,7 +84,9 @@ def test_what_is_queued_behind_an_error_never_runs(cluster, gate):
     with pytest.raises(ValueError):
         cluster.coordinator.join()
     for value in values:
-        with pytest.raises(js.errors.CancelledError, match="another one had failed: V"):
+        with pytest.raises(
+            js.errors.CancelledError, match="another one had failed: Val"
+        ):
             value.fetch()
     assert cluster.sum() == 0.0
     assert all(value.status is not Status.NOT_READY for value in running)
@@ -107,6 +125,40 @@ def test_what_runs_ends_before_the_error_comes_and_changes_nothing(cluster, gate
         cluster.schedule(cluster.add)
     cluster.coordinator.join()
     assert cluster.sum() == 4.0 and cluster.starts() == starts
+
+
+def test_only_the_first_of_two_errors_is_ever_raised(cluster, gate):
+    def late(worker):
+        wait(worker)
+        raise KeyError("second")
+
+    wait = gate.wait
+    value = cluster.schedule(cluster.function(lambda: 1.0, late))
+    gate.until_entered()
+    aborted(cluster.schedule(cluster.raising(ValueError("first"))))
+    gate.open.set()
+    with pytest.raises(ValueError, match="first"):
+        cluster.coordinator.join()
+    cluster.coordinator.join()
+    with pytest.raises(KeyError, match="second"):
+        value.fetch()
+
+
+def test_what_is_done_before_an_error_stays_and_what_fails_changes_nothing(cluster):
+    table = cluster.variable(np.zeros((4, 2), np.float32))
+
+    def add(row):
+        cluster.total.assign_add(100.0)
+        table.scatter_add(js.IndexedSlices(jnp.ones((1, 2)), row[None]))
+
+    cluster(add, 1)
+    bad = cluster.schedule(add, 7)
+    for call in (bad.fetch, cluster.coordinator.join):
+        with pytest.raises(IndexError, match="7"):
+            call()
+    assert cluster.sum() == 100.0
+    cluster(add, 3)
+    assert cluster.sum() == 200.0
 
 
 # The queue.
@@ -256,6 +308,36 @@ def test_what_was_pushed_before_the_worker_was_lost_counts_once(cluster, monkeyp
     assert (cluster.sum(), float(second)) == (1.0, 1.0)
 
 
+def test_the_others_go_on_and_who_is_back_takes_part_by_itself():
+    """CCO-40, CCO-41: nobody waits for the others."""
+    with Cluster(3) as cluster:
+
+        def round_of(workers):
+            gate, ran = Gate(cluster), []
+            f = cluster.function(
+                lambda: 1.0, lambda worker: (ran.append(worker), gate.wait(worker))
+            )
+            values = [cluster.schedule(f) for _ in range(2 * workers)]
+            gate.until_entered(workers)
+            gate.open.set()
+            cluster.coordinator.fetch(values)
+            cluster.coordinator.join()
+            return set(ran)
+
+        cluster.until_idle()
+        for worker in (0, 1):
+            cluster.away[worker] = threading.Event()
+            cluster.kill(worker)
+        until(lambda: cluster.activities()[:2] == [Activity.LOST] * 2)
+        assert round_of(1) == {2}
+        cluster.away[1].set()  # worker 0 stays away
+        until(lambda: cluster.activities()[1] is Activity.IDLE)
+        assert round_of(2) == {1, 2}
+        cluster.away[0].set()
+        until(lambda: cluster.activities()[0] is Activity.IDLE)
+        assert round_of(3) == {0, 1, 2}
+
+
 def test_without_any_worker_functions_wait_and_join_says_so_once(cluster):
     """CCO-42"""
     cluster.coordinator._scheduler._patience = 0.0
@@ -277,6 +359,19 @@ def test_without_any_worker_functions_wait_and_join_says_so_once(cluster):
         warnings.simplefilter("ignore")  # they may not be back at once
         cluster.coordinator.join()
     assert sum(value.fetch() for value in values) == 10 == cluster.sum()
+
+
+def test_results_stay_when_their_worker_is_lost_and_idle_workers_come_back(cluster):
+    value = cluster.schedule(lambda: (jnp.ones(2), -1))
+    cluster.coordinator.join()
+    got, before = value.get(), cluster.coordinator.workers
+    for worker in range(2):
+        cluster.kill(worker)
+    np.testing.assert_array_equal(got[0], [1, 1])
+    assert value.fetch()[1] == -1
+    until(lambda: cluster.starts() == [state.starts + 1 for state in before])
+    for state, earlier in zip(cluster.coordinator.workers, before, strict=True):
+        assert state.incarnation > earlier.incarnation and "was killed" in state.error
 
 
 def test_a_users_error_wins_over_lost_workers(cluster, gate):
@@ -408,3 +503,20 @@ def test_a_lost_server_is_an_error_for_ever():
         with pytest.raises(js.errors.ParameterServerLost):
             cluster.total.value()
         assert living.value() == 2.0
+
+
+def test_a_users_error_comes_before_that_of_a_server():
+    with Cluster(2) as cluster:
+        cluster(cluster.add)
+        gate = Gate(cluster)
+        cluster.schedule(gate.fn)
+        gate.until_entered()
+        aborted(cluster.schedule(cluster.raising(ValueError("the user's"))))
+        cluster.backend.kill_server(0)
+        gate.open.set()
+        with pytest.raises(ValueError, match="the user's"):
+            cluster.coordinator.join()
+        # Nobody notices before somebody asks.
+        aborted(cluster.schedule(jax.jit(lambda: cluster.total + 1)))
+        with pytest.raises(js.errors.ParameterServerLost):
+            cluster.coordinator.join()

@@ -6,6 +6,7 @@ import io
 import sys
 import threading
 import types
+import weakref
 
 import jax
 import jax.experimental
@@ -20,6 +21,7 @@ from rich.live import Live
 
 import jaxstrategy as js
 from jaxstrategy.coordinator import ClusterCoordinator
+from jaxstrategy.experimental import embedding_lookup
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,27 @@ def test_there_is_one_coordinator_of_a_strategy(shared, coordinator):
     for other in (js.MirroredStrategy(js.simulate(8)[:2]), None):
         with pytest.raises(ValueError, match="Only a `ParameterServerStrategy` has wo"):
             ClusterCoordinator(other)
+
+
+def test_after_a_coordinator_is_closed_there_may_be_another():
+    strategy = js.ParameterServerStrategy(workers=1, backend="threads")
+    with strategy.scope():
+        total = js.Variable(0.0)
+    seen = []
+    for _ in range(2):
+        with ClusterCoordinator(strategy, max_restarts=1) as coordinator:
+            seen.append(coordinator)
+
+            @coordinator.function
+            def add(x):
+                total.assign_add(x)
+
+            for _ in range(3):
+                coordinator.schedule(add, (1.0,))
+    assert seen[0] is not seen[1] and float(total) == 6.0
+    strategy.close()
+    with pytest.raises(RuntimeError, match="The coordinator is closed"):
+        coordinator.join()
 
 
 # What may be scheduled, and how often it is traced.
@@ -115,6 +138,38 @@ def test_a_marked_function_is_the_function(coordinator):
 
 def traces(coordinator):
     return coordinator.metrics.function_tracing.count
+
+
+def test_numbers_are_inputs_and_bools_and_strings_part_of_the_program(coordinator):
+    cases = {
+        "ints": ([1, 2, 3, 4], 1),
+        "NumPy's": ([np.int32(1), np.int32(2)], 1),
+        "floats": ([1.5, 2.5], 1),
+        "bools": ([True, False, True], 2),
+        "strings": (["a", "b", "a"], 2),
+        "shapes": ([np.ones(2), np.ones(2), np.ones(3)], 2),
+    }
+    for name, (arguments, expected) in cases.items():
+        before = traces(coordinator)
+        f = coordinator.function(lambda x, case=name: (x, 0))
+        values = [coordinator.schedule(f, (x,)) for x in arguments]
+        coordinator.join()
+        assert traces(coordinator) - before == expected, name
+        for found, given in zip(values, arguments, strict=True):
+            np.testing.assert_array_equal(found.fetch()[0], given, err_msg=name)
+
+
+def test_a_function_is_traced_in_the_callers_thread_once_for_all_workers(coordinator):
+    calls = []
+
+    @coordinator.function
+    def f(x):
+        calls.append(threading.current_thread())
+        return x
+
+    values = [coordinator.schedule(f, (float(i),)) for i in range(12)]
+    assert calls == [threading.current_thread()]
+    assert coordinator.fetch(values) == list(range(12)) and len(calls) == 1
 
 
 class Scaled:
@@ -183,11 +238,29 @@ def test_what_a_function_refers_to_is_never_stale_and_programs_are_shared(
         assert seen[1] == seen[3], name
 
 
+def test_what_a_trace_notes_is_noted_for_each_function(coordinator):
+    def noted():
+        seen = []
+
+        def function(x):
+            seen.append(x.shape)
+            return x
+
+        marked = coordinator.function(function)
+        for _ in range(2):
+            coordinator.schedule(marked, (jnp.ones(3),)).fetch()
+        return seen
+
+    assert noted() == noted() == [(3,)]
+
+
 def test_a_result_is_no_argument(coordinator):
     f = coordinator.function(lambda x: x)
     first = coordinator.schedule(f, (1.0,))
     for args, kwargs in (((first,), {}), (({"a": [first]},), {}), ((), {"x": first})):
-        with pytest.raises(TypeError, match="was a `RemoteValue`, which has its resul"):
+        with pytest.raises(
+            TypeError, match="was a `RemoteValue`, which has its results"
+        ):
             coordinator.schedule(f, args, kwargs)
     assert coordinator.schedule(f, (first.get(),)).fetch() == 1.0
 
@@ -206,7 +279,9 @@ def test_an_error_in_the_trace_comes_from_schedule(shared, coordinator):
     with pytest.raises(ValueError, match="Make it outside the step"):
         shared.schedule(lambda: js.Variable(1.0).value())
     own = js.Variable(1.0, name="own")
-    with pytest.raises(js.errors.ContextError, match="'own', which was not made in th"):
+    with pytest.raises(
+        js.errors.ContextError, match="'own', which was not made in the scope"
+    ):
         shared.schedule(lambda: own.value())
     inner = coordinator.function(lambda: 1)
     calls = lambda: coordinator.schedule(inner), coordinator.join, coordinator.done
@@ -252,6 +327,30 @@ def test_run_and_reductions(cluster):
     assert jax.tree.map(float, cluster(function, 3.0)) == (3.0 * n, 3.0, 3.0 * n)
 
 
+def test_collectives_of_a_step(cluster):
+    strategy, n = cluster.strategy, cluster.strategy.num_replicas_in_sync
+
+    def function():
+        def step():
+            context = js.get_replica_context()
+            return (
+                context.all_reduce("sum", 3.0),
+                context.all_gather(jnp.array([3.0]), 0),
+                context.merge_call(
+                    lambda s, x: s.run(lambda x: x + 1, (x,)), (jnp.float32(3.0),)
+                ),
+            )
+
+        total, gathered, merged = strategy.run(step)
+        return strategy.reduce("mean", (total, merged)), strategy.reduce(
+            "mean", gathered
+        )
+
+    (total, merged), gathered = cluster(function)
+    assert (float(total), float(merged)) == (3.0 * n, 4.0)
+    assert gathered.tolist() == [3.0] * n
+
+
 # Variables.
 
 
@@ -279,6 +378,27 @@ def test_the_first_replica_adds_once_per_function(cluster):
         cluster.coordinator.schedule(function)
     cluster.coordinator.join()
     assert float(v) == 6.0
+
+
+def test_replicas_assign_their_sum(cluster):
+    n = cluster.strategy.num_replicas_in_sync
+    v = cluster.variable(0.0, aggregation="sum")
+
+    def step():
+        v.assign(js.get_replica_context().replica_id_in_sync_group + 1.0)
+
+    cluster(lambda: cluster.strategy.run(step))
+    assert float(v) == sum(range(1, n + 1))
+
+
+def test_extended_update_in_a_function(cluster):
+    v = cluster.variable(1.0)
+
+    def function():
+        cluster.strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,))
+
+    cluster(function)
+    assert float(v) == 3.0
 
 
 def test_all_that_is_scheduled_counts(shared, coordinator):
@@ -322,6 +442,20 @@ def test_several_steps_in_a_function_are_as_many_functions(shared, coordinator):
         coordinator.schedule(one)
         coordinator.join()
     assert float(at_once) == float(one_by_one) == 1.5**4 + 1.5**3 + 1.5**2 + 1.5 + 1
+
+
+def test_training_on_workers_approaches_the_minimum(shared, coordinator):
+    k = shared.variable(0.0)
+
+    def function():
+        gradient = js.grad(lambda: (k.value() - 1.0) ** 2, k)()
+        k.assign_sub(0.05 * gradient)
+
+    scheduled = coordinator.function(function)
+    for _ in range(40):
+        coordinator.schedule(scheduled)
+    coordinator.join()
+    assert abs(float(k) - 1) < 0.2
 
 
 # Results.
@@ -401,6 +535,28 @@ def test_results_may_be_random_keys_and_half_precision(coordinator):
     assert number.dtype == jnp.bfloat16
 
 
+# Tables.
+
+
+def test_rows_are_read_and_changed(shared, coordinator):
+    t = shared.variable(np.arange(10.0, dtype="float32").reshape(5, 2))
+
+    def function(ids):
+        rows = embedding_lookup(t, ids)
+        t.scatter_sub(js.IndexedSlices(jnp.ones_like(rows), ids))
+        return rows
+
+    rows = shared(function, np.array([0, 4, 4]))
+    assert rows.tolist() == [[0, 1], [8, 9], [8, 9]]
+    expected = np.arange(10.0).reshape(5, 2)
+    np.subtract.at(expected, [0, 4, 4], 1)
+    np.testing.assert_array_equal(t.numpy(), expected)
+    for wrong in (5, -1):
+        shared.schedule(lambda i: embedding_lookup(t, i), np.array([wrong]))
+        with pytest.raises(IndexError, match=rf"Row {wrong} .* \[0, 5\)"):
+            coordinator.join()
+
+
 # Functions that call Python have no exported form.
 
 
@@ -431,6 +587,49 @@ def test_an_error_of_a_host_callback_is_of_its_own_type(shared, coordinator):
     assert any(entry.name == "host" for entry in raised.traceback)
     assert float(counter) == 1
     assert coordinator.schedule(f, (0.5,)).fetch() == 0.5
+
+
+def callback_function(strategy, v, t):
+    def function(x, ids, key):
+        jax.debug.print("x = {}", x)
+        v.assign_add(x)
+        sine = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), np.float32), x)
+        rows = embedding_lookup(t, ids)
+        doubled = strategy.reduce("sum", strategy.run(lambda: 2 * x))
+        return sine, v.value(), rows, jax.random.normal(key), doubled
+
+    return function
+
+
+def check_callbacks(cluster):
+    v = cluster.variable(1.0)
+    t = cluster.variable(np.arange(8.0, dtype="float32").reshape(4, 2))
+    function = cluster.coordinator.function(callback_function(cluster.strategy, v, t))
+    given = np.float32(2.0), np.array([1, 3]), jax.random.key(1)
+    results = [cluster.coordinator.schedule(function, given) for _ in range(3)]
+    cluster.coordinator.join()
+    assert float(v) == 7.0
+    sine, value, rows, normal, doubled = results[0].fetch()
+    assert sine == np.sin(np.float32(2.0))
+    assert value in (3.0, 5.0, 7.0)
+    assert rows.tolist() == [[2, 3], [6, 7]]
+    assert normal == jax.random.normal(given[2])
+    assert doubled == 4.0
+
+
+def test_functions_may_call_python(shared, capfd):
+    check_callbacks(shared)
+    assert capfd.readouterr().out.count("x = 2.0") == 3
+
+
+@pytest.mark.slow
+def test_functions_may_call_python_in_other_processes():
+    strategy = js.ParameterServerStrategy(workers=2, parameter_servers=1)
+    cluster = object.__new__(Cluster)
+    cluster.strategy = strategy
+    with ClusterCoordinator(strategy) as cluster.coordinator:
+        check_callbacks(cluster)
+    strategy.close()
 
 
 # What a coordinator says of itself, and its end.
@@ -492,6 +691,26 @@ def threads():
     until(lambda: not found())
 
 
+def test_a_coordinator_that_nobody_has_ends_its_threads(threads):
+    """When what was scheduled has ended; results that were fetched stay."""
+
+    def made():
+        strategy = js.ParameterServerStrategy(workers=3, backend="threads")
+        with strategy.scope():
+            table = js.Variable(jnp.ones((2, 2)))
+        coordinator = ClusterCoordinator(strategy)
+        look_up = coordinator.function(lambda row: embedding_lookup(table, row))
+        values = [coordinator.schedule(look_up, (np.array([1]),)) for _ in range(20)]
+        coordinator.fetch(values[:5])
+        assert len(threads()) == 3
+        return weakref.ref(coordinator), values[:5]
+
+    gone, values = made()
+    until(lambda: (gc.collect(), gone())[1] is None)
+    until(lambda: not threads())
+    assert all(value.fetch().tolist() == [[1, 1]] for value in values)
+
+
 def test_close_cancels_what_is_queued_and_ends_what_runs(threads):
     with Cluster(1) as cluster:
         gate = Gate(cluster)
@@ -533,6 +752,20 @@ def test_a_block_waits_for_what_was_scheduled_or_closes_at_once(threads):
                 if error is not None:
                     raise error
                 cluster.schedule(cluster.raising(KeyError("mine")))
+
+
+def test_it_ends_while_a_worker_is_starting(threads):
+    with Cluster(1) as cluster:
+        cluster.until_idle()
+        cluster.away[0] = threading.Event()
+        cluster.kill(0)
+        until(lambda: cluster.activities() == [Activity.LOST])
+        closing = threading.Thread(target=cluster.coordinator.close)
+        closing.start()
+        closing.join(60)
+        cluster.away[0].set()
+        until(lambda: not threads())
+        assert cluster.activities() == [Activity.CLOSED]
 
 
 def terminal():

@@ -3,6 +3,7 @@
 import warnings
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxstrategy as js
@@ -81,6 +82,17 @@ def test_all_is_rolled_back_together(training, lost):
     assert training.joined() == []
 
 
+def test_without_a_checkpoint_all_begins_anew(training):
+    assert training.manager.all_steps() == [0]
+    training.schedule(3)
+    training.coordinator.join()
+    training.backend.kill_server(1)
+    training.schedule(2)
+    (told,) = training.joined()
+    assert "rolled back to checkpoint 0: what 3 functions did" in told
+    assert training.totals() == [2] * 3
+
+
 def test_functions_that_run_count_once(training):
     """Some have pushed to the living server already, which was rolled back."""
     values = training.schedule(200)
@@ -124,6 +136,21 @@ def test_a_server_lost_again_while_all_is_restored(training, monkeypatch):
     (told,) = training.joined()
     assert told.startswith("Parameter server 0 and 1 was lost") and len(times) == 2
     assert training.totals() == [6] * 3
+
+
+def test_a_server_lost_while_a_checkpoint_is_read_is_no_checkpoint(training):
+    training.schedule(4)
+    training.coordinator.join()
+    with training.coordinator.paused():
+        training.backend.kill_server(1)
+        with pytest.raises(js.errors.ParameterServerLost, match="server 1 was killed"):
+            training.manager.save(4, training.state)
+    training.schedule(1)
+    (told,) = training.joined()
+    assert "rolled back to checkpoint 0: what 4 functions did" in told
+    assert training.totals() == [1] * 3
+    assert training.manager.all_steps() == [0]
+    assert training.manager.save(5, training.state)
 
 
 def test_a_server_that_is_lost_too_often_is_given_up(tmp_path):
@@ -187,4 +214,29 @@ def test_backends_that_start_no_servers_say_so(tmp_path, monkeypatch):
         pytest.raises(ValueError, match="a Threads cannot start a parameter server ag"),
     ):
         ClusterCoordinator(strategy, restore_from=manager, state=state)
+    strategy.close()
+
+
+def test_by_default_a_lost_server_is_an_error_for_ever():
+    """CCO-49: and the living ones can be read."""
+    backend = Threads(1, 2)
+    strategy = js.ParameterServerStrategy(backend=backend)
+    with strategy.scope():
+        lost, living = js.Variable(1.0), js.Variable(2.0)
+    coordinator = ClusterCoordinator(strategy)
+    read = coordinator.function(lambda: lost + living)
+    assert coordinator.schedule(read).fetch() == 3.0
+    backend.kill_server(0)
+    coordinator.schedule(read)
+    for _ in range(2):
+        for call in (coordinator.join, coordinator.done):
+            with pytest.raises(
+                js.errors.ParameterServerLost, match="server 0 was killed"
+            ):
+                call()
+        with pytest.raises(js.errors.ParameterServerLost):
+            coordinator.schedule(read)
+    np.testing.assert_array_equal(living.value(), 2.0)
+    with pytest.raises(js.errors.ParameterServerLost):
+        lost.value()
     strategy.close()

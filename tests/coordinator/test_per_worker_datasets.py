@@ -1,5 +1,6 @@
 """Each worker reads datasets by itself: TensorFlow's cases, and lists as the oracle."""
 
+import collections
 import functools
 import itertools
 import threading
@@ -7,8 +8,9 @@ import threading
 import jax
 import numpy as np
 import pytest
-from helpers.clusters import coordinated, until_each_has
+from helpers.clusters import coordinated, until_each_has, until_so_many
 from helpers.sources import FakeTfDataset
+from helpers.threads import in_threads
 
 import jaxstrategy as js
 
@@ -77,6 +79,18 @@ def test_what_the_function_raises_comes_out_here(three):
 
     with pytest.raises(TypeError, match=r"`make\(x, y\)`.*InputContext.*was wanted"):
         three.create_per_worker_dataset(make)
+
+
+def test_a_function_may_take_an_input_context(one):
+    seen = []
+
+    def make(context):
+        seen.append(context)
+        return [np.ones(context.get_per_replica_batch_size(8))]
+
+    dataset = one.create_per_worker_dataset(make)
+    assert dataset.element_spec.shape == (8,)
+    assert seen == [js.InputContext(1, 0, 1)]
 
 
 def test_what_is_no_dataset_is_refused(three):
@@ -174,7 +188,70 @@ def test_each_worker_reads_all_of_it_from_the_start(one):
             _ = dataset.element_spec
 
 
+def test_structures_and_dtypes_arrive_as_they_are(one):
+    element = {"x": (np.arange(3, dtype=np.int8), 2.5), "y": [np.uint8(4), None]}
+    dataset = one.create_per_worker_dataset(lambda: [element])
+    step = one.function(lambda iterator: iterator.get_next())
+    found = one.schedule(step, (iter(dataset),)).fetch()
+    assert jax.tree.structure(found) == jax.tree.structure(element)
+    assert [str(x.dtype) for x in jax.tree.leaves(found)] == [
+        "int8",
+        "float32",
+        "uint8",
+    ]
+    np.testing.assert_array_equal(found["x"][0], [0, 1, 2])
+    spec = dataset.element_spec
+    assert spec["x"][0] == jax.ShapeDtypeStruct((3,), np.int8) and spec["y"][1] is None
+
+
+def test_arrays_that_the_source_uses_again_are_copied(one):
+    def make():
+        memory = np.zeros(1000, np.float32)
+        for i in range(6):
+            memory[:] = i
+            yield memory
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    step = one.function(lambda iterator: next(iterator)[0])
+    found = one.fetch([one.schedule(step, (iterator,)) for _ in range(6)])
+    assert found == [0, 1, 2, 3, 4, 5]
+
+
 # Reading it.
+
+
+def test_the_same_iterator_twice_is_one(one):
+    iterator = iter(one.create_per_worker_dataset(lambda: [7, 8, 9]))
+    step = one.function(lambda pair, again: (next(pair[0]), next(again)))
+    assert one.schedule(step, ([iterator, 1],), {"again": iterator}).fetch() == (7, 8)
+
+
+def test_a_variable_adds_up_what_workers_read(three):
+    """5 functions that add 2 make 10, 5 more 20."""
+    with three.strategy.scope():
+        total = js.Variable(0.0)
+    iterator = iter(three.create_per_worker_dataset(lambda: itertools.repeat(2.0, 100)))
+
+    @three.function
+    def add(iterator):
+        total.assign_add(next(iterator))
+
+    for expected in (10, 20):
+        for _ in range(5):
+            three.schedule(add, (iterator,))
+        three.join()
+        assert total.value() == expected
+
+
+def test_an_exhausted_dataset_gives_each_element_once_per_worker(three):
+    iterator = iter(three.create_per_worker_dataset(lambda: range(5)))
+    step = three.function(lambda iterator: next(iterator))
+    found = until_so_many(three, step, (iterator,), 15)
+    assert collections.Counter(map(int, found)) == dict.fromkeys(range(5), 3)
+    for _ in range(3):
+        three.schedule(step, (iterator,))
+        with pytest.raises(js.OutOfRangeError):
+            three.join()
 
 
 def test_the_end_is_an_error_of_that_function(one):
@@ -230,6 +307,36 @@ def test_the_worker_index_divides_a_dataset():
         assert sorted(int(own[0]) for own in found.values()) == [5, 7, 9, 11, 13]
 
 
+def test_a_generator_knows_its_worker_while_it_reads(three):
+    def make():
+        while True:
+            yield index()
+
+    iterator = iter(three.create_per_worker_dataset(make))
+    found = values(until_each_has(three, three.function(first), (iterator,)))
+    for worker, own in found.items():
+        assert set(own) == {worker}
+
+
+def test_threads_learn_what_elements_are_like_together(one):
+    """All schedule with an iterator of which nothing is known yet."""
+    calls = []
+
+    def make():
+        calls.append(1)
+        return itertools.count()
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    step = one.function(lambda iterator: next(iterator))
+    found = []
+
+    def schedule():
+        found.append(one.schedule(step, (iterator,)).fetch())
+
+    in_threads(*[schedule] * 4)
+    assert sorted(found) == [0, 1, 2, 3] and len(calls) == 2
+
+
 def test_a_released_source_is_closed(one):
     closed = threading.Event()
 
@@ -281,7 +388,9 @@ def test_what_functions_cannot_do_with_iterators_is_said(three):
         with pytest.raises(error, match=text):
             three.schedule(three.function(wrong), (iterator,))
     three.join()
-    with pytest.raises(js.errors.ContextError, match="given <PerWorkerIterator on 3 w"):
+    with pytest.raises(
+        js.errors.ContextError, match="given <PerWorkerIterator on 3 workers>"
+    ):
         three.strategy.run(lambda iterator: next(iterator), (iterator,))
 
 
@@ -333,7 +442,9 @@ def test_python_does_not_know_the_index(three):
     def step():
         return 1 if index() == 0 else 2
 
-    with pytest.raises(js.errors.TracedValueError, match=r"(?s)`step` asked.*jax.lax."):
+    with pytest.raises(
+        js.errors.TracedValueError, match=r"(?s)`step` asked.*jax.lax.cond"
+    ):
         three.schedule(step)
 
 
@@ -369,10 +480,27 @@ def test_a_dataset_that_fails_hurts_only_who_uses_it(three):
     three.join()
 
 
+def test_an_error_while_reading_is_an_error_of_the_function(one):
+    def make():
+        yield 1
+        yield 2
+        raise KeyError("bad record")
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    step = one.function(lambda iterator: next(iterator))
+    assert one.fetch([one.schedule(step, (iterator,)) for _ in range(2)]) == [1, 2]
+    for _ in range(2):
+        one.schedule(step, (iterator,))
+        with pytest.raises(KeyError, match="bad record"):
+            one.join()
+
+
 def test_workers_do_not_share_what_the_coordinator_has_begun(three):
     begun = iter(range(1, 10))
     iterator = iter(three.create_per_worker_dataset(lambda: begun))
     step = three.function(lambda iterator: next(iterator))
     three.schedule(step, (iterator,))
-    with pytest.raises(js.errors.ClosureInputError, match="an iterator that the coord"):
+    with pytest.raises(
+        js.errors.ClosureInputError, match="an iterator that the coordinator"
+    ):
         three.join()

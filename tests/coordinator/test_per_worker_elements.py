@@ -55,6 +55,22 @@ def test_a_smaller_last_batch_is_not_lost(one):
     assert traces == [(4,), (2,)]
 
 
+def test_elements_of_one_call_may_be_of_several_types(one):
+    traces = []
+    shapes = [3, 3, 5, 3, 3, 1, 5, 5]
+
+    @one.function
+    def step(iterator):
+        first, second = next(iterator), next(iterator)
+        traces.append((first.shape, second.shape))
+        return first.sum(), second.sum()
+
+    iterator = iter(one.create_per_worker_dataset(lambda: map(np.ones, shapes)))
+    found = one.fetch([one.schedule(step, (iterator,)) for _ in range(4)])
+    assert np.ravel(found).tolist() == shapes
+    assert len(traces) <= 5  # the first one, and one for each pair that is new
+
+
 def test_another_structure_is_an_error_of_the_function(one):
     iterator = iter(one.create_per_worker_dataset(lambda: [(1, 2), {"x": 1}]))
     step = one.function(lambda iterator: next(iterator))
@@ -62,6 +78,34 @@ def test_another_structure_is_an_error_of_the_function(one):
     one.schedule(step, (iterator,))
     with pytest.raises(ValueError, match="another structure than the first"):
         one.join()
+
+
+def test_an_error_of_the_second_trace_is_one_of_the_function(one):
+    @one.function
+    def step(iterator):
+        batch = next(iterator)
+        if batch.shape == (2,):
+            raise KeyError("two rows")
+        return batch
+
+    iterator = iter(one.create_per_worker_dataset(lambda: [np.ones(3), np.ones(2)]))
+    one.schedule(step, (iterator,))
+    one.join()
+    one.schedule(step, (iterator,))
+    with pytest.raises(KeyError, match="two rows"):
+        one.join()
+
+
+def test_each_worker_comes_to_its_own_shapes():
+    with coordinated(3) as three:
+
+        def make():
+            return [np.ones(1 + index())] * 50
+
+        iterator = iter(three.create_per_worker_dataset(make))
+        step = three.function(lambda it: (index(), next(it).sum()))
+        for worker, values in until_each_has(three, step, (iterator,)).items():
+            assert set(map(float, values)) == {1.0 + worker}
 
 
 # Distributed datasets.
@@ -125,6 +169,29 @@ def test_a_batch_is_divided_over_the_workers_devices(workers, within):
         np.testing.assert_array_equal(found[0], 10 * parts)
 
 
+def test_an_input_function_makes_a_batch_for_each_replica(workers):
+    strategy, count = workers.strategy, workers.strategy.num_replicas_in_sync
+    contexts = []
+
+    def input_fn(context):
+        contexts.append(context)
+        assert context.get_per_replica_batch_size(8) == 8 // count
+        return js.batches(np.arange(1.0, 41.0, dtype=np.float32), 1)
+
+    def make():
+        return strategy.distribute_datasets_from_function(input_fn)
+
+    @workers.function
+    def step(iterator):
+        return index(), strategy.experimental_local_results(next(iterator))
+
+    iterator = iter(workers.create_per_worker_dataset(make))
+    for found in until_each_has(workers, step, (iterator,)).values():
+        expected = np.arange(1.0, 1.0 + count)[:, None]
+        np.testing.assert_array_equal(found[0], expected)
+    assert set(contexts) == {js.InputContext(1, 0, count)}
+
+
 # Batches that are filled up.
 
 
@@ -174,6 +241,25 @@ def test_a_function_that_asks_for_no_mask_is_told(double):
     with pytest.warns(js.errors.PaddedRowsWarning, match="`step` was given a batch"):
         double.schedule(step, (iterator,))
         double.join()
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_masks_of_arguments_count(double, scheduled):
+    """Batches of another strategy: the sums are those of NumPy."""
+    mirrored = js.MirroredStrategy(js.simulate(8)[:2])
+    rows = np.arange(1.0, 8.0, dtype=np.float32)
+    batches = mirrored.experimental_distribute_dataset(js.batches(rows, 4))
+    strategy = double.strategy
+
+    def sums(batch):
+        return strategy.reduce("sum", strategy.run(js.masked_sum, (batch,)))
+
+    step = double.function(sums)
+    found = [
+        double.schedule(step, (batch,)).fetch() if scheduled else sums(batch)
+        for batch in batches
+    ]
+    assert found == [10, 18]
 
 
 def test_the_masks_of_two_batches_are_not_taken_for_one(double):

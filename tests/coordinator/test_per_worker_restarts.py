@@ -3,6 +3,7 @@
 import itertools
 import threading
 
+import numpy as np
 import pytest
 from helpers.clusters import SECONDS, coordinated
 from helpers.threads import until
@@ -25,6 +26,48 @@ def restarted(coordinator, worker=0):
     before = coordinator.workers[worker].incarnation
     coordinator.strategy.backend.kill(worker)
     until(lambda: coordinator.workers[worker].incarnation > before, SECONDS)
+
+
+def taken(coordinator, step, iterator, count):
+    values = [coordinator.schedule(step, (iterator,)) for _ in range(count)]
+    return [int(x) for x in coordinator.fetch(values)]
+
+
+def test_an_iterator_begins_again(one):
+    calls = []
+
+    def make():
+        calls.append(index())
+        return itertools.count(5)
+
+    dataset = one.create_per_worker_dataset(make)
+    iterator = iter(dataset)
+    step = one.function(lambda iterator: next(iterator))
+    assert taken(one, step, iterator, 3) == [5, 6, 7]
+    restarted(one)
+    assert taken(one, step, iterator, 2) == [5, 6]
+    # Here, on the worker, and on the worker that came after it.
+    assert len(calls) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [False, True])
+def test_an_iterator_resumes_where_functions_had_used_it(one, distributed):
+    """What was read ahead and not used comes again; the oracle is the list."""
+
+    def make():
+        rows = [np.full(2, i) for i in range(20)]
+        if distributed:
+            return one.strategy.experimental_distribute_dataset(rows)
+        return rows
+
+    iterator = iter(one.create_per_worker_dataset(make, resume=True))
+    step = one.function(lambda iterator: next(iterator)[0] + 0 * next(iterator)[0])
+    assert taken(one, step, iterator, 3) == [0, 2, 4]
+    restarted(one)
+    assert taken(one, step, iterator, 2) == [6, 8]
+    restarted(one)
+    assert taken(one, step, iterator, 1) == [10]
 
 
 def test_each_iterator_of_each_worker_resumes_by_itself():
@@ -111,3 +154,35 @@ def test_a_worker_lost_while_its_dataset_is_built_builds_it_again():
         go_on.set()
         two.join(SECONDS)
         assert len(two.fetch(values)) == 6 and total.value() == 6
+
+
+def test_a_worker_lost_before_its_first_function_builds_nothing_twice(one):
+    calls = []
+
+    def make():
+        calls.append(1)
+        return [1, 2]
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    restarted(one)
+    assert len(calls) == 1
+    step = one.function(lambda iterator: next(iterator))
+    assert taken(one, step, iterator, 1) == [1] and len(calls) == 2
+
+
+def test_a_dataset_that_failed_is_built_anew_by_the_next_life(one):
+    calls = itertools.count()
+
+    def make():
+        if next(calls) == 1:
+            raise OSError("not mounted yet")
+        return [4, 5]
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    step = one.function(lambda iterator: next(iterator))
+    for _ in range(2):  # it is not tried again meanwhile
+        one.schedule(step, (iterator,))
+        with pytest.raises(js.errors.ClosureInputError, match="not mounted yet"):
+            one.join()
+    restarted(one)
+    assert taken(one, step, iterator, 1) == [4]

@@ -41,6 +41,14 @@ def test_each_worker_is_given_its_own(three):
     assert len(traces) == 1
 
 
+def test_structures_are_arguments(three):
+    pairs = [{"x": np.full(2, i), "y": (np.float32(i),)} for i in range(3)]
+    value = js.coordinator.PerWorkerValue(remote(three, *pairs))
+    step = three.function(lambda own: (index(), (own["x"].sum(), own["y"][0])))
+    for worker, values in until_each_has(three, step, (value,)).items():
+        assert values[0] == (2 * worker, worker)
+
+
 def until_it_fails(coordinator, step, value):
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
@@ -59,7 +67,9 @@ def test_too_few_are_an_error_of_the_function(three):
     value = js.coordinator.PerWorkerValue(remote(three, 1.0))
     three.join()
     step = three.function(lambda own: (index(), own))
-    with pytest.raises(IndexError, match=r"Worker [12] runs .* PerWorkerValue of 1 va"):
+    with pytest.raises(
+        IndexError, match=r"Worker [12] runs .* PerWorkerValue of 1 val"
+    ):
         until_it_fails(three, step, value)
     three.join()
 

@@ -50,6 +50,29 @@ def test_copies_begin_with_the_initial_value(three):
         np.testing.assert_array_equal(found, [[0, 1, 2], [3, 4, 5]])
 
 
+def test_it_may_be_an_argument(three):
+    total = own(three)
+
+    @three.function
+    def add(variable, x):
+        variable.assign_add(x)
+
+    for _ in range(10):
+        three.schedule(add, (total, 1.0))
+    three.join()
+    assert sum(total.read_all()) == 10
+
+
+def test_none_counts_as_a_servers_variable():
+    with coordinated(2, servers=2) as coordinator, coordinator.strategy.scope():
+        variables = [js.Variable(0.0, per_worker_variable=i == 1) for i in range(3)]
+    assert [v.device for v in variables] == [
+        "/job:ps/replica:0/task:1/device:CPU:0",
+        "/job:worker/device:CPU:0",
+        "/job:ps/replica:0/task:0/device:CPU:0",
+    ]
+
+
 def test_all_changes_work_in_a_function():
     """The oracle is NumPy."""
     with coordinated(1) as one:
@@ -82,6 +105,33 @@ def test_all_changes_work_in_a_function():
         np.testing.assert_array_equal(v.read_all()[0], expected)
         np.testing.assert_array_equal(w.read_all()[0], [44, 88])
         assert one.metrics.closure_execution.count == 2
+
+
+def test_reading_alone_changes_nothing_and_sends_nothing_back(three):
+    variable = own(three, 5.0)
+    found = until_each_has(three, three.function(lambda: (index(), variable.value())))
+    assert {float(x) for values in found.values() for x in values} == {5.0}
+    assert variable.read_all() == [5, 5, 5]
+
+
+def test_a_function_that_fails_has_changed_nothing(three):
+    mine = own(three)
+    with three.strategy.scope():
+        table = js.Variable(np.zeros((4, 2), np.float32))
+
+    @three.function
+    def step(row):
+        mine.assign_add(1.0)
+        table.scatter_add(js.IndexedSlices(jnp.ones((1, 2)), row[None]))
+
+    for row, count in ((3, 1), (4, 1), (0, 2)):
+        three.schedule(step, (np.int32(row),))
+        if row == 4:
+            with pytest.raises(IndexError, match="Row 4"):
+                three.join()
+        three.join()
+        assert sum(mine.read_all()) == count
+    np.testing.assert_array_equal(table.numpy()[:, 0], [1, 0, 0, 1])
 
 
 def test_two_replicas_of_a_worker_combine_what_they_write():
@@ -120,7 +170,9 @@ def test_the_coordinator_neither_reads_nor_changes_it(three):
         lambda v: v.update(lambda old: old + 1),
         lambda v: jax.jit(lambda: v.value())(),
     ):
-        with pytest.raises(js.errors.ContextError, match=r"'mine'.*`read_all\(\)` rea"):
+        with pytest.raises(
+            js.errors.ContextError, match=r"'mine'.*`read_all\(\)` reads all"
+        ):
             use(variable)
         with three.strategy.scope():
             with pytest.raises(js.errors.ContextError, match="read_all"):
@@ -129,7 +181,9 @@ def test_the_coordinator_neither_reads_nor_changes_it(three):
 
 def test_a_step_outside_of_functions_does_not_use_it(three):
     variable = own(three, 0.0, name="mine")
-    with pytest.raises(js.errors.ContextError, match=r"`step` runs in this process.*'"):
+    with pytest.raises(
+        js.errors.ContextError, match=r"`step` runs in this process.*'mine'"
+    ):
 
         @three.strategy.run
         def step():
@@ -156,7 +210,9 @@ def test_read_all_is_of_such_a_variable(three):
 
 def test_read_all_in_a_function_is_an_error(three):
     variable = own(three)
-    with pytest.raises(js.errors.ContextError, match="sees the copy of its own worker"):
+    with pytest.raises(
+        js.errors.ContextError, match="sees the copy of its own worker only"
+    ):
         three.schedule(three.function(lambda: variable.read_all()))
 
 
@@ -176,3 +232,15 @@ def test_what_it_cannot_be(three):
     ]:
         with pytest.raises(error, match=text):
             own(three, value, **options)
+
+
+def test_it_is_in_one_piece():
+    """A partitioner divides what is on servers."""
+    partitioner = js.experimental.partitioners.FixedShardsPartitioner(2)
+    backend = js.coordinator.Threads(1, 2)
+    strategy = js.ParameterServerStrategy(None, partitioner, backend=backend)
+    with strategy.scope():
+        own = js.Variable(np.zeros((4, 2)), per_worker_variable=True)
+    with js.coordinator.ClusterCoordinator(strategy):
+        assert [copy.shape for copy in own.read_all()] == [(4, 2)]
+    strategy.close()

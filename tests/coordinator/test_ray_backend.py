@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy._src.parameter_servers.backends import ray_processes
 from jaxstrategy.coordinator import RayProcesses
 
 
@@ -40,3 +41,27 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         js.errors.MissingExtraError, match=r'pip install "jaxstrategy\[ray\]"'
     ):
         js.ParameterServerStrategy(workers=1, parameter_servers=1, backend="ray")
+
+
+def environment(monkeypatch, **variables):
+    monkeypatch.setattr(ray_processes.os, "environ", variables)
+    secret = ray_processes.Secret("a secret of many letters")
+    return ray_processes._environment(secret, with_modules=False)
+
+
+def test_workers_without_gpus_simulate_devices_with_their_share_of_cpus(monkeypatch):
+    given = environment(
+        monkeypatch, JAX_PLATFORMS="cuda", XLA_FLAGS="--x", HOME="/", TF_CONFIG="{}"
+    )
+    own = ray_processes._of_worker(given, 2.5, 4)
+    assert own["JAX_PLATFORMS"] == "cpu" and own["JAX_NUM_CPU_DEVICES"] == "4"
+    assert own["PJRT_NPROC"] == "4" and own["OMP_NUM_THREADS"] == "2"
+    assert own["XLA_FLAGS"] == "--x" and not {"HOME", "TF_CONFIG"} & set(own)
+    assert own["JAXSTRATEGY_CLUSTER_SECRET"] == "a secret of many letters"
+
+
+def test_workers_with_gpus_have_those_that_ray_gives_them(monkeypatch):
+    own = ray_processes._of_worker(environment(monkeypatch), 1.0, None)
+    assert not {"JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"} & set(own)
+    given = environment(monkeypatch, JAX_PLATFORMS="cuda,cpu")
+    assert ray_processes._of_worker(given, 1.0, None)["JAX_PLATFORMS"] == "cuda,cpu"

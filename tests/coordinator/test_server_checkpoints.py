@@ -1,5 +1,7 @@
 """Checkpoints of variables on parameter servers, and pauses to take them in."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,80 @@ import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
 from jaxstrategy.coordinator import ClusterCoordinator, Threads
 
+TABLE = np.arange(6, dtype=np.float32).reshape(3, 2)
+
 
 def on_servers(count):
     return js.ParameterServerStrategy(
         workers=2, parameter_servers=count, backend="threads"
     )
+
+
+def in_shards(servers, shards):
+    return js.ParameterServerStrategy(
+        variable_partitioner=js.experimental.partitioners.FixedShardsPartitioner(
+            shards
+        ),
+        workers=1,
+        parameter_servers=servers,
+        backend="threads",
+    )
+
+
+def mirrored():
+    return js.MirroredStrategy(jax.devices()[:2])
+
+
+def state_in(strategy, value=0.0):
+    with strategy.scope():
+        return {
+            "table": js.Variable(jnp.full((3, 2), value)),
+            "deep": [js.Variable(jnp.int32(value)), js.Variable(jnp.full(5, value))],
+            "epoch": int(value),
+        }
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (lambda: on_servers(3), lambda: on_servers(2)),
+        (lambda: on_servers(2), mirrored),
+        (mirrored, lambda: on_servers(2)),
+        (lambda: in_shards(3, 3), lambda: in_shards(2, 2)),
+        (lambda: on_servers(2), lambda: in_shards(2, 3)),
+        (lambda: in_shards(1, 2), mirrored),
+    ],
+)
+def test_any_number_of_servers_restores_what_any_other_saved(tmp_path, before, after):
+    state = state_in(before(), 7.0)
+    state["table"].assign(TABLE)
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.save(4, state)
+    new = state_in(after())
+    with CheckpointManager(tmp_path) as manager:
+        got, step = manager.restore_or_init(new)
+        # One entry of the whole shape for each variable, whatever keeps it.
+        assert set(manager.record(4).leaves) == {"table", "deep/0", "deep/1", "epoch"}
+    assert step == 4 and got["epoch"] == 7
+    assert got["table"] is new["table"] and got["deep"][1] is new["deep"][1]
+    np.testing.assert_array_equal(new["table"].value(), TABLE)
+    assert new["deep"][0].value() == 7
+    np.testing.assert_array_equal(new["deep"][1].value(), np.full(5, 7.0))
+
+
+def test_another_shape_is_refused_before_a_server_changes(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_in(on_servers(2), 3.0))
+    other = on_servers(2)
+    new = state_in(other)
+    with other.scope():
+        new["deep"][1] = js.Variable(jnp.zeros(4))
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(js.checkpoint.MismatchError, match="deep/1"),
+    ):
+        manager.restore(new)
+    np.testing.assert_array_equal(new["table"].value(), np.zeros((3, 2)))
 
 
 def test_variables_of_workers_are_refused(tmp_path):
@@ -84,6 +155,18 @@ def test_in_a_pause_nothing_runs_and_afterwards_all_does(counting):
     assert counting.totals() == [101, 101]
 
 
+def test_a_worker_lost_in_a_pause_costs_nothing(counting):
+    values = counting.schedule(50)
+    values[0].fetch()
+    with counting.coordinator.paused():
+        seen = counting.totals()
+        counting.backend.kill(0)
+        counting.backend.kill(1)
+        assert counting.totals() == seen
+    counting.coordinator.join()
+    assert counting.totals() == [50, 50]
+
+
 def test_waiting_in_a_pause_is_an_error_and_no_deadlock(counting):
     counting.coordinator.join()
     with counting.coordinator.paused():
@@ -96,9 +179,44 @@ def test_waiting_in_a_pause_is_an_error_and_no_deadlock(counting):
             value.get,
             lambda: counting.coordinator.fetch(value),
         ):
-            with pytest.raises(RuntimeError, match=r"block of `coordinator.paused\(\)"):
+            with pytest.raises(
+                RuntimeError, match=r"block of `coordinator.paused\(\)`"
+            ):
                 wait()
     assert value.fetch() == 1
+
+
+def test_pauses_of_two_threads_overlap(counting):
+    inside, may_end = threading.Event(), threading.Event()
+
+    def pause():
+        with counting.coordinator.paused():
+            inside.set()
+            may_end.wait(60)
+
+    other = threading.Thread(target=pause)
+    other.start()
+    assert inside.wait(60)
+    with counting.coordinator.paused():
+        counting.schedule(4)
+    assert counting.totals() == [0, 0]  # the other one's
+    may_end.set()
+    other.join()
+    counting.coordinator.join()
+    assert counting.totals() == [4, 4]
+
+
+def test_a_closed_coordinator_pauses_nothing(counting, tmp_path):
+    counting.schedule(2)
+    counting.coordinator.join()
+    counting.coordinator.close()
+    with (
+        pytest.raises(RuntimeError, match="closed"),
+        counting.coordinator.paused(),
+    ):
+        pass
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.save(1, counting.pair)
 
 
 def test_what_is_saved_while_functions_run_is_of_one_moment(counting, tmp_path):

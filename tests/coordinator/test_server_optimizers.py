@@ -86,6 +86,19 @@ def test_gradients_of_rows_change_their_rows_only(shards):
     np.testing.assert_allclose(np.asarray(v), lazily(ROWS, steps), rtol=1e-4)
 
 
+@pytest.mark.parametrize("shards", [None, 3])
+def test_rows_that_are_there_twice_are_added_up(shards):
+    # With Adam alone nobody would see it: its first step has the same size anyway.
+    strategy = strategy_of(shards)
+    v = variable(strategy, ROWS)
+    optimizer = strategy.optimizer(optax.sgd(1.0), v)
+    ids, values = np.array([4, 0, 4]), np.array([[1, 2], [3, 4], [5, 6]], "float32")
+    optimizer.apply(js.IndexedSlices(values, ids))
+    expected = ROWS.copy()
+    np.subtract.at(expected, ids, values)
+    np.testing.assert_allclose(np.asarray(v), expected, rtol=1e-6)
+
+
 def test_a_table_is_not_pulled_to_be_updated():
     strategy = strategy_of()
     v = variable(strategy, np.zeros((1000, 2), "float32"))
@@ -114,6 +127,42 @@ def test_a_table_is_not_pulled_to_be_updated():
     value = v.numpy()
     assert np.count_nonzero(value) == 4
     np.testing.assert_allclose(value[[3, 5]], -0.1, rtol=1e-4)
+
+
+def test_replicas_reduce_before_they_apply():
+    strategy = strategy_of(devices=2)
+    v = variable(strategy, 0.0, aggregation="none")
+    optimizer = strategy.optimizer(optax.sgd(1.0), v)
+
+    def step(x):
+        optimizer.apply(js.get_replica_context().all_reduce("sum", x))
+
+    strategy.run(step, (strategy.per_replica([1.0, 2.0]),))
+    assert float(v) == -3.0
+
+
+def test_its_state_is_variables_beside_theirs():
+    strategy = strategy_of()
+    a, b = variable(strategy, 0.0, "a"), variable(strategy, 0.0, "b")
+    optimizer = strategy.optimizer(optax.adam(0.1), [a, b])
+    for target, (slots,) in zip((a, b), optimizer.slots, strict=True):
+        assert {slot.device for slot in slots} == {target.device}
+    names = [slot.name for slot in optimizer.slots[0][0]]
+    assert len(names) == 3 and all(name.startswith("a") for name in names)
+
+
+def test_many_workers_lose_no_update():
+    strategy = js.ParameterServerStrategy(
+        workers=3, parameter_servers=1, backend="threads"
+    )
+    v = variable(strategy, 0.0)
+    optimizer = strategy.optimizer(optax.sgd(1.0), v)
+    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        function = coordinator.function(lambda: optimizer.apply(jnp.float32(1.0)))
+        for _ in range(60):
+            coordinator.schedule(function)
+        coordinator.join()
+    assert float(v) == -60.0
 
 
 def test_what_is_wrong_is_told():

@@ -52,6 +52,12 @@ def test_a_colocated_variable_does_not_count(strategy):
     assert [server_of(v) for v in (a, b, c, d)] == [0, 1, 0, 0]
 
 
+def test_an_on_read_variable_of_one_replica_is_an_ordinary_one(strategy):
+    v = variable(strategy, synchronization="on_read", aggregation="sum")
+    strategy.run(lambda: v.assign_add(2.0))
+    assert v.numpy() == 3.0
+
+
 def test_a_variable_that_is_gone_is_dropped():
     strategy = strategy_of(servers=1)
     (server,) = strategy.server_pool.servers
@@ -111,6 +117,33 @@ def test_an_assignment_under_a_condition(strategy):
     assert float(v) == 4.0
 
 
+def test_changes_in_loops_are_added_up(strategy):
+    v = variable(strategy, np.float32(1.0))
+
+    def step(n):
+        def body(i, _):
+            v.assign_add(2.0)
+            v.assign_sub(1.0)
+            return v.value()
+
+        return jax.lax.fori_loop(0, n, body, 0.0)
+
+    assert float(strategy.run(step, (5,))) == 6.0
+    assert float(v) == 6.0
+
+
+def test_an_assignment_that_may_be_made_before_an_addition(strategy):
+    v = variable(strategy, 3.0)
+
+    def step(x):
+        jax.lax.cond(x > 0, lambda: v.assign(x), lambda: v.value())
+        v.assign_add(1.0)
+
+    for x, expected in [(10.0, 11.0), (-10.0, 12.0)]:
+        strategy.run(step, (x,))
+        assert float(v) == expected
+
+
 def pushed(strategy, v, step, *args):
     """The names of the operations by which `step` changes `v`."""
     names = []
@@ -151,6 +184,18 @@ def test_what_is_pushed_is_the_operation():
             change(v)
 
         assert pushed(strategy, v, step) == expected, number
+
+
+def test_nothing_is_read_that_is_only_added_to():
+    strategy = strategy_of(servers=1)
+    v = variable(strategy, 1.0)
+    (server,) = strategy.server_pool.servers
+    reads = []
+    read = server.read
+    server.read = lambda given: (reads.extend(given), read(given))[1]
+    strategy.run(lambda: (v.assign_add(1.0), None)[1])
+    assert reads == []
+    assert v.numpy() == 2.0
 
 
 def test_other_changes_in_loops_are_refused(strategy):
@@ -222,6 +267,28 @@ STEPS = [
         lambda t, ids: (
             t.assign_add(jnp.ones((10, 2))),
             embedding_lookup(t, ids),
+        ),
+        None,
+    ),
+    (
+        lambda t, ids: (
+            jax.lax.fori_loop(
+                0,
+                2,
+                lambda i, c: (
+                    t.scatter_add(js.IndexedSlices(jnp.ones((3, 2)), ids)),
+                    c,
+                )[1],
+                0,
+            ),
+            embedding_lookup(t, ids),
+        ),
+        None,
+    ),
+    (
+        lambda t, ids: (
+            t.assign_add(jnp.ones((10, 2))),
+            embedding_lookup(t, ids),
         )[1],
         None,
     ),
@@ -245,7 +312,9 @@ def test_what_needs_more_than_rows_is_right_too(strategy):
 
 
 def test_random_keys_in_variables_are_refused(strategy):
-    with pytest.raises(TypeError, match="holds random keys, which parameter servers d"):
+    with pytest.raises(
+        TypeError, match="holds random keys, which parameter servers do"
+    ):
         variable(strategy, jax.random.key(0))
 
 
@@ -284,7 +353,9 @@ def test_replicas_that_differ_are_refused():
 
 def test_a_jitted_function_that_nobody_schedules_is_refused(strategy):
     v = variable(strategy, name="v")
-    with pytest.raises(js.errors.ContextError, match="'v' is on a parameter server, a"):
+    with pytest.raises(
+        js.errors.ContextError, match="'v' is on a parameter server, and was u"
+    ):
         jax.jit(lambda: v + 1)()
 
 
@@ -305,3 +376,13 @@ def test_a_strategy_with_processes_is_not_copied(strategy):
 def test_a_worker_has_no_more_devices_than_the_coordinator():
     with pytest.raises(ValueError, match="`devices_per_worker` was 99"):
         Threads(1, 1, 99)
+
+
+def test_update_of_an_ordinary_variable():
+    v = js.Variable([1.0, 2.0])
+    assert v.update(lambda old, x: old + x, 2.0).tolist() == [3, 4]
+    mirrored = js.MirroredStrategy(js.simulate(8)[:2])
+    with mirrored.scope():
+        w = js.Variable(1.0)
+    mirrored.run(lambda: (w.update(lambda old: 3 * old), None)[1])
+    assert w.numpy() == 3.0

@@ -1,14 +1,18 @@
-"""Variables on parameter servers of this process and of another one, against NumPy."""
+"""Parameter servers of this process and of another one, against NumPy."""
 
 import contextlib
+import functools
+import gc
 import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.threads import in_threads, until
 from helpers.updates import exported
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.protocol import (
@@ -17,27 +21,76 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ServerOperation,
 )
 
+SHAPE = (300, 40)
+ONES = np.ones(SHAPE, np.float32)
+ROW = np.ones((1, 2), np.float32)
+WHOLE = {"set": lambda a, b: b, "add": np.add, "subtract": np.subtract}
+ROWS = [f"scatter_{word}" for word in "add sub mul div min max update".split()]
 numbers = itertools.count(10**6)
 
 
-@pytest.fixture(scope="module", params=["here", "elsewhere"])
-def strategy(request):
-    kind = js.coordinator.Threads
-    if request.param == "elsewhere":
-        kind = js.coordinator.LocalProcesses
-    strategy = js.ParameterServerStrategy(backend=kind(1, 1))
-    yield strategy
-    strategy.close()
+@pytest.fixture(scope="module")
+def here():
+    return js.coordinator.Threads(1, 1).servers[0]
 
 
-@pytest.fixture
-def server(strategy):
-    return strategy.backend.servers[0]
+@pytest.fixture(scope="module")
+def elsewhere():
+    backend = js.coordinator.LocalProcesses(1, 1)
+    yield backend.servers[0]
+    backend.close()
 
 
-def variable(strategy, value):
-    with strategy.scope():
-        return js.Variable(value)
+@pytest.fixture(params=["here", "elsewhere"])
+def server(request):
+    return request.getfixturevalue(request.param)
+
+
+class Stored:
+    """One variable, and short names for what is asked of its server."""
+
+    def __init__(self, server, value, is_table=False):
+        self.server, self.number = server, next(numbers)
+        server.create(self.number, value, is_table)
+
+    def push(self, name, *operands, call=None, program="", others=()):
+        variables = (self.number, *(each.number for each in others))
+        operation = ServerOperation(name, variables, operands, program)
+        return self.server.push([operation], call)
+
+    def operation(self, name, *operands):
+        return ServerOperation(name, (self.number,), operands)
+
+    def read(self, rows=None):
+        return self.server.read([Read(self.number, rows)])[0]
+
+    @property
+    def version(self):
+        return self.server.versions([self.number])[0]
+
+
+def rows_changed(name, table, rows, values):
+    """A plain loop; quotients are by the product of what is given for a row."""
+    new, divisors = table.copy(), {}
+    change = {
+        "scatter_add": lambda a, b: a + b,
+        "scatter_sub": lambda a, b: a - b,
+        "scatter_mul": lambda a, b: a * b,
+        "scatter_min": np.minimum,
+        "scatter_max": np.maximum,
+        "scatter_update": lambda a, b: b,
+    }
+    for row, value in zip(rows, values, strict=True):
+        if name == "scatter_div":
+            divisors[row] = divisors.get(row, np.ones_like(value)) * value
+        else:
+            new[row] = change[name](new[row], value)
+    for row, divisor in divisors.items():
+        if "int" in table.dtype.name:
+            new[row] = table[row].astype(np.int64) // divisor.astype(np.int64)
+        else:
+            new[row] = table[row] / divisor
+    return new
 
 
 def small(shape, dtype, seed):
@@ -51,191 +104,622 @@ def assert_same(found, wanted, message=None):
     np.testing.assert_array_equal(found, wanted, err_msg=str(message))
 
 
-def test_operations_of_all_dtypes_are_numpys(strategy):
-    for name in ("float32", "bfloat16", "float8_e4m3fn", "int4", "uint8", "bool"):
-        old, operand = (small((3, 2), jnp.dtype(name), seed) for seed in (1, 2))
-        v = variable(strategy, old)
-        assert_same(v.numpy(), old, name)
-        v.assign(operand)
-        assert_same(v.numpy(), operand, name)
-        v.assign_add(old)
-        assert_same(v.numpy(), np.add(operand, old), name)
-        if name != "bool":
-            v.assign_sub(old)
-            assert_same(v.numpy(), operand, name)
-    rows, ids = np.array([4, 0, 4, 2]), [4, 0, 2]
-    for name, word in itertools.product(("bfloat16", "int32"), ROW_CHANGES):
-        table, values = (small((n, 2), jnp.dtype(name), n) for n in (5, 4))
-        v = variable(strategy, table)
-        getattr(v, f"scatter_{word}")(js.IndexedSlices(values, rows))
-        wanted = table.copy()
-        for row in ids:
-            for value in values[rows == row]:
-                wanted[row] = ROW_CHANGES[word](wanted[row], value)
-        assert_same(v.numpy(), wanted.astype(table.dtype), (name, word))
-        assert_same(np.asarray(v.sparse_read(rows)), wanted[rows], (name, word))
+DTYPES = "float32 bfloat16 float8_e4m3fn float64 int4 uint8 int32 int64 bool complex64"
 
 
-ROW_CHANGES = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "update": lambda a, b: b,
+@pytest.mark.slow
+def test_operations_of_all_dtypes_are_numpys(server):
+    for dtype, is_table in itertools.product(DTYPES.split(), (False, True)):
+        dtype = jnp.dtype(dtype)
+        for name in WHOLE:
+            if name == "subtract" and dtype.kind == "b":
+                continue
+            if is_table and dtype.name not in ("float32", "int4", "bool"):
+                continue  # each is compiled
+            for shape in [(3, 2)] if is_table else [(3, 2), (0, 2), ()]:
+                old, operand = small(shape, dtype, 1), small(shape, dtype, 2)
+                stored = Stored(server, old, is_table)
+                assert stored.push(name, operand)
+                wanted = np.array(WHOLE[name](old, operand))
+                operand[...] = 0  # what was pushed is the server's own
+                assert_same(stored.read(), wanted, (name, dtype, is_table))
+    for dtype, name in itertools.product(("bfloat16", "int32"), ROWS):
+        table, rows = small((5, 2), dtype, 1), np.array([4, 0, 4, 2], np.int64)
+        values = small((4, 2), dtype, 2)
+        stored = Stored(server, table, is_table=True)
+        assert stored.push(name, rows, values) and stored.version == 1
+        wanted = rows_changed(name, table, rows, values)
+        assert_same(stored.read(), wanted, (name, dtype))
+        assert_same(stored.read(rows), wanted[rows], (name, dtype))
+    for table, rows in [
+        (np.arange(1, 7, dtype=np.float32), [5, 0, 5]),
+        (np.arange(1, 25, dtype=np.float32).reshape(2, 3, 4), [1]),
+        (np.zeros((0, 2), np.float32), []),
+    ]:
+        for name in ("scatter_add", "scatter_div", "scatter_update"):
+            values = np.full((len(rows), *table.shape[1:]), 2, np.float32)
+            stored = Stored(server, table)
+            stored.push(name, np.array(rows, np.uint8), values)
+            wanted = rows_changed(name, table, rows, values)
+            assert_same(stored.read(), wanted, (name, table.shape))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["scatter_add", "scatter_div", "scatter_update"]),
+    rows=st.lists(st.integers(0, 3), max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_any_rows(here, name, rows, seed):
+    # One shape of tables, as each is compiled with each power of two of rows.
+    random = np.random.default_rng(seed)
+    table = random.integers(-50, 50, (4, 2)).astype(np.float32)
+    values = random.choice([-4, -0.5, 2, 3], (len(rows), 2)).astype(np.float32)
+    stored = Stored(here, table)
+    stored.push(name, np.array(rows, np.int32), values)
+    wanted = rows_changed(name, table, rows, values)
+    np.testing.assert_allclose(stored.read(), wanted, rtol=1e-6)
+
+
+def test_limits_of_numbers(here):
+    for is_table in (False, True):
+        for dtype, old, more, wanted in [
+            (np.int8, 127, 1, -128),
+            (np.uint8, 255, 2, 1),
+            (np.float32, 3e38, 3e38, np.inf),
+        ]:
+            stored = Stored(here, np.array([old], dtype), is_table)
+            stored.push("add", np.array([more], dtype))
+            assert stored.read()[0] == wanted
+    stored = Stored(here, np.array([-7, 7, 7, 100], np.int8), is_table=True)
+    rows, divisors = np.array([0, 1, 2, 3, 3]), np.array([2, -2, 2, 3, 5], np.int8)
+    stored.push("scatter_div", rows, divisors)
+    assert stored.read().tolist() == [-3, -3, 3, 6]
+    stored = Stored(here, np.zeros((2, 1), np.float32), is_table=True)
+    nan = np.full((1, 1), np.nan, np.float32)
+    stored.push("scatter_min", np.array([0]), nan)
+    stored.push("scatter_max", np.array([1]), nan)
+    assert np.isnan(stored.read()).all()
+    big = np.array([[2**40, 1], [3, 2**50]])
+    stored = Stored(here, big, is_table=True)
+    stored.push("scatter_sub", np.array([0]), big[:1])
+    assert stored.read().tolist() == [[0, 0], [3, 2**50]]
+
+
+# What is wrong is said, and changes nothing.
+
+
+def test_wrong_pushes_and_reads_change_nothing(server):
+    scalar = Stored(server, np.zeros((), np.int32))
+    table = Stored(server, np.zeros((3, 2), np.float32), is_table=True)
+    flags = Stored(server, np.zeros(2, bool))
+    empty = Stored(server, np.zeros((0, 2), np.float32))
+    own = [scalar, table, flags, empty]
+    named = rf"variable {table.number}, float32\[3,2\]"
+    row, one = np.array([0]), np.ones(1, bool)
+    wrong = [
+        (table, ("scatter_add", row + 3, ROW), IndexError, rf"Row 3 is .*{named}"),
+        (table, ("scatter_sub", row - 1, ROW), IndexError, r"Row -1 is not in \[0, 3"),
+        (empty, ("scatter_add", row, ROW), IndexError, r"Row 0 is not in \[0, 0\)"),
+        (
+            table,
+            ("scatter_add", np.array([0, 1]), ROW),
+            ValueError,
+            rf"'scatter_add' of {named}, takes float32\[2,2\], not float32\[1,2\]",
+        ),
+        (
+            table,
+            ("scatter_add", row, ROW.astype(np.float64)),
+            TypeError,
+            r"takes float32\[1,2\], not float64\[1,2\]",
+        ),
+        (table, ("scatter_add", row * 1.0, ROW), TypeError, "whole numbers, not float"),
+        (table, ("scatter_add", row == 0, ROW), TypeError, r"numbers, not bool\[1\]"),
+        (table, ("scatter_add", row[0], ROW), ValueError, r"a vector, not int64\[\]"),
+        (
+            scalar,
+            ("scatter_add", row, row),
+            ValueError,
+            r"a scalar, int32\[\], of no r",
+        ),
+        (table, ("add", ROW), ValueError, r"takes float32\[3,2\], not float32\[1,2\]"),
+        (table, ("set", np.zeros((3, 2), np.int32)), TypeError, r"not int32\[3,2\]"),
+        (table, ("mul", ROW), ValueError, "no operation 'mul'; there are set, add"),
+        (table, ("add",), ValueError, "one variable and has 1 operands, not 1 and 0"),
+        (table, ("scatter_add", ROW), ValueError, "has 2 operands, not 1 and 1"),
+        (flags, ("subtract", np.ones(2, bool)), TypeError, "bool, which has no 'subt"),
+        *[
+            (flags, (name, row, one), TypeError, f"bool, which has no '{name}'")
+            for name in ROWS[:4]
+        ],
+    ]
+    good = table.operation("add", np.ones((3, 2), np.float32))
+    for stored, (name, *operands), error, text in wrong:
+        operation = stored.operation(name, *operands)
+        with pytest.raises(error, match=text):
+            server.push([good, operation, good])
+    several = ServerOperation("add", (scalar.number, table.number), (ROW,))
+    with pytest.raises(ValueError, match="1 operands, not 2 and 1"):
+        server.push([good, several])
+    gone = ServerOperation("add", (8,), (ROW,))
+    with pytest.raises(LookupError, match="no variable 8 on this server: it was never"):
+        server.push([good, gone])
+    for read, error, text in [
+        (Read(table.number, np.array([0, 3])), IndexError, rf"Row 3 is .*{named}"),
+        (Read(table.number, row - 1), IndexError, r"Row -1 is not in \[0, 3\)"),
+        (Read(scalar.number, row), ValueError, "is a scalar"),
+        (Read(table.number, row * 1.0), TypeError, "are whole numbers, not float64"),
+        (Read(9), LookupError, "no variable 9 on this server"),
+    ]:
+        with pytest.raises(error, match=text):
+            server.read([Read(scalar.number), read])
+    with pytest.raises(LookupError, match="no variable 5 on this server"):
+        server.versions([table.number, 5])
+    assert not any(each.read().any() for each in own)
+    assert [each.version for each in own] == [0, 0, 0, 0]
+
+
+def test_values_that_no_variable_can_hold(here, elsewhere):
+    for dtype in ("U1", "O", np.longdouble, ">f4", "m8[s]", "V8", [("a", np.int32)]):
+        with pytest.raises(TypeError, match="Variable 7 cannot hold .* JAX has no arr"):
+            here.create(7, np.zeros(2, dtype))
+    with pytest.raises(TypeError, match="array of dtype object came"):
+        elsewhere.create(7, np.zeros(2, "O"))
+    with pytest.raises(ValueError, match=r"Variable 7 is a scalar, float32\[\]"):
+        here.create(7, np.zeros((), np.float32), is_table=True)
+    many = np.broadcast_to(np.zeros(1, np.int8), (2**31,))
+    with pytest.raises(ValueError, match="has 2147483648 rows. Only 2.*31 - 1"):
+        here.create(7, many, is_table=True)
+
+
+def test_numbers_are_used_once_until_they_are_dropped(server):
+    stored = Stored(server, ROW)
+    with pytest.raises(ValueError, match="is on this server already") as caught:
+        server.create(stored.number, np.ones(2, np.float32))
+    notes = getattr(caught.value, "__notes__", [])
+    assert all("Traceback of Parameter server 0" in note for note in notes)
+    server.drop([stored.number, stored.number, 77])
+    with pytest.raises(LookupError):
+        stored.read()
+    server.create(stored.number, np.ones(2, np.float32))
+    assert stored.read().tolist() == [1, 1] and stored.version == 0
+
+
+# Memory.
+
+
+VIEWS = {
+    "all": lambda value: value,
+    "rows": lambda value: value[7:9],
+    "view of views": lambda value: np.asarray(value[1:])[3].view(np.uint32),
+    "memoryview": memoryview,
+    "transposed": lambda value: value.T.reshape(-1, 40)[:5],
+    "dlpack": np.from_dlpack,
+    "jax": jax.device_put,
 }
+
+
+def test_what_somebody_holds_stays(server):
+    for is_table, (name, held) in itertools.product((False, True), VIEWS.items()):
+        first = np.arange(12000, dtype=np.float32).reshape(SHAPE)
+        stored = Stored(server, first, is_table)
+        part = held(stored.read())
+        copy = np.array(part, copy=True)
+        for each in ("add", "subtract", "set", "add"):
+            stored.push(each, ONES)
+            np.testing.assert_array_equal(np.asarray(part), copy, err_msg=name)
+        rows = stored.read(np.array([3, 3, 299]))
+        stored.push("scatter_add", np.arange(300), ONES)
+        np.testing.assert_array_equal(np.asarray(part), copy, err_msg=name)
+        assert (stored.read() == 3).all() and (rows == 2).all()
+
+
+@pytest.mark.parametrize("is_table", [False, True], ids=["host", "device"])
+def test_what_nobody_holds_is_changed_in_place(here, is_table):
+    stored = Stored(here, ONES, is_table)
+
+    def address():
+        return stored.read().ctypes.data
+
+    first, second = stored.read(), stored.read()
+    assert first.ctypes.data == second.ctypes.data and first.ctypes.data % 64 == 0
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 2
+    del second
+    stored.push("add", ONES)
+    after = address()
+    assert after != first.ctypes.data
+    for _ in range(3):
+        stored.push("add", ONES)
+    assert address() == after and (stored.read() == 5).all()
+    table = Stored(here, ONES, is_table=True)
+    here.define("more", exported(lambda a, x: a + x, *[(SHAPE, np.float32)] * 2))
+    before = table.read().ctypes.data
+    for name in ROWS:
+        table.push(name, np.array([1, 3, 1]), 2 * ONES[:3])
+    table.push("update", ONES, program="more")
+    assert table.read().ctypes.data == before
+
+
+@pytest.mark.parametrize("is_table", [False, True], ids=["host", "device"])
+def test_what_a_running_program_was_given_stays_and_operands_are_not_kept(
+    here, is_table
+):
+    given = ONES.copy()
+    stored = Stored(here, given, is_table)
+    given[:] = 5  # the first value is copied
+
+    @jax.jit
+    def late(value):
+        zero = jnp.full((200, 200), 1e-30)
+        zero = jax.lax.fori_loop(0, 60, lambda _, x: jnp.sin(x @ x), zero)
+        return value + zero.sum() * 0
+
+    late(stored.read())
+    for turn in range(1, 12):
+        result = late(stored.read())
+        for name in ("add", "scatter_add"):
+            values = ONES.copy()
+            rows = [np.arange(300, dtype=np.int32)] * name.startswith("scatter")
+            stored.push(name, *rows, values)
+            values[:] = 7
+        assert (result == 2 * turn - 1).all()
+
+
+def test_dropped_variables_leave_no_memory(here):
+    gc.collect()
+    others = jax.live_arrays()
+    stored = Stored(here, ONES, is_table=True)
+    stored.push("add", ONES)
+    here.drop([stored.number])
+    gc.collect()
+    left = [a for a in jax.live_arrays() if not any(a is each for each in others)]
+    assert not [a for a in left if a.shape == SHAPE]
+
+
+@functools.cache
+def twice():
+    return exported(lambda a: a * 2, ((4, 2), np.float32))
+
+
 ANY = st.tuples(
     st.sampled_from(["add", "subtract", "set", "scatter_add", "update", "read"]),
     st.integers(0, 3),
 )
 
 
-@settings(
-    max_examples=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(steps=st.lists(ANY, max_size=20))
-def test_any_operations_leave_what_was_read(strategy, steps):
-    value, kept = np.arange(8, dtype=np.float32).reshape(4, 2), []
-    v, ones = variable(strategy, value), np.ones((4, 2), np.float32)
-    value = value.copy()
+@settings(max_examples=40, deadline=None)
+@given(is_table=st.booleans(), steps=st.lists(ANY, max_size=20))
+def test_any_operations_leave_what_was_read(here, is_table, steps):
+    value = np.arange(8, dtype=np.float32).reshape(4, 2)
+    stored, ones, kept = Stored(here, value, is_table), np.ones((4, 2), np.float32), []
+    here.define("twice", twice())
     for name, number in steps:
         match name:
             case "read":  # some of them are held for a while
-                part = v.numpy()[number:]
-                kept = [*kept[-number:], (part, value[number:].copy())]
+                kept = [
+                    *kept[-number:],
+                    (stored.read()[number:], value[number:].copy()),
+                ]
             case "scatter_add":
-                v.scatter_add(js.IndexedSlices(ones[:1], np.array([number])))
+                stored.push(name, np.array([number]), ROW)
                 value[number] += 1
             case "update":
-                v.update(lambda old: old * 2)
+                stored.push(name, program="twice")
                 value *= 2
-            case "set":
-                v.assign(ones * number)
-                value = ones * number
             case _:
-                change = {"add": v.assign_add, "subtract": v.assign_sub}[name]
-                change(ones * number)
-                value += number if name == "add" else -number
+                stored.push(name, ones * number)
+                value = np.array(WHOLE[name](value, ones * number))
         for part, copy in kept:
             np.testing.assert_array_equal(part, copy)
-        np.testing.assert_array_equal(v.numpy(), value)
+        np.testing.assert_array_equal(stored.read(), value)
 
 
-def test_whatever_jax_was_told(strategy):
-    ones = np.ones((4, 2), np.float32)
+# Once for each function.
+
+
+def counted(server):
+    stored, one = Stored(server, np.zeros((), np.int32)), np.ones((), np.int32)
+    return stored, functools.partial(stored.push, "add", one)
+
+
+def test_a_function_pushes_once_and_a_lost_worker_not_at_all(server):
+    stored, add = counted(server)
+    first = next(numbers)
+    assert add(call=CallNumber(first)) and not add(call=CallNumber(first, worker=3))
+    assert add(call=CallNumber(first + 1)) and add() and add()
+    with pytest.raises(ValueError, match="takes int32"):
+        stored.push("add", np.ones(2, np.int32), call=CallNumber(first + 2))
+    assert add(call=CallNumber(first + 2))  # a bad push may be made again
+    server.fence(2, 1)
+    assert not add(call=CallNumber(first + 3, worker=2, incarnation=0))
+    assert add(call=CallNumber(first + 3, worker=2, incarnation=1))
+    assert add(call=CallNumber(first + 4, worker=1, incarnation=0))
+    server.fence(2, 0)  # an old message does not open it again
+    assert not add(call=CallNumber(first + 5, worker=2, incarnation=0))
+    assert stored.read() == 7
+
+
+def test_functions_in_any_order_count_once(here):
+    stored, add = counted(here)
+    first = next(numbers) + 1000
+    order = np.random.default_rng(0).permutation(300)
+    pushed = 0
+    for function in np.repeat(order, 2):
+        pushed += add(call=CallNumber(first + int(function)))
+    assert pushed == stored.read() == 300
+    # What has ended everywhere is forgotten, and not taken for new.
+    assert add(call=CallNumber(first + 400, finished=first + 350))
+    assert not any(add(call=CallNumber(first + n)) for n in (0, 299, 320, 349))
+    assert add(call=CallNumber(first + 351))
+
+
+def test_a_retry_waits_for_what_is_being_pushed(here):
+    """And so does a fence."""
+    stored, _ = counted(here)
+    go_on, inside, results = threading.Event(), threading.Event(), []
+
+    class Slow(np.ndarray):
+        """Is looked at for long."""
+
+        def __array_ufunc__(self, ufunc, method, *inputs, **options):
+            inside.set()
+            assert go_on.wait(60)
+            plain = [np.asarray(each) for each in inputs]
+            return getattr(ufunc, method)(*plain, **options)
+
+    one, call = np.ones((), np.int32), CallNumber(next(numbers) + 10**6, worker=40)
+    operand = one.view(Slow)
+
+    def pushing(operand, worker):
+        results.append(stored.push("add", operand, call=call._replace(worker=worker)))
+
+    threads = [
+        threading.Thread(target=pushing, args=(operand, 40)),
+        threading.Thread(target=pushing, args=(one, 50)),
+        threading.Thread(target=here.fence, args=(40, 1)),
+    ]
+    threads[0].start()
+    assert inside.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+    assert not results
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results) == [False, True] and stored.read() == 1
+
+
+def test_counts_of_threads_are_exact_and_no_read_is_torn(server):
+    dense = Stored(server, np.zeros((500, 40), np.float32))
+    table = Stored(server, np.zeros((10, 3), np.float32), is_table=True)
+    add = dense.operation("add", np.ones((500, 40), np.float32))
+    scatter = np.array([1, 1, 4]), np.ones((3, 3), np.float32)
+    scatter = table.operation("scatter_add", *scatter)
+    kept = []
+
+    def pushing(worker):
+        for _ in range(40):
+            server.push([add, scatter])
+
+    def reading():
+        for _ in range(40):
+            value, first = dense.read(), None
+            first = value[0, 0]
+            assert (value == first).all()
+            kept.append((value[::100], first))
+            rows = dense.read(np.array([0, 250, 499]))
+            assert (rows == rows[0, 0]).all()
+
+    in_threads(*[lambda n=n: pushing(n) for n in range(3)], reading, reading)
+    assert all((value == first).all() for value, first in kept)
+    assert (dense.read() == 120).all() and (dense.version, table.version) == (120, 120)
+    wanted = np.zeros((10, 3))
+    wanted[[1, 4]] = [[240] * 3, [120] * 3]
+    np.testing.assert_array_equal(table.read(), wanted)
+
+
+# Programs that change variables together.
+
+
+FLOATS = ((3,), np.float32)
+
+
+def momentum(weights, sums, gradient):
+    sums = 0.5 * sums + gradient
+    return weights - sums, sums
+
+
+def test_updates_are_of_all_that_their_variables_hold_and_in_order(server):
+    first = Stored(server, np.arange(3, dtype=np.float32))
+    second = Stored(server, np.zeros(3, np.float32))
+    server.define("momentum", exported(momentum, FLOATS, FLOATS, FLOATS))
+    server.define("swap", exported(lambda a, b: (b, a), FLOATS, FLOATS))
+    server.define("double", exported(lambda a: a * 2, FLOATS))
+    server.define("double", b"not looked at")  # it is known
+    gradient, sums, weights = np.full(3, 2, np.float32), np.zeros(3), np.arange(3.0)
+    kept = []
+    for _ in range(3):
+        kept.append((first.read(), weights))
+        first.push("update", gradient, program="momentum", others=[second])
+        sums = 0.5 * sums + 2
+        weights = weights - sums
+        assert first.read().tolist() == weights.tolist()
+        assert second.read().tolist() == sums.tolist()
+    assert all(value.tolist() == wanted.tolist() for value, wanted in kept)
+    first.push("set", np.arange(3, dtype=np.float32))
+    second.push("update", program="swap", others=[first])
+    assert second.read().tolist() == [0, 1, 2]
+    ones, both = np.ones(3, np.float32), (second.number,)
+    server.push(
+        [
+            ServerOperation("add", both, (ones,)),
+            ServerOperation("update", both, (), "double"),
+            ServerOperation("subtract", both, (ones,)),
+            ServerOperation("scatter_mul", both, (np.array([2, 2]), 2 * ones[:2])),
+            ServerOperation("update", both, (), "double"),
+        ]
+    )
+    assert second.read().tolist() == [2, 6, 40]
+
+
+def test_updates_of_any_dtype_and_of_random_keys(here):
+    for name in ("bfloat16", "int4", "float64", "bool", "complex64"):
+        dtype = jnp.dtype(name)
+        with jax.enable_x64(True):
+            program = exported(
+                lambda a, x: jnp.where(a == x, a, x), *[((2,), dtype)] * 2
+            )
+        here.define(name, program)
+        stored = Stored(here, np.array([0, 1]).astype(dtype))
+        stored.push("update", np.array([1, 1]).astype(dtype), program=name)
+        assert_same(stored.read(), np.array([1, 1]).astype(dtype), name)
+
+    def drawn(key, total):
+        key, own = jax.random.split(jax.random.wrap_key_data(key))
+        return jax.random.key_data(key), total + jax.random.uniform(own)
+
+    here.define("drawn", exported(drawn, ((2,), np.uint32), ((), np.float32)))
+    key = jax.random.key(7)
+    stored = Stored(here, np.asarray(jax.random.key_data(key)))
+    total = Stored(here, np.zeros((), np.float32))
+    stored.push("update", program="drawn", others=[total])
+    key, own = jax.random.split(key)
+    np.testing.assert_array_equal(stored.read(), jax.random.key_data(key))
+    assert total.read() == np.float32(jax.random.uniform(own))
+
+
+def test_a_wrong_update_changes_nothing(server):
+    first = Stored(server, np.arange(3, dtype=np.float32))
+    second = Stored(server, np.zeros(3, np.float32))
+    number = Stored(server, np.full((), 5, np.int32))
+    server.define("times", exported(lambda a: a * 2, FLOATS))
+    server.define("other", exported(lambda a, b: (b, a), FLOATS, FLOATS))
+    server.define("total", exported(lambda a: a.sum(), FLOATS))
+    ones = np.ones(3, np.float32)
+    for variables, operands, program, error, text in [
+        ([first], (), "none", LookupError, "no update 'none' on this server"),
+        (
+            [number],
+            (),
+            "times",
+            ValueError,
+            r"'times' takes \(float32\[3\]\), not variables \(int32\[\]\) and operands",
+        ),
+        ([first, second], (), "times", ValueError, r"'times' takes \(float32\[3\]\)"),
+        ([], (), "times", ValueError, r"at least one, not \(\)"),
+        ([second, second], (), "other", ValueError, "different variables.*not"),
+        (
+            [first],
+            (),
+            "total",
+            ValueError,
+            r"returns \(float32\[\]\), which cannot bec",
+        ),
+        ([first], (ones,), "other", ValueError, "'other' returns"),
+    ]:
+        good = ServerOperation("update", (first.number,), (), "times")
+        changed = tuple(each.number for each in variables)
+        with pytest.raises(error, match=text):
+            server.push([good, ServerOperation("update", changed, operands, program)])
+    assert first.read().tolist() == [0, 1, 2] and number.read() == 5
+    assert [each.version for each in (first, second, number)] == [0, 0, 0]
+    with pytest.raises(ValueError, match="'x' is no program in the form of `jax.exp"):
+        server.define("x", b"nothing")
+    with pytest.raises(ValueError, match="exported for cuda. Parameter servers run on"):
+        server.define("x", exported(lambda a: a, FLOATS, platforms=("cuda",)))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    two = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    kind = jax.ShapeDtypeStruct((4,), np.float32, sharding=two)
+    program = jax.export.export(jax.jit(lambda a: a * 2))(kind).serialize()
+    with pytest.raises(ValueError, match="exported for 2 devices"):
+        server.define("x", bytes(program))
+
+
+def test_updates_of_several_variables_do_not_wait_for_each_other(here):
+    own = [Stored(here, np.zeros(4, np.float32)) for _ in range(3)]
+    kind = ((4,), np.float32)
+    here.define("move", exported(lambda a, b, x: (a - x, b + x), kind, kind, kind))
+    ones = np.ones(4, np.float32)
+
+    def moving(a, b):
+        for _ in range(50):
+            own[a].push("update", ones, program="move", others=[own[b]])
+
+    in_threads(*[lambda v=v: moving(*v) for v in ((0, 1), (1, 0), (1, 2), (2, 0))])
+    # (0, 1) and (1, 0) cancel; then 50 go from 1 to 2, and 50 from 2 to 0.
+    assert [float(each.read()[0]) for each in own] == [50, -50, 0]
+
+
+def test_without_what_reads_programs(here, monkeypatch):
+    def missing(_):
+        raise ImportError("flatbuffers")
+
+    monkeypatch.setattr(jax.export, "deserialize", missing)
+    with pytest.raises(ImportError, match=r"pip install 'jaxstrategy\[coordinator\]'"):
+        here.define("y", b"")
+
+
+# Whoever calls.
+
+
+def test_whatever_jax_was_told_and_while_a_function_is_traced(here):
+    kind = ((4, 2), np.float32)
+    here.define("one more", exported(lambda a, x: a + x, kind, kind))
+    ones = np.ones(*kind)
+
+    def all_operations(first=1.0):
+        table, other = Stored(here, ones, is_table=True), Stored(here, ones)
+        table.push("add", ones * first)
+        table.push("scatter_add", np.array([1, 1]), ones[:2])
+        table.push("scatter_div", np.array([1, 1]), ones[:2])
+        other.push("update", ones, program="one more")
+        np.testing.assert_array_equal(other.read(), 2 * ones)
+        return table.read()
+
     for choice in (
         contextlib.nullcontext(),
         jax.disable_jit(),
+        jax.enable_x64(True),
+        jax.transfer_guard("disallow"),
         jax.numpy_dtype_promotion("strict"),
         jax.default_device(jax.devices()[3]),
         jax.checking_leaks(),
         jax.debug_infs(True),
     ):
-        table = variable(strategy, ones)
         with choice:
-            table.assign_add(ones)
-            table.scatter_add(js.IndexedSlices(ones[:2], np.array([1, 1])))
-            assert table.numpy()[:, 0].tolist() == [2, 4, 2, 2]
+            assert all_operations()[:, 0].tolist() == [2, 4, 2, 2]
+    with jax.debug_nans(True):  # JAX would raise when the memory has been given away
+        assert np.isnan(all_operations(np.nan)).all()
+
+    def step(x):
+        return x * all_operations()[1, 0]
+
+    assert jax.jit(step)(1.0) == 4 and jax.grad(step)(1.0) == 4
+    assert (jax.vmap(step)(jnp.ones(2)) == 4).all()
 
 
-# What no public method asks of a server.
-
-
-@pytest.fixture
-def stored(server):
-    """The number of a variable, and how to add to it."""
-    number = next(numbers)
-    server.create(number, np.zeros((3, 2), np.float32), True)
-    add = ServerOperation("add", (number,), (np.ones((3, 2), np.float32),))
-    return number, lambda call: server.push([add], call)
-
-
-def test_a_function_pushes_once_and_a_lost_worker_not_at_all(server, stored):
-    (number, add), first = stored, next(numbers)
-    assert add(CallNumber(first)) and not add(CallNumber(first, worker=3))
-    assert add(CallNumber(first + 1)) and add(None) and add(None)
-    server.fence(2, 1)
-    assert not add(CallNumber(first + 3, worker=2, incarnation=0))
-    assert add(CallNumber(first + 3, worker=2, incarnation=1))
-    assert add(CallNumber(first + 4, worker=1, incarnation=0))
-    server.fence(2, 0)  # an old message does not open it again
-    assert not add(CallNumber(first + 5, worker=2, incarnation=0))
-    assert (server.read([Read(number, None)])[0] == 6).all()
-
-
-def test_what_nobody_holds_is_changed_in_place():
-    server, ones = js.coordinator.Threads(1, 1).servers[0], np.ones((300, 40), "f")
-    for is_table, number in ((False, 1), (True, 2)):
-        server.create(number, ones, is_table)
-        first = server.read([Read(number, None)])[0]
-        places = {first.ctypes.data}
-        for _ in range(4):
-            server.push([ServerOperation("add", (number,), (ones,))], None)
-            places.add(server.read([Read(number, None)])[0].ctypes.data)
-        assert len(places) == 2 and (first == 1).all()  # which somebody holds
-
-
-def test_what_is_wrong_changes_nothing(server, stored):
-    number, _ = stored
-    kind = ((3, 2), np.float32)
-    server.define("times", exported(lambda a: a * 2, kind))
-    server.define("total", exported(lambda a: a.sum(), kind))
-    row, rows = np.array([0]), np.ones((1, 2), np.float32)
-    for name, own, operands, error, text in [
-        ("scatter_add", [number], (row + 3, rows), IndexError, "Row 3 is .*float32"),
-        ("scatter_add", [number], (row * 1.0, rows), TypeError, "whole numbers, not"),
-        ("scatter_add", [number], (row[0], rows), ValueError, "a vector, not int64"),
-        ("scatter_add", [number], (row, rows[0]), ValueError, r"takes float32\[1,2\]"),
-        ("set", [number], (rows.astype(int),), TypeError, "takes float32.*not int64"),
-        ("mul", [number], (rows,), ValueError, "no operation 'mul'; there are set, a"),
-        ("add", [number], (), ValueError, "one variable and has 1 operands, not 1 an"),
-        ("add", [8], (rows,), LookupError, "no variable 8 on this server: it was nev"),
-        ("none", [number], None, LookupError, "no update 'none' on this server"),
-        ("times", [], None, ValueError, r"at least one, not \(\)"),
-        ("times", [number] * 2, None, ValueError, "different variables.*not"),
-        ("total", [number], None, ValueError, r"returns \(float32\[\]\), which cannot"),
-    ]:
-        operation = ServerOperation(name, tuple(own), operands)
-        if operands is None:
-            operation = ServerOperation("update", tuple(own), (), name)
-        good = ServerOperation("update", (number,), (), "times")
-        with pytest.raises(error, match=text):
-            server.push([good, operation, good])
-    assert not server.read([Read(number, None)])[0].any()
-    assert server.versions([number]) == [0]
-    with pytest.raises(ValueError, match="'x' is no program in the form of `jax.exp"):
-        server.define("x", b"nothing")
-    with pytest.raises(ValueError, match="exported for cuda. Parameter servers run on"):
-        server.define("x", exported(lambda a: a, kind, platforms=("cuda",)))
-    two = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
-    divided = jax.ShapeDtypeStruct((4,), np.float32, sharding=two)
-    program = jax.export.export(jax.jit(lambda a: a * 2))(divided).serialize()
-    with pytest.raises(ValueError, match="exported for 2 devices"):
-        server.define("x", bytes(program))
-
-
-def test_what_servers_need_of_jax(monkeypatch):
-    server = js.coordinator.Threads(1, 1).servers[0]
-    for dtype in ("U1", "O", np.longdouble, ">f4", "m8[s]"):
-        with pytest.raises(TypeError, match="Variable 7 cannot hold .* JAX has no arr"):
-            server.create(7, np.zeros(2, dtype))
-    with pytest.raises(ValueError, match=r"Variable 7 is a scalar, float32\[\]"):
-        server.create(7, np.zeros((), np.float32), True)
-    many = np.broadcast_to(np.zeros(1, np.int8), (2**31,))
-    with pytest.raises(ValueError, match="has 2147483648 rows. Only 2.*31 - 1"):
-        server.create(7, many, True)
-
-    def missing(_):
-        raise ImportError("flatbuffers")
-
+def test_a_job_whose_jax_has_no_cpu(here, monkeypatch):
     def none(backend):
         raise RuntimeError("Unknown backend cpu")
 
-    monkeypatch.setattr(jax.export, "deserialize", missing)
-    with pytest.raises(ImportError, match=r"pip install 'jaxstrategy\[coordinator\]'"):
-        server.define("y", b"")
     monkeypatch.setattr(jax, "local_devices", none)
+    Stored(here, ROW)
     with pytest.raises(RuntimeError, match="on a CPU, which JAX_PLATFORMS=cpu leaves"):
-        server.create(7, np.ones((1, 2)), True)
+        Stored(here, ROW, is_table=True)
+
+
+def test_threads_get_their_own_answers_from_another_process(elsewhere):
+    sizes = [1, 700, 40_000]
+    own = [Stored(elsewhere, np.full(sizes[i % 3], i, np.float32)) for i in range(6)]
+
+    def read(first):
+        for turn in range(40):
+            number = (first + turn) % 6
+            found = own[number].read()
+            assert found.size == sizes[number % 3] and (found == number).all()
+
+    in_threads(*[lambda k=k: read(k) for k in range(6)])
+    until(lambda: own[0].version == 0)

@@ -8,6 +8,7 @@ from helpers.sharded import slices
 
 import jaxstrategy as js
 from jaxstrategy.experimental import (
+    ShardedVariable,
     embedding_lookup,
     partitioners,
 )
@@ -85,6 +86,14 @@ def test_shards_go_round_the_servers(strategy):
         _ = first.device
 
 
+def test_beside_a_shard_it_is_on_the_same_server(strategy, table):
+    with strategy.scope():
+        with strategy.extended.colocate_vars_with(table.variables[1]):
+            beside = js.Variable(np.ones((4, 2)))
+    assert isinstance(beside, js.Variable)
+    assert beside.device == table.variables[1].device == task(1)
+
+
 # From the coordinator.
 
 
@@ -122,6 +131,17 @@ def test_the_coordinator_changes_rows_alone(table, pulled):
     with pytest.raises(ValueError, match=r"shape \(5, 2\) and was given \(4, 2\)"):
         table.assign(TABLE[:4])
     np.testing.assert_array_equal(table.numpy(), 2 * TABLE)
+
+
+def test_the_coordinator_takes_gradients(table):
+    gradient = js.grad(lambda: (embedding_lookup(table, [4, 0, 4]) ** 2).sum(), table)()
+    assert gradient.indices.tolist() == [4, 0, 4]
+    np.testing.assert_array_equal(gradient.values, 2 * TABLE[[4, 0, 4]])
+    gradient = js.grad(lambda: (table.value() ** 2).sum(), table)()
+    np.testing.assert_array_equal(gradient, 2 * TABLE)
+    one = table.variables[1]
+    gradient = js.grad(lambda: embedding_lookup(one, [1, 1]).sum(), one)()
+    assert gradient.indices.tolist() == [1, 1]
 
 
 # In scheduled functions.
@@ -178,3 +198,58 @@ def test_a_gradient_of_lookups_travels_as_rows(coordinator, table, pulled):
 
     want = TABLE - jax.grad(loss)(jnp.asarray(TABLE))
     np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
+
+
+def test_all_of_it_is_read_and_assigned(coordinator, table):
+    def step(factor):
+        table.assign(table.value() * factor)
+        table[1:4].assign_add(1.0)
+        table.assign_sub(jnp.ones((5, 2)))
+        return table @ jnp.ones((2, 1)), table[4]
+
+    product, last = run(coordinator, step, 2.0)
+    want = 2 * TABLE - 1
+    want[1:4] += 1
+    np.testing.assert_array_equal(table.numpy(), want)
+    np.testing.assert_array_equal(product, want @ np.ones((2, 1)))
+    np.testing.assert_array_equal(last, want[4])
+
+
+def test_it_is_an_argument_as_well(coordinator, table, pulled):
+    def step(given, ids):
+        assert isinstance(given, ShardedVariable) and given is table
+        return given.sparse_read(ids)
+
+    found = run(coordinator, step, table, np.array([2]))
+    np.testing.assert_array_equal(found, TABLE[[2]])
+    assert None not in pulled
+
+
+def test_what_replicas_of_a_worker_assign_is_reduced_and_cut():
+    backend = js.coordinator.Threads(1, 2, devices_per_worker=2)
+    strategy = js.ParameterServerStrategy(
+        variable_partitioner=partitioners.FixedShardsPartitioner(2), backend=backend
+    )
+    with strategy.scope():
+        v = js.Variable(np.zeros(8, np.float32), aggregation="sum")
+        table = js.Variable(TABLE, aggregation="sum")
+
+    def replica(x, ids):
+        v.assign(x)
+        table.scatter_add(js.IndexedSlices(jnp.ones((2, 2)), ids))
+
+    def step(x, ids):
+        strategy.run(replica, (x, ids))
+
+    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        given = np.array([[20, 0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]], "f4")
+        ids = np.array([[0, 4], [4, 2]])
+        own = strategy.per_replica(given), strategy.per_replica(ids)
+        run(coordinator, step, *own)
+    assert [shard.numpy().tolist() for shard in v.variables] == [
+        [21, 2, 4, 6],
+        [8, 10, 12, 14],
+    ]
+    want = TABLE.copy()
+    np.add.at(want, ids.ravel(), 1)
+    np.testing.assert_array_equal(table.numpy(), want)

@@ -1,11 +1,15 @@
 """Variables of which each replica keeps a part, outside of steps."""
 
+import copy
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy import checkpoint
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.variables.initial_value import InitialProgram
 
@@ -167,6 +171,31 @@ def test_a_function_is_called_once_and_makes_parts(plain, is_large, monkeypatch)
     np.testing.assert_array_max_ulp(variable.numpy(), wanted, 2 if is_large else 0)
 
 
+def test_functions_of_other_sorts(plain):
+    for start in (
+        lambda: WHOLE,
+        lambda: WHOLE.tolist(),
+        lambda: [jnp.asarray(row) + 0 for row in WHOLE],
+        lambda: jnp.asarray(WHOLE) if jnp.ones(()) > 0 else None,
+        lambda: np.asarray(jnp.asarray(WHOLE) + 0),
+    ):
+        variable = made(plain, start, dtype="float32", sharding=0)
+        assert lies_at(variable) == 0
+        np.testing.assert_array_equal(variable.numpy(), WHOLE)
+
+
+def test_a_function_reads_what_other_variables_hold(plain):
+    first = made(plain, sharding=0)
+    first.assign_add(WHOLE)
+    second = made(plain, lambda: jnp.zeros_like(first) + first * 2, sharding=1)
+    np.testing.assert_array_equal(second.numpy(), 4 * WHOLE)
+    assert lies_at(second) == 1 and not first.cell.is_reference
+    traced = jax.jit(lambda: first.value().sum())
+    assert traced() == 2 * WHOLE.sum() and first.cell.is_reference
+    third = made(plain, lambda: first - WHOLE, sharding=1)
+    np.testing.assert_array_equal(third.numpy(), WHOLE)
+
+
 def test_a_function_in_a_step_starts_with_constants_only(plain):
     def step(x):
         js.Variable(lambda: jnp.zeros((8, 4)) + x, sharding=0)
@@ -188,6 +217,25 @@ def test_starts_that_cannot_be(plain):
     for value, error, text in STARTS:
         with pytest.raises(error, match=text):
             made(plain, value, sharding=0)
+
+
+def test_it_shares_no_memory_with_what_it_started_with(plain):
+    for given in (np.array(WHOLE), jnp.asarray(WHOLE)):
+        variable = made(plain, given, sharding=0)
+        if isinstance(given, np.ndarray):
+            given[:] = 0
+        else:
+            given.delete()
+        np.testing.assert_array_equal(variable.numpy(), WHOLE)
+
+
+def test_the_dtype_is_that_which_was_asked_for(plain):
+    values = WHOLE, lambda: jnp.asarray(WHOLE), lambda: WHOLE
+    for dtype, value in itertools.product(("int32", "bfloat16"), values):
+        variable = made(plain, value, dtype=dtype, trainable=False, sharding=0)
+        assert variable.dtype == variable.value().dtype == jnp.dtype(dtype)
+        assert variable.trainable is False
+        np.testing.assert_array_equal(variable.numpy().astype("float32"), WHOLE)
 
 
 # Reading and changing it.
@@ -237,6 +285,28 @@ def test_all_changes_keep_the_division(plain, dimension):
     )
 
 
+def test_large_arrays_of_the_host_go_to_the_devices_in_parts(plain, monkeypatch):
+    monkeypatch.setattr(mesh, "_AT_ONCE_BYTES", 64)
+    variable, given = made(plain, sharding=1), WHOLE + 1
+    asarray = jnp.asarray
+
+    def small(value, *args, **options):
+        assert not isinstance(value, np.ndarray) or value.nbytes <= 64
+        return asarray(value, *args, **options)
+
+    monkeypatch.setattr(jnp, "asarray", small)
+    variable.assign(given)
+    variable.assign_add(given)
+    started = made(plain, given, sharding=0)
+    monkeypatch.undo()
+    given[:] = 0
+    assert (lies_at(variable), lies_at(started)) == (1, 0)
+    np.testing.assert_array_equal(variable.numpy(), 2 * (WHOLE + 1))
+    np.testing.assert_array_equal(started.numpy(), WHOLE + 1)
+    with pytest.raises(TypeError, match="holds float32 and was given"):
+        variable.assign(WHOLE.astype(np.complex64))
+
+
 def test_a_value_of_another_shape_changes_nothing(plain):
     variable = made(plain, sharding=0)
     for value in (WHOLE[:7], WHOLE[:, :3], 1.0, WHOLE[:1]):
@@ -245,8 +315,81 @@ def test_a_value_of_another_shape_changes_nothing(plain):
     np.testing.assert_array_equal(variable.numpy(), WHOLE)
 
 
+def test_it_stands_for_its_value(plain):
+    variable = made(plain, sharding=0)
+    np.testing.assert_array_equal(variable + variable, 2 * WHOLE)
+    np.testing.assert_array_equal(WHOLE.T @ variable, WHOLE.T @ WHOLE)
+    np.testing.assert_array_equal(variable == WHOLE, WHOLE == WHOLE)
+    np.testing.assert_array_equal(np.asarray(variable), WHOLE)
+    np.testing.assert_array_equal(np.asarray(variable, "int32"), WHOLE.astype(int))
+    np.testing.assert_array_equal(variable[2:4], WHOLE[2:4])
+    np.testing.assert_array_equal(variable.sparse_read([7, 0]), WHOLE[[7, 0]])
+    np.testing.assert_array_equal(jax.tree.leaves(variable)[0], WHOLE)
+    assert len(variable) == 8 and variable.size == 32
+
+
 def test_it_prints_the_parts(plain):
     assert repr(made(plain, WHOLE[:4, :2], sharding=0)) == (
         "Variable 'w' float32[4,2] divided along dimension 0, {\n"
         "  0: [[0., 1.]],\n  1: [[4., 5.]],\n  2: [[8., 9.]],\n  3: [[12., 13.]]\n}"
     )
+
+
+def test_a_copy_lies_where_the_first_does(plain):
+    first = made(plain, sharding=1)
+    second = copy.deepcopy(first)
+    first.assign_add(WHOLE)
+    second.assign_sub(WHOLE)
+    assert (lies_at(first), lies_at(second)) == (1, 1)
+    np.testing.assert_array_equal(first.numpy(), 2 * WHOLE)
+    np.testing.assert_array_equal(second.numpy(), 0 * WHOLE)
+
+
+def test_gradients_with_respect_to_it(plain):
+    variable = made(plain, sharding=0)
+    loss, grad = js.value_and_grad(lambda: (variable.value() ** 2).sum(), variable)()
+    assert loss == (WHOLE**2).sum()
+    np.testing.assert_array_equal(grad, 2 * WHOLE)
+    grad = js.grad(lambda: (3 * variable).sum(), [variable])()
+    np.testing.assert_array_equal(grad[0], np.full_like(WHOLE, 3))
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_the_methods_of_strategies_take_it(is_plain, plain):
+    strategy = plain if is_plain else sharded()
+    variable = made(strategy, sharding=0)
+    np.testing.assert_array_equal(strategy.reduce("sum", variable), 4 * WHOLE)
+    np.testing.assert_array_equal(strategy.reduce("mean", variable), WHOLE)
+    np.testing.assert_array_equal(
+        strategy.gather(variable, axis=0), np.concatenate([WHOLE] * 4)
+    )
+    np.testing.assert_array_equal(js.to_host({"w": variable})["w"], WHOLE)
+    strategy.assert_in_sync({"w": variable, "n": strategy.mirror(1.0)})
+    strategy.assert_in_sync(variable)
+    copies = strategy.experimental_local_results(variable)
+    assert len(copies) == 4 and len(set(map(id, copies))) == 4
+    for each in copies:
+        np.testing.assert_array_equal(each, WHOLE)
+    assert strategy.extended.value_container(copies[1]) is variable
+    assert strategy.extended.variable_created_in_scope(variable)
+    total = strategy.extended.reduce_to(
+        "sum", strategy.per_replica([1, 2, 3, 4]), variable
+    )
+    assert total == 10
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (4, 8)])
+def test_a_checkpoint_moves_to_another_number_of_replicas(before, after, tmp_path):
+    first = made(sharded(before))
+    first.assign_add(WHOLE)
+    with checkpoint.CheckpointManager(tmp_path, first.strategy) as manager:
+        manager.save(1, {"w": first})
+    strategy = js.MirroredStrategy(jax.devices()[:after])
+    second = made(strategy, np.zeros_like(WHOLE), sharding=0)
+    with checkpoint.CheckpointManager(tmp_path, strategy) as manager:
+        manager.restore({"w": second})
+    assert lies_at(second) == (None if after == 1 else 0)
+    np.testing.assert_array_equal(second.numpy(), 2 * WHOLE)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.processes import free_address
+from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.wire import stream
@@ -28,6 +28,11 @@ KEYS = stream.Keys(b"1" * 32, b"2" * 32), stream.Keys(b"2" * 32, b"1" * 32)
 
 
 # Strangers, at the address of a parameter server of this process.
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 def called(address):
@@ -157,6 +162,22 @@ def test_a_changed_bit_of_a_request_ends_its_connection(job):
     proxy.change = change
     assert variable.numpy().tolist() == [0, 0, 0]
     assert len(proxy.said) > before
+
+
+def test_who_has_another_secret_or_none_is_refused(job, monkeypatch):
+    addresses, *_, variable = job
+    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "another secret, not it")
+    with pytest.raises(js.ClusterError, match="has another JAXSTRATEGY_CLUSTER_SECRET"):
+        strategy_at(*addresses)
+    monkeypatch.delenv("JAXSTRATEGY_CLUSTER_SECRET")
+    with pytest.raises(js.ClusterError, match="the job needs a secret"):
+        strategy_at(*addresses)
+    server = js.Server(
+        {"worker": ["a:1"], "ps": [free_address()]}, "ps", 0, start=False
+    )
+    with pytest.raises(js.ClusterError, match="the job needs a secret"):
+        server.start()
+    assert variable.numpy().shape == (3,)
 
 
 def test_only_one_address_is_bound(job, monkeypatch):
@@ -509,3 +530,56 @@ def test_memory_stays_while_anything_made_of_the_array_lives():
         gc.collect()
         assert gone() is None
         assert where in [place(each) for each in [buffers.take(SIZE) for _ in "1234"]]
+
+
+def test_memory_is_not_used_again_while_a_program_reads_or_holds_it():
+    def late(x):
+        """Reads its argument when other work is done."""
+        matrix = jnp.eye(200) / 2
+        matrix = jax.lax.fori_loop(0, 50, lambda _, m: jnp.sin(m @ m), matrix)
+        return x + jnp.minimum(matrix[0, 0], 0) * 0
+
+    buffers = ReceiveBuffers()
+    for function in (late, lambda x: x):
+        for donated in ((), (0,)):
+            jitted = jax.jit(function, donate_argnums=donated)
+            for put in (lambda x: x, jax.device_put, jnp.asarray):
+                array = buffers.take(SIZE).view(np.float32)
+                array[:] = 7
+                found = jitted(put(array))
+                del array
+                for _ in range(3):
+                    buffers.take(SIZE)[:] = 255  # whatever is given, it is written
+                np.testing.assert_array_equal(found, np.full(SIZE // 4, 7, np.float32))
+
+
+def test_only_so_much_idle_memory_is_kept_and_similar_sizes_share_it():
+    buffers = ReceiveBuffers(most=3 * SIZE)
+    where = place(buffers.take(SIZE - 3))
+    assert buffers.idle_bytes == SIZE and place(buffers.take(SIZE)) == where
+    held = [buffers.take(SIZE) for _ in range(5)] + [buffers.take(2 * SIZE)]
+    del held
+    gc.collect()
+    assert buffers.idle_bytes <= 3 * SIZE
+    assert len({place(each) for each in [buffers.take(SIZE) for _ in "123"]}) == 3
+    for size in (0, 1, SMALLEST - 1, SMALLEST, 1_000_003):
+        array = buffers.take(size)
+        array[:] = 3
+        assert array.shape == (size,) and array.dtype == np.uint8
+    wrong = []
+
+    def run(own):
+        for _ in range(200):
+            array = buffers.take(SIZE)
+            array[::4096] = own
+            view = array[::4096]
+            del array
+            if (view != own).any():
+                wrong.append(own)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: not wrong)

@@ -3,14 +3,7 @@
 import os
 import pathlib
 import signal
-import socket
 import time
-
-
-def free_address():
-    """Where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 def states_of(pid):

@@ -5,7 +5,6 @@ import concurrent.futures
 import harness
 import pytest
 from harness import Secret, SharedStore
-from helpers.processes import free_address
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def pool():
 
 @pytest.fixture
 def address():
-    return free_address()
+    return harness.free_address()
 
 
 @pytest.fixture

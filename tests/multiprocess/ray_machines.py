@@ -130,6 +130,14 @@ def running():
             started.close()
 
 
+def is_alive(pid):
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
 def until(claim, what="it"):
     end = time.monotonic() + DEADLINE
     while not claim():

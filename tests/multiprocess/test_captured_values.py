@@ -12,11 +12,16 @@ KINDS = {
     "a small one, once": r"float32\[4\], used at \S+captures.py:\d+: \"a small one",
     "a number": "The code differs, or a number in it.",
     "in an exported function": "The code differs, or a number in it.",
+    "a key": r"key<fry>\[\], `captured key`, used at \S+captures.py:\d+: \"a key\"",
+    "a large one in a jitted function": r"float32\[5000, 4\], used at \S+captures",
     "a key in a jitted function": r"key<fry>\[\], used at \S+captures.py",
+    "in a branch": r"float32\[5000, 4\], `captured large`, used at \S+captures.py",
     "in a loop": r"float32\[5000, 4\], `captured large`, used at \S+captures.py",
+    "in a function made anew": r"`captured large`, used at \S+captures.py:\d+: return",
     "in an object": r"`captured large.value`, used at \S+captures.py:\d+: return",
     "as an argument": r"is given, differs:\n  float32\[5000, 4\], argument `z`, used",
 }
+NESTED = ("in a function made anew", "in an object")
 # Of programs that there are, and were the same.
 LATER = {
     "an integer argument": r"array 1 of its arguments: int 1\n  process 1: int 2",
@@ -45,7 +50,7 @@ def test_a_captured_value_that_differs_is_told_before_the_step_begins(job):
         assert kept.keys() == same | {"different: later, 0", "different: later, 1"}
         for kind, pattern in KINDS.items():
             text = told[f"different: {kind}"]
-            step = "step" if kind == "in an object" else "<lambda>"
+            step = "step" if kind in NESTED else "<lambda>"
             assert text.startswith(
                 f"Processes 0 and 1 have made different programs of `{step}`, and were "
                 "about to run them together. "

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -31,6 +32,13 @@ def last_line(done):
 
 
 @pytest.mark.slow
+def test_a_killed_rank_is_the_cause():
+    done = launched(2, 2, "kill", 1)
+    assert done.returncode == 137, done
+    assert last_line(done).endswith("rank 1 failed with signal SIGKILL"), done
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_by_the_watchdog():
     done = launched(2, 1, "stop", 1)
     assert done.returncode in (75, 76), done  # the watchdog, or the board before it
@@ -48,3 +56,23 @@ def test_a_rank_that_dies_while_all_read_ahead(job):
         assert running.wait(DEADLINE) == [76, -signal.SIGKILL]
         assert "process 1 (host" in running.ranks[0].output
         assert "has died: killed, out of memory" in running.ranks[0].output
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken(job):
+    script = """
+    import os, jaxstrategy as js
+    try:
+        js.MultiWorkerMirroredStrategy()
+    except js.ClusterError as error:
+        print("told:", error)
+        os._exit(3)
+    """
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        env = {"JAXSTRATEGY_COORDINATOR": address}
+        with job(script, count=2, env=env, started=False) as running:
+            assert running.wait(DEADLINE, 0) == [3]  # which ends a launcher's others
+            zero = running.ranks[0].output
+            assert "told: Process 0 cannot listen" in zero and address in zero
+            assert "in use by another program" in zero

@@ -36,6 +36,16 @@ def test_what_works_is_told():
 
 
 @pytest.mark.slow
+def test_a_port_that_is_taken_is_the_cause():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = checked("-n", "2", "--coordinator", address)
+    assert done.returncode == 1, done
+    assert re.search("check: failed after .*: Process 0 cannot listen", done.stderr)
+    assert "in use by another program" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_the_cause():
     options = "-n", "1", "--nodes", "2", "--node-rank", "0", "--coordinator"
     with socket.create_server(("127.0.0.1", 0)) as probe:

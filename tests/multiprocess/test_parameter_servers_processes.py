@@ -95,6 +95,14 @@ def test_what_a_worker_prints_comes_behind_its_name(shared, capsys, monkeypatch)
     said("nowhere")
 
 
+@pytest.mark.slow
+def test_a_worker_that_computes_for_long_is_not_lost(shared):
+    before = [state.starts for state in shared.workers]
+    # A clock that the worker waits for, and not the test.
+    on_workers(shared, lambda: time.sleep(2 * PATIENCE) or 0)
+    assert [state.starts for state in shared.workers] == before
+
+
 def test_the_last_words_of_a_killed_worker_are_told(capsys):
     coordinator = started(2, 1)
     try:
@@ -162,6 +170,13 @@ def test_close_ends_what_is_busy_or_stopped_and_what_they_started():
     until(lambda: not any(map(is_alive, pids)))
     with pytest.raises(RuntimeError, match="closed"):
         coordinator.schedule(step, (iter(busy),))
+
+
+def test_a_forgotten_strategy_ends_its_processes():
+    backend = LocalProcesses(1, 1)
+    pids = [children()[name] for name in ("worker 0", "parameter server 0")]
+    del backend
+    until(lambda: not any(map(is_alive, pids)))
 
 
 SCRIPT = """

@@ -53,6 +53,15 @@ def test_a_signal_to_one_process_ends_all_after_one_step(tmp_path, whole):
 
 
 @pytest.mark.slow
+def test_four_processes(tmp_path):
+    output, code = launched(4, tmp_path, "20", "0.05")
+    assert code == 0
+    steps = begins(output)
+    assert steps[:4] == [0] * 4 and len(set(steps[4:])) == 1 and steps[4] >= 20
+    assert len(ends(output)) == 4 and len(set(ends(output))) == 1
+
+
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on(tmp_path, whole):
     """Two processes are killed; one goes on from their last checkpoint."""
     options = ("--max-restarts", "1", "--min-processes", "1")

@@ -6,13 +6,15 @@ They run one after the other in one job, which starts once.
 import functools
 import json
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 import workers
 from harness import job as started_job
-from workers import digits
+from workers import digits, rounds
 from workers.divided_variables import WHOLE, trained, variables
 
 import jaxstrategy as js
@@ -27,9 +29,11 @@ PROGRAMS = {
         "different_checkpoints"
     ),
     "test_each_process_reads_its_own_rows": "feeding",
+    "test_each_process_reads_its_shard": "older_inputs",
     "test_the_loss_curve_is_that_of_one_process": "digits",
     "test_replicas_of_two_processes_run_eagerly": "eager",
     "test_values_are_copied_and_variables_changed_on_all_processes": "placed_copies",
+    "test_rounds_of_processes_are_those_of_workers_alone": "rounds",
     "test_variables_are_made_changed_trained_and_saved": "divided_variables",
 }
 
@@ -188,6 +192,49 @@ def test_each_process_reads_its_own_rows(said):
     check_rows(told(said["feeding"], "told"), COUNT, OWN)
 
 
+# Processes, replicas of each, devices of each, and how the replicas lie on them.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "replicas, devices, layout",
+    [
+        (2, 4, {"logical_axes": {"core": 2}}),
+        (4, 1, {"replicas_per_device": 4}),
+    ],
+    ids=str,
+)
+def test_each_process_reads_its_own_rows_in_other_layouts(
+    replicas, devices, layout, job
+):
+    script = "from workers.together import main\nmain(['feeding'])"
+    env = workers.environment(devices, **layout)
+    with job(script, count=2, seconds=40, env=env, started=False) as running:
+        assert running.wait(DEADLINE) == [0, 0]
+        check_rows(told([r.output for r in running.ranks], "told"), 2, replicas)
+
+
+def test_each_process_reads_its_shard(said):
+    """Iterators of TensorFlow 1 and 2018."""
+    found_by = told(said["older_inputs"], "told")
+    rows = [np.arange(22)[rank::COUNT] for rank in range(COUNT)]
+    # Of 11 elements each, the last has no fellow.
+    elements = [shard[:10].reshape(5, OWN) for shard in rows]
+    for rank, found in enumerate(found_by):
+        assert found["elements"] == elements[rank].tolist()
+        assert found["again"] == elements[rank][0].tolist()
+        assert found["uneven"] == [[0, 1], [2, 3]]
+        totals = np.sum(elements, axis=(0, 2))
+        assert found["sums"] == totals[[1, 3]].tolist()
+        assert found["towers"] == 2 + 3 + 102 + 103
+        assert found["once"].startswith("Only one pass can read the generator")
+    for batch in range(2):
+        seen = [
+            row for found in found_by for part in found["global"][batch] for row in part
+        ]
+        assert len(set(seen)) == 8
+    everything = [found["global"] for found in found_by]
+    assert sorted(np.ravel(everything).tolist()) == list(range(16))
+
+
 # Training
 
 
@@ -216,6 +263,15 @@ def test_the_loss_curve_is_that_of_one_process(said, plain):
     check_digits(said["digits"], plain)
 
 
+@pytest.mark.slow
+def test_the_loss_curve_of_four_processes_is_that_of_one(job, plain):
+    script = "from workers.together import main\nmain(['digits'])"
+    env = workers.environment(1)
+    with job(script, count=4, seconds=60, env=env, started=False) as running:
+        assert running.wait(DEADLINE) == [0] * 4
+        check_digits([rank.output for rank in running.ranks], plain)
+
+
 def check_digits(outputs, plain):
     losses, right = digits.train(plain, steps=20)
     np.testing.assert_allclose(losses, by_hand(20), rtol=1e-5)
@@ -223,6 +279,56 @@ def check_digits(outputs, plain):
         np.testing.assert_allclose(curve, losses, rtol=1e-5)
         assert found["all"] == 1797  # also with a last batch of 5 rows
         assert abs(found["right"] - right["right"]) <= 1 and found["right"] > 1300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first, then, options",
+    [(2, 2, ["--max-restarts", "1"]),
+     (4, 3, ["--max-restarts", "1", "--min-processes", "3"])],
+    ids=["again-2", "from-4-to-3"],
+)  # fmt: skip
+def test_a_job_goes_on_where_it_was_saved(first, then, options, tmp_path):
+    command = [sys.executable, "-m", "jaxstrategy.launch", "-n", str(first)]
+    command += ["--devices-per-process", "1", *options, digits.__file__]
+    done = subprocess.run(
+        [*command, str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        env={**workers.ENVIRONMENT, "PYTHONPATH": workers.PATH},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1 failed with signal SIGKILL" in done.stderr
+    assert f"starting {then} processes again: attempt 1" in done.stderr
+    told = re.findall(r"attempt (\d) of (\d): (\d+) ([\d.]+)", done.stdout)
+    curve = {int(step): (int(n), float(loss)) for _, n, step, loss in told}
+    assert [n for n, _ in map(curve.get, range(12))] == [first] * 6 + [then] * 6
+    np.testing.assert_allclose(
+        [loss for _, loss in map(curve.get, range(12))], by_hand(12), rtol=1e-5
+    )
+
+
+def rounds_by_hand(n, momentum):
+    """The parameters after each round, by a loop over workers."""
+    w, speed, found = rounds.START.astype(float), np.zeros((n, 3)), []
+    own = np.tile(w, (n, 1))
+    for number, each in enumerate(rounds.rows(n), 1):
+        for r, x in enumerate(each.astype(float)):
+            grad = 2 * x.T @ (x @ own[r] - x.sum(-1)) / len(x)
+            speed[r] = momentum * speed[r] + grad
+            own[r] -= rounds.RATE * speed[r]
+        if number % rounds.EVERY == 0:
+            own[:] = own.mean(0)
+            found.append(own[0].tolist())
+    return found
+
+
+@pytest.mark.slow
+def test_rounds_of_processes_are_those_of_workers_alone(said):
+    for found in told(said["rounds"], "found"):
+        np.testing.assert_allclose(found["averaged"], rounds_by_hand(4, 0.0), rtol=1e-5)
+        np.testing.assert_allclose(found["outer"], rounds_by_hand(4, 0.9), rtol=1e-5)
 
 
 # Variables and values

@@ -11,8 +11,7 @@ import textwrap
 import pytest
 import ray_machines
 from helpers.launching import ALONE
-from helpers.processes import is_alive
-from ray_machines import DEADLINE, until
+from ray_machines import DEADLINE, is_alive, until
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +168,38 @@ def test_one_failure_ends_the_others_and_all_start_again(start):
     assert not any(map(is_alive, launched.pids("pid00", "pid01", "pid10")))
 
 
+def test_ctrl_c_ends_all(start):
+    script = """
+    child = os.fork()
+    write(f"child{rank}" if child == 0 else f"pid{rank}")
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wait()
+    """
+    launched = start("-n 2", script)
+    pids = launched.pids("pid0", "pid1", "child0", "child1")
+    os.killpg(launched.process.pid, signal.SIGINT)  # as a terminal does
+    assert "stopped by SIGINT" in launched.finish(130)
+    until(lambda: not any(map(is_alive, pids)), "their end")
+
+
+def test_a_saved_state_is_none_of_rays_business(start):
+    """The processes hear of SIGTERM, and their own code counts."""
+    script = """
+    def save(*_):
+        write(f"saved{rank}")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    write(f"pid{rank}")
+    wait()
+    """
+    launched = start("-n 2", script)
+    launched.pids("pid0", "pid1")
+    launched.process.terminate()
+    launched.finish(0)
+    launched.pids("saved0", "saved1")
+
+
 @pytest.mark.parametrize("who", ["launcher", "actor"])
 def test_nothing_is_left_when_one_is_killed(who, start):
     script = """
@@ -221,6 +252,39 @@ def test_it_can_be_stopped_while_it_waits_for_room(start, tmp_path):
     launched.process.send_signal(signal.SIGINT)
     assert launched.finish(130).endswith("jaxstrategy.launch: stopped by SIGINT\n")
     assert not (tmp_path / "started").exists()
+
+
+def test_the_processes_of_a_job_meet(start):
+    """The same job as that of the local launcher: a sum over all replicas."""
+    env = {"JAX_PLATFORMS": "cpu"}
+    options = "-n 2 --devices-per-process 2 -m jaxstrategy._src.training.job_check"
+    said = start(options, "", **env).finish()
+    assert "2 processes met in" in said
+    assert "a sum over 4 replicas is 6, 6 was wanted" in said
+
+
+def test_two_machines_and_the_loss_of_one(ray, start):
+    script = """
+    print(os.environ["JAXSTRATEGY_LOCAL_RANK"], os.environ["JAXSTRATEGY_COORDINATOR"])
+    write(f"pid{attempt}{rank}")
+    if attempt == 0:
+        wait()
+    """
+    options = "-n 2 --ray-placement SPREAD --grace 0.2 --max-restarts 1"
+    with ray.another_machine() as machine:
+        launched = start(options + " --ray-wait 60", script)
+        pids = launched.pids("pid00", "pid01")
+        machine.kill()
+        said = launched.finish()
+    assert not any(map(is_alive, pids))
+    assert "this process was lost: " in said and "node was terminated" in said
+    first, second = (
+        sorted(set(re.findall(r"^\[(\d)\] (\d) (\S+):\d+$", attempt, re.MULTILINE)))
+        for attempt in said.split("starting 2 processes again: attempt 1")
+    )
+    assert [local for _, local, _ in first] == ["0", "0"], said
+    assert {host for *_, host in first} & {"127.0.0.1"} == set(), said
+    assert second == [("0", "0", "127.0.0.1"), ("1", "1", "127.0.0.1")], said
 
 
 def test_without_an_address_a_ray_is_started_and_ended(start):

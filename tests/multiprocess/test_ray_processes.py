@@ -1,5 +1,6 @@
 """Workers and parameter servers on a Ray cluster, and what becomes of lost ones."""
 
+import os
 import re
 import signal
 import subprocess
@@ -9,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray_machines
-from helpers.processes import is_alive
-from ray_machines import DEADLINE, until
+from ray_machines import DEADLINE, is_alive, until
 
 pytestmark = pytest.mark.slow
 
@@ -176,3 +176,60 @@ def test_they_end_with_a_killed_coordinator(ray, start):
     script.process.send_signal(signal.SIGKILL)
     script.finish(-signal.SIGKILL)
     until(lambda: not any(map(is_alive, found)), "their end")
+
+
+def test_a_server_that_is_killed_is_lost_with_its_last_words(ray, start):
+    script = start("""
+    import ray
+    ray.init(log_to_driver=False)
+    backend = js.coordinator.RayProcesses(1, 1)
+    strategy, total, coordinator, add = counting(backend)
+    coordinator.schedule(add, (1.0,))
+    coordinator.join()
+    print("ready", flush=True)
+    try:
+        while True:
+            coordinator.schedule(add, (1.0,))
+            coordinator.join()
+    except js.errors.ParameterServerLost as error:
+        print(error, flush=True)  # as the worker found it, or this process
+    try:
+        total.value()
+    except js.errors.ParameterServerLost as error:
+        print(error, flush=True)
+    strategy.close()
+    assert ray.is_initialized(), "that is not ours"
+    """)
+    script.wait_for("ready")
+    server = [
+        pid for pid, env in tasks(ray.env).items() if '"type": "ps"' in env["TF_CONFIG"]
+    ]
+    os.kill(*server, signal.SIGKILL)
+    said = script.finish()
+    assert "Parameter server 0 at 127.0.0.1:" in said
+    assert "(it ended with signal SIGKILL)" in said
+
+
+def test_a_worker_of_a_lost_machine_comes_back_on_another(ray, start):
+    # Only the first machine has room for the server, and then for one worker more.
+    with ray.another_machine("--num-cpus=2") as machine:
+        script = start("""
+        import warnings
+        # It says so, if one is scheduled in the time without any.
+        warnings.filterwarnings("ignore", "All 1 workers are lost", RuntimeWarning)
+        backend = js.coordinator.RayProcesses(1, 1, cpus_per_server=3)
+        strategy, total, coordinator, add = counting(backend)
+        for _ in range(10):
+            coordinator.schedule(add, (1.0,))
+        coordinator.join()
+        print("ready", flush=True)
+        until(lambda: "is lost" in str(coordinator.workers))
+        for _ in range(10):
+            coordinator.schedule(add, (1.0,))
+        coordinator.join()
+        print("total", float(total.value()), flush=True)
+        """)
+        script.wait_for("ready")
+        machine.kill()
+        said = script.finish()
+    assert "total 20.0" in said

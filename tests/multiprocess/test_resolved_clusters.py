@@ -1,10 +1,15 @@
 """Processes that resolvers tell who they are train together."""
 
+import contextlib
 import os
 import pathlib
 
+import harness
 import pytest
 import workers
+from helpers.gce_group import TOKEN, Group, Metadata
+from helpers.http_answers import served
+from helpers.kubernetes_pods import Pods, pod, service_account
 
 TESTS = pathlib.Path(__file__).parent.parent
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([workers.PATH, str(TESTS)])}
@@ -26,6 +31,82 @@ def check(running):
 def test_processes_whose_variables_tell_all_train_together(job, what):
     with job(started(what), count=2, env=ENVIRONMENT, started=False) as running:
         check(running)
+
+
+@pytest.mark.slow
+def test_hosts_of_sagemaker_train_together(job):
+    env = {**ENVIRONMENT, "SM_HOSTS": '["127.0.0.2", "127.0.0.1"]'}
+    script = started("from_sagemaker")
+    with job(script, count=2, seconds=60, env=env, started=False) as running:
+        check(running)
+
+
+@pytest.fixture
+def kubernetes(tmp_path):
+    """Starts the API for some pods, and tells the environment in which they find it."""
+    token, certificate, context = service_account(tmp_path)
+
+    @contextlib.contextmanager
+    def kubernetes(pods):
+        with served(Pods(pods), context) as api:
+            host, port = api.address.split(":")
+            yield (
+                api,
+                {
+                    **ENVIRONMENT,
+                    "TOKEN": str(token),
+                    "CERTIFICATE": str(certificate),
+                    "KUBERNETES_SERVICE_HOST": host,
+                    "KUBERNETES_SERVICE_PORT": port,
+                },
+            )
+
+    return kubernetes
+
+
+@pytest.mark.slow
+def test_pods_of_kubernetes_train_together(job, kubernetes):
+    pods = [pod(f"train-{i}", f"127.0.0.{i + 1}") for i in range(2)]
+    with kubernetes(pods[:1]) as (api, env):
+        script = started("from_kubernetes")
+        with job(script, count=2, seconds=60, env=env, started=False) as running:
+            harness.until(lambda: api.asked, seconds=60)
+            api.pods = pods  # the second comes when the first has asked
+            check(running)
+
+
+@pytest.mark.slow
+def test_pods_of_kubernetes_are_parameter_servers_and_workers(job, kubernetes):
+    names = ["chief-0", "worker-1", "worker-0", "ps-0"]
+    pods = [
+        pod(name, f"127.0.0.{i}", name.partition("-")[0])
+        for i, name in enumerate(names, 1)
+    ]
+    with kubernetes(pods) as (_, env):
+        env |= {
+            "PODS": " ".join(names),
+            "JAXSTRATEGY_CLUSTER_SECRET": "of the test" * 2,
+        }
+        script = started("roles_from_kubernetes")
+        with job(script, count=4, seconds=60, env=env, started=False) as running:
+            assert running.wait(120, 0) == [0]
+            assert "all is well" in running.ranks[0].output.splitlines()
+
+
+@pytest.mark.slow
+def test_instances_of_gce_train_together(job):
+    group = Group({"vm-1": "127.0.0.1", "vm-2": "127.0.0.2"})
+    servers = {"GROUP": group}
+    servers |= {f"METADATA_{i}": Metadata(f"127.0.0.{i + 1}") for i in range(2)}
+    with contextlib.ExitStack() as stack:
+        for server in servers.values():
+            stack.enter_context(served(server))
+        addresses = {name: server.address for name, server in servers.items()}
+        script, env = started("from_gce"), {**ENVIRONMENT, **addresses}
+        with job(script, count=2, seconds=60, env=env, started=False) as running:
+            check(running)
+    # Nothing but the instance's own account was given.
+    assert {asked[2]["Authorization"] for asked in group.asked} == {f"Bearer {TOKEN}"}
 
 
 @pytest.mark.slow

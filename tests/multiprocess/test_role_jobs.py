@@ -157,6 +157,31 @@ if not os.path.exists(sys.argv[0] + ".again"):
 
 
 @pytest.mark.slow
+def test_a_script_that_is_killed_ends_the_job(launch):
+    job = launch("print('waits', flush=True)\ntime.sleep(600)")
+    job.wait_for("[chief] waits")
+    job.kill("chief")
+    assert job.wait() == 128 + signal.SIGKILL
+    assert "chief failed with signal SIGKILL" in job.output
+    assert not job.pids()
+
+
+@pytest.mark.slow
+def test_a_signal_goes_to_the_script(launch):
+    then = """
+signal.signal(signal.SIGTERM, lambda *_: (print("saves", flush=True), sys.exit(0)))
+print("waits", flush=True)
+time.sleep(600)
+"""
+    job = launch(then)
+    job.wait_for("[chief] waits")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 0
+    assert "[chief] saves" in job.output
+    assert not job.pids()
+
+
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher(launch):
     job = launch("print('waits', flush=True)\ntime.sleep(600)")
     job.wait_for("[chief] waits")

@@ -2,16 +2,21 @@
 
 import copy
 import functools
+import os
+import pathlib
 import pickle
 import re
 import runpy
+import subprocess
 import sys
+import textwrap
 import traceback
 
+import harness
 import pytest
 from harness import Client, RefusedError, Secret, meets
-from helpers.processes import free_address
 
+import jaxstrategy
 from jaxstrategy import ClusterError
 
 VARIABLE, NETWORK = "JAXSTRATEGY_CLUSTER_SECRET", "JAXSTRATEGY_CLUSTER_NETWORK"
@@ -28,7 +33,7 @@ def attend(attend):
 
 def test_another_secret_is_refused_alone_and_told(attend, pool, capfd):
     for word, own in (("", "has none"), ("another secret of a job", "has one")):
-        at = free_address()
+        at = harness.free_address()
         zero = pool.submit(attend, 0, at=at)
         with pytest.raises(ClusterError) as caught:
             attend(1, word=word, at=at)
@@ -101,6 +106,51 @@ def test_a_secret_does_not_print():
         with pytest.raises(TypeError, match="A secret is not written anywhere"):
             written(secret)
     assert len({Secret.random().variables()[VARIABLE] for _ in range(5)}) == 5
+
+
+# Launchers and meetings need the standard library only: without the package around them
+# they are there at once.
+ALONE = f"""
+import sys, types
+package = types.ModuleType("jaxstrategy")
+package.__path__ = [{str(pathlib.Path(jaxstrategy.__file__).parent)!r}]
+sys.modules["jaxstrategy"] = package
+"""
+
+
+def test_the_launcher_gives_a_secret_that_nobody_sees(tmp_path):
+    """It is in the environment of the workers: not in an argument, not printed."""
+    script = """
+    import contextlib, os, pathlib
+    from jaxstrategy._src.processes import rendezvous
+    rank = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+    secret = os.environ["JAXSTRATEGY_CLUSTER_SECRET"]
+    meeting = rendezvous.meet(rank, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert secret.encode() not in path.read_bytes()
+    print(meeting, flush=True)
+    pathlib.Path(f"secret{rank}").write_text(secret)
+    raise SystemExit(0 if os.environ["JAXSTRATEGY_ATTEMPT"] == "1" else 5)
+    """
+    (tmp_path / "script.py").write_text(ALONE + textwrap.dedent(script))
+    launcher = (
+        f"{ALONE}import runpy\nrunpy.run_module('jaxstrategy.launch', None, '__main__')"
+    )
+    options = ["-n", "2", "--max-restarts", "1", "--verbose"]
+    done = subprocess.run(
+        [sys.executable, "-c", launcher, *options, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": WORD},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    (secret,) = {(tmp_path / f"secret{rank}").read_text() for rank in range(2)}
+    assert len(secret) == 64 and secret not in said and WORD not in said
+    assert done.stdout.count("Group(index=") == 4
 
 
 def test_several_launchers_need_a_secret_from_their_user(monkeypatch, capsys):

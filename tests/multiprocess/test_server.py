@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.processes import free_address
+from harness import free_address
 
 import jaxstrategy as js
 
@@ -53,6 +53,37 @@ if RANK:
         assert running.wait(60) == [0, 0]
         assert "joined" in running.ranks[1].output
         assert "process 1 of 2" in running.ranks[1].output
+
+
+@pytest.mark.slow
+def test_join_is_an_error_when_another_fails(job):
+    cluster = {"worker": [free_address(), free_address()]}
+    script = f"""
+server = js.Server({cluster!r}, task_index=RANK)
+if RANK == 0:
+    raise ValueError("no data")
+server.join()
+"""
+    with job(scripts=ranked(script), started=False) as running:
+        assert running.wait(60) == [1, 76]
+        assert "process 0 (host" in running.ranks[1].output
+        assert "failed: ValueError: no data" in running.ranks[1].output
+
+
+@pytest.mark.slow
+def test_tf_config(job):
+    cluster = {"worker": [free_address(), free_address()]}
+    scripts = {}
+    for rank in range(2):
+        config = {"cluster": cluster, "task": {"type": "worker", "index": rank}}
+        script = """
+strategy = js.MultiWorkerMirroredStrategy()
+check(strategy, 2)
+assert strategy.cluster_resolver.task_id == RANK
+"""
+        scripts[rank] = ranked(script, TF_CONFIG=json.dumps(config))[rank]
+    with job(scripts=scripts, started=False) as running:
+        assert running.wait(60) == [0, 0]
 
 
 @pytest.mark.slow

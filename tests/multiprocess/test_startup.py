@@ -51,6 +51,19 @@ def server(address, answer):
             connection.close()
 
 
+def test_all_know_all_members(meet):
+    meetings = meet(*({"index": k, "count": 4} for k in (2, 0, 3, 1)))
+    names = [
+        "process 0 (host host1, pid 101)",
+        "process 1 (host host3, pid 103)",
+        "process 2 (host host0, pid 100)",
+        "process 3 (host host2, pid 102)",
+    ]
+    for meeting in meetings:
+        assert [str(member) for member in meeting.members] == names
+    assert [meeting.index for meeting in meetings] == [2, 0, 3, 1]
+
+
 def test_an_id_given_twice(meet):
     text = one_text(meet(*({"index": k, "count": 3} for k in (0, 1, 1))))
     assert "process id 1 was given to pid 10" in text
@@ -195,6 +208,37 @@ def test_a_job_starts_computes_and_ends_while_strangers_call(job, count, tmp_pat
                 f"ClusterError This process is {rank.index} of {count}" in rank.output
             )
             assert rank.last_line == "caught 4" and WORD not in rank.output
+
+
+@pytest.mark.slow
+def test_a_runtime_that_is_initialised_already_is_kept(job):
+    script = """
+    import os, socket, jax
+    from jax.experimental import multihost_utils
+    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+    jax.distributed.initialize(os.environ["JAXSTRATEGY_COORDINATOR"], 2, RANK)
+    tell = multihost_utils.broadcast_one_to_all
+
+    def told(text):
+        # Another job of this host takes the port if it can, once it is chosen.
+        host, port = bytes(text).split()[0].decode().split(":") if RANK == 0 else (0, 0)
+        if port:
+            try:
+                held.append(socket.create_server((host, int(port))))
+            except OSError:
+                print("it is taken")
+        return tell(text)
+
+    held, multihost_utils.broadcast_one_to_all = [], told
+    from jaxstrategy._src.processes import job as _processes
+    processes = _processes.start(timeout_seconds=30)
+    assert (processes.index, processes.count) == (RANK, 2)
+    print(processes.store.gather("rank", RANK))
+    """
+    with job(script, started=False) as running:
+        assert running.wait(40) == [0, 0]
+        assert [rank.last_line for rank in running.ranks] == ["[0, 1]", "[0, 1]"]
+        assert "it is taken\n" in running.ranks[0].output
 
 
 def test_jax_that_has_computed_already_cannot_join(job):

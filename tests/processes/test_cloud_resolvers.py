@@ -15,6 +15,7 @@ from helpers import gce_group, kubernetes_pods
 from helpers.gce_group import Group, Metadata, account_file, redirected
 from helpers.http_answers import served
 from helpers.kubernetes_pods import Pods, kubeconfig, pod, service_account
+from kubernetes.client import ApiClient, Configuration, CoreV1Api
 from kubernetes.config import incluster_config, kube_config
 
 import jaxstrategy as js
@@ -94,6 +95,69 @@ def test_pods_are_tasks_in_the_order_of_their_names(api):
     }
 
 
+def test_masters_and_what_is_set_of_pods(api):
+    before = Configuration.get_default_copy().host
+    resolver = off()
+    assert Configuration.get_default_copy().host == before  # of other clients
+    assert (resolver.task_type, resolver.task_id) == (None, None)
+    assert (resolver.master(), resolver.rpc_layer) == ("", "grpc")
+    assert resolver.environment == "" and resolver.num_accelerators() == {}
+    assert resolver.master("worker", 1) == "grpc://10.0.0.2:8470"
+    resolver.task_type, resolver.task_id = "worker", 0
+    assert resolver.master() == "grpc://10.0.0.1:8470"
+    assert resolver.master(task_id=1, rpc_layer="http") == "http://10.0.0.2:8470"
+    resolver.rpc_layer = "test"
+    assert resolver.master() == "test://10.0.0.1:8470"
+    assert resolver.process() == cr.Process(0, 2, "10.0.0.1:8470")
+    told(lambda: resolver.master("ps", 0), "No such job in cluster: 'ps'", ValueError)
+    told(lambda: resolver.master("worker", 2), "no task 2 in job", ValueError)
+    for task_id, text in [
+        (2, "task 2 of 'worker', which ClusterSpec"),
+        *((wrong, "`task_id` was .*; the index of this proc") for wrong in (-1, "x")),
+    ]:
+        resolver.task_id = task_id
+        told(resolver.process, text, ValueError)
+    other = off({"trainer": ["job-name=train"]})
+    other.task_type, other.task_id = "trainer", 0
+    told(other.process, "unknown job 'trainer'", ValueError)
+
+
+def test_clients_of_ones_own_are_asked(api):
+    with ApiClient(Configuration(host=f"http://{api.address}")) as connection:
+        resolver = off(override_client=CoreV1Api(connection))
+        assert resolver.cluster_spec().num_tasks("worker") == 2
+        api.forbidden = "/api/v1/pods"
+        told(resolver.cluster_spec, "does not let this program list pods")
+
+    class Client:  # as of TensorFlow's tests
+        def list_pod_for_all_namespaces(self, label_selector):
+            status = SimpleNamespace(phase="Running", pod_ip="10.0.0.1")
+            metadata = SimpleNamespace(name=label_selector)
+            return SimpleNamespace(
+                items=[SimpleNamespace(metadata=metadata, status=status)]
+            )
+
+    resolver = cr.KubernetesClusterResolver(LABELS, override_client=Client())
+    assert resolver.cluster_spec() == {"worker": ["10.0.0.1:8470"]}
+    listed = mock.Mock()
+    listed.status.configure_mock(phase="Running", host_ip="10.1.2.3")
+    listed.metadata.configure_mock(name="tensorflow-abc123")
+    client = mock.MagicMock()
+    client.list_pod_for_all_namespaces.return_value.items = [listed]
+    resolver = cr.KubernetesClusterResolver(override_client=client)
+    assert resolver.cluster_spec() == {"worker": ["10.1.2.3:8470"]}
+    client.list_pod_for_all_namespaces.side_effect = KeyError("mine")
+    told(resolver.cluster_spec, "mine", KeyError)
+
+
+def test_pods_of_one_namespace_can_be_chosen(api):
+    api.pods.append(pod("train-a", "10.0.0.3", namespace="mine"))
+    assert off().cluster_spec().num_tasks("worker") == 3
+    resolver = off(namespace="mine")
+    assert resolver.cluster_spec() == {"worker": ["10.0.0.3:8470"]}
+    assert api.asked[-1][0] == "/api/v1/namespaces/mine/pods"
+
+
 def test_a_pod_finds_itself_by_its_name(within, monkeypatch):
     # It asks with its service account.
     resolver = cr.KubernetesClusterResolver(LABELS, tf_server_port=np.int64(2222))
@@ -124,6 +188,20 @@ def test_a_pod_finds_itself_by_its_name(within, monkeypatch):
         monkeypatch.setenv("HOSTNAME", hostname)
         resolver = cr.KubernetesClusterResolver(LABELS)
         assert resolver.process() == cr.Process(1, 2, "10.0.0.1:8470")
+
+
+def test_a_pod_stays_the_task_as_which_it_joined(within, monkeypatch):
+    monkeypatch.setenv("HOSTNAME", "train-b")
+    resolver = cr.KubernetesClusterResolver(LABELS)
+    assert resolver.process().index == 1
+    within.pods = within.pods[:1]  # the first has ended
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    resolver.task_id = 0  # what is set comes first
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+    assert resolver.cluster_spec() == {"worker": ["10.0.0.2:8470"]}
+    resolver = cr.KubernetesClusterResolver(LABELS)
+    resolver.task_type = "ps"  # of which the pod's name says no index
+    assert (resolver.task_type, resolver.task_id) == ("ps", None)
 
 
 def test_a_pod_that_is_not_found_is_told_what_to_set(within, api, monkeypatch):
@@ -213,6 +291,16 @@ def test_an_api_of_kubernetes_that_refuses_or_fails_is_told(api, tmp_path, monke
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
     text = f"at http://{nobody.address} did not answer"
     told(off(timeout_seconds=0).cluster_spec, text)
+
+
+def test_a_certificate_of_somebody_else_is_refused(within, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    authority = str(service_account(other)[1])
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", authority)
+    resolver = cr.KubernetesClusterResolver(LABELS, timeout_seconds=0)
+    told(resolver.cluster_spec, "did not answer: .*SSL")
+    assert within.asked == []
 
 
 def test_what_cannot_be_asked_of_kubernetes_is_refused(monkeypatch, tmp_path):
@@ -305,12 +393,29 @@ def test_instances_are_tasks_in_the_order_of_their_addresses(group):
     )
     assert first[1]["orderBy"] == "name" and second[1]["pageToken"] == "2"
     assert resolver.process() == cr.Process(0, 3, "10.0.0.10:8470")
-    assert resolver.master(task_id=1, rpc_layer="test") == "test://10.0.0.3:8470"
+    group.instances = {"vm-7": "10.0.0.7"}
+    assert resolver.cluster_spec() == {"worker": ["10.0.0.7:8470"]}
+
+
+def test_masters_and_what_is_set_of_instances():
+    service = stand_in({"a": "10.1.2.3", "b": "10.2.3.4", "c": "10.3.4.5"})
+    resolver = resolver_of(task_type="testworker", task_id=0, service=service)
+    assert resolver.master() == "grpc://10.1.2.3:8470"
+    assert resolver.master("testworker", 2, "test") == "test://10.3.4.5:8470"
+    assert resolver.master(task_id=1) == "grpc://10.2.3.4:8470"
+    resolver.task_id, resolver.rpc_layer = 1, "test"
+    assert (resolver.task_id, resolver.rpc_layer) == (1, "test")
+    assert resolver.master() == "test://10.2.3.4:8470"
     text = "You cannot reset the task_type of the GCEClusterResolver after it has been "
     with pytest.raises(RuntimeError, match=text):
         resolver.task_type = "foobar"
-    group.instances = {"vm-7": "10.0.0.7"}
-    assert resolver.cluster_spec() == {"worker": ["10.0.0.7:8470"]}
+    assert resolver.task_type == "testworker"
+    resolver = resolver_of(task_type="", task_id=1, service=service)
+    assert resolver.master(task_type="", task_id=0) == "grpc://10.1.2.3:8470"
+    more = stand_in({"c": "10.4.5.6"})
+    union = cr.UnionResolver(resolver_of(service=service), resolver_of(service=more))
+    assert union.cluster_spec().num_tasks("worker") == 4
+    assert (union.task_type, union.task_id) == ("worker", 0)
 
 
 def test_credentials_are_googles_or_those_given(group, monkeypatch, tmp_path):
@@ -351,6 +456,31 @@ def test_an_instance_finds_itself_by_its_metadata_server(group, monkeypatch):
     told(resolver.process, "server does not answer. Give `task_id`.", ValueError)
 
 
+def test_unknown_tasks_of_instances_are_refused(group):
+    resolver = resolver_of(task_id=3)
+    told(resolver.process, "task 3 of 'worker', which ClusterSpec", ValueError)
+    told(resolver.master, "no task 3 in job 'worker'", ValueError)
+    told(lambda: resolver.master("ps", 0), "No such job in cluster: 'ps'", ValueError)
+    told(resolver_of(task_type="trainer").process, "unknown job 'train", ValueError)
+    told(resolver_of(task_type="ps").process, "'ps', which does not", ValueError)
+    resolver.task_id = -1
+    told(resolver.process, "`task_id` was -1; the index of this process", ValueError)
+
+
+def test_instances_that_do_not_run_yet_are_waited_for(group):
+    del group.instances["vm-2"]
+    answer = group.answer
+
+    def one_more(method, path, *request):
+        if len(group.asked) > 4:
+            group.instances["vm-2"] = "10.0.0.10"
+        return answer(method, path, *request)
+
+    group.answer = one_more
+    assert resolver_of(num_tasks=np.int64(3), timeout_seconds=20).cluster_spec() == SPEC
+    assert len(group.asked) > 5
+
+
 def test_instances_that_are_not_as_they_should_be_are_told(group):
     service = stand_in(THREE)  # which needs no time
     more = resolver_of(num_tasks=4, timeout_seconds=0.2, service=service)
@@ -369,9 +499,20 @@ def test_instances_that_are_not_as_they_should_be_are_told(group):
 
 
 @pytest.mark.slow
-def test_an_api_of_google_that_refuses_or_fails_is_told(group):
+def test_an_api_of_google_that_refuses_or_fails_is_told(group, monkeypatch):
     group.failures = [503, 429]  # busy: it is asked again
     assert resolver_of().cluster_spec() == SPEC
+    answer, limits = group.answer, [1]
+
+    def limited(*request):  # so it is where too much was asked
+        if limits:
+            limits.pop()
+            reason = {"reason": "rateLimitExceeded", "message": "rateLimitExceeded"}
+            return 403, {"error": {"errors": [reason], "message": "rateLimitExceeded"}}
+        return answer(*request)
+
+    group.answer = limited
+    assert resolver_of().cluster_spec() == SPEC and not limits
     for status, advice in [
         (400, "See the names of project, zone and group"),
         (401, "Give `credentials`, or let the default ones be found"),
@@ -389,6 +530,14 @@ def test_an_api_of_google_that_refuses_or_fails_is_told(group):
     group.failures, group.silent = [], True
     text = "did not answer: .*That was so for 0.1 s"
     told(resolver_of(timeout_seconds=0.1).cluster_spec, text)
+    with served(Group({})) as other:
+        pass
+    build = redirected(googleapiclient.discovery.build, other.address)
+    monkeypatch.setattr(googleapiclient.discovery, "build", build)
+    told(resolver_of(timeout_seconds=0).cluster_spec, "did not answer: .*refused")
+    service = stand_in({"a": "10.0.0.1"})
+    service.instances = lambda: {}["mine"]
+    told(resolver_of(service=service).cluster_spec, "mine", KeyError)
 
 
 def test_what_cannot_be_asked_of_google_is_refused(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 
 import jax
+import numpy as np
 import pytest
 
 import jaxstrategy as js
@@ -53,6 +54,22 @@ def refused(call, text, error=ValueError, *given, **more):
 # ClusterSpec
 
 
+def test_a_spec_takes_lists_dicts_and_specs():
+    for given, indices in [
+        ({"worker": ["a:1", "b:1"]}, [0, 1]),
+        ({"worker": ("a:1", "b:1")}, [0, 1]),
+        ({"worker": {"1": "b:1", "0": "a:1"}}, [0, 1]),
+        ({"worker": {3: "a:1", 5: "b:1"}}, [3, 5]),
+    ]:
+        spec = cr.ClusterSpec(given)
+        for same in (spec, cr.ClusterSpec(spec), cr.ClusterSpec(spec.as_dict())):
+            assert same.jobs == ["worker"] and same.num_tasks("worker") == 2
+            assert same.task_indices("worker") == indices
+            assert same.task_address("worker", indices[0]) == "a:1"
+            assert same.task_address("worker", indices[1]) == "b:1"
+            assert same == spec
+
+
 def test_a_spec_compares_and_prints_its_tasks():
     spec = cr.ClusterSpec({"worker": {1: "a:1"}, "ps": ["b:1"], "chief": []})
     assert spec.as_dict() == {"worker": {1: "a:1"}, "ps": ["b:1"], "chief": {}}
@@ -72,6 +89,9 @@ def test_a_malformed_spec_and_what_it_has_not_are_refused():
         ({"worker": "a:1"}, TypeError, "tasks of job 'worker' are 'a:1'. Give a list"),
         ({"worker": [1]}, TypeError, "task 0 in job 'worker' is 1. Give a string"),
         ({"worker": {"x": "a:1"}}, ValueError, "a task with the index 'x'"),
+        ({"worker": {-1: "a:1"}}, ValueError, "a task with the index -1"),
+        ({"worker": {1.5: "a:1"}}, ValueError, "a task with the index 1.5"),
+        ({"worker": {True: "a:1"}}, ValueError, "a task with the index True"),
         ({"worker": ["a:1", " "]}, ValueError, "task 1 in job 'worker' is empty"),
     ]:
         refused(cr.ClusterSpec, text, error, given)
@@ -155,9 +175,12 @@ def test_a_task_that_cannot_train_is_refused():
         (BOTH, ("evaluator", 0), "'evaluator', which does not train. An evaluator is"),
         (BOTH, ("foobar", 0), "a 'foobar', which does not train. Tasks that train"),
         (BOTH, ("worker", 3), "task 3 of 'worker', which ClusterSpec("),
+        (BOTH, ("chief", 0), "task 0 of 'chief', which ClusterSpec("),
         (BOTH, ("worker", None), "task_type is 'worker', task_id is None"),
+        (BOTH, (None, 0), "task_type is None, task_id is 0"),
         (BOTH, (None, None), "which of its tasks this process is, is not known"),
         ({"workers": ["a:1"]}, ("workers", 0), "has the unknown job 'workers'"),
+        ({"chief": ["a:1", "b:1"]}, ("chief", 0), "has 2 chiefs, and there is at most"),
         ({"chief": ["a:1"], "master": ["b:1"]}, ("chief", 0), "has 2 chiefs, and"),
         ({"worker": {1: "a:1"}}, ("worker", 1), "does not name all tasks of 'worker'"),
     ]:
@@ -168,6 +191,32 @@ def test_a_task_that_cannot_train_is_refused():
 
 
 # Written down, and several as one
+
+
+def test_simple_gives_what_it_was_given():
+    resolver = cr.SimpleClusterResolver(
+        cr.ClusterSpec(BOTH),
+        task_type="ps",
+        task_id=1,
+        environment="cloud",
+        num_accelerators={"GPU": 8},
+        rpc_layer="grpc",
+    )
+    assert (resolver.task_type, resolver.task_id) == ("ps", 1)
+    assert resolver.environment == "cloud" and resolver.cluster_spec() == BOTH
+    assert resolver.num_accelerators() == {"GPU": 8}
+    assert resolver.master() == "grpc://"
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 2, "http"
+    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
+    assert resolver.rpc_layer == "http"
+    resolver = cr.SimpleClusterResolver(cr.ClusterSpec(BOTH), master="m:1")
+    assert resolver.master() == "m:1" and resolver.num_accelerators() == {}
+    assert resolver.master("worker", 0, rpc_layer="grpc") == "grpc://worker0:2222"
+    refused(
+        lambda: cr.SimpleClusterResolver(["a:1"]), "`cluster` is ['a:1']", TypeError
+    )
+    wrong = {"master": 3}
+    refused(lambda: cr.SimpleClusterResolver({}, **wrong), "`master` is 3.", TypeError)
 
 
 def union(*clusters, **keywords):
@@ -183,21 +232,43 @@ def test_unions_merge_as_tensorflows():
             {"worker": ["w4:1", "w5:1", "w0:1", "w1:1"]},
         ),
         (
+            [{"worker": {5: "w4:1", 9: "w5:1"}}, {"worker": {3: "w0:1", 6: "w1:1"}}],
+            {"worker": {3: "w0:1", 5: "w4:1", 6: "w1:1", 9: "w5:1"}},
+        ),
+        (
             [{"worker": ["w4:1", "w5:1"]}, {"worker": {3: "w0:1", 7: "w2:1"}}],
             {"worker": {0: "w4:1", 1: "w5:1", 3: "w0:1", 7: "w2:1"}},
         ),
     ]:
         assert union(*clusters).cluster_spec() == merged
-    with pytest.raises(KeyError, match=r"to the tasks \[1\] of job 'worker'"):
-        union({"worker": ["a:1", "b:1"]}, {"worker": {1: "c:1"}}).cluster_spec()
-    master = {"master": 3}
-    refused(lambda: cr.SimpleClusterResolver({}, **master), "`master` is 3.", TypeError)
-    resolver = cr.UnionClusterResolver(
-        cr.SimpleClusterResolver(BOTH, task_type="worker", task_id=2),
-        cr.SimpleClusterResolver({"worker": ["worker3:2222"]}),
+    for clusters in [
+        [{"worker": {7: "a:1", 9: "b:1"}}, {"worker": {3: "c:1", 7: "d:1"}}],
+        [{"worker": ["a:1", "b:1"]}, {"worker": {1: "c:1", 2: "d:1"}}],
+    ]:
+        with pytest.raises(KeyError, match=r"to the tasks \[\d\] of job 'worker'"):
+            union(*clusters).cluster_spec()
+
+
+def test_a_union_speaks_for_the_first_resolver():
+    first = cr.SimpleClusterResolver(
+        BOTH,
+        task_type="ps",
+        task_id=1,
+        environment="cloud",
+        num_accelerators={"GPU": 8},
+        rpc_layer="grpc",
     )
-    assert resolver.process() == cr.Process(2, 4, "worker0:2222")  # of the first
-    assert resolver.master("ps", 1, rpc_layer="grpc") == "grpc://ps1:2222"
+    second = cr.SimpleClusterResolver({"worker": ["worker3:2222"]}, task_type="worker")
+    resolver = cr.UnionClusterResolver(first, second)
+    assert (resolver.task_type, resolver.task_id) == ("ps", 1)
+    assert (resolver.environment, resolver.rpc_layer) == ("cloud", "grpc")
+    assert resolver.num_accelerators() == {"GPU": 8}
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 3, "http"
+    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
+    assert resolver.process() == cr.Process(3, 4, "worker0:2222")
+    resolver = union({"ps": ["ps0:1"]}, {"worker": ["w0:1", "w1:1"]})
+    assert resolver.master() == ""
+    assert resolver.master("worker", 1, rpc_layer="grpc") == "grpc://w1:1"
     refused(cr.UnionResolver, "At least one ClusterResolver is required")
     refused(lambda: cr.UnionResolver({}), "must be resolvers, got {}", TypeError)
 
@@ -233,13 +304,28 @@ def test_tf_config_is_read_anew(tf_config):
         assert resolver.process() == cr.Process(0, 1, "")
 
 
+def test_arguments_come_before_tf_config(tf_config):
+    tf_config(
+        {"cluster": BOTH, "rpc_layer": "grpc", "task": {"type": "ps", "index": 1}}
+    )
+    resolver = cr.TFConfigClusterResolver("ps", 0, environment="cloud")
+    assert resolver.environment == "cloud"
+    assert resolver.master() == "grpc://ps0:2222"
+    assert (resolver.task_type, resolver.task_id) == ("ps", 0)
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 1, "test"
+    assert resolver.master() == "test://worker1:2222"
+    assert resolver.process() == cr.Process(1, 3, "worker0:2222")
+
+
 def test_every_malformed_tf_config_is_quoted(tf_config):
     def task(**task):
         return {"cluster": BOTH, "task": {"type": "worker", **task}}
 
     for config, text in [
         ("{'cluster'", "TF_CONFIG is not JSON (Expecting property name"),
+        ("{'cluster'", "{'cluster' It looks like {"),
         ("[1]", "TF_CONFIG is [1], which is no object"),
+        ("null", "TF_CONFIG is null, which is no object"),
         ({"cluster": ["a:1"]}, '"cluster" of TF_CONFIG is ["a:1"]. It looks like'),
         ({"cluster": {"worker": "a:1"}}, '"cluster" of TF_CONFIG is wrong. The tasks'),
         ({"cluster": BOTH, "task": "worker"}, '"task" of TF_CONFIG is "worker"'),
@@ -248,6 +334,9 @@ def test_every_malformed_tf_config_is_quoted(tf_config):
             task(index="one"),
             "The index of TF_CONFIG's task is 'one'; it is a whole num",
         ),
+        (task(index=-1), "The index of TF_CONFIG's task is -1"),
+        (task(index=1.5), "The index of TF_CONFIG's task is 1.5"),
+        (task(index=7), "task 7 of 'worker', which ClusterSpec({"),
         (task(index=7), 'TF_CONFIG is {"cluster": {"ps"'),
         ({"cluster": BOTH}, "task_type is None, task_id is None. Give both"),
         (PS0, "This process is a 'ps', which does not train"),
@@ -280,6 +369,8 @@ def slurm(environment):
 
 def test_slurms_short_forms_expand(slurm):
     for short, hosts in [
+        ("n[1,3]", "n1 n3"),
+        ("n[1-2],m5,o[3-4,6,7-9]", "n1 n2 m5 o3 o4 o6 o7 o8 o9"),
         ("n[0001-0003],m5,o[009-011]", "n0001 n0002 n0003 m5 o009 o010 o011"),
         ("r[1-2]n[3,4]-ib", "r1n3-ib r1n4-ib r2n3-ib r2n4-ib"),
     ]:
@@ -295,9 +386,10 @@ def test_slurms_short_forms_expand(slurm):
         ]
         assert [address.split(":")[0] for address in found] == nodes
     for nodes, text in [
-        ("n[1", "is not a list of hosts of Slurm's"),
-        ("n[1-]", "is no range of numbers"),
-    ]:
+        *((short, "is not a list of hosts of Slurm's") for short in
+          ["n[1", "n1]", "a,,b", "n[1],", "a b"]),
+        *((short, "is no range of numbers") for short in ["n[a-b]", "n[1-]", "n[]"]),
+    ]:  # fmt: skip
         slurm(nodes=nodes)
         refused(cr.SlurmClusterResolver, text)
     for per_node in "x", "2(3)", "2,", "2(x)":
@@ -360,6 +452,12 @@ def test_slurm_shares_out_ports_and_gpus(slurm, environment, tmp_path, monkeypat
     environment(CUDA_VISIBLE_DEVICES="")
     slurm(1, 4, "2(x2)", "a,b", SLURM_LOCALID="0", SLURM_GPUS_ON_NODE="2")
     assert own(1)[0] == "0"
+
+
+def test_the_whole_job_is_read_where_there_is_no_step(environment):
+    environment(SLURM_PROCID="1", SLURM_NTASKS="2", SLURM_TASKS_PER_NODE="1(x2)")
+    environment(SLURM_JOB_NODELIST="a[1-2]")
+    assert cr.SlurmClusterResolver().process() == cr.Process(1, 2, "a1:8888")
 
 
 def test_slurm_jobs_that_do_not_fit_are_refused(slurm):
@@ -459,17 +557,33 @@ def test_hosts_of_sagemaker_are_workers(sagemaker):
         assert resolver.process() == cr.Process(0, 1, "")
 
 
+def test_what_is_given_comes_before_sagemaker(sagemaker):
+    sagemaker(["algo-1", "algo-2"], "algo-1")
+    resolver = cr.SageMakerClusterResolver(
+        np.int64(81), "worker", "1", "grpc", environment="mine"
+    )
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.master() == "grpc://algo-2:81"
+    assert resolver.environment == "mine"
+    resolver.task_id, resolver.rpc_layer = 0, "test"
+    assert resolver.master() == "test://algo-1:81"
+    assert resolver.master(rpc_layer="http") == "http://algo-1:81"
+
+
 def test_what_sagemaker_cannot_mean_is_refused(sagemaker, monkeypatch):
     resolver = cr.SageMakerClusterResolver()
     for hosts, own, text in [
         ("[algo-1]", "algo-1", "SM_HOSTS is not JSON"),
+        ('"algo-1"', "algo-1", 'SM_HOSTS is "algo-1", which is no list of names. It'),
         ('["a", 2]', "algo-1", 'SM_HOSTS is ["a", 2], which is no list of names'),
+        ('["algo-1", " "]', "algo-1", "which is no list of names"),
         # TensorFlow takes the cluster for empty, and the host trains alone.
         (
             ["a", "b"],
             "",
             "SM_CURRENT_HOST is '', which is none of the hosts ['a', 'b']",
         ),
+        (["a", "b"], "c", "SM_CURRENT_HOST is 'c', which is none of the hosts"),
     ]:
         sagemaker(hosts, own)
         refused(resolver.process, text)
@@ -479,14 +593,19 @@ def test_what_sagemaker_cannot_mean_is_refused(sagemaker, monkeypatch):
         "task 2 of 'worker', which ClusterSpec",
     )
     refused(lambda: resolver.master("ps", 0), "No such job in cluster: 'ps'")
-    wrong = cr.SageMakerClusterResolver(task_id="x")
-    refused(wrong.process, "`task_id` was 'x'; the index of this pro")
-    for port in 0, 65536, "x":
-        refused(cr.SageMakerClusterResolver, "a port was wanted", port=port)
+    for task_id in -1, "x", 1.5, True:
+        wrong = cr.SageMakerClusterResolver(task_id=task_id)
+        with pytest.raises(ValueError, match="`task_id` was .*; the index of this pro"):
+            wrong.process()
+    for port in 0, 65536, "x", None, True, 2.5:
+        with pytest.raises(ValueError, match=r"`port` was .*; a port was wanted"):
+            cr.SageMakerClusterResolver(port=port)
     for missing in "SM_CURRENT_HOST", "SM_HOSTS":
         monkeypatch.delenv(missing)
         for ask in (resolver.cluster_spec, resolver.process, resolver.master):
-            with pytest.raises(ValueError, match=f"^{missing} is not set, so this is "):
+            with pytest.raises(
+                ValueError, match=f"^{missing} is not set, so this is no"
+            ):
                 ask()
 
 

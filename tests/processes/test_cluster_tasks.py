@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import os
 import runpy
 import socket
 import threading
@@ -12,13 +13,18 @@ import time
 import jax
 import numpy as np
 import pytest
-from helpers.processes import free_address
 from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import ClusterTasks
 
 SECRET = "a secret of all processes of the job"
+
+
+def free_address():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -100,6 +106,31 @@ def test_a_coordinator_finds_its_tasks(serve, coordinate):
             coordinator.schedule(add, args=(rows,))
         coordinator.join()
         assert 80 <= float(total.read_value()) <= 88
+
+
+def test_two_strategies_of_one_coordinator_do_not_disturb_each_other(serve, coordinate):
+    serve()
+    first, second = coordinate(), coordinate()
+    kept = variable(first, 7.0)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        counts = [pool.submit(counted, each, 20) for each in (first, second)]
+        assert [count.result(60) for count in counts] == [20, 20]
+    second.close()
+    assert float(kept.read_value()) == 7.0
+
+
+def test_a_server_that_was_started_anew_is_lost(serve, coordinate):
+    *_, server = serve()
+    v = variable(coordinate(), 1.0)
+    server._task.close()
+    with pytest.raises(
+        js.errors.ParameterServerLost, match="Parameter server 0 at 127.0.0.1"
+    ):
+        v.read_value()
+    serve("ps", 0)
+    with pytest.raises(js.errors.ParameterServerLost):
+        v.read_value()
+    assert float(variable(coordinate(), 2.0).read_value()) == 2.0
 
 
 class Proxy:
@@ -187,6 +218,15 @@ def test_a_worker_that_comes_late_works(serve, coordinate):
         until(lambda: [state.starts for state in coordinator.workers] == [1, 1])
 
 
+def test_who_waits_for_a_worker_is_let_go_by_close(serve, coordinate):
+    serve("ps"), serve("worker", 1)
+    strategy = coordinate()
+    begun = time.monotonic()
+    assert counted(strategy, 3) == 3
+    strategy.close()
+    assert time.monotonic() - begun < 60
+
+
 def test_tasks_that_do_not_come_are_named(cluster, serve, coordinate):
     with pytest.raises(js.ClusterError, match=f"server 0 at {cluster['ps'][0]} cannot"):
         coordinate(start_seconds=0.2)
@@ -207,6 +247,19 @@ def test_a_job_without_a_secret_or_with_another_one_does_not_start(
         coordinate()
     with pytest.raises(js.ClusterError, match="Set JAXSTRATEGY_CLUSTER_SECRET to the"):
         js.Server({**cluster, "ps": [free_address()]}, "ps", 0)
+
+
+def test_strangers_are_hung_up_on_and_disturb_nobody(cluster, serve, coordinate):
+    serve()
+    v = variable(coordinate(), 1.0)
+    host, port = cluster["ps"][0].split(":")
+    for said in b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096, os.urandom(4096):
+        with socket.create_connection((host, port), 60) as stranger:
+            stranger.sendall(said)
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1 << 16):
+                    pass
+    assert float(v.read_value()) == 1.0
 
 
 def test_a_server_joins_until_its_task_is_over(cluster, serve, coordinate):

@@ -6,7 +6,7 @@ import sys
 
 import jax
 import pytest
-from helpers.launching import ALONE, Launched, printed
+from helpers.launching import ALONE, Launched, command, printed
 
 import jaxstrategy as js
 
@@ -79,8 +79,6 @@ def test_what_the_option_sets(tmp_path):
     )
     assert js.experimental.compilation_cache(None) is None
     assert jax.config.jax_compilation_cache_dir is None
-    with pytest.raises(TypeError, match="`compilation_cache` was given 3; the path of"):
-        js.experimental.compilation_cache(3)
 
 
 def test_a_folder_that_everybody_can_write_is_not_used(tmp_path):
@@ -90,6 +88,11 @@ def test_a_folder_that_everybody_can_write_is_not_used(tmp_path):
     )):  # fmt: skip
         assert js.experimental.compilation_cache(tmp_path) is None
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_what_is_no_path_is_refused():
+    with pytest.raises(TypeError, match="`compilation_cache` was given 3; the path of"):
+        js.experimental.compilation_cache(3)
 
 
 # The launcher hands it to all processes.
@@ -114,3 +117,9 @@ def test_what_clusters_are_given_has_it():
             options = f"--compilation-cache /c/ache {more}"
             text = printed(cluster, "t.py", options=options)
             assert VARIABLE in text and "/c/ache" in text
+
+
+def test_a_file_is_no_folder_for_the_launcher(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = command("--compilation-cache", str(tmp_path / "file"), "train.py")
+    assert done.code == 2 and "is not a folder" in done.err

@@ -11,24 +11,41 @@ import jaxstrategy as js
 # Variables that tell of several processes, the one that is named, and the mend.
 HALF = [
     ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID must"),
+    ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID must be"),
+    ({"JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES must be"),
+    ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS must"),
     ({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS must"),
     ({"WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT and RANK must be set"),
+    ({"RANK": "0"}, "MASTER_ADDR and MASTER_PORT and WORLD_SIZE must be set, too."),
+    ({"RANK": "1", "WORLD_SIZE": "1"}, "MASTER_ADDR and MASTER_PORT must be set"),
+    ({"MASTER_ADDR": "a"}, "MASTER_PORT and WORLD_SIZE and RANK must be set, too."),
     ({"MASTER_PORT": "1"}, "Start the processes with `torchrun`, or set MASTER_ADDR"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, 'initialize(cluster_detection_method="mpi4py")'),
+    ({"OMPI_COMM_WORLD_RANK": "1"}, "install `mpi4py`"),
     (
         # MPI has several processes on each host of SageMaker.
         {"OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "a"},
         "install `mpi4py`",
     ),
+    ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "install `mpi4py`"),
     ({"PMI_RANK": "1"}, "install `mpi4py`"),
     (
         {"SLURM_NTASKS": "2"},
         "Start the program in tasks of a job step, with `srun`; or",
     ),
+    ({"SLURM_NPROCS": "2"}, "with `srun`"),
     ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "1"}, "with `srun`"),
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "1"}, "with `srun`"),
+    ({"SLURM_NNODES": "2"}, "with `srun`"),
     ({"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, "with `srun`"),
+    ({"SLURM_STEP_NUM_NODES": "2"}, "with `srun`"),
+    ({"SLURM_NTASKS": "many"}, "with `srun`"),
     ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, "install `jax[tpu]`"),
+    ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "install `jax[tpu]`"),
+    ({"TPU_WORKER_ID": "1"}, "install `jax[tpu]`"),
     ({"MEGASCALE_NUM_SLICES": "2"}, "install `jax[tpu]`"),
+    ({"MEGASCALE_SLICE_ID": "1"}, "install `jax[tpu]`"),
+    ({"MEGASCALE_COORDINATOR_ADDRESS": "a"}, "install `jax[tpu]`"),
     ({"JOB_COMPLETION_INDEX": "0"}, "Install `kubernetes`, with which JAX asks"),
 ]
 # These are half a cluster too, of resolvers that are found by default.
@@ -43,7 +60,10 @@ HALF_RESOLVED = [
 # One process that is told to be the only one, and no warning is needed.
 TOLD = [
     {"JAX_NUM_PROCESSES": "1"},
+    {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "a:1"},
+    {"WORLD_SIZE": "1"},
     {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+    {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NNODES": "1"},
     {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
     {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
     {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
@@ -57,6 +77,7 @@ SILENT = [
     {"JAX_COORDINATOR_ADDRESS": " ", "RANK": ""},
     {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
     {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "interactive"},
+    {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
     {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a"},
 ]
 SPEAKING = ("JAX_", "JAXSTRATEGY_", "SLURM_", "OMPI_", "PMI_", "TPU_", "MEGASCALE_")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy._src.executors.compiled import CompiledExecutor
 from jaxstrategy._src.strategies import reducers
 from jaxstrategy._src.tracing import program
 
@@ -12,6 +13,32 @@ from jaxstrategy._src.tracing import program
 @pytest.fixture
 def strategy():
     return js.MirroredStrategy(jax.devices()[:2])
+
+
+def test_a_large_tree_is_reduced_in_parts(strategy, monkeypatch):
+    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
+    rows = {f"x{k}": np.arange(2.0, dtype=np.float32) + k for k in range(8)}
+    tree = {name: strategy.per_replica(list(row)) for name, row in rows.items()}
+    tree = {"part": tree, "same": 3.0, "none": None}
+    sizes = []
+    across = CompiledExecutor.across
+
+    def noted(self, function, value):
+        sizes.append(
+            len(
+                jax.tree.leaves(
+                    value, is_leaf=lambda leaf: isinstance(leaf, js.PerReplica)
+                )
+            )
+        )
+        return across(self, function, value)
+
+    monkeypatch.setattr(CompiledExecutor, "across", noted)
+    total = strategy.reduce("sum", tree)
+    assert float(total["same"]) == 6.0 and total["none"] is None
+    for name, row in rows.items():
+        np.testing.assert_allclose(total["part"][name], row.sum())
+    assert sizes == [2, 2, 2, 2, 1]  # of one type as many; then the number by itself
 
 
 def wide_tree(strategy, count, shapes):
@@ -50,6 +77,114 @@ def test_wide_trees_have_the_numbers_of_small_ones(monkeypatch):
                 np.testing.assert_allclose(
                     total[name], reduced(row.astype(np.float64), axis=0), rtol, 1e-2
                 )
+
+
+@pytest.mark.slow
+def test_a_wide_tree_of_few_types_needs_few_programs(strategy, compilations):
+    """Ten times the leaves need no further programs."""
+    for count in (1200, 2400):
+        tree, rows = wide_tree(strategy, count, [(3,), (2, 2)])
+        jax.block_until_ready(tree)
+        compilations()
+        total = strategy.reduce("sum", tree)
+        found = compilations()
+        np.testing.assert_allclose(total["x8"], rows["x8"].sum(0), 1e-5)
+        assert found <= 2 * 2, found
+
+
+@pytest.mark.slow
+def test_a_wide_tree_is_gathered_and_read_by_few_programs(strategy, compilations):
+    """Ten times the leaves need no further programs, each of which is small."""
+    found = {}
+    for count in (300, 3000):
+        tree, rows = wide_tree(strategy, count, [(3,), (2, 2)])
+        jax.block_until_ready(tree)
+        compilations()
+        joined = strategy.gather(tree)
+        gathers = compilations()
+        first, second = strategy.experimental_local_results(tree)
+        found[count] = gathers, compilations()
+        for name, row in rows.items():
+            np.testing.assert_array_equal(joined[name], np.concatenate(row))
+            np.testing.assert_array_equal(first[name], row[0])
+            np.testing.assert_array_equal(second[name], row[1])
+    assert max(found[3000]) <= 2, found
+    assert min(found[300]) >= 1, found
+
+
+def test_a_wide_tree_is_gathered_in_parts(strategy, monkeypatch):
+    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
+    tree, rows = wide_tree(strategy, 8, [(2, 2), (1, 4)])
+    sizes = []
+    across = CompiledExecutor.across
+
+    def noted(self, function, value):
+        sizes.append(len(value))
+        return across(self, function, value)
+
+    monkeypatch.setattr(CompiledExecutor, "across", noted)
+    joined = strategy.gather(tree, axis=1)
+    for name, row in rows.items():
+        np.testing.assert_array_equal(joined[name], np.concatenate(row, axis=1))
+    assert sum(sizes) == 8 and max(sizes) <= 3
+    tree["x3"] = strategy.per_replica([1.0, 2.0])
+    with pytest.raises(ValueError, match="Scalars cannot be joined along an axis"):
+        strategy.gather(tree)
+
+
+def test_the_versions_of_a_wide_tree_are_read_in_parts(strategy, monkeypatch):
+    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
+    tree, rows = wide_tree(strategy, 8, [(2, 2), (1, 4)])
+    sizes = []
+    everywhere = reducers._everywhere
+
+    def noted(values, own):
+        sizes.append(len(values))
+        return everywhere(values, own)
+
+    monkeypatch.setattr(reducers, "_everywhere", noted)
+    for index, version in enumerate(strategy.experimental_local_results(tree)):
+        for name, row in rows.items():
+            np.testing.assert_array_equal(version[name], row[index])
+    assert sum(sizes) == 8 and max(sizes) <= 3
+
+
+def test_leaves_of_rare_types_are_reduced_one_by_one(strategy, monkeypatch):
+    """XLA compiles a kernel for each array that it cuts out of a pack."""
+    monkeypatch.setattr(reducers, "_AT_ONCE", 6)
+    tree, rows = wide_tree(strategy, 12, [(k,) for k in range(1, 13)])
+    text = []
+    across = CompiledExecutor.across
+
+    def noted(self, function, value):
+        text.append(
+            str(jax.make_jaxpr(lambda tree: across(self, function, tree))(value))
+        )
+        return across(self, function, value)
+
+    monkeypatch.setattr(CompiledExecutor, "across", noted)
+    total = strategy.reduce("sum", tree)
+    for name, row in rows.items():
+        np.testing.assert_allclose(total[name], row.sum(0, dtype=row.dtype), 1e-2)
+    assert len(text) == 2 and not any("concatenate" in each for each in text)
+
+
+def test_sparse_and_weighted_leaves_of_wide_trees(strategy, monkeypatch):
+    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
+    tree, rows = wide_tree(strategy, 8, [(2,)])
+    slices = strategy.run(
+        lambda x: js.IndexedSlices(x[None], np.array([1], np.int32), (3, 2)),
+        (tree["x0"],),
+    )
+    total = strategy.reduce("sum", {**tree, "slices": slices})
+    dense = np.zeros((3, 2), np.float32)
+    dense[1] = rows["x0"].sum(0)
+    np.testing.assert_allclose(total["slices"].to_dense(), dense, 1e-5)
+    weights = strategy.per_replica([1.0, 3.0])
+    mean = strategy.reduce("mean", tree, weights=weights)
+    for name, row in rows.items():
+        wanted = (row[0].astype(np.float32) + 3 * row[1]) / 4
+        np.testing.assert_allclose(mean[name], wanted, 2e-2, 1e-3)
 
 
 def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkeypatch):

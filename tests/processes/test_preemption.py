@@ -16,6 +16,7 @@ from helpers.threads import until
 import jaxstrategy as js
 from jaxstrategy import ClusterError
 from jaxstrategy._src.processes.agreement import StopAgreement
+from jaxstrategy._src.processes.store import Store
 from jaxstrategy.experimental import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,
@@ -117,6 +118,25 @@ def check_all_stop(n, style, seed):
     assert len(set(done)) == 1 and 1 <= done[0] < 10_000, (n, style, seed)
 
 
+def test_a_process_that_ends_instead_is_an_error():
+    class Left(ThreadsBoard):
+        def gather(self, *_):
+            raise ClusterError("process 1 has left")
+
+    board = Left(Room(2), 0)
+    vote = StopAgreement(board, "vote")
+    board.put("vote", "now")
+    with pytest.raises(ClusterError, match="process 1 has left"):
+        while True:
+            vote.begin()
+
+
+def test_nothing_stops_without_an_announcement():
+    vote = StopAgreement(Store(), "vote")
+    assert not any(vote.begin() for _ in range(100)) and not vote.is_time
+    vote.close()
+
+
 def test_signals_are_noticed():
     before = signal.getsignal(signal.SIGTERM)
     watcher = PreemptionWatcher()
@@ -127,6 +147,14 @@ def test_signals_are_noticed():
     watcher.close()
     watcher.close()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_watcher_function_is_asked():
+    answers = iter([False, True])
+    watcher = PreemptionWatcher(lambda: next(answers))
+    watcher.block_until_worker_exit()
+    assert "returned True" in watcher.preemption_message
+    watcher.close()
 
 
 def test_what_a_watcher_function_raises_is_seen():
@@ -234,6 +262,25 @@ def test_tensorflows_ten_steps(tmp_path, two):
     assert trained(notice_after=None) == (3, 10, 20.0)
 
 
+def test_steps_in_a_scope_count(tmp_path, two):
+    count, step = counting(two)
+    notice, ended = Notice(), []
+    config = TerminationConfig(notice, exit_fn=lambda: ended.append(True))
+    handler = PreemptionCheckpointHandler(
+        None, {"count": count}, tmp_path, config, strategy=two
+    )
+    replicated = two.run(options=js.RunOptions())(lambda x: step())
+    with handler.watch_preemption_scope():
+        for number in range(10):
+            if number == 4:
+                notice.given.set()
+                until_noticed(handler)
+            replicated(1.0)
+    assert ended == [True] and handler.total_run_calls == 10
+    manager = js.checkpoint.CheckpointManager(tmp_path)
+    assert manager.all_steps() == [4]
+
+
 def test_a_step_that_raises_counts_too(tmp_path, two):
     """Or processes of which one catches an error would save at different steps."""
     notice, ended = Notice(), []
@@ -284,6 +331,18 @@ def test_a_function_that_saves(two):
     for _ in range(5):
         handler.save_checkpoint_if_preempted("here")
     assert saved == [("here",)] and handler.total_run_calls == 5
+    handler.close()
+
+
+def test_a_failing_watcher_function_is_heard():
+    def fails():
+        raise OSError("no metadata server")
+
+    config = TerminationConfig(fails, save_fn=lambda: None)
+    handler = PreemptionCheckpointHandler(None, None, termination_config=config)
+    assert handler._watcher.wait(SECONDS)
+    with pytest.raises(OSError, match="no metadata server"):
+        handler.run(lambda: None)
     handler.close()
 
 

@@ -14,7 +14,7 @@ import time
 import hypothesis.strategies as st
 import pytest
 import yaml
-from helpers.launching import DEADLINE, command, printed
+from helpers.launching import ALONE, DEADLINE, command, printed
 from hypothesis import example, given, settings
 
 BOUNDED = settings(max_examples=50, deadline=None, derandomize=True)
@@ -27,15 +27,28 @@ NASTY = [
     '" && touch OWNED "',
     "\n#SBATCH --uid=0\ntouch OWNED\n",
     "a\\\nb",
+    "\\",
     "\\'",
     "$HOME",
+    "$(HOME)",
+    "$$(HOME)",
     "$$$(HOME)$",
+    "${HOME}",
+    "!!",
+    "*",
     "~",
     "{a,b}",
+    "{name}",
+    "%j",
     "# not a comment",
+    "- a: b",
     "&a *a !!str |",
     "null",
     "",
+    " ",
+    "--",
+    "\ttab",
+    "caf\N{LATIN SMALL LETTER E WITH ACUTE}",
     "\N{GRINNING FACE}",
     "\x01\x7f\x85\N{LINE SEPARATOR}\N{ZERO WIDTH NO-BREAK SPACE}\uffff",
 ]
@@ -101,7 +114,6 @@ def test_a_batch_script_carries_arguments_as_they_are(sbatch):
     arguments, variables = sbatch(printed("slurm", "train.py", *NASTY, no_text))
     assert program(arguments) == ["python", "train.py", *NASTY, no_text]
     assert variables["JAXSTRATEGY_COORDINATOR"] == "node7:61452"
-    secrets = {variables["JAXSTRATEGY_CLUSTER_SECRET"]}
     for script in f"{OWNED}.py", f"{NASTY[4]}.py", f"{NASTY[5]}.py", "-c.py":
         text = printed("slurm", script, options="--coordinator [::1]:80")
         arguments, variables = sbatch(text)
@@ -109,12 +121,6 @@ def test_a_batch_script_carries_arguments_as_they_are(sbatch):
         name = f"./{script}" if script == "-c.py" else script
         assert program(arguments) == ["python", name]
         assert variables["JAXSTRATEGY_COORDINATOR"] == "[::1]:80"
-        # Each run makes a secret, and shows it to nobody.
-        secrets.add(secret := variables["JAXSTRATEGY_CLUSTER_SECRET"])
-        assert re.fullmatch("[0-9a-f]{64}", secret)
-        assert not any(secret in argument for argument in arguments)
-        assert "--export=ALL" in arguments  # else `sbatch --export` may keep it back
-    assert len(secrets) == 5
 
 
 @given(texts)
@@ -137,6 +143,19 @@ def test_what_sbatch_itself_reads_has_no_other_options(name):
     for line, kind in zip(lines, kinds, strict=True):
         assert re.fullmatch(f"#SBATCH {kind}", line), line
     assert all(line.startswith("#") for line in head.splitlines() if line)
+
+
+def test_a_batch_script_makes_a_secret_for_each_run_and_shows_it_to_nobody(sbatch):
+    text = printed("slurm", "train.py")
+    made = set()
+    for _ in range(2):
+        arguments, variables = sbatch(text)
+        secret = variables["JAXSTRATEGY_CLUSTER_SECRET"]
+        assert re.fullmatch("[0-9a-f]{64}", secret)
+        assert not any(secret in argument for argument in arguments)
+        assert "--export=ALL" in arguments  # else `sbatch --export` may keep it back
+        made.add(secret)
+    assert len(made) == 2
 
 
 def test_a_batch_script_starts_and_restarts_as_the_launcher_does(tmp_path):
@@ -294,6 +313,16 @@ def test_a_manifest_carries_arguments_as_they_are():
     assert done.err.startswith(said)
 
 
+@given(st.lists(texts, max_size=4), texts)
+@BOUNDED
+def test_a_manifest_carries_any_text(arguments, name):
+    *_, container = pod(printed("k8s", f"{name}.py", *arguments))
+    got = [expanded(part, {"HOME": "/elsewhere"}) for part in container["command"]]
+    script = f"{name}.py"
+    script = f"./{script}" if script.startswith("-") else script
+    assert got == ["python", script, *arguments]
+
+
 @given(texts)
 @example("x" * 39 + "-y")
 @example("null")
@@ -330,6 +359,19 @@ def test_the_secret_of_a_manifest_is_one_of_kubernetes():
 
 
 # The command line
+
+
+def test_what_is_printed_does_not_depend_on_the_terminal():
+    """Arguments come out as the bytes that came in."""
+    argument = "\N{GRINNING FACE}".encode() + b"\xff"
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, "--print", "slurm", "train.py", argument],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=DEADLINE,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"'" + argument + b"'" in done.stdout
 
 
 def test_a_coordinator_that_is_no_address_is_refused():

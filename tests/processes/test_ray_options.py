@@ -1,5 +1,6 @@
 """What `--on ray` takes, and what is refused before Ray is asked."""
 
+import subprocess
 import sys
 import types
 from unittest import mock
@@ -72,9 +73,23 @@ def test_ray_gets_what_was_given_and_its_absence_is_the_cause(tmp_path, monkeypa
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     done = command("--on", "ray", "train.py")
     assert done.code == 1 and "Connect first, by `ray.init()`, which" in done.err
-    monkeypatch.setitem(sys.modules, "ray", None)
-    done = command(*options.split(), "train.py")
-    assert done.code == 1 and done.err == (
+
+
+def test_without_ray_the_extra_is_named(tmp_path):
+    (tmp_path / "train.py").touch()
+    code = (
+        "import runpy, sys; sys.modules['ray'] = None\n"
+        "runpy.run_module('jaxstrategy.launch', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--on", "ray", "--ray-address", "a:1", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
         "jaxstrategy.launch: error: Ray is not installed, on which the processes "
         'should run. Install the extra: pip install "jaxstrategy[ray]"\n'
     )

@@ -1,19 +1,23 @@
 """Remote calls are as TensorFlow has them, and nothing outlives server and client."""
 
 import contextlib
+import gc
 import json
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import threading
+import weakref
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from helpers.processes import free_address
-from helpers.threads import until
+from helpers.threads import in_threads, until
 
 import jaxstrategy as js
 from jaxstrategy._src.processes import messages, secret as _secret
@@ -87,15 +91,24 @@ def unstarted():
         yield server
 
 
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
 # Making them.
 
 
 def test_what_makes_no_server_or_client_is_refused(client):
     for maker in rpc.Server, rpc.Client:
-        with pytest.raises(ValueError, match="Only GRPC backend is supported at the m"):
+        with pytest.raises(
+            ValueError, match="Only GRPC backend is supported at the mom"
+        ):
             maker.create("http", "127.0.0.1:0")
         for count in 0, -1, 1.5:
-            with pytest.raises(ValueError, match=f"`max_message_bytes` was {count}; a"):
+            with pytest.raises(
+                ValueError, match=f"`max_message_bytes` was {count}; a w"
+            ):
                 maker.create("grpc", "127.0.0.1:0", max_message_bytes=count)
     for timeout in -1, float("nan"), "1":
         with pytest.raises(ValueError, match="`timeout_in_ms` was .*; a number of mil"):
@@ -108,6 +121,33 @@ def test_a_client_waits_for_a_server_as_long_as_it_may():
     with pytest.raises(rpc.DeadlineExceededError, match="No RPC server answered") as e:
         rpc.Client.create("grpc", free_address(), timeout_in_ms=300)
     assert isinstance(e.value, TimeoutError) and e.value.error_code == 4
+
+
+def test_a_server_that_is_not_started_does_not_answer(unstarted):
+    with pytest.raises(rpc.DeadlineExceededError, match="No RPC server answered"):
+        rpc.Client.create("grpc", unstarted.address, timeout_in_ms=300)
+
+
+def test_a_client_may_come_before_its_server():
+    address = free_address()
+    found = []
+
+    def serve():
+        with rpc.Server.create("grpc", address) as server:
+            server.register("mul", mul, INT, INT)
+            server.start()
+            assert done.wait(60)
+
+    def ask():
+        try:
+            with rpc.Client.create("grpc", address) as client:
+                found.append(client.mul_blocking(2, 3))
+        finally:
+            done.set()
+
+    done = threading.Event()
+    in_threads(ask, serve)
+    assert found == [6]
 
 
 # Registering.
@@ -161,26 +201,41 @@ def test_methods_are_registered_before_the_start(unstarted):
     with pytest.raises(rpc.FailedPreconditionError, match=told) as caught:
         unstarted.register("mul", mul, INT, INT)
     assert caught.value.error_code == 9
+
+
+def test_a_closed_server_does_not_start(unstarted):
     unstarted.close()
     with pytest.raises(rpc.FailedPreconditionError, match="closed; create another"):
         unstarted.start()
 
 
+def test_methods_larger_than_the_bound_are_not_registered():
+    with rpc.Server.create("grpc", "127.0.0.1:0", max_message_bytes=100) as server:
+        with pytest.raises(ValueError, match="`f` have 104 bytes, more than the 100"):
+            server.register("f", jax.jit(lambda x: x.sum()), jnp.zeros(26))
+        with pytest.raises(ValueError, match="`f` have 104 bytes, more than the 100"):
+            server.register("f", jax.jit(lambda: jnp.zeros(26)))
+        server.register("f", jax.jit(lambda x: x), jnp.zeros(25))
+
+
 # Methods of clients.
 
 
-def test_clients_have_the_methods(server, client):
+def test_clients_have_the_methods(client):
     result = client.mul(2, 3)
     assert result.is_ok() is True and result.get_error() == (0, "")
     value = result.get_value()
     assert value == 6 and value.dtype == np.int32 and value.shape == ()
     assert client.mul_blocking(2, 3) == client.compiled_blocking(2, 3) == 6
     assert "mul" in client.methods and "mul_blocking" in dir(client)
-    assert client.mul.__doc__ == f"RPC Call for mul method to server {server.address}"
+
+
+def test_methods_say_what_they_are(server, client):
+    told = f"RPC Call for mul method to server {server.address}"
+    assert client.mul.__doc__ == client.mul_blocking.__doc__ == told
+    assert client.mul.__name__ == "mul"
     with pytest.raises(AttributeError, match=r"has no method 'div'; it has 'mul', 'n"):
         client.div  # noqa: B018
-    ones = client.brain_blocking(np.ones(3, jnp.bfloat16))
-    assert ones.dtype == jnp.bfloat16 and ones.astype(int).tolist() == [2, 2, 2]
 
 
 def test_structures_come_back(client):
@@ -254,11 +309,11 @@ def test_shapes_are_checked(client):
         client.mul_blocking(np.array([2, 3]), 3)
     result = client.call("mul", [np.array([2, 3]), 3], INT)
     assert not result.is_ok() and result.get_error()[0] == 3
+
+
+def test_the_number_of_arguments_is_checked(client):
     code, told = client.call("mul", [2], INT).get_error()
     assert (code, told) == (3, "Expects 2 args but 1 are provided")
-    assert client.call("mul", {"x": 4, "y": 5}, INT).get_value() == 20
-    with pytest.raises(ValueError, match="output_specs is a str. Give arrays, numbers"):
-        client.call("mul", [4, 5], "int32")
 
 
 def test_numbers_take_the_dtype_of_their_kind(client):
@@ -267,6 +322,16 @@ def test_numbers_take_the_dtype_of_their_kind(client):
     assert (code, told) == (3, "Expects arg[0] to be float16 but int32 is provided")
     code, told = client.mul(True, 3).get_error()
     assert (code, told) == (3, "Expects arg[0] to be int32 but bool is provided")
+
+
+def test_arrays_of_64_bits_are_as_jax_takes_them(client):
+    assert client.mul_blocking(np.int64(2), np.array(3)) == 6
+
+
+def test_dtypes_of_accelerators_are_sent(client):
+    result = client.brain_blocking(np.ones(3, ml_dtypes.bfloat16))
+    assert result.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(result.astype(np.float32), [2, 2, 2])
 
 
 def test_unknown_methods_are_a_status(client):
@@ -307,13 +372,36 @@ def test_a_slow_method_is_a_status(server, client):
         gate.set()
 
 
+def test_without_a_timeout_a_call_lasts_as_long_as_it_takes(server):
+    gate.clear()
+    with rpc.Client.create("grpc", server.address) as client:
+        result = client.slow(3)
+        assert client.mul_blocking(2, 3) == 6  # meanwhile
+        gate.set()
+        assert result.get_value() == 3
+
+
+def test_many_threads_call_at_once(client):
+    def ask(i):
+        assert [client.mul_blocking(i, j) for j in range(5)] == [
+            i * j for j in range(5)
+        ]
+
+    in_threads(*[lambda i=i: ask(i) for i in range(8)])
+
+
 # Sizes.
+
+
+def test_four_mebibytes_are_no_bound(client):
+    x = np.arange(1 << 20, dtype=np.float32)  # 4 MiB and a head
+    total, more = client.big_blocking(x)
+    np.testing.assert_allclose(total, (1 << 19) * ((1 << 20) - 1.0), rtol=1e-5)
+    np.testing.assert_array_equal(more, x + 1)
 
 
 def test_the_bounds_are_configurable():
     with rpc.Server.create("grpc", "127.0.0.1:0", max_message_bytes=4096) as server:
-        with pytest.raises(ValueError, match="`f` have 4100 bytes, more than the 4096"):
-            server.register("f", jax.jit(lambda x: x.sum()), jnp.zeros(1025))
         server.register("add", jax.jit(lambda x: x + 1), jnp.zeros(1024))
         server.start()
         with rpc.Client.create("grpc", server.address) as client:
@@ -349,12 +437,38 @@ def test_a_method_reads_and_changes_variables():
             assert client.add_blocking(1.0) == 11
 
 
+def test_methods_with_variables_run_one_after_the_other():
+    count = js.Variable(0.0)
+    add = jax.jit(lambda x: [count.assign_add(x)][1:])
+    with rpc.Server.create("grpc", "127.0.0.1:0") as server:
+        server.register("add", add, FLOAT)
+        server.register("one", jax.jit(lambda: [count.assign_add(1.0)][1:]))
+        server.start()
+
+        def ask():
+            with rpc.Client.create("grpc", server.address) as client:
+                for _ in range(25):
+                    client.add_blocking(1.0)
+                    client.one_blocking()
+
+        in_threads(*[ask] * 6)
+    assert count.value() == 300
+
+
 def test_a_compiled_function_that_changes_variables_is_refused(unstarted):
     count = js.Variable(0.0)
     add = jax.jit(lambda x: [count.assign_add(x)][1:])
     told = "`add` is compiled, and changes variables, .* register the jitted function"
     with pytest.raises(ValueError, match=told):
         unstarted.register("add", add.lower(FLOAT).compile())
+
+
+def test_arguments_by_name_are_a_structure_too(client):
+    specs = jax.ShapeDtypeStruct((), jnp.int32)
+    assert client.call("total", [{"a": 4, "b": [5]}], specs).get_value() == 9
+    assert client.call("mul", {"x": 4, "y": 5}, specs).get_value() == 20
+    with pytest.raises(ValueError, match="output_specs is a str. Give arrays, numbers"):
+        client.call("mul", [4, 5], "int32")
 
 
 # Ends.
@@ -376,6 +490,48 @@ def connected(server, timeout=60_000):
 def slow():
     gate.clear()
     return jax.jit(lambda x: jax.pure_callback(wait, INT, x))
+
+
+def nobody_listens(address):
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), 60).close()
+        return False
+    return True
+
+
+def test_closing_ends_connections_and_may_come_twice():
+    server = started()
+    client = connected(server)
+    assert client.mul_blocking(2, 3) == 6
+    for each in client, server, client, server:
+        each.close()
+    until(lambda: nobody_listens(server.address))
+
+
+@pytest.mark.parametrize("is_cycle", [False, True], ids=["alone", "in a cycle"])
+def test_both_end_with_their_last_reference(is_cycle):
+    server = started()
+    client, address = connected(server), server.address
+    call = client.mul
+    assert call(2, 3).get_value() == 6
+    gone = weakref.ref(client), weakref.ref(server)
+    if is_cycle:
+        holder = [server, client]
+        holder.append(holder)
+        del holder
+    del client, call, server
+    gc.collect()
+    until(lambda: not any(each() for each in gone))
+    until(lambda: nobody_listens(address))
+
+
+def test_a_result_keeps_the_client_until_it_has_come():
+    with started(slow=slow()) as server:
+        result = connected(server).slow(5)
+        gc.collect()
+        gate.set()
+        assert result.get_value() == 5
 
 
 def test_calls_end_when_the_client_is_closed():
@@ -406,6 +562,26 @@ def test_a_client_finds_a_server_that_was_started_again():
             client.mul_blocking(2, 3)  # nobody listens
         with started(address):
             assert client.mul_blocking(2, 3) == 6
+
+
+def test_nothing_hinders_the_end_of_a_process():
+    code = """
+import jax, jax.numpy as jnp
+import jaxstrategy as js
+rpc = js.experimental.rpc
+server = rpc.Server.create("grpc", "127.0.0.1:0")
+server.register("double", jax.jit(lambda x: 2 * x), 1)
+server.start()
+client = rpc.Client.create("grpc", server.address)
+print(client.double_blocking(4))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
 # Strangers.
@@ -521,3 +697,21 @@ def test_a_list_that_is_none_is_an_error():
     with answering([pickle.dumps(Bomb())]) as address:
         with pytest.raises(rpc.InternalError, match="lists no methods"):
             rpc.Client.create("grpc", address, timeout_in_ms=60_000)
+
+
+def test_other_answers_are_errors():
+    methods = [["get", ["tuple", []], LEAF]]
+    listed = [json.dumps([{"largest": 100, "methods": methods}, []]).encode()]
+    good = {"code": 0, "message": ""}
+    for answer, code in [
+        ([b"[null, []]"], 13),
+        ([json.dumps([{"code": "x", "message": ""}, []]).encode()], 13),
+        ([json.dumps([{"code": 77, "message": "what"}, []]).encode()], 77),
+        ([json.dumps([good, [["float32", [3]]]]).encode(), bytes(12)], 0),
+    ]:
+        with answering(listed, answer) as address:
+            with rpc.Client.create("grpc", address) as client:
+                result = client.get()
+                assert result.get_error()[0] == code
+                with pytest.raises(rpc.RpcError):
+                    result.get_value()

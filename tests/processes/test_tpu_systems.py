@@ -7,6 +7,7 @@ import warnings
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 import jaxstrategy as js
@@ -71,7 +72,9 @@ def test_any_platform_has_a_topology_and_is_initialized_once():
     assert initialize_tpu_system().serialized() == first.serialized()
     other = js.cluster_resolver.SimpleClusterResolver({"worker": ["a:1"]})
     for function in initialize_tpu_system, shutdown_tpu_system:
-        with pytest.raises(TypeError, match="A `TPUClusterResolver` was wanted.*Simpl"):
+        with pytest.raises(
+            TypeError, match="A `TPUClusterResolver` was wanted.*Simple"
+        ):
             function(other)
 
 
@@ -182,6 +185,28 @@ def test_malformed_numbers_of_hosts_are_refused(monkeypatch):
                 ask()
 
 
+def test_launchers_are_asked_first(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    config = '{"cluster": {"chief": ["c:1"], "worker": ["d:1"]}, "task": {"type": '
+    monkeypatch.setenv("TF_CONFIG", config + '"worker", "index": 0}}')
+    resolver = TPUClusterResolver()
+    assert resolver.cluster_spec().as_dict() == {"worker": ["c:1", "d:1"]}
+    assert resolver.process() == js.cluster_resolver.Process(1, 2, "c:1")
+    assert resolver.task_id == 1
+
+
+def test_hosts_of_several_slices_are_jaxs_to_find(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "a:1")
+    resolver = TPUClusterResolver()
+    assert resolver.cluster_spec().as_dict() == {}
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "process_index", lambda: 3)
+    assert resolver.process() == js.cluster_resolver.Process(3, 4, "process-0:0")
+
+
 def test_a_tpu_goes_by_the_name_that_the_environment_has(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "mine")
     assert TPUClusterResolver("mine", zone="z", project="p").tpu == "mine"
@@ -197,3 +222,10 @@ def test_a_tpu_goes_by_the_name_that_the_environment_has(monkeypatch):
         TPUClusterResolver("grpc://10.240.1.2:8470")
     with pytest.raises(TypeError, match="`tpu` was 3; the name of a TPU"):
         TPUClusterResolver(3)
+
+
+def test_connecting_gives_a_resolver():
+    assert TPUClusterResolver.connect("local").is_local
+    assert TPUClusterResolver.connect("").get_tpu_system_metadata().num_cores == 8
+    x = np.asarray(TPUClusterResolver.connect().devices())
+    assert x.tolist() == jax.devices()

@@ -55,6 +55,7 @@ def main():
         small = np.full(4, value, np.float32)
         key = jax.random.key(int(value))
         name = "different" if differs else "same"
+        with_large = jax.jit(lambda w, large=large: w * large.mean(0))
         with_key = jax.jit(lambda w, key=key: w + jax.random.normal(key, (4,)))
         with_file = exported(small)
         steps = {
@@ -63,13 +64,19 @@ def main():
             "a small one, once": lambda w, small=small: w * small,
             "a number": lambda w, value=value: w * value,
             "in an exported function": lambda w, f=with_file: f(w),
+            "a key": lambda w, key=key: w + jax.random.normal(key, (4,)),
+            "a large one in a jitted function": lambda w, f=with_large: f(w),
             "a key in a jitted function": lambda w, f=with_key: f(w),
+            "in a branch": lambda w, large=large: jax.lax.cond(
+                w.sum() > 0, lambda: w * large.mean(0), lambda: w
+            ),
             "in a loop": lambda w, large=large: jax.lax.scan(
                 lambda w, _: (w + large.mean(0), None), w, length=2
             )[0],
         }
         for kind, step in steps.items():
             attempt(f"{name}: {kind}", step)
+        attempt(f"{name}: in a function made anew", nested(large))
         attempt(f"{name}: in an object", nested(nnx.Variable(large)))
         attempt(f"{name}: as an argument", lambda w, z: w + z.mean(0), large)
         attempt(f"{name}: an integer argument", lambda w, z: w + z, int(value))

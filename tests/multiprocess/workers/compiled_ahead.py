@@ -1,5 +1,6 @@
 """Steps that several processes compile, save and load before they call them."""
 
+import collections
 import contextlib
 import json
 import os
@@ -16,6 +17,8 @@ from workers import LAYOUT
 START = np.array([0.5, -1.0, 2.0], np.float32)
 ROWS = np.random.default_rng(3).normal(size=(12, 3)).astype(np.float32)
 STEPS = 40  # more than the first ones, each of which is compared
+ASKED = "/jax/compilation_cache/compile_requests_use_cache"
+FOUND = "/jax/compilation_cache/cache_hits"
 FOLDER = pathlib.Path(sys.path[0])
 
 
@@ -55,6 +58,21 @@ def save():
     train = s.compile(step, types)
     descends(train, x)
     train.save(FOLDER / "train")
+    counts_numbers(s)
+
+
+def counts_numbers(s):
+    """A state begins with a number of Python, as that of Flax does, and has arrays."""
+
+    def counted(state):
+        return {"step": state["step"] + 1, "w": 2 * state["w"]}
+
+    for state in ({"step": 0, "w": 1.0}, {"step": 0, "w": np.float32(1)}):
+        for types in (state, jax.eval_shape(lambda state: state, state)):
+            train, now = s.compile(counted, (types,)), state
+            for _ in range(3):
+                now = train(now)
+            assert (int(now["step"]), float(now["w"])) == (3, 8.0)
 
 
 def load():
@@ -70,6 +88,15 @@ def load():
     assert "jit(step)" not in compiled, compiled
     s.run(step, (START, x))  # which is compiled, as the oracle of the line before
     assert "jit(step)" in compiled, compiled
+
+
+def cached():
+    """Counts the programs that the compilation cache has, by what JAX reports."""
+    counts = collections.Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
+    s, _, x = made()
+    descends(s.run(step), x)
+    print("cached", json.dumps([counts[ASKED], counts[FOUND]]))
 
 
 def differ():

@@ -4,13 +4,18 @@ Each check returns what it has seen, by name. Under `"own"` stands a list with a
 for each replica of this process; everything else must be the same in all processes.
 """
 
+import contextlib
+import copy
 import io
 import pickle
+import re
 import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
 import jaxstrategy as js
 from workers import LAYOUT
@@ -43,6 +48,26 @@ def what_replicas_and_processes_there_are(s):
         "own": s.experimental_local_results(ids),
         "all": s.gather(s.run(lambda i: i[None], (ids,))),
     }
+
+
+@check
+def contexts(s):
+    seen = []
+
+    def merge(strategy, x):
+        seen.append((js.in_cross_replica_context(), strategy is s))
+        return strategy.reduce("sum", x)
+
+    def step(x):
+        seen.append((js.in_cross_replica_context(), js.has_strategy()))
+        return context().merge_call(merge, args=(x,))
+
+    x = versions(s)
+    total = s.run(step, (s.per_replica(x),))
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-6)
+    with s.scope():
+        seen.append((js.in_cross_replica_context(), js.get_strategy() is s))
+    return {"total": total, "seen": seen}
 
 
 @check
@@ -87,6 +112,15 @@ def reduce(s):
 
 
 @check
+def gather(s):
+    x = versions(s, (2, 3))
+    value = s.per_replica(x)
+    np.testing.assert_array_equal(s.gather(value), x.reshape(-1, 3))
+    np.testing.assert_array_equal(s.gather(value, axis=1), np.concatenate(x, axis=1))
+    return {"rows": s.gather(value)}
+
+
+@check
 def local_results(s):
     x = versions(s, (2,))
     value = s.per_replica(x)
@@ -114,6 +148,20 @@ def local_results(s):
 
 
 @check
+def values_from_a_function(s):
+    asked = []
+
+    def value(c):
+        asked.append(c.replica_id_in_sync_group)
+        return {"id": c.replica_id_in_sync_group, "rows": np.full(2, len(asked) * 1.0)}
+
+    made = s.experimental_distribute_values_from_function(value)
+    total = s.reduce("sum", made["id"])
+    assert total == sum(range(s.num_replicas_in_sync))
+    return {"own": asked, "total": total}
+
+
+@check
 def what_is_mirrored_is_process_0s(s):
     own = jax.process_index()
     tree = {
@@ -136,6 +184,19 @@ def what_is_mirrored_is_process_0s(s):
     draws = s.run(lambda key: jax.random.normal(key, (2,)), (placed["key"],))
     np.testing.assert_array_equal(draws, jax.random.normal(jax.random.key(0), (2,)))
     return {"again": again, "draws": draws, "half": placed["half"]}
+
+
+@check
+def init(s):
+    def create(key, bias):
+        return {"w": jax.random.normal(key, (3, 2)), "b": bias + jnp.zeros(2), "n": 4}
+
+    state = s.init(create, jax.random.key(7), np.float32(2))
+    assert isinstance(state["w"], js.Mirrored) and state["n"] == 4
+    np.testing.assert_allclose(
+        state["w"], jax.random.normal(jax.random.key(7), (3, 2)), rtol=1e-6
+    )
+    return state
 
 
 @check
@@ -249,6 +310,20 @@ def values_of_all_on_devices_of_one(s):
 
 
 @check
+def explain(s):
+    def step(w, x):
+        return w - context().all_reduce("mean", w * x), x.sum()
+
+    x = s.per_replica(versions(s, (2,)))
+    found = s.explain(step, (s.mirror(np.ones(2, np.float32)), x))
+    assert "psum" in str(found)
+    return {
+        "collectives": [(c.operation, c.nbytes) for c in found.collectives],
+        "apart": [value.path for value in found.per_replica],
+    }
+
+
+@check
 def links_are_measured(s):
     links = s.measure_links()
     assert 0 <= links.latency < 10 and 1e3 < links.bandwidth < 1e13
@@ -282,6 +357,144 @@ def assert_in_sync_finds_what_differs(s):
 
 
 @check
+def accumulate(s):
+    x = versions(s, (6, 2))
+
+    @s.run
+    def step(w, x):
+        @s.accumulate(3)
+        def gradient(x):
+            return jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+
+        return context().all_reduce("mean", gradient(x))
+
+    w = np.float32([1, 2])
+    got = step(w, s.per_replica(x))
+    rows = x.reshape(-1, 2)
+    np.testing.assert_allclose(got, 2 * rows.T @ (rows @ w) / len(rows), rtol=1e-4)
+    return {"gradient": got}
+
+
+@check
+def some_rows(s):
+    def step(i):
+        rows = js.IndexedSlices(jnp.ones((2, 3)) * (i + 1), jnp.array([0, 2]), (4, 3))
+        summed = context().all_reduce("sum", rows)
+        return summed, summed.to_dense()
+
+    ids = s.run(lambda: context().replica_id_in_sync_group)
+    rows, dense = s.run(step, (ids,))
+    wanted = np.zeros((4, 3))
+    wanted[[0, 2]] = sum(range(1, s.num_replicas_in_sync + 1))
+    np.testing.assert_allclose(dense, wanted)
+    with s.scope():
+        v = js.Variable(np.zeros((4, 3), np.float32), aggregation="sum")
+    s.run(lambda i: v.assign_add(js.IndexedSlices(
+        jnp.ones((2, 3)) * (i + 1), jnp.array([0, 2]), (4, 3))), (ids,))  # fmt: skip
+    np.testing.assert_allclose(v.value(), wanted)
+    return {"dense": rows.to_dense(), "variable": v.value()}
+
+
+@check
+def ways_to_reduce(s):
+    x = versions(s, (300,))
+    trees = {"a": x[:, :5], "b": x, "c": x[:, 0]}
+    found = {}
+    for options in (
+        {"implementation": "ring"},
+        {"implementation": "nccl", "bytes_per_pack": 64},
+        {"reduce_dtype": jnp.float32, "bytes_per_pack": 1 << 20},
+    ):
+        communication = js.experimental.CommunicationOptions(**options)
+        if isinstance(s, js.MirroredStrategy):
+            other = js.MirroredStrategy(s.devices, communication_options=communication)
+        else:
+            other = js.MultiWorkerMirroredStrategy(None, communication, **LAYOUT)
+        summed = other.run(
+            lambda tree: context().all_reduce("sum", tree), (other.per_replica(trees),)
+        )
+        for key, value in trees.items():
+            np.testing.assert_allclose(summed[key], value.sum(0), rtol=1e-4, atol=1e-5)
+        found[str(options)] = summed
+    options = js.experimental.CommunicationOptions(
+        implementation="ring", bytes_per_pack=100
+    )
+    found["eager"] = s.reduce("mean", s.per_replica(trees), options=options)
+    return found
+
+
+@check
+def compressed_gradients(s):
+    found = {"own": []}
+    grads = {"b": versions(s, (3,)), "w": versions(s, (16, 40), seed=1)}
+    params = jax.tree.map(lambda g: g[0], grads)
+    levels = {"implementation": "hierarchical", "groups": [[0, 1], [2, 3]]}
+    cases = {
+        "int8": {"compression": "int8"},
+        "in levels": {"compression": "int8", **levels},
+        "thin": {"compression": js.experimental.PowerSGD(2)},
+    }
+    for name, chosen in cases.items():
+        options = js.experimental.CommunicationOptions(**chosen)
+        tx = js.optax.all_reduce_gradients(options=options)
+        state = s.init(tx.init, params)
+        with s.scope():
+            assert jax.tree.all(jax.tree.map(alike, state, tx.init(params)))
+        step = s.run(tx.update)
+        for _ in range(2):
+            means, state = step(s.per_replica(grads), state)
+        s.assert_in_sync((means, state.bases))
+        found[name] = means
+        found["own"].append(s.experimental_local_results(state.errors["w"]))
+    found["own"] = list(zip(*found["own"], strict=True))
+    return found
+
+
+def alike(one, other):
+    pairs = [np.asarray(x.addressable_data(0)) for x in (one, other)]
+    assert one.sharding == other.sharding and one.shape == other.shape
+    return np.allclose(*pairs, rtol=1e-6)
+
+
+@check
+def modules_of_flax(s):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    x = versions(s, (4, 3))
+
+    @s.run
+    def step(model, optimizer, x):
+        def loss(model):
+            return (model(x) ** 2).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        grads = context().all_reduce("mean", grads)
+        optimizer.update(model, grads)
+        return context().all_reduce("mean", value)
+
+    losses = [float(step(model, optimizer, s.per_replica(x))) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    s.assert_in_sync(nnx.state(model))
+    return {"losses": losses, "kernel": model.kernel[...]}
+
+
+@check
+def donated_arguments(s):
+    @s.run(options=js.RunOptions(donate_argnums=0))
+    def step(w, x):
+        return w + context().all_reduce("sum", x)
+
+    w = s.mirror(np.zeros(2, np.float32))
+    x = s.per_replica(versions(s, (2,)))
+    new = step(w, x)
+    try:
+        step(w, x)
+    except js.errors.DonatedValueError:
+        return {"new": step(new, x)}
+    raise AssertionError("a donated array was taken again")
+
+
+@check
 def reading(s):
     x = versions(s, (2,))
     value, same = s.per_replica(x), s.mirror(np.float32(2.5))
@@ -302,6 +515,97 @@ def reading(s):
     host["sum"] = float(same + same)  # with plain jax.numpy
     host["jit"] = float(jax.jit(lambda a: a * 2)(same))
     return host
+
+
+@check
+def captured_arrays(s):
+    same = s.mirror(np.float32([1, 2]))
+    local = jnp.float32(3.0)
+    found = s.run(lambda x: x * same * local, (s.per_replica(versions(s, (2,))),))
+
+    @s.run
+    def step(x):
+        return jax.lax.fori_loop(0, 2, lambda _, x: x + same, x)
+
+    added = s.reduce("sum", step(s.per_replica(versions(s, (2,)))))
+    return {"own": s.experimental_local_results(found), "added": added}
+
+
+@check
+def a_per_replica_value_that_is_captured_is_refused(s):
+    apart = s.per_replica(versions(s))
+    try:
+        s.run(lambda x: x + apart, (1.0,))
+    except TypeError as error:
+        # Each process names its own devices.
+        return {"text": re.sub(r" on cpu:[^)]*", "", str(error))}
+    raise AssertionError("it was taken")
+
+
+@check
+def inside_the_users_own_jit(s):
+    x = s.per_replica(versions(s, (2,)))
+
+    @jax.jit
+    def twice(w, x):
+        for _ in range(2):
+            w = s.run(lambda w, x: w + context().all_reduce("sum", x), (w, x))
+        return w
+
+    return {"w": twice(s.mirror(np.zeros(2, np.float32)), x)}
+
+
+@check
+def arguments_of_all_kinds(s):
+    def step(x, scale, *, name, flag):
+        assert name == "a" and flag is True
+        return x["a"] * scale + x["b"]
+
+    x = {"a": s.per_replica(versions(s, (2,))), "b": np.float32([5, 6])}
+    found = s.run(step, (x, 2.0), {"name": "a", "flag": True})
+    found = s.run(step, (x, jnp.float32(3.0)), {"name": "a", "flag": True})
+    return {"own": s.experimental_local_results(found)}
+
+
+@check
+def copies_of_the_strategy(s):
+    twin = copy.deepcopy(s)
+    assert repr(twin) == repr(s) and twin is not s
+    ones = twin.run(lambda: context().all_reduce("sum", 1.0))
+    return {"ones": ones}
+
+
+@check
+def printing_in_a_step(s):
+    def step(x):
+        jax.debug.callback(lambda x: seen.append(float(x)), x)
+        return context().all_reduce("sum", x)
+
+    seen, x = [], s.per_replica(versions(s))
+    total = s.run(step, (x,))
+    jax.effects_barrier()
+    assert sorted(seen) == sorted(map(float, x.values))
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        s.run(lambda: jax.debug.print("here"))
+        jax.effects_barrier()
+    if s.num_replicas_in_sync > 1:
+        wanted = [f"replica {i}: here" for i in s._replicas.own]
+        assert sorted(text.getvalue().splitlines()) == sorted(wanted)
+    return {"total": total}
+
+
+@check
+def many_steps(s):
+    @s.run
+    def step(w, x):
+        return 0.5 * w + context().all_reduce("mean", x)
+
+    w, x = s.mirror(np.float32(0)), s.per_replica(versions(s))
+    for _ in range(150):
+        w = step(w, x)
+    np.testing.assert_allclose(w, 2 * versions(s).mean(), rtol=1e-4)
+    return {"w": w}
 
 
 def told(found):

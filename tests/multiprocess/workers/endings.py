@@ -31,3 +31,12 @@ def another_program():
 
 def another_exchange():
     strategy.mirror(jnp.zeros(2 + RANK))
+
+
+def caught_in_process_0():
+    try:
+        another_exchange()
+    except js.ClusterError:
+        if RANK == 1:
+            raise
+    go_on()

@@ -4,10 +4,20 @@ What each process finds wrong it raises.
 """
 
 import os
+import pathlib
+import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxstrategy as js
+from jaxstrategy.checkpoint import CheckpointManager
+from workers import LAYOUT
+
+KERNEL = np.random.default_rng(1).normal(size=(4, 6)).astype(np.float32)
+ROWS = np.random.default_rng(2).normal(size=(12, 4)).astype(np.float32)
 
 
 def refused(**layout):
@@ -41,6 +51,88 @@ def of_one_device():
     js.MultiWorkerMirroredStrategy(replicas_per_device=1 + jax.process_index())
 
 
+def step(w, x):
+    """A step along the gradient of half the sum of squares, over all replicas."""
+
+    def loss(w):
+        return ((x @ w) ** 2).sum() / 2
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    context = js.get_replica_context()
+    value, gradient = context.all_reduce("sum", (value, gradient))
+    return w - 0.01 * gradient, value
+
+
+def descent(steps):
+    """What `step` makes of all rows, in NumPy."""
+    w, seen = KERNEL, []
+    for _ in range(steps):
+        seen.append(((ROWS @ w) ** 2).sum() / 2)
+        w = w - 0.01 * ROWS.T @ (ROWS @ w)
+    return w, seen
+
+
+def replicas_know_their_devices(s):
+    replicas, own = s._replicas, jax.process_index()
+    here = replicas.count // jax.process_count()
+    first = own * here
+    assert replicas.own == tuple(range(first, first + here))
+    assert not replicas.are_all_own
+    devices = [d for i in replicas.own for d in replicas.devices_of(i)]
+    assert set(devices) == set(jax.local_devices())
+    assert [d for d in replicas.own_devices] == [s.devices[i] for i in replicas.own]
+    assert f"process {own} of 2" in repr(s)
+
+
+def batches_lie_on_all_devices_of_a_replica(s):
+    dataset = s.experimental_distribute_dataset(
+        js.batches(ROWS, 12), js.InputOptions(experimental_fetch_to_device=True)
+    )
+    for batch in dataset:
+        assert batch.stacked.sharding.device_set == set(s.mesh.devices.flat)
+        for i, version in zip(s._replicas.own, batch.values, strict=True):
+            each = 12 // s.num_replicas_in_sync
+            assert version.devices() == set(s._replicas.devices_of(i))
+            np.testing.assert_array_equal(version, ROWS[i * each : (i + 1) * each])
+
+
+def placed_kernel(s):
+    """The kernel over the devices of each replica, if it has several."""
+    where = NamedSharding(s.mesh, PartitionSpec(None, "core" if LAYOUT_HAS else None))
+    return jax.make_array_from_callback(KERNEL.shape, where, lambda i: KERNEL[i])
+
+
+LAYOUT_HAS = "logical_axes" in LAYOUT
+
+
+def trains(s, folder):
+    w = first = placed_kernel(s)
+    run, steps = s.run(step), 3
+    wanted, values = descent(steps)
+    x = s.per_replica(ROWS.reshape(s.num_replicas_in_sync, -1, 4))
+    for value in values:
+        w, found = run(w, x)
+        np.testing.assert_allclose(found, value, rtol=1e-4)
+    np.testing.assert_allclose(js.to_host(w), wanted, rtol=1e-4, atol=1e-5)
+    if LAYOUT_HAS:
+        assert w.sharding.shard_shape(w.shape) == first.sharding.shard_shape(w.shape)
+    s.assert_in_sync({"w": w, "value": found})
+    with CheckpointManager(folder / "several", s) as manager:
+        manager.save(1, {"w": w, "n": jnp.int32(steps)})
+    with CheckpointManager(folder / "one", s) as manager:
+        back = manager.restore({"w": first, "n": s.mirror(0)})
+    assert back["w"].sharding.is_equivalent_to(first.sharding, 2)
+    np.testing.assert_array_equal(js.to_host(back["w"]), KERNEL * 2)
+    assert int(back["n"]) == 7
+
+
 def main():
-    globals()[os.environ["WHAT"]]()
+    what = os.environ["WHAT"]
+    if what != "values":
+        globals()[what]()
+    else:
+        s = js.MultiWorkerMirroredStrategy(**LAYOUT)
+        replicas_know_their_devices(s)
+        batches_lie_on_all_devices_of_a_replica(s)
+        trains(s, pathlib.Path(sys.path[0]))
     print("all is well", flush=True)

@@ -4,6 +4,7 @@ What each process finds wrong it raises.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -56,8 +57,33 @@ def updates(strategy):
     assert v.numpy() == 6.5
 
 
+def numbers(strategy):
+    """They give way to the dtypes of arrays, as in one process."""
+
+    def product(x, y):
+        return x * y
+
+    short = strategy.mirror(np.ones(2, jnp.bfloat16))
+    for number in (2, 2.0, jnp.asarray(2.0)):
+        for given in (number, strategy.mirror(number)):
+            for times in (product, strategy.run(product)):
+                twice = strategy.run(times, (short, given))
+                assert twice.dtype == jnp.bfloat16, (number, twice)
+                np.testing.assert_array_equal(js.to_host(twice), [2.0, 2.0])
+    traced = jax.jit(lambda x: strategy.run(product, (x, 2.0)))(short)
+    assert traced.dtype == jnp.bfloat16
+    exact = strategy.run(product, (short, np.float32(2.0)))
+    assert exact.dtype == np.float32
+    assert js.to_host(strategy.mirror(3.0 + jax.process_index())) == 3.0
+    large = strategy.mirror(np.int32(2**30))
+    assert int(strategy.run(product, (large, 1))) == 2**30
+    with pytest.raises(ValueError, match="was given, and int32 holds"):
+        strategy.run(product, (short, 2**40))
+
+
 def main():
     strategy = js.MultiWorkerMirroredStrategy()
+    numbers(strategy)
     copies(strategy)
     updates(strategy)
     print("all is well", flush=True)

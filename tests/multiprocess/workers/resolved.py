@@ -4,10 +4,82 @@ import json
 import os
 
 import numpy as np
+from helpers.gce_group import redirected
 
 import jaxstrategy as js
 
 NAMES = ("COORDINATOR", "PROCESS_ID", "NUM_PROCESSES")
+
+
+def from_sagemaker():
+    """On two hosts of SageMaker, each of which knows its own name."""
+    rank, port = taken_from_launcher()
+    os.environ["SM_CURRENT_HOST"] = f"127.0.0.{rank + 1}"
+    resolver = js.cluster_resolver.SageMakerClusterResolver(port)
+    check(js.MultiWorkerMirroredStrategy(resolver), rank)
+
+
+def has_service_account():
+    """Puts the files of a pod's service account where the client looks for them."""
+    from kubernetes.config import incluster_config
+
+    incluster_config.SERVICE_TOKEN_FILENAME = os.environ["TOKEN"]
+    incluster_config.SERVICE_CERT_FILENAME = os.environ["CERTIFICATE"]
+
+
+def from_kubernetes():
+    """In two pods, each of which knows its own name and asks the API for the others."""
+    has_service_account()
+    rank, port = taken_from_launcher()
+    os.environ["HOSTNAME"] = f"train-{rank}"
+    resolver = js.cluster_resolver.KubernetesClusterResolver(
+        {"worker": ["job-name=train"]}, port, num_tasks={"worker": 2}
+    )
+    check(js.MultiWorkerMirroredStrategy(resolver), rank)
+
+
+def roles_from_kubernetes():
+    """In pods of three jobs: a coordinator, a parameter server and two workers."""
+    has_service_account()
+    rank, port = taken_from_launcher()
+    os.environ["HOSTNAME"] = os.environ["PODS"].split()[rank]
+    jobs = {"chief": 1, "ps": 1, "worker": 2}
+    resolver = js.cluster_resolver.KubernetesClusterResolver(
+        {job: [f"job-name={job}"] for job in jobs}, port, num_tasks=jobs
+    )
+    if resolver.task_type != "chief":
+        cluster = resolver.cluster_spec()
+        js.Server(cluster, resolver.task_type, resolver.task_id).join()
+        return
+    strategy = js.ParameterServerStrategy(resolver)
+    with strategy.scope():
+        total = js.Variable(np.float32(0))
+    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+
+        @coordinator.function
+        def add(number):
+            total.assign_add(number)
+
+        for number in range(1, 11):
+            coordinator.schedule(add, args=(np.float32(number),))
+        coordinator.join()
+        assert float(total.read_value()) == 55.0
+    strategy.close()
+    print("all is well", flush=True)
+
+
+def from_gce():
+    """On two instances of a group, whose own metadata servers tell their addresses."""
+    from googleapiclient import discovery
+
+    rank, port = taken_from_launcher()
+    os.environ["GCE_METADATA_HOST"] = os.environ[f"METADATA_{rank}"]
+    os.environ["GCE_METADATA_IP"] = os.environ[f"METADATA_{rank}"]
+    discovery.build = redirected(discovery.build, os.environ["GROUP"])
+    resolver = js.cluster_resolver.GCEClusterResolver(
+        "project", "us-east1-d", "group", port, task_id=None, num_tasks=2
+    )
+    check(js.MultiWorkerMirroredStrategy(resolver), rank)
 
 
 def from_tf_config():
