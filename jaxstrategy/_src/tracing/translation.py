@@ -8,9 +8,8 @@ import jax
 
 from jaxstrategy._src.errors import TracedValueError
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.nnx import object_calls
-from jaxstrategy._src.tracing.unknown_axes import unknown_axis
+from jaxstrategy._src.tracing.unknown_axes import line_of, needs_mesh, unknown_axis
 
 # What JAX raises when Python asks for a value that only the devices will know.
 _ASKED_TOO_EARLY = (
@@ -22,7 +21,6 @@ _ASKED_TOO_EARLY = (
 # A bare `Exception` of JAX 0.10 and 0.12, in terms of references.
 _CHANGED_FOR_EACH = "vmapped value on an unbatched array reference"
 _OTHER_MESH = "should match the mesh of sharding"
-_NO_MESH = "requires a non-empty mesh"
 _NOT_AUTO = "can only refer to Auto axes of the mesh"
 _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
@@ -38,24 +36,19 @@ def translated(error: Exception, name: str, replicas: Replicas) -> Exception | N
     if (unknown := unknown_axis(error, name, replicas)) is not None:
         return unknown
     if isinstance(error, ValueError) and _NOT_AUTO in str(error):
-        return along_replicas(name, _where(error), replicas)
-    if isinstance(error, RuntimeError) and _NO_MESH in str(error):
+        return along_replicas(name, line_of(error), replicas)
+    if needs_mesh(error):
         return _of_no_axes(error, name, replicas)
     if isinstance(error, ValueError) and _OTHER_MESH in str(error):
         return _of_other_mesh(error, name, replicas)
     return object_calls.refused(error, name)
 
 
-def _where(error: Exception) -> str:
-    line = user_code.users_line(error.__traceback__)
-    return f"\n  {line}\n" if line else " "
-
-
 def _asked_too_early(error: Exception, name: str) -> TracedValueError:
     return TracedValueError(
         f"`{name}` asked Python for the value of something that only the devices will "
         f"know, with `if`, `while`, `int()`, `float()`, indexing a list or NumPy:"
-        f"{_where(error)}"
+        f"{line_of(error)}"
         "`run` traces the function once for all replicas, so array and number "
         "arguments, and `replica_id_in_sync_group`, have no value yet. Choose with "
         "`jnp.where` or `jax.lax.cond`, index with `jnp.take`; or pass what decides as "
@@ -67,7 +60,7 @@ def _asked_too_early(error: Exception, name: str) -> TracedValueError:
 def _changed_for_each(error: Exception, name: str) -> ValueError:
     return ValueError(
         f"`{name}` changes a variable inside `jax.vmap`, with another value for each "
-        f"mapped element, but it holds one:{_where(error)}"
+        f"mapped element, but it holds one:{line_of(error)}"
         "Return the values from the mapped function, combine them (`values.sum(0)`), "
         "and assign the result outside of it."
     )
@@ -98,7 +91,7 @@ def _of_no_axes(error: Exception, name: str, replicas: Replicas) -> ValueError:
     )
     return ValueError(
         f"`{name}` constrains a value along axes of a mesh, and its replicas have no "
-        f"devices to divide it over:{_where(error)}"
+        f"devices to divide it over:{line_of(error)}"
         f"A value in a step is one replica's; no other has a part of it. {advice}"
     )
 
@@ -107,7 +100,7 @@ def _of_other_mesh(error: Exception, name: str, replicas: Replicas) -> ValueErro
     names = replicas.inner_axes or replicas.axes
     return ValueError(
         f"`{name}` goes on with a value that it has constrained to a mesh by name, "
-        f"`NamedSharding(mesh, ...)`:{_where(error)}"
+        f"`NamedSharding(mesh, ...)`:{line_of(error)}"
         "Inside a step the mesh is that of one replica, and JAX takes the two for "
         "different ones. Name the axes only: `jax.lax.with_sharding_constraint(x, "
         f"PartitionSpec(None, {names[0]!r}))`."
@@ -118,7 +111,7 @@ def _unbound_axis(
     error: Exception, name: str, axis: str, ours: str | tuple[str, ...]
 ) -> NameError:
     return NameError(
-        f"`{name}` reduces over an axis {axis!r} that there is not:{_where(error)}"
+        f"`{name}` reduces over an axis {axis!r} that there is not:{line_of(error)}"
         f"Inside `run` the axis of the replicas is called {ours!r}. Give the layer "
         f"that name (`BatchNorm(axis_name={ours!r})`, or what "
         "`jaxstrategy.flax.axis_name()` returns if it is made inside the step), use "

@@ -9,8 +9,6 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
 
 _NOT_FOUND = re.compile(r"Resource axis: (\S+) of (P.*\)) is not found in mesh")
-
-
 _NEEDS_MESH = "requires a non-empty mesh"
 
 
@@ -23,13 +21,14 @@ def without_axes(error: Exception, name: str) -> ValueError:
     """An error to raise instead, where a replica is one device."""
     return UnknownAxis(
         f"`{name}` wants an array to be divided over axes inside a replica:"
-        f"{_where(error)}Replicas have one device each. Make the strategy with "
+        f"{line_of(error)}Replicas have one device each. Make the strategy with "
         "`logical_axes`, of size 1 too, or use annotations of Flax, which mean nothing "
         "there."
     )
 
 
-def _where(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """The user's line that raised `error`, as a part of a message."""
     line = user_code.users_line(error.__traceback__)
     return f"\n  {line}\n" if line else " "
 
@@ -45,7 +44,7 @@ def unknown_axis(error: Exception, name: str, replicas: Replicas) -> UnknownAxis
         return None
     axis, spec = found.groups()
     return UnknownAxis(
-        f"`{name}` wants an array to lie as {spec}:{_where(error)}This is a division "
+        f"`{name}` wants an array to lie as {spec}:{line_of(error)}This is a division "
         f"{which_axes(axis, replicas)} In a step values are one replica's: its rows "
         "of a batch are not divided once more."
     )

@@ -226,7 +226,7 @@ def _passed_on(code: types.CodeType) -> Iterator[str]:
                 yield name
 
 
-_CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
+CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: defined by a `class` statement
 
 
@@ -301,6 +301,6 @@ def first_name(function: object) -> str | None:
 def as_method(fn: Function) -> Function:
     """`fn`, or of an object that can be called the method that is called."""
     call = inspect.getattr_static(type(fn), "__call__", None)
-    if isinstance(fn, _CALLABLE) or not isinstance(call, types.FunctionType):
+    if isinstance(fn, CALLABLE) or not isinstance(call, types.FunctionType):
         return fn
     return types.MethodType(call, fn)

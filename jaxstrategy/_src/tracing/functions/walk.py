@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import types
 from collections.abc import (
     Callable,
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.core import Tracer
 
-from jaxstrategy._src.tracing.functions.code import Reach
+from jaxstrategy._src.tracing.functions.code import CALLABLE, Reach
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import PyTree
@@ -173,9 +174,6 @@ class Attribute:
             setattr(self.owner, self.name, value)
 
 
-_CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
-
-
 def is_container(value: object) -> bool:
     """Whether `value` is a node of pytrees and no leaf; None is one."""
     return not jax.tree_util.all_leaves([value])
@@ -198,32 +196,33 @@ def rebuilt(value: Any, others: Mapping[int, object]) -> Any:
     if issubclass(kind, types.MethodType):
         parts = [value.__func__, value.__self__]
         new = [rebuilt(part, others) for part in parts]
-        return value if _are_same(new, parts) else types.MethodType(*new)
+        return value if are_same(new, parts) else types.MethodType(*new)
     if issubclass(kind, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
         func, *rest = new = [rebuilt(part, others) for part in parts]
-        if _are_same(new, parts):
+        if are_same(new, parts):
             return value
         n = len(value.args)
         keywords = dict(zip(value.keywords, rest[n:], strict=True))
         return kind(func, *rest[:n], **keywords)
     if issubclass(kind, tuple):
         new = [rebuilt(part, others) for part in value]
-        if _are_same(new, value):
+        if are_same(new, value):
             return value
         return kind(*new) if hasattr(kind, "_fields") else kind(new)
-    if issubclass(kind, (list, dict, type, *_CALLABLE)) or trees.is_whole(value):
+    if issubclass(kind, (list, dict, type, *CALLABLE)) or trees.is_whole(value):
         return value
     if is_container(value):
         children, structure = one_level(value)
         parts = [child for _, child in children]
         new = [rebuilt(part, others) for part in parts]
-        return value if _are_same(new, parts) else structure.unflatten(new)
+        return value if are_same(new, parts) else structure.unflatten(new)
     return value
 
 
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return all(a is b for a, b in zip(some, others, strict=True))
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 _PLAIN = (

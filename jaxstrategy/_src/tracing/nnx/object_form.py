@@ -15,6 +15,7 @@ import jax
 from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.text.shown import listed
 from jaxstrategy._src.tracing.functions import weak_references
+from jaxstrategy._src.tracing.functions.walk import are_same
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.trees import is_object, object_kinds
@@ -384,7 +385,7 @@ class CallersObjects:
         if not self.has_roots(objects):
             return False
         nodes, structure = jax.tree.flatten(list(objects), is_leaf=is_variable)
-        return structure == self._structure and _are_same(nodes, self._nodes)
+        return structure == self._structure and are_same(nodes, self._nodes)
 
     def holders_of(self, arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
         """The variables with an array among these, by identity, and whose they are."""
@@ -399,12 +400,12 @@ class CallersObjects:
 
     def has_roots(self, objects: Sequence[object]) -> bool:
         """Whether `objects` are these, however they are put together now."""
-        return _are_same([each() for each in self._objects], objects)
+        return are_same([each() for each in self._objects], objects)
 
     def is_outdated_by(self, other: CallersObjects) -> bool:
         """Whether `other` is of the same objects, with other variables."""
         roots = [each() for each in other._objects]
-        return self.has_roots(roots) and not _are_same(self._nodes, other._nodes)
+        return self.has_roots(roots) and not are_same(self._nodes, other._nodes)
 
     def parts(self) -> list[Parts]:
         """The arrays of each object."""
@@ -506,9 +507,3 @@ _alive: weakref.WeakSet[CallersObjects] = weakref.WeakSet()
 def holders_of(arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
     """The variables that hold arrays, and the objects whose they are."""
     return [pair for objects in list(_alive) for pair in objects.holders_of(arrays)]
-
-
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(
-        a is b for a, b in zip(some, others, strict=True)
-    )
