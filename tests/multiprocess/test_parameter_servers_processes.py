@@ -48,11 +48,13 @@ def on_workers(coordinator, fn):
 
 
 @pytest.fixture(scope="module")
-def shared():
+def shared(tmp_path_factory):
     """Two workers and one server, which no test harms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "x" * 20)
         patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+        compiled = str(tmp_path_factory.mktemp("compiled"))
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", compiled)
         coordinator = started(2, 1, devices_per_worker=2)
     yield coordinator
     coordinator.strategy.close()
@@ -69,12 +71,18 @@ def test_workers_are_processes_of_their_own(shared):
             assert "device_count" not in os.environ.get("XLA_FLAGS", "")
         assert jax.config.jax_numpy_rank_promotion == rank_promotion
         threads = int(os.environ.get("PJRT_NPROC", 0))
-        return [os.getpid(), jax.device_count(), threads, len(harness.VERSIONS)]
+        cache = jax.config.jax_compilation_cache_dir or ""
+        folder = int(cache[-1]) if "worker-" in cache else -1
+        versions = len(harness.VERSIONS)
+        return [os.getpid(), jax.device_count(), threads, versions, folder]
 
     values = on_workers(shared, seen)
     pids = [children()[f"worker {k}"] for k in range(2)]
     threads = max(2, len(os.sched_getaffinity(0)) // 2)
-    assert [v.tolist() for v in values] == [[pid, 2, threads, 4] for pid in pids]
+    # Folders of their own: no worker reads what another is writing.
+    assert [v.tolist() for v in values] == [
+        [pid, 2, threads, 4, k] for k, pid in enumerate(pids)
+    ]
 
 
 def test_what_a_worker_prints_comes_behind_its_name(shared, capsys, monkeypatch):

@@ -68,6 +68,8 @@ _OPTIONS = (
     "jax_compilation_cache_dir",
 )
 
+_COMPILED = "JAX_COMPILATION_CACHE_DIR"
+
 # XLA refuses to be told by two who disagree, and users set this one for their script.
 _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=\S*")
 
@@ -140,10 +142,14 @@ class ChildDevices:
         self, inherited: Mapping[str, str], worker: int, workers: int
     ) -> dict[str, str]:
         """The environment variables of one worker, of several."""
-        threads = threads_of_one(workers)
+        cpu_devices = 1 if self.gpus else self.count
+        own = of_child(inherited, cpu_devices, threads_of_one(workers))
+        if directory := own.get(_COMPILED):
+            # JAX reads entries while another process writes them: "Error reading
+            # persistent compilation cache entry", and compiles anyway (0.10 to 0.12).
+            own[_COMPILED] = f"{directory}/worker-{worker}"
         if not self.gpus:
-            return of_child(inherited, self.count, threads)
-        own = of_child(inherited, 1, threads)
+            return own
         del own["JAX_PLATFORMS"]
         own |= {k: inherited[k] for k in ("JAX_PLATFORMS",) if k in inherited}
         own[GPUS] = ",".join(self.gpus[worker])
