@@ -13,7 +13,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.tracing import recompilation
 from jaxstrategy._src.tracing.functions import code as _code, rebinding, weak_references
 from jaxstrategy._src.tracing.functions.code import attributes_of
-from jaxstrategy._src.tracing.functions.references import Owner, References
+from jaxstrategy._src.tracing.functions.references import References, is_alike
 from jaxstrategy._src.tracing.functions.walk import ClosureCell, Place
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weakly
 from jaxstrategy._src.tracing.nnx.object_calls import (
@@ -31,7 +31,6 @@ from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 # What functions of one code did that are gone: as when they are choices of a few.
 _FORMS_KEPT = 8
-_OWNERS_KEPT = 256
 
 
 class FunctionKey(NamedTuple):
@@ -87,8 +86,6 @@ class Programs:
         self._log = recompilation.Log()
         self._table: dict[FunctionKey, SharedPrograms] = {}
         self._codes: set[int] = set()
-        # Of functions that change what they refer to while they are traced: what.
-        self._owners: dict[FunctionKey, list[Owner]] = {}
         self.asking: set[Identity] = set()
 
     def of(self, fn: Function, options: RunOptions | None = None) -> FunctionPrograms:
@@ -129,26 +126,6 @@ class Programs:
         self._watch(_code.code_of(fn))
         return made
 
-    def with_owners(self, key: FunctionKey, references: References) -> FunctionKey:
-        """The key, of functions that change things with the identities of these."""
-        owners = self._owners.get(key, ())
-        identities = (Identity(references.owner(owner)) for owner in owners)
-        return key._replace(form=(*key.form, *identities)) if owners else key
-
-    def share_by_owners(
-        self,
-        key: FunctionKey,
-        references: References,
-        owners: list[Owner],
-        programs: SharedPrograms,
-    ) -> None:
-        """Lets functions with this key share programs if the owners are the same."""
-        if owners:
-            if len(self._owners) >= _OWNERS_KEPT:
-                del self._owners[next(iter(self._owners))]
-            self._owners[key] = owners
-            self._table.setdefault(self.with_owners(key, references), programs)
-
     def unshare(self, key: FunctionKey, programs: SharedPrograms) -> None:
         """Lets no other function share programs by this key."""
         if self._table.get(key) is programs:
@@ -184,8 +161,6 @@ class Programs:
         """Forgets the programs of a code that is gone."""
         self._codes.discard(code)
         self._drop([k for k in list(self._table) if k.code.is_gone])
-        for key in [k for k in list(self._owners) if k.code.is_gone]:
-            self._owners.pop(key, None)
 
     def _drop(self, keys: Sequence[FunctionKey]) -> None:
         for key in keys:
@@ -220,9 +195,6 @@ class FunctionPrograms:
         self._programs: SharedPrograms | None = None
         # What its programs are given besides, by label, and the places that lead there.
         self._captured: dict[str, Leaf] = {}
-        # What it refers to, during a call; and of what its key is but for identities.
-        self._references: References | None = None
-        self._form_key: FunctionKey | None = None
         self._ways_to_captured: list[tuple[Place, object]] = []
         self._look_at_variables(fn)
         is_method = isinstance(fn, types.MethodType)
@@ -260,20 +232,14 @@ class FunctionPrograms:
         """Has the program of such a call compiled now; types may stand for arrays."""
         fn = self._fn
         prepare = functools.partial(SharedPrograms.prepare, obtain=obtain)
-        try:
-            self._call(self._look_at(fn), args, kwargs, prepare)
-            if self._programs is not None:
-                self._look_again(self._programs)
-        finally:
-            self._references = None
+        self._call(self._look_at(fn), args, kwargs, prepare)
+        if self._programs is not None:
+            self._look_again(self._programs)
 
     def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
         """The function with these first arguments, which are looked into only now."""
         fn = self._fn
-        try:
-            return self._look_at(fn).bound(fn, objects, self._captured)
-        finally:
-            self._references = None
+        return self._look_at(fn).bound(fn, objects, self._captured)
 
     @property
     def _fn(self) -> Function:
@@ -308,7 +274,6 @@ class FunctionPrograms:
         finally:
             if programs.traces != traces:
                 self._look_again(programs)
-            self._references = None
 
     def _call(
         self,
@@ -362,13 +327,11 @@ class FunctionPrograms:
             self._key = FunctionKey(form_of_itself(fn), code, self._options)
         else:
             references = rebinding.references(fn, is_changed_in_place)
-            self._captured, self._form_key = self._key_of(fn, references)
-            self._key = self._table.with_owners(self._form_key, references)
+            self._captured, self._key = self._key_of(fn, references)
             self._ways_to_captured = references.watched() if self._captured else []
         self._look_at_variables(fn)
         self._attributes = self._attributes_of(fn)
         seen = functools.partial(recompilation.Seen, references)
-        self._references = references
         self._programs = self._table.find(self._key, fn, seen)
         self._programs.add(fn)
         return self._programs
@@ -403,20 +366,10 @@ class FunctionPrograms:
         if self._key is None or not self._key.is_shared:
             return
         references = rebinding.references(fn, is_changed_in_place)
-        captured, key = self._key_of(fn, references)
-        before, form_key = self._references, self._form_key
-        if key == form_key:
-            return
-        is_alike = captured.keys() == self._captured.keys() and not references.opaque
-        if before is None or form_key is None or not is_alike:
+        form = self._key_of(fn, references)[1].form
+        if not is_alike(form, self._key.form):
             self._table.unshare(self._key, programs)
             programs.sole = self  # others of these functions may have them already
-            return
-        was, now = references.changed(before)
-        if was or now:
-            self._table.unshare(self._key, programs)
-        self._table.share_by_owners(form_key, before, was, programs)
-        self._table.share_by_owners(key, references, now, programs)
 
     def _let_go(self) -> None:
         """The function is gone."""

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.step_outputs import Sender
 from jaxstrategy._src.tracing.functions import code as _code
-from jaxstrategy._src.tracing.functions.code import Reach, as_method, attributes_of
+from jaxstrategy._src.tracing.functions.code import Reach, as_method
 from jaxstrategy._src.tracing.functions.walk import (
     GONE,
     ITS_CLASS,
@@ -59,6 +59,7 @@ _WHOLE = (
     types.MemberDescriptorType,  # of a slot
 )
 _COMPILED = ("jax", "jaxlib")
+_DELETED: Token = ("deleted",)
 
 
 def look_into(
@@ -99,7 +100,7 @@ def _unknown(walk: ReferenceWalk, label: str, value: object) -> Token:
 
 def _array(walk: ReferenceWalk, label: str, value: jax.Array | Tracer) -> Token:
     if not isinstance(value, Tracer) and value.is_deleted():
-        return ("deleted",)
+        return _DELETED
     # One that is divided otherwise may be captured along with what the function does
     # use, and would be refused as an argument.
     is_argument = (
@@ -380,8 +381,12 @@ _FOLLOWED: list[
 ]
 
 
-# The number of a value in a walk, and whether it stands for what holds that value.
-Owner: TypeAlias = tuple[int, bool]
+def is_alike(form: Sequence[Token], before: Sequence[Token]) -> bool:
+    """Whether what a function refers to is the same, but for arrays donated since."""
+    return len(form) == len(before) and all(
+        new == old or new == _DELETED for new, old in zip(form, before, strict=True)
+    )
+
 
 # As many values are looked at; with more, a function is known by itself alone.
 _LIMIT = 5000
@@ -425,63 +430,6 @@ class References:
     def form(self) -> tuple[Token, ...]:
         """Equal for functions that do the same with the same objects and arrays."""
         return tuple(self._tokens)
-
-    def owner(self, owner: Owner) -> object:
-        """The container, object or variable that `changed` has named by its number."""
-        number, is_holder = owner
-        each = self.reached[number]
-        if not is_holder:
-            return each.value
-        assert each.place is not None
-        # Not the dict of an object, which would keep alive what the object has.
-        if isinstance(each.place, Key) and each.parent >= 0:
-            parent = self.reached[each.parent].value
-            if attributes_of(parent) is each.place.mapping:
-                return parent
-        return each.place.owner
-
-    def changed(self, before: References) -> tuple[list[Owner], list[Owner]]:
-        """What has changed since another look at the same function."""
-        slots, was_slots = self._slots(), before._slots()
-        values, was_values = self._values(), before._values()
-        owners = {
-            id(before.owner((was_slots[w], True)))
-            for w in was_slots.keys() - slots.keys()
-        }
-        for where, number in slots.items():
-            was = was_slots.get(where)
-            if was is None or (
-                self.reached[number].value is not before.reached[was].value
-                and self._tokens[number] != before._tokens[was]
-            ):
-                owners.add(id(self.owner((number, True))))
-        for value in values.keys() & was_values.keys():
-            if self._tokens[values[value]] != before._tokens[was_values[value]]:
-                owners.add(value)
-        return before._numbers(owners), self._numbers(owners)
-
-    def _slots(self) -> dict[Hashable, int]:
-        reached = enumerate(self.reached)
-        return {each.place.where: i for i, each in reached if each.place is not None}
-
-    def _values(self) -> dict[int, int]:
-        last = len(self.reached) - 1
-        backwards = enumerate(reversed(self.reached))
-        # An array may be deleted, when it is donated.
-        return {
-            id(each.value): last - i
-            for i, each in backwards
-            if not isinstance(each.value, jax.Array)
-        }
-
-    def _numbers(self, owners: Collection[int]) -> list[Owner]:
-        found: dict[int, Owner] = {}
-        for number, each in enumerate(self.reached):
-            for is_holder in (False, True) if each.place is not None else (False,):
-                owner = id(self.owner((number, is_holder)))
-                if owner in owners:
-                    found.setdefault(owner, (number, is_holder))
-        return list(found.values())
 
     def holders(self, values: Collection[int]) -> list[Referred]:
         """The places that hold values, or a tuple with one in it, in their order."""
