@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.rpc.client import (
-        RpcClient as RpcClient,
-        StatusOrResult as StatusOrResult,
-    )
-    from jaxstrategy._src.rpc.errors import (
+    from jaxstrategy._src.rpc import (
         DeadlineExceededError as DeadlineExceededError,
         FailedPreconditionError as FailedPreconditionError,
         InternalError as InternalError,
         InvalidArgumentError as InvalidArgumentError,
         ResourceExhaustedError as ResourceExhaustedError,
+        RpcClient as RpcClient,
         RpcError as RpcError,
+        RpcServer as RpcServer,
+        StatusOrResult as StatusOrResult,
         UnauthenticatedError as UnauthenticatedError,
         UnavailableError as UnavailableError,
     )
-    from jaxstrategy._src.rpc.server import RpcServer as RpcServer
 
     Client = RpcClient
     Server = RpcServer

@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias, cast, final
 
@@ -76,7 +76,7 @@ def packed(value: Any) -> list[Buffer]:
     body = pickle.dumps(value, 5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
     sizes = struct.pack(f"<{len(views) + 1}Q", len(views), *map(len, views))
-    return [sizes + body, *itertools.chain.from_iterable(map(_chunks, views))]
+    return [sizes + body, *itertools.chain.from_iterable(map(chunks, views))]
 
 
 def unpacked(frames: Sequence[Buffer]) -> Any:
@@ -84,16 +84,18 @@ def unpacked(frames: Sequence[Buffer]) -> Any:
     head, rest = memoryview(frames[0]), iter(frames[1:])
     (count,) = struct.unpack_from("<Q", head)
     sizes = struct.unpack_from(f"<{count}Q", head, 8)
-    buffers = [_joined(size, rest) for size in sizes]
+    buffers = [joined(size, rest) for size in sizes]
     return pickle.loads(head[8 * (count + 1) :], buffers=buffers)
 
 
-def _chunks(view: memoryview) -> list[memoryview]:
+def chunks(view: memoryview) -> list[memoryview]:
+    """The frames as which so many bytes are sent."""
     starts = range(0, max(len(view), 1), CHUNK)
     return [view[start : start + CHUNK] for start in starts]
 
 
-def _joined(size: int, frames: Any) -> Buffer:
+def joined(size: int, frames: Iterator[Buffer]) -> Buffer:
+    """The bytes again, of the next frames."""
     if size <= CHUNK:
         return next(frames)
     whole, filled = memoryview(np.empty(size, np.uint8)).cast("B"), 0
@@ -214,7 +216,7 @@ class Server:
         """Tell a client news; nothing happens if it has gone."""
         self._socket.send([peer, _HEADER.pack(_NEWS, 0), *frames])
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Have a function called in the loop's thread, soon."""
         self._socket.loop.call(function)
 
@@ -303,6 +305,15 @@ class Client:
             self.close(0)
             raise
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection stands, as far as is known."""
+        return self._state == "is connected"
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have a function called in the loop's thread, soon."""
+        self._socket.loop.call(function)
+
     def request(
         self, *frames: Buffer, timeout_seconds: float | None = None
     ) -> list[Buffer]:
@@ -319,16 +330,16 @@ class Client:
         future: Future[list[Buffer]] = Future()
         number = next(self._numbers)
         self._futures[number] = future
-        if self._state == "is connected":
+        if self.is_connected:
             self._socket.send([_HEADER.pack(_REQUEST, number), *frames])
         # Looked at again: who ends the connection fails the futures it sees.
-        if self._state != "is connected":
+        if not self.is_connected:
             self._fail_all()
         return future
 
     def send(self, *frames: Buffer) -> None:
         """Tell the server something, without a reply."""
-        if self._state != "is connected":
+        if not self.is_connected:
             raise LostError(f"The connection to {self.address} {self._state}.")
         self._socket.send([_HEADER.pack(_NEWS, 0), *frames])
 
@@ -570,7 +581,7 @@ class _Loop:
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 8192)
         self.sockets: list[_Socket] = []
-        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._calls: collections.deque[Callable[[], object]] = collections.deque()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
@@ -588,7 +599,7 @@ class _Loop:
         )
         self.thread.start()
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Have a function called in the loop's thread."""
         self._calls.append(function)
         with contextlib.suppress(BlockingIOError):  # it is about to wake up already
@@ -636,7 +647,7 @@ class _Loop:
         while self._calls:
             self._tried(self._calls.popleft())
 
-    def _tried(self, function: Callable[[], None]) -> None:
+    def _tried(self, function: Callable[[], object]) -> None:
         try:
             function()
         except Exception:  # of one server or client, by which the others do not end

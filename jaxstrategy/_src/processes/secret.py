@@ -94,6 +94,9 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
+_ALL_ADDRESSES = ("", "*", "0.0.0.0", "::")
+
+
 def is_network_trusted() -> bool:
     """Whether the user says that no stranger reaches the network of the job."""
     said = os.environ.get(NETWORK, "")
@@ -123,3 +126,14 @@ def check(secret: Secret, host: str) -> None:
     """Nothing if processes may meet there."""
     if why := why_refused(secret, host):
         raise ClusterError(f"The processes do not meet: {why}.")
+
+
+def check_address(secret: Secret, address: str) -> None:
+    """Nothing if the processes of a job may meet at `host:port`."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host in _ALL_ADDRESSES:
+        raise ClusterError(
+            f"{address!r} is every address of this host. Give the one at which the "
+            "other processes of the job reach it."
+        )
+    check(secret, host)

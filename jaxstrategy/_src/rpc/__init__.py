@@ -1,1 +1,0 @@
-"""Jitted functions that other processes call: `experimental.rpc`, as in TensorFlow."""
