@@ -125,12 +125,8 @@ class StepAnalysis:
                 compiled=self._compiled and ahead is None,
             )
             if self._compiled and ahead is not None:
-                found = dataclasses.replace(
-                    found,
-                    flops=compiled_program.flops(ahead.compiled),
-                    has_loops=compiled_program.has_loops(ahead.compiled),
-                    memory=compiled_program.memory(ahead.compiled),
-                )
+                of_xla = compiled_program.figures(ahead.compiled)
+                found = dataclasses.replace(found, **of_xla._asdict())
             flops = _times(found.flops, len(self._replicas.all_devices))
             # In a function that is traced, nobody knows how often it is run.
             is_least = found.has_loops or arrays.is_traced()
@@ -156,12 +152,10 @@ def _facts_of_jitted(
     executable = step.lower(*args, **kwargs).compile()
     shardings = jax.tree.leaves(executable.output_shardings)
     devices = max((each.num_devices for each in shardings), default=1)
-    return StepFacts(
-        communication=0.0 if devices == 1 else None,
-        flops=_times(compiled_program.flops(executable), devices),
-        is_least=compiled_program.has_loops(executable),
-        memory=compiled_program.memory(executable),
-    )
+    of_xla = compiled_program.figures(executable)
+    communication = 0.0 if devices == 1 else None
+    flops = _times(of_xla.flops, devices)
+    return StepFacts(communication, flops, of_xla.has_loops, of_xla.memory)
 
 
 def _sum(one: float | None, other: float | None) -> float | None:

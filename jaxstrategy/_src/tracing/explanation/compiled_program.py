@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
@@ -18,21 +16,6 @@ from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.explanation.facts import CompiledCollective, Memory
 
 DeviceGroups: TypeAlias = tuple[tuple[int, ...], ...]
-
-
-def all_in_one(mesh: Mesh) -> DeviceGroups:
-    """One group of all devices."""
-    return (tuple(range(mesh.devices.size)),)
-
-
-def differing_axes(mesh: Mesh, groups: DeviceGroups) -> tuple[str, ...]:
-    """The axes of the mesh along which members of a group differ."""
-    differ = [False] * mesh.devices.ndim
-    for members in groups:
-        for axis, places in enumerate(np.unravel_index(members, mesh.devices.shape)):
-            differ[axis] |= bool((places != places[0]).any())
-    return tuple(itertools.compress(mesh.axis_names, differ))
-
 
 _TABLES = ("FileNames", "FileLocations", "StackFrames")
 _INSTRUCTION = re.compile(
@@ -48,30 +31,17 @@ _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _KINDS_OF_NUMBER = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class HloArray:
-    """The type of an array in a program."""
-
-    dtype: str
-    bits: int
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it has."""
-        return -(-math.prod(self.shape) * self.bits // 8)
+# The dtype of an array, and its bytes.
+_Array: TypeAlias = tuple[str, int]
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class HloInstruction:
+class HloInstruction(NamedTuple):
     """One instruction of a program."""
 
     name: str
     computation: str
     opcode: str
-    operands: tuple[HloArray, ...]
+    operands: list[_Array]
     attributes: str
     loops: tuple[int | None, ...]
     in_branch: bool
@@ -114,25 +84,27 @@ class HloModule:
     def _of(
         self, name: str, loops: tuple[int | None, ...], in_branch: bool
     ) -> Iterator[HloInstruction]:
-        types: dict[str, tuple[HloArray, ...]] = {}
+        types: dict[str, list[_Array]] = {}
         for found in self._computations.get(name, ()):
-            types[found["name"]] = _arrays(found["type"])
-            given, attributes = _apart(found.string[found.end() :])
-            operands = [array for x in _names(given) for array in types.get(x, ())]
-            yield HloInstruction(
-                name=found["name"],
-                computation=name,
-                opcode=found["opcode"],
-                operands=tuple(operands),
-                attributes=attributes,
-                loops=loops,
-                in_branch=in_branch,
+            types[found["name"]] = list(
+                itertools.starmap(_array, _ARRAY.findall(found["type"]))
             )
-            is_loop = found["opcode"] == "while"
-            around = (_turns(attributes), *loops) if is_loop else loops
-            is_choice = in_branch or found["opcode"] == "conditional"
-            for called in _called(attributes):
-                yield from self._of(called, around, is_choice)
+            names, attributes = _operands(found)
+            operands = [array for x in names for array in types.get(x, ())]
+            opcode = found["opcode"]
+            yield HloInstruction(
+                found["name"], name, opcode, operands, attributes, loops, in_branch
+            )
+            around = loops
+            if opcode == "while":
+                turns = _TURNS.search(attributes)
+                around = (None if turns is None else int(turns[1]), *loops)
+            called = [name for _, name in _CALLED.findall(attributes)]
+            for _, listed in _CALLED_LIST.findall(attributes):
+                called += [name.strip().removeprefix("%") for name in listed.split(",")]
+            for each in filter(None, called):
+                is_choice = in_branch or opcode == "conditional"
+                yield from self._of(each, around, is_choice)
 
     def origins(self, instruction: HloInstruction) -> Iterator[int]:
         """Numbers of what an instruction comes from in the user's code.
@@ -140,13 +112,15 @@ class HloModule:
         Its own is the first; then those of its first reader, that of this one, and so
         on.
         """
-        lines, first_readers = _first_readers(
-            self._computations[instruction.computation]
-        )
+        body = {x["name"]: x for x in self._computations[instruction.computation]}
+        first_readers: dict[str, str] = {}
+        for reader, found in body.items():
+            for name in _operands(found)[0]:
+                first_readers.setdefault(name, reader)
         name: str | None = instruction.name
         while name is not None:
-            if (found := _FRAME.search(lines[name])) is not None:
-                yield int(found[1])
+            if (frame := _FRAME.search(body[name].string)) is not None:
+                yield int(frame[1])
             name = first_readers.get(name)
 
     def frames(self, origin: int) -> Iterator[tuple[str, int]]:
@@ -168,65 +142,29 @@ def _fields(row: str) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", row)}
 
 
-def _apart(rest: str) -> tuple[str, str]:
-    """Between the parentheses of an instruction's operands, and what follows."""
-    depth = 1
-    for place, letter in enumerate(rest):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0:
-            return rest[:place], rest[place + 1 :]
-    return rest, ""
+def _operands(found: re.Match[str]) -> tuple[list[str], str]:
+    """The names of an instruction's operands, and its attributes."""
+    rest, depth, end = found.string[found.end() :], 1, 0
+    while depth and end < len(rest):
+        depth += (rest[end] == "(") - (rest[end] == ")")
+        end += 1
+    # Types and comments may stand between the names.
+    given = re.sub(r"/\*.*?\*/", "", rest[: end - 1])
+    return re.findall(r"%?([\w.\-]+)(?=\s*(?:,|$))", given), rest[end:]
 
 
-def _names(given: str) -> list[str]:
-    """The names of operands, among other things."""
-    return re.findall(r"%?([\w.\-]+)(?=\s*(?:,|$))", re.sub(r"/\*.*?\*/", "", given))
-
-
-def _first_readers(
-    body: Sequence[re.Match[str]],
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The lines of a computation by name, and what first reads each."""
-    lines = {found["name"]: found.string for found in body}
-    readers: dict[str, str] = {}
-    for found in body:
-        for name in _names(_apart(found.string[found.end() :])[0]):
-            if name in lines:
-                readers.setdefault(name, found["name"])
-    return lines, readers
-
-
-def _arrays(written: str) -> tuple[HloArray, ...]:
-    """The arrays of a type: one, or those of a tuple."""
-    return tuple(
-        _array(dtype, dimensions) for dtype, dimensions in _ARRAY.findall(written)
-    )
-
-
-def _array(dtype: str, dimensions: str) -> HloArray:
-    shape = tuple(map(int, dimensions.split(","))) if dimensions else ()
-    if dtype == "pred":
-        return HloArray("bool", 8, shape)
+def _array(dtype: str, dimensions: str) -> _Array:
     found = re.fullmatch(r"(b?[a-z])(\d+)(\w*)", dtype)
-    if found is None:
-        return HloArray(dtype, 0, shape)  # a token holds nothing
-    kind, bits, rest = found.groups()
-    prefix, letter = kind[:-1], kind[-1]
-    name = f"{prefix}{_KINDS_OF_NUMBER.get(letter, letter)}{bits}"
-    return HloArray(f"{name}_{rest}" if rest else name, int(bits), shape)
-
-
-def _turns(attributes: str) -> int | None:
-    found = _TURNS.search(attributes)
-    return None if found is None else int(found[1])
-
-
-def _called(attributes: str) -> Sequence[str]:
-    """The computations that an instruction runs."""
-    names = [name for _, name in _CALLED.findall(attributes)]
-    for _, listed in _CALLED_LIST.findall(attributes):
-        names += [name.strip().removeprefix("%") for name in listed.split(",")]
-    return [name for name in names if name]
+    name, bits = dtype, 0  # a token holds nothing
+    if dtype == "pred":
+        name, bits = "bool", 8
+    elif found is not None:
+        kind, size, rest = found.groups()
+        letter = _KINDS_OF_NUMBER.get(kind[-1], kind[-1])
+        name = f"{kind[:-1]}{letter}{size}" + (f"_{rest}" if rest else "")
+        bits = int(size)
+    elements = math.prod(map(int, dimensions.split(","))) if dimensions else 1
+    return name, -(-elements * bits // 8)
 
 
 # What they are to a `Topology`. Of one that comes apart into a start and an end, the
@@ -256,20 +194,25 @@ def compiled_collectives(
         operation = each.opcode.removesuffix("-start")
         if operation not in _KINDS:
             continue
-        groups = _groups(each.attributes) or all_in_one(replicas.mesh)
-        if max(map(len, groups)) > 1:
-            yield CompiledCollective(
-                operation=operation,
-                kind=_KINDS[operation],
-                nbytes=sum(array.nbytes for array in each.operands),
-                dtypes=tuple(dict.fromkeys(array.dtype for array in each.operands)),
-                loops=each.loops,
-                in_branch=each.in_branch,
-                groups=groups,
-                axes=differing_axes(replicas.mesh, groups),
-                inner_axes=replicas.inner_axes,
-                line=_line(module, each, outermost),
-            )
+        mesh = replicas.mesh
+        groups = _groups(each.attributes) or (tuple(range(mesh.devices.size)),)
+        if max(map(len, groups)) == 1:
+            continue
+        # The axes of the mesh along which members of a group differ.
+        places = [np.unravel_index(group, mesh.devices.shape) for group in groups]
+        differ = [any(np.ptp(of) for of in axis) for axis in zip(*places, strict=True)]
+        yield CompiledCollective(
+            operation=operation,
+            kind=_KINDS[operation],
+            nbytes=sum(nbytes for _, nbytes in each.operands),
+            dtypes=tuple(dict.fromkeys(dtype for dtype, _ in each.operands)),
+            loops=each.loops,
+            in_branch=each.in_branch,
+            groups=groups,
+            axes=tuple(itertools.compress(mesh.axis_names, differ)),
+            inner_axes=replicas.inner_axes,
+            line=_line(module, each, outermost),
+        )
 
 
 def _line(module: HloModule, found: HloInstruction, outermost: str) -> Line | None:
@@ -289,27 +232,21 @@ def _groups(attributes: str) -> DeviceGroups | None:
         return tuple(map(_numbers, re.findall(r"\{([^}]*)\}", found[1]))) or None
     if (found := _COUNTED.search(attributes)) is not None:
         shape, counted, order = found.groups()
-        places = _places(_numbers(counted))
+        sizes = _numbers(counted)
+        places = np.arange(math.prod(sizes)).reshape(sizes)
         if order is not None:
             places = places.transpose(_numbers(order))
-        return _rows(places.reshape(_numbers(shape)))
-    if (found := _BY_AXES.search(attributes)) is not None:
-        sizes = {x: int(size) for x, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
+        rows = places.reshape(_numbers(shape))
+    elif (found := _BY_AXES.search(attributes)) is not None:
+        named = {x: int(size) for x, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
         over = re.findall(r"'([^']*)'", found[2])
-        last = [list(sizes).index(name) for name in over]
-        places = np.moveaxis(
-            _places([*sizes.values()]), last, list(range(-len(last), 0))
-        )
-        return _rows(places.reshape(-1, math.prod(sizes[name] for name in over)))
-    return None
-
-
-def _places(shape: Sequence[int]) -> np.ndarray:
-    return np.arange(math.prod(shape)).reshape(shape)
-
-
-def _rows(places: np.ndarray) -> DeviceGroups:
-    return tuple(tuple(map(int, row)) for row in places)
+        places = np.arange(math.prod(named.values())).reshape(*named.values())
+        last = [list(named).index(name) for name in over]
+        places = np.moveaxis(places, last, range(-len(last), 0))
+        rows = places.reshape(-1, math.prod(named[name] for name in over))
+    else:
+        return None
+    return tuple(tuple(map(int, row)) for row in rows)
 
 
 def _numbers(written: str) -> tuple[int, ...]:
@@ -319,30 +256,26 @@ def _numbers(written: str) -> tuple[int, ...]:
 _LOOP = re.compile(r"\bwhile\(")
 
 
-def memory(executable: Any) -> Memory | None:
-    """The memory of one device; None without a program, or if XLA does not say."""
-    stats = None if executable is None else executable.memory_analysis()
-    if stats is None:
-        return None
-    return Memory(
+class Figures(NamedTuple):
+    """What XLA says of a program on one device; None where it does not.
+
+    It cannot say how often a loop turns, and counts its body once.
+    """
+
+    memory: Memory | None = None
+    flops: float | None = None
+    has_loops: bool = False
+
+
+def figures(executable: Any) -> Figures:
+    """XLA's figures of a compiled program."""
+    stats, costs = executable.memory_analysis(), executable.cost_analysis()
+    memory = stats and Memory(
         arguments=stats.argument_size_in_bytes,
         results=stats.output_size_in_bytes,
         donated=stats.alias_size_in_bytes,
         temporary=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
     )
-
-
-def flops(executable: Any) -> float | None:
-    """The floating-point operations of one device; None likewise.
-
-    The program is that of one device, after XLA has divided the work. XLA cannot say
-    how often a loop turns, and counts its body once.
-    """
-    costs = None if executable is None else executable.cost_analysis()
-    return costs.get("flops") if costs else None
-
-
-def has_loops(executable: Any) -> bool:
-    """Whether there are loops in the program, whose bodies `flops` counts once."""
-    return _LOOP.search(executable.as_text() or "") is not None
+    has_loops = _LOOP.search(executable.as_text() or "") is not None
+    return Figures(memory, costs.get("flops") if costs else None, has_loops)

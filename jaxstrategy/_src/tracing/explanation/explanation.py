@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 from jaxstrategy._src.replicas.topology import Topology
@@ -25,19 +25,8 @@ from jaxstrategy._src.tracing.explanation.facts import (
     ExplainedSharding,
     ExplainedValue,
     Memory,
+    total_bytes,
 )
-
-
-def in_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The rows as lines, moved in, with each column as wide as its longest cell.
-
-    >>> list(in_columns([("a", "1"), ("long", "2")]))
-    ['  a     1', '  long  2']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"  {'  '.join(cells)}".rstrip()
 
 
 @final
@@ -196,38 +185,48 @@ class Explanation:
         return topology.with_replicas_per_device(self.replicas_per_device)
 
     def __str__(self) -> str:
-        return _text(self._title(), self._sections())
+        lines = [self._title]
+        for section in _sections(self):
+            lines += ["", section.heading]
+            if section.rows:
+                table = [section.header, *section.rows]
+                widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+                for row in table:
+                    cells = map(str.ljust, row, widths)
+                    lines.append(f"  {'  '.join(cells)}".rstrip())
+            for problem in section.problems:
+                lines += (f"  {line}".rstrip() for line in problem.split("\n"))
+        return "\n".join(lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _as_html(self._title(), self._sections())
+        parts = []
+        for section in _sections(self):
+            inside = list(map(html.problem, section.problems))
+            if section.rows:
+                inside.append(html.table(section.header, section.rows))
+            parts.append(html.section(section.heading, *inside))
+        return html.page(self._title, parts)
 
+    @property
     def _title(self) -> str:
-        where = _where(self.logical_axes, self.replicas_per_device)
+        where = ""
+        if self.logical_axes:
+            axes = ", ".join(f"{name}={n}" for name, n in self.logical_axes.items())
+            where = f", the devices of each along {axes}"
+        elif self.replicas_per_device > 1:
+            where = f", {self.replicas_per_device} on each device"
         return f"`{self.name}` on {with_noun(self.num_replicas, 'replica')}{where}"
 
-    def _sections(self) -> Iterator[_Section]:
-        yield from _problems(self.problems)
-        yield from _communication(
-            self.collectives, self.topology, self.communication_bounds
-        )
-        if self.logical_axes or self.replicas_per_device > 1:
-            yield from _exchanges(self.compiled_collectives, self.logical_axes)
-        if self.sharding is not None:
-            yield from _sharding(self.sharding, self.memory)
-        yield from _results(self.mirrored, self.per_replica)
-        yield from _static_arguments(self.static_arguments)
-        yield from _variables(self.variables)
-        yield from _donation(self.donated, self.donatable, self.donate_argnums)
-        yield from _compiled(self.flops, self.memory)
 
-
-# The report, as text and as tables for notebooks.
-
-_MOST_VALUES = 12
+# The report.
 
 _Row: TypeAlias = tuple[str, ...]
+
+_MOST_VALUES = 12
+# What a communication time is predicted for, besides the number given.
+_REPLICAS = (8, 64, 4096)
 
 
 class _Section(NamedTuple):
@@ -239,6 +238,88 @@ class _Section(NamedTuple):
     problems: Sequence[str] = ()
 
 
+def _sections(found: Explanation) -> Iterator[_Section]:
+    if found.problems:
+        yield _Section("Problems", problems=found.problems)
+    yield _collectives("Collectives", "replica", found.collectives, "none")
+    if found.collectives:
+        yield _predictions(found)
+    exchanged = found.compiled_collectives
+    if exchanged is not None and found.inner_collectives is not None:
+        if found.logical_axes:
+            inner = "Inside a replica, between its devices"
+            over = [each for each in exchanged if not each.is_inner]
+            yield _collectives(inner, "device", found.inner_collectives, "nothing")
+            yield _collectives("Over the replicas, as compiled", "device", over)
+        elif found.replicas_per_device > 1:
+            yield _collectives("Between devices, as compiled", "device", exchanged)
+    if found.sharding is not None:
+        yield from _sharding(found.sharding, found.memory)
+    yield _values("Mirrored results", found.mirrored)
+    yield _values(
+        "Results that may differ between replicas", found.per_replica, with_why=True
+    )
+    if statics := found.static_arguments:
+        heading = "Static arguments: another value compiles again"
+        rows = [(name, repr(value)) for name, value in statics.items()]
+        yield _Section(heading, ("argument", "value"), rows)
+    if found.variables:
+        rows = [(name,) for name in found.variables]
+        yield _Section("Variables", ("name",), rows)
+    if found.donated:
+        yield _values("Donated arguments", found.donated, "argument")
+    if found.donatable:
+        heading = "Arguments that could be donated, if they are not used afterwards"
+        which = found.donate_argnums
+        advice = f", with RunOptions(donate_argnums={which})" if which else ""
+        yield _values(heading, found.donatable, "argument", advice)
+    if rows := list(_figures(found.flops, found.memory)):
+        heading = "The compiled program on one device, as XLA reports it"
+        yield _Section(heading, ("what", "amount"), rows)
+
+
+def _collectives(
+    heading: str,
+    of_each: str,
+    collectives: Sequence[AbstractCollective],
+    if_none: str = "nothing",
+) -> _Section:
+    """A row for all alike that one line made."""
+    if not collectives:
+        return _Section(f"{heading}: {if_none}")
+    alike: dict[object, list[AbstractCollective]] = {}
+    for each in collectives:
+        key = (each.operation, each.dtypes, each.loops, each.in_branch, each.line)
+        if isinstance(each, ExplainedCollective):
+            more = (each.is_transposed, each.cause, each.why)
+        else:
+            more = _axes(each)
+        alike.setdefault((*key, *more), []).append(each)
+    total = with_bytes(total_bytes(collectives))
+    over = ("over",) if _axes(collectives[0]) else ()
+    return _Section(
+        f"{heading}: {total} from each {of_each} in a step",
+        ("times", "operation", *over, "dtype", "bytes", "where", "remarks"),
+        [
+            (
+                str(sum(each.least_times for each in group)),
+                group[0].operation,
+                *_axes(group[0]),
+                ", ".join(group[0].dtypes),
+                with_bytes(total_bytes(group)),
+                _short(group[0].line),
+                ", ".join(_remarks(group)),
+            )
+            for group in alike.values()
+        ],
+    )
+
+
+def _axes(found: AbstractCollective) -> tuple[str, ...]:
+    """The cell that only collectives of a compiled program have."""
+    return (", ".join(found.axes),) if isinstance(found, CompiledCollective) else ()
+
+
 def _short(line: Line | None) -> str:
     """A line of the user's code, with the file's name only."""
     if line is None:
@@ -246,332 +327,101 @@ def _short(line: Line | None) -> str:
     return f"{line.name}:{line.number}: {line.code}"
 
 
-def _around(loops: Sequence[int | None], in_branch: bool) -> Iterator[str]:
-    """What is around something, in words."""
-    for turns in loops:
+def _remarks(alike: Sequence[AbstractCollective]) -> Iterator[str]:
+    """What is around a collective, what is gathered, and why."""
+    found = alike[0]
+    for turns in found.loops:
         yield "in a loop, turns unknown" if turns is None else f"in {turns} turns"
-    if in_branch:
+    if found.in_branch:
         yield "in a branch"
-
-
-# What a communication time is predicted for, besides the number given.
-_REPLICAS = (8, 64, 4096)
-
-
-def _text(title: str, sections: Iterable[_Section]) -> str:
-    """The report as text."""
-    lines = [title]
-    for section in sections:
-        lines += ["", section.heading]
-        if section.rows:
-            lines += in_columns([section.header, *section.rows])
-        for problem in section.problems:
-            lines += (f"  {line}".rstrip() for line in problem.split("\n"))
-    return "\n".join(lines)
-
-
-def _as_html(title: str, sections: Iterable[_Section]) -> str:
-    """The report for notebooks."""
-    return html.page(title, map(_html_of, sections))
-
-
-def _html_of(section: _Section) -> str:
-    parts = list(map(html.problem, section.problems))
-    if section.rows:
-        parts.append(html.table(section.header, section.rows))
-    return html.section(section.heading, *parts)
-
-
-def _problems(found: Sequence[str]) -> Iterator[_Section]:
-    """The problems of the step."""
-    if found:
-        yield _Section("Problems", problems=found)
-
-
-def _static_arguments(values: Mapping[str, Any]) -> Iterator[_Section]:
-    """The arguments that are part of the program."""
-    if values:
-        rows = [(name, repr(value)) for name, value in values.items()]
-        heading = "Static arguments: another value compiles again"
-        yield _Section(heading, ("argument", "value"), rows)
-
-
-def _variables(names: Sequence[str]) -> Iterator[_Section]:
-    """The variables that the step reads or assigns."""
-    if names:
-        yield _Section("Variables", ("name",), [(name,) for name in names])
-
-
-# Communication.
-
-
-def _communication(
-    collectives: Sequence[ExplainedCollective],
-    topology: Topology,
-    bounds: Callable[[Topology, str], tuple[float, float]],
-) -> Iterator[_Section]:
-    """The collectives over replicas, and how long they should take."""
-    if not collectives:
-        yield _Section("Collectives: none")
+    if not isinstance(found, ExplainedCollective):
         return
-    total = with_bytes(total_bytes(collectives))
-    heading = f"Collectives: {total} from each replica in a step"
-    header = ("times", "operation", "dtype", "bytes", "where", "remarks")
-    groups = list(_alike(collectives))
-    rows = list(map(_collective_row, groups))
-    yield _Section(heading, header, rows)
-    heading = (
-        f"Predicted communication time of a step, {with_prefix(topology.bandwidth)}B/s "
-        f"and {with_seconds(topology.latency)} a message{_known(topology)}"
-        f"{_inside(topology)}"
-    )
-    rows = []
-    for replicas in sorted({topology.replicas, *_REPLICAS}):
-        there = topology.with_replicas(replicas)
-        times = [_between(*bounds(there, algorithm)) for algorithm in ("ring", "tree")]
-        rows.append((str(replicas), *times))
-    yield _Section(heading, ("replicas", "ring", "tree"), rows)
-
-
-def _between(least: float, most: float) -> str:
-    """A time of which no more is known than its bounds."""
-    low, high = with_seconds(least), with_seconds(most)
-    if low == high:
-        return high
-    return f"{low} to {high}" if least else f"up to {high}"
-
-
-def _known(topology: Topology) -> str:
-    """How many messages the times lie between, in words."""
-    count = len(topology.messages)
-    return f" (between the times of {count} measured messages)" if count else ""
-
-
-def _inside(topology: Topology) -> str:
-    """The faster links, in words."""
-    if (links := topology.inside) is None:
-        return ""
-    return (
-        f"; inside {with_noun(links.replicas, 'replica')} "
-        f"{with_prefix(links.bandwidth)}B/s and {with_seconds(links.latency)}"
-        f"{_inside(links)}"
-    )
-
-
-def total_bytes(collectives: Iterable[AbstractCollective]) -> int:
-    """The bytes that one replica, or device, gives to them in a step."""
-    return sum(found.least_times * found.nbytes for found in collectives)
-
-
-def _alike(
-    collectives: Iterable[ExplainedCollective],
-) -> Iterable[Sequence[ExplainedCollective]]:
-    """All alike that one line made, together."""
-    alike: dict[object, list[ExplainedCollective]] = {}
-    for found in collectives:
-        key = (found.operation, found.dtypes, found.loops, found.in_branch, found.line)
-        more = (found.is_transposed, found.cause, found.why)
-        alike.setdefault((*key, *more), []).append(found)
-    return alike.values()
-
-
-def _collective_row(group: Sequence[ExplainedCollective]) -> _Row:
-    first = group[0]
-    return (
-        str(sum(found.least_times for found in group)),
-        first.operation,
-        ", ".join(first.dtypes),
-        with_bytes(total_bytes(group)),
-        _short(first.line),
-        ", ".join((*_remarks(first), *_reasons(group))),
-    )
-
-
-def _remarks(found: ExplainedCollective) -> Iterator[str]:
-    yield from _around(found.loops, found.in_branch)
     if found.group is not None:
         yield f"in groups of {found.group}"
     if found.is_transposed:
         yield "from differentiation"
-
-
-def _reasons(alike: Sequence[ExplainedCollective]) -> Iterator[str]:
-    """What is gathered, and why."""
-    names = [found.array for found in alike if found.array]
-    if names:
-        more = and_more(len(names), 1, before=" ")
-        yield f"{names[0]}{more}"
-    if alike[0].why:
-        yield alike[0].why
-    if alike[0].cause == "compiler":
+    arrays = [name for each in alike if (name := getattr(each, "array", ""))]
+    if arrays:
+        yield f"{arrays[0]}{and_more(len(arrays), 1, before=' ')}"
+    if found.why:
+        yield found.why
+    if found.cause == "compiler":
         yield "by XLA"
 
 
-# Arguments and results.
-
-
-def _results(
-    mirrored: Sequence[ExplainedValue], per_replica: Sequence[ExplainedValue]
-) -> Iterator[_Section]:
-    """The results of the step."""
-    heading = f"Mirrored results: {_amount(mirrored)}"
-    yield _Section(heading, ("result", "type"), list(_value_rows(mirrored)))
-    heading = f"Results that may differ between replicas: {_amount(per_replica)}"
-    header = ("result", "type", "differs since")
-    rows = [
-        (*row, "; ".join(part.strip() for part in value.why.split("\n")))
-        for row, value in zip(_value_rows(per_replica), per_replica, strict=False)
-    ]
-    yield _Section(heading, header, rows)
-
-
-def _value_rows(values: Sequence[ExplainedValue]) -> Iterator[_Row]:
-    for value in values[:_MOST_VALUES]:
-        yield value.path, array_type(value.dtype, value.shape)
-    if more := and_more(len(values), _MOST_VALUES, before=""):
-        yield more, ""
-
-
-def _amount(values: Sequence[ExplainedValue]) -> str:
-    if not values:
-        return "none"
-    nbytes = sum(value.nbytes for value in values)
-    return f"{with_noun(len(values), 'array')}, {with_bytes(nbytes)}"
-
-
-def _donation(
-    donated: Sequence[ExplainedValue],
-    donatable: Sequence[ExplainedValue],
-    positions: tuple[int, ...],
-) -> Iterator[_Section]:
-    """The arguments that give up their memory, or could."""
-    if donated:
-        heading = f"Donated arguments: {_amount(donated)}"
-        yield _Section(heading, ("argument", "type"), list(_value_rows(donated)))
-    if donatable:
-        heading = (
-            "Arguments that could be donated, if they are not used afterwards: "
-            f"{_amount(donatable)}"
+def _predictions(found: Explanation) -> _Section:
+    """How long the collectives over replicas should take."""
+    topology = found.topology
+    speed = f"{with_prefix(topology.bandwidth)}B/s and {with_seconds(topology.latency)}"
+    heading = f"Predicted communication time of a step, {speed} a message"
+    if count := len(topology.messages):
+        heading += f" (between the times of {count} measured messages)"
+    links = topology.inside
+    while links is not None:
+        heading += (
+            f"; inside {with_noun(links.replicas, 'replica')} "
+            f"{with_prefix(links.bandwidth)}B/s and {with_seconds(links.latency)}"
         )
-        if positions:
-            heading += f", with RunOptions(donate_argnums={positions})"
-        yield _Section(heading, ("argument", "type"), list(_value_rows(donatable)))
-
-
-# What XLA says.
-
-
-def _compiled(flops: float | None, memory: Memory | None) -> Iterator[_Section]:
-    """XLA's own figures of the program."""
+        links = links.inside
     rows = []
+    for replicas in sorted({topology.replicas, *_REPLICAS}):
+        row = [str(replicas)]
+        for algorithm in ("ring", "tree"):
+            there = topology.with_replicas(replicas)
+            least, most = found.communication_bounds(there, algorithm)
+            low, high = with_seconds(least), with_seconds(most)
+            between = f"{low} to {high}" if least else f"up to {high}"
+            row.append(high if low == high else between)
+        rows.append(tuple(row))
+    return _Section(heading, ("replicas", "ring", "tree"), rows)
+
+
+def _values(
+    heading: str,
+    values: Sequence[ExplainedValue],
+    what: str = "result",
+    advice: str = "",
+    with_why: bool = False,
+) -> _Section:
+    """Arguments or results; where they began to differ, if they do."""
+    amount = "none"
+    if values:
+        nbytes = with_bytes(sum(value.nbytes for value in values))
+        amount = f"{with_noun(len(values), 'array')}, {nbytes}"
+    rows = []
+    for value in values[:_MOST_VALUES]:
+        why = "; ".join(part.strip() for part in value.why.split("\n"))
+        rows.append((value.path, array_type(value.dtype, value.shape), why))
+    if more := and_more(len(values), _MOST_VALUES, before=""):
+        rows.append((more, "", ""))
+    columns = 3 if with_why else 2
+    return _Section(
+        f"{heading}: {amount}{advice}",
+        (what, "type", "differs since")[:columns],
+        [row[:columns] for row in rows],
+    )
+
+
+def _figures(flops: float | None, memory: Memory | None) -> Iterator[_Row]:
+    """XLA's own figures of the program."""
     if flops is not None:
-        rows.append(("floating-point operations", with_prefix(flops)))
+        yield "floating-point operations", with_prefix(flops)
     if memory is not None:
-        rows += [
-            ("memory, at most", with_bytes(memory.peak)),
-            ("  arguments", with_bytes(memory.arguments)),
-            ("  results", with_bytes(memory.results)),
-            ("  of these in donated memory", with_bytes(memory.donated)),
-            ("  in between", with_bytes(memory.temporary)),
-            ("  code", with_bytes(memory.code)),
-        ]
-    if rows:
-        heading = "The compiled program on one device, as XLA reports it"
-        yield _Section(heading, ("what", "amount"), rows)
-
-
-# Devices of a replica, and replicas of a device.
-
-
-_EXCHANGE_HEADER = ("times", "operation", "over", "dtype", "bytes", "where", "remarks")
-
-
-def _where(logical_axes: Mapping[str, int], per_device: int) -> str:
-    """Where the replicas are, after their number."""
-    if logical_axes:
-        axes = ", ".join(f"{name}={size}" for name, size in logical_axes.items())
-        return f", the devices of each along {axes}"
-    return f", {per_device} on each device" if per_device > 1 else ""
-
-
-def _exchanges(
-    found: Sequence[CompiledCollective] | None, logical_axes: Mapping[str, int]
-) -> Iterator[_Section]:
-    """What is exchanged inside replicas, and over them."""
-    if found is None:
-        return
-    if logical_axes:
-        inner = [each for each in found if each.is_inner]
-        yield _exchange("Inside a replica, between its devices", inner)
-        over = [each for each in found if not each.is_inner]
-        yield _exchange("Over the replicas, as compiled", over)
-    else:
-        yield _exchange("Between devices, as compiled", found)
-
-
-def _exchange(title: str, found: Sequence[CompiledCollective]) -> _Section:
-    if not found:
-        return _Section(f"{title}: nothing")
-    heading = f"{title}: {with_bytes(total_bytes(found))} from each device in a step"
-    return _Section(heading, _EXCHANGE_HEADER, list(_exchange_rows(found)))
-
-
-def _exchange_rows(found: Sequence[CompiledCollective]) -> Iterator[_Row]:
-    """One row for all alike that one line made."""
-    alike: dict[object, list[CompiledCollective]] = {}
-    for each in found:
-        key = (each.operation, each.axes, each.dtypes, each.loops, each.in_branch)
-        alike.setdefault((*key, each.line), []).append(each)
-    for group in alike.values():
-        first = group[0]
-        yield (
-            str(sum(each.least_times for each in group)),
-            first.operation,
-            ", ".join(first.axes),
-            ", ".join(first.dtypes),
-            with_bytes(total_bytes(group)),
-            _short(first.line),
-            ", ".join(_around(first.loops, first.in_branch)),
-        )
-
-
-# State.
+        yield "memory, at most", with_bytes(memory.peak)
+        yield "  arguments", with_bytes(memory.arguments)
+        yield "  results", with_bytes(memory.results)
+        yield "  of these in donated memory", with_bytes(memory.donated)
+        yield "  in between", with_bytes(memory.temporary)
+        yield "  code", with_bytes(memory.code)
 
 
 def _sharding(found: ExplainedSharding, memory: Memory | None) -> Iterator[_Section]:
     """What is divided, what is not and why, what that costs and saves."""
-    yield _state_summary(found, memory)
-    if found.divided:
-        yield from _leaves("Divided arguments and variables", found.divided)
-    if found.whole:
-        yield from _leaves("Whole arguments and variables", found.whole)
-    if found.whole_sums:
-        header = ("type", "bytes", "why", "where", "because of")
-        rows = [
-            (
-                array_type(each.dtype, each.shape),
-                with_bytes(each.nbytes),
-                each.reason,
-                _short(each.line),
-                _short_or_nothing(each.reader),
-            )
-            for each in found.whole_sums
-        ]
-        yield _Section("Large sums that every replica gets all of", header, rows)
-    if found.undecided:
-        heading = "Operations on divided arrays that may exchange more: XLA chooses"
-        rows = [
-            (str(each.count), each.operation, _short(each.line))
-            for each in found.undecided
-        ]
-        yield _Section(heading, ("times", "operation", "where"), rows)
-
-
-def _state_summary(found: ExplainedSharding, memory: Memory | None) -> _Section:
+    results = sum(leaf.device_bytes for leaf in found.results)
     rows = [
         ("state on a device", with_bytes(found.state_bytes)),
         ("  if nothing were divided", with_bytes(found.replicated_bytes)),
-        ("results on a device", with_bytes(_on_a_device(found.results))),
+        ("results on a device", with_bytes(results)),
     ]
     over = with_noun(found.num_replicas, "replica")
     heading = f"State, whole on each of {over}"
@@ -584,37 +434,45 @@ def _state_summary(found: ExplainedSharding, memory: Memory | None) -> _Section:
         ]
     if memory is not None:
         rows.append(("memory of a device, at most", with_bytes(memory.peak)))
-    return _Section(heading, ("what", "amount"), rows)
+    yield _Section(heading, ("what", "amount"), rows)
+    if found.divided:
+        yield _leaves("Divided arguments and variables", found.divided)
+    if found.whole:
+        yield _leaves("Whole arguments and variables", found.whole)
+    if found.whole_sums:
+        rows = [
+            (
+                array_type(each.dtype, each.shape),
+                with_bytes(each.nbytes),
+                each.reason,
+                _short(each.line),
+                "" if each.reader is None else _short(each.reader),
+            )
+            for each in found.whole_sums
+        ]
+        header = ("type", "bytes", "why", "where", "because of")
+        yield _Section("Large sums that every replica gets all of", header, rows)
+    if found.undecided:
+        heading = "Operations on divided arrays that may exchange more: XLA chooses"
+        rows = [
+            (str(each.count), each.operation, _short(each.line))
+            for each in found.undecided
+        ]
+        yield _Section(heading, ("times", "operation", "where"), rows)
 
 
-def _leaves(title: str, leaves: Sequence[ExplainedLeaf]) -> Iterator[_Section]:
-    total = with_bytes(_on_a_device(leaves))
-    heading = f"{title}: {with_noun(len(leaves), 'array')}, {total} on a device"
-    largest_first = sorted(leaves, key=lambda leaf: -leaf.nbytes)
-    header = ("array", "type", "on a device", "division")
-    yield _Section(heading, header, list(_leaf_rows(largest_first)))
-
-
-def _on_a_device(leaves: Sequence[ExplainedLeaf]) -> int:
-    return sum(leaf.device_bytes for leaf in leaves)
-
-
-def _leaf_rows(leaves: Sequence[ExplainedLeaf]) -> Iterator[_Row]:
-    for leaf in leaves[:_MOST_VALUES]:
+def _leaves(title: str, leaves: Sequence[ExplainedLeaf]) -> _Section:
+    rows = []
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.nbytes)[:_MOST_VALUES]:
+        how = [leaf.reason or f"dimension {leaf.dimension}"]
+        for dimension, names in enumerate(leaf.inner):
+            if names:
+                axes = names if isinstance(names, str) else ", ".join(names)
+                how.append(f"dimension {dimension} over {axes} in each replica")
         kind = array_type(leaf.dtype, leaf.shape)
-        how = "; ".join(_how(leaf))
-        yield leaf.path, kind, with_bytes(leaf.device_bytes), how
+        rows.append((leaf.path, kind, with_bytes(leaf.device_bytes), "; ".join(how)))
     if more := and_more(len(leaves), _MOST_VALUES, before=""):
-        yield more, "", "", ""
-
-
-def _how(leaf: ExplainedLeaf) -> Iterator[str]:
-    yield leaf.reason or f"dimension {leaf.dimension}"
-    for dimension, names in enumerate(leaf.inner):
-        if names:
-            axes = names if isinstance(names, str) else ", ".join(names)
-            yield f"dimension {dimension} over {axes} in each replica"
-
-
-def _short_or_nothing(line: Line | None) -> str:
-    return "" if line is None else _short(line)
+        rows.append((more, "", "", ""))
+    total = with_bytes(sum(leaf.device_bytes for leaf in leaves))
+    heading = f"{title}: {with_noun(len(leaves), 'array')}, {total} on a device"
+    return _Section(heading, ("array", "type", "on a device", "division"), rows)

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, final
 
 from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text.user_code import Line
 
-_Seconds: TypeAlias = Callable[[Topology, str, float], float]
+Predict: TypeAlias = Callable[[Topology, str, float], float]
+"""The seconds of a collective of some kind and bytes, on some links."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractCollective:
-    """What collectives of a step and of a compiled program have in common."""
+    """A collective of a step, or of a compiled program.
 
+    Attributes:
+      operation: JAX's name for it, such as `"psum"`, or XLA's, such as `"all-reduce"`.
+      kind: what it is to a `Topology`, such as `"all_reduce"`.
+      nbytes: bytes of the operands of one replica, or device, each time.
+      dtypes: of the operands.
+      loops: how often each loop around it turns, the innermost first; None where only
+        the devices will know.
+      in_branch: whether it is in a branch, and may be left out.
+      groups: the replicas, or the devices by their places in the mesh, that take part
+        together; None: all of them.
+      line: the user's line that made it, or else where the step is defined. In a
+        compiled program that which computes what is exchanged, of several that XLA has
+        put together the first, or else the one that reads it; None if XLA kept none.
+    """
+
+    operation: str
     kind: str
     nbytes: int
-    loops: tuple[int | None, ...]
-    groups: tuple[tuple[int, ...], ...] | None
+    dtypes: tuple[str, ...]
+    loops: tuple[int | None, ...] = ()
+    in_branch: bool = False
+    groups: tuple[tuple[int, ...], ...] | None = None
+    line: Line | None = None
 
     @property
     def group(self) -> int | None:
@@ -42,7 +63,7 @@ class AbstractCollective:
 
         Where replicas share devices, the topology is that of the devices.
         """
-        return self._longest(
+        return self.least_times * self._once(
             topology, lambda links, *of: getattr(links, algorithm)(*of)
         )
 
@@ -50,29 +71,21 @@ class AbstractCollective:
         """The seconds between which that is, by `Topology.bounds`."""
 
         def bound(which: int) -> float:
-            return self._longest(
+            return self.least_times * self._once(
                 topology,
                 lambda links, *of: links.bounds(*of, algorithm=algorithm)[which],
             )
 
         return bound(0), bound(1)
 
-    def _longest(self, topology: Topology, seconds: _Seconds) -> float:
-        return self._longest_of_groups(topology, self.nbytes, seconds)
-
-    def _longest_of_groups(
-        self, topology: Topology, nbytes: float, seconds: _Seconds
-    ) -> float:
-        slowest = max(seconds(x, self.kind, nbytes) for x in self._links(topology))
-        return self.least_times * slowest
-
-    def _links(self, topology: Topology) -> set[Topology]:
-        """Those that members of a group have, of each group."""
-        if self.groups is None:
-            return {topology}
-        n = topology.replicas
-        there = [[i for i in group if i < n] for group in self.groups]
-        return {topology.among(group) for group in there if group}
+    def _once(self, topology: Topology, predict: Predict) -> float:
+        """The longest that a group takes for it."""
+        links = {topology}
+        if self.groups is not None:
+            n = topology.replicas
+            there = [[i for i in group if i < n] for group in self.groups]
+            links = {topology.among(group) for group in there if group}
+        return max(predict(each, self.kind, self.nbytes) for each in links)
 
 
 @final
@@ -90,20 +103,11 @@ class DeviceExchange:
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplainedCollective(AbstractCollective):
     """A collective operation over the replicas.
 
     Attributes:
-      operation: JAX's name for it, such as `"psum"`.
-      kind: what it is to a `Topology`, such as `"all_reduce"`.
-      nbytes: bytes of one replica's operands, each time.
-      dtypes: of the operands.
-      loops: how often each loop around it turns, the innermost first; None where only
-        the devices will know.
-      in_branch: whether it is in a branch, and may be left out.
-      groups: the replicas that take part together, by number; None: all of them.
-      line: the user's line that made it, or else where the step is defined.
       is_transposed: whether differentiation made it out of that line.
       cause: `"step"` if the step says so; `"sharding"` if it is there because state is
         divided (a sum of which each replica gets its part only, a gather before an
@@ -117,64 +121,35 @@ class ExplainedCollective(AbstractCollective):
         it; None where each replica has devices of its own.
     """
 
-    operation: str
-    kind: str
-    nbytes: int
-    dtypes: tuple[str, ...]
-    loops: tuple[int | None, ...]
-    in_branch: bool
-    groups: tuple[tuple[int, ...], ...] | None
-    line: Line | None
-    is_transposed: bool
+    is_transposed: bool = False
     cause: Literal["step", "sharding", "compiler"] = "step"
     array: str = ""
     why: str = ""
     parts: int = 1
     between_devices: tuple[DeviceExchange, ...] | None = None
 
-    def _longest(self, topology: Topology, seconds: _Seconds) -> float:
-        if self.between_devices is not None:
-            once = sum(
-                seconds(topology, each.kind, each.nbytes)
-                for each in self.between_devices
-            )
-            return self.least_times * once
-        nbytes = self.nbytes
-        if self.parts > 1:
-            nbytes *= self.parts / topology.replicas
-        return self._longest_of_groups(topology, nbytes, seconds)
+    def _once(self, topology: Topology, predict: Predict) -> float:
+        if (exchanges := self.between_devices) is not None:
+            return sum(predict(topology, each.kind, each.nbytes) for each in exchanges)
+        # `parts` is how many replicas the step was explained for.
+        scale = self.parts / topology.replicas if self.parts > 1 else 1
+        return super()._once(
+            topology, lambda links, kind, nbytes: predict(links, kind, nbytes * scale)
+        )
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledCollective(AbstractCollective):
     """A collective of the compiled program, between devices.
 
     Attributes:
-      operation: XLA's name for it, such as `"all-gather"`.
-      kind: what it is to a `Topology`, such as `"all_gather"`.
-      nbytes: bytes of one device's operands, each time.
-      dtypes: of the operands.
-      loops: how often each loop around it turns, the innermost first; None where only
-        the devices will know.
-      in_branch: whether it is in a branch, and may be left out.
-      groups: the devices that take part together, by their places in the mesh.
-      axes: the axes of the mesh along which those differ.
+      axes: the axes of the mesh along which the devices of a group differ.
       inner_axes: the axes of the mesh that are inside a replica.
-      line: the user's line that computes what is exchanged, of several that XLA has put
-        together the first, or else the one that reads it; None if XLA kept none.
     """
 
-    operation: str
-    kind: str
-    nbytes: int
-    dtypes: tuple[str, ...]
-    loops: tuple[int | None, ...]
-    in_branch: bool
-    groups: tuple[tuple[int, ...], ...] | None
     axes: tuple[str, ...]
     inner_axes: tuple[str, ...]
-    line: Line | None
 
     @property
     def is_inner(self) -> bool:
@@ -355,8 +330,9 @@ class ExplainedSharding:
         return self._bytes("reduce_scatter")
 
     def _bytes(self, kind: str) -> int:
-        return sum(
-            found.least_times * found.nbytes
-            for found in self.collectives
-            if found.kind == kind
-        )
+        return total_bytes(each for each in self.collectives if each.kind == kind)
+
+
+def total_bytes(collectives: Iterable[AbstractCollective]) -> int:
+    """The bytes that one replica, or device, gives to them in a step."""
+    return sum(found.least_times * found.nbytes for found in collectives)
