@@ -5,19 +5,30 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     ClusterSpec,
     GivenTasks,
+    Tasks,
     host_and_port,
+    task_index,
 )
+from jaxstrategy._src.text.shown import shown
 
 # In the order of their ranks. `master` is what `chief` was called before.
 TRAINING = ("chief", "master", "worker")
-_CHIEFS = ("chief", "master")
 _OTHERS = ("ps", "evaluator")
+_NO_TRAINERS = {
+    "evaluator": "An evaluator is a cluster of its own: use MirroredStrategy there, "
+    "and load the checkpoints that the others save.",
+    "ps": "Replicas that are kept equal need no parameter servers: leave these tasks "
+    "out, or start no training in them.",
+}
+
+Place: TypeAlias = tuple[str | None, int | None]
+"""The type and the index of a task, None where they are not known."""
 
 
 @final
@@ -83,15 +94,17 @@ class ClusterResolver(abc.ABC):
     ) -> str:
         """The address of a task, as `grpc://host:port` where there is an RPC layer.
 
-        Without arguments that of this process; empty if it is not known which one
-        that is.
+        What is not given is what this process is; empty if that is not known.
 
         Raises:
           ValueError: there is no such task.
         """
-        if task_type is None or task_id is None:
-            return self._own_master(task_type, task_id, rpc_layer)
-        return self._url_of(task_type, task_id, rpc_layer)
+        spec, kind, index = self._of(task_type, task_id)
+        if None in (task_type, task_id) and not spec:
+            return ""
+        if kind is None or index is None:
+            return ""
+        return self._url(spec.task_address(kind, index), rpc_layer)
 
     def num_accelerators(
         self,
@@ -105,7 +118,7 @@ class ClusterResolver(abc.ABC):
         Resolvers that were told, as those of Slurm, ask nobody.
 
         Args:
-          task_type: together with `task_id` the task; this process by default.
+          task_type: of the task; by default what this process is.
           task_id: see `task_type`.
           config_proto: not used; TensorFlow 1 had sessions.
 
@@ -113,7 +126,22 @@ class ClusterResolver(abc.ABC):
           ValueError: it is a task that does not train.
           RuntimeError: JAX does not know the task's process yet.
         """
-        return self._accelerators(task_type, task_id)
+        # Imported only here: the launcher, which has no devices, reads this module.
+        import jax
+
+        devices = jax.local_devices()
+        if task_type is not None or task_id is not None:
+            spec, kind, index = self._of(task_type, task_id)
+            process = self._placed(spec, kind, index)
+            if process.count != jax.process_count():
+                raise RuntimeError(
+                    f"The accelerators of {kind} {index} are not known: the cluster "
+                    f"has {process.count} processes, JAX knows {jax.process_count()}. "
+                    "Build the strategy first."
+                )
+            devices = [d for d in jax.devices() if d.process_index == process.index]
+        kinds = (device.platform.upper() for device in devices)
+        return dict(collections.Counter(kind for kind in kinds if kind != "CPU"))
 
     def process(self) -> Process:
         """The rank of this process, how many there are, and where they meet.
@@ -126,11 +154,11 @@ class ClusterResolver(abc.ABC):
         """
         spec, task_type, task_id = self._now()
         if task_type is None and task_id is None:
+            tasks = all_tasks(spec, spec.jobs)
             if not spec:
                 return Process(0, 1, "")
-            only = _only_task(spec)
-            if only is not None:
-                return place(spec, *only)
+            if len(tasks) == 1:
+                ((task_type, task_id),) = tasks
         return self._placed(spec, task_type, task_id)
 
     @property
@@ -141,8 +169,8 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """`"chief"`, `"worker"`, `"ps"` or `"evaluator"`; None if it is not known."""
-        given = self._task_type
-        return self._found_task_type() if given is None else self._as_task_type(given)
+        given = self._task_type  # a number is text, as in TensorFlow
+        return self._found_task()[0] if given is None else str(given)
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -150,9 +178,13 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process among the tasks of its type, or None."""
+        """The index of this process among the tasks of its type, or None.
+
+        Raises:
+          ValueError: what was given is none.
+        """
         given = self._task_id
-        return self._found_task_id() if given is None else self._as_task_id(given)
+        return self._found_task()[1] if given is None else checked_task_id(given)
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -170,25 +202,13 @@ class ClusterResolver(abc.ABC):
 
     # What resolvers differ in.
 
-    def _found_task_type(self) -> str | None:
-        """The task type where none was given."""
-        return None
-
-    def _found_task_id(self) -> int | None:
-        """The task index where none was given."""
-        return None
+    def _found_task(self) -> Place:
+        """The task of this process, for what was not given."""
+        return None, None
 
     def _found_rpc_layer(self) -> str | None:
         """The RPC layer where none was given."""
         return None
-
-    def _as_task_type(self, given: str) -> str:
-        """The task type that was given, or an error."""
-        return given
-
-    def _as_task_id(self, given: int) -> int:
-        """The task index that was given, or an error."""
-        return given
 
     def _now(self) -> tuple[ClusterSpec, str | None, int | None]:
         """The cluster and the task that this process is, at one moment."""
@@ -198,103 +218,77 @@ class ClusterResolver(abc.ABC):
         """What to do where it is not known which task this process is."""
         return 'Give both, in TF_CONFIG as "task": {"type": "worker", "index": 0}.'
 
-    def _own_master(
-        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
-    ) -> str:
-        """The result of `master` for a task that is not named in full."""
-        spec, own_type, own_id = self._now()
-        task_type = own_type if task_type is None else task_type
-        task_id = own_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        return as_url(
-            spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer
-        )
-
-    def _accelerators(
-        self, task_type: str | None, task_id: int | None
-    ) -> dict[str, int]:
-        """The result of `num_accelerators`; this process's unless both are given."""
-        # Imported only here: the launcher, which has no devices, reads this module.
-        import jax
-
-        if task_type is None or task_id is None:
-            devices = jax.local_devices()
-        else:
-            process = place(self.cluster_spec(), task_type, task_id)
-            if process.count != jax.process_count():
-                raise RuntimeError(
-                    f"The accelerators of {task_type} {task_id} are not known: the "
-                    f"cluster has {process.count} processes, JAX knows "
-                    f"{jax.process_count()}. Build the strategy first."
-                )
-            devices = [d for d in jax.devices() if d.process_index == process.index]
-        kinds = (device.platform.upper() for device in devices)
-        return dict(collections.Counter(kind for kind in kinds if kind != "CPU"))
-
     # What they share.
+
+    def _of(
+        self, task_type: str | None, task_id: int | None
+    ) -> tuple[ClusterSpec, str | None, int | None]:
+        """The cluster, and a task of it: this process's where it is not given."""
+        if task_type is not None and task_id is not None:
+            return self.cluster_spec(), task_type, task_id
+        spec, *own = self._now()
+        kind = own[0] if task_type is None else task_type
+        return spec, kind, own[1] if task_id is None else task_id
 
     def _placed(
         self, spec: ClusterSpec, task_type: str | None, task_id: int | None
     ) -> Process:
-        """The place of a task, or an error if it is not known."""
+        """The rank of a task among those that train, or why it has none."""
         if task_type is None or task_id is None:
             raise ValueError(
                 f"The cluster is {spec}, but which of its tasks this process is, is "
                 f"not known: task_type is {task_type!r}, task_id is {task_id!r}. "
                 f"{self._how_to_tell()}"
             )
-        return place(spec, task_type, task_id)
+        _check_jobs(spec)
+        if task_type not in TRAINING:
+            anything = f"Tasks that train are of the type {', '.join(TRAINING)}."
+            raise ValueError(
+                f"This process is a {task_type!r}, which does not train. "
+                f"{_NO_TRAINERS.get(task_type, anything)}"
+            )
+        tasks = all_tasks(spec, TRAINING)
+        if (task_type, task_id) not in tasks:
+            raise ValueError(
+                f"This process is said to be task {task_id!r} of {task_type!r}, which "
+                f"{spec} does not have."
+            )
+        coordinator = spec.task_address(*tasks[0])
+        host_and_port(coordinator)
+        return Process(tasks.index((task_type, task_id)), len(tasks), coordinator)
 
-    def _completed(
-        self, task_type: str | None, task_id: int | None
-    ) -> tuple[str | None, int | None]:
-        """A task of which what was not given is this process's."""
-        return (
-            self.task_type if task_type is None else task_type,
-            self.task_id if task_id is None else task_id,
-        )
-
-    def _url_of(self, task_type: str, task_id: int, rpc_layer: str | None) -> str:
-        """The address of a task behind its RPC layer."""
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return as_url(address, rpc_layer or self.rpc_layer)
+    def _url(self, address: str, rpc_layer: str | None) -> str:
+        """`grpc://host:port`, or the bare address without a layer."""
+        layer = rpc_layer or self.rpc_layer
+        return f"{layer}://{address}" if layer else address
 
 
-def as_url(address: str, rpc_layer: str | None) -> str:
-    """`grpc://host:port`, or the bare address without a layer."""
-    return f"{rpc_layer}://{address}" if rpc_layer else address
+def all_tasks(spec: ClusterSpec, jobs: Sequence[str]) -> list[tuple[str, int]]:
+    """The tasks of these jobs, of those that there are."""
+    there = [job for job in jobs if job in spec.jobs]
+    return [(job, index) for job in there for index in spec.task_indices(job)]
 
 
-def place(spec: ClusterSpec, task_type: str, task_id: int) -> Process:
-    """The rank of a task among those that train."""
-    _check_jobs(spec)
-    if task_type not in TRAINING:
-        raise ValueError(_no_trainer(task_type))
-    tasks = [
-        (job, index)
-        for job in TRAINING
-        if job in spec.jobs
-        for index in spec.task_indices(job)
-    ]
-    if (task_type, task_id) not in tasks:
+def checked_task_id(given: object) -> int:
+    """The index of a task that was given for this process."""
+    found = task_index(given)
+    if found is None:
         raise ValueError(
-            f"This process is said to be task {task_id!r} of {task_type!r}, which "
-            f"{spec} does not have."
+            f"`task_id` was {shown(given)}; the index of this process among the tasks "
+            "of its type was wanted, a whole number from 0 on."
         )
-    coordinator = spec.task_address(*tasks[0])
-    host_and_port(coordinator)
-    return Process(tasks.index((task_type, task_id)), len(tasks), coordinator)
+    return found
 
 
 def _check_jobs(spec: ClusterSpec) -> None:
-    unknown = sorted(set(spec.jobs) - {*TRAINING, *_OTHERS})
-    if unknown:
+    """Check that the cluster is one whose processes can train together."""
+    known = (*TRAINING, *_OTHERS)
+    if unknown := sorted(set(spec.jobs) - set(known)):
         raise ValueError(
             f"The cluster has the unknown job {unknown[0]!r}. Jobs are "
-            f"{', '.join((*TRAINING, *_OTHERS))}; the cluster is {spec}."
+            f"{', '.join(known)}; the cluster is {spec}."
         )
-    chiefs = sum(spec.num_tasks(job) for job in _CHIEFS if job in spec.jobs)
+    chiefs = len(all_tasks(spec, ("chief", "master")))
     if chiefs > 1:
         raise ValueError(
             f"The cluster has {chiefs} chiefs, and there is at most one; make the "
@@ -307,27 +301,6 @@ def _check_jobs(spec: ClusterSpec) -> None:
                 f"{spec.task_indices(job)}. Every process must know how many train: "
                 "give all addresses."
             )
-
-
-def _only_task(spec: ClusterSpec) -> tuple[str, int] | None:
-    tasks = [(job, index) for job in spec.jobs for index in spec.task_indices(job)]
-    return tasks[0] if len(tasks) == 1 else None
-
-
-def _no_trainer(task_type: str) -> str:
-    if task_type == "evaluator":
-        advice = (
-            "An evaluator is a cluster of its own: use MirroredStrategy there, and "
-            "load the checkpoints that the others save."
-        )
-    elif task_type == "ps":
-        advice = (
-            "Replicas that are kept equal need no parameter servers: leave these "
-            "tasks out, or start no training in them."
-        )
-    else:
-        advice = f"Tasks that train are of the type {', '.join(TRAINING)}."
-    return f"This process is a {task_type!r}, which does not train. {advice}"
 
 
 @final
@@ -375,16 +348,23 @@ class SimpleClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster that was given."""
         return self._cluster_spec
 
-    def _own_master(
-        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
     ) -> str:
-        return as_url(self._master, rpc_layer or self.rpc_layer)
+        if task_type is None or task_id is None:
+            return self._url(self._master, rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
-    def _accelerators(
-        self, task_type: str | None, task_id: int | None
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         return dict(self._num_accelerators)
 
@@ -431,7 +411,7 @@ class UnionClusterResolver(ClusterResolver):
                     f"All arguments must be resolvers, got {resolver!r}. Put a "
                     "cluster into a SimpleClusterResolver."
                 )
-        self._resolvers = args
+        self._resolvers, self._first = args, args[0]
         self._rpc_layer = rpc_layer
         self._task_type = task_type
         self._task_id = task_id
@@ -453,33 +433,32 @@ class UnionClusterResolver(ClusterResolver):
         """The first resolver's."""
         return self._first.environment
 
-    def _found_task_type(self) -> str | None:
-        return self._first.task_type
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        if task_type is None or task_id is None:
+            return self._first.master(rpc_layer=rpc_layer or self._rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
-    def _found_task_id(self) -> int | None:
-        return self._first.task_id
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        return self._first.num_accelerators(task_type, task_id)
+
+    def _found_task(self) -> Place:
+        return self._first.task_type, self._first.task_id
 
     def _found_rpc_layer(self) -> str | None:
         return self._first.rpc_layer
 
-    def _own_master(
-        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
-    ) -> str:
-        return self._first.master(rpc_layer=rpc_layer or self._rpc_layer)
 
-    def _accelerators(
-        self, task_type: str | None, task_id: int | None
-    ) -> dict[str, int]:
-        return self._first.num_accelerators(task_type, task_id)
-
-    @property
-    def _first(self) -> ClusterResolver:
-        return self._resolvers[0]
-
-
-def _merged(
-    job: str, given: list[list[str] | dict[int, str]]
-) -> list[str] | dict[int, str]:
+def _merged(job: str, given: list[Tasks]) -> Tasks:
     lists = [tasks for tasks in given if isinstance(tasks, list)]
     if len(lists) == len(given):
         return [address for tasks in lists for address in tasks]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, final
+from typing import TypeAlias, cast, final
 
 from jaxstrategy._src.text.shown import shown, whole
 
@@ -12,7 +13,9 @@ Tasks: TypeAlias = list[str] | dict[int, str]
 GivenTasks: TypeAlias = Sequence[str] | Mapping[int, str]
 """The addresses of a job, as users give them."""
 
-_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):(?P<port>[0-9]{1,5})")
+_ADDRESS = re.compile(
+    r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|(?!-)[\w.-]+):(?P<port>[0-9]{1,5})"
+)
 
 
 @final
@@ -49,7 +52,7 @@ class ClusterSpec:
                 f"`cluster` is {cluster!r}. Give a dict from job names to lists of "
                 'addresses, like {"worker": ["a:2222", "b:2222"]}, or a ClusterSpec.'
             )
-        self._jobs = {_name(job): _tasks(job, given) for job, given in cluster.items()}
+        self._jobs = {job: _tasks(job, given) for job, given in cluster.items()}
 
     @property
     def jobs(self) -> list[str]:
@@ -104,8 +107,12 @@ class ClusterSpec:
 
         As in TensorFlow, a job without tasks is an empty dict.
         """
+
+        def is_dense(job: dict[int, str]) -> bool:
+            return bool(job) and list(job) == list(range(len(job)))
+
         return {
-            name: list(job.values()) if job and _is_dense(job) else dict(job)
+            name: list(job.values()) if is_dense(job) else dict(job)
             for name, job in self._jobs.items()
         }
 
@@ -135,49 +142,10 @@ class ClusterSpec:
         return self._jobs[name]
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Host and port of an address."""
-    found = _ADDRESS.fullmatch(address)
-    if (
-        found is None
-        or not 0 < int(found["port"]) < 65536
-        or not _is_name_or_number(found["host"])
-    ):
-        raise ValueError(
-            f"{address!r} is not an address. Give it as host:port with a port from 1 "
-            'to 65535, like "node7:2222", "10.0.0.7:2222" or "[fd00::7]:2222".'
-        )
-    return found["host"], int(found["port"])
-
-
-def checked_port(given: object, name: str) -> int:
-    """A port that was given as the argument `name`."""
-    port = whole(given)
-    if port is None or not 0 < port < 65536:
-        raise ValueError(
-            f"`{name}` was {shown(given)}; a port was wanted, a whole number from 1 to "
-            "65535, at which each task listens."
-        )
-    return port
-
-
-def _is_name_or_number(host: str) -> bool:
-    """Whether sockets take it; what they raise for an empty label is hard to read."""
-    try:
-        host.encode("idna")
-    except UnicodeError:
-        return False
-    return not host.startswith("-")
-
-
-def _name(job: object) -> str:
+def _tasks(job: object, given: object) -> dict[int, str]:
+    """The tasks by index, rising."""
     if not isinstance(job, str):
         raise TypeError(f"{job!r} is not the name of a job. Names are strings.")
-    return job
-
-
-def _tasks(job: str, given: object) -> dict[int, str]:
-    """The tasks by index, rising."""
     if isinstance(given, (list, tuple)):
         given = dict(enumerate(given))
     if not isinstance(given, Mapping):
@@ -185,55 +153,62 @@ def _tasks(job: str, given: object) -> dict[int, str]:
             f"The tasks of job {job!r} are {given!r}. Give a list of addresses, or a "
             "dict from task indices to addresses."
         )
-    tasks = {_index(job, i): _address(job, i, task) for i, task in given.items()}
+    tasks: dict[int, str] = {}
+    for key, address in given.items():
+        index = task_index(key)
+        if index is None:
+            raise ValueError(
+                f"Job {job!r} has a task with the index {key!r}. Indices are whole "
+                "numbers from 0 on."
+            )
+        if not isinstance(address, str):
+            raise TypeError(
+                f"The address of task {key} in job {job!r} is {address!r}. Give a "
+                'string, like "host:2222".'
+            )
+        if not address.strip():
+            raise ValueError(f"The address of task {key} in job {job!r} is empty.")
+        tasks[index] = address
     return dict(sorted(tasks.items()))
 
 
 def task_index(given: object) -> int | None:
     """The index of a task, None if it is no whole number from 0 on."""
     # JSON has string keys only, so "1" is taken for 1, as TensorFlow does.
-    if isinstance(given, str) and given.isdecimal():
-        return int(given)
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        return given
-    return None
+    text = isinstance(given, str) and given.isdecimal()
+    number = int(cast(str, given)) if text else whole(given)
+    return None if number is None or number < 0 else number
 
 
-def checked_task_id(given: object) -> int:
-    """The index of a task that was given for this process."""
+def checked(
+    name: str, given: object, wanted: str, least: int = 1, most: float = math.inf
+) -> int:
+    """A whole number that was given for `name`."""
     number = whole(given)
-    found = task_index(given if number is None else number)
-    if found is None:
-        raise ValueError(
-            f"`task_id` was {shown(given)}; the index of this process among the tasks "
-            "of its type was wanted, a whole number from 0 on."
-        )
-    return found
+    if number is None or not least <= number <= most:
+        raise ValueError(f"{name} was {shown(given)}; {wanted}")
+    return number
 
 
-def _index(job: str, index: object) -> int:
-    found = task_index(index)
-    if found is not None:
-        return found
+def checked_port(given: object, name: str = "port") -> int:
+    """A port that was given as the argument `name`."""
+    wanted = "a port was wanted, a whole number from 1 to 65535, at which each task "
+    return checked(f"`{name}`", given, f"{wanted}listens.", 1, 65535)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Host and port of an address."""
+    found = _ADDRESS.fullmatch(address)
+    try:
+        # What sockets raise for an empty label is hard to read.
+        if found and 0 < int(found["port"]) < 65536 and found["host"].encode("idna"):
+            return found["host"], int(found["port"])
+    except UnicodeError:
+        pass
     raise ValueError(
-        f"Job {job!r} has a task with the index {index!r}. Indices are whole numbers "
-        "from 0 on."
+        f"{address!r} is not an address. Give it as host:port with a port from 1 to "
+        '65535, like "node7:2222", "10.0.0.7:2222" or "[fd00::7]:2222".'
     )
-
-
-def _address(job: str, index: object, address: object) -> str:
-    if not isinstance(address, str):
-        raise TypeError(
-            f"The address of task {index} in job {job!r} is {address!r}. Give a "
-            'string, like "host:2222".'
-        )
-    if not address.strip():
-        raise ValueError(f"The address of task {index} in job {job!r} is empty.")
-    return address
-
-
-def _is_dense(job: Mapping[int, str]) -> bool:
-    return list(job) == list(range(len(job)))
 
 
 def endpoint(address: str) -> tuple[str, int]:

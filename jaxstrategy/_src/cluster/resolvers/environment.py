@@ -6,20 +6,24 @@ import json
 import os
 from typing import Any, TypeAlias, final
 
-from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver, Process
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
+    ClusterResolver,
+    Place,
+    Process,
+    all_tasks,
+)
 from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     ClusterSpec,
     checked_port,
-    checked_task_id,
     host_and_port,
     task_index,
 )
 
 VARIABLE = "TF_CONFIG"
 Json: TypeAlias = Any  # of the environment: looked at where it is used
-_EXAMPLE = (
-    '{"cluster": {"worker": ["a:2222", "b:2222"]}, '
-    '"task": {"type": "worker", "index": 0}}'
+_WANTED = (
+    'It looks like {"cluster": {"worker": ["a:2222", "b:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}.'
 )
 
 
@@ -90,21 +94,13 @@ class TFConfigClusterResolver(ClusterResolver):
         session_master = _config().get("session_master")
         if session_master is not None:
             return session_master
-        spec = self.cluster_spec()
-        if sum(map(spec.num_tasks, spec.jobs)) <= 1:
+        if _is_lone(self.cluster_spec()):
             return ""
-        task_type, task_id = self._completed(task_type, task_id)
-        if task_type is None or task_id is None:
-            raise ValueError(f'{VARIABLE} has no "task". {_wanted()}')
-        return self._url_of(task_type, task_id, rpc_layer)
+        if address := super().master(task_type, task_id, rpc_layer):
+            return address
+        raise ValueError(f'{VARIABLE} has no "task". {_WANTED}')
 
     def process(self) -> Process:
-        """As in `ClusterResolver`, from `TF_CONFIG`.
-
-        Raises:
-          ValueError: `TF_CONFIG` is malformed, or the cluster or the task is not one
-            that can train; the message quotes what is wrong.
-        """
         try:
             return super().process()
         except ValueError as error:
@@ -112,49 +108,28 @@ class TFConfigClusterResolver(ClusterResolver):
                 f"{error} {VARIABLE} is {os.environ.get(VARIABLE, '')}"
             ) from error
 
-    def _found_task_type(self) -> str | None:
-        found = _part(_config(), "task").get("type")
-        if found is None or isinstance(found, (str, int)):
-            return None if found is None else str(found)
-        raise ValueError(f'"type" of {VARIABLE}\'s task is {found!r}. {_wanted()}')
-
-    def _found_task_id(self) -> int | None:
-        found = _part(_config(), "task").get("index")
-        return None if found is None else _index(found)
-
-    def _as_task_type(self, given: str) -> str:
-        return str(given)  # a number is text, as in TensorFlow
-
-    def _as_task_id(self, given: int) -> int:
-        return _index(given)
+    def _found_task(self) -> Place:
+        task = _part(_config(), "task")
+        task_type, index = task.get("type"), task.get("index")
+        if not isinstance(task_type, str | int | None):
+            raise ValueError(
+                f'"type" of {VARIABLE}\'s task is {task_type!r}. {_WANTED}'
+            )
+        if index is not None and task_index(index) is None:
+            raise ValueError(
+                f"The index of {VARIABLE}'s task is {index!r}; it is a whole number "
+                f"from 0 on. {_WANTED}"
+            )
+        return None if task_type is None else str(task_type), task_index(index)
 
     def _found_rpc_layer(self) -> str | None:
         return _config().get("rpc_layer")
 
-    def _accelerators(
-        self, task_type: str | None, task_id: int | None
-    ) -> dict[str, int]:
-        if task_type is None and task_id is None:
-            return super()._accelerators(None, None)
-        return super()._accelerators(*self._completed(task_type, task_id))
-
-
-def tells_of_cluster() -> bool:
-    """Whether `TF_CONFIG` has a cluster or a task."""
-    config = _config()
-    return bool(config.get("cluster") or config.get("task"))
-
 
 def _config() -> dict[str, Json]:
-    text = os.environ.get(VARIABLE, "").strip() or "{}"
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{VARIABLE} is not JSON ({error}): {text} {_wanted()}"
-        ) from error
+    text, config = _json(VARIABLE, "{}", _WANTED)
     if not isinstance(config, dict):
-        raise ValueError(f"{VARIABLE} is {text}, which is no object. {_wanted()}")
+        raise ValueError(f"{VARIABLE} is {text}, which is no object. {_WANTED}")
     for key in ("session_master", "rpc_layer"):
         if not isinstance(config.get(key), str | None):
             raise ValueError(
@@ -166,29 +141,27 @@ def _config() -> dict[str, Json]:
 def _part(config: dict[str, Json], key: str) -> dict[str, Json]:
     part = config.get(key)
     if part is not None and not isinstance(part, dict):
-        raise ValueError(f'"{key}" of {VARIABLE} is {json.dumps(part)}. {_wanted()}')
+        raise ValueError(f'"{key}" of {VARIABLE} is {json.dumps(part)}. {_WANTED}')
     return part or {}
 
 
-def _index(index: object) -> int:
-    found = task_index(index)
-    if found is not None:
-        return found
-    raise ValueError(
-        f"The index of {VARIABLE}'s task is {index!r}; it is a whole number from 0 on. "
-        + _wanted()
-    )
+def _json(name: str, empty: str, wanted: str) -> tuple[str, Json]:
+    """What an environment variable holds, and the text of it."""
+    text = os.environ.get(name, "").strip() or empty
+    try:
+        return text, json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON ({error}): {text} {wanted}") from error
 
 
-def _wanted() -> str:
-    return f"It looks like {_EXAMPLE}."
+def _is_lone(spec: ClusterSpec) -> bool:
+    """Whether there is no second task, as which nobody needs an address."""
+    return len(all_tasks(spec, spec.jobs)) <= 1
 
 
 HOSTS = "SM_HOSTS"
 CURRENT_HOST = "SM_CURRENT_HOST"
-_WORKER = "worker"
 _MPI = "OMPI_COMM_WORLD_SIZE"  # Open MPI sets it, also where SageMaker starts it
-_WANTED = 'It looks like ["algo-1", "algo-2"].'
 
 
 @final
@@ -234,33 +207,14 @@ class SageMakerClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
         self._environment = environment or ""
 
-    @staticmethod
-    def is_several_hosts() -> bool:
-        """Whether this is a SageMaker job of several hosts, with a process on each.
-
-        Raises:
-          ValueError: a variable is malformed.
-        """
-        # Under MPI each host has several processes, which JAX finds.
-        if os.environ.get(_MPI):
-            return False
-        # Without the hosts it is an error that says so, when they are asked for.
-        if not os.environ.get(HOSTS):
-            return bool(os.environ.get(CURRENT_HOST))
-        return len(_hosts()) > 1
-
     def cluster_spec(self) -> ClusterSpec:
         """The hosts as workers, without jobs if SageMaker names no host.
 
         Raises:
           ValueError: a variable is missing or malformed.
         """
-        hosts, own = _hosts(), _own()
-        # One host does not need to know its name, as in TensorFlow.
-        if not hosts or (not own and len(hosts) == 1):
-            return ClusterSpec({})
-        _place(hosts, own)
-        return ClusterSpec({_WORKER: [f"{host}:{self._port}" for host in hosts]})
+        workers = [f"{host}:{self._port}" for host in _hosts()[0]]
+        return ClusterSpec({"worker": workers} if workers else {})
 
     def master(
         self,
@@ -273,65 +227,39 @@ class SageMakerClusterResolver(ClusterResolver):
         Raises:
           ValueError: there is no such task, or a variable is missing or malformed.
         """
-        spec = self.cluster_spec()
-        if sum(map(spec.num_tasks, spec.jobs)) <= 1:
-            return ""
-        return super().master(*self._completed(task_type, task_id), rpc_layer)
+        lone = _is_lone(self.cluster_spec())
+        return "" if lone else super().master(task_type, task_id, rpc_layer)
 
-    def _found_task_type(self) -> str | None:
-        return _WORKER if self.cluster_spec() else None
-
-    def _found_task_id(self) -> int | None:
-        return _place(_hosts(), _own()) if self.cluster_spec() else None
-
-    def _as_task_type(self, given: str) -> str:
-        return str(given)  # as in TensorFlow
-
-    def _as_task_id(self, given: int) -> int:
-        return checked_task_id(given)
-
-    def _accelerators(
-        self, task_type: str | None, task_id: int | None
-    ) -> dict[str, int]:
-        if task_type is None and task_id is None:
-            return super()._accelerators(None, None)
-        return super()._accelerators(*self._completed(task_type, task_id))
+    def _found_task(self) -> Place:
+        hosts, index = _hosts()
+        return ("worker", index) if hosts else (None, None)
 
 
-def _hosts() -> list[str]:
-    """The names of the hosts as TensorFlow orders them."""
-    text = _variable(HOSTS).strip() or "[]"
-    try:
-        hosts = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{HOSTS} is not JSON ({error}): {text} {_WANTED}") from error
+def _hosts() -> tuple[list[str], int]:
+    """The names of the hosts as TensorFlow orders them, and which is this one."""
+    for name in (HOSTS, CURRENT_HOST):
+        if name not in os.environ:
+            raise ValueError(
+                f"{name} is not set, so this is no training job of Amazon SageMaker, "
+                f"which sets {HOSTS} and {CURRENT_HOST} on each host."
+            )
+    wanted = 'It looks like ["algo-1", "algo-2"].'
+    text, hosts = _json(HOSTS, "[]", wanted)
     if not isinstance(hosts, list) or not all(
         isinstance(host, str) and host.strip() for host in hosts
     ):
-        raise ValueError(f"{HOSTS} is {text}, which is no list of names. {_WANTED}")
-    return sorted(hosts)
-
-
-def _own() -> str:
-    return _variable(CURRENT_HOST).strip()
-
-
-def _place(hosts: list[str], own: str) -> int:
+        raise ValueError(f"{HOSTS} is {text}, which is no list of names. {wanted}")
+    own = os.environ[CURRENT_HOST].strip()
+    # One host does not need to know its name, as in TensorFlow.
+    if not hosts or (not own and len(hosts) == 1):
+        return [], 0
     if own not in hosts:
         raise ValueError(
-            f"{CURRENT_HOST} is {own!r}, which is none of the hosts {hosts} of "
+            f"{CURRENT_HOST} is {own!r}, which is none of the hosts {sorted(hosts)} of "
             f"{HOSTS}. SageMaker sets both; set neither by hand, or both."
         )
-    return hosts.index(own)
-
-
-def _variable(name: str) -> str:
-    if name not in os.environ:
-        raise ValueError(
-            f"{name} is not set, so this is no training job of Amazon SageMaker, which "
-            f"sets {HOSTS} and {CURRENT_HOST} on each host."
-        )
-    return os.environ[name]
+    hosts.sort()
+    return hosts, hosts.index(own)
 
 
 COORDINATOR = "JAXSTRATEGY_COORDINATOR"
@@ -376,11 +304,6 @@ class LaunchedClusterResolver(ClusterResolver):
 
     def __init__(self) -> None:
         self.task_type, self.task_id = "worker", self.process().index
-
-    @staticmethod
-    def is_launched() -> bool:
-        """Whether any of the variables is set."""
-        return any(os.environ.get(name) for name in _NEEDED)
 
     def cluster_spec(self) -> ClusterSpec:
         """The processes as workers.
@@ -442,11 +365,14 @@ class LaunchedClusterResolver(ClusterResolver):
 
 def default_resolver() -> ClusterResolver | None:
     """`TF_CONFIG` if it is set, else what a launcher or SageMaker set, else None."""
-    if tells_of_cluster():
+    config = _config()
+    if config.get("cluster") or config.get("task"):
         return TFConfigClusterResolver()
-    if LaunchedClusterResolver.is_launched():
+    if any(os.environ.get(name) for name in _NEEDED):
         return LaunchedClusterResolver()
-    if SageMakerClusterResolver.is_several_hosts():
+    # Under MPI each host has several processes, which JAX finds.
+    is_sagemaker = os.environ.get(HOSTS) or os.environ.get(CURRENT_HOST)
+    if is_sagemaker and not os.environ.get(_MPI) and len(_hosts()[0]) > 1:
         return SageMakerClusterResolver()
     return None
 

@@ -6,26 +6,25 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any, final
 
-from jaxstrategy._src.cluster.resolvers.attempts import (
+from jaxstrategy._src.cluster.resolvers.cloud import (
     BUSY,
+    CloudResolver,
     NotYetError,
-    answered,
     checked_seconds,
     is_of,
     request_seconds,
 )
-from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver, Process
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import checked_task_id
 from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     ClusterSpec,
     address_of,
+    checked,
     checked_port,
-    checked_task_id,
 )
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text.shown import shown
 
 _SCOPES = ["https://www.googleapis.com/auth/compute.readonly"]
 # The variable by which Google's own clients find another metadata server.
@@ -46,7 +45,7 @@ _ADVICE = {
 
 
 @final
-class GCEClusterResolver(ClusterResolver):
+class GCEClusterResolver(CloudResolver):
     """The running instances of an instance group, in the order of their addresses.
 
     Google is asked anew at each call, but a process stays the task as which it joined a
@@ -112,13 +111,23 @@ class GCEClusterResolver(ClusterResolver):
         num_tasks: int | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        _check_names(project=project, zone=zone, instance_group=instance_group)
-        self._port = checked_port(port, "port")
+        names = {"project": project, "zone": zone, "instance_group": instance_group}
+        for name, given in names.items():
+            if not isinstance(given, str) or not given:
+                raise ValueError(
+                    f"`{name}` was {shown(given)}; the name of a "
+                    f"{name.replace('_', ' ')} of Google Compute Engine was wanted."
+                )
+        self._port = checked_port(port)
         self._job = task_type
         self._task_id = None if task_id is None else checked_task_id(task_id)
-        self._joined: int | None = None
         self._rpc_layer = rpc_layer
-        self._num_tasks = _checked_number(num_tasks)
+        wanted = "a whole number from 1 on was wanted, or None for the instances "
+        self._num_tasks = (
+            None
+            if num_tasks is None
+            else checked("`num_tasks`", num_tasks, f"{wanted}that run.")
+        )
         self._timeout_seconds = checked_seconds(timeout_seconds)
         self._where = {"project": project, "zone": zone}
         self._name = instance_group
@@ -142,8 +151,7 @@ class GCEClusterResolver(ClusterResolver):
           ClusterError: none runs, or not `num_tasks` in time; one has no address;
             Google does not answer, or refuses to.
         """
-        addresses = answered(self._attempt, self._timeout_seconds)
-        return ClusterSpec({self.task_type: addresses})
+        return ClusterSpec({self._job: self._answered(self._attempt)})
 
     @property
     def task_type(self) -> str:
@@ -161,35 +169,14 @@ class GCEClusterResolver(ClusterResolver):
             f"been created. It is {self._job!r}; make another resolver."
         )
 
-    def process(self) -> Process:
-        """As in `ClusterResolver`, of the instances that run now.
-
-        Raises:
-          ClusterError: as of `cluster_spec`.
-          ValueError: which instance this is is not known, or it cannot train.
-        """
-        spec, task_type, task_id = self._now()
-        process = self._placed(spec, task_type, task_id)
-        self._joined = task_id
-        return process
-
-    def _found_task_id(self) -> int | None:
-        return self._now()[2] if self._joined is None else self._joined
-
-    def _as_task_id(self, given: int) -> int:
-        return checked_task_id(given)
-
     def _now(self) -> tuple[ClusterSpec, str | None, int | None]:
         # Asked once: between two questions, the instances may be others.
         spec = self.cluster_spec()
-        task_id = self._task_id
-        if task_id is None:
-            own = address_of(_own_address(), self._port)
-            tasks = spec.job_tasks(self.task_type)
-            task_id = tasks.index(own) if own in tasks else None
-        else:
-            task_id = checked_task_id(task_id)
-        return spec, self.task_type, task_id
+        if self._task_id is not None:
+            return spec, self._job, self.task_id
+        own = address_of(_own_address(), self._port)
+        tasks = spec.job_tasks(self._job)
+        return spec, self._job, tasks.index(own) if own in tasks else None
 
     def _how_to_tell(self) -> str:
         return (
@@ -218,12 +205,36 @@ class GCEClusterResolver(ClusterResolver):
 
     def _addresses(self, deadline: float) -> list[str]:
         """The internal addresses of the running instances."""
+        found = []
         try:
             # Once: the client makes all methods of such an object anew.
-            instances = self._service.instances()
-            return [self._address(instances, name) for name in self._names(deadline)]
-        except ClusterError:
-            raise
+            groups, instances = (
+                self._service.instanceGroups(),
+                self._service.instances(),
+            )
+            request = groups.listInstances(
+                **self._where,
+                instanceGroup=self._name,
+                body={"instanceState": "RUNNING"},
+                orderBy="name",
+            )
+            while request is not None:
+                response = request.execute()
+                for item in response.get("items", []):
+                    if time.monotonic() > deadline:
+                        raise NotYetError(f"Not all of {self._group} was told in time.")
+                    name = item["instance"].rpartition("/")[2]
+                    told = instances.get(**self._where, instance=name).execute()
+                    interfaces = told.get("networkInterfaces") or [{}]
+                    if not (address := interfaces[0].get("networkIP")):
+                        raise ClusterError(
+                            f"Instance {name!r} of {self._group} has no internal IPv4 "
+                            "address. Give its first network interface one."
+                        )
+                    found.append(address)
+                request = groups.listInstances_next(
+                    previous_request=request, previous_response=response
+                )
         except Exception as error:
             if not is_of(error, "google", "googleapiclient", "httplib2"):
                 raise
@@ -231,34 +242,7 @@ class GCEClusterResolver(ClusterResolver):
         finally:
             if self._is_own_service:
                 self._service.close()  # the next request opens another connection
-
-    def _names(self, deadline: float) -> Iterator[str]:
-        groups = self._service.instanceGroups()
-        request = groups.listInstances(
-            **self._where,
-            instanceGroup=self._name,
-            body={"instanceState": "RUNNING"},
-            orderBy="name",
-        )
-        while request is not None:
-            response = request.execute()
-            for item in response.get("items", []):
-                if time.monotonic() > deadline:
-                    raise NotYetError(f"Not all of {self._group} was told in time.")
-                yield item["instance"].rpartition("/")[2]
-            request = groups.listInstances_next(
-                previous_request=request, previous_response=response
-            )
-
-    def _address(self, instances: Any, name: str) -> str:
-        found = instances.get(**self._where, instance=name).execute()
-        interfaces = found.get("networkInterfaces") or [{}]
-        if address := interfaces[0].get("networkIP"):
-            return address
-        raise ClusterError(
-            f"Instance {name!r} of {self._group} has no internal IPv4 address. Give "
-            "its first network interface one."
-        )
+        return found
 
     def _explanation(self, error: Exception) -> ClusterError:
         status = int(getattr(getattr(error, "resp", None), "status", 0))
@@ -275,25 +259,6 @@ class GCEClusterResolver(ClusterResolver):
         return ClusterError(
             f"Google Compute Engine does not tell of {self._group}: {told}. {advice}"
         )
-
-
-def _check_names(**given: object) -> None:
-    for name, value in given.items():
-        if not isinstance(value, str) or not value:
-            raise ValueError(
-                f"`{name}` was {shown(value)}; the name of a {name.replace('_', ' ')} "
-                "of Google Compute Engine was wanted."
-            )
-
-
-def _checked_number(given: object) -> int | None:
-    number = whole(given)
-    if given is not None and (number is None or number < 1):
-        raise ValueError(
-            f"`num_tasks` was {shown(given)}; a whole number from 1 on was wanted, or "
-            "None for the instances that run."
-        )
-    return number
 
 
 def _service(credentials: Any, timeout_seconds: float) -> Any:

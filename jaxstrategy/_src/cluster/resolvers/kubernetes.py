@@ -12,23 +12,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
-from jaxstrategy._src.cluster.resolvers.attempts import (
+from jaxstrategy._src.cluster.resolvers.cloud import (
     BUSY,
+    CloudResolver,
     NotYetError,
-    answered,
     checked_seconds,
     is_of,
     request_seconds,
 )
-from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver, Process
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import Place
 from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     ClusterSpec,
     address_of,
+    checked,
     checked_port,
-    checked_task_id,
 )
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text.shown import shown
 
 _DEFAULT = {"worker": ["job-name=tensorflow"]}
 _NAMES = ("POD_NAME", "HOSTNAME")
@@ -56,7 +56,7 @@ class PodLists(Protocol):
 
 
 @final
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(CloudResolver):
     """The running pods with a label, in the order of their names.
 
     Kubernetes is asked anew at each call, but a process stays the task as which it
@@ -147,7 +147,6 @@ class KubernetesClusterResolver(ClusterResolver):
                 f"`override_client` was {shown(override_client)}, which has no method "
                 f"`{self._method}`. Give a `CoreV1Api` of Kubernetes, or a stand-in."
             )
-        self._joined: tuple[str | None, int | None] | None = None
 
     def cluster_spec(self) -> ClusterSpec:
         """The addresses of the pods as they are now.
@@ -158,33 +157,9 @@ class KubernetesClusterResolver(ClusterResolver):
         """
         return self._spec(self._pods())
 
-    def process(self) -> Process:
-        """As in `ClusterResolver`, of the pods as they are now.
-
-        Raises:
-          ClusterError: as of `cluster_spec`.
-          ValueError: which pod this is is not known, or it is one that cannot train.
-        """
-        # A lone pod may be another: those of the job do not start at one moment.
-        spec, task_type, task_id = self._now()
-        process = self._placed(spec, task_type, task_id)
-        self._joined = task_type, task_id
-        return process
-
-    def _found_task_type(self) -> str | None:
-        return self._found()[0]
-
-    def _found_task_id(self) -> int | None:
-        return self._found()[1]
-
-    def _found(self) -> tuple[str | None, int | None]:
-        """The task of this process, which stays what it was when it joined a job."""
-        if self._joined is not None:
-            return self._joined
-        return self._now()[1:] if self._own_name else (None, None)
-
-    def _as_task_id(self, given: int) -> int:
-        return checked_task_id(given)
+    def _found_task(self) -> Place:
+        is_found = self._joined is not None or self._own_name
+        return super()._found_task() if is_found else (None, None)
 
     def _now(self) -> tuple[ClusterSpec, str | None, int | None]:
         pods = self._pods()  # once: between two questions, they may be others
@@ -196,10 +171,10 @@ class KubernetesClusterResolver(ClusterResolver):
             if own and pod.is_called(own)
         ]
         found_type, found_id = places[0] if len(places) == 1 else (None, None)
-        task_type = found_type if self._task_type is None else self._task_type
+        task_type = found_type if self._task_type is None else self.task_type
         task_id = found_id if task_type == found_type else None
         if self._task_id is not None:
-            task_id = checked_task_id(self._task_id)
+            task_id = self.task_id
         return self._spec(pods), task_type, task_id
 
     def _how_to_tell(self) -> str:
@@ -265,7 +240,7 @@ class KubernetesClusterResolver(ClusterResolver):
             _check_single([pod for found in tasks.values() for pod in found])
             return tasks
 
-        return answered(attempt, self._timeout_seconds)
+        return self._answered(attempt)
 
     def _checked(self, job: str, pods: list[_Pod]) -> list[_Pod]:
         """The pods of a job, all of which run, as many as there will be."""
@@ -440,18 +415,16 @@ def _checked_numbers(
             f"`num_tasks` was {shown(given)}; the number of pods of each job was "
             'wanted, as {"worker": 4}.'
         )
-    for job, number in given.items():
-        if job not in selectors:
-            raise ValueError(
-                f"`num_tasks` has the job {job!r}, of which `job_to_label_mapping` "
-                f"has no labels; it has those of {list(selectors)}."
-            )
-        if (whole(number) or 0) < 1:
-            raise ValueError(
-                f"`num_tasks` of job {job!r} was {shown(number)}; a whole number from "
-                "1 on was wanted."
-            )
-    return {job: int(number) for job, number in given.items()}
+    if unknown := [job for job in given if job not in selectors]:
+        raise ValueError(
+            f"`num_tasks` has the job {unknown[0]!r}, of which `job_to_label_mapping` "
+            f"has no labels; it has those of {list(selectors)}."
+        )
+    wanted = "a whole number from 1 on was wanted."
+    return {
+        job: checked(f"`num_tasks` of job {job!r}", number, wanted)
+        for job, number in given.items()
+    }
 
 
 def _configuration(is_within: bool) -> Any:

@@ -10,7 +10,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
+    ClusterResolver,
+    all_tasks,
+)
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -20,6 +23,7 @@ _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 _NAMES = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
+_PARTS = re.compile(r"\[[^\]]*\]|[^\[]+")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
 _TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")
 
@@ -74,94 +78,87 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
-        self._rank = _number("SLURM_PROCID")
-        count = _number(*_NUM_TASKS)
-        hosts = expand_hostlist(_variable(*_NODES))
-        per_node = _per_node(tasks_per_node, len(hosts))
-        self._jobs = dict(sorted((jobs or {"worker": count}).items()))
-        self._check_tasks(count, per_node, hosts)
-        # The node and the place on it, of each task.
-        self._places = [
+        rank, count = _number("SLURM_PROCID"), _number(*_NUM_TASKS)
+        hosts = _expanded_hosts(_variable(*_NODES))
+        if tasks_per_node is None:
+            per_node = _expanded_tasks(_variable(*_TASKS_PER_NODE))
+        elif isinstance(tasks_per_node, int):
+            per_node = [tasks_per_node] * len(hosts)
+        else:
+            per_node = list(tasks_per_node)
+        jobs = dict(sorted((jobs or {"worker": count}).items()))
+        if sum(jobs.values()) != count:
+            raise RuntimeError(
+                f"`jobs` is {jobs}, {sum(jobs.values())} tasks in all, but Slurm "
+                f"started {count}. Give as many, or start as many with `srun --ntasks`."
+            )
+        if len(per_node) != len(hosts) or sum(per_node) < count:
+            raise RuntimeError(
+                f"{count} tasks do not fit on {len(hosts)} nodes with {per_node} tasks "
+                "each. Leave `tasks_per_node` to Slurm, or give what it did."
+            )
+        if rank >= count:
+            raise ValueError(f"SLURM_PROCID is {rank}, of {count} tasks.")
+        # The node of each task, and its place there.
+        places = [
             (host, i)
             for host, tasks in zip(hosts, per_node, strict=True)
             for i in range(tasks)
-        ][:count]
-        self._port_base = port_base
-        self._auto_set_gpu = auto_set_gpu
+        ]
+        addresses = iter(f"{host}:{port_base + i}" for host, i in places)
+        self._spec = ClusterSpec(
+            {job: list(itertools.islice(addresses, n)) for job, n in jobs.items()}
+        )
+        self._task_type, self._task_id = all_tasks(self._spec, list(jobs))[rank]
         self._rpc_layer = rpc_layer
-        self._set_gpus(gpus_per_node, gpus_per_task, max(per_node))
-        self._task_type, self._task_id = self._task()
+        local_rank = int(os.environ.get("SLURM_LOCALID") or places[rank][1])
+        self._gpus_per_task, own = _gpus(
+            gpus_per_node, gpus_per_task, max(per_node), local_rank
+        )
+        self._own_gpus = own if auto_set_gpu else None
 
     def cluster_spec(self) -> ClusterSpec:
         """The tasks of the step; also chooses this process's GPUs, if it should."""
         if self._own_gpus is not None:
             os.environ[_GPUS] = ",".join(self._own_gpus)
-        addresses = iter(f"{host}:{self._port_base + i}" for host, i in self._places)
-        return ClusterSpec(
-            {
-                job: list(itertools.islice(addresses, tasks))
-                for job, tasks in self._jobs.items()
-            }
-        )
+        return self._spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The type and the index of this process."""
         return self.task_type, self.task_id
 
-    def _accelerators(
-        self, task_type: str | None, task_id: int | None
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         return {"GPU": self._gpus_per_task}  # each task has the same number
 
-    def _check_tasks(
-        self, count: int, per_node: Sequence[int], hosts: Sequence[str]
-    ) -> None:
-        wanted = sum(self._jobs.values())
-        if wanted != count:
-            raise RuntimeError(
-                f"`jobs` is {self._jobs}, {wanted} tasks in all, but Slurm started "
-                f"{count}. Give as many, or start as many with `srun --ntasks`."
-            )
-        if len(per_node) != len(hosts) or sum(per_node) < count:
-            raise RuntimeError(
-                f"{count} tasks do not fit on {len(hosts)} nodes with {list(per_node)} "
-                "tasks each. Leave `tasks_per_node` to Slurm, or give what it did."
-            )
-        if self._rank >= count:
-            raise ValueError(f"SLURM_PROCID is {self._rank}, of {count} tasks.")
 
-    def _set_gpus(self, per_node: int | None, per_task: int | None, tasks: int) -> None:
-        visible = [gpu for gpu in os.environ.get(_GPUS, "").split(",") if gpu.strip()]
-        bound = per_node is None and per_task is None and 0 < len(visible) < tasks
-        if bound:  # each task sees its own ones only
-            per_task = len(visible)
-            per_node = per_task * tasks
-        if per_node is None:
-            per_node = len(visible) or _gpus_of_node()
-        if per_task is None:
-            per_task = per_node // tasks
-        if per_task * tasks > per_node:
-            raise RuntimeError(
-                f"{tasks} tasks with {per_task} GPUs each want more than the "
-                f"{per_node} GPUs of a node. Change `gpus_per_task` or "
-                "`gpus_per_node`, or start fewer tasks on a node."
-            )
-        self._gpus_per_task = per_task
-        self._own_gpus: list[str] | None = None
-        if self._auto_set_gpu and not bound:
-            names = visible if len(visible) == per_node else map(str, range(per_node))
-            first = self._local_rank() * per_task
-            self._own_gpus = list(names)[first : first + per_task]
-
-    def _local_rank(self) -> int:
-        return int(os.environ.get("SLURM_LOCALID") or self._places[self._rank][1])
-
-    def _task(self) -> tuple[str, int]:
-        tasks = [(job, i) for job, count in self._jobs.items() for i in range(count)]
-        return tasks[self._rank]
+def _gpus(
+    per_node: int | None, per_task: int | None, tasks: int, local_rank: int
+) -> tuple[int, list[str] | None]:
+    """How many GPUs each task has, and which this one; None where Slurm has chosen."""
+    visible = [gpu for gpu in os.environ.get(_GPUS, "").split(",") if gpu.strip()]
+    if per_node is None and per_task is None and 0 < len(visible) < tasks:
+        return len(visible), None  # each task sees its own ones only
+    if per_node is None:
+        per_node = len(visible) or _gpus_of_node()
+    if per_task is None:
+        per_task = per_node // tasks
+    if per_task * tasks > per_node:
+        raise RuntimeError(
+            f"{tasks} tasks with {per_task} GPUs each want more than the {per_node} "
+            "GPUs of a node. Change `gpus_per_task` or `gpus_per_node`, or start fewer "
+            "tasks on a node."
+        )
+    names = visible if len(visible) == per_node else list(map(str, range(per_node)))
+    first = local_rank * per_task
+    return per_task, names[first : first + per_task]
 
 
-def expand_hostlist(hostlist: str) -> list[str]:
+def _expanded_hosts(hostlist: str) -> list[str]:
     """The names that Slurm's short form stands for."""
     names = _NAMES.findall(hostlist)
     if not names or ",".join(names) != hostlist.strip():
@@ -169,10 +166,32 @@ def expand_hostlist(hostlist: str) -> list[str]:
             f"{hostlist!r} is not a list of hosts of Slurm's; one looks like "
             '"node[01-03,07],gpu5".'
         )
-    return [host for name in names for host in _hosts(name, hostlist)]
+
+    def numbers(part: str) -> list[str]:
+        if not part.startswith("["):
+            return [part]
+        found = []
+        for each in part[1:-1].split(","):
+            match = _RANGE.fullmatch(each.strip())
+            if match is None:
+                raise ValueError(
+                    f"{each!r} in the list of hosts {hostlist!r} is no range of "
+                    "numbers."
+                )
+            first, last = match["first"], match["last"] or match["first"]
+            width = len(first)
+            found += [str(n).zfill(width) for n in range(int(first), int(last) + 1)]
+        return found
+
+    # `a[1-2]b[3,4]` is `a1b3`, `a1b4`, `a2b3`, `a2b4`.
+    return [
+        "".join(host)
+        for name in names
+        for host in itertools.product(*map(numbers, _PARTS.findall(name)))
+    ]
 
 
-def expand_tasks_per_node(tasks: str) -> list[int]:
+def _expanded_tasks(tasks: str) -> list[int]:
     """The number of tasks on each node, from Slurm's short form."""
     counts = []
     for part in tasks.split(","):
@@ -184,36 +203,6 @@ def expand_tasks_per_node(tasks: str) -> list[int]:
             )
         counts += [int(found["tasks"])] * int(found["nodes"] or 1)
     return counts
-
-
-def _hosts(name: str, hostlist: str) -> list[str]:
-    """`a[1-2]b[3,4]` is `a1b3`, `a1b4`, `a2b3`, `a2b4`."""
-    parts = [
-        _numbers(part[1:-1], hostlist) if part.startswith("[") else [part]
-        for part in re.findall(r"\[[^\]]*\]|[^\[]+", name)
-    ]
-    return ["".join(host) for host in itertools.product(*parts)]
-
-
-def _numbers(ranges: str, hostlist: str) -> list[str]:
-    numbers = []
-    for part in ranges.split(","):
-        found = _RANGE.fullmatch(part.strip())
-        if found is None:
-            raise ValueError(
-                f"{part!r} in the list of hosts {hostlist!r} is no range of numbers."
-            )
-        first, last = found["first"], found["last"] or found["first"]
-        numbers += [
-            str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)
-        ]
-    return numbers
-
-
-def _per_node(given: int | Sequence[int] | None, nodes: int) -> list[int]:
-    if given is None:
-        return expand_tasks_per_node(_variable(*_TASKS_PER_NODE))
-    return [given] * nodes if isinstance(given, int) else list(given)
 
 
 def _gpus_of_node() -> int:

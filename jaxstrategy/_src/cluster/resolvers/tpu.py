@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
     TRAINING,
     ClusterResolver,
+    Place,
     Process,
+    all_tasks,
 )
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
 from jaxstrategy._src.cluster.resolvers.environment import default_resolver
@@ -77,11 +81,11 @@ class HardwareFeature:
         return features[number]
 
 
-# The numbers of the fields, and how values are written: protocol buffers.
+# The numbers of the fields of the message, which is a protocol buffer.
 _MESH_SHAPE, _TASKS, _DEVICES, _COORDINATES, _HARDWARE = 1, 2, 3, 4, 5
 _EMBEDDING = 1  # a field of the message of the hardware
-_NUMBER, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
-_SKIPPED = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
+_NUMBER, _BYTES = 0, 2  # how values are written
+_SIZES = {1: 8, 5: 4}  # of other kinds of values
 
 
 @final
@@ -99,115 +103,90 @@ class TopologyMessage:
     def parsed(serialized: bytes) -> TopologyMessage:
         """The message in `serialized`."""
         try:
-            return _of_fields(list(_fields(bytes(memoryview(serialized)))))
-        except (IndexError, TypeError):  # it ends too early; it has no bytes
+            fields = _fields(bytes(memoryview(serialized)))
+            has_hardware = _HARDWARE in fields
+            tasks, devices, embedding = (
+                (_numbers(each) or [0])[-1]
+                for each in (
+                    fields[_TASKS],
+                    fields[_DEVICES],
+                    _fields(fields[_HARDWARE])[_EMBEDDING],
+                )
+            )
+            mesh_shape = _numbers(fields[_MESH_SHAPE])
+            coordinates = _numbers(fields[_COORDINATES])
+        except (LookupError, TypeError):  # it ends too early; it has no bytes
             raise ValueError(
                 "A serialized topology was wanted, as `Topology.serialized()` makes "
                 f"it; got {shown(serialized)}."
             ) from None
+        return TopologyMessage(
+            mesh_shape, tasks, devices, coordinates, embedding if has_hardware else None
+        )
 
     def serialized(self) -> bytes:
         """The message as bytes, which TensorFlow reads."""
-        parts = [
-            _packed(_MESH_SHAPE, self.mesh_shape),
-            _numbered(_TASKS, self.tasks),
-            _numbered(_DEVICES, self.devices),
-            _packed(_COORDINATES, self.coordinates),
-        ]
+
+        def number(field: int, value: int) -> bytes:
+            # A field that is 0 is left out, as TensorFlow does.
+            return _written([field << 3 | _NUMBER, value]) if value else b""
+
+        def delimited(field: int, value: bytes) -> bytes:
+            return _written([field << 3 | _BYTES, len(value)]) + value
+
+        def packed(field: int, values: Sequence[int]) -> bytes:
+            return delimited(field, _written(values)) if len(values) else b""
+
+        message = packed(_MESH_SHAPE, self.mesh_shape)
+        message += number(_TASKS, self.tasks) + number(_DEVICES, self.devices)
+        message += packed(_COORDINATES, self.coordinates)
         if self.embedding is not None:
-            hardware = _numbered(_EMBEDDING, self.embedding)
-            parts.append(_delimited(_HARDWARE, hardware))
-        return b"".join(parts)
+            message += delimited(_HARDWARE, number(_EMBEDDING, self.embedding))
+        return message
 
 
-def _of_fields(fields: Sequence[tuple[int, int | bytes]]) -> TopologyMessage:
-    mesh_shape: list[int] = []
-    coordinates: list[int] = []
-    single = {_TASKS: 0, _DEVICES: 0}
-    embedding: int | None = None
-    for number, value in fields:
-        if number == _MESH_SHAPE:
-            mesh_shape += _numbers(value)
-        elif number == _COORDINATES:
-            coordinates += _numbers(value)
-        elif number in single:
-            (single[number],) = _numbers(value)
-        elif number == _HARDWARE and isinstance(value, bytes):
-            found = [v for n, v in _fields(value) if n == _EMBEDDING]
-            embedding = _numbers(found[-1])[0] if found else 0
-    return TopologyMessage(
-        mesh_shape, single[_TASKS], single[_DEVICES], coordinates, embedding
-    )
-
-
-def _numbers(value: int | bytes) -> list[int]:
-    """The numbers of a field, which stand alone or packed."""
-    if isinstance(value, int):
-        return [value]
-    found: list[int] = []
-    place = 0
-    while place < len(value):
-        number, place = _number_at(value, place)
-        found.append(number)
+def _fields(message: bytes) -> collections.defaultdict[int, bytes]:
+    """What each field holds, by its number; several of one number are joined."""
+    found = collections.defaultdict[int, bytes](bytes)
+    stream = io.BytesIO(message)
+    while (start := stream.tell()) < len(message):
+        key = _number(stream)
+        kind, start = key & 7, stream.tell()
+        if kind == _NUMBER:
+            _number(stream)
+        else:
+            size = _number(stream) if kind == _BYTES else _SIZES[kind]
+            start = stream.tell()
+            if len(stream.read(size)) < size:
+                raise IndexError("it ends too early")
+        found[key >> 3] += message[start : stream.tell()]
     return found
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message, each by its number."""
-    place = 0
-    while place < len(message):
-        key, place = _number_at(message, place)
-        number, kind = key >> 3, key & 7
-        if kind == _NUMBER:
-            value, place = _number_at(message, place)
-        else:
-            size, place = _size_at(message, place, kind)
-            value, place = message[place : place + size], place + size
-        if place > len(message):
-            raise IndexError("it ends too early")
-        yield number, value
+def _numbers(packed: bytes) -> list[int]:
+    stream = io.BytesIO(packed)
+    return [_number(stream) for _ in range(sum(byte < 0x80 for byte in packed))]
 
 
-def _size_at(message: bytes, place: int, kind: int) -> tuple[int, int]:
-    """The size of a value that is no number, and where it begins."""
-    if kind == _BYTES:
-        return _number_at(message, place)
-    if kind not in _SKIPPED:
-        raise IndexError("there is no such kind of field")
-    return _SKIPPED[kind], place
-
-
-def _number_at(message: bytes, place: int) -> tuple[int, int]:
-    """The number at `place`, in groups of 7 bits, and where the next begins."""
+def _number(stream: io.BytesIO) -> int:
+    """The next number, which is written in groups of 7 bits."""
     number = shift = 0
     while True:
-        byte = message[place]
+        byte = stream.read(1)[0]
         number |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
-        if not byte & 0x80:
-            return number, place
+        if byte < 0x80:
+            return number
+        shift += 7
 
 
-def _written(number: int) -> bytes:
+def _written(numbers: Sequence[int]) -> bytes:
     found = bytearray()
-    while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*found, number])
-
-
-def _delimited(field: int, value: bytes) -> bytes:
-    return _written(field << 3 | _BYTES) + _written(len(value)) + value
-
-
-def _packed(field: int, numbers: Iterable[int]) -> bytes:
-    value = b"".join(map(_written, numbers))
-    return _delimited(field, value) if value else b""
-
-
-def _numbered(field: int, number: int) -> bytes:
-    # A field that is 0 is left out, as TensorFlow does.
-    return _written(field << 3 | _NUMBER) + _written(number) if number else b""
+    for number in numbers:
+        while number > 0x7F:
+            found.append(number & 0x7F | 0x80)
+            number >>= 7
+        found.append(number)
+    return bytes(found)
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -291,7 +270,15 @@ class TPUClusterResolver(ClusterResolver):
     ) -> None:
         self.tpu = _checked_name(tpu)
         self._job = job_name
-        self._coordinator = _checked_coordinator(coordinator_name, coordinator_address)
+        self._coordinator: dict[str, list[str]] = {}
+        if coordinator_name is not None:
+            if not coordinator_address:
+                raise ValueError(
+                    f"`coordinator_name` was {coordinator_name!r} without a "
+                    "`coordinator_address`. No server is started here: give the "
+                    "address, or leave out both."
+                )
+            self._coordinator[coordinator_name] = [coordinator_address]
         self._topology: TopologyMessage | None = None
 
     @classmethod
@@ -329,15 +316,9 @@ class TPUClusterResolver(ClusterResolver):
           ValueError: an environment variable is malformed.
         """
         found, _ = self._hosts()
-        tasks = {self._job: found} if found else {}
-        return ClusterSpec({**tasks, **self._coordinator} if found else {})
+        return ClusterSpec({self._job: found, **self._coordinator} if found else {})
 
     def process(self) -> Process:
-        """The rank of this process, how many there are, and where they meet.
-
-        Raises:
-          ValueError: an environment variable is malformed.
-        """
         hosts, index = self._hosts()
         return Process(index, len(hosts), hosts[0]) if hosts else Process(0, 1, "")
 
@@ -412,30 +393,26 @@ class TPUClusterResolver(ClusterResolver):
     def __repr__(self) -> str:
         return f"TPUClusterResolver({self.tpu!r})"
 
-    def _found_task_type(self) -> str:
-        return self._job
-
-    def _found_task_id(self) -> int:
-        return self._hosts()[1]
-
-    def _found_rpc_layer(self) -> str:
-        return "grpc"
-
-    def _own_master(
-        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
-    ) -> str:
-        if not self._hosts()[0]:
-            return ""
-        return super()._own_master(task_type, task_id, rpc_layer)
-
-    def _accelerators(
-        self, task_type: str | None, task_id: int | None
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
-        """The TPU cores of this host; all hosts of a TPU have as many."""
+        """The TPU cores of this host, as `{"TPU": 4}`; all hosts of a TPU have as many.
+
+        It asks JAX, which starts the devices; in a cluster, build the strategy first.
+        """
         import jax  # only here, as in `cluster_resolver`
 
         tpus = [device for device in jax.local_devices() if device.platform == "tpu"]
         return {"TPU": len(tpus)}
+
+    def _found_task(self) -> Place:
+        return self._job, self._hosts()[1]
+
+    def _found_rpc_layer(self) -> str:
+        return "grpc"
 
     def _hosts(self) -> tuple[list[str], int]:
         """The address of each process, and which is this one; none if none is known."""
@@ -443,7 +420,8 @@ class TPUClusterResolver(ClusterResolver):
             return [], 0
         others = default_resolver()
         if others is not None:
-            return _of_resolver(others)
+            tasks = all_tasks(spec := others.cluster_spec(), TRAINING)
+            return [spec.task_address(*each) for each in tasks], others.process().index
         # With several slices, the variable has the hosts of one of them.
         if os.environ.get(HOSTS, "").strip() and not os.environ.get(_SLICES):
             return _of_environment()
@@ -461,14 +439,6 @@ def _of_environment() -> tuple[list[str], int]:
             '`TPUClusterResolver("local")`.'
         )
     return [f"{name}:{_PORT}" for name in names], int(text)
-
-
-def _of_resolver(other: ClusterResolver) -> tuple[list[str], int]:
-    """The processes that another resolver knows, in the order of their ranks."""
-    spec, place = other.cluster_spec(), other.process()
-    jobs = [job for job in TRAINING if job in spec.jobs]
-    found = [spec.task_address(j, i) for j in jobs for i in spec.task_indices(j)]
-    return found, place.index
 
 
 def _of_jax() -> tuple[list[str], int]:
@@ -500,14 +470,3 @@ def _checked_name(given: object) -> str:
         "tpu-vm ssh NAME --worker=all --command=...`) with `TPUClusterResolver()`, or "
         'with `TPUClusterResolver("local")` for the devices of one host.'
     )
-
-
-def _checked_coordinator(name: str | None, address: str | None) -> dict[str, list[str]]:
-    if name is None:
-        return {}
-    if not address:
-        raise ValueError(
-            f"`coordinator_name` was {name!r} without a `coordinator_address`. No "
-            "server is started here: give the address, or leave out both."
-        )
-    return {name: [address]}
