@@ -35,9 +35,9 @@ class CloudResolver(ClusterResolver):
 
     def process(self) -> Process:
         # A lone task may be another: those of a job do not start at one moment.
-        spec, *task = self._now()
-        process = self._placed(spec, *task)
-        self._joined = task[0], task[1]
+        spec, task_type, task_id = self._now()
+        process = self._placed(spec, task_type, task_id)
+        self._joined = task_type, task_id
         return process
 
     def _found_task(self) -> Place:
@@ -67,15 +67,18 @@ def request_seconds(left: float) -> float:
 
 def checked_seconds(given: object) -> float:
     """`timeout_seconds` as it was given."""
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not 0 <= given < math.inf:
+    if (
+        isinstance(given, bool)
+        or not isinstance(given, int | float)
+        or not 0 <= given < math.inf
+    ):
         raise ValueError(
             f"`timeout_seconds` was {shown(given)}; a number of seconds was wanted."
         )
     return float(given)
 
 
-def is_of(error: Exception, *packages: str) -> bool:
-    """Whether it is an error of one of these packages, or of the system beneath."""
-    kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-    return isinstance(error, OSError) or not kinds.isdisjoint(packages)
+def is_of(thing: object, *packages: str) -> bool:
+    """Whether one of these packages made its class, or a base of that."""
+    kinds = {kind.__module__.partition(".")[0] for kind in type(thing).__mro__}
+    return not kinds.isdisjoint(packages)

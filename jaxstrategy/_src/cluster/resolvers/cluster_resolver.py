@@ -226,9 +226,12 @@ class ClusterResolver(abc.ABC):
         """The cluster, and a task of it: this process's where it is not given."""
         if task_type is not None and task_id is not None:
             return self.cluster_spec(), task_type, task_id
-        spec, *own = self._now()
-        kind = own[0] if task_type is None else task_type
-        return spec, kind, own[1] if task_id is None else task_id
+        spec, own_type, own_id = self._now()
+        return (
+            spec,
+            own_type if task_type is None else task_type,
+            own_id if task_id is None else task_id,
+        )
 
     def _placed(
         self, spec: ClusterSpec, task_type: str | None, task_id: int | None

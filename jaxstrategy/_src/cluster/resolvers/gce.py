@@ -208,10 +208,8 @@ class GCEClusterResolver(CloudResolver):
         found = []
         try:
             # Once: the client makes all methods of such an object anew.
-            groups, instances = (
-                self._service.instanceGroups(),
-                self._service.instances(),
-            )
+            groups = self._service.instanceGroups()
+            instances = self._service.instances()
             request = groups.listInstances(
                 **self._where,
                 instanceGroup=self._name,
@@ -236,7 +234,8 @@ class GCEClusterResolver(CloudResolver):
                     previous_request=request, previous_response=response
                 )
         except Exception as error:
-            if not is_of(error, "google", "googleapiclient", "httplib2"):
+            ours = is_of(error, "google", "googleapiclient", "httplib2")
+            if not ours and not isinstance(error, OSError):
                 raise
             raise self._explanation(error) from error
         finally:

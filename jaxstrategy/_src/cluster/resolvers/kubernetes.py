@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime
 import enum
-import inspect
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, final
 
 from jaxstrategy._src.cluster.resolvers.cloud import (
     BUSY,
@@ -129,8 +127,13 @@ class KubernetesClusterResolver(CloudResolver):
         self._selectors = _checked_selectors(job_to_label_mapping or _DEFAULT)
         self._port = checked_port(tf_server_port, "tf_server_port")
         self._rpc_layer = rpc_layer
-        location = _checked_location(executable_location)
-        self._is_within = location is KubernetesExecutableLocation.WITHIN_CLUSTER
+        if not isinstance(executable_location, KubernetesExecutableLocation):
+            raise ValueError(
+                f"`executable_location` was {shown(executable_location)}; "
+                "KubernetesExecutableLocation.WITHIN_CLUSTER or .OFF_CLUSTER was wanted."
+            )
+        within = KubernetesExecutableLocation.WITHIN_CLUSTER
+        self._is_within = executable_location is within
         self._num_tasks = _checked_numbers(num_tasks or {}, self._selectors)
         self._timeout_seconds = checked_seconds(timeout_seconds)
         self._method = "list_pod_for_all_namespaces"
@@ -168,7 +171,8 @@ class KubernetesClusterResolver(CloudResolver):
             (job, index)
             for job, tasks in pods.items()
             for index, pod in enumerate(tasks)
-            if own and pod.is_called(own)
+            # Kubernetes makes the hostname of a longer name so.
+            if own and own in (pod.name, pod.hostname, pod.name[:63].rstrip("-."))
         ]
         found_type, found_id = places[0] if len(places) == 1 else (None, None)
         task_type = found_type if self._task_type is None else self.task_type
@@ -214,7 +218,7 @@ class KubernetesClusterResolver(CloudResolver):
 
     def _asked(self, client: PodLists) -> dict[str, list[_Pod]]:
         ask = getattr(client, self._method)
-        has_deadline = _takes(ask, "_request_timeout")
+        has_deadline = is_of(client, "kubernetes")  # stand-ins take none
 
         def listed(selector: str, deadline: float) -> list[_Pod]:
             arguments: dict[str, Any] = {**self._where, "label_selector": selector}
@@ -223,9 +227,10 @@ class KubernetesClusterResolver(CloudResolver):
                 seconds = request_seconds(deadline - time.monotonic())
                 arguments["_request_timeout"] = (seconds, seconds)
             try:
-                found = [_Pod.of(each) for each in ask(**arguments).items]
+                found = [_pod(each) for each in ask(**arguments).items]
             except Exception as error:
-                if not is_of(error, "kubernetes", "urllib3"):
+                ours = is_of(error, "kubernetes", "urllib3")
+                if not ours and not isinstance(error, OSError):
                     raise
                 raise self._explanation(error) from error
             return sorted(found, key=lambda pod: pod.name)
@@ -237,7 +242,15 @@ class KubernetesClusterResolver(CloudResolver):
                 for job, selectors in self._selectors.items()
             }
             tasks = {job: self._checked(job, found) for job, found in pods.items()}
-            _check_single([pod for found in tasks.values() for pod in found])
+            counts = collections.Counter(
+                (pod.namespace, pod.name) for found in tasks.values() for pod in found
+            )
+            (_, name), count = counts.most_common(1)[0]
+            if count > 1:
+                raise ClusterError(
+                    f'Pod "{name}" would be {count} tasks: it has the labels of '
+                    "several selectors. Give each pod the label of one only."
+                )
             return tasks
 
         return self._answered(attempt)
@@ -246,7 +259,7 @@ class KubernetesClusterResolver(CloudResolver):
         """The pods of a job, all of which run, as many as there will be."""
         labels = self._selectors[job]
         wanted = self._num_tasks.get(job)
-        running = [pod for pod in pods if pod.is_running and pod.ip]
+        running = [pod for pod in pods if pod.phase == "Running" and pod.ip]
         if wanted is None:
             if not pods:
                 raise ClusterError(
@@ -255,9 +268,9 @@ class KubernetesClusterResolver(CloudResolver):
                     "label; give `num_tasks` to wait for pods that are not there yet."
                 )
             for pod in pods:
-                if not pod.is_running:
+                if pod.phase != "Running":
                     raise ClusterError(
-                        f'Pod "{pod.name}" is not running; phase: "{pod.state}". Give '
+                        f'Pod "{pod.name}" is not running; phase: "{pod.phase}". Give '
                         f"`num_tasks` to wait until as many pods of job {job!r} run, "
                         "whatever others do."
                     )
@@ -274,7 +287,7 @@ class KubernetesClusterResolver(CloudResolver):
             )
         elif len(running) < wanted:
             others = ", ".join(
-                f"{pod.name} ({pod.state if pod.ip or not pod.is_running else 'no IP'})"
+                f"{pod.name} ({'no IP' if pod.phase == 'Running' else pod.phase})"
                 for pod in pods
                 if pod not in running
             )
@@ -314,67 +327,37 @@ class KubernetesClusterResolver(CloudResolver):
         )
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class _Pod:
+class _Pod(NamedTuple):
     """What is known of one pod; what a stand-in does not say is empty."""
 
     name: str
     namespace: str
     hostname: str
     phase: str
-    is_ending: bool
     ip: str
 
-    @staticmethod
-    def of(listed: object) -> _Pod:
-        """A pod as a client lists it: a `V1Pod`, or a stand-in."""
-        metadata = getattr(listed, "metadata", None)
-        status = getattr(listed, "status", None)
-        ended = getattr(metadata, "deletion_timestamp", None)
-        # Not `host_ip` as TensorFlow: two pods of a node would have one address, at
-        # which none can listen. Stand-ins that were made for TensorFlow know no other.
-        ip = getattr(status, "pod_ip", NotImplemented)
-        if not (ip is None or isinstance(ip, str)):
-            ip = _text(status, "host_ip")
-        return _Pod(
-            _text(metadata, "name"),
-            _text(metadata, "namespace"),
-            _text(getattr(listed, "spec", None), "hostname"),
-            _text(status, "phase"),
-            isinstance(ended, datetime.datetime | str),
-            ip or "",
-        )
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it can take part in a job."""
-        return self.phase == "Running" and not self.is_ending
-
-    @property
-    def state(self) -> str:
-        """The phase, for messages."""
-        return f"{self.phase}, being deleted" if self.is_ending else self.phase
-
-    def is_called(self, own: str) -> bool:
-        """Whether a program for which this is the name of its host runs in it."""
-        # Kubernetes makes the hostname of a longer name so.
-        return own in (self.name, self.hostname, self.name[:63].rstrip("-."))
+def _pod(listed: object) -> _Pod:
+    """A pod as a client lists it: a `V1Pod`, or a stand-in."""
+    metadata = getattr(listed, "metadata", None)
+    status = getattr(listed, "status", None)
+    phase = _text(status, "phase")
+    ended = getattr(metadata, "deletion_timestamp", None)
+    if isinstance(ended, datetime.datetime | str):
+        phase += ", being deleted"
+    # Not `host_ip` as TensorFlow: two pods of a node would have one address, at which
+    # none can listen. Stand-ins that were made for TensorFlow know no other.
+    ip = getattr(status, "pod_ip", NotImplemented)
+    if not (ip is None or isinstance(ip, str)):
+        ip = _text(status, "host_ip")
+    name, namespace = _text(metadata, "name"), _text(metadata, "namespace")
+    hostname = _text(getattr(listed, "spec", None), "hostname")
+    return _Pod(name, namespace, hostname, phase, ip or "")
 
 
 def _text(holder: object, name: str) -> str:
     found = getattr(holder, name, None)
     return found if isinstance(found, str) else ""
-
-
-def _check_single(pods: Sequence[_Pod]) -> None:
-    counts = collections.Counter((pod.namespace, pod.name) for pod in pods)
-    (_, name), count = counts.most_common(1)[0]
-    if count > 1:
-        raise ClusterError(
-            f'Pod "{name}" would be {count} tasks: it has the labels of several '
-            "selectors. Give each pod the label of one only."
-        )
 
 
 def _checked_selectors(given: object) -> dict[str, list[str]]:
@@ -396,15 +379,6 @@ def _checked_selectors(given: object) -> dict[str, list[str]]:
                 'was wanted, as ["job-name=train"].'
             )
     return {job: list(selectors) for job, selectors in given.items()}
-
-
-def _checked_location(given: object) -> KubernetesExecutableLocation:
-    if not isinstance(given, KubernetesExecutableLocation):
-        raise ValueError(
-            f"`executable_location` was {shown(given)}; "
-            "KubernetesExecutableLocation.WITHIN_CLUSTER or .OFF_CLUSTER was wanted."
-        )
-    return given
 
 
 def _checked_numbers(
@@ -458,14 +432,3 @@ def _configuration(is_within: bool) -> Any:
             )
         raise ClusterError(text) from error
     return configuration
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function takes an argument of that name."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return any(
-        each.name == name or each.kind == each.VAR_KEYWORD for each in parameters
-    )
