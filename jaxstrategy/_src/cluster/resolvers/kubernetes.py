@@ -130,7 +130,8 @@ class KubernetesClusterResolver(CloudResolver):
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise ValueError(
                 f"`executable_location` was {shown(executable_location)}; "
-                "KubernetesExecutableLocation.WITHIN_CLUSTER or .OFF_CLUSTER was wanted."
+                "KubernetesExecutableLocation.WITHIN_CLUSTER or .OFF_CLUSTER was "
+                "wanted."
             )
         within = KubernetesExecutableLocation.WITHIN_CLUSTER
         self._is_within = executable_location is within
