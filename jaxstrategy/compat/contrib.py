@@ -9,27 +9,17 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.compat.contrib.contrib_strategies import (
+    from jaxstrategy._src.compat.contrib import (
         AllReduceCrossTowerOps as AllReduceCrossTowerOps,
         CollectiveAllReduceStrategy as CollectiveAllReduceStrategy,
+        DistributionStrategy as DistributionStrategy,
         MirroredStrategy as MirroredStrategy,
+        MultiStepContext as MultiStepContext,
         OneDeviceStrategy as OneDeviceStrategy,
         ParameterServerStrategy as ParameterServerStrategy,
-        TPUStrategy as TPUStrategy,
-    )
-    from jaxstrategy._src.compat.contrib.distribution_strategy import (
-        DistributionStrategy as DistributionStrategy,
-        MultiStepContext as MultiStepContext,
         PerDeviceDataset as PerDeviceDataset,
-    )
-    from jaxstrategy._src.compat.contrib.standard_steps import (
-        Monitor as Monitor,
-        StandardInputStep as StandardInputStep,
-        StandardSingleLossStep as StandardSingleLossStep,
-        Step as Step,
-    )
-    from jaxstrategy._src.compat.contrib.tower_context import (
         TowerContext as TowerContext,
+        TPUStrategy as TPUStrategy,
         UpdateContext as UpdateContext,
         get_cross_tower_context as get_cross_tower_context,
         get_distribution_strategy as get_distribution_strategy,
@@ -39,6 +29,12 @@ if TYPE_CHECKING:
         has_distribution_strategy as has_distribution_strategy,
         increment_var as increment_var,
         require_tower_context as require_tower_context,
+    )
+    from jaxstrategy._src.compat.contrib_steps import (
+        Monitor as Monitor,
+        StandardInputStep as StandardInputStep,
+        StandardSingleLossStep as StandardSingleLossStep,
+        Step as Step,
     )
     from jaxstrategy._src.compat.variables_by_name import (
         AUTO_REUSE as AUTO_REUSE,

@@ -303,8 +303,8 @@ def test_what_cannot_be_an_output():
 
 def test_numbers_of_steps_without_meaning():
     for iterations, error, text in [
-        (-1, ValueError, "`iterations` is -1; it is to be at least 0."),
-        (1.5, TypeError, "`iterations` is 1.5; it is to be an int."),
+        (-1, ValueError, "`iterations` was -1; 0 or more was wanted."),
+        (1.5, TypeError, "`iterations` was 1.5; a whole number was wanted."),
     ]:
         strategy = of_kind("mirrored", 2)
         with pytest.raises(error, match=re.escape(text)):

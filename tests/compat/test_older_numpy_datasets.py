@@ -77,13 +77,13 @@ def test_shuffled_rows():
 
 def test_arguments_without_meaning():
     for call, error, text in [
-        (lambda d: d.batch(0), ValueError, "`batch_size` is 0; it is to be at least 1"),
-        (lambda d: d.batch("4"), TypeError, "`batch_size` is '4'; it is to be an int"),
-        (lambda d: d.repeat(-2), ValueError, "`count` is -2; it is to be at least -1"),
+        (lambda d: d.batch(0), ValueError, "`batch_size` was 0; 1 or more was wanted"),
+        (lambda d: d.batch("4"), TypeError, "`batch_size` was '4'; a whole number was"),
+        (lambda d: d.repeat(-2), ValueError, "`count` was -2; -1 or more was wanted"),
         (lambda d: d.shard(2, 2), ValueError, "`index` is 2; it is to be less than 2"),
-        (lambda d: d.shard(0, 0), ValueError, "`num_shards` is 0; it is to be at"),
+        (lambda d: d.shard(0, 0), ValueError, "`num_shards` was 0; 1 or more"),
         (lambda d: d.shuffle(9), ValueError, "`shuffle` was given no seed"),
-        (lambda d: d.shuffle(9, -1), ValueError, "`seed` is -1"),
+        (lambda d: d.shuffle(9, -1), ValueError, "`seed` was -1; 0 or more"),
         (lambda d: list(d.batch(4).batch(2)), ValueError, "Batches of batches"),
     ]:
         with pytest.raises(error, match=re.escape(text)):

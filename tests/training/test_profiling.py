@@ -179,7 +179,7 @@ def test_what_cannot_be_logged_or_written():
             r"`writer` was 3; an object with `write_scalars\(step, scal",
         ),
         (Later, {}, TypeError, "a function of a step and a dict of scalars was wanted"),
-        (print, {"every": 0}, ValueError, "`every` was 0; at least 1"),
+        (print, {"every": 0}, ValueError, "`every` was 0; 1 or more"),
         (print, {"every": 0.5}, TypeError, "`every` was 0.5; a whole"),
         (print, {"most_waiting": 0}, ValueError, "`most_waiting` was 0"),
     ):

@@ -2,116 +2,38 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
+import functools
+import inspect
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Self, TypeVar, final
-
-from jaxstrategy._src.contexts.replica_context import (
-    ReplicaContext,
-    StrategyAdapter,
-    core_of,
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    NoReturn,
+    ParamSpec,
+    Self,
+    TypeVar,
+    final,
+    overload,
 )
+
+import jax
+from jax.core import Tracer
+
+from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.contexts.replica_context import StrategyAdapter, core_of
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.options import VariableSynchronization
 from jaxstrategy._src.strategies.choices import name_methods_after
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.variable import Variable
-
-F = TypeVar("F", bound=StrategyAdapter)
-Class = TypeVar("Class", bound=type[StrategyAdapter])
-
-
-@final
-class StrategyAdapters(Generic[F]):
-    """The strategies of one generation, one object for each of today's."""
-
-    def __init__(self, common: Callable[[], type[F]]) -> None:
-        self._common = common
-        self._classes: dict[type, type[StrategyAdapter]] = {}
-        # By the strategy's `id`, which is no other's while the adapter keeps it alive.
-        self._known: weakref.WeakValueDictionary[int, F] = weakref.WeakValueDictionary()
-        self._lock = threading.RLock()
-
-    def of_type(self, *strategies: type) -> Callable[[Class], Class]:
-        """A decorator of the class of adapters for these types of strategies."""
-
-        def register(cls: Class) -> Class:
-            self._classes.update(dict.fromkeys(strategies, cls))
-            return cls
-
-        return register
-
-    def add(self, adapter: F) -> None:
-        """Makes `adapter` the one of its strategy."""
-        with self._lock:
-            assert self._known.get(id(adapter.core), adapter) is adapter
-            self._known[id(adapter.core)] = adapter
-
-    def of(self, strategy: Any) -> F:
-        """The adapter of a strategy."""
-        core = strategy.core if isinstance(strategy, StrategyAdapter) else strategy
-        with self._lock:
-            known = self._known.get(id(core))
-        if known is not None:
-            return known
-        # Imports the module of all classes: never while the lock is held, because that
-        # module asks for adapters when it is imported.
-        common: Any = self._common()
-        with self._lock:
-            known = self._known.get(id(core))
-            return self._made(core, common) if known is None else known
-
-    def _made(self, core: Any, common: Any) -> F:
-        """A new adapter, without the `__init__` of its class that makes a strategy."""
-        cls: Any = self._classes.get(type(core), common)
-        adapter = cls.__new__(cls)
-        common.__init__(adapter, core)
-        return adapter
-
-
-C = TypeVar("C")
-
-
-@final
-class ContextAdapters(Generic[C]):
-    """One object of a generation for each replica context, while somebody holds it."""
-
-    def __init__(self, make: Callable[[ReplicaContext], C]) -> None:
-        self._make = make
-        # By the context's `id`, which is no other's while the adapter keeps it alive.
-        self._known: weakref.WeakValueDictionary[int, C] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
-
-    def of(self, context: ReplicaContext) -> C:
-        """The object for a replica context."""
-        with self._lock:
-            known = self._known.get(id(context))
-            if known is None:
-                known = self._known[id(context)] = self._make(context)
-            return known
-
-
-@final
-class AdapterScope(contextlib.AbstractContextManager[F], Generic[F]):
-    """A `with` block in which a strategy is current, and which is given its adapter."""
-
-    def __init__(
-        self, adapter: F, scope: contextlib.AbstractContextManager[object]
-    ) -> None:
-        self._adapter = adapter
-        self._scope = scope
-
-    def __enter__(self) -> F:
-        self._scope.__enter__()
-        return self._adapter
-
-    def __exit__(self, *error: Any) -> None:
-        self._scope.__exit__(*error)
-
 
 NAMES_IN_2018 = {
     "batch_reduce_to": "batch_reduce",
@@ -160,83 +82,185 @@ NAMES_IN_V1 = {
 }
 """Members of TensorFlow 1.13 by where 2018 had the same."""
 
-
-def missing_member(
-    adapter: object, core: object, name: str, way: str, names: Mapping[str, str]
-) -> NoReturn:
-    """Raises the error for an attribute that `adapter` does not have."""
-    text = f"{type(adapter).__name__!r} object has no attribute {name!r}"
-    if not name.startswith("_") and hasattr(type(core), name):
-        text += f", which is younger: `{way}.{name}` is today's"
-    here = names.get(name)
-    if here and hasattr(type(adapter), here.split(".")[0]):
-        text += f"; in this generation it is `{here}`"
-    raise AttributeError(f"{text}.", name=name, obj=adapter)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class OlderStrategy(StrategyAdapter):
-    """One strategy of today, under other names.
+@overload
+def same(today: property) -> Any: ...
+@overload
+def same(
+    today: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]: ...
+def same(today: Any) -> Any:
+    """A row of a generation's table: the member of today's class, asked of `_core`."""
+    function: Any = today.fget if isinstance(today, property) else today
+    name = function.__name__
 
-    Args:
-      core: a strategy of today.
-    """
+    @functools.wraps(function, assigned=("__annotations__",))
+    def member(self: Adapter, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self._core, name)
+        return found if isinstance(today, property) else found(*args, **kwargs)
 
-    # The module whose users know it.
-    _module: ClassVar[str]
-    # What it calls the members of other generations.
+    member.__doc__ = f"Today's `{name}`. {(function.__doc__ or '').splitlines()[0]}"
+    vars(member)["__signature__"] = inspect.signature(function)
+    return property(member) if isinstance(today, property) else member
+
+
+_lock = threading.RLock()
+
+
+class Adapter:
+    """An object over one of today, `_core`, with the members of another generation."""
+
+    # What this generation calls the members of others, and where today's are.
     _names: ClassVar[Mapping[str, str]]
+    _way: ClassVar[str]
 
-    def __init__(self, core: Strategy) -> None:
+    def __init__(self, core: Any) -> None:
         self._core = core
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    @classmethod
+    def known(cls, core: Any, make: Callable[[Any], Any] | None = None) -> Self:
+        """The object of this class over `core`, the same each time."""
+        with _lock:
+            # A table that is not the core's own would keep both for ever.
+            key = f"{cls.__module__}.{cls.__name__}"
+            if (found := vars(core).get(key)) is None:
+                found = vars(core)[key] = (make or cls)(core)
+            return found
+
+    if not TYPE_CHECKING:  # type checkers would find any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            kind, core = type(self), vars(self).get("_core")
+            text = f"{kind.__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_") and hasattr(type(core), name):
+                text += f", which is younger: `{self._way}.{name}` is today's"
+            here = self._names.get(name, "")
+            for place in (here, here.removeprefix("extended.")):
+                if here and hasattr(kind, place.partition(".")[0]):
+                    text += f"; in this generation it is `{place}`"
+                    break
+            raise AttributeError(f"{text}.", name=name, obj=self)
+
+
+class OlderStrategy(Adapter, StrategyAdapter):
+    """A strategy of an older generation; `cores` are the types of today it is over."""
+
+    _module: ClassVar[str]  # whose users know it
+    _time: ClassVar[str]
+    _way = "strategy.core"
+    _common: ClassVar[type[OlderStrategy]]
+    _classes: ClassVar[dict[type, type[OlderStrategy]]]
+
+    def __init_subclass__(cls, cores: tuple[type, ...] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         name_methods_after(cls)
+        if OlderStrategy in cls.__bases__:
+            cls._common, cls._classes = cls, {}
+        cls._classes.update(dict.fromkeys(cores, cls))
+
+    def __init__(self, core: Strategy) -> None:
+        if type(self) is self._common:
+            name = type(self).__name__
+            raise TypeError(
+                f"`{name}` is what all strategies of {self._time} have in common. Make "
+                "one of them, such as `MirroredStrategy()`; or of a strategy of "
+                f"`jaxstrategy`: `{name}.over(strategy)`."
+            )
+        self._common.known(core, self._put_over)
+
+    def _put_over(self, core: Strategy) -> Self:
+        super().__init__(core)
+        return self
 
     @property
     def core(self) -> Strategy:
         """The strategy of today, for what older ones had not: `core.gather`."""
         return self._core
 
-    @staticmethod
-    @abc.abstractmethod
-    def over(core: Strategy | StrategyAdapter) -> OlderStrategy:
-        """The object of this generation for a strategy, the same each time."""
+    @classmethod
+    def over(cls, core: Strategy | StrategyAdapter) -> Self:
+        """The object of this generation for a strategy of today, the same each time.
+
+        For what the classes of this generation have no arguments for.
+        """
+        found = core_of(core)
+        if not isinstance(found, Strategy):
+            raise TypeError(
+                f"`core` was {shown(core)}; a strategy of `jaxstrategy` was wanted, "
+                "for example `jaxstrategy.MirroredStrategy()`."
+            )
+        kind: Any = cls._classes.get(type(found), cls._common)
+        made: Any = cls._common.known(found, lambda c: kind.__new__(kind)._put_over(c))
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin: Any = self.over(copy.deepcopy(self._core, memo))
+        vars(twin).update({n: v for n, v in vars(self).items() if n[0] != "_"})
         memo[id(self)] = twin
         return twin
 
-    def __copy__(self) -> NoReturn:
-        self._core.__copy__()
+    def __copy__(self) -> Self:
+        return copy.copy(self._core)  # says that it cannot be
 
-    def __reduce__(self) -> tuple[Callable[[Any], OlderStrategy], tuple[Strategy]]:
+    def __reduce__(self) -> tuple[object, ...]:
         return self.over, (self._core,)
 
     def __repr__(self) -> str:
+        if type(self) is self._common:
+            return f"{self._module}.{type(self).__name__}.over({self._core!r})"
         text = repr(self._core).removeprefix(type(self._core).__name__)
         return f"{self._module}.{type(self).__name__}{text}"
 
     def _repr_html_(self) -> str:
         return self._core._repr_html_()
 
-    if not TYPE_CHECKING:  # type checkers would find any name
 
-        def __getattr__(self, name: str) -> NoReturn:
-            core = vars(self).get("_core")
-            missing_member(self, core, name, "strategy.core", self._names)
+S = TypeVar("S", bound=OlderStrategy)
 
 
-def checked_core(core: object) -> Strategy:
-    """The strategy that `core` is, or stands over."""
-    found = core_of(core)
-    if not isinstance(found, Strategy):
+@final
+class AdapterScope(contextlib.AbstractContextManager[S]):
+    """The scope of a strategy, as a `with` block that is given its adapter."""
+
+    def __init__(self, adapter: S) -> None:
+        self._adapter = adapter
+        self._scope = adapter.core.scope()
+
+    def __enter__(self) -> S:
+        self._scope.__enter__()
+        return self._adapter
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)
+
+
+# What methods of both generations do, each under its name.
+
+
+def waited(value: PyTree, name: str | None) -> PyTree:
+    """None when all is computed; a single leaf itself, if it has no name."""
+    leaves = jax.tree.leaves(value)
+    jax.block_until_ready([leaf for leaf in leaves if not isinstance(leaf, Tracer)])
+    return leaves[0] if len(leaves) == 1 and name is None else None
+
+
+def read_variable(v: object, method: str, said: str) -> jax.Array:
+    """The value that the copies of a variable have together, of its shape."""
+    if not isinstance(v, Variable):
         raise TypeError(
-            f"`core` was {shown(core)}; a strategy of `jaxstrategy` was wanted, for "
-            "example `jaxstrategy.MirroredStrategy()`."
+            f"`{method}` was given {shown(v)}; a jaxstrategy.Variable was wanted."
         )
-    return found
+    on_read = v.synchronization is VariableSynchronization.ON_READ
+    if on_read and _context.current().replica is not None:
+        raise ContextError(
+            f"`{method}` was {said} variable {v.name!r}, of which each replica has a "
+            "value of its own, `v.value()`. What they are together is known outside, "
+            "or in `merge_call`."
+        )
+    return v.value()
 
 
 def first_named(variables: Sequence[Variable], method: str) -> Variable:

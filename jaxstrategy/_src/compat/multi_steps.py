@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from jaxstrategy._src.compat.older_inputs import require_iterator
+from jaxstrategy._src.compat.inputs import require_iterator
 from jaxstrategy._src.contexts import replica_context, step_outputs as _step_outputs
-from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text.shown import shown, whole
-from jaxstrategy._src.values.arrays import PyTree, Value
-
-# What is done with what a step hands out.
-_OUTPUT, _OTHER, _OF_REPLICAS = "output", "other", "other, of each replica"
+from jaxstrategy._src.text.shown import at_least, shown
+from jaxstrategy._src.values.arrays import PyTree
 
 
 class AbstractMultiStepContext(_step_outputs.Sender):
@@ -27,9 +23,19 @@ class AbstractMultiStepContext(_step_outputs.Sender):
     when the step was started.
     """
 
+    # How the argument with the operation is written in this generation, and what the
+    # different values of the replicas are in.
+    _operation_example: ClassVar[str]
+    _several: ClassVar[type[tuple[Any, ...]] | type[list[Any]]] = tuple
+
     def __init__(self) -> None:
         self._last_step_outputs: dict[str, PyTree] = {}
         self._non_tensor_outputs: dict[str, Any] = {}
+
+    @classmethod
+    def of_steps(cls) -> AbstractMultiStepContext:
+        """The context that steps are given."""
+        return _of_steps(cls)
 
     @property
     def last_step_outputs(self) -> dict[str, PyTree]:
@@ -44,17 +50,43 @@ class AbstractMultiStepContext(_step_outputs.Sender):
     @property
     def run_op(self) -> None:
         """The operation that a session would have to run: none."""
-        return None
-
-    def step_outputs(self, core: AbstractStrategy) -> _step_outputs.StepOutputs:
-        """The receiver of the outputs that steps of `core` set."""
-        return _step_outputs.StepOutputs(self, functools.partial(self._receive, core))
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Sets an output that is no array."""
         method = self._checked("set_non_tensor_output", name)
-        kind = _OTHER if get_replica_context() is None else _OF_REPLICAS
-        self._post((kind, name, output), method)
+        of_replicas = get_replica_context() is not None
+        self._post(("other", of_replicas, name, output), method)
+
+    def run_steps(
+        self,
+        core: Strategy,
+        call: Callable[[Any], object],
+        iterator: Any,
+        iterations: int,
+        initial_loop_values: Any,
+    ) -> None:
+        """Calls a function so many times in cross-replica context with an element."""
+        source, count = (
+            require_iterator(iterator),
+            at_least(0, "iterations", iterations),
+        )
+        if count == 0:
+            self._last_step_outputs.update(_named(initial_loop_values))
+        outputs = _step_outputs.StepOutputs(
+            self, functools.partial(self._receive, core)
+        )
+
+        def loop(_: object) -> None:
+            with outputs.opened():
+                for _ in range(count):
+                    call(source.get_next())
+
+        with core.scope():
+            replica = get_replica_context()
+            if replica is None:
+                loop(None)
+            else:  # the default strategy's scope changes nothing
+                replica.merge_call(loop)
 
     def _set_output(self, name: str, output: PyTree, op: ReduceOp | None) -> None:
         """Sets an output, reduced with `op` over the replicas if there is one."""
@@ -71,11 +103,8 @@ class AbstractMultiStepContext(_step_outputs.Sender):
                 "the output outside."
             )
         else:
-            output = replica.merge_call(_reduced, (op, output))
-        self._post((_OUTPUT, name, output), method)
-
-    # How the argument with the operation is written in this generation.
-    _operation_example = ""
+            output = replica.merge_call(lambda s, x: s.reduce(op, x), (output,))
+        self._post(("last", False, name, output), method)
 
     def _checked(self, method: str, name: Any) -> str:
         """The method as the user has called it, if it may be called."""
@@ -87,25 +116,19 @@ class AbstractMultiStepContext(_step_outputs.Sender):
             )
         return called
 
-    def _post(self, message: tuple[str, str, PyTree], method: str) -> None:
+    def _post(self, message: tuple[str, bool, str, PyTree], method: str) -> None:
         if _step_outputs.in_step() and get_replica_context() is None:  # in `merge_call`
             message = replica_context.to_replica(message)
         _step_outputs.post(message, method)
 
-    def _receive(self, core: Any, message: tuple[str, str, PyTree]) -> None:
-        kind, name, value = message
-        if kind == _OUTPUT:
-            self._last_step_outputs[name] = value
-        elif kind == _OTHER:
-            self._non_tensor_outputs[name] = value
-        else:
-            self._non_tensor_outputs[name] = self._several(
-                core.experimental_local_results(value)
-            )
-
-    def _several(self, values: tuple[Any, ...]) -> Any:
-        """The different values of the replicas, as this generation has them."""
-        return values
+    def _receive(self, core: Strategy, message: Any) -> None:
+        kind, of_replicas, name, value = message
+        if of_replicas:
+            value = self._several(core.experimental_local_results(value))
+        outputs = (
+            self._last_step_outputs if kind == "last" else self._non_tensor_outputs
+        )
+        outputs[name] = value
 
     def _read(self, name: str, outputs: dict[str, Any]) -> dict[str, Any]:
         if _step_outputs.in_step():
@@ -117,47 +140,9 @@ class AbstractMultiStepContext(_step_outputs.Sender):
         return outputs
 
 
-def _reduced(strategy: Any, op: ReduceOp, output: PyTree) -> PyTree:
-    return strategy.reduce(op, output)
-
-
-_C = TypeVar("_C", bound=AbstractMultiStepContext)
-
-
-def run_steps_on_iterator(
-    core: Strategy,
-    context: _C,
-    call: Callable[[Any], object],
-    iterator: Any,
-    iterations: int = 1,
-    initial_loop_values: Any = None,
-) -> _C:
-    """Calls a function so many times in cross-replica context, each with an element."""
-    source, count = require_iterator(iterator), _checked(iterations)
-    if count == 0:
-        context.last_step_outputs.update(_named(initial_loop_values))
-
-    def loop(_: object) -> None:
-        with context.step_outputs(core).opened():
-            for _ in range(count):
-                call(source.get_next())
-
-    with core.scope():
-        replica = get_replica_context()
-        if replica is None:
-            loop(None)
-        else:  # the default strategy's scope changes nothing
-            replica.merge_call(loop)
-    return context
-
-
-def _checked(iterations: Value) -> int:
-    number = whole(iterations)
-    if number is None:
-        raise TypeError(f"`iterations` is {shown(iterations)}; it is to be an int.")
-    if number < 0:
-        raise ValueError(f"`iterations` is {number}; it is to be at least 0.")
-    return number
+@functools.cache
+def _of_steps(cls: type[AbstractMultiStepContext]) -> AbstractMultiStepContext:
+    return cls()
 
 
 def _named(values: Any) -> Mapping[str, Any]:

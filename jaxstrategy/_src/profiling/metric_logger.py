@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy._src.errors import DonatedValueError
-from jaxstrategy._src.text.shown import whole
+from jaxstrategy._src.text.shown import positive
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -64,8 +64,8 @@ class MetricLogger:
             )
         self._write = write
         self._flush = getattr(writer, "flush", lambda: None)
-        self._every = _checked("every", every)
-        self._most_waiting = _checked("most_waiting", most_waiting)
+        self._every = positive("every", every)
+        self._most_waiting = positive("most_waiting", most_waiting)
         self._waiting: collections.deque[_Entry] = collections.deque()
         self._is_writing = jax.process_index() == 0
 
@@ -224,12 +224,3 @@ def _check(name: str, leaf: Leaf) -> None:
             f"`{name}` has shape {np.shape(leaf)}; a scalar was wanted, or a scalar "
             "for each of several steps. Log its mean, for example."
         )
-
-
-def _checked(name: str, given: Value) -> int:
-    number = whole(given)
-    if number is None:
-        raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")
-    if number < 1:
-        raise ValueError(f"`{name}` was {number}; at least 1 was wanted.")
-    return number

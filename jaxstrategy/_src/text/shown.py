@@ -114,11 +114,16 @@ def several_whole(given: object) -> tuple[int, ...] | None:
 
 def positive(name: str, given: object) -> int:
     """`given`, which is a whole number from 1 on."""
+    return at_least(1, name, given)
+
+
+def at_least(least: int, name: str, given: object) -> int:
+    """`given`, an argument that is a whole number from `least` on."""
     number = whole(given)
     if number is None:
-        raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")
-    if number < 1:
-        raise ValueError(f"`{name}` was {number}; 1 or more was wanted.")
+        raise TypeError(f"`{name}` was {shown(given)}; a whole number was wanted.")
+    if number < least:
+        raise ValueError(f"`{name}` was {number}; {least} or more was wanted.")
     return number
 
 

@@ -11,27 +11,18 @@ from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
     from jaxstrategy import cluster_resolver as cluster_resolver
-    from jaxstrategy._src.compat.older_inputs import InputIterator as InputIterator
-    from jaxstrategy._src.compat.v1.v1_contexts import (
+    from jaxstrategy._src.compat.inputs import InputIterator as InputIterator
+    from jaxstrategy._src.compat.v1 import (
+        MirroredStrategy as MirroredStrategy,
+        MultiStepContext as MultiStepContext,
+        OneDeviceStrategy as OneDeviceStrategy,
         ReplicaContext as ReplicaContext,
-        experimental_set_strategy as experimental_set_strategy,
+        RunOptions as RunOptions,
+        Strategy as Strategy,
+        StrategyExtended as StrategyExtended,
         get_loss_reduction as get_loss_reduction,
         get_replica_context as get_replica_context,
         get_strategy as get_strategy,
-        has_strategy as has_strategy,
-        in_cross_replica_context as in_cross_replica_context,
-    )
-    from jaxstrategy._src.compat.v1.v1_extended import (
-        MultiStepContext as MultiStepContext,
-        StrategyExtended as StrategyExtended,
-    )
-    from jaxstrategy._src.compat.v1.v1_strategies import (
-        MirroredStrategy as MirroredStrategy,
-        OneDeviceStrategy as OneDeviceStrategy,
-    )
-    from jaxstrategy._src.compat.v1.v1_strategy import (
-        RunOptions as RunOptions,
-        Strategy as Strategy,
     )
     from jaxstrategy._src.compat.variables_by_name import (
         AUTO_REUSE as AUTO_REUSE,
@@ -50,6 +41,11 @@ if TYPE_CHECKING:
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
         NcclAllReduce as NcclAllReduce,
         ReductionToOneDevice as ReductionToOneDevice,
+    )
+    from jaxstrategy._src.strategies.current import (
+        experimental_set_strategy as experimental_set_strategy,
+        has_strategy as has_strategy,
+        in_cross_replica_context as in_cross_replica_context,
     )
     from jaxstrategy.compat.v1 import experimental as experimental
 else:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
         CommunicationImplementation as CommunicationImplementation,
         CommunicationOptions as CommunicationOptions,
     )
-    from jaxstrategy._src.compat.v1.v1_strategies import (
+    from jaxstrategy._src.compat.v1 import (
         CentralStorageStrategy as CentralStorageStrategy,
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
         ParameterServerStrategy as ParameterServerStrategy,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +19,8 @@ from jaxstrategy._src.inputs.iterator import (
     Optional,
 )
 from jaxstrategy._src.inputs.sources import Dataset, Source, State
-from jaxstrategy._src.text.shown import shown, whole
-from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
+from jaxstrategy._src.text.shown import at_least, shown
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 
 
 @final
@@ -120,16 +119,29 @@ class InputIterator(AbstractInputIterator):
         return self._begun()
 
 
-class MakesIterators(abc.ABC):
-    """Iterators of a dataset, by the names that it had before it was iterable."""
+class OlderDataset(DistributedDataset):
+    """Today's `dataset`, with the methods by which it was read before it was iterable.
 
-    @abc.abstractmethod
-    def _read(self) -> DistributedDataset:
-        """The dataset."""
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.experimental_distribute_dataset([np.arange(4)])
+    >>> dataset.make_one_shot_iterator().get_next().values
+    (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
+    """
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        super().__init__(
+            dataset._start,
+            dataset._transfer,
+            dataset._options,
+            dataset._name,
+            dataset._sized,
+        )
 
     def make_one_shot_iterator(self) -> InputIterator:
         """An iterator over the elements, from the first on."""
-        return InputIterator(self._read())
+        return InputIterator(self)
 
     def make_initializable_iterator(
         self, shared_name: str | None = None
@@ -138,7 +150,7 @@ class MakesIterators(abc.ABC):
 
         The first pass begins by itself.
         """
-        return InputIterator(self._read())
+        return InputIterator(self)
 
 
 # A batch for one replica with too few rows is filled up, as everywhere; a last group of
@@ -192,26 +204,6 @@ Rows: TypeAlias = int | np.integer | np.ndarray
 """The rows of an element: a number, or of a batch an array of them."""
 
 
-def numpy_dataset(numpy_input: PyTree) -> NumpyDataset:
-    """The rows of a nest of arrays, one after the other."""
-    leaves, treedef = jax.tree.flatten(numpy_input, is_leaf=_is_list)
-    arrays = [_array(leaf) for leaf in leaves]
-    if not arrays:
-        raise ValueError(
-            f"`numpy_input` is {shown(numpy_input)}, which holds no array. Give one "
-            "array with the examples along its first dimension, or a tuple or dict of "
-            "such arrays."
-        )
-    rows = sorted({len(array) for array in arrays})
-    if len(rows) > 1:
-        raise ValueError(
-            f"The arrays of `numpy_input` have {' and '.join(map(str, rows))} rows. "
-            "All need the same examples along their first dimension."
-        )
-    tree = jax.tree.unflatten(treedef, arrays)
-    return NumpyDataset(tree, lambda _: iter(range(rows[0])), rows[0])
-
-
 @final
 class NumpyDataset(Iterable[PyTree]):
     """Rows of arrays, or batches of them. Each `iter` begins a new pass.
@@ -234,10 +226,8 @@ class NumpyDataset(Iterable[PyTree]):
         self._passes = itertools.count()
 
     def __iter__(self) -> Iterator[PyTree]:
-        return map(self._element, self._rows(next(self._passes)))
-
-    def _element(self, rows: Rows) -> PyTree:
-        return jax.tree.map(lambda array: array[rows], self._arrays)
+        for rows in self._rows(next(self._passes)):
+            yield jax.tree.map(lambda array, rows=rows: array[rows], self._arrays)
 
     def __len__(self) -> int:
         """The number of elements."""
@@ -250,14 +240,19 @@ class NumpyDataset(Iterable[PyTree]):
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> NumpyDataset:
         """So many elements at a time, along a new first dimension."""
-        size = _count(batch_size, "batch_size", 1)
+        size = at_least(1, "batch_size", batch_size)
 
         def rows(number: int) -> Iterator[Rows]:
             elements = self._rows(number)
             while chosen := list(itertools.islice(elements, size)):
                 if len(chosen) < size and drop_remainder:
                     return
-                yield _stacked(chosen)
+                if len({np.shape(element) for element in chosen}) > 1:
+                    raise ValueError(
+                        "Batches of batches were asked for, but the last inner one has "
+                        "fewer rows. Use `batch(n, drop_remainder=True)` for these."
+                    )
+                yield np.array(chosen)
 
         length = self._length
         if length is not None:
@@ -266,23 +261,21 @@ class NumpyDataset(Iterable[PyTree]):
 
     def repeat(self, count: int | None = None) -> NumpyDataset:
         """All elements so many times, one pass after the other."""
-        times = None if count is None else _count(count, "count", -1)
-        if times == -1:
-            times = None
+        times = -1 if count is None else at_least(-1, "count", count)
 
         def rows(number: int) -> Iterator[Rows]:
-            each = itertools.count() if times is None else range(times)
-            first = number * (times or 1)
+            each = itertools.count() if times < 0 else range(times)
+            first = number * abs(times)
             return itertools.chain.from_iterable(self._rows(first + i) for i in each)
 
-        length = None
-        if times is not None and self._length is not None:
-            length = self._length * times
+        length = self._length
+        if length is not None:
+            length = None if times < 0 else length * times
         return NumpyDataset(self._arrays, rows, length)
 
     def shard(self, num_shards: int, index: int) -> NumpyDataset:
         """Every `num_shards`-th element, beginning with number `index`."""
-        n, i = _count(num_shards, "num_shards", 1), _count(index, "index", 0)
+        n, i = at_least(1, "num_shards", num_shards), at_least(0, "index", index)
         if i >= n:
             raise ValueError(f"`index` is {i}; it is to be less than {n} shards.")
 
@@ -294,18 +287,25 @@ class NumpyDataset(Iterable[PyTree]):
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> NumpyDataset:
         """The elements in another order, another one in each pass."""
-        size = _count(buffer_size, "buffer_size", 1)
+        size = at_least(1, "buffer_size", buffer_size)
         if seed is None:
             raise ValueError(
                 "`shuffle` was given no seed, so that each process of a job, and each "
                 "run of it, would have another order: `shuffle(buffer_size, seed=0)`."
             )
-        start = _count(seed, "seed", 0)
+        start = at_least(0, "seed", seed)
 
         def rows(number: int) -> Iterator[Rows]:
             # A named generator: `default_rng` may be another one in a later NumPy.
             generator = np.random.Generator(np.random.PCG64([start, number]))
-            return _shuffled(self._rows(number), size, generator)
+            elements = self._rows(number)
+            buffer = list(itertools.islice(elements, size))
+            for element in elements:
+                place = int(generator.integers(size))
+                buffer[place], element = element, buffer[place]
+                yield element
+            for place in generator.permutation(len(buffer)):
+                yield buffer[place]
 
         return NumpyDataset(self._arrays, rows, self._length)
 
@@ -314,30 +314,24 @@ class NumpyDataset(Iterable[PyTree]):
         return f"NumpyDataset({count})"
 
 
-def _shuffled(
-    elements: Iterator[Rows], size: int, generator: np.random.Generator
-) -> Iterator[Rows]:
-    buffer = list(itertools.islice(elements, size))
-    for element in elements:
-        place = int(generator.integers(size))
-        buffer[place], element = element, buffer[place]
-        yield element
-    for place in generator.permutation(len(buffer)):
-        yield buffer[place]
-
-
-def _stacked(elements: list[Rows]) -> np.ndarray:
-    shapes = {np.shape(element) for element in elements}
-    if len(shapes) > 1:
+def numpy_dataset(numpy_input: PyTree) -> NumpyDataset:
+    """The rows of a nest of arrays, one after the other."""
+    tree = jax.tree.map(
+        _array, numpy_input, is_leaf=lambda node: isinstance(node, list)
+    )
+    rows = sorted({len(array) for array in jax.tree.leaves(tree)})
+    if not rows:
         raise ValueError(
-            "Batches of batches were asked for, but the last inner one has fewer rows. "
-            "Use `batch(n, drop_remainder=True)` for these."
+            f"`numpy_input` is {shown(numpy_input)}, which holds no array. Give one "
+            "array with the examples along its first dimension, or a tuple or dict of "
+            "such arrays."
         )
-    return np.array(elements)
-
-
-def _is_list(node: object) -> bool:
-    return isinstance(node, list)
+    if len(rows) > 1:
+        raise ValueError(
+            f"The arrays of `numpy_input` have {' and '.join(map(str, rows))} rows. "
+            "All need the same examples along their first dimension."
+        )
+    return NumpyDataset(tree, lambda _: iter(range(rows[0])), rows[0])
 
 
 def _array(leaf: Leaf) -> np.ndarray:
@@ -354,12 +348,3 @@ def _array(leaf: Leaf) -> np.ndarray:
             "the examples along their first dimension."
         )
     return array
-
-
-def _count(value: Value, what: str, least: int) -> int:
-    number = whole(value)
-    if number is None:
-        raise TypeError(f"`{what}` is {shown(value)}; it is to be an int.")
-    if number < least:
-        raise ValueError(f"`{what}` is {number}; it is to be at least {least}.")
-    return number

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, final
 
-from jaxstrategy._src.compat.contrib.distribution_strategy import (
+from jaxstrategy._src.compat.contrib import (
     DistributionStrategy,
     MultiStepContext,
 )
@@ -14,7 +14,7 @@ from jaxstrategy._src.contexts import step_outputs
 from jaxstrategy._src.errors import OutOfRangeError
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies import current
-from jaxstrategy._src.text.shown import positive, shown, whole
+from jaxstrategy._src.text.shown import positive, shown
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.gradients import value_and_grad, value_and_grad_of_read
 from jaxstrategy._src.variables.variable import Variable
@@ -215,7 +215,7 @@ class StandardSingleLossStep(StandardInputStep):
             )
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._iterations = _checked(iterations_per_step)
+        self._iterations = positive("iterations_per_step", iterations_per_step)
         self._state: _State = None
         self._variables: tuple[Variable, ...] | None = None
         self._context: MultiStepContext | None = None
@@ -300,14 +300,3 @@ def _applied(
     for variable, change in zip(variables, changes, strict=True):
         strategy.extended.update(variable, Variable.assign_add, args=(change,))
     return state
-
-
-def _checked(iterations: object) -> int:
-    number = whole(iterations)
-    if number is None:
-        raise TypeError(
-            f"`iterations_per_step` was {shown(iterations)}; a whole number was wanted."
-        )
-    if number < 1:
-        raise ValueError(f"`iterations_per_step` was {number}; 1 or more was wanted.")
-    return number

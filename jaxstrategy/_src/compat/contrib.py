@@ -1,0 +1,1145 @@
+"""`tf.contrib.distribute` of TensorFlow 1.7 to 1.12 over today's classes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Self, final
+
+import jax
+from jax.core import Tracer
+
+from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
+from jaxstrategy._src.compat.adapters import (
+    NAMES_IN_2018,
+    Adapter,
+    AdapterScope,
+    OlderStrategy,
+    first_named,
+    read_variable,
+    waited,
+)
+from jaxstrategy._src.compat.inputs import OF_GROUPS, GetsNext, OlderDataset
+from jaxstrategy._src.compat.multi_steps import AbstractMultiStepContext
+from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.contexts.replica_context import ReplicaContext
+from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.inputs.input_options import InputContext
+from jaxstrategy._src.inputs.library_sources import as_source
+from jaxstrategy._src.options import (
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
+from jaxstrategy._src.reductions.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+)
+from jaxstrategy._src.reductions.operations import OPERATIONS
+from jaxstrategy._src.replicas import devices as _devices
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.strategies import (
+    between_graph,
+    current as _current,
+    mirrored,
+    multi_worker,
+    tpu,
+)
+from jaxstrategy._src.strategies.destinations import Destinations, checked_pairs
+from jaxstrategy._src.text.shown import at_least, positive, shown
+from jaxstrategy._src.values import trees
+from jaxstrategy._src.values.arrays import Function, PyTree, Value
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.variables.variable import Variable
+
+
+def _require_scope(strategy: DistributionStrategy, method: str) -> None:
+    """Raise unless code is part of this strategy, on either side."""
+    current = _current.get_strategy()
+    if current is strategy.core:
+        return
+    if not _current.has_strategy():
+        raise ContextError(
+            'Need to be inside "with distribution_strategy.scope()" for '
+            f"{strategy!r}: `{method}` was called outside. Methods of 2018 do not "
+            "enter the scope by themselves: write "
+            "`with distribution_strategy.scope():` around the call."
+        )
+    raise ContextError(
+        f"Mixing different DistributionStrategy objects: {strategy!r} is not "
+        f"{current!r}, which is the current one where `{method}` was called."
+    )
+
+
+def _require_cross_tower(strategy: DistributionStrategy, method: str) -> None:
+    """Raise unless code is in the cross-tower context of this strategy."""
+    context = _context.current()
+    if context.strategy is strategy.core and context.replica is None:
+        return
+    _require_scope(strategy, method)
+    raise ContextError(
+        "Method requires being in cross-tower context, use "
+        f"get_tower_context().merge_call(): `{method}` was called in a tower."
+    )
+
+
+def _operation_of(aggregation: VariableAggregation | str) -> ReduceOp:
+    """SUM or MEAN, the aggregations that reduce values."""
+    try:
+        op = ReduceOp(aggregation)
+    except (ValueError, TypeError):
+        op = None
+    if op is not None and OPERATIONS[op].is_sum:
+        return op
+    raise ValueError(
+        f"`aggregation` was {aggregation!r}; `VariableAggregation.SUM` or "
+        "`VariableAggregation.MEAN` was wanted."
+    )
+
+
+def _require_function(method: str, fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"`{method}` was given {shown(fn)}, which cannot be called. Its arguments "
+            f"follow the function: `{method}(..., fn, *args, **kwargs)`."
+        )
+
+
+def _require_equal(method: str, arguments: PyTree) -> None:
+    """Raise if an argument differs between towers, outside of steps."""
+    if _context.current().in_step:
+        return
+    leaves = jax.tree.leaves(arguments, is_leaf=trees.is_whole)
+    if any(isinstance(leaf, PerReplica) for leaf in leaves):
+        raise TypeError(
+            f"`{method}` was given a PerDevice, which differs between towers, so that "
+            "the copies would differ. Reduce it first: "
+            "`distribution_strategy.reduce(aggregation, value, destinations=var)`."
+        )
+
+
+@final
+class MapOutput:
+    """What `DistributionStrategy.map` returns, for `reduce` and `unwrap`.
+
+    Args:
+      results: a pytree for each element, of one structure.
+      num_towers: the number of towers to which the elements go in turn.
+    """
+
+    def __init__(self, results: Sequence[PyTree], num_towers: int) -> None:
+        self._results = results
+        self._num_towers = num_towers
+
+    def reduced(self, op: ReduceOp) -> PyTree:
+        """The sum or the mean over all elements."""
+        if not self._results:
+            raise ValueError(
+                "`map` was given no elements, so there is nothing to reduce."
+            )
+
+        def total(*leaves: Any) -> Any:
+            added = functools.reduce(operator.add, leaves)
+            return added / len(leaves) if OPERATIONS[op].divides else added
+
+        return jax.tree.map(total, *self._results)
+
+    def of_towers(self) -> list[list[PyTree]]:
+        """For each tower the results of its elements, in their order."""
+        n = self._num_towers
+        return [list(self._results[i::n]) for i in range(n)]
+
+    def __repr__(self) -> str:
+        return f"MapOutput({len(self._results)} elements on {self._num_towers} towers)"
+
+
+@final
+class MultiStepContext(AbstractMultiStepContext):
+    """Named outputs of the last of several steps.
+
+    Made by `run_steps_on_dataset`, which passes it to the function first.
+
+    >>> context = MultiStepContext()
+    >>> context.last_step_outputs, context.non_tensor_outputs, context.run_op
+    ({}, {}, None)
+    """
+
+    _operation_example = "`aggregation=VariableAggregation.MEAN`"
+    _several = list
+
+    def set_last_step_output(
+        self,
+        name: str,
+        output: PyTree,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    ) -> None:
+        """Sets an output of this step; those of the last one stay."""
+        is_none = aggregation is VariableAggregation.NONE
+        self._set_output(name, output, None if is_none else _operation_of(aggregation))
+
+
+@final
+class PerDeviceDataset(OlderDataset):
+    """Elements for all towers: each is for one tower, in turn.
+
+    Made by `distribute_dataset` of a `DistributionStrategy`. Elements are not divided.
+    At the end, elements that are fewer than the towers are left out.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.distribute_dataset(lambda: range(5))
+    >>> [[int(x) for x in element.values] for element in dataset]
+    [[0, 1], [2, 3]]
+    >>> iterator = dataset.make_initializable_iterator()
+    >>> iterator.initializer
+    []
+    >>> iterator.get_next().values
+    (Array(0, dtype=int32), Array(1, dtype=int32))
+    """
+
+    def __repr__(self) -> str:
+        return f"PerDeviceDataset({super().__repr__()})"
+
+
+class DistributionStrategy(OlderStrategy):
+    """A strategy with the methods of `tf.contrib.distribute.DistributionStrategy`.
+
+    `MirroredStrategy` and the others make one. Behind each is a strategy of today,
+    `strategy.core`; each of those has one such object. A *tower* is what is a replica
+    today. Methods that are about all towers want to be called inside
+    `with strategy.scope():`, or in a function of `merge_call`.
+
+    Args:
+      core: a strategy of today, given by the class of a strategy.
+
+    Raises:
+      TypeError: it is made itself, or of something else; `over` is for that.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> def merge_fn(strategy, v):
+    ...     return sum(strategy.unwrap(v))
+    >>> def fn(three):
+    ...     context = contrib.get_tower_context()
+    ...     v = three + context.tower_id
+    ...     return context.merge_call(merge_fn, v) + v
+    >>> with strategy.scope():
+    ...     [int(v) for v in strategy.unwrap(strategy.call_for_each_tower(fn, 3))]
+    [10, 11]
+    """
+
+    _module = "compat.contrib"
+    _time = "2018"
+    _names = NAMES_IN_2018
+
+    # Steps.
+
+    def call_for_each_tower(self, fn: Function, *args: PyTree, **kwargs: Any) -> PyTree:
+        """Calls `fn(*args, **kwargs)` in each tower: a step, as today's `run`."""
+        _require_cross_tower(self, "call_for_each_tower")
+        _require_function("call_for_each_tower", fn)
+        kwargs.pop("run_concurrently", None)
+        return self._core.run(fn, args, kwargs)
+
+    def map(
+        self, map_over: Iterable[Any], fn: Function, *args: PyTree, **kwargs: Any
+    ) -> MapOutput:
+        """Calls `fn(element, *args, **kwargs)` for each element, outside of towers."""
+        _require_cross_tower(self, "map")
+        _require_function("map", fn)
+        results = [fn(element, *args, **kwargs) for element in map_over]
+        return MapOutput(results, self.num_towers)
+
+    # Values.
+
+    def broadcast(
+        self, tensor: PyTree, destinations: Destinations | None = None
+    ) -> PyTree:
+        """Copies of a value on several devices, or on one.
+
+        In a function of `merge_call` it is on all devices already, and comes back.
+        """
+        _require_cross_tower(self, "broadcast")
+        _require_equal("broadcast", tensor)
+        if destinations is None:
+            destinations = self.worker_devices
+        return self._core.extended.copy_to(tensor, destinations)
+
+    def reduce(
+        self,
+        aggregation: VariableAggregation | str,
+        value: PyTree,
+        destinations: Destinations | None = None,
+    ) -> PyTree:
+        """One value from those of all towers, leaf by leaf.
+
+        What is no `PerDevice` counts as what every tower has.
+        """
+        _require_cross_tower(self, "reduce")
+        op = _operation_of(aggregation)
+        if isinstance(value, MapOutput):
+            return self.broadcast(value.reduced(op), destinations)
+        if destinations is None:
+            return self._core.reduce(op, value)
+        return self._core.extended.reduce_to(op, value, destinations)
+
+    def batch_reduce(
+        self,
+        aggregation: VariableAggregation | str,
+        value_destination_pairs: Sequence[tuple[PyTree, Destinations | None]],
+    ) -> list[PyTree]:
+        """Several `reduce` in one: one result for each pair, in order."""
+        _require_cross_tower(self, "batch_reduce")
+        op = _operation_of(aggregation)
+        pairs = [
+            (value, self.worker_devices if destinations is None else destinations)
+            for value, destinations in checked_pairs(value_destination_pairs)
+        ]
+        return self._core.extended.batch_reduce_to(op, pairs)
+
+    def unwrap(self, value: PyTree) -> list[PyTree]:
+        """The versions of this process's towers, a list; `[value]` of a plain one."""
+        _require_cross_tower(self, "unwrap")
+        if isinstance(value, MapOutput):
+            return value.of_towers()
+        is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+        if is_array and len(value.sharding.device_set) == 1:
+            return [value]
+        return list(self._core.experimental_local_results(value))
+
+    def value_container(self, value: object) -> object:
+        """The variable that `value` is a copy of; else `value` itself."""
+        return self._core.extended.value_container(value)
+
+    def group(self, value: PyTree, name: str | None = None) -> PyTree:
+        """Waits until all that `value` holds is computed."""
+        _require_cross_tower(self, "group")
+        return waited(self.unwrap(value), name)
+
+    @property
+    def num_towers(self) -> int:
+        """The number of towers that take a step together."""
+        return self._core.num_replicas_in_sync
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower only, so that no value is wrapped."""
+        return self.num_towers == 1
+
+    @property
+    def worker_devices(self) -> list[Device]:
+        """The devices of the towers, in their order; a list of your own."""
+        return list(self._core.extended.worker_devices)
+
+    @property
+    def parameter_devices(self) -> list[Device]:
+        """The devices that hold mirrored variables; a list of your own."""
+        return list(self._core.extended.parameter_devices)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+        """The devices for an optimizer's state that is of no single variable."""
+        return self.parameter_devices
+
+    @property
+    def worker_device_index(self) -> PerReplica | int:
+        """A value that is 0, 1, ... in the towers; the int 0 with one tower."""
+        _require_cross_tower(self, "worker_device_index")
+        return 0 if self.is_single_tower else self._core.run(_number_of_replica)
+
+    # Contexts.
+
+    def scope(self) -> AbstractContextManager[Self]:
+        """A `with` block in which this strategy is current: the cross-tower context.
+
+        It may be entered again inside.
+        """
+        if _current.has_strategy():
+            _require_cross_tower(self, "scope")
+        return AdapterScope(self)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Any
+    ) -> AbstractContextManager[None]:
+        """A `with` block in which variables are made beside others."""
+        _require_scope(self, "colocate_vars_with")
+        return self._core.extended.colocate_vars_with(colocate_with_variable)
+
+    @contextlib.contextmanager
+    def tower_local_var_scope(
+        self, reduce_method: VariableAggregation | str
+    ) -> Iterator[None]:
+        """A `with` block in which new variables are tower-local.
+
+        Each tower has a copy that it changes freely; read in cross-tower context, the
+        copies are combined. Variables that say themselves how they are kept are not
+        concerned. Elsewhere, write `Variable(synchronization="on_read")`.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import contrib
+        >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope(), strategy.tower_local_var_scope("sum"):
+        ...     seen = js.Variable(0.0)
+        >>> with strategy.scope():
+        ...     _ = strategy.call_for_each_tower(lambda: seen.assign_add(2.0))
+        >>> float(seen)
+        4.0
+        """
+        _require_scope(self, "tower_local_var_scope")
+        kept = VariableSynchronization.ON_READ, VariableAggregation(reduce_method)
+        with _context.entered(new_variables=kept):
+            yield
+
+    def configure(
+        self,
+        session_config: object = None,
+        cluster_spec: object = None,
+        task_type: object = None,
+        task_id: object = None,
+    ) -> None:
+        """Does nothing: there are no sessions."""
+        if not (cluster_spec is task_type is task_id is None):
+            raise ValueError(
+                "`configure` was given a cluster, which this strategy cannot join any "
+                "more. Set `TF_CONFIG` before a `CollectiveAllReduceStrategy` is made."
+            )
+
+    def initialize(self) -> list[object]:
+        """An empty list: of what a session has to run before training."""
+        return []
+
+    def finalize(self) -> list[object]:
+        """An empty list: of what a session has to run after training."""
+        return []
+
+    # Variables.
+
+    def read_var(self, v: Variable) -> jax.Array:
+        """The value of a variable; of a tower-local one what its copies are together.
+
+        It has the shape of the variable.
+        """
+        return read_variable(v, "read_var", "given the tower-local")
+
+    def fetch(
+        self,
+        val: PyTree,
+        destination: Device | str | None = None,
+        fn: Callable[[PyTree], PyTree] | None = None,
+    ) -> PyTree:
+        """`fn(val)`, or a copy of `val`, on one device."""
+        _require_cross_tower(self, "fetch")
+        value = self.read_var(val) if isinstance(val, Variable) else val
+        if fn is not None:
+            _require_function("fetch", fn)
+            value = fn(value)
+        if destination is None:
+            return value
+        _require_equal("fetch", value)
+        return self._core.extended.copy_to(value, destination)
+
+    def update(
+        self, var: Variable, fn: Function, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
+
+        In it, reading and assigning variables mean one copy of them. It is called once
+        for all copies.
+        """
+        grouped = self._checked_update("update", fn, args, kwargs)
+        return self._core.extended.update(var, fn, args, kwargs, grouped)
+
+    def update_non_slot(
+        self, colocate_with: Any, fn: Function, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """Calls `fn(*args, **kwargs)` to change an optimizer's state of no variable."""
+        grouped = self._checked_update("update_non_slot", fn, args, kwargs)
+        return self._core.extended.update_on(colocate_with, fn, args, kwargs, grouped)
+
+    def _checked_update(
+        self, method: str, fn: object, args: PyTree, kwargs: dict[str, PyTree]
+    ) -> bool:
+        """Whether results are grouped, which is taken out of `kwargs`."""
+        _require_cross_tower(self, method)
+        _require_function(method, fn)
+        grouped = bool(kwargs.pop("grouped", True))
+        _require_equal(method, (args, kwargs))
+        return grouped
+
+    # Data.
+
+    # Whether elements are prepared ahead; None for whatever is best.
+    prefetch_on_device: bool | None = None
+
+    def distribute_dataset(self, dataset_fn: Callable[[], Any]) -> PerDeviceDataset:
+        """Elements for all towers: each goes to one tower, in turn, undivided.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import contrib
+        >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope():
+        ...     dataset = strategy.distribute_dataset(lambda: range(4))
+        ...     iterator = dataset.make_one_shot_iterator()
+        ...     result = strategy.call_for_each_tower(
+        ...         lambda x: 10 * x, iterator.get_next())
+        ...     [int(x) for x in strategy.unwrap(result)]
+        [0, 10]
+        """
+        if not callable(dataset_fn):
+            raise TypeError(
+                f"`distribute_dataset` was given {shown(dataset_fn)}; a function "
+                "without arguments was wanted that returns the dataset: "
+                "`lambda: dataset`."
+            )
+
+        def elements(_: InputContext) -> Any:
+            dataset = dataset_fn()
+            try:
+                as_source(dataset)
+            except TypeError as error:
+                raise ValueError(
+                    "dataset_fn() must return a tf.data.Dataset when using a "
+                    f"DistributionStrategy, or another dataset. {error}"
+                ) from None
+            return dataset
+
+        elements.__name__ = getattr(dataset_fn, "__name__", type(dataset_fn).__name__)
+        options = OF_GROUPS
+        if self.prefetch_on_device is False:
+            options = dataclasses.replace(
+                options, experimental_per_replica_buffer_size=0
+            )
+        made = self._core.distribute_datasets_from_function(elements, options)
+        return PerDeviceDataset(made)
+
+    def run_steps_on_dataset(
+        self,
+        fn: Callable[..., object],
+        iterator: GetsNext,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> MultiStepContext:
+        """Calls `fn(context, *element)` so many times, in cross-tower context.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import contrib
+        >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+        >>> def step(context, x):
+        ...     context.set_last_step_output(
+        ...         "x", x, aggregation=contrib.VariableAggregation.SUM)
+        >>> def fn(context, x):
+        ...     strategy.call_for_each_tower(step, context, x)
+        >>> dataset = strategy.distribute_dataset(lambda: range(6))
+        >>> with strategy.scope():
+        ...     context = strategy.run_steps_on_dataset(
+        ...         fn, dataset.make_one_shot_iterator(), iterations=3)
+        >>> context.last_step_outputs
+        {'x': Array(9, dtype=int32)}
+        """
+        _require_cross_tower(self, "run_steps_on_dataset")
+        context = MultiStepContext()
+
+        def call(element: Any) -> None:
+            fn(context, *(element if isinstance(element, tuple) else (element,)))
+
+        context.run_steps(self._core, call, iterator, iterations, initial_loop_values)
+        return context
+
+
+def _number_of_replica() -> jax.Array | int:
+    return _current.get_replica_context().replica_id_in_sync_group
+
+
+@final
+class DefaultDistributionStrategy(
+    DistributionStrategy, cores=(_current.DefaultStrategy,)
+):
+    """The strategy of code that runs under none; `get_distribution_strategy()` has it.
+
+    Functions are called as they are, and values come back as they are. Its methods
+    about all towers are for functions of `merge_call`.
+    """
+
+    def scope(self) -> AbstractContextManager[Self]:
+        """A `with` block that changes nothing."""
+        if _current.has_strategy():
+            raise ContextError(
+                "Must not nest DistributionStrategy scopes. The default strategy's was "
+                f"entered inside that of {_current.get_strategy()!r}."
+            )
+        return super().scope()
+
+    @property
+    def worker_devices(self) -> NoReturn:
+        """None."""
+        raise _unsupported("worker_devices")
+
+    @property
+    def parameter_devices(self) -> NoReturn:
+        """None."""
+        raise _unsupported("parameter_devices")
+
+    @property
+    def worker_device_index(self) -> NoReturn:
+        """None."""
+        raise _unsupported("worker_device_index")
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first."""
+        return first_named(var_list, "non_slot_devices")
+
+    def broadcast(self, tensor: PyTree, destinations: Any = None) -> PyTree:
+        """`tensor` as it is."""
+        _require_cross_tower(self, "broadcast")
+        return tensor
+
+    def reduce(
+        self, aggregation: Any, value: PyTree, destinations: Any = None
+    ) -> PyTree:
+        """`value` as it is; of what `map` gave, the sum or the mean of all elements."""
+        _require_cross_tower(self, "reduce")
+        op = _operation_of(aggregation)
+        return value.reduced(op) if isinstance(value, MapOutput) else value
+
+    def batch_reduce(
+        self, aggregation: Any, value_destination_pairs: Sequence[tuple[PyTree, Any]]
+    ) -> list[PyTree]:
+        """The values as they are."""
+        _operation_of(aggregation)
+        pairs = checked_pairs(value_destination_pairs)
+        return [self.reduce(aggregation, value) for value, _ in pairs]
+
+
+def _unsupported(name: str) -> ContextError:
+    return ContextError(
+        f"`{name}` is not supported by the default strategy, which has no devices of "
+        "its own. Ask the strategy that your code is run with."
+    )
+
+
+def AllReduceCrossTowerOps(  # noqa: N802 - a class in TensorFlow
+    all_reduce_alg: str = "nccl",
+    num_packs: int = 1,
+    agg_small_grads_max_bytes: int = 0,
+    agg_small_grads_max_group: int = 10,
+) -> CrossDeviceOps:
+    """Today's `NcclAllReduce`, or `HierarchicalCopyAllReduce`.
+
+    Args:
+      all_reduce_alg: "nccl" or "hierarchical_copy".
+      num_packs: in how many packs arrays of one dtype are joined; 0 for none.
+      agg_small_grads_max_bytes: changes nothing, as packs join small arrays.
+      agg_small_grads_max_group: likewise.
+
+    Raises:
+      ValueError: another algorithm; a negative number.
+      TypeError: no whole number.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> ops = contrib.AllReduceCrossTowerOps("hierarchical_copy")
+    >>> contrib.MirroredStrategy(js.simulate(8)[:4], cross_tower_ops=ops).num_towers
+    4
+    """
+    kinds = {"nccl": NcclAllReduce, "hierarchical_copy": HierarchicalCopyAllReduce}
+    if all_reduce_alg not in kinds:
+        raise ValueError(
+            f"`all_reduce_alg` was {all_reduce_alg!r}; 'nccl' or 'hierarchical_copy' "
+            "was wanted."
+        )
+    at_least(0, "agg_small_grads_max_bytes", agg_small_grads_max_bytes)
+    at_least(0, "agg_small_grads_max_group", agg_small_grads_max_group)
+    return kinds[all_reduce_alg](at_least(0, "num_packs", num_packs))
+
+
+@final
+class MirroredStrategy(DistributionStrategy, cores=(mirrored.MirroredStrategy,)):
+    """One tower per device of this host, as `jaxstrategy.MirroredStrategy`.
+
+    Args:
+      devices: devices or their names, in tower order; by default all accelerators, or
+        all CPU devices where there is none.
+      num_gpus: how many of those to take, instead of `devices`.
+      cross_tower_ops: how values are reduced over the towers.
+      prefetch_on_device: whether `distribute_dataset` reads ahead; by default it does.
+      num_gpus_per_worker: another name of `num_gpus`.
+
+    Raises:
+      ValueError: both devices and a number; no such device; fewer devices than asked
+        for.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.MirroredStrategy(num_gpus=2).worker_devices
+    [CpuDevice(id=0), CpuDevice(id=1)]
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device | str] | None = None,
+        num_gpus: int | None = None,
+        cross_tower_ops: CrossDeviceOps | None = None,
+        prefetch_on_device: bool | None = None,
+        *,
+        num_gpus_per_worker: int | None = None,
+    ) -> None:
+        if num_gpus is not None and num_gpus_per_worker is not None:
+            raise ValueError(
+                "Must only specify one of `num_gpus` and `num_gpus_per_worker`."
+            )
+        number = num_gpus_per_worker if num_gpus is None else num_gpus
+        if devices is not None and number is not None:
+            raise ValueError("Must only specify one of `devices` and `num_gpus`.")
+        chosen = devices if number is None else _first_devices(number, "num_gpus")
+        super().__init__(mirrored.MirroredStrategy(chosen, cross_tower_ops))
+        self.prefetch_on_device = prefetch_on_device
+
+
+@final
+class OneDeviceStrategy(DistributionStrategy, cores=(mirrored.OneDeviceStrategy,)):
+    """One tower on one device; values are never wrapped.
+
+    Args:
+      device: a device or its name.
+      prefetch_on_device: whether `distribute_dataset` reads ahead; by default it does.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.OneDeviceStrategy("CPU:1").is_single_tower
+    True
+    """
+
+    def __init__(
+        self, device: Device | str, prefetch_on_device: bool | None = None
+    ) -> None:
+        super().__init__(mirrored.OneDeviceStrategy(device))
+        self.prefetch_on_device = prefetch_on_device
+
+
+@final
+class CollectiveAllReduceStrategy(
+    DistributionStrategy, cores=(multi_worker.MultiWorkerMirroredStrategy,)
+):
+    """One tower per device of every process; today's `MultiWorkerMirroredStrategy`.
+
+    Args:
+      num_gpus_per_worker: the number of devices that each process has. It is only
+        checked: which devices JAX finds is said when the process is started
+        (`CUDA_VISIBLE_DEVICES`). 0, as by default, means all.
+
+    Raises:
+      ClusterError: the processes could not start together.
+      ValueError: another number of devices was found; the cluster makes no sense.
+
+    >>> import json, os
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> cluster = {"worker": ["localhost:2222"]}
+    >>> os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster})
+    >>> contrib.CollectiveAllReduceStrategy().num_towers
+    8
+    >>> del os.environ["TF_CONFIG"]
+    """
+
+    def __init__(self, num_gpus_per_worker: int = 0) -> None:
+        number = at_least(0, "num_gpus_per_worker", num_gpus_per_worker)
+        # Before JAX looks for devices, the processes must have met.
+        strategy = multi_worker.MultiWorkerMirroredStrategy()
+        _check_all(number)
+        super().__init__(strategy)
+
+
+@final
+class ParameterServerStrategy(
+    DistributionStrategy,
+    cores=(between_graph.BetweenGraphStrategy, mirrored.CentralStorageStrategy),
+):
+    """Variables on parameter servers, each worker by itself; alone, on one device.
+
+    With a cluster in `TF_CONFIG` it is asynchronous training, as
+    `compat.v1.experimental.ParameterServerStrategy`, where each worker has its devices
+    as towers. Without one there are towers on this host's devices, and variables lie on
+    the host's CPU, or on the only device: today's `CentralStorageStrategy`.
+
+    Args:
+      num_gpus_per_worker: the number of towers without a cluster; 0, as by default, is
+        one tower on the first device. With a cluster it is only checked, and 0 means
+        all devices of the worker.
+
+    Raises:
+      ValueError: the cluster has no servers or workers; there are fewer devices, or
+        with a cluster another number.
+      ClusterError: a server cannot be reached.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.ParameterServerStrategy(num_gpus_per_worker=2).num_towers
+    2
+    """
+
+    def __init__(self, num_gpus_per_worker: int = 0) -> None:
+        number = at_least(0, "num_gpus_per_worker", num_gpus_per_worker)
+        resolver = between_graph.TFConfigClusterResolver()
+        if resolver.cluster_spec():
+            _check_all(number)
+            super().__init__(between_graph.BetweenGraphStrategy(resolver))
+        else:
+            devices = _first_devices(number or 1, "num_gpus_per_worker")
+            super().__init__(mirrored.CentralStorageStrategy(devices))
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first."""
+        return first_named(var_list, "non_slot_devices")
+
+
+@final
+class TPUStrategy(DistributionStrategy, cores=(tpu.TPUStrategy,)):
+    """One tower per core of a TPU system, or per device of any other platform.
+
+    Args:
+      tpu_cluster_resolver: by default one of all processes that there are.
+      steps_per_run: is for your own use, as is the attribute of this name.
+      num_cores: the number of towers, which is only checked.
+
+    Raises:
+      ValueError: another number of cores was found; `steps_per_run` is below 1.
+      ClusterError: the processes could not start together.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.TPUStrategy(num_cores=8).num_towers
+    8
+    """
+
+    steps_per_run = 1
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        steps_per_run: int = 1,
+        num_cores: int | None = None,
+    ) -> None:
+        steps = positive("steps_per_run", steps_per_run)
+        strategy = tpu.TPUStrategy(tpu_cluster_resolver)
+        found = strategy.num_replicas_in_sync
+        if num_cores is not None and positive("num_cores", num_cores) != found:
+            raise ValueError(
+                f"`num_cores` was {num_cores}, but the system has {found} cores."
+            )
+        super().__init__(strategy)
+        self.steps_per_run = steps
+
+
+def _check_all(number: int) -> None:
+    """Raise unless this is the number of this process's devices, or 0."""
+    found = len(_devices.default_devices())
+    if number not in (0, found):
+        raise ValueError(
+            f"`num_gpus_per_worker` was {number}, but this process has {found} "
+            "devices, all of which are used. Start it with so many "
+            "(`CUDA_VISIBLE_DEVICES`), or leave the number out."
+        )
+
+
+def _first_devices(given: object, name: str) -> tuple[Device, ...]:
+    """So many of this host's devices."""
+    number, found = positive(name, given), _devices.default_devices()
+    if number > len(found):
+        raise ValueError(
+            f"`{name}` was {number}, but this host has {len(found)} devices: "
+            f"{_devices.names(found)}."
+        )
+    return found[:number]
+
+
+@final
+class TowerContext(Adapter):
+    """One tower's view, in a function of `call_for_each_tower`.
+
+    `get_tower_context()` returns it; nobody else makes one. Outside any strategy there
+    is one, too, of a single tower.
+
+    Args:
+      replica_context: the one of today over which it stands.
+
+    Raises:
+      TypeError: it is made of something else.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> context = contrib.get_tower_context()
+    >>> context.num_towers, context.tower_id, context.is_single_tower
+    (1, 0, True)
+    """
+
+    _names = NAMES_IN_2018
+    _way = "jaxstrategy.get_replica_context()"
+
+    def __init__(self, replica_context: ReplicaContext) -> None:
+        if not isinstance(replica_context, ReplicaContext):
+            raise TypeError(
+                f"A `TowerContext` was made of {shown(replica_context)}. Use the one "
+                "that `get_tower_context()` returns in `call_for_each_tower`."
+            )
+        super().__init__(replica_context)
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Self:
+        """A `with` block in the context where code already is."""
+        block = contextlib.nullcontext()
+        if self.distribution_strategy is _DEFAULT and not _current.has_strategy():
+            block = _context.outside()
+        else:
+            _require_current(self)
+        block.__enter__()
+        self._entered.append(block)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def merge_call(
+        self, merge_fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """Calls `merge_fn(strategy, *args, **kwargs)` once for all towers."""
+        _require_current(self)
+        _require_function("merge_call", merge_fn)
+
+        def with_adapter(core: Any, /, *args: Any, **kwargs: Any) -> PyTree:
+            return merge_fn(DistributionStrategy.over(core), *args, **kwargs)
+
+        return self._core.merge_call(with_adapter, args, kwargs)
+
+    @property
+    def distribution_strategy(self) -> DistributionStrategy:
+        """The strategy whose tower this is."""
+        return DistributionStrategy.over(self._core.strategy)
+
+    @property
+    def num_towers(self) -> int:
+        """The number of towers that take this step together."""
+        return self.distribution_strategy.num_towers
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower only."""
+        return self.distribution_strategy.is_single_tower
+
+    @property
+    def tower_id(self) -> jax.Array | int:
+        """The number of this tower, from 0.
+
+        One program serves all towers, so that in `call_for_each_tower` it is an int32
+        scalar known only on the devices. Outside any strategy it is the int 0.
+        """
+        _require_current(self)
+        return self._core.replica_id_in_sync_group
+
+    @property
+    def device(self) -> tuple[Device, ...]:
+        """The devices of all towers, in their order: one program serves them."""
+        _require_current(self)
+        return self._core.devices
+
+    def __repr__(self) -> str:
+        return f"TowerContext({self.distribution_strategy!r})"
+
+
+_DEFAULT = DistributionStrategy.over(_current.get_strategy())
+
+
+def get_tower_context() -> TowerContext | Any:
+    """The current tower context, or None in cross-tower context.
+
+    In a function of `call_for_each_tower` it is the tower's; in `scope()`, functions of
+    `merge_call` and of `update` there is none; outside of all it is that of the default
+    strategy's single tower, always the same object.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.get_tower_context() is contrib.get_tower_context()
+    True
+    """
+    context = _current.get_replica_context()
+    return None if context is None else TowerContext.known(context)
+
+
+def get_cross_tower_context() -> DistributionStrategy | Any:
+    """The current strategy in cross-tower context, else None.
+
+    Of this and `get_tower_context()` exactly one is None.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> print(contrib.get_cross_tower_context())
+    None
+    """
+    is_cross = _current.in_cross_replica_context()
+    return get_distribution_strategy() if is_cross else None
+
+
+def get_distribution_strategy() -> DistributionStrategy:
+    """The current strategy; outside any scope the default one with one tower.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.get_distribution_strategy().num_towers
+    1
+    """
+    return DistributionStrategy.over(_current.get_strategy())
+
+
+def has_distribution_strategy() -> bool:
+    """Whether the current strategy is another than the default one.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.has_distribution_strategy()
+    False
+    """
+    return _current.has_strategy()
+
+
+def require_tower_context(tower_ctx: TowerContext) -> None:
+    """Raises an error unless `tower_ctx` is the current tower context.
+
+    Raises:
+      ContextError: code is in cross-tower context, in another step of the same
+        strategy, or in another strategy's.
+      TypeError: it is no tower context.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.require_tower_context(contrib.get_tower_context())
+    """
+    if not isinstance(tower_ctx, TowerContext):
+        raise TypeError(
+            f"`require_tower_context` was given {shown(tower_ctx)}; a TowerContext of "
+            "`get_tower_context()` was wanted."
+        )
+    _require_current(tower_ctx)
+
+
+def _require_current(tower_ctx: TowerContext) -> None:
+    current = get_tower_context()
+    if current is tower_ctx:
+        return
+    if current is None:
+        raise ContextError(
+            "Need to be inside `call_for_each_tower()`, where code sees one tower. "
+            "Here it sees all: use the methods of the strategy."
+        )
+    here = current.distribution_strategy
+    if here is tower_ctx.distribution_strategy:
+        raise ContextError(
+            "Mismatching tower context. This one belongs to another call of "
+            "`call_for_each_tower`: call `get_tower_context()` where it is used."
+        )
+    raise ContextError(
+        "Mismatching DistributionStrategy objects: "
+        f"{tower_ctx.distribution_strategy!r} is not {here!r}. Call "
+        "`get_tower_context()` where the context is used."
+    )
+
+
+@final
+class UpdateContext:
+    """A `with` block in which `get_update_device()` says these devices.
+
+    `DistributionStrategy.update` enters one by itself. This one changes nothing but
+    what `get_update_device()` returns in this thread.
+
+    Args:
+      device: a device or its name, or several.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> with contrib.UpdateContext("CPU:1"):
+    ...     contrib.get_update_device()
+    (CpuDevice(id=1),)
+    """
+
+    def __init__(self, device: Device | str | Sequence[Device | str]) -> None:
+        given = [device] if isinstance(device, (Device, str)) else device
+        self.devices = _devices.choose(given)
+        self._blocks: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Self:
+        updated = _context.current().updated
+        block = _context.entered(update_device=(self.devices, updated))
+        block.__enter__()
+        self._blocks.append(block)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._blocks.pop().__exit__(*error)
+
+
+def get_update_device() -> tuple[Device, ...] | None:
+    """The devices of the copies that code changes; None outside of updates.
+
+    A function of `update` is called once for all copies, so that these are the devices
+    of all of them.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     v = js.Variable(1.0)
+    ...     strategy.update(v, lambda v: print(contrib.get_update_device()))
+    (CpuDevice(id=0), CpuDevice(id=1))
+    """
+    context = _context.current()
+    if context.update_device is not None:
+        devices, updated = context.update_device
+        if updated == context.updated:  # else an update was entered inside
+            return devices
+    return context.updated or None
+
+
+def increment_var(v: Variable, amount: Value = 1) -> jax.Array:
+    """Adds `amount` to each copy of a variable, once for all towers.
+
+    For counters of steps, in a function of `call_for_each_tower` or outside any scope.
+    Returns the new value, of the shape of `v`.
+
+    Raises:
+      ContextError: in cross-tower context; use `distribution_strategy.update` there.
+      ValueError: `amount` may differ between towers.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     steps = js.Variable(6)
+    ...     strategy.call_for_each_tower(lambda: contrib.increment_var(steps))
+    Array(7, dtype=int32)
+    """
+    context = get_tower_context()
+    if context is None:
+        raise ContextError(
+            "`increment_var` was called in cross-tower context; it is for towers. Use "
+            "`distribution_strategy.update(v, lambda v: v.assign_add(amount))` here."
+        )
+    return context.merge_call(
+        lambda strategy, v: strategy.update(v, lambda v: v.assign_add(amount)), v
+    )
+
+
+def get_loss_reduction() -> VariableAggregation:
+    """The aggregation of gradients for the loss at hand: MEAN.
+
+    Nobody records losses here, so that it stays MEAN after a summed one, too, where
+    2018 gave SUM.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.get_loss_reduction()
+    <VariableAggregation.MEAN: 'MEAN'>
+    """
+    return VariableAggregation.MEAN

@@ -1,0 +1,842 @@
+"""`tf.compat.v1.distribute` over today's classes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, final
+
+import jax
+
+from jaxstrategy._src import options as _options
+from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
+from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
+from jaxstrategy._src.communication_options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+from jaxstrategy._src.compat.adapters import (
+    NAMES_IN_V1,
+    Adapter,
+    AdapterScope,
+    OlderStrategy,
+    first_named,
+    read_variable,
+    same,
+    waited,
+)
+from jaxstrategy._src.compat.inputs import (
+    OF_GROUPS,
+    GetsNext,
+    InputIterator,
+    NumpyDataset,
+    OlderDataset,
+    as_dataset,
+    numpy_dataset,
+    require_iterator,
+)
+from jaxstrategy._src.compat.multi_steps import AbstractMultiStepContext
+from jaxstrategy._src.contexts import context as _context, replica_context
+from jaxstrategy._src.inputs.input_options import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from jaxstrategy._src.options import ReduceOp, VariableAggregation
+from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.strategies import (
+    between_graph,
+    current,
+    extended as _extended,
+    mirrored,
+    multi_worker,
+    strategy as _strategy,
+    tpu,
+)
+from jaxstrategy._src.strategies.choices import check_function
+from jaxstrategy._src.strategies.destinations import Destinations, check_reduced
+from jaxstrategy._src.text.shown import positive, shown
+from jaxstrategy._src.tpu.device_assignment import DeviceAssignment
+from jaxstrategy._src.values.arrays import Function, PyTree
+from jaxstrategy._src.variables.variable import Variable
+
+
+class RunOptions(NamedTuple):
+    """Options of `Strategy.run` in TensorFlow 1. None of them has an effect here.
+
+    Shapes are static, and XLA compiles each step in any case. What can be chosen here
+    is in `jaxstrategy.RunOptions`, which `run` takes, too.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> strategy.run(lambda x: 2 * x, (3,), options=v1.RunOptions())
+    Array(6, dtype=int32, weak_type=True)
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
+
+
+def _options_of(
+    options: CommunicationOptions | None, hints: CommunicationOptions | None
+) -> CommunicationOptions | None:
+    """The options by whichever name they were given."""
+    if hints is None:
+        return options
+    if options is not None:
+        raise ValueError(
+            "`options` and `experimental_hints` are two names of one argument, and "
+            "both were given. Use `options`."
+        )
+    if not isinstance(hints, CommunicationOptions):
+        raise TypeError(
+            f"`experimental_hints` was {hints!r}; `experimental.CollectiveHints(...)` "
+            "were wanted, for example with `bytes_per_pack=2**20`."
+        )
+    return hints
+
+
+@final
+class MultiStepContext(AbstractMultiStepContext):
+    """Named outputs of the last of several steps.
+
+    Made by `experimental_run_steps_on_iterator`, which passes it to the function first.
+
+    >>> context = MultiStepContext()
+    >>> context.last_step_outputs, context.non_tensor_outputs, context.run_op
+    ({}, {}, None)
+    """
+
+    _operation_example = "`reduce_op=ReduceOp.MEAN`"
+
+    def set_last_step_output(
+        self, name: str, output: PyTree, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Sets an output of this step; those of the last one stay."""
+        op = None if reduce_op is None else ReduceOp(reduce_op)
+        self._set_output(name, output, op)
+
+
+class StrategyExtended(Adapter):
+    """The methods of `tf.compat.v1.distribute.StrategyExtended`.
+
+    It is `strategy.extended` of a strategy of `compat.v1`. What has the name of a
+    member of `jaxstrategy.StrategyExtended` does the same.
+
+    Args:
+      container_strategy: a strategy of today.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> strategy.extended.call_for_each_replica(lambda x: x + 1, (np.int32(2),))
+    Array(3, dtype=int32)
+    """
+
+    _names = NAMES_IN_V1
+    _way = "strategy.core.extended"
+    _core: _extended.StrategyExtended
+
+    def __init__(self, container_strategy: _strategy.Strategy) -> None:
+        super().__init__(container_strategy.extended)
+        self._strategy = container_strategy
+
+    worker_devices: tuple[Device, ...] = same(_extended.StrategyExtended.worker_devices)
+    parameter_devices: tuple[Device, ...] = same(
+        _extended.StrategyExtended.parameter_devices
+    )
+    should_checkpoint: bool = same(_extended.StrategyExtended.should_checkpoint)
+    should_save_summary: bool = same(_extended.StrategyExtended.should_save_summary)
+    experimental_between_graph: bool = same(
+        _extended.StrategyExtended.experimental_between_graph
+    )
+    experimental_should_init: bool = same(
+        _extended.StrategyExtended.experimental_should_init
+    )
+    experimental_require_static_shapes: bool = same(
+        _extended.StrategyExtended.experimental_require_static_shapes
+    )
+    update = same(_extended.StrategyExtended.update)
+    value_container = same(_extended.StrategyExtended.value_container)
+    variable_created_in_scope = same(
+        _extended.StrategyExtended.variable_created_in_scope
+    )
+    colocate_vars_with = same(_extended.StrategyExtended.colocate_vars_with)
+
+    def call_for_each_replica(
+        self,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+    ) -> PyTree:
+        """`strategy.run` under its older name: enters the scope by itself."""
+        check_function(fn, "extended.call_for_each_replica")
+        _context.require_cross_replica(self._strategy, "extended.call_for_each_replica")
+        return self._strategy.run(fn, args, kwargs)
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | VariableAggregation | str,
+        value: PyTree,
+        destinations: Destinations,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """`value` reduced over the replicas and placed on `destinations`."""
+        chosen = _options_of(options, experimental_hints)
+        return self._core.reduce_to(ReduceOp(reduce_op), value, destinations, chosen)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | VariableAggregation | str,
+        value_destination_pairs: Sequence[tuple[PyTree, Destinations]],
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> list[PyTree]:
+        """Several `reduce_to` at once: one result per pair, in order."""
+        chosen = _options_of(options, experimental_hints)
+        op = ReduceOp(reduce_op)
+        return self._core.batch_reduce_to(op, value_destination_pairs, chosen)
+
+    def broadcast_to(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        """Copies of `tensor` on `destinations`; a Python number comes back itself."""
+        method = "extended.broadcast_to"
+        context = _context.require_cross_replica(self._strategy, method)
+        is_list = isinstance(destinations, (list, tuple))
+        if destinations is None or (is_list and not destinations):
+            raise ValueError(
+                f"`extended.broadcast_to` was given {destinations!r} as "
+                "`destinations`; a device or its name was wanted, a list of them, or a "
+                "variable or a value whose devices are meant."
+            )
+        if isinstance(tensor, (int, float)):
+            return tensor
+        if not context.in_step:
+            check_reduced(tensor, "broadcast_to")
+        return self._broadcast(tensor, destinations)
+
+    def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        return self._core.copy_to(tensor, destinations)
+
+    def read_var(self, v: Variable) -> jax.Array:
+        """The value of a variable, of its shape; never the variable.
+
+        That of an on-read variable is what it aggregates to. In `run` it is this
+        replica's value, of a mirrored variable.
+        """
+        _context.require_same(_context.current(), self._strategy)
+        return read_variable(v, "extended.read_var", "called inside `run` on")
+
+    def update_non_slot(
+        self,
+        colocate_with: Destinations,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+        group: bool = True,
+    ) -> PyTree:
+        """Today's `update_on`; None are the parameter devices."""
+        method = "extended.update_non_slot"
+        context = _context.require_cross_replica(self._strategy, method)
+        check_function(fn, method)
+        if not context.in_step:
+            check_reduced((args, kwargs), "update_non_slot")
+        if colocate_with is None:
+            colocate_with = self._core.parameter_devices
+        return self._core.update_on(colocate_with, fn, args, kwargs, group)
+
+    def non_slot_devices(
+        self, var_list: Sequence[Variable]
+    ) -> tuple[Device, ...] | Variable:
+        """The place for what an optimizer keeps for no one variable."""
+        return self.parameter_devices
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Any], object],
+        iterator: GetsNext,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> MultiStepContext:
+        """Calls `fn(context, element)` so many times, in cross-replica context.
+
+        A step that `fn` starts, and that sets outputs on the context, is compiled once,
+        however often this is called; the context may be among its arguments, or in its
+        closure.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import v1
+        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+        >>> def step(context, x):
+        ...     context.set_last_step_output("loss", x.sum(), v1.ReduceOp.MEAN)
+        >>> def fn(context, x):
+        ...     strategy.extended.call_for_each_replica(step, args=(context, x))
+        >>> iterator = strategy.make_dataset_iterator(js.batches(np.arange(8.0), 4))
+        >>> run = strategy.extended.experimental_run_steps_on_iterator
+        >>> run(fn, iterator, iterations=2).last_step_outputs
+        {'loss': Array(11., dtype=float32)}
+        """
+        context = MultiStepContext()
+        context.run_steps(
+            self._strategy,
+            lambda element: fn(context, element),
+            iterator,
+            iterations,
+            initial_loop_values,
+        )
+        return context
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: PyTree, session: object = None
+    ) -> NumpyDataset:
+        """The rows of arrays as a dataset, as of the strategy's method."""
+        return numpy_dataset(numpy_input)
+
+
+class _OfFirstVariable(StrategyExtended):
+    """Whose optimizers keep their state beside a variable."""
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first."""
+        return first_named(var_list, "extended.non_slot_devices")
+
+
+@final
+class _OfCentralStorage(_OfFirstVariable):
+    """Of variables on one device: to TensorFlow, those of a parameter server."""
+
+    experimental_between_graph = True  # as in TensorFlow, though there is one process
+    experimental_should_init = True
+
+
+@final
+class _OfSeveralProcesses(StrategyExtended):
+    experimental_between_graph = True  # also where there is one
+
+
+@final
+class _OfOneDevice(StrategyExtended):
+    def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        if isinstance(tensor, jax.Array):
+            return tensor
+        return super()._broadcast(tensor, self.worker_devices[0])
+
+
+def _refused(name: str, error: type[Exception], why: str) -> Any:
+    def refuse(self: object) -> NoReturn:
+        raise error(
+            f"`extended.{name}` was asked of the default strategy, which {why}. Ask "
+            "inside the scope of another strategy, or after `has_strategy()`."
+        )
+
+    refuse.__doc__ = f"Raises: the default strategy {why}."
+    return property(refuse)
+
+
+_NO_DEVICES = RuntimeError, "computes wherever its code does"
+_NO_JOB = NotImplementedError, "is part of no job"
+
+
+@final
+class _OfDefault(_OfFirstVariable):
+    worker_devices = _refused("worker_devices", *_NO_DEVICES)
+    parameter_devices = _refused("parameter_devices", *_NO_DEVICES)
+    experimental_between_graph = _refused("experimental_between_graph", *_NO_JOB)
+    experimental_should_init = _refused("experimental_should_init", *_NO_JOB)
+
+    def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        return tensor
+
+
+class Strategy(OlderStrategy):
+    """A strategy with the methods of `tf.compat.v1.distribute.Strategy`.
+
+    `MirroredStrategy` and the others make one. Behind each is a strategy of today,
+    `strategy.core`; each of those has one such object. What has the name of a member of
+    `jaxstrategy.Strategy` does the same.
+
+    Args:
+      core: a strategy of today, given by the class of a strategy.
+
+    Raises:
+      TypeError: it is made itself, or of something else; `over` is for that.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     v1.get_strategy() is strategy, js.get_strategy() is strategy.core
+    (True, True)
+    >>> v1.Strategy.over(js.MirroredStrategy(js.simulate(8)[:2], replicas_per_device=4))
+    compat.v1.MirroredStrategy(8 replicas, 4 on each device, on cpu:0, cpu:1)
+    """
+
+    _module = "compat.v1"
+    _time = "TensorFlow 1"
+    _names = NAMES_IN_V1
+    _extended_class: ClassVar[type[StrategyExtended]] = StrategyExtended
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The additional methods, for library code and optimizers."""
+        return self._extended_class.known(self._core)
+
+    num_replicas_in_sync: int = same(_strategy.Strategy.num_replicas_in_sync)
+    cluster_resolver: ClusterResolver | None = same(_strategy.Strategy.cluster_resolver)
+    reduce = same(_strategy.Strategy.reduce)
+    experimental_local_results = same(_strategy.Strategy.experimental_local_results)
+
+    # Contexts and steps.
+
+    def scope(self) -> AbstractContextManager[Self]:
+        """A `with` block in which this is the current strategy."""
+        return AdapterScope(self)
+
+    def run(
+        self,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+        options: RunOptions | _options.RunOptions | None = None,
+    ) -> PyTree:
+        """Runs `fn(*args, **kwargs)` on every replica, as one compiled program."""
+        chosen = None if isinstance(options, RunOptions) else options
+        return self._core.run(fn, args, kwargs, chosen)
+
+    def experimental_run_v2(
+        self,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+    ) -> PyTree:
+        """`run` under its name of TensorFlow 1.14 to 2.1."""
+        return self._core.run(fn, args, kwargs)
+
+    def experimental_run(
+        self, fn: Function, input_iterator: GetsNext | None = None
+    ) -> PyTree:
+        """Runs `fn` on each replica with the next element, as one argument."""
+        if input_iterator is None:
+            return self._core.run(fn, ())
+        return self._core.run(fn, (require_iterator(input_iterator).get_next(),))
+
+    # Values.
+
+    def unwrap(self, value: PyTree) -> tuple[PyTree, ...]:
+        """`experimental_local_results` under its older name."""
+        _context.require_cross_replica(self._core, "unwrap")
+        return self._core.experimental_local_results(value)
+
+    def group(self, value: PyTree, name: str | None = None) -> PyTree:
+        """Waits until `value` is computed, as running a `tf.group` of it did.
+
+        While a step is traced there is nothing to wait for.
+        """
+        _context.require_cross_replica(self._core, "group")
+        return waited(self._core.experimental_local_results(value), name)
+
+    # Data.
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> OlderDataset:
+        """`dataset`, each of its global batches divided over the replicas."""
+        made = self._core.experimental_distribute_dataset(dataset, options)
+        return OlderDataset(made)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> OlderDataset:
+        """The batches of what `dataset_fn` makes, each for one replica."""
+        made = self._core.distribute_datasets_from_function(dataset_fn, options)
+        return OlderDataset(made)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def make_dataset_iterator(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> InputIterator:
+        """An iterator over global batches, which are divided over the replicas.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import v1
+        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+        >>> iterator = strategy.make_dataset_iterator(js.batches(np.arange(8), 4))
+        >>> strategy.experimental_run(lambda x: 10 * x, iterator).values
+        (Array([ 0, 10], dtype=int32), Array([20, 30], dtype=int32))
+        """
+        made = self._core.experimental_distribute_dataset(dataset, options)
+        return InputIterator(made)
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> InputIterator:
+        """An iterator over the elements of an input function, each for one replica.
+
+        The function is called once, and not again by `initialize()`. Its elements go to
+        the replicas in turn, undivided, scalars too. At the end, elements that are
+        fewer than the replicas are left out.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import v1
+        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+        >>> iterator = strategy.make_input_fn_iterator(lambda context: range(5))
+        >>> [[int(x) for x in element.values] for element in iterator]
+        [[0, 1], [2, 3]]
+        """
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"Input replication mode not supported: {shown(replication_mode)}. "
+                "Input functions of `make_input_fn_iterator` are called once for each "
+                "worker, InputReplicationMode.PER_WORKER; for one pipeline per replica "
+                "use `distribute_datasets_from_function` with `InputOptions`."
+            )
+
+        def dataset_fn(context: InputContext) -> Any:
+            return as_dataset(input_fn(context))
+
+        # What cannot be called is refused, by its type.
+        given = dataset_fn if callable(input_fn) else input_fn
+        made = self._core.distribute_datasets_from_function(given, OF_GROUPS)
+        return InputIterator(made)
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: PyTree, session: object = None
+    ) -> NumpyDataset:
+        """The rows of arrays as a dataset, for `make_dataset_iterator`.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import v1
+        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+        >>> rows = strategy.experimental_make_numpy_dataset((np.arange(4), np.ones(4)))
+        >>> next(iter(rows.batch(3)))
+        (array([0, 1, 2]), array([1., 1., 1.]))
+        """
+        return numpy_dataset(numpy_input)
+
+    # Variables, and sessions, which JAX has not.
+
+    def colocate_vars_with(
+        self, colocate_with_variable: _extended.Beside
+    ) -> AbstractContextManager[None]:
+        """`extended.colocate_vars_with`, where it was before."""
+        return self._core.extended.colocate_vars_with(colocate_with_variable)
+
+    def configure(
+        self,
+        session_config: object = None,
+        cluster_spec: object = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Does nothing: there are no sessions, and a cluster comes from a resolver."""
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """A copy of the configuration of a session; there are none here."""
+        return copy.deepcopy(config_proto)
+
+    def experimental_initialize(self) -> list[Any]:
+        """An empty list: of what a session has to run before training."""
+        return []
+
+    def experimental_finalize(self) -> list[Any]:
+        """An empty list: of what a session has to run after training."""
+        return []
+
+
+@final
+class DefaultStrategy(Strategy, cores=(current.DefaultStrategy,)):
+    """One replica wherever code runs: `get_strategy()` outside any scope."""
+
+    _extended_class = _OfDefault
+
+
+@final
+class MirroredStrategy(Strategy, cores=(mirrored.MirroredStrategy,)):
+    """One replica per device of this host, as `jaxstrategy.MirroredStrategy`.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> v1.MirroredStrategy(js.simulate(8)[:2])
+    compat.v1.MirroredStrategy(2 replicas on cpu:0, cpu:1)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device | str] | Device | str | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        super().__init__(mirrored.MirroredStrategy(devices, cross_device_ops))
+
+
+@final
+class OneDeviceStrategy(Strategy, cores=(mirrored.OneDeviceStrategy,)):
+    """One replica on one device, as `jaxstrategy.OneDeviceStrategy`.
+
+    >>> from jaxstrategy.compat import v1
+    >>> v1.OneDeviceStrategy("CPU:0")
+    compat.v1.OneDeviceStrategy(1 replica on cpu:0)
+    """
+
+    _extended_class = _OfOneDevice
+
+    def __init__(self, device: Device | str) -> None:
+        super().__init__(mirrored.OneDeviceStrategy(device))
+
+
+@final
+class CentralStorageStrategy(Strategy, cores=(mirrored.CentralStorageStrategy,)):
+    """Variables on one device, as `jaxstrategy.experimental.CentralStorageStrategy`.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> devices = js.simulate(8)[:2]
+    >>> v1.experimental.CentralStorageStrategy(devices).extended.parameter_devices
+    (CpuDevice(id=0),)
+    """
+
+    _extended_class = _OfCentralStorage
+
+    def __init__(
+        self,
+        compute_devices: Sequence[Device | str] | Device | str | None = None,
+        parameter_device: Device | str | None = None,
+    ) -> None:
+        core = mirrored.CentralStorageStrategy(compute_devices, parameter_device)
+        super().__init__(core)
+
+
+@final
+class MultiWorkerMirroredStrategy(
+    Strategy,
+    cores=(
+        multi_worker.MultiWorkerMirroredStrategy,
+        multi_worker.ExperimentalMultiWorkerMirroredStrategy,
+    ),
+):
+    """Replicas of all processes, as `jaxstrategy.MultiWorkerMirroredStrategy`.
+
+    Args:
+      communication: how sums over the replicas are computed.
+      cluster_resolver: says which processes there are; by default found.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> _ = js.simulate(8)
+    >>> alone = js.cluster_resolver.SimpleClusterResolver({})
+    >>> v1.experimental.MultiWorkerMirroredStrategy(cluster_resolver=alone)
+    compat.v1.MultiWorkerMirroredStrategy(8 replicas on cpu:0..7)
+    """
+
+    _extended_class = _OfSeveralProcesses
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = "AUTO",
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        super().__init__(
+            multi_worker.ExperimentalMultiWorkerMirroredStrategy(
+                communication, cluster_resolver
+            )
+        )
+
+
+@final
+class TPUStrategy(Strategy, cores=(tpu.TPUStrategy, tpu.ExperimentalTPUStrategy)):
+    """Replicas on TPUs, and on any other platform, as `jaxstrategy.TPUStrategy`.
+
+    Args:
+      tpu_cluster_resolver: by default `TPUClusterResolver()`.
+      steps_per_run: how many steps TensorFlow's Estimator took in one session run; it
+        is kept and does nothing.
+      device_assignment: the devices of each replica.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> _ = js.simulate(8)
+    >>> strategy = v1.experimental.TPUStrategy()
+    >>> strategy.num_replicas_in_sync, strategy.steps_per_run
+    (8, 1)
+    """
+
+    steps_per_run = 1
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        steps_per_run: int | None = None,
+        device_assignment: DeviceAssignment | None = None,
+    ) -> None:
+        steps = 1 if steps_per_run is None else positive("steps_per_run", steps_per_run)
+        core = tpu.ExperimentalTPUStrategy(tpu_cluster_resolver, device_assignment)
+        super().__init__(core)
+        self.steps_per_run = steps
+
+
+@final
+class ParameterServerStrategy(Strategy, cores=(between_graph.BetweenGraphStrategy,)):
+    """Asynchronous training: each worker runs the whole program by itself.
+
+    There is no coordinator. Each worker process makes this strategy, the same variables
+    in its scope, and its own loop over `run`: a step pulls what it reads, and pushes
+    what it changes as one operation of each variable. The workers do not wait for each
+    other; the chief (worker 0 without one) makes the initial values. Parameter servers
+    are processes with `jaxstrategy.Server(...).join()`.
+
+    Args:
+      cluster_resolver: of the cluster, by default that of `TF_CONFIG`. Without a
+        cluster the strategy is one of this process's devices, with variables in the
+        host's memory, or on the only device.
+
+    Raises:
+      ValueError: the cluster has no servers or workers, or it is not known which of its
+        tasks this process is.
+      ClusterError: a server cannot be reached, or the job has no secret.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> _ = js.simulate(8)
+    >>> strategy = v1.experimental.ParameterServerStrategy()
+    >>> strategy.extended.experimental_between_graph
+    True
+    """
+
+    _extended_class = _OfFirstVariable
+
+    def __init__(self, cluster_resolver: ClusterResolver | None = None) -> None:
+        super().__init__(between_graph.BetweenGraphStrategy(cluster_resolver))
+
+
+@final
+class ReplicaContext(Adapter):
+    """One replica's view, inside `run`: `v1.get_replica_context()` returns it.
+
+    What has the name of a member of `jaxstrategy.ReplicaContext` does the same.
+
+    Args:
+      core: the replica context of today.
+
+    Raises:
+      TypeError: it is something else.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> def step():
+    ...     context = v1.get_replica_context()
+    ...     return context.merge_call(lambda s, x: s.reduce("sum", x), args=(3.0,))
+    >>> strategy.run(step)
+    Array(6., dtype=float32)
+    """
+
+    _names = NAMES_IN_V1
+    _way = "jaxstrategy.get_replica_context()"
+
+    def __init__(self, core: replica_context.ReplicaContext) -> None:
+        if not isinstance(core, replica_context.ReplicaContext):
+            raise TypeError(
+                f"`core` was {shown(core)}; what `jaxstrategy.get_replica_context()` "
+                "returns in a step was wanted."
+            )
+        super().__init__(core)
+
+    num_replicas_in_sync: int = same(
+        replica_context.ReplicaContext.num_replicas_in_sync
+    )
+    replica_id_in_sync_group: jax.Array | int = same(
+        replica_context.ReplicaContext.replica_id_in_sync_group
+    )
+    devices: tuple[Device, ...] = same(replica_context.ReplicaContext.devices)
+
+    def __enter__(self) -> Self:
+        """Enters the context where code already is: `run` enters replicas."""
+        self._core._require_current("__enter__")
+        return self
+
+    def __exit__(
+        self, exception_type: object, exception_value: object, traceback: object
+    ) -> None:
+        """Leaves the block; code stays where it is."""
+
+    @property
+    def core(self) -> replica_context.ReplicaContext:
+        """The replica context of today."""
+        return self._core
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose replica this is."""
+        return Strategy.over(self._core.strategy)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """`value` reduced over all replicas, leaf by leaf; all get the result."""
+        chosen = _options_of(options, experimental_hints)
+        return self._core.all_reduce(reduce_op, value, chosen)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """Steps across to all replicas: calls `merge_fn(strategy, *args, **kwargs)`."""
+        if not callable(merge_fn):
+            return self._core.merge_call(merge_fn)  # says so
+
+        def with_adapter(core: Any, /, *across: PyTree, **named: PyTree) -> PyTree:
+            return merge_fn(Strategy.over(core), *across, **named)
+
+        return self._core.merge_call(with_adapter, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"compat.v1.ReplicaContext({self.strategy!r})"
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside any scope, the default one with one replica.
+
+    >>> from jaxstrategy.compat import v1
+    >>> v1.get_strategy() is v1.get_strategy()
+    True
+    """
+    return Strategy.over(current.get_strategy())
+
+
+# `| Any` rather than `| None`: as of `jaxstrategy.get_replica_context`.
+def get_replica_context() -> ReplicaContext | Any:
+    """The current replica context, or None in cross-replica context.
+
+    >>> from jaxstrategy.compat import v1
+    >>> v1.get_replica_context().num_replicas_in_sync
+    1
+    """
+    context = current.get_replica_context()
+    return None if context is None else ReplicaContext.known(context)
+
+
+def get_loss_reduction() -> ReduceOp:
+    """The operation by which losses are added up: SUM, as outside of Estimators.
+
+    >>> from jaxstrategy.compat import v1
+    >>> v1.get_loss_reduction()
+    <ReduceOp.SUM: 'SUM'>
+    """
+    return ReduceOp.SUM
