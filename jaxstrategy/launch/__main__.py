@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
 from jaxstrategy._src.launch import kubernetes, slurm
-from jaxstrategy._src.launch.child_process import Guard, signal_name
-from jaxstrategy._src.launch.local import Asked, Events, Job, ThisMachine
+from jaxstrategy._src.launch.child_process import signal_name
+from jaxstrategy._src.launch.local import Asked, Events, Job, RoleJob, ThisMachine
 from jaxstrategy._src.launch.options import Options, parse
 from jaxstrategy._src.launch.ray import RayMachines
-from jaxstrategy._src.launch.roles import RoleJob
 
 _PRINTED = {"slurm": slurm.script, "k8s": kubernetes.manifest}
 
@@ -27,16 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print(options.print_for, options)
     events: Events = queue.SimpleQueue()
     with _signals_to(events):
-        if options.workers is not None:
-            with contextlib.closing(Guard()) as guard:
-                return RoleJob(options, events, guard).run()
         try:
-            with contextlib.closing(
-                ThisMachine(events)
-                if options.ray is None
-                else RayMachines(options, options.ray, events)
-            ) as machines:
-                return Job(options, events, machines).run()
+            if options.on == "ray":
+                with contextlib.closing(RayMachines(options, events)) as machines:
+                    return Job(options, events, machines).run()
+            with contextlib.closing(ThisMachine(options, events)) as machine:
+                if options.workers is not None:
+                    return RoleJob(options, events, machine).run()
+                return Job(options, events, machine).run()
         except (ClusterError, MissingExtraError) as error:
             return _not_started(error, events)
 

@@ -2,196 +2,170 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections import Counter
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import host_and_port
-from jaxstrategy._src.errors import MissingExtraError
-from jaxstrategy._src.launch.local import (
+from jaxstrategy._src.launch.options import Options
+from jaxstrategy._src.launch.tasks import (
     ALWAYS_AGAIN,
     NEVER_AGAIN,
-    common,
-    of_cache,
-)
-from jaxstrategy._src.launch.options import Options
-from jaxstrategy._src.launch.roles import (
     JobTask,
     job_tasks,
-    simulated,
     tf_config,
 )
-from jaxstrategy._src.processes.exit_codes import ExitCode
 from jaxstrategy._src.processes.secret import HOW_TO_MAKE_ONE, VARIABLE as SECRET
-
-Yaml: TypeAlias = dict[str, Any]
 
 _PORT = 2222
 # Characters; Kubernetes puts up to 22 behind it, and has room for 63.
 _LONGEST_NAME = 40
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_HEAD = f"""\
+
+_JOBSET = """\
 # Needs the JobSet controller (https://jobset.sigs.k8s.io). One pod is one process.
 # Put your image where it says IMAGE. Make the secret by which the processes know each
 # other, once, so that it is in no file and on no command line:
-#   {HOW_TO_MAKE_ONE} |
-#     kubectl create secret generic {{secret}} --from-file=secret=/dev/stdin
+#   {how_to_make_one} |
+#     kubectl create secret generic {name}-cluster-secret --from-file=secret=/dev/stdin
 # Then `kubectl apply -f` this file. A pod that fails starts all of them again, up to
-# maxRestarts times; after exit code {{never}} starting again would not mend it, and
-# after {{always}} the state is saved, so that a new pod goes on.
+# maxRestarts times; after exit code {never} starting again would not mend it, and
+# after {always} the state is saved, so that a new pod goes on.
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: "{name}"
+spec:
+{success}  failurePolicy:
+    maxRestarts: {max_restarts}
+    rules:
+    - name: no-restart
+      action: FailJobSet
+      onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+{jobs}"""
+
+# The job is over when the script is.
+_SUCCESS = """\
+  successPolicy:
+    operator: All
+    targetReplicatedJobs: [chief]
 """
 
+_JOB = """\
+  - name: {job}
+    replicas: 1
+    template:
+      spec:
+        completionMode: Indexed
+        completions: {count}
+        parallelism: {count}
+        {failures}
+        template:
+          spec:
+            {pod}
+            containers:
+            - name: main
+              image: IMAGE
+              command: [{command}]
+              ports:
+              - containerPort: {port}
+{resources}              env:
+{environment}"""
 
-class _Quoted(str):
-    """Text that stays text in YAML, whatever it is."""
+_ALL_AGAIN = """backoffLimit: 0
+        podFailurePolicy:
+          rules:
+          - action: FailJob
+            onExitCodes: {{operator: In, values: [{never}]}}
+          - action: Ignore
+            onExitCodes: {{operator: In, values: [{always}]}}"""
+_ITSELF_AGAIN = "backoffLimit: 1000000"
+
+# With the time to save in when a pod is moved.
+_RUN_ONCE = """restartPolicy: Never
+            terminationGracePeriodSeconds: 120"""
+_RUN_AGAIN = """restartPolicy: OnFailure
+            terminationGracePeriodSeconds: 10"""
+
+_RESOURCES = """\
+              resources:
+                limits:
+                  nvidia.com/gpu: {gpus}
+"""
 
 
 def manifest(options: Options) -> str:
     """A JobSet in YAML, with a pod for each process of the job."""
     name = dns_name(options.name)
-    spec: Yaml = {
-        "failurePolicy": {
-            "maxRestarts": options.max_restarts,
-            "rules": [
-                {
-                    "name": "no-restart",
-                    "action": "FailJobSet",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                }
-            ],
-        }
-    }
-    if options.workers is None:
-        spec["replicatedJobs"] = [_processes(options, name)]
-    else:
-        # The job is over when the script is.
-        success = {"operator": "All", "targetReplicatedJobs": ["chief"]}
-        spec = {"successPolicy": success, **spec}
-        spec["replicatedJobs"] = _roles(options, name)
-    jobset = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": _Quoted(name)},
-        "spec": spec,
-    }
-    never, always = NEVER_AGAIN, ALWAYS_AGAIN
-    head = _HEAD.format(
-        secret=f"{name}-cluster-secret", never=_listed(never), always=_listed(always)
+    kinds = job_tasks(options)
+    every = [task for tasks in kinds.values() for task in tasks]
+    hosts = {t: f"{name}-{t.job}-0-{t.index}.{name}:{_PORT}" for t in every}
+    return _JOBSET.format(
+        how_to_make_one=HOW_TO_MAKE_ONE,
+        name=name,
+        never=_listed(NEVER_AGAIN),
+        always=_listed(ALWAYS_AGAIN),
+        success="" if options.workers is None else _SUCCESS,
+        max_restarts=options.max_restarts,
+        jobs="".join(_job(options, name, hosts, tasks) for tasks in kinds.values()),
     )
-    return head + _dumped(jobset)
 
 
-def _processes(options: Options, name: str) -> Yaml:
-    coordinator = options.coordinator or f"{name}-process-0-0.{name}:{_PORT}"
-    constants = {
-        "JAXSTRATEGY_COORDINATOR": coordinator,
-        "JAXSTRATEGY_NUM_PROCESSES": str(options.total),
-        "JAXSTRATEGY_LOCAL_RANK": "0",
-        **common(options, {}),
-    }
-    environment = [
-        *(_constant(key, _literal(value)) for key, value in constants.items()),
-        _field("JAXSTRATEGY_PROCESS_ID", _INDEX),
-        _field("JAXSTRATEGY_ATTEMPT", "jobset.sigs.k8s.io/restart-attempt"),
-        _secret(name),
-    ]
-    pod = _pod(options.program, environment, host_and_port(coordinator)[1])
-    if options.gpus_per_process:
-        _limit_gpus(pod, options.gpus_per_process)
-    return _job("process", options.total, _FAILURES, pod)
+def _job(
+    options: Options, name: str, hosts: dict[JobTask, str], tasks: Sequence[JobTask]
+) -> str:
+    """The pods of one kind."""
+    task, port = tasks[0], _PORT
+    variables = task.variables(options)
+    secret = f'secretKeyRef: {{name: "{name}-cluster-secret", key: secret}}'
+    if task.job == "process":
+        coordinator = options.coordinator or hosts[task]
+        port = host_and_port(coordinator)[1]
+        environment = {
+            "JAXSTRATEGY_COORDINATOR": _value(coordinator),
+            "JAXSTRATEGY_NUM_PROCESSES": _value(str(len(tasks))),
+            "JAXSTRATEGY_LOCAL_RANK": _value("0"),
+            "JAXSTRATEGY_PROCESS_ID": _annotation(_INDEX),
+            "JAXSTRATEGY_ATTEMPT": _annotation("jobset.sigs.k8s.io/restart-attempt"),
+        }
+    else:
+        # Kubernetes puts the index in; it is no text there.
+        config = tf_config(hosts, task).replace('"index": 0}', '"index": $(INDEX)}')
+        environment = {
+            "INDEX": _annotation(_INDEX),
+            "TF_CONFIG": f"value: {_quoted(config)}",
+        }
+    environment |= {key: _value(text) for key, text in variables.items()}
+    environment[SECRET] = f"valueFrom:\n                  {secret}"
+    # Others than the script are started again by themselves, whenever they end.
+    is_counted = task.job in ("process", "chief")
+    gpus = task.gpus(options)
+    return _JOB.format(
+        job=task.job,
+        count=len(tasks),
+        failures=_ALL_AGAIN.format(
+            never=_listed(NEVER_AGAIN), always=_listed(ALWAYS_AGAIN)
+        )
+        if is_counted
+        else _ITSELF_AGAIN,
+        pod=_RUN_ONCE if is_counted else _RUN_AGAIN,
+        command=", ".join(map(_literal, ("python", *task.program(options)))),
+        port=port,
+        resources=_RESOURCES.format(gpus=gpus) if gpus else "",
+        environment="".join(
+            f"              - name: {key}\n                {text}\n"
+            for key, text in environment.items()
+        ),
+    )
 
 
-def _roles(options: Options, name: str) -> list[Yaml]:
-    tasks = job_tasks(options)
-    hosts = {task: f"{name}-{task.job}-0-{task.index}.{name}:{_PORT}" for task in tasks}
-    counts = Counter(task.job for task in tasks)
-    jobs = []
-    for task in tasks:
-        if task.index:
-            continue
-        pod = _pod(task.program(options), _role_environment(options, task, name, hosts))
-        if task.job == "chief":
-            failures = _FAILURES
-        else:  # whoever ends is started again, by itself
-            failures = {"backoffLimit": 1000000}
-            pod["restartPolicy"], pod["terminationGracePeriodSeconds"] = "OnFailure", 10
-        if task.job == "worker" and options.gpus_per_process:
-            _limit_gpus(pod, options.gpus_per_process)
-        jobs.append(_job(task.job, counts[task.job], failures, pod))
-    return jobs
+def _value(text: str) -> str:
+    return f"value: {_literal(text)}"
 
 
-def _role_environment(
-    options: Options, task: JobTask, name: str, hosts: dict[JobTask, str]
-) -> list[Yaml]:
-    constants = {"PYTHONUNBUFFERED": "1", **of_cache(options)}
-    constants |= simulated(options, task)
-    # Kubernetes puts the index in; it is no text there.
-    config = tf_config(hosts, task).replace('"index": 0}', '"index": $(INDEX)}')
-    return [
-        *(_constant(key, _literal(value)) for key, value in constants.items()),
-        _field("INDEX", _INDEX),
-        _constant("TF_CONFIG", _Quoted(config)),
-        _secret(name),
-    ]
-
-
-def _failures(codes: list[ExitCode], action: str) -> Yaml:
-    values = [code.value for code in codes]
-    return {"action": action, "onExitCodes": {"operator": "In", "values": values}}
-
-
-_FAILURES = {
-    "backoffLimit": 0,
-    "podFailurePolicy": {
-        "rules": [_failures(NEVER_AGAIN, "FailJob"), _failures(ALWAYS_AGAIN, "Ignore")]
-    },
-}
-
-
-def _job(name: str, count: int, failures: Yaml, pod: Yaml) -> Yaml:
-    spec = {
-        "completionMode": "Indexed",
-        "completions": count,
-        "parallelism": count,
-        **failures,
-        "template": {"spec": pod},
-    }
-    return {"name": name, "replicas": 1, "template": {"spec": spec}}
-
-
-def _pod(program: tuple[str, ...], environment: list[Yaml], port: int = _PORT) -> Yaml:
-    container = {
-        "name": "main",
-        "image": "IMAGE",
-        "command": [_literal(word) for word in ("python", *program)],
-        "env": environment,
-        "ports": [{"containerPort": port}],
-    }
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 120,  # to save in when a pod is moved
-        "containers": [container],
-    }
-
-
-def _limit_gpus(pod: Yaml, gpus: int) -> None:
-    pod["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
-
-
-def _constant(name: str, value: str) -> Yaml:
-    return {"name": name, "value": value}
-
-
-def _field(name: str, annotation: str) -> Yaml:
-    field = {"fieldPath": f"metadata.annotations['{annotation}']"}
-    return {"name": name, "valueFrom": {"fieldRef": field}}
-
-
-def _secret(name: str) -> Yaml:
-    reference = {"name": _Quoted(f"{name}-cluster-secret"), "key": "secret"}
-    return {"name": SECRET, "valueFrom": {"secretKeyRef": reference}}
+def _annotation(name: str) -> str:
+    path = f"metadata.annotations['{name}']"
+    return f"valueFrom:\n                  fieldRef: {{fieldPath: {_quoted(path)}}}"
 
 
 def _literal(text: str) -> str:
@@ -204,32 +178,18 @@ def _literal(text: str) -> str:
             "Rename the file, or give the argument in another way"
         ) from None
     # It replaces `$(NAME)` in commands and environments, and takes `$$` for `$`.
-    return _Quoted(text.replace("$", "$$"))
+    return _quoted(text.replace("$", "$$"))
 
 
-def _listed(codes: list[ExitCode]) -> str:
-    return ", ".join(str(code.value) for code in codes)
+def _quoted(text: str) -> str:
+    """Text that stays text in YAML, whatever it is."""
+    plain = set(map(chr, range(0x20, 0x7F))) - {'"', "\\"}
+    escaped = (c if c in plain else rf"\U{ord(c):08x}" for c in text)
+    return f'"{"".join(escaped)}"'
 
 
-def _dumped(jobset: Yaml) -> str:
-    """YAML in ASCII, in the order of the dicts."""
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as missing:
-        raise MissingExtraError(
-            "PyYAML is not installed, which writes the manifest. Install the extra: "
-            'pip install "jaxstrategy[kubernetes]"'
-        ) from missing
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: object) -> bool:
-            return True
-
-    def quoted(dumper: Any, text: _Quoted) -> Any:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"')
-
-    Dumper.add_representer(_Quoted, quoted)
-    return yaml.dump(jobset, Dumper=Dumper, sort_keys=False, width=float("inf"))
+def _listed(codes: Iterable[int]) -> str:
+    return ", ".join(str(int(code)) for code in codes)
 
 
 def dns_name(name: str) -> str:

@@ -1,10 +1,12 @@
-"""Jobs of processes that take the same steps, on this machine or others: `Job`."""
+"""Jobs and their processes: `Job`, `RoleJob`, and on this machine `ThisMachine`."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
+import heapq
+import math
 import os
 import queue
 import signal
@@ -12,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TextIO, final
+from typing import Protocol, final
 
 from jaxstrategy._src.cluster.resolvers import environment as _environment
 from jaxstrategy._src.cluster.resolvers.environment import VARIABLE as TF_CONFIG
@@ -28,14 +30,21 @@ from jaxstrategy._src.launch.child_process import (
     described,
     signal_name,
 )
-from jaxstrategy._src.launch.options import GPUS, Options, visible_gpus
-from jaxstrategy._src.processes.exit_codes import ExitCode, Restart, is_good
+from jaxstrategy._src.launch.options import GPUS, Options
+from jaxstrategy._src.launch.tasks import (
+    ALWAYS_AGAIN,
+    NEVER_AGAIN,
+    JobTask,
+    job_tasks,
+    place,
+    share,
+    tf_config,
+)
+from jaxstrategy._src.processes.exit_codes import ExitCode, is_good
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.text.shown import plural, with_noun, with_seconds
 
 LOOPBACK = "127.0.0.1"
-NEVER_AGAIN = ExitCode.that_restart(Restart.NEVER)
-ALWAYS_AGAIN = ExitCode.that_restart(Restart.UNCOUNTED)
 
 _DRAIN_SECONDS = 2.0
 
@@ -60,95 +69,118 @@ class Asked:
 Events = queue.SimpleQueue[Ended | Asked]  # its `put` may be called by signal handlers
 
 
-# What processes are told.
+# Where processes run.
 
 
-def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that are the same in every process and every attempt."""
-    variables = {"PYTHONUNBUFFERED": "1", **of_cache(options)}
-    if options.devices_per_process:
-        variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_process)
-        variables["JAX_PLATFORMS"] = environment.get("JAX_PLATFORMS") or "cpu"
-    return variables
+class Machines(Protocol):
+    """Where the processes of a `Job` run."""
 
+    def start(
+        self, processes: int, attempt: Mapping[str, str]
+    ) -> Mapping[int, StartedProcess]:
+        """Start processes, whose ends are events; by rank."""
+        ...
 
-def of_cache(options: Options) -> dict[str, str]:
-    """The folder in which all processes, and those of a restart, keep programs."""
-    cache = options.compilation_cache
-    return {} if cache is None else {_environment.COMPILATION_CACHE: cache}
+    def release(self) -> None:
+        """Give back what the processes of an attempt had, once all have ended."""
+        ...
 
-
-def place(
-    options: Options,
-    rank: int,
-    local_rank: int,
-    processes: int,
-    coordinator: str,
-    attempt: int,
-    secret: Secret,
-) -> dict[str, str]:
-    """Variables of one process of a `Job`, by which it finds the others."""
-    own = {
-        _environment.COORDINATOR: coordinator,
-        _environment.PROCESS_ID: str(rank),
-        _environment.NUM_PROCESSES: str(options.nodes * processes),
-        _environment.LOCAL_RANK: str(local_rank),
-        _environment.ATTEMPT: str(attempt),
-    }
-    if options.nodes == 1:
-        # What is left of another attempt is refused by name. Launchers of several nodes
-        # do not count alike.
-        own[_environment.JOB] = f"{coordinator}, attempt {attempt}"
-        own |= secret.variables()
-    return own
-
-
-def share(per_process: int, local_rank: int, environment: Mapping[str, str]) -> str:
-    """The GPUs of one process, out of those that the launcher may use."""
-    names = visible_gpus(environment)
-    first = per_process * local_rank
-    wanted = range(first, first + per_process)
-    return ",".join(names[i] if names else str(i) for i in wanted)
-
-
-# Workers of a job, and what they print.
+    def close(self) -> None:
+        """End whatever is left."""
+        ...
 
 
 @final
-class Screen:
-    """One of the launcher's own streams, shared by the readers of all workers."""
+class ThisMachine:
+    """The machine of the launcher."""
 
-    def __init__(self, stream: TextIO, lock: threading.Lock) -> None:
-        self._stream = stream
-        self._lock = lock
-        self._coloured = stream.isatty() and not os.environ.get("NO_COLOR")
+    def __init__(self, options: Options, events: Events) -> None:
+        self._options = options
+        self._events = events
+        self._guard = Guard()
+        self._ports: list[HeldPort] = []
 
-    def show(self, name: str, colour: int, line: bytes) -> None:
+    def start(
+        self, processes: int, attempt: Mapping[str, str]
+    ) -> Mapping[int, StartedProcess]:
+        coordinator = self._options.coordinator or self.address()
+        first = (self._options.node_rank or 0) * processes
+
+        def started(k: int) -> StartedProcess:
+            own = place(self._options, attempt, coordinator, first + k, k)
+            return self.run(first + k, JobTask("process", k), own)
+
+        return {first + k: started(k) for k in range(processes)}
+
+    def address(self) -> str:
+        """An address that is held for the job."""
+        self._ports.append(HeldPort(LOOPBACK))
+        return f"{LOOPBACK}:{self._ports[-1].number}"
+
+    def run(
+        self, rank: int, task: JobTask, variables: Mapping[str, str]
+    ) -> GuardedProcess:
+        """Start one process, whose end is an event."""
+        # Of what this process itself is in other jobs, nothing is handed on.
+        others = {TF_CONFIG}
+        if self._options.nodes == 1:
+            others.update(_environment.OF_PROCESS)
+        inherited = {k: v for k, v in os.environ.items() if k not in others}
+        own = task.variables(self._options) | dict(variables)
+        if gpus := task.gpus(self._options):
+            own[GPUS] = share(gpus, task.index)
+        return GuardedProcess(
+            [sys.executable, *task.program(self._options)],
+            inherited | own,
+            f"rank {rank}",
+            self._guard,
+            lambda code: self._events.put(Ended(rank, code)),
+        )
+
+    def release(self) -> None:
+        for port in self._ports:
+            port.close()
+        self._ports.clear()
+
+    def close(self) -> None:
+        self.release()
+        self._guard.close()
+
+
+# Processes that run, and what they print.
+
+
+@final
+class Screens:
+    """The launcher's own streams, shared by the readers of all processes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams = sys.stdout, sys.stderr
+        self._coloured = not os.environ.get("NO_COLOR")
+        self._is_terminal = [each.isatty() for each in self._streams]
+
+    def show(self, stream: Stream, name: str, colour: int, line: bytes) -> None:
         """Write one line behind `[name]`."""
         prefix = f"[{name}]"
-        if self._coloured:
+        if self._coloured and self._is_terminal[stream]:
             prefix = f"\x1b[3{1 + colour % 6}m{prefix}\x1b[0m"
-        self._write(f"{prefix} ".encode() + line + b"\n")
+        self._write(stream, f"{prefix} ".encode() + line + b"\n")
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own."""
-        self._write(f"jaxstrategy.launch: {text}\n".encode(errors="replace"))
+        self._write(1, f"jaxstrategy.launch: {text}\n".encode(errors="replace"))
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, stream: Stream, data: bytes) -> None:
+        out = self._streams[stream]
         with self._lock:
             try:
-                self._stream.buffer.write(data)
-                self._stream.flush()
-            except BrokenPipeError:  # as in `... | head`: the workers go on unread
+                out.buffer.write(data)
+                out.flush()
+            except BrokenPipeError:  # as in `... | head`: the processes go on unread
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
+                os.dup2(nowhere, out.fileno())
                 os.close(nowhere)
-
-
-def screens() -> tuple[Screen, Screen]:
-    """Those for output and for errors, which are often the same terminal."""
-    lock = threading.Lock()
-    return Screen(sys.stdout, lock), Screen(sys.stderr, lock)
 
 
 @final
@@ -158,21 +190,22 @@ class Worker:
     def __init__(
         self,
         rank: int,
-        name: str,
+        task: JobTask,
         process: StartedProcess,
-        shown: tuple[Screen, Screen],
+        screens: Screens,
         verbose: bool,
     ) -> None:
+        self.task = task
         self.process = process
         streams: tuple[Stream, Stream] = (0, 1)
         self._readers = [
             OutputThread(
-                f"rank {name}",
+                f"rank {task.name}",
                 functools.partial(process.read, stream),
-                functools.partial(screen.show, name, rank),
+                functools.partial(screens.show, stream, task.name, rank),
                 verbose,
             )
-            for stream, screen in zip(streams, shown, strict=True)
+            for stream in streams
         ]
 
     @property
@@ -193,181 +226,165 @@ class Worker:
             reader.finish(_DRAIN_SECONDS)
 
 
-def next_event(events: Events, deadline: float | None) -> Ended | Asked | None:
-    """The next event; None once it is so late."""
-    wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-    try:
-        return events.get(timeout=wait)
-    except queue.Empty:
+class Processes:
+    """Those that run, who are asked to end and at last made to."""
+
+    def __init__(self, options: Options, events: Events, screens: Screens) -> None:
+        self.workers: dict[int, Worker] = {}
+        self.asked: int | None = None
+        self._options = options
+        self._events = events
+        self._screens = screens
+        self._deadline = math.inf
+
+    def add(self, rank: int, task: JobTask, process: StartedProcess) -> None:
+        verbose = self._options.verbose
+        self.workers[rank] = Worker(rank, task, process, self._screens, verbose)
+
+    def next(self, until: float = math.inf) -> Ended | None:
+        """The next end of one; None where something else happens, or at that time."""
+        at = min(self._deadline, until)
+        try:
+            wait = None if at == math.inf else max(0.0, at - time.monotonic())
+            event = self._events.get(timeout=wait)
+        except queue.Empty:
+            event = None
+        match event:
+            case Ended():
+                return event
+            case None if time.monotonic() < self._deadline:
+                return None
+            case Asked(number) if self.asked is None:
+                self.asked = number
+                self.end_within(self._options.stop_grace)
+                for worker in self.workers.values():
+                    if worker.task.runs_script:
+                        worker.process.send(number)
+            case _:  # asked twice, or too late
+                self._deadline = math.inf
+                for worker in self.workers.values():
+                    worker.process.kill()
         return None
+
+    def end_within(self, seconds: float) -> None:
+        """Kill those that are left after that time, or earlier if that was said."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+
+@final
+class Restarts:
+    """Whether there is another start after an exit code; counts them."""
+
+    def __init__(self, options: Options) -> None:
+        self._left = options.max_restarts
+
+    def take(self, code: int) -> bool:
+        if code in ALWAYS_AGAIN:
+            return True
+        if code in NEVER_AGAIN or not self._left:
+            return False
+        self._left -= 1
+        return True
 
 
 # Jobs of processes that take the same steps.
 
 
-class Machines(Protocol):
-    """Where the processes of a `Job` run."""
-
-    def start(
-        self, options: Options, processes: int, attempt: int, secret: Secret
-    ) -> Mapping[int, StartedProcess]:
-        """Start processes, whose ends are events; by rank."""
-        ...
-
-    def release(self) -> None:
-        """Give back what the processes of an attempt had, once all have ended."""
-        ...
-
-    def close(self) -> None:
-        """End whatever is left."""
-        ...
-
-
 @final
-class ThisMachine:
-    """The machine of the launcher."""
+class Attempt(Processes):
+    """All processes of a job from their start to the last one's end."""
 
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._guard = Guard()
-        self._port: HeldPort | None = None
+    def __init__(self, options: Options, events: Events, screens: Screens) -> None:
+        super().__init__(options, events, screens)
+        self.begun = time.monotonic()
+        self.seconds: dict[int, float] = {}
+        self.codes: dict[int, int] = {}  # in the order of their ends
+        self.killed: list[int] = []
 
-    def start(
-        self, options: Options, processes: int, attempt: int, secret: Secret
-    ) -> Mapping[int, StartedProcess]:
-        coordinator = options.coordinator
-        if not coordinator:
-            self._port = HeldPort(LOOPBACK)
-            coordinator = f"{LOOPBACK}:{self._port.number}"
-        # It would name one process, and there are several.
-        inherited = {k: v for k, v in os.environ.items() if k != TF_CONFIG}
-        inherited |= common(options, os.environ)
-
-        def started(local_rank: int, rank: int) -> GuardedProcess:
-            own = place(
-                options, rank, local_rank, processes, coordinator, attempt, secret
-            )
-            if options.gpus_per_process:
-                own[GPUS] = share(options.gpus_per_process, local_rank, os.environ)
-            return GuardedProcess(
-                [sys.executable, *options.program],
-                inherited | own,
-                f"rank {rank}",
-                self._guard,
-                lambda code: self._events.put(Ended(rank, code)),
-            )
-
-        first = options.node_rank * processes
-        return {first + k: started(k, first + k) for k in range(processes)}
-
-    def release(self) -> None:
-        if self._port is not None:
-            self._port.close()
-
-    def close(self) -> None:
-        self._guard.close()
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The outcome of an attempt."""
-
-    ended: tuple[Ended, ...]
-    killed: tuple[int, ...]
-    tails: dict[int, tuple[bytes, ...]]
-    asked: int | None
-    late: tuple[str, ...]
-    begun: float
-    seconds: Mapping[int, float]
-
-    @functools.cached_property
-    def failed(self) -> list[Ended]:
-        """The failures; those that are consequences of others are at the end."""
-        failed = [end for end in self.ended if _is_failure(end.code, self.asked)]
-        return sorted(failed, key=lambda end: _is_consequence(end.code))
+    def wait(self) -> None:
+        """Watch them until the last has ended, and clear up after them."""
+        while len(self.seconds) < len(self.workers):
+            if (end := self.next()) is None:
+                continue
+            self.seconds[end.rank] = time.monotonic() - self.begun
+            if end.code == -signal.SIGKILL and self.workers[end.rank].process.killed:
+                self.killed = sorted([*self.killed, end.rank])
+            else:
+                self.codes[end.rank] = end.code
+            if not is_good(end.code):
+                self.end_within(self._options.grace)
+        for worker in self.workers.values():
+            worker.close()
 
     @property
-    def cause(self) -> Ended | None:
-        """The first failure; None if all returned 0, saved, or stopped as asked."""
+    def failed(self) -> dict[int, int]:
+        """The codes of those that failed; consequences of others are at the end."""
+
+        def is_consequence(code: int) -> bool:
+            row = ExitCode.of(code)
+            return row is not None and row.is_consequence
+
+        failed = [end for end in self.codes.items() if not is_good(end[1])]
+        first = [end for end in failed if not is_consequence(end[1])]
+        if (asked := self.asked) is not None:  # to end without saving is no failure
+            return {k: code for k, code in first if code not in (-asked, 128 + asked)}
+        return dict(first) | dict(failed)
+
+    @property
+    def cause(self) -> int | None:
+        """Who failed first; None if all returned 0, saved, or stopped as asked."""
         return next(iter(self.failed), None)
 
     @property
-    def restart_code(self) -> ExitCode | None:
-        """The code by which a worker asks to be started again, if none has failed."""
-        if self.failed or self.killed:
-            return None
-        codes = (ExitCode.of(end.code) for end in self.ended)
-        return next((code for code in codes if code in ALWAYS_AGAIN), None)
-
-    @property
-    def exit_code(self) -> int:
+    def code(self) -> int:
         """That of the launcher, if this was its last attempt."""
-        if self.cause is not None:
-            return as_shell(self.cause.code)
-        if self.restart_code is not None:
-            return self.restart_code
-        stopped = self.killed or any(end.code for end in self.ended)
+        if self.failed:
+            return as_shell(next(iter(self.failed.values())))
+        if not self.killed:
+            for code in self.codes.values():
+                if code in ALWAYS_AGAIN:
+                    return code
+        stopped = self.killed or any(self.codes.values())
         return 128 + self.asked if self.asked is not None and stopped else 0
 
+    @property
+    def late(self) -> list[str]:
+        """Lines about processes that were late."""
+        return [line for worker in self.workers.values() for line in worker.late]
 
-def _is_failure(code: int, asked: int | None) -> bool:
-    """Whether a worker that ends with `code` should end the others too."""
-    return not is_good(code) and not _is_stopped(code, asked)
+    def tell(self) -> None:
+        """Say how it ended, the cause last."""
+        say, failed, cause = self._screens.say, self.failed, self.cause
+        for line in self.late:
+            say(line)
+        if cause is not None:
+            tail = self.workers[cause].tail
+            said = f"the last lines of rank {cause}:"
+            say(said if tail else f"rank {cause} printed nothing")
+            for line in tail:
+                self._screens.show(1, str(cause), cause, line)
+        consequences = collections.defaultdict[int, list[int]](list)
+        for rank, code in failed.items():
+            if rank != cause:
+                consequences[code].append(rank)
+        for code, ranks in consequences.items():
+            say(f"then {_ranks(ranks)} failed with {described(code)}")
+        if self.killed and self.asked is None:
+            say(
+                f"{_ranks(self.killed)} did not end within "
+                f"{self._options.grace:g} s and had to be killed"
+            )
+        if cause is not None:
+            say(f"rank {cause} failed with {described(failed[cause])}")
+        elif self.asked is not None:
+            after = f", {_ranks(self.killed)} killed" if self.killed else ""
+            say(f"stopped by {signal_name(self.asked)}{after}")
+        elif self.code in ALWAYS_AGAIN:
+            say("preempted, the state is saved")
 
 
-def _is_stopped(code: int, asked: int | None) -> bool:
-    """Whether a worker ended, without saving, by the signal that all were sent."""
-    if asked is None:
-        return False
-    return code in (-asked, 128 + asked) or _is_consequence(code)
-
-
-def _is_consequence(code: int) -> bool:
-    row = ExitCode.of(code)
-    return row is not None and row.is_consequence
-
-
-def _attempt(options: Options, workers: dict[int, Worker], events: Events) -> Outcome:
-    """Watch the workers until the last has ended, and clear up after them."""
-    begun = time.monotonic()
-    ended: list[Ended] = []
-    seconds: dict[int, float] = {}
-    asked: int | None = None
-    deadline: float | None = None
-    while len(ended) < len(workers):
-        match next_event(events, deadline):
-            case Ended(rank, code) as end:
-                ended.append(end)
-                seconds[rank] = time.monotonic() - begun
-                if _is_failure(code, asked) or _is_stopped(code, asked):
-                    grace = time.monotonic() + options.grace
-                    deadline = min(grace, deadline or grace)
-            case Asked(number) if asked is None:
-                asked = number
-                if deadline is None:
-                    deadline = time.monotonic() + options.stop_grace
-                for worker in workers.values():
-                    worker.process.send(number)
-            case _:  # asked twice, or too late
-                deadline = None
-                for worker in workers.values():
-                    worker.process.kill()
-    for worker in workers.values():
-        worker.close()
-
-    def was_killed(end: Ended) -> bool:
-        return workers[end.rank].process.killed and end.code == -signal.SIGKILL
-
-    return Outcome(
-        tuple(end for end in ended if not was_killed(end)),
-        tuple(sorted(end.rank for end in ended if was_killed(end))),
-        {rank: worker.tail for rank, worker in workers.items()},
-        asked,
-        tuple(line for worker in workers.values() for line in worker.late),
-        begun,
-        seconds,
-    )
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))}"
 
 
 @final
@@ -378,135 +395,186 @@ class Job:
         self._options = options
         self._events = events
         self._machines = machines
-        self._processes = options.processes
-        self._restarts = options.max_restarts
+        self._restarts = Restarts(options)
         self._secret = Secret.random()
-        self._screens = screens()
+        self._screens = Screens()
 
     def run(self) -> int:
         """The exit code of the last attempt."""
-        outcomes = [self._attempt(0)]
-        while self._goes_on(outcomes[-1]):
-            number = len(outcomes)
-            started = with_noun(self._processes, "process")
-            self._say(f"starting {started} again: attempt {number}")
-            outcomes.append(self._attempt(number))
+        processes = self._options.processes
+        attempts = [self._attempt(0, processes)]
+        while self._goes_on(attempts[-1]):
+            least = self._options.min_processes
+            if least is not None and attempts[-1].failed:
+                processes = max(processes - 1, least)
+            number = len(attempts)
+            started = with_noun(processes, "process")
+            self._screens.say(f"starting {started} again: attempt {number}")
+            attempts.append(self._attempt(number, processes))
         if self._options.summary is not None:
             try:
                 with open(self._options.summary, "w", encoding="utf-8") as file:
-                    file.write(job_summary(self._options.name, outcomes))
+                    file.write(job_summary(self._options.name, attempts))
             except OSError as error:
-                self._say(f"the summary was not written: {error}")
-        return outcomes[-1].exit_code
+                self._screens.say(f"the summary was not written: {error}")
+        return attempts[-1].code
 
-    def _attempt(self, number: int) -> Outcome:
-        machines, verbose = self._machines, self._options.verbose
+    def _attempt(self, number: int, processes: int) -> Attempt:
+        told = {
+            _environment.NUM_PROCESSES: str(self._options.nodes * processes),
+            _environment.ATTEMPT: str(number),
+        }
+        if self._options.nodes == 1:  # else it is the same one for all launchers
+            told |= self._secret.variables()
         try:
-            started = machines.start(
-                self._options, self._processes, number, self._secret
-            )
-            workers = {
-                rank: Worker(rank, str(rank), process, self._screens, verbose)
-                for rank, process in started.items()
-            }
-            outcome = _attempt(self._options, workers, self._events)
+            started = self._machines.start(processes, told)
+            attempt = Attempt(self._options, self._events, self._screens)
+            for rank, process in started.items():
+                attempt.add(rank, JobTask("process", rank), process)
+            attempt.wait()
         finally:
-            machines.release()
-        self._tell(outcome)
-        return outcome
+            self._machines.release()
+        attempt.tell()
+        return attempt
 
-    def _goes_on(self, outcome: Outcome) -> bool:
-        """Whether there is another attempt; counts it."""
-        if outcome.asked is not None or not self._events.empty():
+    def _goes_on(self, attempt: Attempt) -> bool:
+        if attempt.asked is not None or not self._events.empty():
             return False
-        if outcome.restart_code is not None:
-            return True
-        cause = outcome.cause
-        if cause is None or cause.code in NEVER_AGAIN or not self._restarts:
-            return False
-        self._restarts -= 1
-        if self._options.min_processes is not None:
-            self._processes = max(self._processes - 1, self._options.min_processes)
-        return True
-
-    def _tell(self, outcome: Outcome) -> None:
-        """Say how it ended, the cause last."""
-        for told in outcome.late:
-            self._say(told)
-        cause, *others = outcome.failed or [None]
-        if cause is not None:
-            self._show_tail(cause.rank, outcome.tails[cause.rank])
-        consequences = collections.defaultdict[int, list[int]](list)
-        for end in filter(None, others):
-            consequences[end.code].append(end.rank)
-        for code, ranks in consequences.items():
-            self._say(f"then {_ranks(ranks)} failed with {described(code)}")
-        if outcome.killed and outcome.asked is None:
-            self._say(
-                f"{_ranks(outcome.killed)} did not end within "
-                f"{self._options.grace:g} s and had to be killed"
-            )
-        if cause is not None:
-            self._say(f"rank {cause.rank} failed with {described(cause.code)}")
-        elif outcome.asked is not None:
-            after = f", {_ranks(outcome.killed)} killed" if outcome.killed else ""
-            self._say(f"stopped by {signal_name(outcome.asked)}{after}")
-        elif outcome.restart_code is not None:
-            self._say("preempted, the state is saved")
-
-    def _show_tail(self, rank: int, tail: Sequence[bytes]) -> None:
-        if not tail:
-            self._say(f"rank {rank} printed nothing")
-            return
-        self._say(f"the last lines of rank {rank}:")
-        for line in tail:
-            self._screens[1].show(str(rank), rank, line)
-
-    def _say(self, text: str) -> None:
-        self._screens[1].say(text)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))}"
+        if (cause := attempt.cause) is not None:
+            return self._restarts.take(attempt.failed[cause])
+        return attempt.code in ALWAYS_AGAIN
 
 
 _HEADER = ("attempt", "rank", "began after", "ran for", "end")
 _MOST_ROWS = 64
 
 
-def job_summary(name: str, outcomes: Sequence[Outcome]) -> str:
+def job_summary(name: str, attempts: Sequence[Attempt]) -> str:
     """The attempts of a job, why some failed, and how each process ended."""
-    begun, code = outcomes[0].begun, outcomes[-1].exit_code
-    ends = [each.begun + s for each in outcomes for s in each.seconds.values()]
+    begun, code = attempts[0].begun, attempts[-1].code
+    ends = [each.begun + s for each in attempts for s in each.seconds.values()]
     how = "ended well" if code == 0 else f"ended with exit code {code}"
-    attempts = with_noun(len(outcomes), "attempt")
     lasted = with_seconds(max(ends, default=begun) - begun)
-    failures = [text for i, each in enumerate(outcomes) for text in _failure(i, each)]
-    rows = [row for i, each in enumerate(outcomes) for row in _rows(i, each, begun)]
-    shown = [_HEADER, *rows[:_MOST_ROWS]]
+    parts = [f"{name} {how} after {with_noun(len(attempts), 'attempt')}, {lasted}"]
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for number, each in enumerate(attempts):
+        parts += _failure(number, each)
+        began = with_seconds(each.begun - begun) if number else "0 s"
+        for rank, seconds in sorted(each.seconds.items()):
+            end = "killed by the launcher"
+            if rank in each.codes:
+                end = described(each.codes[rank])
+            rows.append((str(number), str(rank), began, with_seconds(seconds), end))
+    shown = rows[: 1 + _MOST_ROWS]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     table = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in shown)
-    parts = [f"{name} {how} after {attempts}, {lasted}", *failures, "\n".join(table)]
-    if (more := len(rows) - _MOST_ROWS) > 0:
+    parts.append("\n".join(table))
+    if more := len(rows) - len(shown):
         parts.append(f"and {with_noun(more, 'other process')}")
     return "\n\n".join(parts) + "\n"
 
 
-def _rows(number: int, outcome: Outcome, begun: float) -> Iterator[tuple[str, ...]]:
-    began = with_seconds(outcome.begun - begun) if number else "0 s"
-    for rank in sorted(outcome.seconds):
-        end = "killed by the launcher"
-        if rank not in outcome.killed:
-            end = next(described(e.code) for e in outcome.ended if e.rank == rank)
-        yield str(number), str(rank), began, with_seconds(outcome.seconds[rank]), end
-
-
-def _failure(number: int, outcome: Outcome) -> Iterator[str]:
+def _failure(number: int, attempt: Attempt) -> Iterator[str]:
     """Why an attempt failed, with the last lines of who failed first."""
-    if outcome.asked is not None:
-        yield f"Attempt {number} was stopped by {signal_name(outcome.asked)}."
-    if (cause := outcome.cause) is None:
-        return
-    why = f"Attempt {number}: rank {cause.rank} failed with {described(cause.code)}."
-    tail = [line.decode(errors="replace") for line in outcome.tails[cause.rank]]
-    yield "\n  ".join((why, *tail, *outcome.late))
+    if attempt.asked is not None:
+        yield f"Attempt {number} was stopped by {signal_name(attempt.asked)}."
+    if (cause := attempt.cause) is not None:
+        how = described(attempt.failed[cause])
+        why = f"Attempt {number}: rank {cause} failed with {how}."
+        tail = attempt.workers[cause].tail
+        lines = [line.decode(errors="replace") for line in tail]
+        yield "\n  ".join((why, *lines, *attempt.late))
+
+
+# Jobs of a script with its workers and parameter servers.
+
+_SOON = 5.0  # seconds: who lives shorter than that is started again later each time
+_LONGEST_PAUSE = 30.0
+_CHIEF = 0
+
+
+@final
+class RoleJob:
+    """The script, which is the chief, and those that it calls."""
+
+    def __init__(self, options: Options, events: Events, machine: ThisMachine) -> None:
+        self._options = options
+        self._machine = machine
+        self._restarts = Restarts(options)
+        self._tasks = [task for tasks in job_tasks(options).values() for task in tasks]
+        self._addresses = {task: machine.address() for task in self._tasks}
+        self._screens = Screens()
+        self._running = Processes(options, events, self._screens)
+        self._shared = Secret.random().variables()
+        # Functions of modules beside the script are imported by workers.
+        path = [os.environ.get("PYTHONPATH", "")]
+        if not options.module:
+            path.insert(0, os.path.dirname(os.path.abspath(options.command[0])))
+        self._shared["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        self._started: dict[int, float] = {}
+        self._pauses: dict[int, float] = {}
+        self._waiting = [(0.0, rank) for rank in range(len(self._tasks))]  # by time
+
+    def run(self) -> int:
+        """The exit code of the script."""
+        code: int | None = None
+        while code is None:
+            while self._waiting and self._waiting[0][0] <= time.monotonic():
+                self._start(heapq.heappop(self._waiting)[1])
+            end = self._running.next(min(self._waiting, default=(math.inf, 0))[0])
+            if end is not None:
+                code = self._ended(end.rank, end.code)
+            elif self._running.asked and _CHIEF not in self._running.workers:
+                code = -self._running.asked  # it was to be started again
+        self._end_others()
+        return as_shell(code)
+
+    def _start(self, rank: int) -> None:
+        task = self._tasks[rank]
+        self._started[rank] = time.monotonic()
+        own = self._shared | {TF_CONFIG: tf_config(self._addresses, task)}
+        if not task.runs_script:
+            # A share of the cores: XLA's own choice for each process would be all.
+            simulated = task.variables(self._options).get("JAX_NUM_CPU_DEVICES", 1)
+            cores = _cores()
+            shares = (self._options.workers or 1) if task.job == "worker" else cores
+            own["PJRT_NPROC"] = str(max(int(simulated), cores // shares, 1))
+        self._running.add(rank, task, self._machine.run(rank, task, own))
+
+    def _ended(self, rank: int, code: int) -> int | None:
+        """What follows from an end; the code of the script, if the job is over."""
+        self._running.workers.pop(rank).close()
+        name, asked = self._tasks[rank].name, self._running.asked is not None
+        if rank == _CHIEF:
+            if asked or code == 0 or not self._restarts.take(code):
+                if not asked and code:
+                    self._screens.say(f"chief failed with {described(code)}")
+                return code
+        elif asked or (name == "evaluator" and is_good(code)):
+            return None
+        self._screens.say(f"{name} ended with {described(code)} and is started again")
+        pause = self._pauses.pop(rank, 0.0)
+        if time.monotonic() - self._started[rank] > _SOON:
+            pause = 0.0
+        else:
+            self._pauses[rank] = min(max(1.0, 2 * pause), _LONGEST_PAUSE)
+        heapq.heappush(self._waiting, (time.monotonic() + pause, rank))
+        return None
+
+    def _end_others(self) -> None:
+        """End who is left: asked to first, then made to."""
+        left = dict(self._running.workers)
+        for worker in left.values():
+            worker.process.send(signal.SIGTERM)
+        self._running.end_within(self._options.grace)
+        while left:
+            if (end := self._running.next()) is not None:
+                left.pop(end.rank, None)
+        for worker in self._running.workers.values():
+            worker.close()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

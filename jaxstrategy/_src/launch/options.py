@@ -6,14 +6,15 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, final
 
-from jaxstrategy._src.cluster.resolvers.cluster_spec import host_and_port
+from jaxstrategy._src.cluster.resolvers.cluster_spec import endpoint, host_and_port
 from jaxstrategy._src.processes import secret
 from jaxstrategy._src.processes.exit_codes import ExitCode, Restart
 from jaxstrategy._src.processes.secret import Secret
 
+T = TypeVar("T", int, float)
 GPUS = "CUDA_VISIBLE_DEVICES"
 RAY_ADDRESS = "RAY_ADDRESS"
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -97,45 +98,38 @@ launcher itself was asked to stop.
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class RayOptions:
-    """What each process takes of a Ray cluster, and which cluster that is."""
-
-    address: str | None = None
-    cpus: float = 1.0
-    resources: tuple[tuple[str, float], ...] = ()
-    placement: str = "PACK"
-    working_dir: str | None = None
-    variables: tuple[str, ...] = ()
-    wait: float = 300.0
-
-
-@final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Options:
-    """A checked command line."""
+    """A command line. The parser puts in what is given, by the names of the options."""
 
-    command: tuple[str, ...]
+    command: Sequence[str] = ()
     module: bool = False
     processes: int = 1
     devices_per_process: int | None = None
     gpus_per_process: int | None = None
     max_restarts: int = 0
     min_processes: int | None = None
-    grace: float = 3.0
-    stop_grace: float = 300.0
-    nodes: int = 1
-    node_rank: int = 0
-    coordinator: str | None = None
-    print_for: str | None = None
-    verbose: bool = False
-    check: bool = False
-    ray: RayOptions | None = None
     workers: int | None = None
     parameter_servers: int | None = None
     evaluator: bool = False
+    grace: float = 3.0
+    stop_grace: float = 300.0
+    nodes: int = 1
+    node_rank: int | None = None
+    coordinator: str | None = None
+    on: str | None = None
+    print_for: str | None = None
+    verbose: bool = False
     summary: str | None = None
     compilation_cache: str | None = None
+    check: bool = False
+    ray_address: str | None = None
+    ray_cpus: float = 1.0
+    ray_resource: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    ray_placement: str = "PACK"
+    ray_working_dir: str | None = None
+    ray_env: list[str] = dataclasses.field(default_factory=list)
+    ray_wait: float = 300.0
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -162,32 +156,16 @@ class Options:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Options from the command line; prints and exits with 2 where they are wrong."""
     parser = _parser()
-    given = vars(parser.parse_args(arguments))
-    command = given["command"]
-    given["command"] = tuple(command[1:] if command[:1] == ["--"] else command)
-    if given["check"]:
-        if given["command"] or given["print_for"]:
+    options = parser.parse_args(arguments, Options())
+    if options.command[:1] == ["--"]:
+        options.command = options.command[1:]
+    if options.check:
+        if options.command or options.print_for:
             parser.error(
                 "--check runs a program of its own: leave out script and --print"
             )
-        given["command"], given["module"] = (_CHECK,), True
-    rank = given["node_rank"]
-    given["node_rank"] = rank or 0
-    ray = {name: given.pop(name) for name in list(given) if name.startswith("ray_")}
-    ray = {name: value for name, value in ray.items() if value is not None}
-    if given.pop("on") == "ray":
-        own = {name.removeprefix("ray_"): value for name, value in ray.items()}
-        for name in own.keys() & {"resources", "variables"}:
-            own[name] = tuple(own[name])
-        given["ray"] = RayOptions(**own)
-    elif ray:
-        name = next(iter(ray))
-        option = {"ray_resources": "ray_resource", "ray_variables": "ray_env"}
-        flag = option.get(name, name).replace("_", "-")
-        parser.error(f"--{flag} needs --on ray: nothing else would look at it")
-    options = Options(**given)
-    complaint = next(_complaints(options, rank is not None, os.environ), None)
-    if complaint:
+        options.command, options.module = [_CHECK], True
+    if complaint := next(_complaints(options, os.environ), None):
         parser.error(complaint)
     return options
 
@@ -209,13 +187,13 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "--processes", type=count, default=1, metavar="N",
+    add("-n", "--processes", type=count, metavar="N",
         help="processes on this machine (default: 1)")  # fmt: skip
     add("--devices-per-process", type=count, metavar="K",
         help="simulated CPU devices of each process")  # fmt: skip
     add("--gpus-per-process", type=count, metavar="K",
         help="GPUs of each process: its share of CUDA_VISIBLE_DEVICES")  # fmt: skip
-    add("--max-restarts", type=whole, default=0, metavar="K",
+    add("--max-restarts", type=_whole, metavar="K",
         help="start all again up to K times after a failure (default: 0)")  # fmt: skip
     add("--min-processes", type=count, metavar="M",
         help="a restart takes one process fewer, down to M")  # fmt: skip
@@ -225,15 +203,15 @@ def _parser() -> argparse.ArgumentParser:
         help="parameter servers of it (default: 1)")  # fmt: skip
     add("--evaluator", action="store_true",
         help="run the script a second time, as the evaluator of TF_CONFIG")  # fmt: skip
-    add("--grace", type=seconds, default=3.0, metavar="S",
+    add("--grace", type=_seconds, metavar="S",
         help="seconds that the others have after a failure (default: 3)")  # fmt: skip
-    add("--stop-grace", type=seconds, default=300.0, metavar="S",
+    add("--stop-grace", type=_seconds, metavar="S",
         help="seconds to save and end after a signal (default: 300)")  # fmt: skip
-    add("--nodes", type=count, default=1, metavar="N",
+    add("--nodes", type=count, metavar="N",
         help="machines of the job (default: 1); run the launcher on each")  # fmt: skip
-    add("--node-rank", type=whole, metavar="R",
+    add("--node-rank", type=_whole, metavar="R",
         help="which of the machines this is: 0, 1, ...")  # fmt: skip
-    add("--coordinator", type=address, metavar="HOST:PORT",
+    add("--coordinator", type=_address, metavar="HOST:PORT",
         help="where process 0 listens (default: a free port, loopback)")  # fmt: skip
     add("--on", choices=("ray",),
         help="run the processes on a Ray cluster, not on this machine")  # fmt: skip
@@ -243,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also show gloo's lines about connected ranks")  # fmt: skip
     add("--summary", metavar="FILE",
         help="write what became of each process into a text file")  # fmt: skip
-    add("--compilation-cache", type=folder, metavar="DIR",
+    add("--compilation-cache", type=_folder, metavar="DIR",
         help="where all processes keep what they have compiled")  # fmt: skip
     add("--check", action="store_true",
         help="only try whether the processes can meet and exchange")  # fmt: skip
@@ -253,10 +231,9 @@ def _parser() -> argparse.ArgumentParser:
     on_ray("--ray-address", metavar="HOST:PORT",
         help="the cluster (default: RAY_ADDRESS, or a Ray of this machine that is "
         "started, and ended with the job)")  # fmt: skip
-    on_ray("--ray-cpus", type=amount, metavar="K",
+    on_ray("--ray-cpus", type=_amount, metavar="K",
         help="CPUs of each process, as Ray counts them (default: 1)")  # fmt: skip
     on_ray("--ray-resource", type=_resource, metavar="NAME=K", action="append",
-        dest="ray_resources",
         help="another resource of each process; repeatable")  # fmt: skip
     on_ray("--ray-placement", choices=PLACEMENTS,
         help="on few machines (PACK, the default) or many (SPREAD); "
@@ -264,10 +241,10 @@ def _parser() -> argparse.ArgumentParser:
     on_ray("--ray-working-dir", metavar="DIR",
         help="copy this folder to each machine, and run there; without, all machines "
         "need the folder in which the launcher is started")  # fmt: skip
-    on_ray("--ray-env", metavar="NAME", action="append", dest="ray_variables",
+    on_ray("--ray-env", metavar="NAME", action="append",
         help="hand on this environment variable; repeatable (those of JAX, XLA and "
         "jaxstrategy are handed on anyway)")  # fmt: skip
-    on_ray("--ray-wait", type=seconds, metavar="S",
+    on_ray("--ray-wait", type=_seconds, metavar="S",
         help="seconds to wait for room on the cluster (default: 300)")  # fmt: skip
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -276,45 +253,31 @@ def _parser() -> argparse.ArgumentParser:
 # Types of options.
 
 
-def count(text: str) -> int:
-    """A whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+def _number(
+    read: Callable[[str], T], least: T, wanted: str, is_more: bool = False
+) -> Callable[[str], T]:
+    """Reads numbers that are not smaller than the least one, or are more than it."""
 
+    def number(text: str) -> T:
+        try:
+            found = read(text)
+        except ValueError:
+            found = None
+        if found is None or not least <= found < math.inf or (is_more and not found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return found
 
-def whole(text: str) -> int:
-    """A whole number from 0 on."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
-
-
-def amount(text: str, wanted: str = "a number from 0 on") -> float:
-    """A number from 0 on."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return number
 
 
-def seconds(text: str) -> float:
-    """A time from 0 on."""
-    return amount(text, "a time in seconds")
+count = _number(int, 1, "a whole number above 0")
+_whole = _number(int, 0, "a whole number from 0 on")
+_amount = _number(float, 0.0, "a number from 0 on")
+_seconds = _number(float, 0.0, "a time in seconds")
+positive_seconds = _number(float, 0.0, "a time above 0 seconds", is_more=True)
 
 
-def positive_seconds(text: str) -> float:
-    """A time above 0."""
-    if (number := seconds(text)) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0 seconds")
-    return number
-
-
-def address(text: str) -> str:
-    """A `host:port`."""
+def _address(text: str) -> str:
     try:
         host_and_port(text)
     except ValueError as error:
@@ -322,7 +285,7 @@ def address(text: str) -> str:
     return text
 
 
-def folder(text: str) -> str:
+def _folder(text: str) -> str:
     """A folder, or the address of what serves as one, whether it is there or not."""
     if not text or os.path.isfile(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a folder")
@@ -333,166 +296,135 @@ def _resource(text: str) -> tuple[str, float]:
     name, equals, number = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=K, such as TPU=4")
-    return name, amount(number)
+    return name, _amount(number)
 
 
-# Contradictions between well-formed options, the most important first.
-
-
-def _complaints(
-    options: Options, rank_given: bool, environment: Mapping[str, str]
-) -> Iterator[str]:
-    if not options.command:
+def _complaints(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
+    """Contradictions between well-formed options, the most important first."""
+    if not o.command:
         yield "the script is missing: name it after the options, as in `-n 4 train.py`"
         return
-    yield from _about_numbers(options)
-    yield from _about_summary(options)
-    yield from _about_roles(options)
-    if options.ray is not None:
-        yield from _about_ray(options, options.ray, rank_given, environment)
-    yield from _about_nodes(options, rank_given)
-    if not options.print_for:
-        if not options.module:
-            yield from _about_script(options)
-        yield from _about_gpus(options, environment)
-
-
-def _about_numbers(options: Options) -> Iterator[str]:
-    if (least := options.min_processes) is not None:
-        if least > options.processes:
+    usual = vars(Options())
+    for name in usual if o.on is None else ():
+        if name.startswith("ray_") and getattr(o, name) != usual[name]:
+            option = name.replace("_", "-")
+            yield f"--{option} needs --on ray: nothing else would look at it"
+    if (least := o.min_processes) is not None:
+        if least > o.processes:
             yield (
-                f"--min-processes {least} is more than the {options.processes} "
-                "processes of -n; give at most as many"
+                f"--min-processes {least} is more than the {o.processes} processes of "
+                "-n; give at most as many"
             )
-        if options.nodes > 1:
+        if o.nodes > 1:
             yield (
                 "--min-processes works on one machine only: several launchers cannot "
                 "agree on how many processes remain; leave it out with --nodes"
             )
-        if not options.max_restarts:
+        if not o.max_restarts:
             yield "--min-processes needs restarts: add --max-restarts"
-    if options.devices_per_process and options.gpus_per_process:
+    if o.devices_per_process and o.gpus_per_process:
         yield (
             "--devices-per-process simulates devices on the CPU, --gpus-per-process "
             "uses GPUs; give one of them"
         )
-
-
-def _about_summary(options: Options) -> Iterator[str]:
-    if options.summary is None:
-        return
-    if options.print_for or options.workers is not None:
-        yield (
-            "--summary tells of processes that the launcher starts by -n; leave it out "
-            "with --print and --workers"
-        )
-    place = os.path.dirname(options.summary) or "."
-    if os.path.isdir(options.summary) or not os.path.isdir(place):
-        yield (
-            f"--summary was {options.summary!r}; a file in a folder that exists was "
-            "wanted"
-        )
-
-
-def _about_roles(options: Options) -> Iterator[str]:
-    if options.workers is None:
-        if options.parameter_servers is not None or options.evaluator:
+    if o.summary is not None:
+        if o.print_for or o.workers is not None:
+            yield (
+                "--summary tells of processes that the launcher starts by -n; leave it "
+                "out with --print and --workers"
+            )
+        there = os.path.isdir(os.path.dirname(o.summary) or ".")
+        if os.path.isdir(o.summary) or not there:
+            yield (
+                f"--summary was {o.summary!r}; a file in a folder that exists was "
+                "wanted"
+            )
+    if o.workers is None:
+        if o.parameter_servers is not None or o.evaluator:
             yield (
                 "--parameter-servers and --evaluator belong to a job with --workers: "
                 "say how many"
             )
-        return
-    if options.processes > 1 or options.min_processes is not None:
-        yield (
-            "-n starts processes that take the same steps, --workers those that a "
-            "script calls; give one of them"
-        )
-    if options.nodes > 1 and not options.print_for:
-        yield (
-            "--workers starts processes of one machine; for several, --print makes a "
-            "script or manifest, or set TF_CONFIG for `python -m "
-            "jaxstrategy.parameter_servers` on each"
-        )
-    if options.ray is not None:
-        yield (
-            "--workers starts processes of this machine; on a Ray cluster the script "
-            "starts its own, by ParameterServerStrategy(..., backend='ray')"
-        )
-    if options.coordinator is not None:
-        yield "--coordinator has no meaning with --workers: the script is the chief"
-
-
-def _about_ray(
-    options: Options, ray: RayOptions, rank_given: bool, environment: Mapping[str, str]
-) -> Iterator[str]:
-    if options.nodes > 1 or rank_given or options.coordinator:
-        yield (
-            "--on ray finds machines by itself, and where process 0 listens; leave out "
-            "--nodes, --node-rank and --coordinator"
-        )
-    if options.print_for:
-        yield "--print and --on ray are two ways to a cluster; give one of them"
-    where = ray.address or environment.get(RAY_ADDRESS, "")
-    if where.startswith("ray://"):
-        yield (
-            f"{where!r} is an address for Ray's client; start the launcher on a "
-            "machine of the cluster, and give host:port of its head, or auto"
-        )
-    needs = ray.cpus, options.gpus_per_process, *(number for _, number in ray.resources)
-    if not any(needs):
-        yield "--ray-cpus 0 needs GPUs or a --ray-resource, or Ray has nothing to place"
-    if ray.working_dir is not None and not os.path.isdir(ray.working_dir):
-        yield f"--ray-working-dir {ray.working_dir!r} is no folder"
-    for name in ray.variables:
-        if name not in environment:
-            yield f"--ray-env {name}: there is no such variable in the environment"
-
-
-def _about_nodes(options: Options, rank_given: bool) -> Iterator[str]:
-    if options.node_rank >= options.nodes:
-        yield (
-            f"--node-rank {options.node_rank} is out of range: --nodes is "
-            f"{options.nodes}, so ranks go from 0 to {options.nodes - 1}"
-        )
-    if options.nodes == 1 or options.print_for:
-        return
-    if not rank_given:
-        yield "--nodes needs --node-rank: which of the machines is this?"
-    if options.coordinator is None:
-        yield (
-            "--nodes needs --coordinator host:port: an address of the first machine "
-            "that all of them can reach, and a free port there"
-        )
-        return
-    host, _ = host_and_port(options.coordinator)
-    try:
-        why = secret.why_refused(Secret.of_environment(), host.strip("[]"))
-    except ValueError as error:
-        yield str(error)
     else:
-        if why:
-            yield f"the launchers of --nodes do not start: {why}"
-
-
-def _about_script(options: Options) -> Iterator[str]:
-    script = options.command[0]
-    copied = options.ray and options.ray.working_dir
-    if copied and os.path.isabs(script):
+        if o.processes > 1 or least is not None:
+            yield (
+                "-n starts processes that take the same steps, --workers those that a "
+                "script calls; give one of them"
+            )
+        if o.nodes > 1 and not o.print_for:
+            yield (
+                "--workers starts processes of one machine; for several, --print makes "
+                "a script or manifest, or set TF_CONFIG for `python -m "
+                "jaxstrategy.parameter_servers` on each"
+            )
+        if o.on:
+            yield (
+                "--workers starts processes of this machine; on a Ray cluster the "
+                "script starts its own, by ParameterServerStrategy(..., backend='ray')"
+            )
+        if o.coordinator is not None:
+            yield "--coordinator has no meaning with --workers: the script is the chief"
+    if o.on:
+        yield from _about_ray(o, environment)
+    if o.node_rank is not None and o.node_rank >= o.nodes:
         yield (
-            f"{script!r} is not looked for in a copy of {copied!r}; give the path of "
-            "the script from there on"
+            f"--node-rank {o.node_rank} is out of range: --nodes is {o.nodes}, so "
+            f"ranks go from 0 to {o.nodes - 1}"
         )
-    path = os.path.join(copied, script) if copied else script
-    if not os.path.isfile(path):
+    if o.print_for:
+        return
+    if o.nodes > 1:
+        if o.node_rank is None:
+            yield "--nodes needs --node-rank: which of the machines is this?"
+        if o.coordinator is None:
+            yield (
+                "--nodes needs --coordinator host:port: an address of the first "
+                "machine that all of them can reach, and a free port there"
+            )
+        else:
+            try:
+                host, _ = endpoint(o.coordinator)
+                if why := secret.why_refused(Secret.of_environment(), host):
+                    yield f"the launchers of --nodes do not start: {why}"
+            except ValueError as error:
+                yield str(error)
+    path = os.path.join(o.ray_working_dir or "", o.command[0])
+    if not o.module and not os.path.isfile(path):
         kind = "a folder" if os.path.isdir(path) else "no file"
         yield f"{path!r} is {kind}; give the path of a Python script, or -m module"
-
-
-def _about_gpus(options: Options, environment: Mapping[str, str]) -> Iterator[str]:
-    visible = [] if options.ray else visible_gpus(environment)  # Ray knows its own
-    wanted = (options.gpus_per_process or 0) * (options.workers or options.processes)
+    visible = [] if o.on else visible_gpus(environment)  # Ray knows its own
+    wanted = (o.gpus_per_process or 0) * (o.workers or o.processes)
     if visible and wanted > len(visible):
         yield (
             f"{wanted} GPUs are wanted, {GPUS} has {len(visible)} "
             f"({','.join(visible)}); ask for fewer processes or fewer GPUs"
         )
+
+
+def _about_ray(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
+    if o.nodes > 1 or o.node_rank is not None or o.coordinator:
+        yield (
+            "--on ray finds machines by itself, and where process 0 listens; leave out "
+            "--nodes, --node-rank and --coordinator"
+        )
+    if o.print_for:
+        yield "--print and --on ray are two ways to a cluster; give one of them"
+    where = o.ray_address or environment.get(RAY_ADDRESS, "")
+    if where.startswith("ray://"):
+        yield (
+            f"{where!r} is an address for Ray's client; start the launcher on a "
+            "machine of the cluster, and give host:port of its head, or auto"
+        )
+    if not any((o.ray_cpus, o.gpus_per_process, *dict(o.ray_resource).values())):
+        yield "--ray-cpus 0 needs GPUs or a --ray-resource, or Ray has nothing to place"
+    if (copied := o.ray_working_dir) is not None:
+        if not os.path.isdir(copied):
+            yield f"--ray-working-dir {copied!r} is no folder"
+        if not o.module and os.path.isabs(o.command[0]):
+            yield (
+                f"{o.command[0]!r} is not looked for in a copy of {copied!r}; give the "
+                "path of the script from there on"
+            )
+    for name in o.ray_env:
+        if name not in environment:
+            yield f"--ray-env {name}: there is no such variable in the environment"

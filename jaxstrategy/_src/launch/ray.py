@@ -9,6 +9,7 @@ import the package: it uses the standard library, Ray and `child_process` only.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import importlib
 import math
 import os
@@ -23,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
@@ -35,9 +36,9 @@ from jaxstrategy._src.launch.child_process import (
     StartedProcess,
     Stream,
 )
-from jaxstrategy._src.launch.local import LOOPBACK, Ended, Events, common, place
-from jaxstrategy._src.launch.options import RAY_ADDRESS, Options, RayOptions
-from jaxstrategy._src.processes.secret import Secret
+from jaxstrategy._src.launch.local import LOOPBACK, Ended, Events
+from jaxstrategy._src.launch.options import RAY_ADDRESS, Options
+from jaxstrategy._src.launch.tasks import JobTask, place
 from jaxstrategy._src.text.shown import with_noun
 
 HANDED_ON = ("JAX_", "JAXSTRATEGY_", "XLA_")
@@ -126,26 +127,13 @@ class ProcessActor:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
-    def read(self, stream: Stream) -> bytes:
-        return self._started.read(stream)
-
     def wait(self) -> int:
         """Wait for its end; its code as `subprocess` has it."""
         return self._code.result()
 
-    def send(self, number: int) -> None:
-        self._started.send(number)
-
-    def kill(self) -> None:
-        self._started.kill()
-
-    def close(self) -> None:
-        self._started.close()
-
-    @property
-    def _started(self) -> GuardedProcess:
-        assert self._process is not None
-        return self._process
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the process returns, as of a `StartedProcess`."""
+        return getattr(self._process, method)(*arguments)
 
 
 @final
@@ -401,21 +389,21 @@ class RayActors:
             if time.monotonic() > end:
                 raise ClusterError(
                     f"Ray has no room for {self._described()} ({placement}). The "
-                    f"cluster has {_amounts(self._there())} in all, on "
+                    f"cluster has {self._there()} in all, on "
                     f"{with_noun(len(self._cluster.machines()), 'machine')}; what "
                     "others use of that is not free. Ask for less, or wait longer."
                 )
 
     def _check_own(self) -> None:
         """Do not wait for what a Ray of this machine alone will never have."""
-        there = self._there()
+        there = self.ray.cluster_resources()
         needed = Counter[str]()
         for bundle in self._bundles:
             needed.update(bundle)
         if any(there.get(name, 0) < number for name, number in needed.items()):
             raise ClusterError(
                 f"This machine has no room for {self._described()}: Ray finds "
-                f"{_amounts(there)} here. Ask for less, or give the address of a "
+                f"{self._there()} here. Ask for less, or give the address of a "
                 "larger Ray."
             )
 
@@ -426,17 +414,15 @@ class RayActors:
             for kind, count in kinds.items()
         )
 
-    def _there(self) -> dict[str, float]:
+    def _there(self) -> str:
         names = {"CPU", "GPU"}.union(*self._bundles)
         there = self.ray.cluster_resources()
-        return {name: there[name] for name in sorted(names & set(there))}
+        return _amounts({name: there[name] for name in sorted(names & set(there))})
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    return (
-        ", ".join(f"{number:g} {name}" for name, number in resources.items())
-        or "nothing"
-    )
+    amounts = [f"{number:g} {name}" for name, number in resources.items()]
+    return ", ".join(amounts) or "nothing"
 
 
 @final
@@ -459,22 +445,22 @@ class RayStartedProcess:
 
     def read(self, stream: Stream) -> bytes:
         try:
-            return self._asked(lambda: self._actor.read.remote(stream))
+            return self._asked(lambda: self._actor.call.remote("read", stream))
         except self._errors.RayError as error:
             return self._last_words(error) if stream == 1 else b""
 
     def send(self, number: int) -> None:
-        self._actors.tell(lambda: self._actor.send.remote(number))
+        self._actors.tell(lambda: self._actor.call.remote("send", number))
 
     def kill(self) -> None:
         self.killed |= not self._is_over
-        self._actors.tell(lambda: self._actor.kill.remote())
+        self._actors.tell(lambda: self._actor.call.remote("kill"))
 
     def close(self) -> None:
         if threading.current_thread() is not self._waiter:
             self._waiter.join()
         try:
-            self._actors.ask(lambda: self._actor.close.remote(), _END_SECONDS)
+            self._actors.ask(lambda: self._actor.call.remote("close"), _END_SECONDS)
         except self._errors.RayError:
             return  # it is gone, and the guard of its machine has ended the rest
 
@@ -510,22 +496,21 @@ class RayStartedProcess:
 class RayMachines:
     """Those machines on which Ray finds room."""
 
-    def __init__(self, options: Options, ray: RayOptions, events: Events) -> None:
-        self._options = ray
+    def __init__(self, options: Options, events: Events) -> None:
+        self._options = options
         self._events = events
-        self._cluster = RayCluster(
-            ray.address, math.ceil(options.processes * ray.cpus), ray.working_dir
-        )
+        cpus = math.ceil(options.processes * options.ray_cpus)
+        self._cluster = RayCluster(options.ray_address, cpus, options.ray_working_dir)
         self._actors: RayActors | None = None
 
     def start(
-        self, options: Options, processes: int, attempt: int, secret: Secret
+        self, processes: int, attempt: Mapping[str, str]
     ) -> dict[int, StartedProcess]:
-        end = time.monotonic() + self._options.wait
+        end = time.monotonic() + self._options.ray_wait
         lost = self._cluster.ray.exceptions.RayActorError
         while True:
             try:
-                return self._started(options, processes, attempt, secret)
+                return self._started(processes, attempt)
             except lost as error:  # a machine went as soon as it was found
                 self.release()
                 if time.monotonic() > end or not self._events.empty():
@@ -543,74 +528,64 @@ class RayMachines:
         self._cluster.close()
 
     def _started(
-        self, options: Options, processes: int, attempt: int, secret: Secret
+        self, processes: int, attempt: Mapping[str, str]
     ) -> dict[int, StartedProcess]:
-        self._actors = RayActors(
+        options, get = self._options, self._cluster.ray.get
+        bundle = {
+            "CPU": options.ray_cpus,
+            "GPU": options.gpus_per_process or 0,
+            **dict(options.ray_resource),
+        }
+        actors = self._actors = RayActors(
             self._cluster,
-            [_bundle(options, self._options)] * processes,
-            self._options.placement,
-            self._options.wait,
+            [{name: number for name, number in bundle.items() if number}] * processes,
+            options.ray_placement,
+            options.ray_wait,
             lambda: not self._events.empty(),
             lambda text: print(f"jaxstrategy.launch: {text}", file=sys.stderr),
         )
-        placed = self._placed(self._actors, processes)
-        coordinator = self._coordinator(placed)
-        seen = Counter[str]()
-        for rank, (actor, machine, _) in enumerate(placed):
-            own = place(
-                options, rank, seen[machine], processes, coordinator, attempt, secret
-            )
-            seen[machine] += 1
-            self._start(actor, options, self._variables(options) | own)
-        return {
-            rank: self._watched(rank, actor) for rank, (actor, *_) in enumerate(placed)
-        }
-
-    def _watched(self, rank: int, actor: Any) -> RayStartedProcess:
-        assert self._actors is not None
-        return RayStartedProcess(
-            self._actors,
-            actor,
-            f"rank {rank}",
-            lambda code: self._events.put(Ended(rank, code)),
-        )
-
-    def _placed(self, actors: RayActors, processes: int) -> list[_PlacedActor]:
-        """The actors, those of one machine one after the other."""
         made = [actors.start(number) for number in range(processes)]
-        machines = self._cluster.ray.get([actor.machine.remote() for actor in made])
-        placed = [
-            _PlacedActor(actor, *found)
-            for actor, found in zip(made, machines, strict=True)
-        ]
-        order = list(dict.fromkeys(one.machine for one in placed))
-        return sorted(placed, key=lambda one: order.index(one.machine))
+        hosts = dict[str, str]()  # by the identifier of the machine
+        placed: dict[str, list[Any]] = {}
+        places = get([actor.machine.remote() for actor in made])
+        for actor, (machine, host) in zip(made, places, strict=True):
+            hosts[machine] = host
+            placed.setdefault(machine, []).append(actor)
+        (first, *_), *others = placed.values()
+        # Process 0 listens for no other machine, if there is none.
+        host = next(iter(hosts.values())) if others else LOOPBACK
+        coordinator = address_of(host, get(first.free_port.remote(host)))
+        started: dict[int, StartedProcess] = {}
+        # The processes of one machine have ranks that follow each other.
+        ranked = [each for local in placed.values() for each in enumerate(local)]
+        for rank, (local_rank, actor) in enumerate(ranked):
+            own = place(options, attempt, coordinator, rank, local_rank)
+            self._start(actor, self._variables() | own)
+        for rank, (_, actor) in enumerate(ranked):
+            ended = functools.partial(self._ended, rank)
+            started[rank] = RayStartedProcess(actors, actor, f"rank {rank}", ended)
+        return started
 
-    def _coordinator(self, placed: Sequence[_PlacedActor]) -> str:
-        """Where process 0 listens: for no other machine, if there is none."""
-        first = placed[0]
-        alone = all(one.machine == first.machine for one in placed)
-        host = LOOPBACK if alone else first.host
-        port = self._cluster.ray.get(first.actor.free_port.remote(host))
-        return address_of(host, port)
+    def _ended(self, rank: int, code: int) -> None:
+        self._events.put(Ended(rank, code))
 
-    def _variables(self, options: Options) -> dict[str, str]:
+    def _variables(self) -> dict[str, str]:
         """What all processes get of this one's environment, and of the options."""
-        named = set(self._options.variables)
+        named = self._options.ray_env
         kept = {
             name: value
             for name, value in os.environ.items()
             if name.startswith(HANDED_ON) or name in named
         }
-        return kept | common(options, os.environ)
+        return kept | JobTask("process", 0).variables(self._options)
 
-    def _start(self, actor: Any, options: Options, variables: dict[str, str]) -> None:
-        copied = self._options.working_dir is not None
-        script = None if options.module else options.program[0]
-        folder = None if copied else os.getcwd()
+    def _start(self, actor: Any, variables: dict[str, str]) -> None:
+        program = self._options.program
+        script = None if self._options.module else program[0]
+        folder = None if self._options.ray_working_dir is not None else os.getcwd()
         try:
             self._cluster.ray.get(
-                actor.start.remote(options.program, variables, folder, script)
+                actor.start.remote(program, variables, folder, script)
             )
         except FileNotFoundError as error:
             raise ClusterError(
@@ -618,18 +593,3 @@ class RayMachines:
                 "which the launcher was started, by a file system that they share; or "
                 "--ray-working-dir copies one to them."
             ) from error
-
-
-class _PlacedActor(NamedTuple):
-    actor: Any
-    machine: str  # Ray's identifier
-    host: str
-
-
-def _bundle(options: Options, ray: RayOptions) -> dict[str, float]:
-    bundle = {
-        "CPU": ray.cpus,
-        "GPU": options.gpus_per_process or 0,
-        **dict(ray.resources),
-    }
-    return {name: number for name, number in bundle.items() if number}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
 
-from jaxstrategy._src.launch.local import (
+from jaxstrategy._src.launch.options import Options
+from jaxstrategy._src.launch.tasks import (
     ALWAYS_AGAIN,
     NEVER_AGAIN,
-    common,
-    of_cache,
+    JobTask,
+    job_tasks,
 )
-from jaxstrategy._src.launch.options import Options
-from jaxstrategy._src.launch.roles import JobTask, job_tasks, simulated
 from jaxstrategy._src.processes.exit_codes import ExitCode
 from jaxstrategy._src.processes.secret import VARIABLE as SECRET
 
@@ -79,8 +77,7 @@ _ROLES = """\
 #SBATCH --signal=B:TERM@120
 set -euo pipefail
 
-{make_secret}export PYTHONUNBUFFERED=1
-
+{make_secret}
 port=$((20000 + SLURM_JOB_ID % 20000))
 cluster="\\"chief\\": [\\"$SLURMD_NODENAME:$port\\"]"
 others=()
@@ -162,41 +159,37 @@ def script(options: Options) -> str:
         else shlex.quote(coordinator),
         environment="".join(
             f"export {name}={shlex.quote(value)}\n"
-            for name, value in common(options, {}).items()
+            for name, value in JobTask("process", 0).variables(options).items()
         ),
     )
 
 
 def _role_script(options: Options, parts: dict[str, object]) -> str:
-    tasks = job_tasks(options)
+    jobs = job_tasks(options)
     gpus = (options.gpus_per_process or 0) * (options.workers or 0)
-    counts = Counter(task.job for task in tasks)
-    served = [task for task in tasks if task.job != "chief" and task.index == 0]
+
+    def srun(task: JobTask) -> str:
+        """Options of `srun` for the tasks of a job."""
+        own = task.gpus(options)
+        variables = task.variables(options).items()
+        exported = ",".join(["ALL", *(f"{name}={value}" for name, value in variables)])
+        return f"{f'--gpus-per-task={own} ' if own else ''}--export={exported}"
 
     def called(function: str) -> str:
         return "\n".join(
-            f"{function} {task.job} {counts[task.job]} {_srun(options, task)}"
-            for task in served
+            f"{function} {job} {len(tasks)} {srun(tasks[0])}"
+            for job, tasks in jobs.items()
+            if job != "chief"
         )
 
     return _ROLES.format(
         **parts,
-        total=len(tasks),
+        total=sum(map(len, jobs.values())),
         gpus=f"#SBATCH --gpus={gpus}\n" if gpus else "",
         place=called("place"),
         run=called("run"),
-        chief=_srun(options, JobTask("chief", 0)),
+        chief=srun(jobs["chief"][0]),
     )
-
-
-def _srun(options: Options, task: JobTask) -> str:
-    """Options of `srun` for the tasks of a job."""
-    given = []
-    if task.job == "worker" and options.gpus_per_process:
-        given.append(f"--gpus-per-task={options.gpus_per_process}")
-    variables = simulated(options, task) | of_cache(options)
-    exported = ",".join(["ALL", *(f"{k}={v}" for k, v in variables.items())])
-    return " ".join([*given, f"--export={exported}"])
 
 
 def job_name(name: str) -> str:
