@@ -119,11 +119,12 @@ class Guard:
         started.wait()  # the guard itself was a child of that
         self._lock = threading.Lock()
 
-    def watch(self, group: int) -> None:
-        self._tell(f"+{group}")
-
-    def forget(self, group: int) -> None:
-        self._tell(f"-{group}")
+    def watch(self, group: int, is_over: bool = False) -> None:
+        """Kill this group when this process ends, unless it is over before."""
+        line = f"{'-' if is_over else '+'}{group}\n"
+        with self._lock, contextlib.suppress(BrokenPipeError):  # someone ended it
+            self._input.write(line)
+            self._input.flush()
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -136,11 +137,6 @@ class Guard:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._input.fileno())
         os.close(nowhere)
-
-    def _tell(self, line: str) -> None:
-        with self._lock, contextlib.suppress(BrokenPipeError):  # someone ended it
-            self._input.write(line + "\n")
-            self._input.flush()
 
 
 @final
@@ -219,7 +215,7 @@ class GuardedProcess:
         if threading.current_thread() is not self._waiter:
             self._waiter.join()
         self._kill_group()
-        self._guard.forget(self._process.pid)
+        self._guard.watch(self._process.pid, is_over=True)
         with self._closing:
             self._is_closed = True
             self._process.wait()  # from here on its number may be another's

@@ -271,20 +271,11 @@ class Processes:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
 
-@final
-class Restarts:
-    """Whether there is another start after an exit code; counts them."""
-
-    def __init__(self, options: Options) -> None:
-        self._left = options.max_restarts
-
-    def take(self, code: int) -> bool:
-        if code in ALWAYS_AGAIN:
-            return True
-        if code in NEVER_AGAIN or not self._left:
-            return False
-        self._left -= 1
-        return True
+def _left_after(code: int, left: int) -> int | None:
+    """The restarts that are left after another start; None if there is to be none."""
+    if code in ALWAYS_AGAIN:
+        return left
+    return None if code in NEVER_AGAIN or not left else left - 1
 
 
 # Jobs of processes that take the same steps.
@@ -395,7 +386,7 @@ class Job:
         self._options = options
         self._events = events
         self._machines = machines
-        self._restarts = Restarts(options)
+        self._restarts = options.max_restarts
         self._secret = Secret.random()
         self._screens = Screens()
 
@@ -440,9 +431,11 @@ class Job:
     def _goes_on(self, attempt: Attempt) -> bool:
         if attempt.asked is not None or not self._events.empty():
             return False
-        if (cause := attempt.cause) is not None:
-            return self._restarts.take(attempt.failed[cause])
-        return attempt.code in ALWAYS_AGAIN
+        if (cause := attempt.cause) is None:
+            return attempt.code in ALWAYS_AGAIN
+        left = _left_after(attempt.failed[cause], self._restarts)
+        self._restarts = left or 0
+        return left is not None
 
 
 _HEADER = ("attempt", "rank", "began after", "ran for", "end")
@@ -500,7 +493,7 @@ class RoleJob:
     def __init__(self, options: Options, events: Events, machine: ThisMachine) -> None:
         self._options = options
         self._machine = machine
-        self._restarts = Restarts(options)
+        self._restarts = options.max_restarts
         self._tasks = [task for tasks in job_tasks(options).values() for task in tasks]
         self._addresses = {task: machine.address() for task in self._tasks}
         self._screens = Screens()
@@ -546,10 +539,13 @@ class RoleJob:
         self._running.workers.pop(rank).close()
         name, asked = self._tasks[rank].name, self._running.asked is not None
         if rank == _CHIEF:
-            if asked or code == 0 or not self._restarts.take(code):
-                if not asked and code:
-                    self._screens.say(f"chief failed with {described(code)}")
+            if asked or code == 0:
                 return code
+            left = _left_after(code, self._restarts)
+            if left is None:
+                self._screens.say(f"chief failed with {described(code)}")
+                return code
+            self._restarts = left
         elif asked or (name == "evaluator" and is_good(code)):
             return None
         self._screens.say(f"{name} ended with {described(code)} and is started again")

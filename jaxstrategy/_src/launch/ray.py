@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
@@ -143,7 +143,7 @@ class RayCluster:
     def __init__(
         self, address: str | None, cpus: int, working_dir: str | None = None
     ) -> None:
-        self._head: _Head | None = None
+        self._head: subprocess.Popen[str] | None = None
         self._is_connected_here = False
         loaded = sys.modules.get("ray")
         if loaded is not None and loaded.is_initialized():
@@ -156,10 +156,11 @@ class RayCluster:
             return
         address = address or os.environ.get(RAY_ADDRESS, "")
         if not address:
-            self._head = _Head(max(cpus, os.cpu_count() or 1))
-            address = self._head.address
+            _choose_token()
+        self.ray = imported()
         try:
-            self.ray = imported()
+            if not address:
+                address = self._start_head(max(cpus, os.cpu_count() or 1))
             _connect(self.ray, address, working_dir)
         except BaseException:
             self.close()
@@ -181,20 +182,14 @@ class RayCluster:
             self._is_connected_here = False
             self.ray.shutdown()
         if self._head is not None:
-            self._head.close()
+            assert self._head.stdin is not None
+            self._head.stdin.close()
+            self._head.wait()
 
-
-@final
-class _Head:
-    """A Ray that is started for this process, and ends with it."""
-
-    has_token: ClassVar[bool] = False  # Ray reads it once in a process
-
-    def __init__(self, cpus: int) -> None:
-        _Head._choose_token()
-        imported()
+    def _start_head(self, cpus: int) -> str:
+        """Start a Ray that ends with this process; its address."""
         with tempfile.TemporaryFile() as said:
-            self._process = subprocess.Popen(
+            self._head = subprocess.Popen(
                 [sys.executable, "-P", "-c", _HEAD, str(cpus)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -202,39 +197,33 @@ class _Head:
                 start_new_session=True,  # Ctrl-C of a terminal does not end it
                 text=True,
             )
-            assert self._process.stdout is not None
-            with self._process.stdout as printed:
-                self.address: str = printed.readline().strip()
-            if not self.address:
-                self.close()
-                said.seek(0)
-                *_, last = ["", *said.read().decode(errors="replace").splitlines()]
-                raise ClusterError(
-                    f"Ray does not start on this machine: {last}. Start one by "
-                    f"`ray start --head`, and give its address, or set {RAY_ADDRESS}."
-                )
-
-    @classmethod
-    def _choose_token(cls) -> None:
-        """Have Ray ask for a token that only this process and that Ray know."""
-        if _MODE in os.environ or cls.has_token:
-            return
-        if sys.modules.get("ray") is not None:
+            assert self._head.stdout is not None
+            with self._head.stdout as printed:
+                if address := printed.readline().strip():
+                    return address
+            self.close()
+            said.seek(0)
+            *_, last = ["", *said.read().decode(errors="replace").splitlines()]
             raise ClusterError(
-                "Ray was imported before, and takes no new token then, so that none is "
-                "started here. Connect first, by `ray.init()`, which will be used; or "
-                f"set {RAY_ADDRESS}."
+                f"Ray does not start on this machine: {last}. Start one by `ray start "
+                f"--head`, and give its address, or set {RAY_ADDRESS}."
             )
-        # Else it writes one to a file; it looks at these when it is imported.
-        os.environ[_MODE] = "token"
-        if not {_TOKEN, _TOKEN_PATH} & set(os.environ):
-            os.environ[_TOKEN] = secrets.token_hex(32)
-        cls.has_token = True
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+
+def _choose_token() -> None:
+    """Have Ray ask for a token that only this process and that Ray know."""
+    if _MODE in os.environ:
+        return
+    if sys.modules.get("ray") is not None:
+        raise ClusterError(
+            "Ray was imported before, and takes no new token then, so that none is "
+            "started here. Connect first, by `ray.init()`, which will be used; or set "
+            f"{RAY_ADDRESS}."
+        )
+    # Else it writes one to a file; it looks at these when it is imported.
+    os.environ[_MODE] = "token"
+    if not {_TOKEN, _TOKEN_PATH} & set(os.environ):
+        os.environ[_TOKEN] = secrets.token_hex(32)
 
 
 def imported() -> ModuleType:
