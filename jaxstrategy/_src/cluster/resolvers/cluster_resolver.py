@@ -81,6 +81,9 @@ class ClusterResolver(abc.ABC):
     _task_id: int | None = None
     _rpc_layer: str | None = None
     _environment = ""
+    # What was told of accelerators, so that JAX need not be asked.
+    _accelerators: Mapping[str, int] | None = None
+    _is_lone_master = True  # whether a task without others has an address
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -100,9 +103,9 @@ class ClusterResolver(abc.ABC):
           ValueError: there is no such task.
         """
         spec, kind, index = self._of(task_type, task_id)
-        if None in (task_type, task_id) and not spec:
-            return ""
-        if kind is None or index is None:
+        is_named = task_type is not None and task_id is not None
+        is_lone = len(all_tasks(spec, spec.jobs)) <= 1 and not self._is_lone_master
+        if kind is None or index is None or is_lone or not (spec or is_named):
             return ""
         return self._url(spec.task_address(kind, index), rpc_layer)
 
@@ -126,6 +129,8 @@ class ClusterResolver(abc.ABC):
           ValueError: it is a task that does not train.
           RuntimeError: JAX does not know the task's process yet.
         """
+        if self._accelerators is not None:
+            return dict(self._accelerators)
         # Imported only here: the launcher, which has no devices, reads this module.
         import jax
 
@@ -154,10 +159,9 @@ class ClusterResolver(abc.ABC):
         """
         spec, task_type, task_id = self._now()
         if task_type is None and task_id is None:
-            tasks = all_tasks(spec, spec.jobs)
             if not spec:
                 return Process(0, 1, "")
-            if len(tasks) == 1:
+            if len(tasks := all_tasks(spec, spec.jobs)) == 1:
                 ((task_type, task_id),) = tasks
         return self._placed(spec, task_type, task_id)
 
@@ -347,7 +351,7 @@ class SimpleClusterResolver(ClusterResolver):
         self._task_type = task_type
         self._task_id = task_id
         self._environment = environment
-        self._num_accelerators = dict(num_accelerators or {})
+        self._accelerators = dict(num_accelerators or {})
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
@@ -362,14 +366,6 @@ class SimpleClusterResolver(ClusterResolver):
         if task_type is None or task_id is None:
             return self._url(self._master, rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return dict(self._num_accelerators)
 
 
 @final

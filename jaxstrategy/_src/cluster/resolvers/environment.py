@@ -54,6 +54,8 @@ class TFConfigClusterResolver(ClusterResolver):
     >>> del os.environ["TF_CONFIG"]
     """
 
+    _is_lone_master = False
+
     def __init__(
         self,
         task_type: str | None = None,
@@ -94,11 +96,10 @@ class TFConfigClusterResolver(ClusterResolver):
         session_master = _config().get("session_master")
         if session_master is not None:
             return session_master
-        if _is_lone(self.cluster_spec()):
-            return ""
-        if address := super().master(task_type, task_id, rpc_layer):
-            return address
-        raise ValueError(f'{VARIABLE} has no "task". {_WANTED}')
+        spec, kind, index = self._of(task_type, task_id)
+        if len(all_tasks(spec, spec.jobs)) > 1 and (kind is None or index is None):
+            raise ValueError(f'{VARIABLE} has no "task". {_WANTED}')
+        return super().master(task_type, task_id, rpc_layer)
 
     def process(self) -> Process:
         try:
@@ -154,11 +155,6 @@ def _json(name: str, empty: str, wanted: str) -> tuple[str, Json]:
         raise ValueError(f"{name} is not JSON ({error}): {text} {wanted}") from error
 
 
-def _is_lone(spec: ClusterSpec) -> bool:
-    """Whether there is no second task, as which nobody needs an address."""
-    return len(all_tasks(spec, spec.jobs)) <= 1
-
-
 HOSTS = "SM_HOSTS"
 CURRENT_HOST = "SM_CURRENT_HOST"
 _MPI = "OMPI_COMM_WORLD_SIZE"  # Open MPI sets it, also where SageMaker starts it
@@ -193,6 +189,8 @@ class SageMakerClusterResolver(ClusterResolver):
     >>> del os.environ["SM_HOSTS"], os.environ["SM_CURRENT_HOST"]
     """
 
+    _is_lone_master = False
+
     def __init__(
         self,
         port: int = 2223,
@@ -215,20 +213,6 @@ class SageMakerClusterResolver(ClusterResolver):
         """
         workers = [f"{host}:{self._port}" for host in _hosts()[0]]
         return ClusterSpec({"worker": workers} if workers else {})
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task, by default this process's; empty if there is no other.
-
-        Raises:
-          ValueError: there is no such task, or a variable is missing or malformed.
-        """
-        lone = _is_lone(self.cluster_spec())
-        return "" if lone else super().master(task_type, task_id, rpc_layer)
 
     def _found_task(self) -> Place:
         hosts, index = _hosts()

@@ -112,9 +112,8 @@ class SlurmClusterResolver(ClusterResolver):
         self._task_type, self._task_id = all_tasks(self._spec, list(jobs))[rank]
         self._rpc_layer = rpc_layer
         local_rank = int(os.environ.get("SLURM_LOCALID") or places[rank][1])
-        self._gpus_per_task, own = _gpus(
-            gpus_per_node, gpus_per_task, max(per_node), local_rank
-        )
+        each, own = _gpus(gpus_per_node, gpus_per_task, max(per_node), local_rank)
+        self._accelerators = {"GPU": each}  # of any task
         self._own_gpus = own if auto_set_gpu else None
 
     def cluster_spec(self) -> ClusterSpec:
@@ -126,14 +125,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The type and the index of this process."""
         return self.task_type, self.task_id
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return {"GPU": self._gpus_per_task}  # each task has the same number
 
 
 def _gpus(

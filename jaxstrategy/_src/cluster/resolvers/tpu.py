@@ -425,7 +425,12 @@ class TPUClusterResolver(ClusterResolver):
         # With several slices, the variable has the hosts of one of them.
         if os.environ.get(HOSTS, "").strip() and not os.environ.get(_SLICES):
             return _of_environment()
-        return _of_jax()
+        import jax  # only here, as in `cluster_resolver`
+
+        # It does not say the addresses of the processes that it has found.
+        count = jax.process_count() if jax.distributed.is_initialized() else 0
+        index = jax.process_index() if count else 0
+        return [f"process-{k}:0" for k in range(count)], index
 
 
 def _of_environment() -> tuple[list[str], int]:
@@ -439,15 +444,6 @@ def _of_environment() -> tuple[list[str], int]:
             '`TPUClusterResolver("local")`.'
         )
     return [f"{name}:{_PORT}" for name in names], int(text)
-
-
-def _of_jax() -> tuple[list[str], int]:
-    """The processes that JAX has found, of which it does not say the addresses."""
-    import jax  # only here, as in `cluster_resolver`
-
-    if not jax.distributed.is_initialized():
-        return [], 0
-    return [f"process-{i}:0" for i in range(jax.process_count())], jax.process_index()
 
 
 def _checked_name(given: object) -> str:
