@@ -149,6 +149,23 @@ def _doing(status: Status | None) -> str:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A step, or another wait for all processes, that has not finished.
+
+    Attributes:
+      what: in words, such as `step 3`.
+      seconds: since it, or the program before it, began or made progress.
+      busy: what this process does by itself meanwhile, None if it waits.
+      step: the number of the step, None for another wait.
+    """
+
+    what: str
+    seconds: float
+    busy: str | None = None
+    step: int | None = None
+
+
 def suspicion(
     states: Sequence[ProcessState],
     index: int,
@@ -168,41 +185,30 @@ def suspicion(
             f"{worst.member} has not answered for {worst.silent_seconds} s. It is "
             "stopped, or its host is."
         )
-    if late := _late_readers(states, seconds):
-        return late
-    if step is None:
-        return _not_there([s for s in others if s.status], what)
-    return _behind([s for s in others if s.status], step)
-
-
-def _late_readers(states: Sequence[ProcessState], waited: float) -> str:
-    """Name the input pipelines that others wait for; empty if none is late."""
-    least = max(_READING_SECONDS, waited / 2)
-    told = [
-        f"the input pipeline of {state.member} has not delivered {what} for {seconds} s"
+    least = max(_READING_SECONDS, seconds / 2)
+    late = [
+        f"the input pipeline of {state.member} has not delivered {batch} for {since} s"
         for state in states
-        for what, seconds in (state.status["reads"] if state.status else ())
-        if seconds >= least
+        for batch, since in (state.status["reads"] if state.status else ())
+        if since >= least
     ]
-    return f"{' and '.join(told)}. Its source is slow or stuck." if told else ""
-
-
-def _not_there(others: Sequence[ProcessState], what: str) -> str:
-    """Name the process that has not come to a wait that is no step."""
-    elsewhere = [s for s in others if s.status and s.status["pending"] != what]
-    if elsewhere:
-        return (
-            f"{elsewhere[0].member} has not come to {what}. {described(elsewhere[0])}. "
-            "All processes must do the same, in the same order."
-        )
-    return f"all processes answer and have come to {what}, which does not end."
-
-
-def _behind(others: Sequence[ProcessState], step: int) -> str:
-    """Name the process that has not come to a step."""
-    behind = [s for s in others if s.status and s.status["step"] < step]
-    if behind:
-        last = min(behind, key=lambda state: (state.status or {})["step"])
+    if late:
+        return f"{' and '.join(late)}. Its source is slow or stuck."
+    known = [(state, state.status) for state in others if state.status]
+    if step is None:
+        for state, status in known:
+            if status["pending"] != what:
+                return (
+                    f"{state.member} has not come to {what}. {described(state)}. All "
+                    "processes must do the same, in the same order."
+                )
+        return f"all processes answer and have come to {what}, which does not end."
+    last, at = min(
+        ((state, status["step"]) for state, status in known),
+        key=lambda pair: pair[1],
+        default=(None, step),
+    )
+    if last is not None and at < step:
         return (
             f"{last.member} has not begun this step. {described(last)}. All processes "
             "must run the same steps."
@@ -213,33 +219,18 @@ def _behind(others: Sequence[ProcessState], step: int) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Pending:
-    """A step, or another wait for all processes, that has not finished.
-
-    Attributes:
-      what: in words, such as `step 3`.
-      seconds: since it, or the program before it, began or made progress.
-      busy: what this process does by itself meanwhile, None if it waits.
-      step: the number of the step, None for another wait.
-    """
-
-    what: str
-    seconds: float
-    busy: str | None = None
-    step: int | None = None
-
-
 def stall_report(
     store: Store, pending: Pending, told: str, cause: str | None
 ) -> tuple[str, str]:
     """Write the report, and the cause in a sentence."""
-    own = store.members[store.index]
-    states, unknown = _states(store)
-    if cause is None:
-        cause = unknown or suspicion(
-            states, store.index, pending.what, pending.seconds, pending.step
-        )
+    own, states = store.members[store.index], []
+    try:
+        states = store.states()
+    except ClusterError as error:
+        cause = cause or str(error)
+    cause = cause or suspicion(
+        states, store.index, pending.what, pending.seconds, pending.step
+    )
     seconds = f"{pending.seconds:.1f} s in {pending.what}"
     table = "\n".join(f"  {described(state)}" for state in states)
     text = (
@@ -251,14 +242,6 @@ def stall_report(
         f"{ExitCode.WATCHDOG}: {cause}\n"
     )
     return text, cause
-
-
-def _states(store: Store) -> tuple[list[ProcessState], str]:
-    """The states of all processes; or none, and the reason why they are unknown."""
-    try:
-        return store.states(), ""
-    except ClusterError as error:
-        return [], str(error)
 
 
 _TICK_SECONDS = 1.0
@@ -459,44 +442,41 @@ class Watchdog:
         while not self._off.wait(tick):
             now = time.monotonic()
             if now - ticked > tick + _STOPPED_SECONDS:
-                self._was_stopped()
+                self.step_progress()
+                self._store.forgive_silence()
             ticked = now
             self._store.look_at_process_0()
             if pending := self.pending:
                 self._check(pending)
 
-    def _was_stopped(self) -> None:
-        self.step_progress()
-        self._store.forgive_silence()
-
     def _check(self, pending: Pending) -> None:
-        leaver = self._leaver_before(pending)
-        if leaver is not None and pending.seconds > _LEFT_SECONDS:
-            self._report(pending, self._left(leaver))
-        elif pending.seconds > self._limit(pending):
+        if pending.step is not None and pending.seconds > _LEFT_SECONDS:
+            # The store refuses who waits elsewhere for one that has left.
+            for departure in list(self._store.departures.values()):
+                steps = (departure.status or {}).get("step")
+                if departure.end != "left" or steps is None:
+                    continue
+                if steps < pending.step:
+                    after = f"after step {steps}" if steps else "without a step"
+                    self._report(
+                        pending,
+                        f"{departure}, {after}. All processes must run the same steps.",
+                    )
+                    return
+        if pending.seconds > self._limit(pending):
             self._report(pending)
-
-    def _leaver_before(self, pending: Pending) -> Departure | None:
-        """A process that has finished without ever beginning this step."""
-        if pending.step is None:
-            return None  # the store refuses who waits there for one that has left
-        for departure in list(self._store.departures.values()):
-            steps = (departure.status or {}).get("step")
-            if departure.end == "left" and steps is not None and steps < pending.step:
-                return departure
-        return None
-
-    def _left(self, departure: Departure) -> str:
-        steps = (departure.status or {}).get("step")
-        after = f"after step {steps}" if steps else "without a step"
-        return f"{departure}, {after}. All processes must run the same steps."
 
     def _limit(self, pending: Pending) -> float:
         if pending.busy is not None:
             return self._busy_seconds
         if pending.seconds <= self.timeout_seconds:
             return self.timeout_seconds
-        busy = [state for state in self._others() if state.busy is not None]
+        own = self._store.index
+        try:
+            states = self._store.states()
+        except ClusterError:  # the report says that process 0 does not answer
+            states = []
+        busy = [s for s in states if s.busy is not None and s.member.index != own]
         if not busy:
             return self.timeout_seconds
         if not self._has_noted:
@@ -510,19 +490,11 @@ class Watchdog:
             )
         return self._busy_seconds
 
-    def _others(self) -> list[ProcessState]:
-        try:
-            states = self._store.states()
-        except ClusterError:  # the report says that process 0 does not answer
-            return []
-        return [s for s in states if s.member.index != self._store.index]
-
     def _report(self, pending: Pending, cause: str | None = None) -> None:
         """End this process with a report, and tell the others why."""
-        store = self._store
-        text, cause = stall_report(store, pending, self.told(), cause)
+        text, cause = stall_report(self._store, pending, self.told(), cause)
         waited = f"it waited {pending.seconds:.1f} s in {pending.what}: {cause}"
-        self._end(ExitCode.WATCHDOG, text, lambda: store.fail(waited))
+        self._end(ExitCode.WATCHDOG, text, lambda: self._store.fail(waited))
 
 
 def _step(number: int, seconds: float, busy: str | None = None) -> Pending:
