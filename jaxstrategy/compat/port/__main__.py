@@ -2,14 +2,14 @@
 
 import sys
 
-from jaxstrategy._src.compat.port.libcst_extra import require_libcst
-from jaxstrategy._src.errors import MissingExtraError
-
 if __name__ == "__main__":
     try:
-        require_libcst()
-    except MissingExtraError as missing:
-        sys.exit(f"error: {missing}")
+        import libcst  # noqa: F401 - the extra
+    except ImportError:
+        sys.exit(
+            "error: `jaxstrategy.compat.port` needs LibCST, which is not installed. "
+            "Install the extra: pip install 'jaxstrategy[port]'"
+        )
     from jaxstrategy._src.compat.port.port_command import main
 
     sys.exit(main())

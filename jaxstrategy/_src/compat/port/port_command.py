@@ -5,52 +5,38 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import final
 
 from jaxstrategy._src.compat.port.name_uses import Generation
 from jaxstrategy._src.compat.port.program import CodePlace, Finding, ProgramFile
 from jaxstrategy._src.compat.port.rewriting import ported, short
-from jaxstrategy._src.compat.port.tables import (
-    ARRAYS,
-    CONTRIB,
-    DISTRIBUTE,
-    METHODS,
-    OTHERS,
-    V1,
-    Name,
-)
-
-_ROWS = {
-    Generation.TF2: DISTRIBUTE,
-    Generation.TF1: V1,
-    Generation.CONTRIB: CONTRIB,
-}
+from jaxstrategy._src.compat.port.tables import ARRAYS, METHODS, TABLES, Name
+from jaxstrategy._src.text.shown import with_noun
 
 
 def table(which: str) -> str:
     """Old names, new names and what differs: names first, then methods."""
-    if which == "others":
-        return "\n".join([*_HEAD, *_rows([*OTHERS, *ARRAYS])])
-    methods = [
-        _line(f"`.{m.name}`", f"`.{m.new}`" if m.new else "the same", m.text)
-        for m in METHODS
-        if which in m.generations
-    ]
-    return "\n".join([*_HEAD, *_rows(_ROWS[Generation(which)]), *methods])
-
-
-_HEAD = ["| old | here | what differs, or what to do |", "|:--|:--|:--|"]
-
-
-def _rows(names: list[Name]) -> list[str]:
-    """Names of one module that move to one other, and do not differ, are one row."""
+    names = [*TABLES[which], *(ARRAYS if which == "others" else ())]
+    # Names of one module that move to one other, and do not differ, are one row.
     groups: dict[tuple[str, str, str], list[Name]] = {}
     for each in names:
         groups.setdefault(_group(each), []).append(each)
-    return [_row(group) for group in groups.values()]
+    rows = [("old", "here", "what differs, or what to do"), *map(_row, groups.values())]
+    rows += [
+        (f"`.{m.name}`", f"`.{m.new}`" if m.new else "the same", m.text)
+        for m in METHODS
+        if which in m.generations.split()
+    ]
+    lines = []
+    for row in rows:
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append(
+            "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+        )
+    return "\n".join([lines[0], "|:--|:--|:--|", *lines[1:]])
 
 
 def _group(name: Name) -> tuple[str, str, str]:
@@ -65,31 +51,17 @@ def _group(name: Name) -> tuple[str, str, str]:
     return (old, new, name.text)
 
 
-def _row(group: list[Name]) -> str:
+def _row(group: list[Name]) -> tuple[str, str, str]:
     first = group[0]
-    olds = _olds(group)
-    if first.new is None or len(group) == 1:
-        new = f"`{short(first.new)}`" if first.new else ""
-        return _line(olds, new, first.text)
-    return _line(olds, f"the same of `{_module_of(first.new)}`", first.text)
-
-
-def _olds(group: list[Name]) -> str:
-    """The old names, with their module once if it is one."""
+    new = first.new and short(first.new)
+    if len(group) == 1:
+        return (f"`{first.old}`", f"`{new}`" if new else "", first.text)
+    olds = ", ".join(f"`{each.old}`" for each in group)
     modules = {each.old.rpartition(".")[0] for each in group}
-    if len(group) == 1 or len(modules) > 1:
-        return ", ".join(f"`{each.old}`" for each in group)
-    names = ", ".join(f"`{each.old.rpartition('.')[2]}`" for each in group)
-    return f"of `{modules.pop()}`: {names}"
-
-
-def _module_of(new: str) -> str:
-    return short(new).rpartition(".")[0]
-
-
-def _line(old: str, new: str, text: str) -> str:
-    cells = [cell.replace("|", "\\|") for cell in (old, new, text)]
-    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+    if len(modules) == 1:  # named once
+        names = ", ".join(f"`{each.old.rpartition('.')[2]}`" for each in group)
+        olds = f"of `{modules.pop()}`: {names}"
+    return (olds, f"the same of `{new.rpartition('.')[0]}`" if new else "", first.text)
 
 
 _DESCRIPTION = """\
@@ -103,16 +75,6 @@ exit status: 0; with --check 1 if something is to change or to decide; 2 if a fi
 not be read or is no Python 3 (the others are done), or an argument is wrong."""
 
 
-@final
-@dataclasses.dataclass
-class _Counts:
-    """What happened to the files."""
-
-    changed: int = 0
-    decisions: int = 0
-    failed: int = 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Does what the command line says; the exit status."""
     parser = _parser()
@@ -122,13 +84,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not chosen.paths:
         parser.error("no files or folders are given")
-    counts = _Counts()
-    for path in _files(chosen.paths, counts):
-        _port(path, chosen, counts)
-    _summarize(chosen, counts)
-    if counts.failed:
+    changed = decisions = failed = 0
+    for path in itertools.chain.from_iterable(map(_files, chosen.paths)):
+        try:
+            is_changed, found = _port(path, chosen)
+        except (OSError, ValueError, RecursionError) as error:
+            failed += 1
+            missing = not path.exists()
+            told = "there is no such file or folder" if missing else error
+            print(f"{path}: error: {told}", file=sys.stderr)
+            continue
+        changed += is_changed
+        decisions += sum(finding.decide for finding in found)
+    files = f"{with_noun(changed, 'file')} would change"
+    if chosen.write:
+        files = f"changed {with_noun(changed, 'file')}"
+    hint = "; --write changes them" if changed and not chosen.write else ""
+    print(f"{files}{hint}; {decisions} to decide", file=sys.stderr)
+    if failed:
         return 2
-    return int(chosen.check and bool(counts.changed or counts.decisions))
+    return int(chosen.check and bool(changed or decisions))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,72 +113,48 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_ENDING,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        type=Path,
-        help="files (.py, .ipynb), or folders with such",
-    )
+    add = parser.add_argument
+    several = "files (.py, .ipynb), or folders with such"
+    add("paths", nargs="*", type=Path, help=several)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="change the files")
-    action.add_argument(
-        "--check", action="store_true", help="exit status 1 if something is left to do"
-    )
+    left = "exit status 1 if something is left to do"
+    action.add_argument("--check", action="store_true", help=left)
     generations = [each.value for each in Generation]
-    parser.add_argument(
-        "--generation",
-        choices=generations,
-        help="what the programs are written for; by default what their names show",
-    )
-    parser.add_argument(
-        "--table",
-        choices=[*generations, "others"],
-        help="print the names of a generation, or of what is not in tf.distribute",
-    )
+    written = "what the programs are written for; by default what their names show"
+    add("--generation", choices=generations, help=written)
+    printed = "print the names of a generation, or of what is not in tf.distribute"
+    add("--table", choices=[*generations, "others"], help=printed)
     return parser
 
 
-def _files(paths: Sequence[Path], counts: _Counts) -> Iterator[Path]:
-    for path in paths:
-        if path.is_dir():
-            found = [*path.rglob("*.py"), *path.rglob("*.ipynb")]
-            yield from sorted(p for p in found if not _is_hidden(p.relative_to(path)))
-        elif path.is_file():
-            yield path
-        else:
-            _fail(path, "there is no such file or folder", counts)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _fail(path: Path, text: object, counts: _Counts) -> None:
-    counts.failed += 1
-    print(f"{path}: error: {text}", file=sys.stderr)
-
-
-def _port(path: Path, chosen: argparse.Namespace, counts: _Counts) -> None:
-    generation = Generation(chosen.generation) if chosen.generation else None
-    try:
-        file = ProgramFile(path)
-        done = ported(file.program, generation)
-        text = file.with_program(done.text)
-        findings = [finding.moved(file.place) for finding in done.findings]
-        if chosen.write and text != file.text:
-            file.write(text)
-            findings = _moved(file.program, done.findings, ProgramFile(path))
-    except (OSError, ValueError, RecursionError) as error:
-        _fail(path, error, counts)
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
         return
-    counts.changed += text != file.text
-    counts.decisions += sum(finding.decide for finding in findings)
+    for found in sorted([*path.rglob("*.py"), *path.rglob("*.ipynb")]):
+        if not any(part.startswith(".") for part in found.relative_to(path).parts):
+            yield found
+
+
+def _port(path: Path, chosen: argparse.Namespace) -> tuple[bool, Sequence[Finding]]:
+    """Prints what becomes of a file; whether it changes, and what is to decide."""
+    file = ProgramFile(path)
+    done = ported(file.program, chosen.generation and Generation(chosen.generation))
+    text = file.with_program(done.text)
+    findings = [finding.moved(file.place) for finding in done.findings]
     if not chosen.write:
-        _print_diff(path, file.text, text)
+        old, new = (t.splitlines(keepends=True) for t in (file.text, text))
+        for line in difflib.unified_diff(old, new, f"{path}", f"{path} (ported)"):
+            print(line, end="" if line.endswith("\n") else "\n\\ No newline at end\n")
+    elif text != file.text:
+        file.write(text)
+        findings = _moved(file.program, done.findings, ProgramFile(path))
     if findings and done.generation:
         print(f"{path}: {done.generation.said}")
     for finding in findings:
         print(finding.line(str(path)))
+    return text != file.text, findings
 
 
 def _moved(
@@ -223,20 +174,3 @@ def _moved(
         return file.place(dataclasses.replace(place, line=line))
 
     return [finding.moved(move) for finding in findings]
-
-
-def _print_diff(path: Path, before: str, after: str) -> None:
-    old, new = (text.splitlines(keepends=True) for text in (before, after))
-    for line in difflib.unified_diff(old, new, f"{path}", f"{path} (ported)"):
-        print(line if line.endswith("\n") else f"{line}\n\\ No newline at end", end="")
-        if not line.endswith("\n"):
-            print()
-
-
-def _summarize(chosen: argparse.Namespace, counts: _Counts) -> None:
-    verb = "changed" if chosen.write else "would change"
-    files = f"{counts.changed} file{'s' * (counts.changed != 1)} {verb}"
-    if chosen.write:
-        files = f"changed {counts.changed} file{'s' * (counts.changed != 1)}"
-    hint = "; --write changes them" if counts.changed and not chosen.write else ""
-    print(f"{files}{hint}; {counts.decisions} to decide", file=sys.stderr)

@@ -41,7 +41,7 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
 @final
 @dataclasses.dataclass(frozen=True, order=True)
 class CodePlace:
-    """Where a name stands: line and column, both from 1."""
+    """Where a name stands: line and column, both from 1; of a notebook the cell, too."""
 
     cell: int
     line: int
@@ -55,25 +55,21 @@ class CodePlace:
 @final
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Names of which the same is to know or to do."""
+    """Names of which the same is to know or to decide, with their places."""
 
     text: str
     names: tuple[tuple[str, tuple[CodePlace, ...]], ...]
     decide: bool
 
-    @property
-    def first(self) -> CodePlace:
-        return self.names[0][1][0]
-
     def line(self, path: str) -> str:
         """The finding in one line that editors can follow."""
+        (name, (first, *others)), *rest = self.names
+        told = []
+        for each, places in ((name, others), *rest):
+            spots = ", ".join(map(str, places))
+            told.append(f"{each} ({spots})" if spots else each)
         kind = "decide" if self.decide else "note"
-        (name, (_, *others)), *rest = self.names
-        told = [
-            _name_with_places(name, others),
-            *(_name_with_places(*each) for each in rest),
-        ]
-        return f"{path}:{self.first}: {kind}: {', '.join(told)}: {self.text}"
+        return f"{path}:{first}: {kind}: {', '.join(told)}: {self.text}"
 
     def moved(self, move: Callable[[CodePlace], CodePlace]) -> Finding:
         """The same with other places."""
@@ -81,127 +77,86 @@ class Finding:
         return dataclasses.replace(self, names=names)
 
 
-def found(name: str, text: str, place: CodePlace, decide: bool) -> Finding:
-    """A finding of one name at one place."""
-    return Finding(text, ((name, (place,)),), decide)
-
-
-def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def grouped(
+    findings: Iterable[tuple[bool, str, str, CodePlace]],
+) -> tuple[Finding, ...]:
     """One finding for each text: what is to decide before what is to know."""
     by_text: dict[tuple[bool, str], dict[str, set[CodePlace]]] = {}
-    for each in findings:
-        names = by_text.setdefault((each.decide, each.text), {})
-        for name, places in each.names:
-            names.setdefault(name, set()).update(places)
-    together = [
-        Finding(text, _in_order(names), decide)
-        for (decide, text), names in by_text.items()
-    ]
-    return tuple(sorted(together, key=lambda f: (not f.decide, f.first, f.text)))
+    for decide, text, name, place in findings:
+        by_text.setdefault((decide, text), {}).setdefault(name, set()).add(place)
+    rows = []
+    for (decide, text), names in by_text.items():
+        sorted_names = [(name, tuple(sorted(each))) for name, each in names.items()]
+        sorted_names.sort(key=lambda row: (row[1][0], row[0]))
+        rows.append(Finding(text, tuple(sorted_names), decide))
+    return tuple(sorted(rows, key=lambda f: (not f.decide, f.names[0][1][0], f.text)))
 
 
-def _in_order(
-    names: dict[str, set[CodePlace]],
-) -> tuple[tuple[str, tuple[CodePlace, ...]], ...]:
-    rows = [(name, tuple(sorted(places))) for name, places in names.items()]
-    return tuple(sorted(rows, key=lambda row: (row[1][0], row[0])))
-
-
-def _name_with_places(name: str, places: Iterable[CodePlace]) -> str:
-    spots = ", ".join(map(str, places))
-    return f"{name} ({spots})" if spots else name
-
-
-_CELL = "# port: cell {}"
 _CELL_LINE = re.compile(r"^# port: cell (\d+)$", re.MULTILINE)
-_MAGIC = re.compile(r"^(\s*)([%!?].*)$")
+_MAGIC = re.compile(r"^([^\S\n]*)([%!?].*)$", re.MULTILINE)
 _HIDDEN = re.compile(r"^(\s*)pass  # port: magic ([^\n]*)$", re.MULTILINE)
 
 
 @final
-class NotebookText:
-    """The code cells one behind the other, each behind a comment with its number."""
-
-    def __init__(self, text: str) -> None:
-        try:
-            self._notebook: dict[str, Any] = json.loads(text)
-            cells = self._notebook["cells"]
-            self._cells = [c for c in cells if c["cell_type"] == "code"]
-            sources = [_source(cell) for cell in self._cells]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError("this is no notebook of Jupyter 4 or newer") from error
-        indent = re.search(r'^([ \t]+)"', text, re.MULTILINE)
-        self._indent = indent[1] if indent else 1
-        self._end = "\n" if text.endswith("\n") else ""
-        parts = [
-            f"{_CELL.format(i)}\n{_hidden(source)}\n"
-            for i, source in enumerate(sources, start=1)
-        ]
-        self.program = "".join(parts)
-
-    def with_program(self, program: str) -> str:
-        """The notebook's file with the cells of a changed program."""
-        _, *parts = _CELL_LINE.split(program)
-        for number, source in zip(parts[::2], parts[1::2], strict=True):
-            self._replace(self._cells[int(number) - 1], source[1:-1])
-        text = json.dumps(self._notebook, indent=self._indent, ensure_ascii=False)
-        return text + self._end
-
-    def place(self, place: CodePlace) -> CodePlace:
-        """Where something stands in its cell."""
-        lines = self.program.split("\n")[: place.line]
-        last = max(i for i, line in enumerate(lines, 1) if _CELL_LINE.match(line))
-        cell = int(lines[last - 1].rpartition(" ")[2])
-        return CodePlace(cell, place.line - last, place.column)
-
-    def _replace(self, cell: dict[str, Any], source: str) -> None:
-        source = _HIDDEN.sub(r"\1\2", source)
-        if source == _source(cell):
-            return
-        listed = isinstance(cell["source"], list)
-        cell["source"] = source.splitlines(keepends=True) if listed else source
-        cell["outputs"], cell["execution_count"] = [], None
-
-
-def _source(cell: dict[str, Any]) -> str:
-    source = cell["source"]
-    return source if isinstance(source, str) else "".join(source)
-
-
-def _hidden(source: str) -> str:
-    if source.lstrip().startswith("%%"):  # the whole cell is another program
-        return re.sub("^", "pass  # port: magic ", source, flags=re.MULTILINE)
-    lines = [_MAGIC.sub(r"\1pass  # port: magic \2", n) for n in source.split("\n")]
-    return "\n".join(lines)
-
-
-@final
 class ProgramFile:
-    """A Python file or a notebook, with its encoding and its ends of lines."""
+    """A Python file or a notebook, with its encoding and its ends of lines.
+
+    The program of a notebook are its code cells one behind the other, each behind a
+    comment with its number.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         data = path.read_bytes()
-        self._encoding = "utf-8"
+        self._encoding, self._cells = "utf-8", None
         if path.suffix != ".ipynb":
-            self._encoding = _encoding(data)
-        self.text = data.decode(self._encoding)
-        self._notebook = NotebookText(self.text) if path.suffix == ".ipynb" else None
-
-    @property
-    def program(self) -> str:
-        """The program in it."""
-        return self._notebook.program if self._notebook else self.text
+            try:
+                read = io.BytesIO(data).readline
+                self._encoding = tokenize.detect_encoding(read)[0]
+            except SyntaxError as error:
+                raise ValueError(str(error)) from error
+        self.text = self.program = data.decode(self._encoding)
+        if path.suffix == ".ipynb":
+            try:
+                self._notebook: dict[str, Any] = json.loads(self.text)
+                cells = self._notebook["cells"]
+                self._cells = [c for c in cells if c["cell_type"] == "code"]
+                self.program = "".join(
+                    f"# port: cell {i}\n{_hidden(_source(cell))}\n"
+                    for i, cell in enumerate(self._cells, start=1)
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError("this is no notebook of Jupyter 4 or newer") from error
 
     def with_program(self, program: str) -> str:
         """The file's text with another program."""
-        if program == self.program or self._notebook is None:
-            return program if self._notebook is None else self.text
-        return self._notebook.with_program(program)
+        if self._cells is None:
+            return program
+        if program == self.program:
+            return self.text
+        _, *parts = _CELL_LINE.split(program)
+        for number, part in zip(parts[::2], parts[1::2], strict=True):
+            cell, source = (
+                self._cells[int(number) - 1],
+                _HIDDEN.sub(r"\1\2", part[1:-1]),
+            )
+            if source != _source(cell):
+                listed = isinstance(cell["source"], list)
+                cell["source"] = source.splitlines(keepends=True) if listed else source
+                cell["outputs"], cell["execution_count"] = [], None
+        indent = re.search(r'^([ \t]+)"', self.text, re.MULTILINE)
+        width = indent[1] if indent else 1
+        text = json.dumps(self._notebook, indent=width, ensure_ascii=False)
+        return text + "\n" * self.text.endswith("\n")
 
     def place(self, place: CodePlace) -> CodePlace:
         """Where something of the program stands for a reader of the file."""
-        return self._notebook.place(place) if self._notebook else place
+        if self._cells is None:
+            return place
+        lines = self.program.split("\n")[: place.line]
+        last = max(i for i, line in enumerate(lines, 1) if _CELL_LINE.match(line))
+        cell = int(lines[last - 1].rpartition(" ")[2])
+        return CodePlace(cell, place.line - last, place.column)
 
     def write(self, text: str) -> None:
         """Replaces the file at once, so that it is never half written."""
@@ -217,13 +172,18 @@ class ProgramFile:
             raise
 
 
-def _encoding(data: bytes) -> str:
-    try:
-        return tokenize.detect_encoding(io.BytesIO(data).readline)[0]
-    except SyntaxError as error:
-        raise ValueError(str(error)) from error
+def _source(cell: dict[str, Any]) -> str:
+    source = cell["source"]
+    return source if isinstance(source, str) else "".join(source)
 
 
+def _hidden(source: str) -> str:
+    if source.lstrip().startswith("%%"):  # the whole cell is another program
+        return re.sub("^", "pass  # port: magic ", source, flags=re.MULTILINE)
+    return _MAGIC.sub(r"\1pass  # port: magic \2", source)
+
+
+ROOTS = ("tensorflow", "tensorflow_core")
 _METADATA = (
     metadata.ParentNodeProvider,
     metadata.ByteSpanPositionProvider,
@@ -231,14 +191,33 @@ _METADATA = (
     metadata.QualifiedNameProvider,
     metadata.ScopeProvider,
 )
-ROOTS = ("tensorflow", "tensorflow_core")
 _PYTHON_2 = re.compile(
-    r"^\s*print\s+[^\s(=.,]|^\s*except\s+[\w.]+\s*,|^\s*exec\s+['\"]"
+    r"^[ \t]*(print[ \t]+[^\s(=.,]|except[ \t]+[\w.]+[ \t]*,|exec[ \t]+['\"])",
+    re.MULTILINE,
 )
 
 
 class NoPythonError(ValueError):
     """A text that is no program of this Python."""
+
+
+def _parsed(text: str) -> cst.Module:
+    is_older = _PYTHON_2.search(text)
+    try:
+        module = cst.parse_module(text)
+        if is_older:
+            ast.parse(text)  # LibCST reads `except E, e`, which is newer Python, too
+    except (cst.ParserSyntaxError, SyntaxError) as error:
+        of_cst = isinstance(error, cst.ParserSyntaxError)
+        line = error.raw_line if of_cst else error.lineno
+        said = f"is no Python: {error.message if of_cst else error.msg}"
+        if is_older:
+            said = (
+                "is Python 2. Rewrite the file for Python 3 first, as `2to3 -w` of "
+                "Python 3.12 and older does"
+            )
+        raise NoPythonError(f"line {line} {said}") from error
+    return module
 
 
 @final
@@ -252,21 +231,53 @@ class NameUse:
 
 
 @final
-class PythonProgram:
-    """The tree of a text; nodes are those of `module`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImportedName:
+    """One name of an import statement; without `alias` all names of a module."""
+
+    statement: cst.Import | cst.ImportFrom
+    alias: cst.ImportAlias | None
+    full: str
+    local: str
+
+    @property
+    def is_tensorflow(self) -> bool:
+        return self.full.split(".")[0] in ROOTS
+
+
+def root(node: cst.CSTNode) -> cst.Name | None:
+    """The name before all attributes; None if it is no name."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node if isinstance(node, cst.Name) else None
+
+
+@final
+class Program(cst.CSTVisitor):
+    """The tree of a text, and what one walk finds in it."""
 
     def __init__(self, text: str) -> None:
+        super().__init__()
         wrapper = metadata.MetadataWrapper(_parsed(text), unsafe_skip_copy=True)
-        self.text = text
-        self.module = wrapper.module
+        self.text, self.module = text, wrapper.module
         # In one walk: each takes a second for some thousand lines.
         found: Mapping[Any, Any] = wrapper.resolve_many(_METADATA)
         self.parents: Mapping[cst.CSTNode, cst.CSTNode]
-        self.parents = found[metadata.ParentNodeProvider]
-        self._spans = found[metadata.ByteSpanPositionProvider]
-        self._places = found[metadata.PositionProvider]
-        self._names = found[metadata.QualifiedNameProvider]
-        self._scopes = found[metadata.ScopeProvider]
+        self.parents, self._spans, self._places, self._names, self._scopes = (
+            found[each] for each in _METADATA
+        )
+        self.references: list[NameUse] = []
+        self.imports: list[ImportedName] = []
+        self.calls: list[cst.Call] = []
+        self.attributes: list[cst.Attribute] = []
+        self.functions: dict[str, list[cst.FunctionDef]] = {}
+        self.classes: list[cst.ClassDef] = []
+        self.annotations: list[cst.SimpleString] = []
+        self.identifiers: set[str] = set()
+        self._in_annotation = 0
+        self.module.visit(self)
+        self.statements = list(dict.fromkeys(each.statement for each in self.imports))
+        self.tensorflow = [each for each in self.imports if each.is_tensorflow]
 
     def code(self, node: cst.CSTNode) -> str:
         return self.module.code_for_node(node)
@@ -284,107 +295,43 @@ class PythonProgram:
         return CodePlace(0, start.line, start.column + 1)
 
     def meanings(self, node: cst.CSTNode) -> list[str]:
-        """What of TensorFlow a name may be, with its modules."""
+        """What a name may be of what is imported, with its modules."""
         found: Any = self._names.get(node, ())
         found = found() if callable(found) else found
-        return sorted(
-            name.name
-            for name in found
-            if name.source is metadata.QualifiedNameSource.IMPORT
-        )
+        imported = metadata.QualifiedNameSource.IMPORT
+        return sorted(name.name for name in found if name.source is imported)
 
-    def reference(self, node: cst.Name | cst.Attribute) -> NameUse | None:
+    def reference(self, node: cst.CSTNode) -> NameUse | None:
         """A name, if it is TensorFlow's."""
         base = root(node)
-        if base is None:
+        if base is None or not isinstance(node, cst.Name | cst.Attribute):
             return None
         names = [n for n in self.meanings(node) if n.split(".")[0] in ROOTS]
         if not names:
             return None
-        return NameUse(node, tuple(names), tuple(self._imports(base)))
-
-    def _imports(self, base: cst.Name) -> list[tuple[cst.CSTNode, str]]:
         scope = self._scopes.get(base)
-        assigned = () if scope is None else scope[base.value]
-        return [
+        imports = tuple(
             (each.node, base.value)
-            for each in assigned
+            for each in (() if scope is None else scope[base.value])
             if isinstance(each, metadata.ImportAssignment)
-        ]
-
-
-def root(node: cst.BaseExpression) -> cst.Name | None:
-    """The name before all attributes; None if it is no name."""
-    while isinstance(node, cst.Attribute):
-        node = node.value
-    return node if isinstance(node, cst.Name) else None
-
-
-def _parsed(text: str) -> cst.Module:
-    try:
-        module = cst.parse_module(text)
-        if any(_PYTHON_2.search(line) for line in text.splitlines()):
-            ast.parse(text)  # LibCST reads `except E, e`, which is newer Python, too
-    except (cst.ParserSyntaxError, SyntaxError) as error:
-        raise NoPythonError(_parse_error(text, error)) from error
-    return module
-
-
-def _parse_error(text: str, error: cst.ParserSyntaxError | SyntaxError) -> str:
-    of_cst = isinstance(error, cst.ParserSyntaxError)
-    line = error.raw_line if of_cst else error.lineno
-    if any(_PYTHON_2.search(each) for each in text.splitlines()):
-        return (
-            f"line {line} is Python 2. Rewrite the file for Python 3 first, as "
-            "`2to3 -w` of Python 3.12 and older does"
         )
-    return f"line {line} is no Python: {error.message if of_cst else error.msg}"
-
-
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
-class ImportedName:
-    """One name of an import statement."""
-
-    statement: cst.Import | cst.ImportFrom
-    alias: cst.ImportAlias | None
-    full: str
-    local: str
-
-
-@final
-class Uses(cst.CSTVisitor):
-    """References to TensorFlow, imports, calls, classes and functions of a program."""
-
-    def __init__(self, program: PythonProgram) -> None:
-        self.program = program
-        self.references: list[NameUse] = []
-        self.imports: list[ImportedName] = []
-        self.calls: list[cst.Call] = []
-        self.attributes: list[cst.Attribute] = []
-        self.functions: dict[str, list[cst.FunctionDef]] = {}
-        self.classes: list[cst.ClassDef] = []
-        self.annotations: list[cst.SimpleString] = []
-        self.identifiers: set[str] = set()
-        self._in_annotation = 0
-        program.module.visit(self)
+        return NameUse(node, tuple(names), imports)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         self.attributes.append(node)
-        reference = self.program.reference(node)
-        if reference is not None:
-            self.references.append(reference)
         base = root(node)
         if base is not None:
             self.identifiers.add(base.value)
+        reference = self.reference(node)
         if reference is None:
             node.value.visit(self)
+        else:
+            self.references.append(reference)
         return False
 
     def visit_Name(self, node: cst.Name) -> None:
         self.identifiers.add(node.value)
-        reference = self.program.reference(node)
-        if reference is not None:
+        if (reference := self.reference(node)) is not None:
             self.references.append(reference)
 
     def visit_Arg_keyword(self, node: cst.Arg) -> None:
@@ -411,48 +358,44 @@ class Uses(cst.CSTVisitor):
 
     def visit_Import(self, node: cst.Import) -> bool:
         for alias in node.names:
-            full = self.program.code(alias.name)
-            local = _local(alias) or full.split(".")[0]
-            self.imports.append(ImportedName(node, alias, full, local))
+            full = self.code(alias.name)
+            self._add_import(node, alias, full, full.split(".")[0])
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         if node.relative or node.module is None:
             return False
-        module = self.program.code(node.module)
+        module = self.code(node.module)
         if isinstance(node.names, cst.ImportStar):
             self.imports.append(ImportedName(node, None, f"{module}.*", "*"))
             return False
         for alias in node.names:
-            full = f"{module}.{self.program.code(alias.name)}"
-            local = _local(alias) or self.program.code(alias.name)
-            self.imports.append(ImportedName(node, alias, full, local))
+            name = self.code(alias.name)
+            self._add_import(node, alias, f"{module}.{name}", name)
         return False
 
-    def of_tensorflow(self) -> list[ImportedName]:
-        return [each for each in self.imports if each.full.split(".")[0] in ROOTS]
+    def _add_import(
+        self,
+        node: cst.Import | cst.ImportFrom,
+        alias: cst.ImportAlias,
+        full: str,
+        local: str,
+    ) -> None:
+        given = alias.asname and alias.asname.name
+        local = given.value if isinstance(given, cst.Name) else local
+        self.imports.append(ImportedName(node, alias, full, local))
 
-    def used(self) -> set[tuple[int, str]]:
+    def used_imports(self) -> set[tuple[int, str]]:
         """Imports that the program uses: the statement's number, and the name."""
-        number = {id(node): i for i, node in enumerate(self.statements())}
+        number = {id(node): i for i, node in enumerate(self.statements)}
         return {
             (number[id(node)], local)
             for reference in self.references
             for node, local in reference.imports
             if id(node) in number
         } | {
-            (i, each.local)
-            for each in self.of_tensorflow()
-            for i in [number[id(each.statement)]]
+            (number[id(each.statement)], each.local)
+            for each in self.tensorflow
             for text in self.annotations
             if f"{each.local}." in text.value
         }
-
-    def statements(self) -> list[cst.Import | cst.ImportFrom]:
-        """All statements that import, in order."""
-        return list(dict.fromkeys(each.statement for each in self.imports))
-
-
-def _local(alias: cst.ImportAlias) -> str | None:
-    name = alias.asname and alias.asname.name
-    return name.value if isinstance(name, cst.Name) else None
