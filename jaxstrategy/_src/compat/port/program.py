@@ -41,7 +41,7 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
 @final
 @dataclasses.dataclass(frozen=True, order=True)
 class CodePlace:
-    """Where a name stands: line and column, both from 1; of a notebook the cell, too."""
+    """Where a name stands: line and column, both from 1; in a notebook the cell."""
 
     cell: int
     line: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
-from typing import final
+from typing import Any, final
 
 import libcst as cst
 
@@ -217,7 +217,7 @@ class _Port:
 
     def _is_typed(self, node: cst.CSTNode) -> bool:
         """Whether a type is an annotation, or given to a function that is renamed."""
-        parent: cst.CSTNode | None = self._program.parents.get(node)
+        parent: Any = self._program.parents.get(node)
         if isinstance(parent, cst.Arg):
             call = self._program.parents[parent]
             function = call.func if isinstance(call, cst.Call) else parent

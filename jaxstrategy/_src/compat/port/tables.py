@@ -1,15 +1,16 @@
-"""What each name of TensorFlow is called here, as `tables.toml` beside this file has it."""
+"""What each name of TensorFlow is called here: `tables.toml`, read."""
 
 from __future__ import annotations
 
 import dataclasses
 import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import resources
+from pathlib import Path
 from typing import Any, final
 
-_READ = resources.files(__package__).joinpath("tables.toml").read_text("utf-8")
-DATA: Mapping[str, Any] = tomllib.loads(_READ)
+DATA: Mapping[str, Any] = tomllib.loads(
+    Path(__file__).with_name("tables.toml").read_text("utf-8")
+)
 
 
 def _pairs(words: str) -> dict[str, str]:
