@@ -13,11 +13,6 @@ if TYPE_CHECKING:
         PerWorkerIterator as PerWorkerIterator,
         experimental_get_current_worker_index as experimental_get_current_worker_index,
     )
-    from jaxstrategy._src.coordinator.values import (
-        PerWorkerValue as PerWorkerValue,
-        RemoteValue as RemoteValue,
-        RemoteValueStatus as RemoteValueStatus,
-    )
     from jaxstrategy._src.coordinator.workers import (
         CoordinatorMetrics as CoordinatorMetrics,
         Durations as Durations,
@@ -32,6 +27,11 @@ if TYPE_CHECKING:
         RayProcesses as RayProcesses,
     )
     from jaxstrategy._src.parameter_servers.backends.threads import Threads as Threads
+    from jaxstrategy._src.scheduled.values import (
+        PerWorkerValue as PerWorkerValue,
+        RemoteValue as RemoteValue,
+        RemoteValueStatus as RemoteValueStatus,
+    )
 
     PerWorkerValues = PerWorkerValue
 else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import threading
 import types
 import weakref
@@ -26,27 +25,24 @@ from jaxstrategy._src.coordinator.datasets import (
     shard_iterators,
 )
 from jaxstrategy._src.coordinator.queue import function_name
-from jaxstrategy._src.coordinator.recovery import ServerRestarts
-from jaxstrategy._src.coordinator.scheduler import (
-    Console,
-    LiveTable,
-    Scheduler,
-    end_later,
-)
-from jaxstrategy._src.coordinator.values import RemoteValue, shard_sums
+from jaxstrategy._src.coordinator.recovery import ServerRecovery
+from jaxstrategy._src.coordinator.scheduler import Scheduler
 from jaxstrategy._src.coordinator.workers import (
+    Console,
     CoordinatorMetrics,
+    LiveTable,
     Stopwatch,
     WorkerStates,
 )
 from jaxstrategy._src.executors.compiled import ReplicatedFunction
+from jaxstrategy._src.launch.child_process import started
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerContext
+from jaxstrategy._src.scheduled.arguments import IteratorArgument, is_whole
 from jaxstrategy._src.scheduled.functions import FunctionTracer
-from jaxstrategy._src.scheduled.trace import IteratorArgument, is_whole
+from jaxstrategy._src.scheduled.values import RemoteValue, sums_of
 from jaxstrategy._src.strategies.parameter_server import ParameterServerStrategy
 from jaxstrategy._src.text.shown import shown, whole
-from jaxstrategy._src.tracing.functions.weak_references import weakly
 from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.variables.policy import ServerVariables
 
@@ -96,7 +92,7 @@ def check_schedulable(fn: object) -> None:
 
 
 def checked_arguments(
-    args: Any, kwargs: Any
+    fn: Function, args: Any, kwargs: Any
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """What a function is called with."""
     if not isinstance(args, list | tuple | None):
@@ -111,42 +107,21 @@ def checked_arguments(
         )
     given = tuple(args or ()), dict(kwargs or {})
     # A variable is an argument by itself: to look into it would read it.
-    if any(map(is_remote, jax.tree.leaves(given, is_leaf=is_whole))):
+    leaves = jax.tree.leaves(given, is_leaf=is_whole)
+    if any(map(is_remote, leaves)):
         raise TypeError(
             "An argument of a function to be scheduled was a `RemoteValue`, which has "
             "its results when its own function has ended. Give what `get()` returns."
         )
-    return given
-
-
-def check_jitted(
-    fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> None:
-    """Refuse an iterator for a function that JAX traces by itself: it takes arrays."""
-    if not isinstance(fn, jax.stages.Wrapped):
-        return
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_whole)
-    if any(isinstance(leaf, IteratorArgument) for leaf in leaves):
+    if isinstance(fn, jax.stages.Wrapped) and any(
+        isinstance(leaf, IteratorArgument) for leaf in leaves
+    ):
         raise TypeError(
             f"{fn!r} is a jitted function, and was given a per-worker iterator, which "
             "`jax.jit` does not take. Decorate it with `@coordinator.function` instead "
             "of `@jax.jit`: it is compiled as well."
         )
-
-
-def check_restarts(max_restarts: int | None, present: int | None = None) -> None:
-    """Refuse a number of restarts that is none, or not that which there is."""
-    found = 0 if max_restarts is None else whole(max_restarts)
-    if found is None or found < 0:
-        raise ValueError(
-            f"`max_restarts` was {max_restarts!r}; a number of times was wanted, 0 for "
-            "none."
-        )
-    if max_restarts is not None and present not in (None, found):
-        raise ValueError(
-            f"`max_restarts` was {max_restarts}, and the strategy has a coordinator "
-            f"with {present} already. Close that one before."
-        )
+    return given
 
 
 def plain(fn: Function) -> Function:
@@ -156,60 +131,21 @@ def plain(fn: Function) -> Function:
     return fn.function if isinstance(fn, CoordinatedFunction) else fn
 
 
-def number_of_shards(shards: int | None, default: int) -> int:
-    """How many shards a user wants."""
-    found = default if shards is None else whole(shards)
-    if found is None or found < 1:
-        raise ValueError(f"`shards` was {shards!r}; at least one shard was wanted.")
-    return found
-
-
 def is_remote(leaf: object) -> bool:
     """Whether it is what a function will return."""
     return isinstance(leaf, RemoteValue)
 
 
-def for_the_coordinator(method: str) -> str:
-    """What to tell who calls a method in a scheduled function."""
-    return (
-        f"`{method}` was called by code that runs for a scheduled function. It is for "
-        "the coordinator: let the function return what the next one needs, and "
-        "schedule that where this one was scheduled."
-    )
-
-
 @final
 class OfNextElement:
-    """Calls a function with the next element of an iterator; does not keep it alive."""
+    """Calls a function with the next element of an iterator."""
 
     def __init__(self, fn: Function) -> None:
-        self._function = weakly(fn)
+        self.__wrapped__ = fn
         self.__name__ = function_name(fn)
 
-    @property
-    def __wrapped__(self) -> Function:
-        """The user's own function: what it refers to is looked at."""
-        return inspect.unwrap(self._given())
-
     def __call__(self, iterator: PyTree) -> PyTree:
-        return self._given()(next(iterator))
-
-    def _given(self) -> Function:
-        fn = self._function()
-        assert fn is not None, "who evaluates it holds it"
-        return fn
-
-
-_made: weakref.WeakKeyDictionary[Function, OfNextElement] = weakref.WeakKeyDictionary()
-
-
-def of_next_element(fn: Function) -> OfNextElement:
-    """The same one each time for a function, so that it is traced once."""
-    with contextlib.suppress(
-        TypeError
-    ):  # not everything has a hash and weak references
-        return _made.setdefault(fn, OfNextElement(fn))
-    return OfNextElement(fn)
+        return self.__wrapped__(next(iterator))
 
 
 _SHARDS_PER_WORKER = 5
@@ -295,9 +231,8 @@ class ClusterCoordinator:
             )
         with _one_at_a_time:
             found = core.coordinator
-            if isinstance(found, cls) and not found._scheduler.is_stopped:
-                check_restarts(max_restarts, found._scheduler.max_restarts)
-                found._check_manager(restore_from)
+            if isinstance(found, cls) and not found._scheduler.queue.is_stopped:
+                found._check_options(max_restarts, restore_from)
                 return found
             made = cls._made(core, max_restarts, restore_from, state)
             core.coordinator = made
@@ -311,28 +246,32 @@ class ClusterCoordinator:
         restore_from: CheckpointManager | None,
         state: PyTree,
     ) -> Self:
-        check_restarts(max_restarts)
-        limit = 3 if max_restarts is None else max_restarts
+        limit = _checked_restarts(3 if max_restarts is None else max_restarts)
         backend, pool = strategy.backend, strategy.server_pool
-        restarts = None
+        recovery = None
         if restore_from is not None:
-            restarts = ServerRestarts(backend, pool, restore_from, state, limit)
+            recovery = ServerRecovery(backend, pool, restore_from, state, limit)
         self = super().__new__(cls)
         self._strategy, self._backend = strategy, backend
         self._tracer = FunctionTracer(strategy, pool, backend.platforms)
         self._tracings, self._restore_from = Stopwatch(), restore_from
-        self._scheduler = scheduler = Scheduler(backend, limit)
-        scheduler.start()
+        self._scheduler = scheduler = Scheduler(backend, limit, recovery)
         atexit.register(scheduler.stop, _SECONDS_TO_END)
-        weakref.finalize(self, end_later, scheduler).atexit = False
-        if restarts is not None:
-            scheduler.recover(restarts)
+        weakref.finalize(self, _end_later, scheduler).atexit = False
         policy = strategy._variable_policy
         assert isinstance(policy, ServerVariables), "it is that strategy's"
         policy.read_copies, policy.pause = scheduler.copies, scheduler.snapshot
         return self
 
-    def _check_manager(self, restore_from: CheckpointManager | None) -> None:
+    def _check_options(
+        self, max_restarts: int | None, restore_from: CheckpointManager | None
+    ) -> None:
+        present = self._scheduler.max_restarts
+        if max_restarts is not None and _checked_restarts(max_restarts) != present:
+            raise ValueError(
+                f"`max_restarts` was {max_restarts}, and the strategy has a "
+                f"coordinator with {present} already. Close that one before."
+            )
         if restore_from not in (None, self._restore_from):
             raise ValueError(
                 "`restore_from` was given, and the strategy has a coordinator without "
@@ -375,8 +314,7 @@ class ClusterCoordinator:
         """
         self._refuse_in_function("schedule")
         check_schedulable(fn)
-        args, kwargs = checked_arguments(args, kwargs)
-        check_jitted(fn, args, kwargs)
+        args, kwargs = checked_arguments(fn, args, kwargs)
         return self._schedule(fn, plain(fn), args, kwargs)
 
     def _schedule(
@@ -441,7 +379,7 @@ class ClusterCoordinator:
         True
         """
         self._refuse_in_function("paused")
-        with self._scheduler.paused():
+        with self._scheduler.queue.paused():
             yield
 
     def fetch(self, val: PyTree) -> PyTree:
@@ -549,27 +487,35 @@ class ClusterCoordinator:
         """
         self._refuse_in_function("evaluate")
         check_schedulable(fn)
-        count = number_of_shards(shards, _SHARDS_PER_WORKER * len(self.workers))
+        default = _SHARDS_PER_WORKER * len(self.workers)
+        count = default if shards is None else whole(shards)
+        if count is None or count < 1:
+            raise ValueError(f"`shards` was {shards!r}; at least one shard was wanted.")
         try:
-            values = list(self._scheduled_shards(fn, count, dataset_fn))
-            return shard_sums(self.fetch(values), may_be_none=dataset_fn is not None)
+            if dataset_fn is None:
+                values = [
+                    self.schedule(fn, (number, np.int32(count)))
+                    for number in np.arange(count, dtype=np.int32)
+                ]
+                return sums_of(self.fetch(values))
+            iterators = shard_iterators(dataset_fn, count, self._surroundings())
+            of_batch = OfNextElement(plain(fn))
+            values = [
+                self._schedule(fn, of_batch, (each,), {}, until_end=True)
+                for each in iterators
+            ]
+            results = [sums for sums in self.fetch(values) if sums is not None]
         except Exception:
             # Whether a value has the first error, was cancelled for it, or is not even
             # scheduled is chance. It is raised here, and by no `join` again.
             self._scheduler.raise_error()
             raise
-
-    def _scheduled_shards(
-        self, fn: Function, count: int, dataset_fn: DatasetOfShard | None
-    ) -> Iterator[RemoteValue]:
-        if dataset_fn is None:
-            for number in np.arange(count, dtype=np.int32):
-                yield self.schedule(fn, (number, np.int32(count)))
-            return
-        iterators = shard_iterators(dataset_fn, count, self._surroundings())
-        of_batch = of_next_element(plain(fn))
-        for iterator in iterators:
-            yield self._schedule(fn, of_batch, (iterator,), {}, True)
+        if not results:
+            raise ValueError(
+                "All shards of the dataset were empty on the workers, although there "
+                "was an element on the coordinator. Do they find the same files?"
+            )
+        return sums_of(results)
 
     @property
     def workers(self) -> WorkerStates:
@@ -636,4 +582,24 @@ class ClusterCoordinator:
     def _refuse_in_function(self, method: str) -> None:
         is_traced = context.current().function is not None
         if is_traced or self._scheduler.is_in_thread:
-            raise RuntimeError(for_the_coordinator(method))
+            raise RuntimeError(
+                f"`{method}` was called by code that runs for a scheduled function. It "
+                "is for the coordinator: let the function return what the next one "
+                "needs, and schedule that where this one was scheduled."
+            )
+
+
+def _checked_restarts(max_restarts: int) -> int:
+    found = whole(max_restarts)
+    if found is None or found < 0:
+        raise ValueError(
+            f"`max_restarts` was {max_restarts!r}; a number of times was wanted, 0 for "
+            "none."
+        )
+    return found
+
+
+def _end_later(scheduler: Scheduler) -> None:
+    """End the threads of a coordinator that is gone."""
+    atexit.unregister(scheduler.stop)
+    started(threading.Thread(target=scheduler.stop, daemon=True))

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.coordinator.values import PerWorkerValue
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.dataset import DeferredDataset, DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputContext
@@ -29,8 +28,9 @@ from jaxstrategy._src.parameter_servers.worker import (
     leaves_of,
     structure_of,
 )
-from jaxstrategy._src.scheduled import trace as _recorder
-from jaxstrategy._src.scheduled.trace import Element, IteratorArgument
+from jaxstrategy._src.scheduled import trace as _trace
+from jaxstrategy._src.scheduled.arguments import Element, IteratorArgument
+from jaxstrategy._src.scheduled.values import PerWorkerValue
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 
@@ -50,38 +50,31 @@ class WorkerDataset:
         self.only_once: Iterator[Any] | None = None
         self._read: Source | DistributedDataset | None = self._made()
 
-    def read(self) -> ReadElements:
-        """The elements, from the first one on, some of them read ahead in a thread."""
-        return ReadElements(self._started(), tells_position=False)
-
-    def read_on(self, position: State | None) -> ReadElements:
-        """The same with positions, from one of them on."""
+    def read(
+        self, position: State | None = None, tells_position: bool = False
+    ) -> ReadElements:
+        """The elements, some of them read ahead in a thread; from a position on."""
         started = self._started()
         if position is not None:
             started.set_state(position)
-        return ReadElements(started, tells_position=True)
+        return ReadElements(started, tells_position)
 
     def first(self) -> PyTree:
         """The first element; nothing is read ahead, and what was begun is ended."""
-        started = self._started()
-        try:
-            return _next(started)
-        except StopIteration:
-            raise NoElements(
-                "The per-worker dataset has no elements, so that it is not known what "
-                "functions would be given. Let it have at least one, on the "
-                "coordinator, too."
-            ) from None
-        finally:
-            started.close()
+        with contextlib.closing(self._started()) as started:
+            try:
+                return _next(started)
+            except StopIteration:
+                raise NoElements(
+                    "The per-worker dataset has no elements, so that it is not known "
+                    "what functions would be given. Let it have at least one, on the "
+                    "coordinator, too."
+                ) from None
 
     def check_resumable(self) -> None:
         """Raise if reading cannot go on elsewhere."""
-        started = self._started()
-        try:
+        with contextlib.closing(self._started()) as started:
             started.get_state()
-        finally:
-            started.close()
 
     def _started(self) -> SourceIterator | DistributedIterator:
         source = self._made() if self._read is None else self._read
@@ -104,7 +97,10 @@ class WorkerDataset:
                 "devices that are not the worker's. Distribute it with the "
                 "ParameterServerStrategy, or give it as it is."
             )
-        return _source(made)
+        try:
+            return as_source(made)
+        except TypeError as error:
+            raise UnexpectedDataset(f"Unexpected dataset type! {error}") from None
 
 
 @final
@@ -116,16 +112,14 @@ class ReadElements(Iterator[PyTree]):
     ) -> None:
         self.tells_position = tells_position
         self._started = started
-        read = _positioned if tells_position else _next
+        # The thread must not hold this, or nothing would end it.
+        self._read = functools.partial(_next, started, tells_position)
         # The other kind reads ahead by itself.
-        ahead = 0 if isinstance(started, DistributedIterator) else _AHEAD
-        self._ahead = Prefetcher(lambda: read(started), ahead) if ahead else None
-        self._read = read
+        is_ahead = isinstance(started, DistributedIterator)
+        self._ahead = None if is_ahead else Prefetcher(self._read, _AHEAD)
 
     def __next__(self) -> PyTree:
-        if self._ahead is None:
-            return self._read(self._started)
-        return next(self._ahead)
+        return self._read() if self._ahead is None else next(self._ahead)
 
     def close(self) -> None:
         """Stop reading."""
@@ -145,28 +139,16 @@ def only_once(dataset: Dataset) -> Iterator[Any] | None:
     return dataset if isinstance(dataset, Iterator) else None
 
 
-def _source(dataset: Dataset) -> Source:
-    try:
-        return as_source(dataset)
-    except TypeError as error:
-        raise UnexpectedDataset(f"Unexpected dataset type! {error}") from None
-
-
-def _next(started: SourceIterator | DistributedIterator) -> PyTree:
+def _next(
+    started: SourceIterator | DistributedIterator, tells_position: bool = False
+) -> PyTree:
     element = next(started)
     # The source may overwrite its arrays when it is asked for the next one.
-    if isinstance(started, DistributedIterator) or started.are_own:
-        return element
-    return jax.tree.map(_own, element)
-
-
-def _own(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-
-def _positioned(started: SourceIterator | DistributedIterator) -> Positioned:
-    element = _next(started)
-    return Positioned(element, started.get_state())
+    if not (isinstance(started, DistributedIterator) or started.are_own):
+        element = jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, element
+        )
+    return Positioned(element, started.get_state()) if tells_position else element
 
 
 @final
@@ -204,23 +186,13 @@ class DatasetBuilder:
             return {"_make": None, "_sent": peer.dumped(self._make), "made": None}
 
 
-@final
-class IteratorBuilder:
-    """Begins to read a dataset on a worker."""
-
-    def __init__(self, positions: dict[int, State] | None) -> None:
-        self._positions = positions
-
-    def __call__(self, index: int, dataset: WorkerDataset) -> Iterator[Any]:
-        """Its elements, read ahead."""
-        if self._positions is None:
-            return dataset.read()
-        return dataset.read_on(self._positions.get(index))
-
-    def __getstate__(self) -> dict[str, object]:
-        # A copy, because other workers may go on while this is pickled.
-        positions = self._positions
-        return {"_positions": None if positions is None else dict(positions)}
+def begin(
+    positions: list[State | None] | None, index: int, dataset: WorkerDataset
+) -> ReadElements:
+    """Begins to read a dataset on a worker; from where it was, if that is known."""
+    if positions is None:
+        return dataset.read()
+    return dataset.read(positions[index], tells_position=True)
 
 
 def _arguments(make: Callable[..., Dataset]) -> tuple[InputContext, ...]:
@@ -277,24 +249,23 @@ class PerWorkerDataset:
         self._resume = resume
         with surroundings.entered():
             # Its errors are the caller's, and need no worker to be seen.
-            self._here: WorkerDataset | None = builder(0)
+            here = builder(0)
             if resume:
-                self._here.check_resumable()
-        builder.made = self._here.only_once
+                here.check_resumable()
+        builder.made = here.only_once
         if builder.made is not None and not _is_function(given):
             raise UnexpectedDataset(
                 f"Unexpected dataset type! The {type(given).__name__} can be read only "
                 "once, but each worker reads all of it. Give a function that makes "
                 "one: `lambda: read()` instead of `read()`."
             )
+        self._here = [here]  # until an element was read
         self._one_reader = threading.Lock()
-        self._element: Element | None = None
-        self._spec: PyTree = None
         self._resource = WorkerResource(builder)
 
     def __iter__(self) -> PerWorkerIterator:
         """A new iterator on each worker, which begins with the first element."""
-        if _recorder.current() is not None:
+        if _trace.current() is not None:
             raise ContextError(
                 "A scheduled function called `iter` of a per-worker dataset, which "
                 "would begin anew in each call. Call it outside, and pass the iterator "
@@ -311,8 +282,7 @@ class PerWorkerDataset:
         Raises:
           ValueError: there is none.
         """
-        self._learn()
-        return self._spec
+        return self._known[0]
 
     @property
     def element(self) -> Element:
@@ -321,29 +291,29 @@ class PerWorkerDataset:
         Raises:
           ValueError: there is none.
         """
-        self._learn()
-        assert self._element is not None
-        return self._element
+        return self._known[1]
 
-    def _learn(self) -> None:
+    @functools.cached_property
+    def _known(self) -> tuple[PyTree, Element]:
         with self._one_reader:
-            if self._here is not None:
-                self._read(self._here)
-                self._here = None
-
-    def _read(self, here: WorkerDataset) -> None:
-        with self._surroundings.entered():
-            first = here.first()
-        leaves, of_type = leaves_of(first)
-        whole = [x for x, mask in zip(leaves, of_type.masks, strict=True) if not mask]
-        structure = structure_of(first)
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in whole]
-        split = [s for s, m in zip(of_type.split, of_type.masks, strict=True) if not m]
-        self._spec = jax.tree.unflatten(
-            structure,
-            [PerReplica(x) if s else x for x, s in zip(types, split, strict=True)],
-        )
-        self._element = Element(of_type, structure)
+            if "_known" in vars(self):  # another thread was faster
+                return self._known
+            with self._surroundings.entered():
+                first = self._here[0].first()
+            self._here.clear()
+            leaves, of_type = leaves_of(first)
+            structure = structure_of(first)
+            types = [
+                PerReplica(spec) if is_split else spec
+                for x, is_split, is_mask in zip(
+                    leaves, of_type.split, of_type.masks, strict=True
+                )
+                for spec in [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+                if not is_mask
+            ]
+            spec = jax.tree.unflatten(structure, types)
+            self._known = found = spec, Element(of_type, structure)
+        return found
 
 
 @final
@@ -369,33 +339,15 @@ class PerWorkerIterator(PerWorkerValue, IteratorArgument, Iterator[Any]):
     ) -> None:
         self._dataset = dataset
         self._workers = workers
-        self._positions: dict[int, State] | None = {} if resume else None
-        self._resource = WorkerResource(IteratorBuilder(self._positions), (source,))
-
-    @property
-    def element(self) -> Element:
-        """What each element is like."""
-        return self._dataset.element
+        positions: list[Any] | None = [None] * workers if resume else None
+        builder = functools.partial(begin, positions)
+        resource = WorkerResource(builder, (source,))
+        IteratorArgument.__init__(self, lambda: dataset.element, resource, positions)
 
     @property
     def element_spec(self) -> PyTree:
         """The type of an element of one worker."""
         return self._dataset.element_spec
-
-    @property
-    def resource(self) -> WorkerResource:
-        """The iterators."""
-        return self._resource
-
-    @property
-    def tells_position(self) -> bool:
-        """Whether workers say where it is after each call."""
-        return self._positions is not None
-
-    def keep_position(self, worker: int, position: State) -> None:
-        """A worker's iterator is there now, and what it gave before is used."""
-        assert self._positions is not None
-        self._positions[worker] = position
 
     @property
     def values(self) -> NoReturn:
@@ -448,56 +400,24 @@ DatasetOfShard = Callable[[int, int], Dataset]
 """Makes the dataset of a shard, of its number and of how many shards there are."""
 
 
-@final
-class ShardIterator(IteratorArgument):
-    """Begins to read the shard on any worker that is given it."""
-
-    def __init__(self, make: Callable[[], Dataset], element: Element) -> None:
-        source = WorkerResource(DatasetBuilder(make))
-        self._element = element
-        self._resource = WorkerResource(IteratorBuilder(None), (source,))
-
-    @property
-    def element(self) -> Element:
-        """What each element is like."""
-        return self._element
-
-    @property
-    def resource(self) -> WorkerResource:
-        """The iterator on each worker that has it."""
-        return self._resource
-
-    @property
-    def tells_position(self) -> bool:
-        """False: what was lost is read again from the beginning."""
-        return False
-
-    def keep_position(self, worker: int, position: object) -> NoReturn:
-        """Not asked for."""
-        raise AssertionError("no position is told")
-
-
 def shard_iterators(
     make: DatasetOfShard, shards: int, surroundings: WorkerContext
-) -> Sequence[ShardIterator]:
-    """An iterator for each shard."""
+) -> list[IteratorArgument]:
+    """An iterator for each shard, on any worker that is given it."""
     makes = [functools.partial(make, shard, shards) for shard in range(shards)]
-    element = _element(makes, surroundings)
-    return [ShardIterator(each, element) for each in makes]
-
-
-def _element(
-    makes: Sequence[Callable[[], Dataset]], surroundings: WorkerContext
-) -> Element:
-    """That of the first shard that is not empty."""
-    for make in makes:
-        dataset = PerWorkerDataset(make, surroundings, 1)
+    for each in makes:
         with contextlib.suppress(NoElements):
-            return dataset.element
-    raise ValueError(
-        f"`evaluate` was given a dataset without elements: none of its {len(makes)} "
-        "shards has any."
-    )
+            element = PerWorkerDataset(each, surroundings, 1).element
+            break
+    else:
+        raise ValueError(
+            "`evaluate` was given a dataset without elements: none of its "
+            f"{len(makes)} shards has any."
+        )
+    sources = [WorkerResource(DatasetBuilder(each)) for each in makes]
+    builder = functools.partial(begin, None)
+    iterators = [WorkerResource(builder, (source,)) for source in sources]
+    return [IteratorArgument(lambda: element, each) for each in iterators]
 
 
 def experimental_get_current_worker_index() -> jax.Array | int:
@@ -527,7 +447,7 @@ def experimental_get_current_worker_index() -> jax.Array | int:
     surroundings = _worker.current()
     if surroundings is not None:
         return surroundings.index
-    recorder = _recorder.current()
+    recorder = _trace.current()
     if recorder is not None and recorder.index is not None:
         return recorder.index
     raise ContextError(

@@ -15,7 +15,6 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxstrategy._src.coordinator.values import RemoteValue, WideSums
 from jaxstrategy._src.errors import (
     CancelledError,
     ClosureAbortedError,
@@ -34,6 +33,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
 )
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.scheduled.functions import Prepared
+from jaxstrategy._src.scheduled.values import RemoteValue, sums_of
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.values.arrays import PyTree
 
@@ -397,14 +397,18 @@ class WorkerSession:
         self, prepared: Prepared, number: CallNumber
     ) -> tuple[Prepared, PyTree]:
         """What was run until its iterator had ended, and the sums of its results."""
-        totals = WideSums()
-        with contextlib.suppress(OutOfRangeError):
-            while True:
-                _check_changes_nothing(prepared.program)
-                prepared, results = self.call(prepared, number)
-                # Not the arrays: a number of rows may be part of the program.
-                totals.add(prepared.rebuild(results))
-        return prepared, totals.sums()
+
+        def results() -> Iterator[PyTree]:
+            nonlocal prepared
+            with contextlib.suppress(OutOfRangeError):
+                while True:
+                    _check_changes_nothing(prepared.program)
+                    prepared, arrays = self.call(prepared, number)
+                    # Not the arrays: a number of rows may be part of the program.
+                    yield prepared.rebuild(arrays)
+
+        sums = sums_of(results())
+        return prepared, sums
 
     def own(self, variable: WorkerResource) -> np.ndarray:
         """What a variable of the worker's own holds."""

@@ -27,25 +27,16 @@ from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.cell import ServerCell
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 
-_FIRST_PAUSE = 0.1
-
-
-_LONGEST_PAUSE = 5.0
+_SECONDS = 300.0  # after which a death is forgotten
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
 @final
 class RestartPolicy:
     """Decides whether a worker is started again, and when."""
 
-    def __init__(
-        self,
-        limit: int,
-        seconds: float = 300.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._seconds = seconds
-        self._clock = clock
         self._times: list[float] = []
 
     def forget(self) -> None:
@@ -55,8 +46,8 @@ class RestartPolicy:
 
     def add(self) -> None:
         """The worker was lost, or did not come up."""
-        now = self._clock()
-        self._times = [t for t in self._times if now - t < self._seconds] + [now]
+        now = time.monotonic()
+        self._times = [t for t in self._times if now - t < _SECONDS] + [now]
 
     @property
     def are_too_many(self) -> bool:
@@ -71,7 +62,7 @@ class RestartPolicy:
 
     def __str__(self) -> str:
         return (
-            f"{len(self._times)} times within {with_seconds(self._seconds)} without "
+            f"{len(self._times)} times within {with_seconds(_SECONDS)} without "
             "finishing a function in between"
         )
 
@@ -106,9 +97,15 @@ _of_backends: weakref.WeakKeyDictionary[AbstractWorkerBackend, list[int]] = (
 )
 
 
+_PROBE_SECONDS = 0.5
+
+
 @final
-class ServerRestarts:
-    """Replaces lost servers of one strategy, and rolls all variables back together."""
+class ServerRecovery:
+    """Replaces lost servers, and rolls all variables back together.
+
+    That is done in a thread, while the queue gives out nothing.
+    """
 
     def __init__(
         self,
@@ -136,9 +133,41 @@ class ServerRestarts:
                 "restore_from=manager, state=state)`."
             )
         self._deaths = [RestartPolicy(limit) for _ in backend.servers]
+        # How many had finished when the checkpoint of a step was read.
+        self._at: dict[int, int] = {}
+        self._last = 0
+        self._told: list[str] = []
+        self._lost = threading.Event()
+        self._is_stopped = False
         if manager.latest_step() is None:
             manager.save(0, state, force=True)
             manager.wait()
+
+    def start(
+        self,
+        queue: ClosureQueue,
+        incarnations: Incarnations,
+        finished: Callable[[], int],
+        renew: Callable[[], None],
+    ) -> None:
+        """Begin to look after the servers.
+
+        Args:
+          queue: of the functions.
+          incarnations: of the workers.
+          finished: how many functions have finished.
+          renew: starts all workers again.
+        """
+        self._queue, self._incarnations = queue, incarnations
+        self._finished, self._renew = finished, renew
+        threading.Thread(
+            target=self._run, name="jaxstrategy servers", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Let servers be lost from now on."""
+        self._is_stopped = True
+        self._lost.set()
 
     def check(self, numbers: Iterable[int]) -> None:
         """Raise unless variables can be restored, which a function uses."""
@@ -150,101 +179,6 @@ class ServerRestarts:
                 "given with `restore_from`: they would be lost with their server. Make "
                 "the coordinator with all of them."
             )
-
-    @property
-    def lost(self) -> list[int]:
-        """The numbers of the servers that do not answer."""
-        return [k for k in range(len(self._backend.servers)) if not self._answers(k)]
-
-    def restart(self, lost: Sequence[int]) -> float:
-        """Start lost servers again, with nothing; returns how long to wait before."""
-        for number in lost:
-            self._deaths[number].add()
-            if self._deaths[number].are_too_many:
-                raise RuntimeError(
-                    f"parameter server {number} was lost {self._deaths[number]}; it is "
-                    "not started again."
-                )
-        self._backend.restart_servers(lost)
-        return max(self._deaths[number].pause for number in lost)
-
-    def fill(self, servers: Sequence[int]) -> None:
-        """Let new servers have the variables and programs of those before."""
-        for number, cell in self._cells.items():
-            if self._pool.home(number) in servers:
-                cell.server.create(number, np.zeros(cell.shape, cell.dtype))
-        for server in servers:
-            self._pool.define_again(server)
-
-    def restore(self) -> int:
-        """Roll all variables back to the last checkpoint; returns its step."""
-        self.manager.restore(self._state)
-        restored = self.manager.restored
-        assert restored is not None, "it has just restored"
-        return restored.step
-
-    def forget(self) -> None:
-        """A function has finished: the servers are well."""
-        for deaths in self._deaths:
-            deaths.forget()
-
-    def _answers(self, server: int) -> bool:
-        try:
-            self._backend.servers[server].versions([])
-        except ParameterServerLost:
-            return False
-        return True
-
-
-def _cells(state: PyTree) -> Iterator[ServerCell]:
-    for slot in slots(state):
-        value = slot.value
-        shards = value.variables if isinstance(value, ShardedVariable) else [value]
-        for shard in shards:
-            cell = getattr(shard, "cell", None)
-            if isinstance(cell, ServerCell):
-                yield cell
-
-
-_PROBE_SECONDS = 0.5
-
-
-@final
-class Recovery:
-    """Has lost servers started again in a thread, while the queue gives out nothing."""
-
-    def __init__(
-        self,
-        restarts: ServerRestarts,
-        queue: ClosureQueue,
-        incarnations: Incarnations,
-        finished: Callable[[], int],
-        renew: Callable[[], None],
-    ) -> None:
-        self.check = restarts.check
-        self._restarts = restarts
-        self._queue = queue
-        self._incarnations = incarnations
-        self._finished = finished
-        self._renew = renew
-        # How many had finished when the checkpoint of a step was read.
-        self._at: dict[int, int] = {}
-        self._last = 0
-        self._told: list[str] = []
-        self._lost = threading.Event()
-        self._is_stopped = False
-        self._thread = threading.Thread(
-            target=self._run, name="jaxstrategy servers", daemon=True
-        )
-
-    def start(self) -> None:
-        """Begin to look after the servers."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Let servers be lost from now on."""
-        self._is_stopped = True
-        self._lost.set()
 
     def report(self) -> bool:
         """A server seems to be lost: nothing is given out until that is mended."""
@@ -271,59 +205,85 @@ class Recovery:
             is_reported = self._lost.wait(_PROBE_SECONDS)
             if self._is_stopped:
                 return
-            if is_reported or self._restarts.lost:
-                self._recover_or_give_up()
+            if not (is_reported or self._lost_servers()):
+                continue
+            self._queue.hold()
+            try:
+                self._queue.wait_alone()
+                self._lost.clear()
+                self._recover()
+            except BaseException as error:  # nobody may wait for ever
+                self._give_up(error)
+            finally:
+                self._queue.resume()
 
-    def _recover_or_give_up(self) -> None:
-        self._queue.hold()
-        try:
-            self._queue.wait_alone()
-            self._lost.clear()
-            self._recover()
-        except BaseException as error:  # nobody may wait for ever
-            self._give_up(error)
-        finally:
-            self._queue.resume()
+    def _lost_servers(self) -> list[int]:
+        """The numbers of the servers that do not answer."""
+        lost = []
+        for number, server in enumerate(self._backend.servers):
+            try:
+                server.versions([])
+            except ParameterServerLost:
+                lost.append(number)
+        return lost
 
     def _recover(self) -> None:
-        if self._finished() > self._last:
-            self._restarts.forget()
+        if self._finished() > self._last:  # the servers were well
+            for deaths in self._deaths:
+                deaths.forget()
         ever: set[int] = set()
         step = None
         while step is None:
-            lost = self._restarts.lost
+            lost = self._lost_servers()
             if not (lost or ever):  # only a worker has lost its connection
                 self._renew()
                 return
             ever.update(lost)
             step = self._rolled_back(lost)
         self._queue.each_queued(lambda closure: closure.renumber())
-        self._note(step, sorted(ever))
-
-    def _rolled_back(self, lost: list[int]) -> int | None:
-        """The step that all has now; None if a server was lost again meanwhile."""
-        self._renew()
-        try:
-            time.sleep(self._restarts.restart(lost) if lost else 0.0)
-            self._restarts.fill(lost)
-            self._incarnations.fence_all()
-            return self._restarts.restore()
-        except ParameterServerLost:
-            if self._restarts.lost:
-                return None
-            raise
-
-    def _note(self, step: int, lost: list[int]) -> None:
         finished = self._finished()
         count = finished - self._at.get(step, self._last)
-        self._at = {step: finished}
-        self._last = finished
-        names = " and ".join(map(str, lost))
+        self._at, self._last = {step: finished}, finished
+        names = " and ".join(map(str, sorted(ever)))
         self._told.append(
             f"Parameter server {names} was lost and started again. All variables were "
             f"rolled back to checkpoint {step}: what {count} functions did that had "
             "finished since is lost. Those that were queued or ran go on."
         )
+
+    def _rolled_back(self, lost: Sequence[int]) -> int | None:
+        """The step that all has now; None if a server was lost again meanwhile."""
+        self._renew()
+        try:
+            self._restart(lost)
+            self._incarnations.fence_all()
+            self.manager.restore(self._state)
+        except ParameterServerLost:
+            if self._lost_servers():
+                return None
+            raise
+        restored = self.manager.restored
+        assert restored is not None, "it has just restored"
+        return restored.step
+
+    def _restart(self, lost: Sequence[int]) -> None:
+        """Start lost servers again, with the variables and programs they had."""
+        if not lost:
+            return
+        for number in lost:
+            self._deaths[number].add()
+            if self._deaths[number].are_too_many:
+                raise RuntimeError(
+                    f"parameter server {number} was lost {self._deaths[number]}; it is "
+                    "not started again."
+                )
+        self._backend.restart_servers(lost)
+        time.sleep(max(self._deaths[number].pause for number in lost))
+        for number, cell in self._cells.items():
+            if self._pool.home(number) in lost:
+                cell.server.create(number, np.zeros(cell.shape, cell.dtype))
+        for server in lost:
+            self._pool.define_again(server)
 
     def _give_up(self, error: BaseException) -> None:
         if not isinstance(error, ParameterServerLost):
@@ -333,7 +293,16 @@ class Recovery:
             )
             lost.__cause__ = error
             error = lost
-        if self._is_stopped:
-            return
-        self._is_stopped = True
-        self._queue.cancel(error, for_ever=True)
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._queue.cancel(error, for_ever=True)
+
+
+def _cells(state: PyTree) -> Iterator[ServerCell]:
+    for slot in slots(state):
+        value = slot.value
+        shards = value.variables if isinstance(value, ShardedVariable) else [value]
+        for shard in shards:
+            cell = getattr(shard, "cell", None)
+            if isinstance(cell, ServerCell):
+                yield cell

@@ -1,22 +1,20 @@
-"""Runs functions on the workers of a backend: `Scheduler`."""
+"""Runs functions on the workers of a backend: `Scheduler`, a thread for each worker."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 
 from jaxstrategy._src.coordinator.queue import (
-    MOST_QUEUED,
+    Closure,
     ClosureQueue,
     FunctionNumbers,
     ScheduledClosure,
@@ -26,83 +24,68 @@ from jaxstrategy._src.coordinator.queue import (
 )
 from jaxstrategy._src.coordinator.recovery import (
     Incarnations,
-    Recovery,
     RestartPolicy,
-    ServerRestarts,
+    ServerRecovery,
 )
-from jaxstrategy._src.coordinator.values import RemoteValue
 from jaxstrategy._src.coordinator.workers import (
-    HEADER,
-    Failures,
     Stopwatch,
     WorkerActivity,
+    WorkerState,
     WorkerStates,
-    WorkerThread,
 )
-from jaxstrategy._src.launch.child_process import started
+from jaxstrategy._src.errors import ParameterServerLost, WorkerLost
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.scheduled.functions import Prepared
+from jaxstrategy._src.scheduled.values import RemoteValue
 from jaxstrategy._src.text.user_code import warn
 from jaxstrategy._src.values.arrays import PyTree
 
-_DELAY = "TF_COORDINATOR_SCHEDULE_START_DELAY"
 _AWAY = (WorkerActivity.LOST, WorkerActivity.GIVEN_UP)
 _POLL_SECONDS = 0.5
+# So many workers a function may end before it is taken for the reason.
+_MOST_DEATHS = 3
 
 
 @final
 class Scheduler:
-    """A queue, and a thread for each worker."""
+    """A queue, a thread for each worker, and what follows when one of them fails.
+
+    Args:
+      backend: starts the workers.
+      max_restarts: of a worker, in five minutes and without a function in between.
+      recovery: replaces lost servers; None if they are not started again.
+    """
 
     def __init__(
         self,
         backend: AbstractWorkerBackend,
-        max_restarts: int = 3,
-        limit: int = MOST_QUEUED,
-        patience: float = 10.0,
+        max_restarts: int,
+        recovery: ServerRecovery | None,
     ) -> None:
-        self.executions, self.fetches = Stopwatch(), Stopwatch()
-        self._queue: ClosureQueue = ClosureQueue(limit)
-        self._numbers = FunctionNumbers()
-        self._incarnations = Incarnations(backend)
+        self.backend = backend
         self.max_restarts = max_restarts
-        self._patience = patience
+        self.queue = ClosureQueue()
+        self.incarnations = Incarnations(backend)
+        self.executions, self.fetches = Stopwatch(), Stopwatch()
+        self._numbers = FunctionNumbers()
+        self._recovery = recovery
+        self._patience = 10.0
         self._kept: weakref.WeakSet[WorkerResource] = weakref.WeakSet()
-        self._recovery: Recovery | None = None
-        self._failures = failures = Failures(
-            self._queue, self._incarnations, backend.num_workers
-        )
-        self._threads = [
-            WorkerThread(
-                index,
-                backend,
-                self._queue,
-                failures,
-                self.executions,
-                RestartPolicy(max_restarts),
-                _start_delay(index),
-            )
-            for index in range(backend.num_workers)
-        ]
-
-    def start(self) -> None:
-        """Start the workers; does not wait for them."""
+        self._left = set(range(backend.num_workers))
+        self._threads = [WorkerThread(index, self) for index in self._left]
         for thread in self._threads:
-            thread.start()
+            thread.thread.start()
+        if recovery is not None:
+            recovery.start(self.queue, self.incarnations, self._finished, self._renew)
 
-    def recover(self, restarts: ServerRestarts) -> None:
-        """Have lost servers started again from now on."""
-        self._recovery = self._failures.recovery = Recovery(
-            restarts, self._queue, self._incarnations, self._finished, self._renew
-        )
-        self._recovery.start()
+    # What the user's threads call.
 
     def raise_error(self) -> None:
         """Raise what is to be raised, once nothing runs any more."""
         self._tell()
-        if self._queue.has_failed or self._queue.is_stopped:
-            self._queue.done()
+        if self.queue.has_failed or self.queue.is_stopped:
+            self.queue.done()
 
     def schedule(
         self, fn: Any, prepared: Prepared, until_end: bool = False
@@ -113,11 +96,11 @@ class Scheduler:
         for resource in prepared.resources:
             self.keep(resource)
         value = RemoteValue(
-            function_name(fn), self.fetches.add, self._queue.check_waiting
+            function_name(fn), self.fetches.add, self.queue.check_waiting
         )
         closure = ScheduledClosure(fn, prepared, value, self._numbers, until_end)
         try:
-            self._queue.put(closure)
+            self.queue.put(closure)
         except BaseException:
             closure.leave()
             raise
@@ -128,7 +111,7 @@ class Scheduler:
     ) -> RemoteValue:
         """Let one worker do something before its next function."""
         value = RemoteValue(name)
-        self._queue.put(WorkerTask(name, task, value), tag=index)
+        self.queue.put(WorkerTask(name, task, value), tag=index)
         return value
 
     def copies(self, variable: WorkerResource) -> list[np.ndarray]:
@@ -144,7 +127,7 @@ class Scheduler:
         if resource not in self._kept:
             self._kept.add(resource)
             for thread in self._threads:
-                resource.when_gone(thread.forget)
+                resource.when_gone(thread.gone.append)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until all has ended."""
@@ -152,106 +135,327 @@ class Scheduler:
         last_seen, is_told = time.monotonic(), False
         while True:
             left = _POLL_SECONDS if end is None else end - time.monotonic()
-            if self._queue.wait(max(0.0, min(left, _POLL_SECONDS))):
-                self._tell()
-                return
+            is_done = self.queue.wait(max(0.0, min(left, _POLL_SECONDS)))
             self._tell()
+            if is_done:
+                return
+            states = self.states
             if end is not None and time.monotonic() >= end:
-                raise TimeoutError(self._unfinished(timeout or 0.0))
-            if not all(state.activity in _AWAY for state in self.states):
+                running = sum(state.function is not None for state in states)
+                where = "".join(f"\n  {state}" for state in states)
+                raise TimeoutError(
+                    f"Functions have not ended after {timeout:g} seconds: {running} "
+                    f"run, {self.queued} are queued.{where}"
+                )
+            if not all(state.activity in _AWAY for state in states):
                 last_seen, is_told = time.monotonic(), False
             elif time.monotonic() - last_seen > self._patience and not is_told:
                 is_told = True
-                self._tell_that_all_are_lost()
-
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        """For a `with` block: no function runs, nor begins."""
-        return self._queue.paused()
+                warn(
+                    f"All {len(states)} workers are lost, so that no function runs. "
+                    "They are started again, or waited for; `join` goes on when one is "
+                    f"back. {states}",
+                    RuntimeWarning,
+                )
 
     @contextlib.contextmanager
     def snapshot(self, step: int) -> Iterator[None]:
-        """Likewise, for the variables of a checkpoint; also once this is stopped."""
-        if not self.is_stopped:
-            with self.paused(), self._noted(step):
-                yield
-        else:
+        """A pause, for the variables of a checkpoint; also once this is stopped."""
+        with contextlib.ExitStack() as pause:
+            if not self.queue.is_stopped:
+                pause.enter_context(self.queue.paused())
+                if self._recovery is not None:
+                    pause.enter_context(self._recovery.noted(step))
             yield
 
     def done(self) -> bool:
         """Whether all has ended."""
         self._tell()
-        return self._queue.done()
+        return self.queue.done()
 
     @property
     def states(self) -> WorkerStates:
         """What the workers are doing."""
-        return WorkerStates(
-            thread.record.state(index, self._incarnations[index])
-            for index, thread in enumerate(self._threads)
-        )
+        return WorkerStates(thread.state() for thread in self._threads)
 
     @property
     def queued(self) -> int:
         """How many functions wait for a worker."""
-        return self._queue.queued
+        return self.queue.queued
 
     @property
     def running(self) -> int:
         """How many functions run."""
-        return len(self._queue.running)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether no function runs any more."""
-        return self._queue.is_stopped
+        return len(self.queue.running)
 
     @property
     def is_in_thread(self) -> bool:
         """Whether the caller is the thread of a worker."""
-        return any(thread.is_current for thread in self._threads)
+        current = threading.current_thread()
+        return any(each.thread is current for each in self._threads)
 
     def stop(self, seconds: float = 0.0) -> None:
         """End all workers and threads; waits for them no longer than this."""
-        self._queue.stop()
+        self.queue.stop()
         if self._recovery is not None:
             self._recovery.stop()
         for thread in self._threads:
             thread.stop()
         end = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
-
-    def _noted(self, step: int) -> contextlib.AbstractContextManager[None]:
-        recovery = self._recovery
-        return contextlib.nullcontext() if recovery is None else recovery.noted(step)
+        for thread in (each.thread for each in self._threads):
+            if thread is not threading.current_thread() and thread.ident:
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _tell(self) -> None:
         if self._recovery is not None:
             self._recovery.tell()
 
     def _finished(self) -> int:
-        return sum(thread.record.functions for thread in self._threads)
+        return sum(thread.functions for thread in self._threads)
 
     def _renew(self) -> None:
         for thread in self._threads:
             thread.renew()
 
-    def _unfinished(self, timeout: float) -> str:
-        states = self.states
-        running = sum(state.function is not None for state in states)
-        where = "".join(f"\n  {state}" for state in states)
-        return (
-            f"Functions have not ended after {timeout:g} seconds: {running} run, "
-            f"{self.queued} are queued.{where}"
+    # What the workers' threads call.
+
+    def failed(self, worker: int, closure: Closure, error: BaseException) -> None:
+        """A closure has raised this on a worker."""
+        if isinstance(error, ParameterServerLost):
+            if self._is_mended():
+                self._put_back(worker, closure)
+                return
+            self.queue.cancel(error, for_ever=True)
+        if closure.is_of_one_worker:
+            closure.fail(error)
+            return
+        if not self.queue.has_failed:
+            self.queue.cancel(error)
+            # What others run now is cancelled, so that it must not change variables.
+            for other, tag in self.queue.running:
+                if other is not closure:
+                    self._fence(tag)
+        self.queue.mark_failed(closure, error)
+
+    def lost(
+        self, worker: int, closure: Closure | None, lost: WorkerLost, is_excused: bool
+    ) -> bool:
+        """A worker was lost, with what it was running; whether that is to blame."""
+        # Before it is run again: what the lost worker has sent may arrive at any time.
+        self._fence(worker)
+        if closure is None:
+            return False
+        closure.deaths += not is_excused
+        if closure.deaths < _MOST_DEATHS:
+            self._put_back(worker, closure)
+            return False
+        error = RuntimeError(
+            f"{closure.described()} was run {closure.deaths} times, and each time "
+            "its worker was lost; it is not run again. Does it need more memory "
+            f"than a worker has? The last time: {lost}"
+        )
+        error.__cause__ = lost
+        self.failed(worker, closure, error)
+        return True
+
+    def gave_up(self, worker: int, error: BaseException) -> None:
+        """A worker is not started again; without any, nothing runs any more."""
+        self._left.discard(worker)
+        lasting = not self._left or isinstance(error, ParameterServerLost)
+        self.queue.cancel(error, for_ever=lasting)
+        self.queue.refuse(worker, error)
+
+    def _put_back(self, worker: int, closure: Closure) -> None:
+        self.queue.put_back(closure, worker if closure.is_of_one_worker else None)
+
+    def _is_mended(self) -> bool:
+        """Whether servers that are lost are started again."""
+        return self._recovery is not None and self._recovery.report()
+
+    def _fence(self, worker: Any) -> None:
+        try:
+            self.incarnations.fence(worker)
+        except ParameterServerLost as error:
+            # If that is mended, all workers get new numbers.
+            if not self._is_mended():
+                self.queue.cancel(error, for_ever=True)
+
+
+THREAD_NAME = "jaxstrategy worker"
+# A worker without work is asked so often whether it is there.
+_IDLE_SECONDS = 0.5
+
+
+@final
+class WorkerThread:
+    """Starts one worker, whenever it is lost, and lets it run one closure at a time.
+
+    Attributes:
+      thread: it.
+      functions: how many it has finished.
+      gone: resources that nobody uses any more; any thread may add some.
+    """
+
+    def __init__(self, index: int, scheduler: Scheduler) -> None:
+        self.thread = threading.Thread(
+            target=self._run, name=f"{THREAD_NAME} {index}", daemon=True
+        )
+        self.functions = 0
+        self.gone: deque[int] = deque()
+        self._index = index
+        self._scheduler = scheduler
+        self._queue = scheduler.queue
+        self._delay = _start_delay(index)
+        self._deaths = RestartPolicy(scheduler.max_restarts)
+        self._life: WorkerSession | None = None
+        self._is_excused = False
+        self._is_stopped = threading.Event()
+        self._activity = WorkerActivity.STARTING
+        self._starts = 0
+        self._running: tuple[str, float] | None = None
+        self._error = ""
+
+    def state(self) -> WorkerState:
+        """What the worker is doing now."""
+        running = self._running
+        function, began = running or (None, 0.0)
+        return WorkerState(
+            index=self._index,
+            activity=self._activity if running is None else WorkerActivity.RUNNING,
+            incarnation=self._scheduler.incarnations[self._index],
+            starts=self._starts,
+            functions=self.functions,
+            function=function,
+            seconds=0.0 if running is None else time.monotonic() - began,
+            error=self._error,
         )
 
-    def _tell_that_all_are_lost(self) -> None:
-        warn(
-            f"All {len(self._threads)} workers are lost, so that no function runs. "
-            "They are started again, or waited for; `join` goes on when one is back. "
-            f"{self.states}",
-            RuntimeWarning,
-        )
+    def stop(self) -> None:
+        """End the worker, whatever it is doing, and with it the thread, a bit later."""
+        self._is_stopped.set()
+        life = self._life
+        if life is not None:
+            life.kill()
+
+    def renew(self) -> None:
+        """End the worker without blame; it is started again."""
+        life = self._life
+        if life is not None:
+            self._is_excused = True
+            life.kill()
+
+    def _run(self) -> None:
+        try:
+            self._live()
+        except BaseException as error:  # a defect of ours: nobody may wait for ever
+            self._give_up(error)
+            raise
+
+    def _live(self) -> None:
+        pause = self._delay
+        while not self._is_stopped.wait(pause):
+            if self._start_worker():
+                while self._serve():
+                    pass
+            self._life = None
+            if self._activity is WorkerActivity.GIVEN_UP:
+                return
+            pause = self._deaths.pause
+        self._activity = WorkerActivity.CLOSED
+
+    def _start_worker(self) -> bool:
+        """Whether the worker is there."""
+        incarnation = self._scheduler.incarnations[self._index]
+        try:
+            worker = self._scheduler.backend.start(self._index, incarnation)
+        except WorkerLost as lost:
+            self._lost(None, lost)
+            return False
+        except BaseException as error:  # another try would not help
+            error.add_note(f"Worker {self._index} could not be started.")
+            self._give_up(error)
+            return False
+        self._life = WorkerSession(worker)
+        if self._is_stopped.is_set():  # it was just too late for `stop`
+            worker.kill()
+            return False
+        self._starts += 1
+        self._activity = WorkerActivity.IDLE
+        return True
+
+    def _serve(self) -> bool:
+        """Run one closure, if there is one soon; whether the worker is there after."""
+        life = self._life
+        assert life is not None, "it was started"
+        closure = self._queue.get(self._index, _IDLE_SECONDS)
+        if closure is None and self._is_stopped.is_set():
+            return False
+        try:
+            if closure is None:
+                life.look_after(self.gone)
+            else:
+                self._run_closure(life, closure)
+        except WorkerLost as lost:
+            self._lost(closure, lost)
+            return False
+        finally:
+            self._running = None
+        return True
+
+    def _run_closure(self, life: WorkerSession, closure: Closure) -> None:
+        incarnation = self._scheduler.incarnations[self._index]
+        # In this order: another function may fail at any moment, and then what counts
+        # with this number is refused.
+        if self._queue.has_failed and not closure.is_of_one_worker:
+            self._queue.put_back(closure)
+            return
+        self._running = closure.name, time.monotonic()
+        began = time.perf_counter()
+        try:
+            if self.gone:
+                life.look_after(self.gone)
+            results = closure.run(life, self._index, incarnation)
+        except WorkerLost:
+            raise
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {error}"
+            self._scheduler.failed(self._index, closure, error)
+        else:
+            # Nobody is told before: who knows of the results may look at these.
+            if closure.is_of_one_worker:
+                self._running = None
+                closure.succeed(results)
+            else:
+                self._scheduler.executions.add(time.perf_counter() - began)
+                self.functions += 1
+                self._running = None
+                self._queue.mark_finished(closure, results)
+        self._deaths.forget()
+
+    def _lost(self, closure: Closure | None, lost: WorkerLost) -> None:
+        """Give back what it was running, and decide whether it is started again."""
+        self._activity, self._error = WorkerActivity.LOST, str(lost)
+        is_excused, self._is_excused = self._is_excused, False
+        if not (self._is_stopped.is_set() or is_excused):
+            self._deaths.add()
+        if self._scheduler.lost(self._index, closure, lost, is_excused):
+            self._deaths.forget()  # it is not the worker that is ill
+        if self._deaths.are_too_many:
+            error = RuntimeError(
+                f"Worker {self._index} was lost {self._deaths}; it is not started "
+                "again. Find out why in what it wrote, then close the coordinator and "
+                f"make another one. The last time: {lost}"
+            )
+            error.__cause__ = lost
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._activity = WorkerActivity.GIVEN_UP
+        self._error = str(error)
+        self._scheduler.gave_up(self._index, error)
+
+
+_DELAY = "TF_COORDINATOR_SCHEDULE_START_DELAY"
 
 
 def _start_delay(index: int) -> float:
@@ -259,90 +463,3 @@ def _start_delay(index: int) -> float:
     delay = index * float(os.environ.get(_DELAY) or 0)
     most = float(os.environ.get(f"{_DELAY}_MAX") or 0)
     return min(delay, most) if most else delay
-
-
-def end_later(scheduler: Scheduler) -> None:
-    """End the threads of a coordinator that is gone."""
-    atexit.unregister(scheduler.stop)
-    started(threading.Thread(target=scheduler.stop, daemon=True))
-
-
-Console: TypeAlias = Any
-"""A `rich.console.Console`; rich may be missing."""
-
-
-_PER_SECOND = 4
-
-
-@final
-class LiveTable:
-    """The states of the workers, drawn while a `with` block runs.
-
-    Drawn by rich, in a terminal or a notebook; elsewhere, and without rich, nothing is
-    drawn. Made by `ClusterCoordinator.progress`.
-    """
-
-    def __init__(
-        self, scheduler: Scheduler, description: str = "", console: Console = None
-    ) -> None:
-        self._scheduler = scheduler
-        self._description = description
-        self._console = console
-        self._live: Any = None
-        self._began = (0.0, 0)
-
-    def __enter__(self) -> LiveTable:
-        """Begin to draw."""
-        self._began = time.monotonic(), self._finished()
-        with contextlib.suppress(ImportError):
-            self._draw()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leave the table as it is."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
-
-    def __str__(self) -> str:
-        """How much is done, and how fast."""
-        began, before = self._began
-        done = self._finished() - before
-        seconds = time.monotonic() - began
-        rate = f", {done / seconds:,.3g} functions/s" if began and seconds else ""
-        counts = f"{self._scheduler.queued} queued, {self._scheduler.running} running"
-        text = f"{done} finished, {counts}{rate}"
-        return f"{self._description}: {text}" if self._description else text
-
-    def _finished(self) -> int:
-        return sum(state.functions for state in self._scheduler.states)
-
-    def _draw(self) -> None:
-        from rich.console import Console
-        from rich.errors import LiveError
-        from rich.live import Live
-
-        console = self._console
-        if console is None:
-            console = Console(stderr=True, file=sys.stderr)
-        if not (console.is_terminal or console.is_jupyter):
-            return
-        live = Live(
-            get_renderable=self._table, console=console, refresh_per_second=_PER_SECOND
-        )
-        with contextlib.suppress(LiveError):  # an older rich cannot draw two
-            live.start(refresh=True)
-            self._live = live
-
-    def _table(self) -> Any:
-        from rich.table import Table
-
-        table = Table(*HEADER, title=str(self), title_justify="left")
-        for state in self._scheduler.states:
-            table.add_row(*state.row())
-        return table

@@ -21,8 +21,9 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
 )
+from jaxstrategy._src.scheduled.arguments import is_whole
 from jaxstrategy._src.scheduled.functions import FunctionTracer
-from jaxstrategy._src.scheduled.trace import WorkerArgument, is_whole
+from jaxstrategy._src.scheduled.values import WorkerArgument
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Function, PyTree
 

@@ -90,7 +90,7 @@ class Programs:
 
     def of(self, fn: Function, options: RunOptions | None = None) -> FunctionPrograms:
         """The programs of `fn`, the same object as long as `fn` lives."""
-        key = _identity(fn), options
+        key = identity(fn), options
         programs = self._functions.get(key)
         if programs is None:
             programs = FunctionPrograms(
@@ -393,7 +393,8 @@ def _is_ours(error: Exception) -> bool:
     return known and not isinstance(error, asks)
 
 
-def _identity(fn: Function) -> Hashable:
+def identity(fn: Function) -> Hashable:
+    """Which function it is: a method is another object at each access."""
     if isinstance(fn, types.MethodType):
         return id(fn.__self__), id(fn.__func__)
     return id(fn)

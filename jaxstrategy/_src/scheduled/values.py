@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import final
 
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._src.scheduled.trace import ValueArgument
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 
@@ -64,8 +63,7 @@ class RemoteValue:
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._host: PyTree = None
-        self._device: PyTree = None
-        self._is_on_device = False
+        self._device: list[PyTree] = []  # once it was asked for
 
     def fetch(self) -> PyTree:
         """What the function returned, with NumPy arrays, once it has ended.
@@ -100,10 +98,9 @@ class RemoteValue:
         """
         host = self.fetch()
         with self._lock:
-            if not self._is_on_device:
-                self._device = jax.tree.map(_on_device, host)
-                self._is_on_device = True
-        return self._device
+            if not self._device:
+                self._device.append(jax.tree.map(_on_device, host))
+        return self._device[0]
 
     @property
     def status(self) -> RemoteValueStatus:
@@ -146,7 +143,11 @@ def _on_device(leaf: object) -> object:
     return jnp.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
-class PerWorkerValue(ValueArgument):
+class WorkerArgument:
+    """An argument of a scheduled function of which each worker has its own."""
+
+
+class PerWorkerValue(WorkerArgument):
     """One value for each worker, in the order of their indices.
 
     As an argument of a scheduled function, alone or in a structure, it stands for the
@@ -213,51 +214,29 @@ class PerWorkerValue(ValueArgument):
         return f"{type(self).__name__}({', '.join(map(repr, self._values))})"
 
 
-@final
-class WideSums:
-    """Sums of pytrees of numbers, all of one structure."""
+def sums_of(trees: Iterable[PyTree]) -> PyTree:
+    """The sums of pytrees of numbers, all of one structure; None of none.
 
-    def __init__(self) -> None:
-        self._structure: TreeStructure | None = None
-        self._dtypes: list[np.dtype] = []
-        self._totals: list[np.ndarray] = []
-
-    def add(self, tree: PyTree) -> None:
-        """Add one."""
-        leaves, structure = jax.tree.flatten(tree)
-        if self._structure is None:
-            self._structure = structure
-            self._dtypes = [_number_type(leaf) for leaf in leaves]
-            self._totals = [
+    Added up in a wide type, and returned in that of the first.
+    """
+    structure: TreeStructure | None = None
+    dtypes: list[np.dtype] = []
+    totals: list[np.ndarray] = []
+    for tree in trees:
+        leaves, own = jax.tree.flatten(tree)
+        types = [_number_type(leaf) for leaf in leaves]
+        if structure is None:
+            structure, dtypes = own, types
+            totals = [
                 np.zeros(np.shape(leaf), _wide(dtype))
-                for leaf, dtype in zip(leaves, self._dtypes, strict=True)
+                for leaf, dtype in zip(leaves, types, strict=True)
             ]
-        for total, leaf in zip(self._totals, leaves, strict=True):
-            _number_type(leaf)
+        for total, leaf in zip(totals, leaves, strict=True):
             total += np.asarray(leaf).astype(total.dtype)
-
-    def sums(self) -> PyTree:
-        """The sums, of the dtypes that were added first; None of nothing."""
-        if self._structure is None:
-            return None
-        pairs = zip(self._totals, self._dtypes, strict=True)
-        sums = [total.astype(dtype)[()] for total, dtype in pairs]
-        return jax.tree.unflatten(self._structure, sums)
-
-
-def shard_sums(results: Sequence[PyTree], may_be_none: bool = False) -> PyTree:
-    """The sums of what the same function returned for each shard."""
-    if may_be_none:
-        results = [result for result in results if result is not None]
-    if not results:
-        raise ValueError(
-            "All shards of the dataset were empty on the workers, although there was "
-            "an element on the coordinator. Do they find the same files?"
-        )
-    totals = WideSums()
-    for result in results:
-        totals.add(result)
-    return totals.sums()
+    if structure is None:
+        return None
+    sums = [t.astype(dtype)[()] for t, dtype in zip(totals, dtypes, strict=True)]
+    return jax.tree.unflatten(structure, sums)
 
 
 def _number_type(leaf: Leaf) -> np.dtype:
