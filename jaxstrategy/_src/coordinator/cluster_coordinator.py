@@ -24,7 +24,6 @@ from jaxstrategy._src.coordinator.datasets import (
     PerWorkerDataset,
     shard_iterators,
 )
-from jaxstrategy._src.coordinator.queue import function_name
 from jaxstrategy._src.coordinator.recovery import ServerRecovery
 from jaxstrategy._src.coordinator.scheduler import Scheduler
 from jaxstrategy._src.coordinator.workers import (
@@ -134,18 +133,6 @@ def plain(fn: Function) -> Function:
 def is_remote(leaf: object) -> bool:
     """Whether it is what a function will return."""
     return isinstance(leaf, RemoteValue)
-
-
-@final
-class OfNextElement:
-    """Calls a function with the next element of an iterator."""
-
-    def __init__(self, fn: Function) -> None:
-        self.__wrapped__ = fn
-        self.__name__ = function_name(fn)
-
-    def __call__(self, iterator: PyTree) -> PyTree:
-        return self.__wrapped__(next(iterator))
 
 
 _SHARDS_PER_WORKER = 5
@@ -315,18 +302,17 @@ class ClusterCoordinator:
         self._refuse_in_function("schedule")
         check_schedulable(fn)
         args, kwargs = checked_arguments(fn, args, kwargs)
-        return self._schedule(fn, plain(fn), args, kwargs)
+        return self._schedule(fn, args, kwargs)
 
     def _schedule(
         self,
         fn: Function,
-        traced: Function,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
         until_end: bool = False,
     ) -> RemoteValue:
         self._scheduler.raise_error()
-        prepared = self._tracer.prepare(traced, args, kwargs)
+        prepared = self._tracer.prepare(plain(fn), args, kwargs, until_end)
         if prepared.trace_seconds is not None:
             self._tracings.add(prepared.trace_seconds)
         return self._scheduler.schedule(fn, prepared, until_end)
@@ -499,10 +485,8 @@ class ClusterCoordinator:
                 ]
                 return sums_of(self.fetch(values))
             iterators = shard_iterators(dataset_fn, count, self._surroundings())
-            of_batch = OfNextElement(plain(fn))
             values = [
-                self._schedule(fn, of_batch, (each,), {}, until_end=True)
-                for each in iterators
+                self._schedule(fn, (each,), {}, until_end=True) for each in iterators
             ]
             results = [sums for sums in self.fetch(values) if sums is not None]
         except Exception:

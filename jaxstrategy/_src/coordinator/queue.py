@@ -32,6 +32,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ShippedProgram,
 )
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
+from jaxstrategy._src.scheduled.arguments import function_name
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.scheduled.values import RemoteValue, sums_of
 from jaxstrategy._src.text.user_code import Line
@@ -363,12 +364,6 @@ class FunctionNumbers:
         """All functions before this number have ended."""
         with self._lock:
             return next(iter(self._open), self._next)
-
-
-def function_name(fn: Any) -> str:
-    """The name of a function, or of what was made of one."""
-    name = getattr(fn, "__name__", None)
-    return name if isinstance(name, str) else type(fn).__name__
 
 
 @final

@@ -20,7 +20,6 @@ from jaxstrategy._src.coordinator.queue import (
     ScheduledClosure,
     WorkerSession,
     WorkerTask,
-    function_name,
 )
 from jaxstrategy._src.coordinator.recovery import (
     Incarnations,
@@ -36,6 +35,7 @@ from jaxstrategy._src.coordinator.workers import (
 from jaxstrategy._src.errors import ParameterServerLost, WorkerLost
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
+from jaxstrategy._src.scheduled.arguments import function_name
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.scheduled.values import RemoteValue
 from jaxstrategy._src.text.user_code import warn

@@ -186,8 +186,18 @@ ArgumentTypes = tuple[Signature, tuple[tuple[tuple[int, ...], np.dtype], ...]]
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduledArguments:
-    """What a function is called with, wherever it runs."""
+    """What a function is called with, wherever it runs.
 
+    Attributes:
+      owner: the user's function, which has the programs.
+      fn: what is traced: it, or what calls it with the next element of an iterator.
+      args: by position and by name, with slots for iterators.
+      iterators: those.
+      slots: what stands for them.
+      differ: whether workers are given values of their own.
+    """
+
+    owner: Function
     fn: Function
     args: tuple[tuple[PyTree, ...], dict[str, PyTree]]
     iterators: tuple[IteratorArgument, ...] = ()
@@ -196,13 +206,18 @@ class ScheduledArguments:
 
     @classmethod
     def of(
-        cls, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+        cls,
+        owner: Function,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        of_element: bool,
     ) -> Self:
         """Those that a caller gave."""
+        fn = OfNextElement(owner) if of_element else owner
         given = tuple(args), kwargs
         leaves, structure = jax.tree.flatten(given, is_leaf=is_whole)
         if not any(isinstance(x, WorkerArgument | PerReplica) for x in leaves):
-            return cls(fn, given)  # the usual case, kept short
+            return cls(owner, fn, given)  # the usual case, kept short
         iterators = {id(x): x for x in leaves if isinstance(x, IteratorArgument)}
         slots = {
             key: IteratorSlot(number, (each.element,))
@@ -210,6 +225,7 @@ class ScheduledArguments:
         }
         own = [slots.get(id(leaf), _as_it_is_now(leaf)) for leaf in leaves]
         return cls(
+            owner,
             fn,
             jax.tree.unflatten(structure, own),
             tuple(iterators.values()),
@@ -262,6 +278,24 @@ class ScheduledArguments:
             return tuple(np.asarray(as_numbers(array)) for array in arrays)
 
         return of_worker
+
+
+@final
+class OfNextElement:
+    """Calls a function with the next element of an iterator."""
+
+    def __init__(self, fn: Function) -> None:
+        self.__wrapped__ = fn
+        self.__name__ = function_name(fn)
+
+    def __call__(self, iterator: PyTree) -> PyTree:
+        return self.__wrapped__(next(iterator))
+
+
+def function_name(fn: Any) -> str:
+    """The name of a function, or of what was made of one."""
+    name = getattr(fn, "__name__", None)
+    return name if isinstance(name, str) else type(fn).__name__
 
 
 def _as_it_is_now(leaf: Leaf) -> Leaf:

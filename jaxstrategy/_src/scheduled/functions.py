@@ -317,9 +317,16 @@ class FunctionTracer:
         self._one_tracer = threading.RLock()
 
     def prepare(
-        self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+        self,
+        fn: Function,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        of_element: bool = False,
     ) -> Prepared:
-        """A call of `fn`, which is traced if there is no program for it."""
+        """A call of `fn`, which is traced if there is no program for it.
+
+        Of an iterator, which is the argument then, it is given the next element.
+        """
         if context.current().runs_eagerly is not None:
             raise ContextError(
                 f"`{getattr(fn, '__name__', fn)}` was to be run by a worker of "
@@ -328,24 +335,27 @@ class FunctionTracer:
                 "debug the step with another strategy, `js.MirroredStrategy()`, or "
                 "leave out `eager_replicas()`."
             )
-        return self.prepare_given(ScheduledArguments.of(fn, args, kwargs))
+        return self.prepare_given(ScheduledArguments.of(fn, args, kwargs, of_element))
 
     def prepare_given(self, given: ScheduledArguments) -> Prepared:
         """The same, of arguments that were looked at."""
         arrays, types = given.on_worker(0)
-        program, seconds = self._known(given.fn, types), None
+        program, seconds = self._known(given, types), None
         if program is None:
             with self._one_tracer:
-                program = self._known(given.fn, types)
+                program = self._known(given, types)
                 if program is None:
                     began = time.perf_counter()
                     program = self._traced(given, arrays, types)
                     seconds = time.perf_counter() - began
         return Prepared(self, given, program, given.sent(arrays, types), seconds)
 
-    def _known(self, fn: Function, types: ArgumentTypes) -> _Program | None:
+    def _known(
+        self, given: ScheduledArguments, types: ArgumentTypes
+    ) -> _Program | None:
         """The program for such arguments, if its variables live."""
-        program = self._function(fn).programs.get(types)
+        function = self._function(given.owner)
+        program = function.programs.get((given.fn is given.owner, types))
         if program is None or any(ref() is None for ref in program.variables):
             return None
         return program
@@ -378,7 +388,7 @@ class FunctionTracer:
     def _traced(
         self, given: ScheduledArguments, arrays: Sequence[Leaf], types: ArgumentTypes
     ) -> _Program:
-        fn, function = given.fn, self._function(given.fn)
+        fn, function = given.fn, self._function(given.owner)
         trace = trace_function(fn, self.strategy, types[0], arrays, self._call)
         traced = fn, self.strategy, types[0], arrays, given.slots
         shipped = _shipped(trace, traced, self._pool, self._platforms)
@@ -391,13 +401,13 @@ class FunctionTracer:
             list(map(weakref.ref, used)),
         )
         # Other functions share it if the trace has changed nothing.
-        own, wrappers = _own_function(fn)
+        own, wrappers = _own_function(given.owner)
         if function.key != _key_of(own, wrappers)[0]:
             if function.key is not None and not function.programs:
                 self._table.pop(function.key, None)
             function.key, function.programs = None, dict(function.programs)
         function.refers_to = _refers_to(own)
-        function.programs[types] = program
+        function.programs[fn is given.owner, types] = program
         return program
 
 
@@ -440,9 +450,6 @@ def _own_function(fn: Any) -> tuple[Function, tuple[Hashable, ...]]:
         return own, ("run", fn.options, *wrappers)
     if isinstance(fn, types.FunctionType) or not hasattr(fn, "__wrapped__"):
         return as_method(fn), ()
-    if type(fn).__module__.startswith("jaxstrategy."):
-        own, wrappers = _own_function(fn.__wrapped__)
-        return own, (type(fn), *wrappers)
     if isinstance(fn, Wrapped):  # its options are known to JAX alone
         own, wrappers = _own_function(cast(Any, fn).__wrapped__)
         return own, (Identity(fn), *wrappers)

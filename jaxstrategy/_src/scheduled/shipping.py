@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import pickle
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -49,8 +49,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.replication.types import Site
-from jaxstrategy._src.values.arrays import Function, Leaf
-from jaxstrategy._src.values.per_replica import Handle
+from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.variables.changes import SCATTERS, changed
 from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
 from jaxstrategy._src.variables.kinds.server_kind import (
@@ -60,7 +59,6 @@ from jaxstrategy._src.variables.kinds.server_kind import (
     exported_update,
     server_kind_of,
 )
-from jaxstrategy._src.variables.variable import Variable
 
 READ = "rows"
 
@@ -111,6 +109,15 @@ class TracedOperations:
             if each.name != READ and self.whole.issuperset(each.variables)
         ]
 
+    def held(self, atoms: Iterable[Atom]) -> set[int]:
+        """The inputs of which some atoms are what they held at some point."""
+        return {self.versions[atom] for atom in variables_in(atoms, self.versions)}
+
+
+def variables_in(atoms: Iterable[Atom], known: Container[Var]) -> list[Var]:
+    """Those atoms that are among some variables of a trace."""
+    return [a for a in atoms if not isinstance(a, Literal) and a in known]
+
 
 def operations_of(trace: FunctionTrace) -> TracedOperations:
     """The operations by which a trace changes its variables."""
@@ -119,10 +126,7 @@ def operations_of(trace: FunctionTrace) -> TracedOperations:
     versions = dict(current)
     found: list[TracedOperation] = []
     for eqn in jaxpr.eqns:
-        name = name_in_trace(eqn)
-        if not name.startswith(SERVER_PREFIX):
-            continue
-        operation = _operation(name.removeprefix(SERVER_PREFIX), eqn, current)
+        operation = _operation(eqn, current)
         if operation is None:
             continue
         found.append(operation)
@@ -132,41 +136,32 @@ def operations_of(trace: FunctionTrace) -> TracedOperations:
             del current[var]
         for var, index in zip(eqn.outvars, operation.variables, strict=True):
             current[var] = versions[var] = index
-    whole = {
+    ends = {index: jaxpr.outvars[result] for index, result in trace.finals.items()}
+    whole = [
         index
-        for index, result in trace.finals.items()
-        if _is(jaxpr.outvars[result], index, current)
-    }
+        for index, atom in ends.items()
+        if any(current[var] == index for var in variables_in([atom], current))
+    ]
     return TracedOperations(found, versions, frozenset(whole))
 
 
-def _operation(
-    name: str, eqn: Equation, current: dict[Var, int]
-) -> TracedOperation | None:
+def _operation(eqn: Equation, current: dict[Var, int]) -> TracedOperation | None:
     """What an equation does to what variables hold then; None to something else."""
-    name, _, count = name.partition("_of_")
+    marked = name_in_trace(eqn)
+    if not marked.startswith(SERVER_PREFIX):
+        return None
+    name, _, count = marked.removeprefix(SERVER_PREFIX).partition("_of_")
     if name == READ:
         first, last = 1, len(eqn.invars)
     elif name.startswith("scatter_"):
         first, last = 2, len(eqn.invars)
     else:
         first, last = 0, int(count or 1)
-    atoms = eqn.invars[first:last]
-    if not all(_is_current(atom, current) for atom in atoms):
-        return None
-    variables = tuple(current[atom] for atom in atoms)
-    if len(set(variables)) < len(variables):
+    variables = tuple(current[v] for v in variables_in(eqn.invars[first:last], current))
+    if len(set(variables)) < last - first:
         return None
     operands = (*eqn.invars[:first], *eqn.invars[last:])
     return TracedOperation(name, variables, operands, eqn)
-
-
-def _is_current(atom: Atom, current: dict[Var, int]) -> bool:
-    return not isinstance(atom, Literal) and atom in current
-
-
-def _is(atom: Atom, index: int, current: dict[Var, int]) -> bool:
-    return _is_current(atom, current) and current[atom] == index
 
 
 @final
@@ -183,36 +178,21 @@ class TracedTable:
     uses: Sequence[TracedOperation]
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class TracedTables:
-    """The tables of a function.
-
-    Attributes:
-      tables: those of which only rows are needed.
-      whole: those of which it looks rows up, and yet needs all: the shards of each, and
-        why; None if it uses all of it elsewhere.
-    """
-
-    tables: Sequence[TracedTable]
-    whole: dict[tuple[int, ...], str | None]
-
-
-def tables_of(trace: FunctionTrace, operations: TracedOperations) -> TracedTables:
-    """The tables of a function, and of which of them rows are enough."""
+def tables_of(trace: FunctionTrace, operations: TracedOperations) -> list[TracedTable]:
+    """The tables of a function of which rows are enough."""
     uses: dict[tuple[int, ...], list[TracedOperation]] = {}
     for each in operations.operations:
         if each.is_of_rows:
             uses.setdefault(each.variables, []).append(each)
-    whole = dict(_also_whole(trace, operations, uses))
-    while True:
-        left = {shards: uses[shards] for shards in uses if shards not in whole}
-        late = _with_late_ids(trace, left)
-        if late is None:
-            break
-        whole[late] = "asks for rows whose numbers depend on rows that it has read"
-    tables = [TracedTable(shards, each) for shards, each in left.items()]
-    return TracedTables(tables, whole)
+    for shards, why in list(_also_whole(trace, operations, uses)):
+        del uses[shards]
+        if why is not None:
+            _warn_of_whole_table(trace, shards, why)
+    while (late := _with_late_ids(trace, uses)) is not None:
+        del uses[late]
+        why = "asks for rows whose numbers depend on rows that it has read"
+        _warn_of_whole_table(trace, late, why)
+    return [TracedTable(shards, each) for shards, each in uses.items()]
 
 
 def _also_whole(
@@ -222,30 +202,24 @@ def _also_whole(
 ) -> Iterator[tuple[tuple[int, ...], str | None]]:
     """Tables that something else uses, too, than reads and changes of their rows."""
     known = {id(each.eqn): each for each in operations.operations}
-    read: set[int] = set()
+    read = operations.held(trace.jaxpr.outvars[: len(trace.varies)])
     changed: set[int] = set()  # by what says nothing of rows
     for eqn in trace.jaxpr.eqns:
         operation = known.get(id(eqn))
-        atoms = eqn.invars if operation is None else operation.operands
-        read |= {i for v in atoms if (i := _version(v, operations)) is not None}
         if operation is None:
+            read |= operations.held(eqn.invars)
             continue
+        read |= operations.held(operation.operands)
         if not operation.is_of_rows:
             changed.update(operation.variables)
         elif operation.name == READ:
             read |= changed.intersection(operation.variables)
-    results = trace.jaxpr.outvars[: len(trace.varies)]
-    read |= {i for v in results if (i := _version(v, operations)) is not None}
     for shards in uses:
         others = {i for other in uses if other != shards for i in other}
         if not operations.whole.issuperset(shards):
             yield shards, "changes rows in a branch or a loop"
         elif read.intersection(shards) or others.intersection(shards):
             yield shards, None
-
-
-def _version(atom: Atom, operations: TracedOperations) -> int | None:
-    return None if isinstance(atom, Literal) else operations.versions.get(atom)
 
 
 def _with_late_ids(
@@ -256,26 +230,24 @@ def _with_late_ids(
     late: set[Var] = set()
     for eqn in trace.jaxpr.eqns:
         use = by_eqn.get(id(eqn))
-        if use is not None and _is_late(use.operands[:1], late):
+        is_late = variables_in(eqn.invars if use is None else use.operands[:1], late)
+        if use is not None and is_late:
             return use.variables
-        if use is not None and use.name == READ:
-            late.update(eqn.outvars)
-        elif use is None and _is_late(eqn.invars, late):
+        if is_late or (use is not None and use.name == READ):
             late.update(eqn.outvars)
     return None
 
 
-def _is_late(atoms: Sequence[Atom], late: set[Var]) -> bool:
-    return any(not isinstance(atom, Literal) and atom in late for atom in atoms)
-
-
-def stand_ins_inside(trace: FunctionTrace) -> Iterator[Equation]:
-    """Equations at the top level that hold stand-ins for what the worker has."""
-    for eqn in trace.jaxpr.eqns:
-        if name_in_trace(eqn).startswith(PREFIX):
-            continue
-        if any(name_in_trace(each).startswith(PREFIX) for each in hidden(eqn.params)):
-            yield eqn
+def _warn_of_whole_table(
+    trace: FunctionTrace, shards: tuple[int, ...], why: str
+) -> None:
+    user_code.warn(
+        f"`{trace.name}` {why}, of variable {trace.variables[shards[0]].name!r}. So "
+        "all of it is sent to the worker for each call. Where that is much, look the "
+        "rows up at the top level of the function, by numbers that it is given or "
+        "computes.",
+        WholeTableWarning,
+    )
 
 
 def needed(
@@ -300,14 +272,15 @@ def needed(
 def _has_effects(eqn: Equation) -> bool:
     """Whether it does something besides; the names of axes count as effects to JAX."""
     effects: Any = eqn.effects
-    if any(isinstance(atom.aval, AbstractRef) for atom in eqn.invars):
-        return True
-    return any(not hasattr(effect, "name") for effect in effects)
+    changes = any(isinstance(atom.aval, AbstractRef) for atom in eqn.invars)
+    return changes or any(not hasattr(effect, "name") for effect in effects)
 
 
 _Values: TypeAlias = dict[Var, Any]
-Final: TypeAlias = int
-"""A result of a program that is what a variable's input ends as."""
+Output: TypeAlias = Atom | int
+"""A result of a program: of the trace; or a number, what that input ends as."""
+Taken: TypeAlias = tuple[Input, Var | None, Meaning, jax.ShapeDtypeStruct]
+"""An input of a program: from where, as which variable, how it lies, its type."""
 
 
 @final
@@ -334,6 +307,11 @@ class FunctionParts:
         """The numbers of rows that each read or change of rows names."""
         return [use.operands[0] for _, _, use in self._uses.values()]
 
+    def lookup(self, eqn: Equation) -> int | None:
+        """Which of these lookups an equation makes; None if none."""
+        use = self._uses.get(id(eqn))
+        return None if use is None else use[1]
+
     def rows(self, table: int) -> int:
         """How many rows of a table all its lookups together name, of all replicas."""
         uses = self._tables[table].uses
@@ -342,21 +320,21 @@ class FunctionParts:
 
     def program(
         self,
-        results: Sequence[Atom],
+        outputs: Sequence[Output],
         returned: Sequence[Meaning],
-        finals: Sequence[Final] = (),
         keeps_effects: bool = False,
-    ) -> tuple[Function, list[Input], list[Meaning], list[jax.ShapeDtypeStruct]]:
+    ) -> tuple[Wrapped, list[Input], list[jax.ShapeDtypeStruct]]:
         """The function of all replicas that computes some values of the trace."""
-        trace = self._trace
-        eqns, vars_ = needed(trace.jaxpr, results, keeps_effects, self._operands)
-        vars_ |= {trace.jaxpr.invars[i] for i in finals}
-        taken = list(self._taken(eqns, vars_))
+        invars = self._trace.jaxpr.invars
+        results = [each for each in outputs if not isinstance(each, int)]
+        eqns, vars_ = needed(self._trace.jaxpr, results, keeps_effects, self._operands)
+        vars_ |= {invars[i] for i in outputs if isinstance(i, int)}
+        taken = [*self._taken(vars_), *self._stand_ins(eqns)]
         run = list(_in_runs(eqns, self._is_special, results))
 
         def replica(*given: Leaf) -> list[jax.Array]:
             values = self._beginning(vars_)
-            inputs = dict(zip((each for each, _, _, _ in taken), given, strict=True))
+            inputs = dict(zip((each for each, *_ in taken), given, strict=True))
             for (each, var, lies, _), value in zip(taken, given, strict=True):
                 if var is not None:
                     values[var] = _held(var, self._with_keys(each, value))
@@ -364,92 +342,78 @@ class FunctionParts:
                     inputs[each] = jax.lax.squeeze(value, (0,))
             for one in run:
                 self._evaluate(one, values, inputs)
-            made = [_read(values, atom) for atom in results]
-            made += [values[trace.jaxpr.invars[i]][...] for i in finals]
-            lies = [*returned, *(SAME for _ in finals)]
+            made = [
+                values[invars[each]][...]
+                if isinstance(each, int)
+                else _read(values, each)
+                for each in outputs
+            ]
             return [
-                jax.lax.expand_dims(array, (0,)) if each is SPLIT else array
-                for array, each in zip(made, lies, strict=True)
+                jax.lax.expand_dims(array, (0,)) if lies is SPLIT else array
+                for array, lies in zip(made, returned, strict=True)
             ]
 
         meanings = [lies for _, _, lies, _ in taken]
-        types = [of_type for *_, of_type in taken]
-        out = [*returned, *(SAME for _ in finals)]
-        function = on_replicas(replica, self._replicas, meanings, out)
-        return function, [each for each, *_ in taken], meanings, types
+        place = self._replicas.sharding
+        jitted = jax.jit(
+            on_replicas(replica, self._replicas, meanings, returned),
+            in_shardings=tuple(map(place, meanings)),
+            out_shardings=list(map(place, returned)),
+        )
+        return jitted, [each for each, *_ in taken], [type_ for *_, type_ in taken]
 
     def _operands(self, eqn: Equation) -> Sequence[Atom]:
         """What an equation needs: the rows of a table come from elsewhere."""
-        name = name_in_trace(eqn)
-        if name.startswith(PREFIX):
+        if name_in_trace(eqn).startswith(PREFIX):
             return ()
-        use = self._uses.get(id(eqn))
-        if use is None:
-            return eqn.invars
         # The shards stay: a change of them must be made before what is read then.
-        return eqn.invars[1:]
+        return eqn.invars[1:] if id(eqn) in self._uses else eqn.invars
 
     def _is_special(self, eqn: Equation) -> bool:
         return id(eqn) in self._uses or name_in_trace(eqn).startswith(PREFIX)
 
-    def _taken(
-        self, eqns: Sequence[Equation], vars_: set[Var]
-    ) -> Iterator[tuple[Input, Var | None, Meaning, jax.ShapeDtypeStruct]]:
-        """The inputs that some equations need: from where, as which variable."""
+    def _taken(self, vars_: set[Var]) -> Iterator[Taken]:
+        """The inputs that are variables of the trace."""
         trace = self._trace
         for index, var in enumerate(trace.jaxpr.invars):
             if var not in vars_ or index in trace.constants or index in self._shards:
                 continue
             argument, variable = trace.arguments[index], trace.variables.get(index)
+            kind = per_worker_kind_of(variable)
             if argument is not None:
-                of_type = self._type(var, trace.meanings[index])
-                yield (
-                    Input("argument", argument),
-                    var,
-                    trace.meanings[index],
-                    of_type,
-                )
-            elif (kind := per_worker_kind_of(variable)) is not None:
-                number = kind.resource.number
-                yield Input("own", number), var, SAME, self._type(var, SAME)
+                lies = trace.meanings[index]
+                given = Input("argument", argument)
+                yield given, var, lies, self._type(var, lies)
+            elif kind is not None:
+                given = Input("own", kind.resource.number)
+                yield given, var, SAME, self._type(var, SAME)
             elif server_kind_of(variable) is not None:
-                number = getattr(variable, "cell").number  # noqa: B009
-                yield Input("variable", number), var, SAME, self._type(var, SAME)
+                given = Input("variable", _number_of(variable))
+                yield given, var, SAME, self._type(var, SAME)
+
+    def _stand_ins(self, eqns: Sequence[Equation]) -> Iterator[Taken]:
+        """The inputs for which something else stands in the trace."""
+        trace, count = self._trace, self._replicas.count
         for number, table in enumerate(self._tables):
             if any(self._uses.get(id(eqn), (-1,))[0] == number for eqn in eqns):
-                first: ArrayType = trace.jaxpr.invars[table.shards[0]].aval
-                shape = (self.rows(number), *first.shape[1:])
-                of_type = jax.ShapeDtypeStruct(shape, first.dtype)
-                yield (
-                    Input("table", number),
-                    trace.jaxpr.invars[table.shards[0]],
-                    SAME,
-                    of_type,
-                )
+                var = trace.jaxpr.invars[table.shards[0]]
+                shape = (self.rows(number), *var.aval.shape[1:])
+                of_type = jax.ShapeDtypeStruct(shape, var.aval.dtype)
+                yield Input("table", number), var, SAME, of_type
         for eqn in eqns:
-            yield from self._asked_for(eqn)
-
-    def _asked_for(
-        self, eqn: Equation
-    ) -> Iterator[tuple[Input, Var | None, Meaning, jax.ShapeDtypeStruct]]:
-        use, name = self._uses.get(id(eqn)), name_in_trace(eqn)
-        if use is not None:
-            _, lookup, operation = use
-            ids = operation.operands[0].aval
-            shape = (self._replicas.count, *ids.shape)
-            of_type = jax.ShapeDtypeStruct(shape, "int32")
-            yield Input("positions", lookup), None, SPLIT, of_type
-        elif name.startswith(PREFIX):
-            number = int(name.removeprefix(PREFIX))
-            recorder, aval = self._trace.recorder, eqn.outvars[0].aval
-            lies = SPLIT if recorder.split[number] else SAME
-            shape = (self._replicas.count,) * (lies is SPLIT) + aval.shape
-            yield (
-                recorder.inputs[number],
-                None,
-                lies,
-                jax.ShapeDtypeStruct(shape, aval.dtype),
-            )
+            use, name = self._uses.get(id(eqn)), name_in_trace(eqn)
+            if use is not None:
+                _, lookup, operation = use
+                shape = (count, *operation.operands[0].aval.shape)
+                of_type = jax.ShapeDtypeStruct(shape, "int32")
+                yield Input("positions", lookup), None, SPLIT, of_type
+            elif name.startswith(PREFIX):
+                number = int(name.removeprefix(PREFIX))
+                aval = eqn.outvars[0].aval
+                lies = SPLIT if trace.recorder.split[number] else SAME
+                shape = (count,) * (lies is SPLIT) + aval.shape
+                of_type = jax.ShapeDtypeStruct(shape, aval.dtype)
+                yield trace.recorder.inputs[number], None, lies, of_type
 
     def _with_keys(self, given: Input, value: jax.Array) -> jax.Array:
         """An argument as the trace knows it, which a worker has as numbers."""
@@ -470,12 +434,15 @@ class FunctionParts:
         trace = self._trace
         values: _Values = {}
         for index, var in enumerate(trace.jaxpr.invars):
+            variable = trace.variables.get(index)
             if var not in vars_:
                 continue
-            variable = trace.variables.get(index)
             if index in trace.constants:
                 values[var] = trace.constants[index]
-            elif variable is not None and _is_pending(variable):
+            elif variable is not None and not (
+                server_kind_of(variable) or per_worker_kind_of(variable)
+            ):
+                # No variable, but what a function counts up beside one.
                 values[var] = _held(var, variable.value())
         return values
 
@@ -486,29 +453,22 @@ class FunctionParts:
         inputs: Mapping[Input, jax.Array],
     ) -> None:
         if isinstance(one, _Run):
-            made = one([values[var] for var in one.invars])
+            made = one.call(*[values[var] for var in one.invars])
             values.update(zip(one.outvars, made, strict=True))
             return
-        name, use = name_in_trace(one), self._uses.get(id(one))
+        use = self._uses.get(id(one))
         if use is None:
-            number = int(name.removeprefix(PREFIX))
+            number = int(name_in_trace(one).removeprefix(PREFIX))
             values[one.outvars[0]] = inputs[self._trace.recorder.inputs[number]]
             return
-        number, lookup, operation = use
+        _, lookup, operation = use
         positions = inputs[Input("positions", lookup)]
         if operation.name == READ:
-            table = values[one.invars[1]]
-            values[one.outvars[0]] = table[positions]
+            values[one.outvars[0]] = values[one.invars[1]][positions]
             return
         change = SCATTERS[operation.name.removeprefix("scatter_")].operation
-        given = _read(values, one.invars[1])
-        table = values[one.invars[2]]
+        given, table = _read(values, one.invars[1]), values[one.invars[2]]
         values[one.outvars[0]] = changed(table, positions, given, change)
-
-
-def _is_pending(variable: Handle) -> bool:
-    """Whether it is no variable, but what a function counts up beside one."""
-    return server_kind_of(variable) is None and per_worker_kind_of(variable) is None
 
 
 @final
@@ -526,10 +486,7 @@ class _Run:
             if not isinstance(var, DropVar) and var in wanted
         ]
         jaxpr = jaxpr_of(self.invars, eqns, self.outvars)
-        self._call: Callable[..., Any] = core.jaxpr_as_fun(closed(jaxpr))
-
-    def __call__(self, given: Sequence[Leaf]) -> Sequence[Leaf]:
-        return self._call(*given)
+        self.call: Callable[..., Any] = core.jaxpr_as_fun(closed(jaxpr))
 
 
 def _in_runs(
@@ -561,6 +518,11 @@ def _held(var: Var, value: Leaf) -> Leaf:
     return jax.new_ref(value) if isinstance(var.aval, AbstractRef) else value
 
 
+def _number_of(variable: Any) -> int:
+    """The number of a variable on the servers."""
+    return variable.cell.number
+
+
 AsCode: TypeAlias = Callable[[Wrapped, Wrapped | None], AbstractHostCode]
 """Makes the code of a program that has no exported form, of the main one and of ids."""
 _COUNTED = {"assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub"}
@@ -576,184 +538,155 @@ def shipped(
     as_code: AsCode | None = None,
 ) -> ShippedProgram:
     """The program of a function, in the form in which it is sent."""
-    return _Shipping(trace, replicas, pool, as_code).program(platforms, iterators)
+    _check_stand_ins(trace)
+    changes = _Changes(trace, replicas, pool)
+    parts, outputs = changes.parts, changes.outputs
+    meanings = [SPLIT if differs else SAME for differs in trace.varies]
+    meanings += [SAME] * (len(outputs) - len(meanings))
+    main, inputs, types = parts.program(outputs, meanings, keeps_effects=True)
+    main_inputs = len(inputs)
+    ids, ids_inputs, ids_types = None, list[Input](), list[jax.ShapeDtypeStruct]()
+    if lookups := parts.lookups():
+        ids, ids_inputs, ids_types = parts.program(lookups, [SPLIT] * len(lookups))
+        inputs += [each for each in ids_inputs if each not in inputs]
+    tables = changes.tables()
+    numbers = {each.number for each in inputs if each.kind == "variable"}
+    numbers.update(i for table in tables for i in table.shards)
+    numbers.update(i for push in changes.pushes for i in push.variables)
+
+    def exported(program: Wrapped | None, types: Sequence[Any]) -> bytes | None:
+        return None if program is None else _exported(program, types, platforms)
+
+    made = ShippedProgram(
+        key="",
+        name=trace.name,
+        main=as_code(main, ids) if as_code else _exported(main, types, platforms),
+        inputs=tuple(inputs),
+        main_inputs=main_inputs,
+        ids=None if as_code else exported(ids, ids_types),
+        ids_inputs=tuple(inputs.index(each) for each in ids_inputs),
+        tables=tables,
+        results=len(trace.varies),
+        own=tuple(changes.own),
+        pushes=tuple(changes.pushes),
+        iterators=tuple(map(tuple, iterators)),
+        updates=tuple(
+            (server, key, each.exported)
+            for (server, key), each in changes.updates.items()
+        ),
+        homes=tuple((number, pool.home(number)) for number in sorted(numbers)),
+        replicas=replicas.count,
+    )
+    # One that has no exported form equals no other one.
+    own = secrets.token_bytes(32) if as_code else pickle.dumps(made)
+    return dataclasses.replace(made, key=hashlib.sha256(own).hexdigest())
 
 
 @final
-class _Shipping:
+class _Changes:
+    """What a function changes when it has ended.
+
+    Attributes:
+      parts: its programs.
+      outputs: of the main one: the results, and operands of what is pushed.
+      pushes: in their order.
+      own: the worker's own variables that change, each with the output it becomes.
+      updates: programs of the servers, by server and key.
+    """
+
     def __init__(
-        self,
-        trace: FunctionTrace,
-        replicas: Replicas,
-        pool: ServerPool,
-        as_code: AsCode | None,
+        self, trace: FunctionTrace, replicas: Replicas, pool: ServerPool
     ) -> None:
-        _check_stand_ins(trace)
-        self._as_code = as_code
         self._trace = trace
-        self._replicas = replicas
         self._pool = pool
         self._operations: TracedOperations = operations_of(trace)
-        self._found: TracedTables = tables_of(trace, self._operations)
-        _warn_of_whole_tables(trace, self._found)
-        self._parts = FunctionParts(trace, self._found.tables, replicas)
-        self._outputs: list[Atom] = list(trace.jaxpr.outvars[: len(trace.varies)])
-        self._finals: list[int] = []
-        self._updates: dict[tuple[int, str], ExportedUpdate] = {}
+        self._found = tables_of(trace, self._operations)
+        self.parts = FunctionParts(trace, self._found, replicas)
+        self.outputs: list[Output] = list(trace.jaxpr.outvars[: len(trace.varies)])
+        self.updates: dict[tuple[int, str], ExportedUpdate] = {}
+        self.pushes = list(self._pushes())
+        self.own = list(self._own())
 
-    def program(
-        self, platforms: Sequence[str], iterators: Sequence[Sequence[ElementType]]
-    ) -> ShippedProgram:
-        """All of it."""
-        varies = [SPLIT if differs else SAME for differs in self._trace.varies]
-        pushes = tuple(self._pushes())
-        own = tuple(self._own())
-        meanings = [*varies, *(SAME for _ in self._outputs[len(varies) :])]
-        function, inputs, lies, types = self._parts.program(
-            self._outputs, meanings, self._finals, keeps_effects=True
-        )
-        returned = [*meanings, *(SAME for _ in self._finals)]
-        compiled = self._compiled(function, lies, returned)
-        main_inputs = len(inputs)
-        compiled_ids, types_of_ids, ids_inputs = self._ids(inputs)
-        main: bytes | AbstractHostCode
-        ids: bytes | None = None
-        if self._as_code is not None:
-            main = self._as_code(compiled, compiled_ids)
-        else:
-            main = _exported(compiled, types, platforms)
-            if compiled_ids is not None:
-                ids = _exported(compiled_ids, types_of_ids, platforms)
-        made = ShippedProgram(
-            key="",
-            name=self._trace.name,
-            main=main,
-            inputs=tuple(inputs),
-            main_inputs=main_inputs,
-            ids=ids,
-            ids_inputs=ids_inputs,
-            tables=tuple(self._tables()),
-            results=len(varies),
-            own=self._own_numbered(own),
-            pushes=self._numbered(pushes),
-            iterators=tuple(map(tuple, iterators)),
-            updates=tuple(
-                (server, key, each.exported)
-                for (server, key), each in self._updates.items()
-            ),
-            homes=self._homes(inputs, pushes),
-            replicas=self._replicas.count,
-        )
-        if self._as_code is not None:
-            return dataclasses.replace(made, key=secrets.token_hex(32))
-        key = hashlib.sha256(pickle.dumps(made)).hexdigest()
-        return dataclasses.replace(made, key=key)
-
-    def _ids(
-        self, inputs: list[Input]
-    ) -> tuple[Wrapped | None, list[jax.ShapeDtypeStruct], tuple[int, ...]]:
-        """The program of ids, of some inputs of the main program; more are added."""
-        lookups = self._parts.lookups()
-        if not lookups:
-            return None, [], ()
-        meanings = [SPLIT for _ in lookups]
-        function, taken, lies, types = self._parts.program(lookups, meanings)
-        inputs += [each for each in taken if each not in inputs]
-        compiled = self._compiled(function, lies, meanings)
-        return compiled, types, tuple(inputs.index(each) for each in taken)
-
-    def _compiled(
-        self, function: Function, lies: Sequence[Meaning], returned: Sequence[Meaning]
-    ) -> Wrapped:
-        place = self._replicas.sharding
-        return jax.jit(
-            function,
-            in_shardings=tuple(map(place, lies)),
-            out_shardings=list(map(place, returned)),
-        )
-
-    def _tables(self) -> Iterator[ShippedTable]:
-        first = 0
-        for number, table in enumerate(self._found.tables):
+    def tables(self) -> tuple[ShippedTable, ...]:
+        """The tables of which some rows are used."""
+        count = itertools.count()
+        made = []
+        for number, table in enumerate(self._found):
             aval = self._type(table.shards[0])
-            last = first + len(table.uses)
-            yield ShippedTable(
-                shards=tuple(self._number(i) for i in table.shards),
+            shipped_table = ShippedTable(
+                shards=tuple(map(self._number, table.shards)),
                 starts=self._starts(table.shards),
-                lookups=tuple(range(first, last)),
-                rows=self._parts.rows(number),
+                lookups=tuple(next(count) for _ in table.uses),
+                rows=self.parts.rows(number),
                 row=tuple(aval.shape[1:]),
                 dtype=str(aval.dtype),
             )
-            first = last
+            made.append(shipped_table)
+        return tuple(made)
 
     def _starts(self, shards: Sequence[int]) -> tuple[int, ...]:
-        starts = [0]
-        for index in shards:
-            starts.append(starts[-1] + self._type(index).shape[0])
-        return tuple(starts)
+        rows = (self._type(index).shape[0] for index in shards)
+        return tuple(itertools.accumulate(rows, initial=0))
 
     def _type(self, index: int) -> ArrayType:
         return self._trace.jaxpr.invars[index].aval
 
     def _number(self, index: int) -> int:
-        return _server_variable(self._trace.variables[index]).number
+        return _number_of(self._trace.variables[index])
 
-    # What is pushed.
+    def _output(self, output: Output) -> int:
+        self.outputs.append(output)
+        return len(self.outputs) - 1
+
+    def _final(self, index: int) -> int:
+        """The output that says what an input ends as."""
+        finals = self._trace.finals
+        is_value = index in finals
+        return self._output(
+            self._trace.jaxpr.outvars[finals[index]] if is_value else index
+        )
 
     def _pushes(self) -> Iterator[Push]:
-        by_eqn = {
-            id(use.eqn): number
-            for number, use in enumerate(
-                use for table in self._found.tables for use in table.uses
-            )
-        }
         for each in self._operations.changes():
-            yield self._push(each, by_eqn.get(id(each.eqn)))
-        for index, kind, methods in self._counted():
-            yield from self._sums(index, kind, methods)
-
-    def _push(self, operation: TracedOperation, lookup: int | None) -> Push:
-        operands = operation.operands if lookup is None else operation.operands[1:]
-        numbers = tuple(self._number(i) for i in operation.variables)
-        program = ""
-        if operation.name == "update":
-            server = self._pool.home(numbers[0])
-            update = _update_of(operation)
-            self._updates[server, update.key] = update
-            # Here, as the servers must have it before any worker asks for it.
-            self._pool.define(server, update)
-            program = update.key
-        starts = self._starts(operation.variables) if operation.is_of_rows else ()
-        outputs = tuple(self._output(atom) for atom in operands)
-        return Push(operation.name, numbers, outputs, lookup, starts, program=program)
-
-    def _output(self, atom: Atom) -> int:
-        self._outputs.append(atom)
-        return len(self._outputs) - 1
-
-    def _own(self) -> Iterator[tuple[int, int]]:
-        """The worker's own variables that change, with what they become."""
-        jaxpr, finals = self._trace.jaxpr, self._trace.finals
-        for index, variable in self._trace.variables.items():
-            kind, var = per_worker_kind_of(variable), jaxpr.invars[index]
-            if kind is None or (
-                index in finals and jaxpr.outvars[finals[index]] is var
-            ):
-                continue
-            if index in finals or any(var in eqn.invars for eqn in jaxpr.eqns):
-                yield kind.resource.number, self._final(index)
-
-    def _counted(self) -> Iterator[tuple[int, ServerKind, set[str]]]:
-        """The variables that change in branches or loops, and the methods used."""
+            yield self._push(each)
         changes = self._trace.recorder.changes
         for index, variable in self._trace.variables.items():
             kind = server_kind_of(variable)
             methods = set() if kind is None else changes.get(kind.added, set())
-            if kind is None or not methods or index in self._operations.whole:
+            if kind is not None and methods and index not in self._operations.whole:
+                self._check_counted(kind, index, methods)
+                yield from self._sums(index, kind, methods)
+
+    def _push(self, operation: TracedOperation) -> Push:
+        lookup = self.parts.lookup(operation.eqn)
+        operands = operation.operands if lookup is None else operation.operands[1:]
+        numbers = tuple(map(self._number, operation.variables))
+        program = ""
+        if operation.name == "update":
+            called: Any = operation.eqn.params["jaxpr"]
+            avals = [atom.aval for atom in operation.eqn.invars]
+            types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
+            update = exported_update(core.jaxpr_as_fun(called), types)
+            server, program = self._pool.home(numbers[0]), update.key
+            self.updates[server, program] = update
+            # Here, as the servers must have it before any worker asks for it.
+            self._pool.define(server, update)
+        starts = self._starts(operation.variables) if operation.is_of_rows else ()
+        outputs = tuple(map(self._output, operands))
+        return Push(operation.name, numbers, outputs, lookup, starts, program=program)
+
+    def _own(self) -> Iterator[tuple[int, int]]:
+        jaxpr, finals = self._trace.jaxpr, self._trace.finals
+        for index, variable in self._trace.variables.items():
+            kind, var = per_worker_kind_of(variable), jaxpr.invars[index]
+            if kind is None:
                 continue
-            self._check_counted(kind, index, methods)
-            yield index, kind, methods
+            if index in finals:
+                is_changed = jaxpr.outvars[finals[index]] is not var
+            else:
+                is_changed = any(var in eqn.invars for eqn in jaxpr.eqns)
+            if is_changed:
+                yield kind.resource.number, self._final(index)
 
     def _check_counted(self, kind: ServerKind, index: int, methods: set[str]) -> None:
         together = any(
@@ -784,54 +717,6 @@ class _Shipping:
             added = self._final(inputs[kind.added])
             yield Push("add", number, (added,), flag=flag, flag_is=False)
 
-    def _final(self, index: int) -> int:
-        """The output that says what an input ends as; negative: of a reference."""
-        if index in self._trace.finals:
-            return self._output(self._trace.jaxpr.outvars[self._trace.finals[index]])
-        self._finals.append(index)
-        return -len(self._finals)
-
-    def _numbered(self, pushes: Sequence[Push]) -> tuple[Push, ...]:
-        """With the numbers of outputs that are known only now: references come last."""
-        return tuple(
-            dataclasses.replace(
-                push,
-                operands=tuple(map(self._number_of_output, push.operands)),
-                flag=None if push.flag is None else self._number_of_output(push.flag),
-            )
-            for push in pushes
-        )
-
-    def _own_numbered(
-        self, own: Sequence[tuple[int, int]]
-    ) -> tuple[tuple[int, int], ...]:
-        return tuple((each, self._number_of_output(output)) for each, output in own)
-
-    def _number_of_output(self, output: int) -> int:
-        return output if output >= 0 else len(self._outputs) - output - 1
-
-    def _homes(
-        self, inputs: Sequence[Input], pushes: Sequence[Push]
-    ) -> tuple[tuple[int, int], ...]:
-        numbers = {each.number for each in inputs if each.kind == "variable"}
-        numbers.update(i for table in self._tables() for i in table.shards)
-        numbers.update(i for push in pushes for i in push.variables)
-        return tuple((number, self._pool.home(number)) for number in sorted(numbers))
-
-
-def _server_variable(variable: object) -> Any:
-    assert isinstance(variable, Variable)
-    return variable.cell
-
-
-def _update_of(operation: TracedOperation) -> ExportedUpdate:
-    called: Any = operation.eqn.params["jaxpr"]
-    types = [
-        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-        for atom in operation.eqn.invars
-    ]
-    return exported_update(core.jaxpr_as_fun(called), types)
-
 
 def _exported(
     compiled: Wrapped,
@@ -849,25 +734,16 @@ def _exported(
         ) from missing
 
 
-def _warn_of_whole_tables(trace: FunctionTrace, tables: TracedTables) -> None:
-    for shards, why in tables.whole.items():
-        if why is not None:
-            name = trace.variables[shards[0]].name
-            user_code.warn(
-                f"`{trace.name}` {why}, of variable {name!r}. So all of it is sent to "
-                "the worker for each call. Where that is much, look the rows up at the "
-                "top level of the function, by numbers that it is given or computes.",
-                WholeTableWarning,
-            )
-
-
 def _check_stand_ins(trace: FunctionTrace) -> None:
-    for eqn in stand_ins_inside(trace):
-        line = Site((eqn,)).line or "unknown"
-        raise ValueError(
-            f"`{trace.name}` takes an element of an iterator in a branch or a loop, "
-            "which is traced once: each turn would see the same element.\n"
-            f"  the {eqn.primitive.name}: {line}\n"
-            "Take the elements before it, and stack them: `jax.lax.scan` goes through "
-            "the first dimension."
-        )
+    for eqn in trace.jaxpr.eqns:
+        if name_in_trace(eqn).startswith(PREFIX):
+            continue
+        if any(name_in_trace(each).startswith(PREFIX) for each in hidden(eqn.params)):
+            line = Site((eqn,)).line or "unknown"
+            raise ValueError(
+                f"`{trace.name}` takes an element of an iterator in a branch or a "
+                "loop, which is traced once: each turn would see the same element.\n"
+                f"  the {eqn.primitive.name}: {line}\n"
+                "Take the elements before it, and stack them: `jax.lax.scan` goes "
+                "through the first dimension."
+            )
