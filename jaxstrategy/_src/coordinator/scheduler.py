@@ -92,7 +92,7 @@ class Scheduler:
     ) -> RemoteValue:
         """Queue a function; waits only while there are too many."""
         if self._recovery is not None:
-            self._recovery.check(number for number, _ in prepared.program.homes)
+            self._recovery.check(prepared.program.homes)
         for resource in prepared.resources:
             self.keep(resource)
         value = RemoteValue(

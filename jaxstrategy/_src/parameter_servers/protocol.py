@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, final
 
 import numpy as np
@@ -224,7 +224,7 @@ class ShippedProgram:
     pushes: tuple[Push, ...]
     iterators: tuple[tuple[ElementType, ...], ...]
     updates: tuple[tuple[int, str, bytes], ...]
-    homes: tuple[tuple[int, int], ...]
+    homes: Mapping[int, int]
     replicas: int = 1
 
 

@@ -90,20 +90,6 @@ class WorkerResource:
         yield self
 
 
-class ElementLeaf(NamedTuple):
-    """One array of an element.
-
-    Attributes:
-      array: of the host, or of the worker's devices.
-      is_split: whether it has one version for each replica.
-      is_mask: whether it says which rows are real of the leaf before.
-    """
-
-    array: np.ndarray | jax.Array
-    is_split: bool = False
-    is_mask: bool = False
-
-
 def is_leaf(node: object) -> bool:
     """Whether a node of an element is looked at as a whole."""
     return isinstance(node, PerReplica)
@@ -115,23 +101,25 @@ def structure_of(element: PyTree) -> TreeStructure:
 
 
 def leaves_of(element: PyTree) -> tuple[list[np.ndarray | jax.Array], ElementType]:
-    """The leaves of an element, and its type."""
+    """The leaves of an element, of the host or the worker's devices, and its type."""
     nodes, structure = jax.tree.flatten(element, is_leaf=is_leaf)
-    leaves = [leaf for node in nodes for leaf in _leaves(node)]
-    types = tuple((tuple(x.array.shape), str(x.array.dtype)) for x in leaves)
-    split = tuple(x.is_split for x in leaves)
-    masks = tuple(x.is_mask for x in leaves)
-    return [x.array for x in leaves], ElementType(str(structure), types, split, masks)
-
-
-def _leaves(node: Leaf) -> Iterator[ElementLeaf]:
-    if not isinstance(node, PerReplica):
-        yield ElementLeaf(_array(node))
-        return
-    yield ElementLeaf(per_replica.contents(node), is_split=True)
-    # A program is traced for full batches, and another one for those that are not.
-    if node.mask is not None and not np.all(mask := np.asarray(node.mask)):
-        yield ElementLeaf(mask, is_mask=True)
+    leaves: list[np.ndarray | jax.Array] = []
+    split: list[bool] = []
+    masks: list[bool] = []
+    for node in nodes:
+        is_split = isinstance(node, PerReplica)
+        leaves.append(per_replica.contents(node) if is_split else _array(node))
+        split.append(is_split)
+        masks.append(False)
+        # A program is traced for full batches, and another one for those that are not.
+        if is_split and node.mask is not None:
+            mask = np.asarray(node.mask)
+            if not mask.all():
+                leaves.append(mask)
+                split.append(False)
+                masks.append(True)
+    types = tuple((tuple(x.shape), str(x.dtype)) for x in leaves)
+    return leaves, ElementType(str(structure), types, tuple(split), tuple(masks))
 
 
 def _array(leaf: Leaf) -> np.ndarray | jax.Array:
@@ -210,7 +198,12 @@ class Elements:
             for turn, leaves in enumerate(self._of(number)):
                 if leaves is None and (number, turn) not in optional:
                     self.take()
-                    raise _ended(program.name)
+                    raise OutOfRangeError(
+                        f"`{program.name}` took an element of an iterator that has no "
+                        "more on its worker. Schedule as many functions as there are "
+                        "elements, repeat the dataset, or ask with "
+                        "`get_next_as_optional()`."
+                    )
                 self._found[number, turn] = leaves
 
     def _of(self, number: int) -> list[list[Any] | None]:
@@ -253,14 +246,6 @@ class Elements:
         ]
 
 
-def _ended(name: str) -> OutOfRangeError:
-    return OutOfRangeError(
-        f"`{name}` took an element of an iterator that has no more on its worker. "
-        "Schedule as many functions as there are elements, repeat the dataset, or ask "
-        "with `get_next_as_optional()`."
-    )
-
-
 @final
 class WorkerEngine(AbstractWorker):
     """A worker of this process, on some devices; one call at a time."""
@@ -274,7 +259,7 @@ class WorkerEngine(AbstractWorker):
         self.index = index
         self._servers = servers
         self._replicas = Replicas.on(list(devices))
-        self._programs: RecentlyUsed[_LoadedProgram] = RecentlyUsed()
+        self._programs: RecentlyUsed[LoadedCode] = RecentlyUsed()
         self._surroundings = WorkerContext(index, servers, self._replicas)
         # Datasets, iterators and variables of its own, by their numbers.
         self._resources: dict[int, Any] = {}
@@ -291,9 +276,17 @@ class WorkerEngine(AbstractWorker):
             )
         for server, key, exported in program.updates:
             self._servers[server].define(key, exported)
-        with self._surroundings.entered():
-            code = _loaded(program, self._replicas)
-        self._programs.put(program.key, _LoadedProgram(code))
+        if isinstance(program.main, bytes):
+            ids = program.ids
+            code = LoadedCode(
+                program,
+                _callable(program.main, self._replicas),
+                None if ids is None else _callable(ids, self._replicas),
+            )
+        else:
+            with self._surroundings.entered():
+                code = program.main.loaded(program)
+        self._programs.put(program.key, code)
 
     def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
         self._check()
@@ -321,17 +314,17 @@ class WorkerEngine(AbstractWorker):
 
     def call(self, call: Call) -> list[np.ndarray]:
         self._check()
-        loaded = self._programs.use(call.program)
-        program = loaded.program
+        code = self._programs.use(call.program)
+        program = code.program
         elements = Elements([self._iterator(n) for n in call.iterators], program)
-        values = self._values(loaded, call, elements)
+        inputs, ids = self._inputs(code, call, elements)
         elements.take()
         self._check()
-        outputs = loaded.main(*values.inputs[: program.main_inputs])
+        outputs = code.main(*inputs[: program.main_inputs])
         results = [np.asarray(array) for array in outputs[: program.results]]
-        pushes = loaded.pushes(outputs, values.ids)
+        pushes = _pushes(program, outputs, ids)
         # A server in this process copies an array that somebody has before it adds.
-        del values
+        del inputs
         self._check()
         for server, operations in pushes.items():
             self._servers[server].push(operations, call.number)
@@ -350,11 +343,11 @@ class WorkerEngine(AbstractWorker):
             held = self._resources[resource] = LookaheadIterator(iter(held))
         return held
 
-    def _values(
-        self, loaded: _LoadedProgram, call: Call, elements: Elements
-    ) -> _Values:
-        """All inputs of the main program."""
-        program = loaded.program
+    def _inputs(
+        self, code: LoadedCode, call: Call, elements: Elements
+    ) -> tuple[list[Any], list[np.ndarray]]:
+        """All inputs of the main program, and which rows its lookups need."""
+        program = code.program
         given: dict[Input, Any] = {}
         for each in program.inputs:
             if each.kind == "argument":
@@ -365,42 +358,28 @@ class WorkerEngine(AbstractWorker):
                 given[each] = elements.leaf(each)
             elif each.kind == "own":
                 given[each] = self._resources[each.number]
-        wanted = [each.number for each in program.inputs if each.kind == "variable"]
-        ids: list[np.ndarray] = []
-        reads: list[Read] = []
-        uses: list[_UsedRows] = []
-        if loaded.ids is not None and not loaded.ids_need_variables:
-            ids, reads, uses = self._rows(loaded, given)
-        pulled = self._pulled(loaded, [*(Read(number) for number in wanted), *reads])
-        for number, value in zip(wanted, pulled, strict=False):
-            given[Input("variable", number)] = value
-        rows = pulled[len(wanted) :]
-        if loaded.ids is not None and loaded.ids_need_variables:
-            ids, reads, uses = self._rows(loaded, given)
-            rows = self._pulled(loaded, reads)
+        variables = [each for each in program.inputs if each.kind == "variable"]
+        # Mostly everything is read at once.
+        is_late = any(program.inputs[i] in variables for i in program.ids_inputs)
+        ids, uses = ([], []) if is_late else _used_rows(code, given)
+        reads = [*(Read(each.number) for each in variables), *_reads(uses)]
+        pulled = iter(self._pulled(program, reads))
+        for each in variables:
+            given[each] = next(pulled)
+        if is_late:
+            ids, uses = _used_rows(code, given)
+            pulled = iter(self._pulled(program, _reads(uses)))
         for use in uses:
-            use.place(given, [rows.pop(0) for _ in use.reads])
-        return _Values([given[each] for each in program.inputs], ids)
-
-    def _rows(
-        self, loaded: _LoadedProgram, given: Mapping[Input, Any]
-    ) -> tuple[list[np.ndarray], list[Read], list[_UsedRows]]:
-        assert loaded.ids is not None
-        inputs = [given[loaded.program.inputs[i]] for i in loaded.program.ids_inputs]
-        ids = [np.asarray(array) for array in loaded.ids(*inputs)]
-        uses = [
-            _UsedRows(number, table, ids)
-            for number, table in enumerate(loaded.program.tables)
-        ]
-        return ids, [read for use in uses for read in use.reads], uses
+            use.place(given, [next(pulled) for _ in use.reads])
+        return [given[each] for each in program.inputs], ids
 
     def _pulled(
-        self, loaded: _LoadedProgram, reads: Sequence[Read]
+        self, program: ShippedProgram, reads: Sequence[Read]
     ) -> list[np.ndarray]:
         """What the servers have, in the order of `reads`."""
         by_server: defaultdict[int, list[int]] = defaultdict(list)
         for place, read in enumerate(reads):
-            by_server[loaded.homes[read.variable]].append(place)
+            by_server[program.homes[read.variable]].append(place)
         found: dict[int, np.ndarray] = {}
         for server, places in by_server.items():
             values = self._servers[server].read([reads[place] for place in places])
@@ -408,10 +387,20 @@ class WorkerEngine(AbstractWorker):
         return [found[place] for place in range(len(reads))]
 
 
-@final
-class _Values:
-    def __init__(self, inputs: list[Any], ids: list[np.ndarray]) -> None:
-        self.inputs, self.ids = inputs, ids
+def _used_rows(
+    code: LoadedCode, given: Mapping[Input, Any]
+) -> tuple[list[np.ndarray], list[_UsedRows]]:
+    """The numbers of rows that each lookup needs, and these rows of each table."""
+    program = code.program
+    if code.ids is None:
+        return [], []
+    inputs = [given[program.inputs[i]] for i in program.ids_inputs]
+    ids = [np.asarray(array) for array in code.ids(*inputs)]
+    return ids, [_UsedRows(n, each, ids) for n, each in enumerate(program.tables)]
+
+
+def _reads(uses: Sequence[_UsedRows]) -> list[Read]:
+    return [read for use in uses for read in use.reads]
 
 
 @final
@@ -434,9 +423,14 @@ class _UsedRows:
             part.reshape(each.shape)
             for part, each in zip(np.split(positions, sizes), own, strict=True)
         ]
+        # Those of each shard, as it counts them; they are sorted.
+        borders = np.searchsorted(rows, table.starts)
         self.reads = [
-            Read(shard, part)
-            for shard, part in _by_shard(rows, table.shards, table.starts)
+            Read(shard, rows[first:last] - start)
+            for shard, start, first, last in zip(
+                table.shards, table.starts, borders, borders[1:], strict=False
+            )
+            if last > first
         ]
 
     def place(self, given: dict[Input, Any], parts: Sequence[np.ndarray]) -> None:
@@ -454,20 +448,6 @@ class _UsedRows:
             given[Input("positions", lookup)] = positions
 
 
-def _by_shard(
-    rows: np.ndarray, shards: Sequence[int], starts: Sequence[int]
-) -> list[tuple[int, np.ndarray]]:
-    """The rows of each shard that has some, as it counts them; `rows` are sorted."""
-    if len(shards) == 1:
-        return [(shards[0], rows)] if len(rows) else []
-    borders = np.searchsorted(rows, starts)
-    return [
-        (shard, rows[borders[i] : borders[i + 1]] - starts[i])
-        for i, shard in enumerate(shards)
-        if borders[i + 1] > borders[i]
-    ]
-
-
 def _check_rows(rows: np.ndarray, starts: Sequence[int]) -> None:
     if len(rows) and (rows[0] < 0 or rows[-1] >= starts[-1]):
         wrong = rows[0] if rows[0] < 0 else rows[-1]
@@ -477,33 +457,22 @@ def _check_rows(rows: np.ndarray, starts: Sequence[int]) -> None:
         )
 
 
-@final
-class _LoadedProgram:
-    """A program that can be called."""
-
-    def __init__(self, code: LoadedCode) -> None:
-        self.program, self.main, self.ids = code
-        program = code.program
-        kinds = {program.inputs[i].kind for i in program.ids_inputs}
-        self.ids_need_variables = "variable" in kinds
-        self.homes = dict(program.homes)
-
-    def pushes(
-        self, outputs: Sequence[Any], ids: Sequence[np.ndarray]
-    ) -> dict[int, list[ServerOperation]]:
-        """What to push, for each server in the order of the function."""
-        made: dict[int, list[ServerOperation]] = {}
-        for push in self.program.pushes:
-            if push.flag is not None and bool(outputs[push.flag]) != push.flag_is:
-                continue
-            operands = [np.asarray(outputs[i]) for i in push.operands]
-            if push.lookup is not None:
-                # Every replica names the same rows to change.
-                operands = [ids[push.lookup][0], *operands]
-            for operation in _operations(push, operands):
-                home = self.homes[operation.variables[0]]
-                made.setdefault(home, []).append(operation)
-        return made
+def _pushes(
+    program: ShippedProgram, outputs: Sequence[Any], ids: Sequence[np.ndarray]
+) -> dict[int, list[ServerOperation]]:
+    """What to push, for each server in the order of the function."""
+    made: dict[int, list[ServerOperation]] = {}
+    for push in program.pushes:
+        if push.flag is not None and bool(outputs[push.flag]) != push.flag_is:
+            continue
+        operands = [np.asarray(outputs[i]) for i in push.operands]
+        if push.lookup is not None:
+            # Every replica names the same rows to change.
+            operands = [ids[push.lookup][0], *operands]
+        for operation in _operations(push, operands):
+            home = program.homes[operation.variables[0]]
+            made.setdefault(home, []).append(operation)
+    return made
 
 
 def _operations(push: Push, operands: Sequence[np.ndarray]) -> list[ServerOperation]:
@@ -521,14 +490,6 @@ def _operations(push: Push, operands: Sequence[np.ndarray]) -> list[ServerOperat
         for own in [np.flatnonzero((first <= ids) & (ids < last))]
         if len(own)
     ]
-
-
-def _loaded(program: ShippedProgram, replicas: Replicas) -> LoadedCode:
-    if not isinstance(program.main, bytes):
-        return program.main.loaded(program)
-    main = _callable(program.main, replicas)
-    ids = None if program.ids is None else _callable(program.ids, replicas)
-    return LoadedCode(program, main, ids)
 
 
 def _callable(exported: bytes, replicas: Replicas) -> Callable[..., Any]:

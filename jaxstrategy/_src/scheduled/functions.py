@@ -437,7 +437,7 @@ def _is_used(variable: Handle, program: ShippedProgram) -> bool:
         used = [each.number for each in program.inputs if each.kind == "own"]
         return own.resource.number in (*used, *(number for number, _ in program.own))
     number = getattr(getattr(variable, "cell", None), "number", None)
-    return number in {number for number, _ in program.homes}
+    return number in program.homes
 
 
 def _own_function(fn: Any) -> tuple[Function, tuple[Hashable, ...]]:

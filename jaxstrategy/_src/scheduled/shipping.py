@@ -574,7 +574,7 @@ def shipped(
             (server, key, each.exported)
             for (server, key), each in changes.updates.items()
         ),
-        homes=tuple((number, pool.home(number)) for number in sorted(numbers)),
+        homes={number: pool.home(number) for number in sorted(numbers)},
         replicas=replicas.count,
     )
     # One that has no exported form equals no other one.
