@@ -330,32 +330,21 @@ class AbstractWorker(abc.ABC):
 
 
 class AbstractWorkerBackend(abc.ABC):
-    """Starts the workers and servers of one strategy, and ends them."""
+    """Starts the workers and servers of one strategy, and ends them.
 
-    @property
-    @abc.abstractmethod
-    def num_workers(self) -> int:
-        """How many workers there are, lost ones included."""
+    Attributes:
+      num_workers: how many workers there are, lost ones included.
+      replicas_per_worker: how many devices each worker has.
+      platforms: of these devices, as `jax.export` calls them.
+      servers: the parameter servers, in their order.
+      can_restart_servers: whether `restart_servers` works.
+    """
 
-    @property
-    @abc.abstractmethod
-    def replicas_per_worker(self) -> int:
-        """How many devices each worker has."""
-
-    @property
-    def platforms(self) -> tuple[str, ...]:
-        """The platforms of these devices, as `jax.export` calls them."""
-        return ("cpu",)
-
-    @property
-    @abc.abstractmethod
-    def servers(self) -> Sequence[AbstractServer]:
-        """The parameter servers, in their order."""
-
-    @property
-    def can_restart_servers(self) -> bool:
-        """Whether `restart_servers` works."""
-        return False
+    num_workers: int
+    replicas_per_worker: int
+    platforms: tuple[str, ...] = ("cpu",)
+    servers: Sequence[AbstractServer]
+    can_restart_servers = False
 
     def restart_servers(self, servers: Sequence[int]) -> None:
         """Start lost servers again, which then have nothing."""

@@ -19,7 +19,6 @@ from jaxstrategy._src.errors import (
     WorkerLost,
 )
 from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractServer,
     AbstractWorkerBackend,
 )
 from jaxstrategy._src.parameter_servers.wire import listener, peer as _peer
@@ -433,7 +432,6 @@ class ClusterTasks(AbstractWorkerBackend):
                 ("Worker", "Parameter server"), addresses, strict=True
             )
         )
-        self._workers = workers
         self._calls = CalledTasks(
             workers,
             servers,
@@ -442,26 +440,9 @@ class ClusterTasks(AbstractWorkerBackend):
             start_seconds,
             patience,
         )
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers the cluster has."""
-        return len(self._workers)
-
-    @property
-    def replicas_per_worker(self) -> int:
-        """How many devices each worker has."""
-        return self._calls.told["devices"]
-
-    @property
-    def platforms(self) -> tuple[str, ...]:
-        """The platform of the workers' devices."""
-        return (self._calls.told["platform"],)
-
-    @property
-    def servers(self) -> Sequence[AbstractServer]:
-        """The parameter servers."""
-        return self._calls.servers
+        self.num_workers, self.servers = len(workers), self._calls.servers
+        self.replicas_per_worker = self._calls.told["devices"]
+        self.platforms = (self._calls.told["platform"],)
 
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
         """A new life of a worker, as soon as its process is there."""

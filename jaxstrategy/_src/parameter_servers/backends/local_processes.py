@@ -33,7 +33,6 @@ from jaxstrategy._src.launch.options import GPUS, visible_gpus
 from jaxstrategy._src.parameter_servers.backends import child as _child
 from jaxstrategy._src.parameter_servers.backends.child import Task
 from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractServer,
     AbstractWorkerBackend,
 )
 from jaxstrategy._src.parameter_servers.wire import peer as _peer
@@ -519,9 +518,18 @@ class LocalProcesses(AbstractWorkerBackend):
       patience: seconds without a sign of life after which one that was asked something
         is lost.
 
+    Attributes:
+      num_workers: how many workers there are.
+      replicas_per_worker: how many devices each worker has.
+      platforms: the platform of these devices.
+      servers: the parameter servers.
+
     Raises:
       ValueError: there is no such number of devices.
     """
+
+    servers: list[RemoteServer]
+    can_restart_servers = True
 
     def __init__(
         self,
@@ -532,42 +540,23 @@ class LocalProcesses(AbstractWorkerBackend):
         start_seconds: float = START_SECONDS,
         patience: float = _peer.PATIENCE,
     ) -> None:
-        workers = positive("workers", workers)
+        self.num_workers = positive("workers", workers)
         parameter_servers = positive("parameter_servers", parameter_servers)
         if devices_per_worker is not None:
             positive("devices_per_worker", devices_per_worker)
-        self._devices = ChildDevices.found(workers, devices_per_worker)
+        found = ChildDevices.found(workers, devices_per_worker)
+        self.replicas_per_worker, self.platforms = found.count, (found.platform,)
         self._patience = patience
         children = Children()
         weakref.finalize(self, children.close)
         self._close = children.close
-        starter = _Starter(children, workers, self._devices, start_seconds)
+        starter = _Starter(children, workers, found, start_seconds)
         self._server_children = [starter.server(k) for k in range(parameter_servers)]
-        self._servers = [
+        self.servers = [
             RemoteServer(self._peer(child)) for child in self._server_children
         ]
         self._start_server = starter.server
         self._places = [WorkerPlace(starter.worker(k)) for k in range(workers)]
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are."""
-        return len(self._places)
-
-    @property
-    def replicas_per_worker(self) -> int:
-        """How many devices each worker has."""
-        return self._devices.count
-
-    @property
-    def platforms(self) -> tuple[str, ...]:
-        """The platform of the workers' devices."""
-        return (self._devices.platform,)
-
-    @property
-    def servers(self) -> Sequence[AbstractServer]:
-        """The parameter servers."""
-        return self._servers
 
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
         """A new process of a worker; the one before is ended, if it has not.
@@ -604,11 +593,6 @@ class LocalProcesses(AbstractWorkerBackend):
         """
         self._places[worker].kill()
 
-    @property
-    def can_restart_servers(self) -> bool:
-        """True."""
-        return True
-
     def restart_servers(self, servers: Sequence[int]) -> None:
         """New processes of parameter servers, and of all workers, which know them.
 
@@ -625,7 +609,7 @@ class LocalProcesses(AbstractWorkerBackend):
                     f"Parameter server {number} did not start again. The last that it "
                     f"wrote:\n{child.last_output()}"
                 )
-            self._servers[number].peer = self._peer(child)
+            self.servers[number].peer = self._peer(child)
         for place in self._places:
             place.renew()
 

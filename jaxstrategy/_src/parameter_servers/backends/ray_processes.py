@@ -36,7 +36,6 @@ from jaxstrategy._src.parameter_servers.backends.local_processes import (
     show,
 )
 from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractServer,
     AbstractWorkerBackend,
 )
 from jaxstrategy._src.parameter_servers.wire import peer
@@ -286,6 +285,12 @@ class RayProcesses(AbstractWorkerBackend):
       patience: seconds without a sign of life after which one that was asked something
         is lost.
 
+    Attributes:
+      num_workers: how many workers there are.
+      replicas_per_worker: how many devices each worker has.
+      platforms: the platform of these devices.
+      servers: the parameter servers.
+
     Raises:
       ValueError: a number or word that cannot be.
       MissingExtraError: Ray is not installed.
@@ -308,7 +313,7 @@ class RayProcesses(AbstractWorkerBackend):
         start_seconds: float = 300.0,
         patience: float = peer.PATIENCE,
     ) -> None:
-        self._num_workers = positive("workers", workers)
+        self.num_workers = positive("workers", workers)
         servers = positive("parameter_servers", parameter_servers)
         simulated = positive("devices_per_worker", devices_per_worker)
         devices = None if gpus_per_worker else simulated
@@ -335,27 +340,9 @@ class RayProcesses(AbstractWorkerBackend):
         except BaseException:
             self._close()
             raise
-        self._tasks = tasks
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are."""
-        return self._num_workers
-
-    @property
-    def replicas_per_worker(self) -> int:
-        """How many devices each worker has."""
-        return self._calls.told["devices"]
-
-    @property
-    def platforms(self) -> tuple[str, ...]:
-        """The platform of the workers' devices."""
-        return (self._calls.told["platform"],)
-
-    @property
-    def servers(self) -> Sequence[AbstractServer]:
-        """The parameter servers."""
-        return self._calls.servers
+        self._tasks, self.servers = tasks, self._calls.servers
+        self.replicas_per_worker = self._calls.told["devices"]
+        self.platforms = (self._calls.told["platform"],)
 
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
         """A new process of a worker; the one before is ended, if it has not.

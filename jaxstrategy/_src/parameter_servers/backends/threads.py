@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast, final
 
-import jax
+from jax import export
 
 from jaxstrategy._src.errors import ParameterServerLost
 from jaxstrategy._src.parameter_servers.protocol import (
@@ -16,7 +16,6 @@ from jaxstrategy._src.parameter_servers.protocol import (
 from jaxstrategy._src.parameter_servers.store.store import Store
 from jaxstrategy._src.parameter_servers.worker import WorkerContext, WorkerEngine
 from jaxstrategy._src.replicas import devices
-from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import positive
 
 
@@ -25,23 +24,9 @@ class WorkerSide(AbstractWorkerBackend):
     """Has the worker's connections to the servers, and starts nothing."""
 
     def __init__(self, surroundings: WorkerContext, num_workers: int) -> None:
-        self._surroundings = surroundings
-        self._num_workers = num_workers
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are in all."""
-        return self._num_workers
-
-    @property
-    def replicas_per_worker(self) -> int:
-        """How many devices this one has."""
-        return self._surroundings.replicas.count
-
-    @property
-    def servers(self) -> Sequence[AbstractServer]:
-        """The parameter servers."""
-        return self._surroundings.servers
+        self.num_workers = num_workers
+        self.replicas_per_worker = surroundings.replicas.count
+        self.servers = surroundings.servers
 
     def start(self, worker: int, incarnation: int) -> NoReturn:
         """None: workers start no workers."""
@@ -82,6 +67,12 @@ class Threads(AbstractWorkerBackend):
       parameter_servers: how many.
       devices_per_worker: how many devices each worker has.
 
+    Attributes:
+      num_workers: how many workers there are.
+      replicas_per_worker: how many devices each worker has.
+      platforms: the platform of these devices.
+      servers: the parameter servers.
+
     Raises:
       ValueError: there are fewer devices than one worker is to have.
 
@@ -90,51 +81,31 @@ class Threads(AbstractWorkerBackend):
     >>> strategy = js.ParameterServerStrategy(backend=backend)
     """
 
+    can_restart_servers = True
+
     def __init__(
         self, workers: int, parameter_servers: int, devices_per_worker: int = 1
     ) -> None:
-        self._count = positive("workers", workers)
+        self.num_workers = positive("workers", workers)
         count = positive("parameter_servers", parameter_servers)
-        self._devices_each = positive("devices_per_worker", devices_per_worker)
+        self.replicas_per_worker = positive("devices_per_worker", devices_per_worker)
         self._devices = devices.default_devices()
         if len(self._devices) < devices_per_worker:
             raise ValueError(
                 f"`devices_per_worker` was {devices_per_worker}, and there are "
                 f"{len(self._devices)} devices. `js.simulate(n)` makes some."
             )
-        self._servers = tuple(map(KillableServer, range(count)))
+        self.platforms = (export.default_export_platform(),)
+        self._killable = tuple(map(KillableServer, range(count)))
+        self.servers = cast("Sequence[AbstractServer]", self._killable)
         self._lives: dict[int, WorkerEngine] = {}
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are."""
-        return self._count
-
-    @property
-    def replicas_per_worker(self) -> int:
-        """How many devices each worker has."""
-        return self._devices_each
-
-    @property
-    def platforms(self) -> tuple[str, ...]:
-        """The platform of this process's devices."""
-        return (_exported_name(jax.default_backend()),)
-
-    @property
-    def servers(self) -> Sequence[AbstractServer]:
-        """The parameter servers."""
-        return cast("Sequence[AbstractServer]", self._servers)
 
     def start(self, worker: int, incarnation: int) -> AbstractWorker:
         """A new life of a worker; it has nothing of the last one."""
-        life = WorkerEngine(worker, self.servers, self._devices_of(worker))
-        self._lives[worker] = life
+        each, all_devices = self.replicas_per_worker, self._devices
+        own = [all_devices[(worker * each + i) % len(all_devices)] for i in range(each)]
+        life = self._lives[worker] = WorkerEngine(worker, self.servers, own)
         return life
-
-    def _devices_of(self, worker: int) -> list[Device]:
-        first = worker * self._devices_each
-        count = len(self._devices)
-        return [self._devices[(first + i) % count] for i in range(self._devices_each)]
 
     def kill(self, worker: int) -> None:
         """End a worker as if its process had died; another one is started."""
@@ -142,27 +113,14 @@ class Threads(AbstractWorkerBackend):
 
     def kill_server(self, server: int) -> None:
         """End a parameter server as if its process had died, with what it has."""
-        self._servers[server].store = None
-
-    @property
-    def can_restart_servers(self) -> bool:
-        """True."""
-        return True
+        self._killable[server].store = None
 
     def restart_servers(self, servers: Sequence[int]) -> None:
         """New parameter servers, which have nothing."""
         for number in servers:
-            self._servers[number].store = Store()
+            self._killable[number].store = Store()
 
     def close(self) -> None:
         """End all workers."""
         for life in self._lives.values():
             life.kill()
-
-
-def _exported_name(platform: str) -> str:
-    """What `jax.export` calls a platform that JAX calls "gpu"."""
-    if platform != "gpu":
-        return platform
-    version = jax.devices()[0].client.platform_version
-    return "rocm" if "rocm" in version.lower() else "cuda"

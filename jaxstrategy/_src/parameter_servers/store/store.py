@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -25,6 +25,12 @@ from jaxstrategy._src.parameter_servers.store.snapshot import (
     shown,
     types_of,
 )
+
+if TYPE_CHECKING:  # it would import JAX
+    from jaxstrategy._src.parameter_servers.store.programs import (
+        DeviceArray,
+        UpdateProgram,
+    )
 
 
 @final
@@ -70,14 +76,6 @@ class NumberRanges:
 
 
 @final
-class Turn:
-    """One push of a function."""
-
-    def __init__(self, counts: bool) -> None:
-        self.counts, self.has_begun = counts, False
-
-
-@final
 class PushedFunctions:
     """Lets each function push once, although it may be run several times."""
 
@@ -97,20 +95,8 @@ class PushedFunctions:
                 lambda: not any(map(self._is_fenced, self._pushing.values()))
             )
 
-    @contextlib.contextmanager
-    def turn(self, call: CallNumber | None) -> Iterator[Turn]:
-        """The turn of a push; another push of the same function waits for its end."""
-        if call is None:
-            yield Turn(True)
-            return
-        turn = Turn(self._begins(call))
-        try:
-            yield turn
-        finally:
-            if turn.counts:
-                self._end(call, turn.has_begun)
-
-    def _begins(self, call: CallNumber) -> bool:
+    def begin(self, call: CallNumber) -> bool:
+        """Whether a push counts; another one of the same function waits for its end."""
         with self._changed:
             self._changed.wait_for(lambda: call.function not in self._pushing)
             self._finished = max(self._finished, call.finished)
@@ -121,7 +107,8 @@ class PushedFunctions:
             self._pushing[call.function] = call
             return True
 
-    def _end(self, call: CallNumber, has_pushed: bool) -> None:
+    def end(self, call: CallNumber, has_pushed: bool) -> None:
+        """The push that began is over; if it has changed nothing, another one may."""
         with self._changed:
             del self._pushing[call.function]
             if has_pushed:
@@ -176,13 +163,6 @@ class HostArray:
         with np.errstate(all="ignore"):  # as on a device
             _CHANGES[name](old, operand, out=new)
         self._value = new
-
-
-if TYPE_CHECKING:
-    from jaxstrategy._src.parameter_servers.store.programs import (
-        DeviceArray,
-        UpdateProgram,
-    )
 
 
 @final
@@ -242,9 +222,6 @@ def update(
             array.replace(value)
             variable.version += 1
 
-
-if TYPE_CHECKING:
-    from jaxstrategy._src.parameter_servers.store.programs import UpdateProgram
 
 # What neither JAX nor NumPy computes of booleans.
 _NOT_OF_BOOL = (
@@ -364,10 +341,6 @@ def _check_update(
     program.check(kinds, types_of(operation.operands))
 
 
-if TYPE_CHECKING:
-    from jaxstrategy._src.parameter_servers.store.programs import UpdateProgram
-
-
 @final
 class Store(AbstractServer):
     """Variables in the memory of this process."""
@@ -403,12 +376,19 @@ class Store(AbstractServer):
     def push(
         self, operations: Sequence[ServerOperation], call: CallNumber | None = None
     ) -> bool:
-        with self._functions.turn(call) as turn:
-            if turn.counts:
-                changed = self._checked(operations)
-                turn.has_begun = True
-                self._apply(operations, changed)
-        return turn.counts
+        if call is None:
+            self._apply(operations, self._checked(operations))
+            return True
+        if not self._functions.begin(call):
+            return False
+        has_pushed = False
+        try:
+            changed = self._checked(operations)
+            has_pushed = True
+            self._apply(operations, changed)
+        finally:
+            self._functions.end(call, has_pushed)
+        return True
 
     def define(self, key: str, exported: bytes) -> None:
         if key not in self._programs:
