@@ -211,9 +211,9 @@ class _Program:
     results: Results
     variables: Sequence[weakref.ref[Handle]]
 
-    def rebuilt(self, arrays: Sequence[Leaf], replicas: Replicas) -> PyTree:
+    def rebuilt(self, arrays: Sequence[Any], replicas: Replicas) -> PyTree:
         """What the function returned, of the results of the program."""
-        own: list[Leaf] = []
+        own: list[Any] = []
         for array, differs, how in zip(
             arrays, self.varies, self.key_results, strict=True
         ):

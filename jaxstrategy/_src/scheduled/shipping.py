@@ -397,8 +397,9 @@ class FunctionParts:
         for number, table in enumerate(self._tables):
             if any(self._uses.get(id(eqn), (-1,))[0] == number for eqn in eqns):
                 var = trace.jaxpr.invars[table.shards[0]]
-                shape = (self.rows(number), *var.aval.shape[1:])
-                of_type = jax.ShapeDtypeStruct(shape, var.aval.dtype)
+                first: ArrayType = var.aval
+                shape = (self.rows(number), *first.shape[1:])
+                of_type = jax.ShapeDtypeStruct(shape, first.dtype)
                 yield Input("table", number), var, SAME, of_type
         for eqn in eqns:
             use, name = self._uses.get(id(eqn)), name_in_trace(eqn)

@@ -528,7 +528,6 @@ class LocalProcesses(AbstractWorkerBackend):
       ValueError: there is no such number of devices.
     """
 
-    servers: list[RemoteServer]
     can_restart_servers = True
 
     def __init__(
@@ -552,7 +551,7 @@ class LocalProcesses(AbstractWorkerBackend):
         self._close = children.close
         starter = _Starter(children, workers, found, start_seconds)
         self._server_children = [starter.server(k) for k in range(parameter_servers)]
-        self.servers = [
+        self.servers = self._servers = [
             RemoteServer(self._peer(child)) for child in self._server_children
         ]
         self._start_server = starter.server
@@ -609,7 +608,7 @@ class LocalProcesses(AbstractWorkerBackend):
                     f"Parameter server {number} did not start again. The last that it "
                     f"wrote:\n{child.last_output()}"
                 )
-            self.servers[number].peer = self._peer(child)
+            self._servers[number].peer = self._peer(child)
         for place in self._places:
             place.renew()
 
