@@ -217,13 +217,14 @@ class _Program:
         for array, differs, how in zip(
             arrays, self.varies, self.key_results, strict=True
         ):
+            value: Any = array
             if differs and replicas.count > 1:
                 placed = jax.device_put(array, replicas.sharding(SPLIT))
-                array = PerReplica(placed)
+                value = PerReplica(placed)
             elif differs:
-                array = array[0]
+                value = array[0]
             own.append(
-                array if how is None else jax.random.wrap_key_data(array, impl=how)
+                value if how is None else jax.random.wrap_key_data(value, impl=how)
             )
         return _results.unwrap_plain(self.results.rebuild(own))
 
