@@ -92,11 +92,6 @@ def _is_written(processes: job.Processes) -> bool:
     return any(state.writes is not None for state in states)
 
 
-def is_first() -> bool:
-    """Whether this is the process that changes folders."""
-    return jax.process_index() == 0
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     text = str(error).strip() or type(error).__name__

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast, final
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
-from jax.typing import DTypeLike
 
 from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.errors import DonatedValueError
@@ -27,7 +26,7 @@ from jaxstrategy._src.options import (
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text.shown import array_type
-from jaxstrategy._src.values import building, per_replica
+from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
@@ -37,35 +36,29 @@ Entry = dict[str, Any]
 Array: TypeAlias = jax.Array | np.ndarray
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """What an array is read as; `sharding` is None for one of NumPy."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    sharding: Sharding | None = None
+    sharding: Sharding | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A value of a state, with its name.
+    """A value of a state.
 
     Attributes:
+      name: the way to it, `params/dense/kernel`; `.` of a state that is one value.
+      value: what is there.
+      store: puts another value there, if it is in an object that changes in place.
       home: where it goes if it lies nowhere yet, None for JAX's default device.
     """
 
     name: str
     value: Any
+    store: Callable[[object], None] | None = None
     home: NamedSharding | None = None
-
-    def like(self, value: object) -> Leaf:
-        """Another value under the same name."""
-        return dataclasses.replace(self, value=value)
-
-
-def _same(leaf: Leaf, restored: object) -> object:
-    return restored
 
 
 @final
@@ -77,23 +70,17 @@ class Handler:
       takes: whether a value is of this kind.
       describe: a value in words.
       save: its entry, and the array to write, if there is one.
-      mismatch: why an entry cannot be restored into it; None if it can.
       restore: the new value, from the entry and the array that was read.
-      reading: what the array is read as; None if there is none.
-      place: the value as it is, where a restored one would be.
-      put: changes the value in place where it is an object; what then stands there.
-      undo: if `put` may refuse: a function that takes a later `put` back.
+      where: the sharding with which an array is read; None for NumPy.
+      put: changes the value in place, if it is an object; what then stands there.
     """
 
     takes: Callable[[object], bool]
     describe: Callable[[Any], str]
     save: Callable[[Leaf], tuple[Entry, Array | None]]
-    mismatch: Callable[[Leaf, Entry], str | None]
     restore: Callable[[Leaf, Entry, Array | None], object]
-    reading: Callable[[Leaf, Entry], Reading | None] = lambda leaf, entry: None
-    place: Callable[[Leaf], object] = lambda leaf: leaf.value
-    put: Callable[[Leaf, Any], object] = _same
-    undo: Callable[[Leaf], Callable[[], object]] | None = None
+    where: Callable[[Leaf], Sharding | None] = lambda leaf: None
+    put: Callable[[Leaf, Any], object] = lambda leaf, restored: restored
 
 
 def handler_of(leaf: Leaf) -> Handler:
@@ -109,12 +96,51 @@ def handler_of(leaf: Leaf) -> Handler:
     )
 
 
-def _differs(leaf: Leaf, entry: Entry) -> str:
-    wanted = handler_of(leaf).describe(leaf.value)
-    return (
-        f"`{leaf.name}` is {described(entry)} in the checkpoint, and {wanted} was "
-        "wanted"
-    )
+def mismatch(leaf: Leaf, entry: Entry) -> str | None:
+    """Why an entry cannot be restored into a value; None if it can."""
+    value, kind, saved = leaf.value, entry["kind"], described(entry)
+    _check_has_value(leaf)
+    if isinstance(value, AbstractInputIterator) and kind == "iterator":
+        states, now = entry["states"], jax.process_count()
+        if len(states) == now or states.count(states[0]) == len(states):
+            return None
+        return (
+            f"`{leaf.name}` was read by {len(states)} processes, each a part of its "
+            f"own, and there are {now} now; use as many, or a source that all "
+            "processes read alike (`jaxstrategy.batches`)"
+        )
+    wanted = handler_of(leaf).describe(value)
+    if saved == wanted:
+        return None
+    if kind == "number" and getattr(value, "shape", None) == () and _is_array(value):
+        kinds = list(_ABSTRACT)
+        may_be = [_ABSTRACT[k] for k in kinds[kinds.index(entry["type"]) :]]
+        if any(jnp.issubdtype(value.dtype, each) for each in may_be):
+            return None
+    if kind == "array" and type(value) in _NUMBERS.values():
+        is_scalar = entry["shape"] == [] and "impl" not in entry
+        abstract = _ABSTRACT[type(value).__name__]
+        if is_scalar and jnp.issubdtype(jnp.dtype(entry["dtype"]), abstract):
+            return None
+    text = f"`{leaf.name}` is {saved} in the checkpoint, and {wanted} was wanted"
+    if kind == "per_replica" and isinstance(value, PerReplica):
+        text += (
+            "; versions of single replicas mean nothing to another number of them: "
+            "reduce the value before saving (`strategy.reduce`)"
+        )
+    return text
+
+
+def reading(leaf: Leaf, entry: Entry) -> Reading | None:
+    """What an entry's array is read as; None if it has none, or no elements."""
+    if entry["kind"] not in ("array", "per_replica"):
+        return None
+    shape = (*entry["shape"], *entry.get("words", ()))
+    sharding = handler_of(leaf).where(leaf)
+    is_own = sharding is not None and sharding.is_fully_addressable
+    if is_own and jax.process_count() > 1:
+        sharding = None  # Orbax reads for all processes, or for the host
+    return None if 0 in shape else Reading(shape, _dtype(entry), sharding)
 
 
 # Entries of the record.
@@ -123,17 +149,34 @@ def _differs(leaf: Leaf, entry: Entry) -> str:
 def is_entry(value: object) -> bool:
     """Whether a handler can have written this of a value."""
     match value:
-        case {"kind": "array", "dtype": str(dtype), "shape": list(shape), **more}:
-            return _is_array(dtype, shape, more)
-        case {"kind": "per_replica", "dtype": str(dtype), "shape": [_, *_] as shape,
-              **more}:  # fmt: skip
-            return _is_mask(more.pop("mask", [])) and _is_array(dtype, shape, more)
-        case {"kind": "number", "type": str(kind), "value": number, **more}:
-            return not more and _is_number(kind, number)
-        case {"kind": "text", "value": str(), **more}:
+        case {"kind": "array" | "per_replica" as kind, "dtype": str(dtype),
+              "shape": list(shape), **more}:  # fmt: skip
+            if not all(type(size) is int and size >= 0 for size in shape):
+                return False
+            if kind == "per_replica":
+                mask = more.pop("mask", [])
+                try:  # of lists of several lengths NumPy makes no array
+                    is_mask = np.asarray(mask).dtype in (bool, float)
+                except ValueError:
+                    return False
+                if not (shape and isinstance(mask, list) and is_mask):
+                    return False
+            match more:
+                case {"impl": str(), "words": [*words]}:
+                    are_words = all(type(each) is int for each in words)
+                    return dtype.startswith("key<") and are_words and len(more) == 2
+            try:
+                jnp.dtype(dtype)
+            except TypeError:
+                return False
             return not more
-        case {"kind": "iterator", "states": [_, *_], **more}:
-            return not more
+        case {"kind": "number", "type": "complex", "value": [float(), float()]}:
+            return len(value) == 3
+        case {"kind": "number", "type": "bool" | "int" | "float" as kind,
+              "value": number}:  # fmt: skip
+            return len(value) == 3 and type(number) is _NUMBERS[kind]
+        case {"kind": "text", "value": str()} | {"kind": "iterator", "states": [_, *_]}:
+            return len(value) == 2
     return False
 
 
@@ -143,8 +186,7 @@ def described(entry: Entry) -> str:
         case "array":
             return array_type(entry["dtype"], entry["shape"])
         case "per_replica":
-            shape = array_type(entry["dtype"], entry["shape"][1:])
-            return f"a PerReplica of {shape} for {entry['shape'][0]} replicas"
+            return _versions(entry["dtype"], entry["shape"])
         case "number":
             return f"a Python {entry['type']}"
         case "text":
@@ -152,38 +194,19 @@ def described(entry: Entry) -> str:
     return "the state of an iterator"
 
 
-def _is_array(dtype: str, shape: Sequence[object], more: Entry) -> bool:
-    if not all(type(size) is int and size >= 0 for size in shape):
-        return False
-    match more:
-        case {"impl": str(), "words": list(words), **others}:
-            are_words = all(type(each) is int for each in words)
-            return dtype.startswith("key<") and not others and are_words
-    try:
-        jnp.dtype(dtype)
-    except TypeError:
-        return False
-    return not more
-
-
-def _is_mask(mask: object) -> bool:
-    if not isinstance(mask, list):
-        return False
-    try:
-        # Of lists of several lengths NumPy makes no array.
-        return np.asarray(mask).dtype in (np.dtype(bool), np.dtype(float))
-    except ValueError:
-        return False
-
-
-def _is_number(kind: str, number: object) -> bool:
-    if kind == "complex":
-        is_pair = isinstance(number, list) and len(number) == 2
-        return is_pair and all(type(part) is float for part in cast(list, number))
-    return kind in _NUMBERS and type(number) is _NUMBERS[kind]
+def _versions(dtype: object, shape: Any) -> str:
+    return f"a PerReplica of {array_type(dtype, shape[1:])} for {shape[0]} replicas"
 
 
 # Arrays.
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "dtype") and not isinstance(value, PerReplica)
+
+
+def _described_array(value: Any) -> str:
+    return array_type(value.dtype, value.shape)
 
 
 def _array_entry(value: Any, kind: str = "array") -> tuple[Entry, Array | None]:
@@ -202,48 +225,19 @@ def _array_entry(value: Any, kind: str = "array") -> tuple[Entry, Array | None]:
     return entry, np.asarray(value) if is_own else value
 
 
-def _reading(entry: Entry, sharding: Sharding | None) -> Reading | None:
-    """The reading of an entry's array; None if it has no elements."""
-    if entry["kind"] not in ("array", "per_replica"):
-        return None
-    shape = (*entry["shape"], *entry.get("words", ()))
-    if 0 in shape:
-        return None
-    is_own = sharding is not None and sharding.is_fully_addressable
-    if is_own and jax.process_count() > 1:
-        sharding = None  # Orbax reads for all processes, or for the host
-    return Reading(shape, _dtype(entry), sharding)
-
-
 def _dtype(entry: Entry) -> np.dtype:
     return jnp.dtype("uint32" if "impl" in entry else entry["dtype"])
 
 
-def _read_array(entry: Entry, array: Array | None, dtype: DTypeLike | None) -> Array:
-    """The array as it was before it was written; a number as a scalar of `dtype`."""
+def _read_array(leaf: Leaf, entry: Entry, array: Array | None) -> Array:
+    """The array as it was before it was written; a number as a scalar."""
     if entry["kind"] == "number":
-        return np.asarray(_number(entry), dtype)
+        return np.asarray(_number(entry), leaf.value.dtype)
     if array is None:  # nothing was written of an array without elements
         array = np.zeros((*entry["shape"], *entry.get("words", ())), _dtype(entry))
     if "impl" in entry:
         array = jax.random.wrap_key_data(jnp.asarray(array), impl=entry["impl"])
     return array
-
-
-def _described_array(value: Any) -> str:
-    return array_type(value.dtype, value.shape)
-
-
-def _array_mismatch(leaf: Leaf, entry: Entry) -> str | None:
-    value = leaf.value
-    if entry["kind"] == "number" and value.shape == ():
-        kinds = list(_ABSTRACT)
-        may_be = [_ABSTRACT[k] for k in kinds[kinds.index(entry["type"]) :]]
-        is_number = not is_key(value.dtype)
-        fits = is_number and any(jnp.issubdtype(value.dtype, each) for each in may_be)
-    else:
-        fits = described(entry) == _described_array(value)
-    return None if fits else _differs(leaf, entry)
 
 
 def _check_alive(value: object, name: str) -> None:
@@ -256,10 +250,13 @@ def _check_alive(value: object, name: str) -> None:
 
 def _save_array(leaf: Leaf) -> tuple[Entry, Array | None]:
     _check_alive(leaf.value, leaf.name)
+    # Objects, bytes, text, times and differences of times: JAX has none of them.
+    if getattr(leaf.value.dtype, "kind", "") in ("O", "S", "U", "M", "m"):
+        raise TypeError(
+            f"`{leaf.name}` is an array of {leaf.value.dtype}, which a checkpoint "
+            "cannot hold. Save numbers, or what JSON can say in `extra`."
+        )
     return _array_entry(leaf.value)
-
-
-# Arrays of JAX, and `jax.ShapeDtypeStruct`s.
 
 
 def is_device_array(value: object) -> bool:
@@ -267,7 +264,7 @@ def is_device_array(value: object) -> bool:
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _sharding(leaf: Leaf) -> Sharding | None:
+def placement(leaf: Leaf) -> Sharding | None:
     """The place of a restored array; None for JAX's default device, uncommitted."""
     own = leaf.value.sharding
     is_free = own is None or isinstance(own, SingleDeviceSharding)
@@ -279,82 +276,47 @@ def _sharding(leaf: Leaf) -> Sharding | None:
 
 
 def _restore_device_array(leaf: Leaf, entry: Entry, array: Array | None) -> object:
-    found, sharding = _read_array(entry, array, leaf.value.dtype), _sharding(leaf)
+    found, sharding = _read_array(leaf, entry, array), placement(leaf)
     if isinstance(found, jax.Array) and sharding in (None, found.sharding):
         return found
     return jnp.asarray(found) if sharding is None else mesh.place(found, sharding)
 
 
-def _place_device_array(leaf: Leaf) -> object:
-    value = leaf.value
-    if isinstance(value, jax.Array) and leaf.home is not None:
-        if _sharding(leaf) != value.sharding:
-            return building.replicate_leaf(value, leaf.home, f"`{leaf.name}`")
-    return value
-
-
-_DEVICE_ARRAY = Handler(
-    takes=is_device_array,
-    describe=_described_array,
-    save=_save_array,
-    mismatch=_array_mismatch,
-    reading=lambda leaf, entry: _reading(entry, _sharding(leaf)),
-    restore=_restore_device_array,
-    place=_place_device_array,
-)
-
-
-# Arrays and scalars of NumPy.
-
-
-def _save_host_array(leaf: Leaf) -> tuple[Entry, Array | None]:
-    # Objects, bytes, text, times and differences of times: JAX has none of them.
-    if leaf.value.dtype.kind in "OSUMm":
-        raise TypeError(
-            f"`{leaf.name}` is an array of {leaf.value.dtype}, which a checkpoint "
-            "cannot hold. Save numbers, or what JSON can say in `extra`."
-        )
-    return _array_entry(leaf.value)
-
-
 def _restore_host_array(leaf: Leaf, entry: Entry, array: Array | None) -> object:
-    found = np.asarray(_read_array(entry, array, leaf.value.dtype))
+    found = np.asarray(_read_array(leaf, entry, array))
     return found[()] if isinstance(leaf.value, np.generic) else found
-
-
-_HOST_ARRAY = Handler(
-    takes=lambda value: isinstance(value, np.ndarray | np.generic),
-    describe=_described_array,
-    save=_save_host_array,
-    mismatch=_array_mismatch,
-    reading=lambda leaf, entry: _reading(entry, None),
-    restore=_restore_host_array,
-)
 
 
 # Variables, of which the value is saved: that of all copies together.
 
 
-def _check_has_value(name: str, variable: Variable) -> None:
-    if per_worker_kind_of(variable) is not None:
-        raise ValueError(
-            f"`{name}`, variable {variable.name!r}, has a copy on each worker, so it "
-            "has no one value to save or restore. Leave it out of the state, or save "
-            "the copies: `variable.read_all()`."
-        )
-    on_read = variable.synchronization is VariableSynchronization.ON_READ
-    has_copies = on_read and variable.strategy is not None
-    if has_copies and variable.aggregation is VariableAggregation.NONE:
-        raise ValueError(
-            f"`{name}`, variable {variable.name!r}, has a copy per replica "
-            "and aggregation NONE, so it has no one value to save or restore. Make "
-            "it with `aggregation='sum'`, 'mean' or 'only_first_replica', or save "
-            "the copies: `variable.distributed()`."
-        )
+def _check_has_value(leaf: Leaf) -> None:
+    """Raise ValueError if the value is a variable that has no one value."""
+    variables = [leaf.value]
+    if isinstance(leaf.value, ShardedVariable):
+        variables = leaf.value.variables if leaf.value.holds_variables else []
+    for each in variables:
+        if not isinstance(each, Variable):
+            continue
+        if per_worker_kind_of(each) is not None:
+            raise ValueError(
+                f"`{leaf.name}`, variable {each.name!r}, has a copy on each worker, so "
+                "it has no one value to save or restore. Leave it out of the state, or "
+                "save the copies: `variable.read_all()`."
+            )
+        on_read = each.synchronization is VariableSynchronization.ON_READ
+        has_copies = on_read and each.strategy is not None
+        if has_copies and each.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"`{leaf.name}`, variable {each.name!r}, has a copy per replica "
+                "and aggregation NONE, so it has no one value to save or restore. Make "
+                "it with `aggregation='sum'`, 'mean' or 'only_first_replica', or save "
+                "the copies: `variable.distributed()`."
+            )
 
 
 def _save_variable(leaf: Leaf) -> tuple[Entry, Array | None]:
-    _check_has_value(leaf.name, leaf.value)
+    _check_has_value(leaf)
     return _array_entry(leaf.value.value())
 
 
@@ -365,25 +327,9 @@ def _as_array(leaf: Leaf) -> Leaf:
     return Leaf(leaf.name, struct)
 
 
-def _variable_mismatch(leaf: Leaf, entry: Entry) -> str | None:
-    _check_has_value(leaf.name, leaf.value)
-    return _array_mismatch(leaf, entry)
-
-
 def _assign(leaf: Leaf, restored: object) -> object:
     leaf.value.assign(restored)
     return leaf.value
-
-
-_VARIABLE = Handler(
-    takes=lambda value: isinstance(value, Variable),
-    describe=_described_array,
-    save=_save_variable,
-    mismatch=_variable_mismatch,
-    reading=lambda leaf, entry: _reading(entry, _sharding(_as_array(leaf))),
-    restore=lambda leaf, *read: _restore_device_array(_as_array(leaf), *read),
-    put=_assign,
-)
 
 
 # Variables in several shards, saved as one array: so they are restored into shards of
@@ -399,14 +345,8 @@ def is_sharded_variable(value: object) -> bool:
     return value.holds_variables or all(map(is_device_array, value.variables))
 
 
-def _check_shards(leaf: Leaf) -> None:
-    if leaf.value.holds_variables:
-        for shard in leaf.value.variables:
-            _check_has_value(leaf.name, shard)
-
-
 def _save_sharded(leaf: Leaf) -> tuple[Entry, Array | None]:
-    _check_shards(leaf)
+    _check_has_value(leaf)
     whole, shards = leaf.value, leaf.value.variables
     for shard in shards:
         _check_alive(shard, leaf.name)
@@ -415,35 +355,21 @@ def _save_sharded(leaf: Leaf) -> tuple[Entry, Array | None]:
     return _array_entry(whole.numpy())
 
 
-def _sharded_mismatch(leaf: Leaf, entry: Entry) -> str | None:
-    _check_shards(leaf)
-    return _array_mismatch(leaf, entry)
-
-
 def _restore_sharded(leaf: Leaf, entry: Entry, array: Array | None) -> object:
-    whole = np.asarray(_read_array(entry, array, leaf.value.dtype))
+    whole = np.asarray(_read_array(leaf, entry, array))
     if leaf.value.holds_variables:
         return whole
     shards, structure = jax.tree.flatten(leaf.value)
     ends = itertools.accumulate((len(each) for each in shards), initial=0)
     parts = [
         _restore_device_array(
-            leaf.like(shard), {**entry, "shape": list(shard.shape)}, whole[start:stop]
+            dataclasses.replace(leaf, value=shard),
+            {**entry, "shape": list(shard.shape)},
+            whole[start:stop],
         )
         for shard, (start, stop) in zip(shards, itertools.pairwise(ends), strict=True)
     ]
     return jax.tree.unflatten(structure, parts)
-
-
-_SHARDED_VARIABLE = Handler(
-    takes=is_sharded_variable,
-    describe=_described_array,
-    save=_save_sharded,
-    mismatch=_sharded_mismatch,
-    reading=lambda leaf, entry: _reading(entry, None),
-    restore=_restore_sharded,
-    put=lambda leaf, new: _assign(leaf, new) if leaf.value.holds_variables else new,
-)
 
 
 # `PerReplica`s, which are no logical value, but one for each replica.
@@ -451,8 +377,7 @@ _SHARDED_VARIABLE = Handler(
 
 def _described_versions(value: PerReplica) -> str:
     held = per_replica.contents(value)
-    shape = array_type(held.dtype, held.shape[1:])
-    return f"a PerReplica of {shape} for {held.shape[0]} replicas"
+    return _versions(held.dtype, held.shape)
 
 
 def _save_versions(leaf: Leaf) -> tuple[Entry, Array | None]:
@@ -469,24 +394,12 @@ def _save_versions(leaf: Leaf) -> tuple[Entry, Array | None]:
     return entry, array
 
 
-def _versions_mismatch(leaf: Leaf, entry: Entry) -> str | None:
-    if described(entry) == _described_versions(leaf.value):
-        return None
-    text = _differs(leaf, entry)
-    if entry["kind"] != "per_replica":
-        return text
-    return (
-        f"{text}; versions of single replicas mean nothing to another number of "
-        "them: reduce the value before saving (`strategy.reduce`)"
-    )
-
-
 def _sharding_of_versions(leaf: Leaf) -> Sharding | None:
     return getattr(per_replica.contents(leaf.value), "sharding", None)
 
 
 def _restore_versions(leaf: Leaf, entry: Entry, array: Array | None) -> object:
-    found, sharding = _read_array(entry, array, None), _sharding_of_versions(leaf)
+    found, sharding = _read_array(leaf, entry, array), _sharding_of_versions(leaf)
     restored = PerReplica(found if sharding is None else mesh.place(found, sharding))
     if "mask" not in entry:
         return restored
@@ -496,17 +409,7 @@ def _restore_versions(leaf: Leaf, entry: Entry, array: Array | None) -> object:
     return per_replica.with_mask(restored, mask)
 
 
-_PER_REPLICA = Handler(
-    takes=lambda value: isinstance(value, PerReplica),
-    describe=_described_versions,
-    save=_save_versions,
-    mismatch=_versions_mismatch,
-    reading=lambda leaf, entry: _reading(entry, _sharding_of_versions(leaf)),
-    restore=_restore_versions,
-)
-
-
-# Numbers of Python and strings, which the record itself holds.
+# Numbers of Python, which the record itself holds.
 
 _NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 # What a number may become; the first it is.
@@ -529,40 +432,11 @@ def _save_number(leaf: Leaf) -> tuple[Entry, Array | None]:
     return {"kind": "number", "type": kind, "value": written}, None
 
 
-def _number_mismatch(leaf: Leaf, entry: Entry) -> str | None:
-    kind = type(leaf.value).__name__
-    if entry["kind"] == "number":
-        fits = entry["type"] == kind
-    else:
-        fits = entry["kind"] == "array" and entry["shape"] == []
-        fits = fits and "impl" not in entry
-        fits = fits and jnp.issubdtype(jnp.dtype(entry["dtype"]), _ABSTRACT[kind])
-    return None if fits else _differs(leaf, entry)
-
-
 def _restore_number(leaf: Leaf, entry: Entry, array: Array | None) -> object:
     if entry["kind"] == "number":
         return _number(entry)
     assert array is not None, "it has an element"
     return type(leaf.value)(array.item())
-
-
-_NUMBER = Handler(
-    takes=lambda value: type(value) in _NUMBERS.values(),
-    describe=lambda value: f"a Python {type(value).__name__}",
-    save=_save_number,
-    mismatch=_number_mismatch,
-    reading=lambda leaf, entry: _reading(entry, None),
-    restore=_restore_number,
-)
-
-_TEXT = Handler(
-    takes=lambda value: isinstance(value, str),
-    describe=lambda value: "a string",
-    save=lambda leaf: ({"kind": "text", "value": leaf.value}, None),
-    mismatch=lambda leaf, e: None if e["kind"] == "text" else _differs(leaf, e),
-    restore=lambda leaf, entry, array: entry["value"],
-)
 
 
 # Positions of passes over datasets, one for each process in the record.
@@ -575,19 +449,6 @@ def _save_position(leaf: Leaf) -> tuple[Entry, Array | None]:
         raise TypeError(f"`{leaf.name}` cannot be saved: {error}") from error
     what = f"save the position of `{leaf.name}`"
     return {"kind": "iterator", "states": agreement.agree(what, state)}, None
-
-
-def _position_mismatch(leaf: Leaf, entry: Entry) -> str | None:
-    if entry["kind"] != "iterator":
-        return _differs(leaf, entry)
-    states = entry["states"]
-    if len(states) == jax.process_count() or states.count(states[0]) == len(states):
-        return None
-    return (
-        f"`{leaf.name}` was read by {len(states)} processes, each a part of its "
-        f"own, and there are {jax.process_count()} now; use as many, or a source "
-        "that all processes read alike (`jaxstrategy.batches`)"
-    )
 
 
 def _restore_position(leaf: Leaf, entry: Entry, array: Array | None) -> object:
@@ -605,32 +466,60 @@ def _put_position(leaf: Leaf, state: object) -> object:
     return leaf.value
 
 
-def _undo_position(leaf: Leaf) -> Callable[[], object]:
-    try:
-        state = leaf.value.get_state()
-    except TypeError:  # cannot be resumed, so it cannot be set either
-        return lambda: None
-    return lambda: leaf.value.set_state(state)
-
-
-_POSITION = Handler(
-    takes=lambda value: isinstance(value, AbstractInputIterator),
-    describe=lambda value: "an iterator",
-    save=_save_position,
-    mismatch=_position_mismatch,
-    restore=_restore_position,
-    put=_put_position,
-    undo=_undo_position,
-)
-
 # The first that takes a value has it: NumPy's float64 is a float of Python, too.
 _HANDLERS = (
-    _VARIABLE,
-    _SHARDED_VARIABLE,
-    _PER_REPLICA,
-    _DEVICE_ARRAY,
-    _HOST_ARRAY,
-    _NUMBER,
-    _TEXT,
-    _POSITION,
+    Handler(
+        takes=lambda value: isinstance(value, Variable),
+        describe=_described_array,
+        save=_save_variable,
+        restore=lambda leaf, *read: _restore_device_array(_as_array(leaf), *read),
+        where=lambda leaf: placement(_as_array(leaf)),
+        put=_assign,
+    ),
+    Handler(
+        takes=is_sharded_variable,
+        describe=_described_array,
+        save=_save_sharded,
+        restore=_restore_sharded,
+        put=lambda leaf, new: _assign(leaf, new) if leaf.value.holds_variables else new,
+    ),
+    Handler(
+        takes=lambda value: isinstance(value, PerReplica),
+        describe=_described_versions,
+        save=_save_versions,
+        restore=_restore_versions,
+        where=_sharding_of_versions,
+    ),
+    Handler(
+        takes=is_device_array,
+        describe=_described_array,
+        save=_save_array,
+        restore=_restore_device_array,
+        where=placement,
+    ),
+    Handler(
+        takes=lambda value: isinstance(value, np.ndarray | np.generic),
+        describe=_described_array,
+        save=_save_array,
+        restore=_restore_host_array,
+    ),
+    Handler(
+        takes=lambda value: type(value) in _NUMBERS.values(),
+        describe=lambda value: f"a Python {type(value).__name__}",
+        save=_save_number,
+        restore=_restore_number,
+    ),
+    Handler(
+        takes=lambda value: isinstance(value, str),
+        describe=lambda value: "a string",
+        save=lambda leaf: ({"kind": "text", "value": leaf.value}, None),
+        restore=lambda leaf, entry, array: entry["value"],
+    ),
+    Handler(
+        takes=lambda value: isinstance(value, AbstractInputIterator),
+        describe=lambda value: "an iterator",
+        save=_save_position,
+        restore=_restore_position,
+        put=_put_position,
+    ),
 )

@@ -10,19 +10,20 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Self, final, overload
+from typing import Self, final, overload
 
 import jax
 
-from jaxstrategy._src.checkpoint import agreement, record as _record
+from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.checkpoint.agreement import first_line
-from jaxstrategy._src.checkpoint.folder import Best, Catalogue, Folder
+from jaxstrategy._src.checkpoint.folder import Folder
 from jaxstrategy._src.checkpoint.handlers import described
 from jaxstrategy._src.checkpoint.record import (
     CheckpointError,
     Damage,
     DamagedCheckpointWarning,
     Record,
+    verify,
 )
 from jaxstrategy._src.checkpoint.state import State
 from jaxstrategy._src.contexts import context
@@ -34,9 +35,6 @@ from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.shown import shown, whole
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import PyTree, TreeT
-
-if TYPE_CHECKING:
-    from jaxstrategy._src.checkpoint.orbax import OrbaxBackend
 
 _STEPS = 2**63  # such numbers are names of files, and of 64 bits elsewhere
 
@@ -137,14 +135,34 @@ class CheckpointManager:
         for name, number in {"keep": keep, "every": every}.items():
             if number is not None and operator.index(number) < 1:
                 raise ValueError(f"`{name}` was {number}; at least 1 was wanted.")
-        backend = _installed()
-        folder = Folder(backend.path_of(directory))
-        self._backend, self._folder = backend, folder
+        match best:
+            case None | (str(), "max" | "min"):
+                pass
+            case _:
+                raise ValueError(
+                    f"`best` was {best!r}; the name of a metric and 'max' or 'min' was "
+                    "wanted: `best=('accuracy', 'max')`."
+                )
+        try:
+            from jaxstrategy._src.checkpoint.orbax import OrbaxBackend
+        except ImportError as missing:
+            raise MissingExtraError(
+                "`jaxstrategy.checkpoint` needs Orbax, which is not installed. Install "
+                "the extra: pip install 'jaxstrategy[checkpoint]'"
+            ) from missing
+        self._backend = OrbaxBackend()
+        self._folder = Folder(self._backend.path_of(directory), best)
         self._strategy = None if strategy is None else checked_core(strategy)
-        self._every = every
-        self._catalogue = Catalogue(folder, None if best is None else Best.of(best))
-        self._saver = Saver(self._catalogue, backend, keep, asynchronous)
+        self._keep, self._best, self._every = keep, best, every
+        self._asynchronous = asynchronous
         self._restored: Restored | None = None
+        self._own: set[int] = set()  # saved or restored by this manager
+        self._thread: threading.Thread | None = None  # waits for what is written
+        self._writing = 0
+        self._unfinished = ""  # the folder that is written into
+        self._failure: Exception | None = None
+        if asynchronous:
+            _finish_at_exit(self)
 
     # Saving.
 
@@ -182,13 +200,130 @@ class CheckpointManager:
         """
         _check_host("save")
         step = _checked_step(step)
-        self._saver.raise_failure()
+        self._raise_failure()
         if not force and self._every is not None and step % self._every:
             return False
-        numbers = _checked_metrics(metrics)
-        self._catalogue.check_metrics(numbers)
-        _check_json(extra)
-        return self._saver.save(step, state, numbers, extra)
+        numbers = self._checked_metrics(metrics)
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(
+                f"`extra` was {shown(extra)}, which JSON cannot say ({error}). Put "
+                "arrays and other values into the state."
+            ) from error
+        what = self._what("save", step)
+        self.wait()
+        if self._is_saved(step, what):
+            return False
+        written = State(state)
+        # Nothing is restored meanwhile by another thread.
+        with written.snapshot(step):
+            entries, arrays = written.saved()
+            told = [f"`{name}` ({described(e)})" for name, e in entries.items()]
+            agreement.compare_leaves(what, told)
+            record = Record(step, entries, numbers, extra)
+            self._unfinished = self._prepare(step, what)
+            try:
+                with agreement.watched(what):
+                    folder = self._folder.path / self._unfinished
+                    self._backend.begin(folder, arrays, record)
+            except (OSError, ValueError) as error:
+                raise self._unwritten(step, first_line(error)) from error
+            self._writing = step
+            self._thread = threading.Thread(target=self._finish, name="checkpoint")
+            self._thread.start()
+        if not self._asynchronous:
+            self.wait()
+        return True
+
+    def _checked_metrics(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
+        try:
+            numbers = {str(k): float(value) for k, value in dict(metrics or {}).items()}
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(
+                f"`metrics` was {shown(metrics)}; numbers by name were wanted: "
+                "`{'accuracy': 0.9}`."
+            ) from None
+        if self._best is not None and numbers and self._best[0] not in numbers:
+            raise ValueError(
+                f"`metrics` has {', '.join(numbers)}, but the best checkpoint is "
+                f"chosen by {self._best[0]!r}."
+            )
+        return numbers
+
+    def _what(self, doing: str, step: int | None = None) -> str:
+        """Something that is done, in the words by which the processes compare it."""
+        which = "" if step is None else f" checkpoint {step}"
+        return f"{doing}{which} in `{self._folder.path}`"
+
+    def _is_saved(self, step: int, what: str) -> bool:
+        """Whether this manager has saved or restored it already."""
+        is_own = step in self._own and self._folder.good_record(step) is not None
+        is_own, latest = agreement.agree(what, [is_own, self._folder.latest()])[0]
+        if not is_own and latest is not None and latest >= step:
+            raise ValueError(
+                f"Checkpoint {step} was to be saved, but `{self._folder.path}` has "
+                f"checkpoint {latest} already, of another training or another course "
+                "of this one. Restore that one and go on, use another directory, or "
+                f"delete it first: `manager.delete({latest})`."
+            )
+        return is_own
+
+    def _prepare(self, step: int, what: str) -> str:
+        """The name of a new folder to write into; all raise if the first cannot."""
+        name = failure = None
+        if jax.process_index() == 0:
+            try:
+                name = self._folder.begin(step)
+            except OSError as error:
+                failure = first_line(error)
+        # The name has a random part, so the first process makes it for all.
+        name, failure = agreement.agree(what, [name, failure])[0]
+        if failure is not None:
+            raise self._unwritten(step, failure)
+        # `begin` has given these checkpoints other names.
+        self._folder.damaged.clear()
+        return name
+
+    def _finish(self) -> None:
+        """In the background: wait until all is written, then delete older ones."""
+        step = self._writing
+        try:
+            self._backend.finish()
+            self._own.add(step)
+        # Any error counts: nobody catches it in this thread, so `wait` raises it.
+        except Exception as error:
+            reason = self._other_writer(step, error) or first_line(error)
+            self._failure = self._unwritten(step, reason)
+            # `wait` raises it, where `from error` cannot be said any more.
+            self._failure.__cause__ = error
+            return
+        try:
+            if jax.process_index() == 0 and self._keep is not None:
+                self._folder.thin_out(self._keep)
+        except OSError as error:
+            self._failure = CheckpointError(
+                f"Checkpoint {step} is written, but an older one could not be deleted "
+                f"in `{self._folder.path}`: {first_line(error)}"
+            )
+            self._failure.__cause__ = error
+
+    def _unwritten(self, step: int, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"Checkpoint {step} could not be written to `{self._folder.path}`: "
+            f"{reason}\nEarlier checkpoints are as they were. Is the folder "
+            "writable, and is there room on the disk?"
+        )
+
+    def _other_writer(self, step: int, error: Exception) -> str | None:
+        """The damage that another writer into this folder did; None if it did none."""
+        if isinstance(error, FileExistsError):
+            did = f"checkpoint {step} is there meanwhile"
+        elif not self._folder.has(self._unfinished) and not self._folder.has(str(step)):
+            did = f"`{self._unfinished}`, into which it was written, was deleted"
+        else:
+            return None
+        return f"{did}. Does another training save to this folder? Give it another one."
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -196,7 +331,18 @@ class CheckpointManager:
         Raises:
           CheckpointError: what was being written could not be.
         """
-        self._saver.wait()
+        if self._thread is not None:
+            what = f"checkpoint {self._writing} in `{self._folder.path}` to be written"
+            agreement.join(self._thread, what)
+            self._thread = None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise what has failed in the background, if that has ended."""
+        is_over = self._thread is None or not self._thread.is_alive()
+        if is_over and self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of `step`.
@@ -205,7 +351,12 @@ class CheckpointManager:
           FileNotFoundError: there is none.
         """
         self.wait()
-        self._catalogue.delete(step)
+        what = self._what("delete", step)
+        self._require(step, what)
+        if jax.process_index() == 0:
+            self._folder.delete(step)
+        # No process goes on before it is deleted.
+        agreement.agree(what, None)
 
     # Restoring.
 
@@ -236,28 +387,41 @@ class CheckpointManager:
         """
         _check_host("restore")
         self.wait()
-        if step is not None:
-            step = _checked_step(step)
-        named = self._catalogue.named(self._catalogue.what("restore", step))
         damaged: dict[int, str] = {}
         if step is not None:
-            self._catalogue.require(step, named)
+            step = _checked_step(step)
+            self._require(step, self._what("restore", step))
             reason = self._damage(step)
             if reason is not None:
                 raise CheckpointError(
                     f"Checkpoint {step} in `{self._folder.path}` is damaged: "
                     f"{reason}. Without a step the latest good one is restored."
                 )
-        elif named:
-            step, damaged = self._latest_good(named)
         else:
-            raise FileNotFoundError(
-                f"There is no checkpoint in `{self._folder.path}`. Save one, "
-                "or begin with `restore_or_init`."
-            )
+            named = self._named(self._what("restore"))
+            if not named:
+                raise FileNotFoundError(
+                    f"There is no checkpoint in `{self._folder.path}`. Save one, "
+                    "or begin with `restore_or_init`."
+                )
+            step, damaged = self._latest_good(named)
         state = self._read(state_like, step, partial, damaged)
-        self._saver.own.add(step)
+        self._own.add(step)
         return state
+
+    def _named(self, what: str) -> list[int]:
+        """Steps for which there is something, good or not, in order."""
+        return agreement.agree(what, self._folder.named())[0]
+
+    def _require(self, step: int, what: str) -> None:
+        """Raise FileNotFoundError unless there is something for `step`."""
+        named = self._named(what)
+        if step not in named:
+            has = ", ".join(map(str, named)) if named else "none"
+            raise FileNotFoundError(
+                f"There is no checkpoint {step} in `{self._folder.path}`; it has: "
+                f"{has}."
+            )
 
     def _latest_good(self, named: list[int]) -> tuple[int, dict[int, str]]:
         damaged: dict[int, str] = {}
@@ -275,7 +439,7 @@ class CheckpointManager:
                 "or move them to begin anew."
             )
         if damaged:
-            self._catalogue.damaged |= set(damaged)
+            self._folder.damaged |= set(damaged)
             user_code.warn(
                 f"Checkpoint {step} in `{self._folder.path}` is restored, "
                 f"because later ones are damaged. {told}.",
@@ -285,12 +449,12 @@ class CheckpointManager:
 
     def _damage(self, step: int) -> str | None:
         """The reason why a checkpoint cannot be used, the same in all processes."""
-        folder = self._folder.of(step)
-        what = self._catalogue.what("verify", step)
+        folder = self._folder.path / str(step)
+        what = self._what("verify", step)
         try:
             with agreement.watched(what, busy="reads its files"):
                 record = self._folder.record(step)
-                _record.verify(folder, record, jax.process_index(), jax.process_count())
+                verify(folder, record, jax.process_index(), jax.process_count())
             reason = None
         except Damage as damage:
             reason = str(damage)
@@ -302,16 +466,16 @@ class CheckpointManager:
     def _read(
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
     ) -> PyTree:
-        record = self._catalogue.record(step)
+        record = self._record(step)
         state = State(state_like, self._replicas())
-        what = self._catalogue.what("restore", step)
+        what = self._what("restore", step)
         agreement.compare_leaves(what, list(state.names))
         where = f"Checkpoint {step} in `{self._folder.path}`"
         fit = state.fit(record.leaves, where, partial)
         readings = state.readings(record.leaves, fit.common)
         try:
             with agreement.watched(what, busy="reads arrays"):
-                arrays = self._backend.read(self._folder.of(step), readings)
+                arrays = self._backend.read(self._folder.path / str(step), readings)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{where} could not be read: {first_line(error)}. Did "
@@ -347,7 +511,7 @@ class CheckpointManager:
         """
         state = init() if _is_function(init) else init
         self.wait()
-        if not self._catalogue.named(self._catalogue.what("restore")):
+        if not self._named(self._what("restore")):
             return State(state, self._replicas()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
@@ -370,11 +534,13 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
-        return self._catalogue.steps()
+        found = list(self._folder.good())
+        return agreement.agree(self._what("list the checkpoints"), found)[0]
 
     def latest_step(self) -> int | None:
         """The last step whose checkpoint is complete; None if there is none."""
-        return self._catalogue.latest()
+        latest = self._folder.latest()
+        return agreement.agree(self._what("find the latest checkpoint"), latest)[0]
 
     def best_step(self) -> int | None:
         """The step that is best by the metric; None if no checkpoint has it.
@@ -382,7 +548,13 @@ class CheckpointManager:
         Raises:
           ValueError: the manager was not given `best`.
         """
-        return self._catalogue.best()
+        if self._best is None:
+            raise ValueError(
+                "The manager was not told what is best: "
+                "`CheckpointManager(..., best=('accuracy', 'max'))`."
+            )
+        best = self._folder.best(self._folder.good())
+        return agreement.agree(self._what("find the best checkpoint"), best)[0]
 
     def record(self, step: int) -> Record:
         """The description of a checkpoint, which is not restored.
@@ -391,170 +563,18 @@ class CheckpointManager:
           FileNotFoundError: there is none.
           CheckpointError: it is damaged.
         """
-        what = self._catalogue.what("read the record of", step)
-        self._catalogue.require(step, self._catalogue.named(what))
-        return self._catalogue.record(step)
+        self._require(step, self._what("read the record of", step))
+        return self._record(step)
+
+    def _record(self, step: int) -> Record:
+        try:
+            return self._folder.record(step)
+        except Damage as damage:
+            raise CheckpointError(
+                f"Checkpoint {step} in `{self._folder.path}` is damaged: {damage}."
+            ) from None
 
     # Its end.
-
-    def close(self) -> None:
-        """Wait, as `wait` does, and end the background threads."""
-        self._saver.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"CheckpointManager({str(self._catalogue.folder.path)!r})"
-
-
-@final
-class Saver:
-    """Writes one checkpoint at a time, and then deletes older ones."""
-
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        backend: OrbaxBackend,
-        keep: int | None,
-        asynchronous: bool,
-    ) -> None:
-        self._catalogue = catalogue
-        self._folder = catalogue.folder
-        self._backend = backend
-        self._keep = keep
-        self._asynchronous = asynchronous
-        self._thread: threading.Thread | None = None
-        self._writing = 0
-        self._unfinished = ""  # the folder that is written into
-        self._failure: Exception | None = None
-        self.own: set[int] = set()
-        if asynchronous:
-            _finish_at_exit(self)
-
-    def save(
-        self, step: int, state: PyTree, metrics: dict[str, float], extra: Json
-    ) -> bool:
-        """Write `state`; False if this training has saved or restored it before."""
-        what = self._catalogue.what("save", step)
-        self.wait()
-        if self._is_saved(step, what):
-            return False
-        written = State(state)
-        # Nothing is restored meanwhile by another thread.
-        with written.snapshot(step):
-            entries, arrays = written.saved()
-            told = [f"`{name}` ({described(e)})" for name, e in entries.items()]
-            agreement.compare_leaves(what, told)
-            record = Record(step, entries, metrics, extra)
-            self._unfinished = self._prepare(step, what)
-            try:
-                with agreement.watched(what):
-                    folder = self._folder.path / self._unfinished
-                    self._backend.begin(folder, arrays, record)
-            except (OSError, ValueError) as error:
-                raise self._unwritten(step, first_line(error)) from error
-            self._writing = step
-            self._thread = threading.Thread(target=self._finish, name="checkpoint")
-            self._thread.start()
-        if not self._asynchronous:
-            self.wait()
-        return True
-
-    def _is_saved(self, step: int, what: str) -> bool:
-        """Whether this manager has done so already."""
-        is_own = step in self.own and step in self._catalogue.good()
-        latest = self._folder.latest(self._catalogue.damaged)
-        is_own, latest = agreement.agree(what, [is_own, latest])[0]
-        if is_own:
-            return True
-        if latest is None or latest < step:
-            return False
-        raise ValueError(
-            f"Checkpoint {step} was to be saved, but `{self._folder.path}` has "
-            f"checkpoint {latest} already, of another training or another course of "
-            "this one. Restore that one and go on, use another directory, or delete it "
-            f"first: `manager.delete({latest})`."
-        )
-
-    def _prepare(self, step: int, what: str) -> str:
-        """The name of a new folder to write into; all raise if the first cannot."""
-        name = failure = None
-        if agreement.is_first():
-            try:
-                name = self._folder.begin(step, self._catalogue.damaged)
-            except OSError as error:
-                failure = first_line(error)
-        # The name has a random part, so the first process makes it for all.
-        name, failure = agreement.agree(what, [name, failure])[0]
-        if failure is not None:
-            raise self._unwritten(step, failure)
-        # `begin` has given these checkpoints other names.
-        self._catalogue.damaged.clear()
-        return name
-
-    def _finish(self) -> None:
-        """In the background: wait until all is written, then delete older ones."""
-        step = self._writing
-        try:
-            self._backend.finish()
-            self.own.add(step)
-        # Any error counts: nobody catches it in this thread, so `wait` raises it.
-        except Exception as error:
-            reason = self._other_writer(step, error) or first_line(error)
-            self._failure = self._unwritten(step, reason)
-            # `wait` raises it, where `from error` cannot be said any more.
-            self._failure.__cause__ = error
-            return
-        try:
-            if agreement.is_first():
-                self._thin_out()
-        except OSError as error:
-            self._failure = CheckpointError(
-                f"Checkpoint {step} is written, but an older one could not be deleted "
-                f"in `{self._folder.path}`: {first_line(error)}"
-            )
-            self._failure.__cause__ = error
-
-    def _thin_out(self) -> None:
-        if self._keep is not None:
-            for step in self._catalogue.surplus(self._keep):
-                self._folder.delete(step)
-
-    def _unwritten(self, step: int, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"Checkpoint {step} could not be written to `{self._folder.path}`: "
-            f"{reason}\nEarlier checkpoints are as they were. Is the folder "
-            "writable, and is there room on the disk?"
-        )
-
-    def _other_writer(self, step: int, error: Exception) -> str | None:
-        """The damage that another writer into this folder did; None if it did none."""
-        if isinstance(error, FileExistsError):
-            did = f"checkpoint {step} is there meanwhile"
-        elif not self._folder.has(self._unfinished) and not self._folder.has(str(step)):
-            did = f"`{self._unfinished}`, into which it was written, was deleted"
-        else:
-            return None
-        return f"{did}. Does another training save to this folder? Give it another one."
-
-    def wait(self) -> None:
-        """Return when nothing is being written any more."""
-        if self._thread is not None:
-            what = f"checkpoint {self._writing} in `{self._folder.path}` to be written"
-            agreement.join(self._thread, what)
-            self._thread = None
-        self.raise_failure(is_over=True)
-
-    def raise_failure(self, is_over: bool = False) -> None:
-        """Raise what has failed in the background, if anything has."""
-        is_over = is_over or self._thread is None or not self._thread.is_alive()
-        if is_over and self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
 
     def close(self) -> None:
         """Wait, as `wait` does, and end the background threads."""
@@ -563,17 +583,26 @@ class Saver:
         finally:
             self._backend.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-def _finish_at_exit(saver: Saver) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({str(self._folder.path)!r})"
+
+
+def _finish_at_exit(manager: CheckpointManager) -> None:
     """Let a program that ends finish its files before Orbax's executors end."""
-    alive = weakref.ref(saver)
+    alive = weakref.ref(manager)
 
     def finish() -> None:
-        if (saver := alive()) is None or saver._thread is None:
+        if (manager := alive()) is None or manager._thread is None:
             return
-        saver._thread.join()
+        manager._thread.join()
         try:
-            saver.raise_failure(is_over=True)
+            manager._raise_failure()
         except CheckpointError as error:  # nobody is left to catch it
             print(error, file=sys.stderr)
 
@@ -600,28 +629,6 @@ def _checked_step(step: object) -> int:
     return number
 
 
-def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Numbers by name."""
-    try:
-        return {str(name): float(value) for name, value in dict(metrics or {}).items()}
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(
-            f"`metrics` was {shown(metrics)}; numbers by name were wanted: "
-            "`{'accuracy': 0.9}`."
-        ) from None
-
-
-def _check_json(extra: object) -> None:
-    """Raise unless JSON can say it."""
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"`extra` was {shown(extra)}, which JSON cannot say ({error}). Put "
-            "arrays and other values into the state."
-        ) from error
-
-
 def _is_function(init: object) -> bool:
     """Whether it makes a state; a model can be both callable and a state."""
     if not callable(init):
@@ -631,14 +638,3 @@ def _is_function(init: object) -> bool:
         return False
     leaves = jax.tree.leaves(init)
     return len(leaves) == 1 and leaves[0] is init
-
-
-def _installed() -> OrbaxBackend:
-    try:
-        from jaxstrategy._src.checkpoint.orbax import OrbaxBackend
-    except ImportError as missing:
-        raise MissingExtraError(
-            "`jaxstrategy.checkpoint` needs Orbax, which is not installed. Install the "
-            "extra: pip install 'jaxstrategy[checkpoint]'"
-        ) from missing
-    return OrbaxBackend()

@@ -19,7 +19,7 @@ from jaxstrategy._src.checkpoint import (
     record as _record,
 )
 from jaxstrategy._src.checkpoint.agreement import first_line
-from jaxstrategy._src.checkpoint.folder import Folder
+from jaxstrategy._src.checkpoint.folder import files_of, named_in_the_end
 from jaxstrategy._src.checkpoint.handlers import Array, Reading
 from jaxstrategy._src.checkpoint.record import Path, Record
 from jaxstrategy._src.errors import ClusterError
@@ -160,7 +160,6 @@ class Unfinished(_types.TemporaryPath):
 
     def __init__(self, path: epath.Path, store: Any) -> None:
         self._path = path
-        self._folder = Folder(path.parent)
         self._store = store
 
     @classmethod
@@ -189,7 +188,7 @@ class Unfinished(_types.TemporaryPath):
 
     def get_final(self) -> epath.Path:
         """The path at the end."""
-        return self._folder.final(self._path.name)
+        return named_in_the_end(self._path)
 
     async def create(self) -> epath.Path:
         """Make the file in which Orbax keeps its times; the folder is there."""
@@ -206,7 +205,7 @@ class Unfinished(_types.TemporaryPath):
             self._store.wait_until_finished()
         mark = self._path / _types.COMMIT_SUCCESS_FILE  # so Orbax does it
         mark.write_text(f"Checkpoint commit was successful to {self.get_final()}")
-        self._folder.finish(self._path.name)
+        files_of(self._path).rename(self._path, self.get_final())
 
 
 class ElsewhereError(OSError):

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import errno
 import json
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self, TypeAlias, final
 
 from jaxstrategy._src.checkpoint import handlers
 from jaxstrategy._src.checkpoint.handlers import Entry
@@ -27,15 +26,7 @@ if TYPE_CHECKING:
     from etils import epath  # which comes with Orbax
 
 Path: TypeAlias = "epath.Path"
-# A thousand paths take longer to put together than to ask the disk for, texts do not.
 PathOrText: TypeAlias = "epath.Path | str"
-
-
-class Disk(Protocol):
-    """What a record asks of the disk."""
-
-    def text(self, path: PathOrText) -> str: ...
-    def size(self, path: PathOrText) -> int: ...
 
 
 VERSION = 1
@@ -44,15 +35,6 @@ FILE = "jaxstrategy.json"
 _LATER = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
 _CHUNK = 2**20
 _THREADS = 4
-# Errors of a file that is no such file, and not of a disk that does not answer.
-_NO_FILE = {
-    errno.EINVAL,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-}
 
 
 class CheckpointError(RuntimeError):
@@ -248,11 +230,10 @@ def _wrong(content: Message) -> str | None:
     if not all(type(each) in (int, float) for each in content["metrics"].values()):
         return "a metric is no number"
     for name, told in content["files"].items():
-        match told:
-            case [size, crc] if _is_count(size) and _is_count(crc) and _is_inner(name):
-                pass
-            case _:
-                return f"its file {name!r} has no size and checksum, or is elsewhere"
+        is_inside = name and name[0] != "/" and ".." not in name.split("/")
+        is_pair = isinstance(told, list) and len(told) == 2
+        if not (is_inside and is_pair and all(map(_is_count, told))):
+            return f"its file {name!r} has no size and checksum, or is elsewhere"
     for name, entry in content["leaves"].items():
         if not handlers.is_entry(entry):
             return f"`{name}` is nothing that a checkpoint holds"
@@ -264,82 +245,40 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_inner(name: str) -> bool:
-    return bool(name) and name[0] != "/" and ".." not in name.split("/")
-
-
 def write(folder: Path, record: Record) -> None:
     """Write the record of the files that are in `folder`."""
-    paths = [path for path in _files(folder) if path.name not in _LATER]
-    files = {
-        str(path.relative_to(folder)): (path.stat().length, checksum)
-        for path, checksum in zip(paths, _checksums(paths), strict=True)
-    }
-    whole = dataclasses.replace(record, files=files)
+    names, folders = [], [folder]
+    while folders:
+        for path in folders.pop().iterdir():
+            if path.is_dir():
+                folders.append(path)
+            elif path.name not in _LATER:
+                names.append(str(path.relative_to(folder)))
+    names.sort()
+    sizes = [(folder / name).stat().length for name in names]
+    sums = zip(sizes, _checksums(folder, names), strict=True)
+    whole = dataclasses.replace(record, files=dict(zip(names, sums, strict=True)))
     (folder / FILE).write_text(whole.to_json())
-
-
-def read(disk: Disk, folder: PathOrText) -> Record:
-    """The record of a checkpoint all of whose files are there in their sizes."""
-    try:
-        text = disk.text(f"{folder}/{FILE}")
-    except FileNotFoundError:
-        raise Damage(
-            f"it has no `{FILE}`: it was not written to its end, or not by jaxstrategy"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno not in _NO_FILE:
-            raise Damage(f"its `{FILE}` cannot be read: {error}", True) from None
-        raise Damage(f"its `{FILE}` is cut or overwritten") from None
-    record = Record.from_json(text)
-    check_sizes(disk, folder, record)
-    return record
-
-
-def check_sizes(disk: Disk, folder: PathOrText, record: Record) -> None:
-    """Look whether all files of a record are there in their sizes."""
-    for name, (size, _) in record.files.items():
-        try:
-            found = disk.size(f"{folder}/{name}")
-        except (FileNotFoundError, ValueError):
-            raise Damage(f"its file `{name}` is missing") from None
-        except OSError as error:
-            is_unread = error.errno not in _NO_FILE
-            raise Damage(
-                f"its file `{name}` cannot be read: {error}", is_unread
-            ) from None
-        if found != size:
-            raise Damage(f"its file `{name}` has {found} bytes instead of {size}")
 
 
 def verify(folder: Path, record: Record, share: int, shares: int) -> None:
     """Read the files again: those whose turn it is of so many `shares`."""
     names = sorted(record.files)[share::shares]
-    found = _checksums([folder / name for name in names])
-    for name, checksum in zip(names, found, strict=True):
+    for name, checksum in zip(names, _checksums(folder, names), strict=True):
         if checksum != record.files[name][1]:
             raise Damage(
                 f"its file `{name}` has another checksum than when it was written"
             )
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from _files(path)
-        else:
-            yield path
+def _checksums(folder: Path, names: Sequence[str]) -> list[int]:
+    def crc32(name: str) -> int:
+        checksum = 0
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                checksum = zlib.crc32(chunk, checksum)
+        return checksum
 
-
-def _checksums(paths: Sequence[Path]) -> list[int]:
-    """Of files, some at once: zlib and reading let other threads run."""
+    # Some at once: zlib and reading let other threads run.
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(_crc32, paths))
-
-
-def _crc32(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+        return list(pool.map(crc32, names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, final
@@ -14,30 +15,10 @@ from jaxstrategy._src.checkpoint import handlers
 from jaxstrategy._src.checkpoint.handlers import Array, Entry, Leaf, Reading
 from jaxstrategy._src.checkpoint.record import MismatchError
 from jaxstrategy._src.contexts.context import AbstractStrategy
+from jaxstrategy._src.inputs.iterator import AbstractInputIterator
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.values import building, trees
 from jaxstrategy._src.values.arrays import PyTree
-from jaxstrategy._src.values.building import sharding_of
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class StateLeaf:
-    """A place in a state.
-
-    Attributes:
-      name: the way to it, `params/dense/kernel`; `.` of a state that is one value.
-      value: what is there.
-      path: the same as JAX says it, `.params['dense']['kernel']`.
-      is_optimizer: whether it is known to be an optimizer's.
-      store: puts another value there, if it is in an object that changes in place.
-    """
-
-    name: str
-    value: object
-    path: str
-    is_optimizer: bool
-    store: Callable[[object], None] | None = None
 
 
 class Fit(NamedTuple):
@@ -54,11 +35,7 @@ class State:
 
     def __init__(self, tree: PyTree, replicas: Replicas | None = None) -> None:
         self._tree = tree
-        self._slots = slots(tree)
-        self._leaves = {
-            slot.name: Leaf(slot.name, slot.value, _home(slot, replicas))
-            for slot in self._slots
-        }
+        self._leaves = leaves_of(tree, replicas)
         self._handlers = {n: handlers.handler_of(v) for n, v in self._leaves.items()}
 
     @property
@@ -69,7 +46,7 @@ class State:
     @contextlib.contextmanager
     def snapshot(self, step: int) -> Iterator[None]:
         """A `with` block: what is read in it for checkpoint `step` is of one moment."""
-        owners = [getattr(slot.value, "strategy", None) for slot in self._slots]
+        owners = [getattr(x.value, "strategy", None) for x in self._leaves.values()]
         strategies = [each for each in owners if isinstance(each, AbstractStrategy)]
         with contextlib.ExitStack() as stack:
             for strategy in {id(each): each for each in strategies}.values():
@@ -87,19 +64,21 @@ class State:
 
     def placed(self) -> PyTree:
         """The state as it is, where a restored one would be."""
-        return self._with(
-            {n: self._handlers[n].place(v) for n, v in self._leaves.items()}
-        )
+        values: dict[str, object] = {}
+        for name, leaf in self._leaves.items():
+            value, home = leaf.value, leaf.home
+            if isinstance(value, jax.Array) and home is not None:
+                if handlers.placement(leaf) != value.sharding:
+                    value = building.replicate_leaf(value, home, f"`{name}`")
+            values[name] = value
+        return self._with(values)
 
     def fit(self, entries: Mapping[str, Entry], where: str, partial: bool) -> Fit:
         """Compares with what a checkpoint has."""
         common = tuple(name for name in self._leaves if name in entries)
         missing = tuple(name for name in self._leaves if name not in entries)
         unexpected = tuple(name for name in entries if name not in self._leaves)
-        found = [
-            self._handlers[name].mismatch(self._leaves[name], entries[name])
-            for name in common
-        ]
+        found = [handlers.mismatch(self._leaves[n], entries[n]) for n in common]
         differing = [text for text in found if text is not None]
         if differing or (not partial and (missing or unexpected)):
             raise MismatchError(where, missing, unexpected, differing, partial)
@@ -109,9 +88,7 @@ class State:
         self, entries: Mapping[str, Entry], names: tuple[str, ...]
     ) -> dict[str, Reading]:
         """What the arrays of these values are to be read as."""
-        found = {
-            n: self._handlers[n].reading(self._leaves[n], entries[n]) for n in names
-        }
+        found = {n: handlers.reading(self._leaves[n], entries[n]) for n in names}
         return {name: reading for name, reading in found.items() if reading is not None}
 
     def restored(
@@ -127,48 +104,42 @@ class State:
             )
             for name in names
         }
-        taken_back: list[Callable[[], object]] = []
+        # Iterators may refuse: then those that have not are taken back.
+        take_back: list[Callable[[], object]] = []
         for name in values:
-            handler, leaf = self._handlers[name], self._leaves[name]
-            if handler.undo is None:
+            iterator = self._leaves[name].value
+            if not isinstance(iterator, AbstractInputIterator):
                 continue
-            taken_back.append(handler.undo(leaf))
+            # One that cannot be resumed cannot be set either.
+            with contextlib.suppress(TypeError):
+                before = iterator.get_state()
+                take_back.append(functools.partial(iterator.set_state, before))
             try:
-                values[name] = handler.put(leaf, values[name])
+                values[name] = self._handlers[name].put(
+                    self._leaves[name], values[name]
+                )
             except (TypeError, ValueError):
-                for take_back in taken_back:
-                    take_back()
+                for undo in take_back:
+                    undo()
                 raise
         return self._with(values)
 
     def _with(self, values: dict[str, object]) -> PyTree:
         """The state with other values, in objects that change in place, too."""
-        for slot in self._slots:
-            name = slot.name
-            if name not in values or values[name] is slot.value:
+        for name, leaf in self._leaves.items():
+            if name not in values or values[name] is leaf.value:
                 continue
-            values[name] = self._handlers[name].put(self._leaves[name], values[name])
-            if slot.store is not None and values[name] is not slot.value:
-                slot.store(values[name])
-        leaves, structure = _flattened(self._tree)
+            values[name] = self._handlers[name].put(leaf, values[name])
+            if leaf.store is not None and values[name] is not leaf.value:
+                leaf.store(values[name])
+        found, structure = jax.tree.flatten_with_path(self._tree, is_leaf=_is_whole)
         return jax.tree.unflatten(
             structure,
             [
                 leaf if trees.is_object(leaf) else values.get(_name(path), leaf)
-                for path, leaf in leaves
+                for path, leaf in found
             ],
         )
-
-
-def _home(slot: StateLeaf, replicas: Replicas | None) -> Any:
-    """The place of an array that lies nowhere yet; None for JAX's default device."""
-    if replicas is None or not handlers.is_device_array(slot.value):
-        return None
-    return sharding_of(slot.path, slot.value, slot.is_optimizer, replicas)
-
-
-def _flattened(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any]:
-    return jax.tree.flatten_with_path(tree, is_leaf=_is_whole)
 
 
 def _is_whole(node: object) -> bool:
@@ -177,36 +148,48 @@ def _is_whole(node: object) -> bool:
     return handlers.is_sharded_variable(node)
 
 
-def slots(tree: PyTree) -> list[StateLeaf]:
-    """All places of a state."""
+def leaves_of(tree: PyTree, replicas: Replicas | None = None) -> dict[str, Leaf]:
+    """The values of a state by name; those that lie nowhere yet are for `replicas`."""
     trees.object_kinds()  # those of Flax NNX, if it is imported
-    leaves, _ = _flattened(tree)
-    flags = building.optimizer_leaves(tree, _is_whole)
-    found: dict[str, StateLeaf] = {}
-    for (path, leaf), flag in zip(leaves, flags, strict=True):
-        slot = StateLeaf(_name(path), leaf, jax.tree_util.keystr(path), flag)
-        for each in _parts(slot) if trees.is_object(leaf) else [slot]:
-            if each.name in found:
+    found: dict[str, Leaf] = {}
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_whole)
+    flags = [False] * len(nodes)
+    if replicas is not None:
+        flags = building.optimizer_leaves(tree, _is_whole)
+    for (path, node), flag in zip(nodes, flags, strict=True):
+        name, where = _name(path), jax.tree_util.keystr(path)
+        parts = [(Leaf(name, node), where, flag)]
+        if trees.is_object(node):
+            parts = _parts(node, name, where, flag)
+        for leaf, where, is_optimizer in parts:
+            if leaf.name in found:
                 raise ValueError(
-                    f"Two values of the state are both called `{each.name}`. Give "
+                    f"Two values of the state are both called `{leaf.name}`. Give "
                     "their containers keys that differ when they are text."
                 )
-            found[each.name] = each
-    return list(found.values())
+            if replicas is not None and handlers.is_device_array(leaf.value):
+                home = building.sharding_of(where, leaf.value, is_optimizer, replicas)
+                leaf = dataclasses.replace(leaf, home=home)
+            found[leaf.name] = leaf
+    return found
 
 
-def _parts(slot: StateLeaf) -> Iterator[StateLeaf]:
-    """The places in an object of Flax NNX: each of its variables once."""
+def _parts(
+    owner: Any, name: str, where: str, is_optimizer: bool
+) -> Iterator[tuple[Leaf, str, bool]]:
+    """The values in an object of Flax NNX, of each variable once.
+
+    With each its path, as JAX says it, and whether it is known to be an optimizer's.
+    """
     # Flax need not be installed; but who has such an object has imported it.
     nnx = sys.modules["flax.nnx"]
-    owner, name = slot.value, slot.name
     nodes = dict(nnx.iter_graph(owner))
 
     def is_variable(node: object) -> bool:
         return isinstance(node, nnx.Variable)
 
     found, _ = jax.tree.flatten_with_path(nnx.split(owner)[1], is_leaf=is_variable)
-    # The path of each variable and array, as JAX says it, by identity.
+    # The path of each variable and array, by identity.
     paths = {
         id(node): jax.tree_util.keystr(path) + (".value" if is_variable(node) else "")
         for path, node in jax.tree.leaves_with_path(owner, is_leaf=is_variable)
@@ -215,36 +198,29 @@ def _parts(slot: StateLeaf) -> Iterator[StateLeaf]:
         path = tuple(key.key for key in keys)
         label = "/".join([name] * (name != ".") + [_escaped(key) for key in path])
         node = nodes[path]
-        where = slot.path + paths.get(id(node), jax.tree_util.keystr(keys))
-        if is_variable(node):
-            value = node.get_raw_value()
-            if value is not None:  # as little a value as elsewhere in a pytree
-                is_optimizer = building.is_optimizer_variable(node)
-                yield StateLeaf(label, value, where, is_optimizer, node.set_raw_value)
-        else:
-            put = _setter(nodes[path[:-1]], path[-1])
-            yield StateLeaf(label, node, where, slot.is_optimizer, put)
+        at = where + paths.get(id(node), jax.tree_util.keystr(keys))
+        if not is_variable(node):
+            store = functools.partial(_store, nodes[path[:-1]], path[-1])
+            yield Leaf(label, node, store), at, is_optimizer
+        elif (value := node.get_raw_value()) is not None:  # None is no leaf elsewhere
+            is_state = building.is_optimizer_variable(node)
+            yield Leaf(label, value, node.set_raw_value), at, is_state
 
 
-def _setter(owner: Any, key: str | int) -> Callable[[object], None]:
-    def put(value: object) -> None:
-        if isinstance(key, str):
-            setattr(owner, key, value)
-        else:
-            owner[key] = value
-
-    return put
+def _store(owner: Any, key: str | int, value: object) -> None:
+    if isinstance(key, str):
+        setattr(owner, key, value)
+    else:
+        owner[key] = value
 
 
-def _name(path: tuple[object, ...]) -> str:
-    return "/".join(_escaped(_key(entry)) for entry in path) or "."
-
-
-def _key(entry: object) -> object:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    return entry
+def _name(path: tuple[Any, ...]) -> str:
+    keys = []
+    for entry in path:
+        attributes = (a for a in ("key", "idx", "name") if hasattr(entry, a))
+        attribute = next(attributes, None)
+        keys.append(entry if attribute is None else getattr(entry, attribute))
+    return "/".join(map(_escaped, keys)) or "."
 
 
 def _escaped(key: object) -> str:

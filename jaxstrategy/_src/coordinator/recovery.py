@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 
 from jaxstrategy._src.checkpoint.manager import CheckpointManager
-from jaxstrategy._src.checkpoint.state import slots
+from jaxstrategy._src.checkpoint.state import leaves_of
 from jaxstrategy._src.coordinator.queue import ClosureQueue
 from jaxstrategy._src.errors import ParameterServerLost
 from jaxstrategy._src.parameter_servers.protocol import (
@@ -299,8 +299,8 @@ class ServerRecovery:
 
 
 def _cells(state: PyTree) -> Iterator[ServerCell]:
-    for slot in slots(state):
-        value = slot.value
+    for leaf in leaves_of(state).values():
+        value = leaf.value
         shards = value.variables if isinstance(value, ShardedVariable) else [value]
         for shard in shards:
             cell = getattr(shard, "cell", None)
