@@ -362,8 +362,3 @@ class Folder:
         for step in list(records)[:-keep]:
             if step != best:
                 self.delete(step)
-
-
-def named_in_the_end(folder: Path) -> Path:
-    """What a folder is called when all that is written into it is there."""
-    return folder.parent / folder.name.partition(".")[0]

@@ -223,14 +223,16 @@ class CheckpointManager:
             agreement.compare_leaves(what, told)
             record = Record(step, entries, numbers, extra)
             self._unfinished = self._prepare(step, what)
+            folder = self._folder.path / self._unfinished
             try:
                 with agreement.watched(what):
-                    folder = self._folder.path / self._unfinished
-                    self._backend.begin(folder, arrays, record)
+                    self._backend.begin(folder, arrays)
             except (OSError, ValueError) as error:
                 raise self._unwritten(step, first_line(error)) from error
             self._writing = step
-            self._thread = threading.Thread(target=self._finish, name="checkpoint")
+            self._thread = threading.Thread(
+                target=self._finish, args=[record], name="checkpoint"
+            )
             self._thread.start()
         if not self._asynchronous:
             self.wait()
@@ -285,11 +287,11 @@ class CheckpointManager:
         self._folder.damaged.clear()
         return name
 
-    def _finish(self) -> None:
+    def _finish(self, record: Record) -> None:
         """In the background: wait until all is written, then delete older ones."""
-        step = self._writing
+        step, path = record.step, self._folder.path
         try:
-            self._backend.finish()
+            self._backend.finish(path / self._unfinished, path / str(step), record)
             self._own.add(step)
         # Any error counts: nobody catches it in this thread, so `wait` raises it.
         except Exception as error:

@@ -31,7 +31,7 @@ PathOrText: TypeAlias = "epath.Path | str"
 
 VERSION = 1
 FILE = "jaxstrategy.json"
-# Orbax writes these when the record is there already.
+# Orbax's tools may write these later.
 _LATER = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
 _CHUNK = 2**20
 _THREADS = 4

@@ -287,6 +287,7 @@ class Executable:
     def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
         """JAX's lowered form for arguments of these types."""
         inputs = self._layout.inputs(types)
+        assert isinstance(self.compiled, Wrapped), "it is compiled already"
         return self.compiled.lower(*inputs, *self._carried.values())
 
 

@@ -13,12 +13,11 @@ import platform
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 from jax.core import Tracer
-from jax.extend import core
 from jax.stages import Compiled, Lowered
 
 from jaxstrategy._src.errors import CompiledStepError, NonFiniteError
@@ -26,7 +25,7 @@ from jaxstrategy._src.replicas.devices import Device, names as device_names
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text.shown import array_type, shown
 from jaxstrategy._src.tracing.constants import code_of, constants
-from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr, all_eqns
+from jaxstrategy._src.tracing.jaxprs.visit import all_eqns, variables
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Leaf, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -79,18 +78,23 @@ class PreparedCall:
 
     def __init__(self, compiled: Compiled, preparation: Preparation) -> None:
         self._compiled = compiled
+        # Not the preparation, which has arrays, and the trace.
         self._name = preparation.step.name
-        self._types = [_type_of(each) for each in preparation.inputs]
-        self._labels = [preparation.label(i) for i in range(len(self._types))]
+        labels = map(preparation.label, range(len(preparation.inputs)))
+        self._labels = [label[0].upper() + label[1:] for label in labels]
+        self._types = [
+            jax.ShapeDtypeStruct(
+                each.shape,
+                each.dtype,
+                sharding=each.sharding,
+                weak_type=bool(getattr(each, "weak_type", False)),
+            )
+            for each in preparation.inputs
+        ]
         # JAX does not look at weak types here, by which the step's own promotions go.
         # Random keys have none.
-        self._weak = [
-            (index, getattr(each, "weak_type", False))
-            for index, each in enumerate(
-                preparation.inputs[: preparation.num_arguments]
-            )
-            if not is_key(each.dtype)
-        ]
+        arguments = enumerate(self._types[: preparation.num_arguments])
+        self._weak = [(i, x.weak_type) for i, x in arguments if not is_key(x.dtype)]
 
     def __call__(self, *inputs: Any) -> Any:
         try:
@@ -107,40 +111,58 @@ class PreparedCall:
             # and it would trace the step again.
             if type(error).__name__ != "InternalFloatingPointError":
                 raise
-            raise NonFiniteError(_made_a_nan(self._name)) from None
+            raise NonFiniteError(
+                f"`{self._name}` has made a NaN or an Inf, which JAX "
+                "looks for (`jax_debug_nans`, `jax_debug_infs`). As it was compiled "
+                "ahead of time, nothing says where: call the step itself, or compile "
+                "it with `RunOptions(check_finite=True)`."
+            ) from None
         raise CompiledStepError(told)
 
-    def lower(self, *inputs: Leaf) -> NoReturn:
-        """As a jitted function has it; there is nothing to lower."""
-        raise AssertionError("the program is compiled")
-
     def _difference(self, inputs: Sequence[Leaf]) -> str | None:
-        """What differs from the types that it was compiled for, in words."""
+        """What differs from the types that a step was compiled for, in words."""
         if any(isinstance(each, Tracer) for each in inputs):
             return traced_caller(self._name)
-        for index, (known, given) in enumerate(zip(self._types, inputs, strict=True)):
-            now = _type_of(given)
-            if now[:3] != known[:3]:
-                label = self._labels[index]
-                was, came = _typed(known), _typed(now)
-                return (
-                    f"{label[0].upper()}{label[1:]} of `{self._name}` is {came}, and "
-                    f"the step is compiled for {was}. Call it with what it was "
-                    "compiled for, or compile it for this."
-                    + _about_fewer_rows(now[0], known[0])
+        pairs = list(zip(self._labels, self._types, inputs, strict=True))
+        for label, known, given in pairs:
+            was, came = _typed(known), _typed(given)
+            if was != came:
+                told = (
+                    f"{label} of `{self._name}` is {came}, and the step is compiled "
+                    f"for {was}. Call it with what it was compiled for, or compile it "
+                    "for this."
                 )
-        for index, (known, given) in enumerate(zip(self._types, inputs, strict=True)):
-            if known[3] is None or known[3].is_equivalent_to(
-                given.sharding, len(known[0])
-            ):
-                continue
-            label = self._labels[index]
-            return (
-                f"{label[0].upper()}{label[1:]} of `{self._name}` lies otherwise than "
-                f"the step was compiled for: as {_placed(given.sharding)}, not as "
-                f"{_placed(known[3])}. Place it so, or compile the step for it."
-            )
+                (rows, *row), (given_rows, *given_row) = (
+                    each.shape or (0,) for each in (known, given)
+                )
+                if given_row == row and given_rows < rows:
+                    told += (
+                        " A dataset's last batch may have fewer rows, which one "
+                        'replica takes as they are: `js.InputOptions(remainder="drop")`'
+                        " leaves it out."
+                    )
+                return told
+        for label, known, given in pairs:
+            lies, wanted = given.sharding, known.sharding
+            if wanted is not None and not wanted.is_equivalent_to(lies, known.ndim):
+                return (
+                    f"{label} of `{self._name}` lies otherwise than the step was "
+                    f"compiled for: as {_placed(lies)}, not as {_placed(wanted)}. "
+                    "Place it so, or compile the step for it."
+                )
         return None
+
+
+def _typed(given: Leaf) -> str:
+    is_weak = getattr(given, "weak_type", False)
+    weak = ", of the weak type of a Python number" if is_weak else ""
+    return array_type(given.dtype, given.shape) + weak
+
+
+def _placed(sharding: Any) -> str:
+    spec = getattr(sharding, "spec", None)
+    where = device_names(sorted(sharding.device_set, key=lambda device: device.id))
+    return f"{spec} on {where}" if spec is not None else where
 
 
 @final
@@ -157,10 +179,6 @@ class OutdatedCall:
             "constants of it has changed. Compile it again."
         )
 
-    def lower(self, *inputs: Leaf) -> NoReturn:
-        """As a jitted function has it; see the call."""
-        raise AssertionError("the program is compiled")
-
 
 def traced_caller(name: str) -> str:
     """For messages: JAX traces the code that calls a compiled step."""
@@ -169,43 +187,6 @@ def traced_caller(name: str) -> str:
         "JAX traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Call the step itself "
         "there."
     )
-
-
-def _made_a_nan(name: str) -> str:
-    return (
-        f"`{name}` has made a NaN or an Inf, which JAX looks for (`jax_debug_nans`, "
-        "`jax_debug_infs`). As it was compiled ahead of time, nothing says where: call "
-        "the step itself, or compile it with `RunOptions(check_finite=True)`."
-    )
-
-
-def _type_of(given: Leaf) -> tuple[Any, ...]:
-    """The shape, dtype and weak type, and the sharding, of an array or a type."""
-    is_weak = bool(getattr(given, "weak_type", False))
-    return given.shape, given.dtype, is_weak, given.sharding
-
-
-def _typed(known: tuple[Any, ...]) -> str:
-    shape, dtype, is_weak, _ = known
-    weak = ", of the weak type of a Python number" if is_weak else ""
-    return array_type(dtype, shape) + weak
-
-
-def _about_fewer_rows(came: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    """Advice where an array has fewer rows, as the last batch of a dataset may."""
-    is_same = len(came) == len(wanted) > 0 and came[1:] == wanted[1:]
-    if not is_same or came[0] >= wanted[0]:
-        return ""
-    return (
-        " A dataset's last batch may have fewer rows, which one replica takes as they "
-        'are: `js.InputOptions(remainder="drop")` leaves it out.'
-    )
-
-
-def _placed(sharding: Any) -> str:
-    spec = getattr(sharding, "spec", None)
-    where = device_names(sorted(sharding.device_set, key=lambda device: device.id))
-    return f"{spec} on {where}" if spec is not None else where
 
 
 # What is told, by the name of it in messages.
@@ -222,54 +203,63 @@ _OTHER_OPTIONS = re.compile(
 
 
 def facts_of(preparation: Preparation) -> Facts:
-    """All that a program of this step depends on."""
-    step = preparation.step
-    _check_callbacks(step)
-    return {
-        **_versions(),
-        **_machine(step),
-        **_options(),
-        **{
-            f"the compiler's option {name}": asked
-            for name, asked in sorted(preparation.compiler_options.items())
-        },
-        **_arguments(preparation),
-        "what is done for the step besides": ", ".join(preparation.stages),
-        "what the step computes": _print_of(step),
+    """All that a program of this step depends on.
+
+    Raises:
+      CompiledStepError: it calls Python while it runs.
+    """
+    step, replicas = preparation.step, preparation.step.trace.replicas
+    for eqn in all_eqns(step.jaxpr):
+        name = eqn.primitive.name
+        if "callback" in name or name == "debug_print":
+            raise CompiledStepError(
+                f"`{step.name}` calls Python while it runs (`{name}`: `jax.debug.print`"
+                ", `jax.pure_callback` or `io_callback`), which no file can hold, so "
+                "that it cannot be saved. Leave that out, or use "
+                "`js.experimental.compilation_cache(directory)`."
+            )
+    facts = {
+        f"the version of {name}": importlib.metadata.version(name)
+        for name in ("jaxstrategy", "jax", "jaxlib")
     }
+    devices = devices_of(step)
+    first = devices[0]
+    axes = dict([*replicas.axis_sizes, *replicas.inner_sizes.items()])
+    mesh = [f"{replicas.count} replicas", *(f"{name}={n}" for name, n in axes.items())]
+    if replicas.per_device > 1:
+        mesh.append(f"{replicas.per_device} replicas on a device")
+    facts |= {
+        "the platform": f"{first.platform} ({first.client.platform_version})",
+        "the kind of device": ", ".join(sorted({d.device_kind for d in devices})),
+        "the mesh": ", ".join(mesh),
+        "the devices of the mesh": ", ".join(str(device.id) for device in devices),
+        "the place of this process": f"{jax.process_index()} of {jax.process_count()}",
+        "the processor": _processor() if first.platform == "cpu" else "any",
+    }
+    for name in _FLAGS:
+        facts[f"the environment's {name}"] = os.environ.get(name, "")
+    for name in sorted(jax.config.values):
+        if not _OTHER_OPTIONS.search(name):
+            # What a `with` block has set counts, which `values` does not know.
+            facts[f"JAX's option {name}"] = str(getattr(jax.config, name, None))
+    for name, asked in sorted(preparation.compiler_options.items()):
+        facts[f"the compiler's option {name}"] = asked
+    for index, given in enumerate(preparation.inputs):
+        facts[preparation.label(index)] = (
+            array_type(given.dtype, given.shape)
+            + (", weak" if getattr(given, "weak_type", False) else "")
+            + (", donated" if index in step.donated else "")
+            + f", {getattr(given.sharding, 'spec', given.sharding)}"
+        )
+    facts["what is done for the step besides"] = ", ".join(preparation.stages)
+    facts["what the step computes"] = _hash_of(step)
+    return facts
 
 
 def devices_of(step: TracedStep) -> list[Device]:
     """The devices that take a step, in the order of the replicas."""
     groups = step.trace.replicas.groups
     return list(dict.fromkeys(device for group in groups for device in group))
-
-
-def _versions() -> Facts:
-    return {
-        f"the version of {name}": importlib.metadata.version(name)
-        for name in ("jaxstrategy", "jax", "jaxlib")
-    }
-
-
-def _machine(step: TracedStep) -> Facts:
-    replicas = step.trace.replicas
-    devices = devices_of(step)
-    first = devices[0]
-    axes = [*replicas.axis_sizes, *replicas.inner_sizes.items()]
-    sizes = ", ".join(f"{name}={size}" for name, size in dict(axes).items())
-    shared = f", {replicas.per_device} replicas on a device"
-    return {
-        "the platform": f"{first.platform} ({first.client.platform_version})",
-        "the kind of device": ", ".join(sorted({d.device_kind for d in devices})),
-        "the mesh": f"{replicas.count} replicas, {sizes}"
-        + (shared if replicas.per_device > 1 else ""),
-        "the devices of the mesh": ", ".join(str(device.id) for device in devices),
-        "the place of this process": (
-            f"{jax.process_index()} of {jax.process_count()}"
-        ),
-        "the processor": _processor() if first.platform == "cpu" else "any",
-    }
 
 
 @functools.cache
@@ -286,63 +276,18 @@ def _processor() -> str:
     return f"{kind}, instructions {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def _options() -> Facts:
-    found = {f"the environment's {name}": os.environ.get(name, "") for name in _FLAGS}
-    for name in sorted(jax.config.values):
-        if not _OTHER_OPTIONS.search(name):
-            # What a `with` block has set counts, which `values` does not know.
-            found[f"JAX's option {name}"] = str(getattr(jax.config, name, None))
-    return found
-
-
-def _arguments(preparation: Preparation) -> Facts:
-    donated = preparation.step.donated
-    return {
-        preparation.label(index): array_type(given.dtype, given.shape)
-        + (", weak" if getattr(given, "weak_type", False) else "")
-        + (", donated" if index in donated else "")
-        + f", {getattr(given.sharding, 'spec', given.sharding)}"
-        for index, given in enumerate(preparation.inputs)
-    }
-
-
-def _check_callbacks(step: TracedStep) -> None:
-    for eqn in all_eqns(step.jaxpr):
-        name = eqn.primitive.name
-        if "callback" in name or name == "debug_print":
-            raise CompiledStepError(
-                f"`{step.name}` calls Python while it runs (`{name}`: `jax.debug.print`"
-                ", `jax.pure_callback` or `io_callback`), which no file can hold, so "
-                "that it cannot be saved. Leave that out, or use "
-                "`js.experimental.compilation_cache(directory)`."
-            )
-
-
-def _print_of(step: TracedStep) -> str:
+def _hash_of(step: TracedStep) -> str:
     """Equal for steps that compute the same, whatever their code is called."""
-    text = hashlib.sha256(code_of(_of_what_is_used(step)))
+    # Without variables that it does not use.
+    read = (atom for eqn in step.jaxpr.eqns for atom in eqn.invars)
+    used = set(variables([*read, *step.jaxpr.outvars]))
+    inputs = zip(step.jaxpr.invars, step.inputs, strict=True)
+    invars = [var for var, place in inputs if place is not None or var in used]
+    text = hashlib.sha256(code_of(step.jaxpr.replace(invars=invars)))
     for constant in constants(step.trace.closed):
         text.update(constant.print.encode())
     text.update(repr(step.trace.varies).encode())
     return text.hexdigest()[:16]
-
-
-def _of_what_is_used(step: TracedStep) -> Jaxpr:
-    """The computation of one replica, without variables that it does not use."""
-    jaxpr = step.jaxpr
-    used = set(_variables_in(jaxpr))
-    kept = [
-        var
-        for var, place in zip(jaxpr.invars, step.inputs, strict=True)
-        if place is not None or var in used
-    ]
-    return jaxpr.replace(invars=kept)
-
-
-def _variables_in(jaxpr: Jaxpr) -> Iterator[core.Var]:
-    for eqn in jaxpr.eqns:
-        yield from (atom for atom in eqn.invars if isinstance(atom, core.Var))
-    yield from (atom for atom in jaxpr.outvars if isinstance(atom, core.Var))
 
 
 def difference(saved: Facts, now: Facts) -> tuple[str, str, str] | None:
@@ -415,7 +360,9 @@ class SavedStep:
     @classmethod
     def read(cls, path: str) -> SavedStep:
         """The step in a file."""
-        with open(path, "rb", opener=_without_waiting) as file:
+        # To open a pipe otherwise would wait for who writes it.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        with open(os.open(path, flags), "rb") as file:
             _check_trusted(path, os.fstat(file.fileno()))
             first = file.read(len(_FIRST_LINE))
             rest = file.read() if first == _FIRST_LINE else b""
@@ -443,7 +390,18 @@ class SavedStep:
 
         differs = difference(self.facts, facts_of(preparation))
         if differs is not None:
-            raise CompiledStepError(_told(path, preparation.step.name, *differs))
+            fact, was, now = differs
+            what = f"{fact} was {shown(was)}, and is {shown(now)}"
+            if fact == "what the step computes":
+                what = (
+                    f"the step computes something else now (its code, {was}, is {now})"
+                )
+            elif fact.startswith(("argument ", "variable ")):
+                what = f"{fact} was {was}, and is {now}"
+            raise CompiledStepError(
+                f"The compiled step in {path!r} is not used for "
+                f"`{preparation.step.name}`: {what}. Compile and save it again."
+            )
         if self.calls_libraries or preparation.must_be_lowered:
             preparation.lower()
         devices = devices_of(preparation.step)
@@ -464,25 +422,7 @@ class SavedStep:
 
 def _checksum(header: dict[str, Any], executable: bytes) -> str:
     """Of all that is saved: with other numbers of outputs a call would fail."""
-    text = json.dumps(header).encode()
-    return hashlib.sha256(text + executable).hexdigest()
-
-
-def _told(path: str, name: str, fact: str, was: str, now: str) -> str:
-    what = f"{fact} was {shown(was)}, and is {shown(now)}"
-    if fact == "what the step computes":
-        what = f"the step computes something else now (its code, {was}, is {now})"
-    elif fact.startswith(("argument ", "variable ")):
-        what = f"{fact} was {was}, and is {now}"
-    return (
-        f"The compiled step in {path!r} is not used for `{name}`: {what}. Compile and "
-        "save it again."
-    )
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; where it is a pipe, without waiting for who writes it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    return hashlib.sha256(json.dumps(header).encode() + executable).hexdigest()
 
 
 def _check_trusted(path: str, status: os.stat_result) -> None:
