@@ -112,10 +112,11 @@ def mismatch(leaf: Leaf, entry: Entry) -> str | None:
     wanted = handler_of(leaf).describe(value)
     if saved == wanted:
         return None
-    if kind == "number" and getattr(value, "shape", None) == () and _is_array(value):
+    is_scalar = not isinstance(value, PerReplica) and getattr(value, "shape", 0) == ()
+    if kind == "number" and is_scalar:
         kinds = list(_ABSTRACT)
         may_be = [_ABSTRACT[k] for k in kinds[kinds.index(entry["type"]) :]]
-        if any(jnp.issubdtype(value.dtype, each) for each in may_be):
+        if any(jnp.issubdtype(leaf.value.dtype, each) for each in may_be):
             return None
     if kind == "array" and type(value) in _NUMBERS.values():
         is_scalar = entry["shape"] == [] and "impl" not in entry
@@ -146,7 +147,7 @@ def reading(leaf: Leaf, entry: Entry) -> Reading | None:
 # Entries of the record.
 
 
-def is_entry(value: object) -> bool:
+def is_entry(value: Any) -> bool:
     """Whether a handler can have written this of a value."""
     match value:
         case {"kind": "array" | "per_replica" as kind, "dtype": str(dtype),
@@ -199,10 +200,6 @@ def _versions(dtype: object, shape: Any) -> str:
 
 
 # Arrays.
-
-
-def _is_array(value: object) -> bool:
-    return hasattr(value, "dtype") and not isinstance(value, PerReplica)
 
 
 def _described_array(value: Any) -> str:

@@ -13,7 +13,6 @@ from typing import TypeAlias, TypeVar, final
 import jax
 
 from jaxstrategy._src.contexts.context import AbstractStrategy
-from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import with_noun, with_seconds
 from jaxstrategy._src.values.arrays import PyTree
 
@@ -77,39 +76,35 @@ class Comparison:
         return max(self.all - self.part, 0.0)
 
     def __str__(self) -> str:
-        n, share = self.replicas, self.whole / self.replicas
+        n, times = self.replicas, self.speedup
+        all_, whole, part = map(with_seconds, (self.all, self.whole, self.part))
         own = with_noun(self.examples // n, "example")
         fraction = {2: "half", 4: "a quarter"}.get(n, f"1/{n}")
         lines = [
-            f"{with_noun(n, 'replica')} take {with_seconds(self.all)} for "
-            f"a step of {with_noun(self.examples, 'example')}, one takes "
-            f"{with_seconds(self.whole)}: {self.speedup:.3g} times as fast, "
-            f"{self.efficiency:.0%} of what {n} could be."
+            f"{with_noun(n, 'replica')} take {all_} for a step of "
+            f"{with_noun(self.examples, 'example')}, one takes {whole}: {times:.3g} "
+            f"times as fast, {self.efficiency:.0%} of what {n} could be."
         ]
         if self.small_batch:
             lines.append(
-                f"  small batch: {with_seconds(self.small_batch)}: {own} "
-                f"take one replica {with_seconds(self.part)}, and {fraction} of "
-                f"{with_seconds(self.whole)} would be {with_seconds(share)}."
+                f"small batch: {with_seconds(self.small_batch)}: {own} take one "
+                f"replica {part}, and {fraction} of {whole} would be "
+                f"{with_seconds(self.whole / n)}."
             )
         if self.communication:
             lines.append(
-                f"  communication: {with_seconds(self.communication)}: {n} replicas "
-                f"take longer than one with its {own}."
+                f"communication: {with_seconds(self.communication)}: {n} replicas take "
+                f"longer than one with its {own}."
             )
-        if self.note:
-            lines.append(f"  {self.note}")
+        lines += [self.note] if self.note else []
         wrapped = []
         for line in lines:
-            indent = "  " if line.startswith("  ") else ""
-            wrapped.append(
-                textwrap.fill(
-                    line.strip(),
-                    width=80,
-                    initial_indent=indent,
-                    subsequent_indent=indent + "  ",
-                )
+            indent = "  " if wrapped else ""
+            more = indent + "  "
+            text = textwrap.fill(
+                line, 80, initial_indent=indent, subsequent_indent=more
             )
+            wrapped.append(text)
         return "\n".join(wrapped)
 
     __repr__ = __str__
@@ -183,24 +178,21 @@ def compare(
                 "`return lambda: step(state, batch)`."
             )
         calls.append(call)
-    for call in calls:
+
+    def seconds(call: Callable[[], PyTree]) -> float:
+        start = clock()
         jax.block_until_ready(call())
-    times = [[_seconds(call, clock) for call in calls] for _ in range(repeats)]
+        return clock() - start
+
+    for call in calls:
+        jax.block_until_ready(call())  # compiles
+    times = [[seconds(call) for call in calls] for _ in range(repeats)]
     whole, part, all_ = map(statistics.median, zip(*times, strict=True))
-    return Comparison(n, examples, whole, part, all_, _note(many.devices))
-
-
-def _seconds(call: Callable[[], PyTree], clock: Callable[[], float]) -> float:
-    start = clock()
-    jax.block_until_ready(call())
-    return clock() - start
-
-
-def _note(devices: tuple[Device, ...]) -> str:
-    if len(devices) == 1 or any(device.platform != "cpu" for device in devices):
-        return ""
-    cores = with_noun(os.cpu_count() or 1, "core")
-    return (
-        f"The replicas are CPU devices, which share this computer's {cores}: they "
-        "cannot be faster than one that uses all of these."
-    )
+    note, devices = "", many.devices
+    if len(devices) > 1 and all(device.platform == "cpu" for device in devices):
+        cores = with_noun(os.cpu_count() or 1, "core")
+        note = (
+            f"The replicas are CPU devices, which share this computer's {cores}: they "
+            "cannot be faster than one that uses all of these."
+        )
+    return Comparison(n, examples, whole, part, all_, note)

@@ -94,14 +94,12 @@ def ascending(seconds: Sequence[float]) -> list[float]:
     pools: list[list[float]] = []
     for each in seconds:
         pools.append([each])
-        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
+        while len(pools) > 1 and statistics.mean(pools[-2]) > statistics.mean(
+            pools[-1]
+        ):
             last = pools.pop()
             pools[-1] += last
-    return [_mean(pool) for pool in pools for _ in pool]
-
-
-def _mean(pool: Sequence[float]) -> float:
-    return sum(pool) / len(pool)
+    return [statistics.mean(pool) for pool in pools for _ in pool]
 
 
 def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -123,31 +121,27 @@ def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float
 
 def _seconds(replicas: Replicas, clock: Callable[[], float]) -> list[list[float]]:
     """Of one all-reduce of each size, in each of some turns."""
-    programs = [_in_a_row(replicas, nbytes, times) for nbytes, times in _SIZES]
-    for run in programs:
-        run()  # compiles
+    programs = []
+    for nbytes, times in _SIZES:
+        ones = np.ones((replicas.count, nbytes // 4), np.float32)
+        x = mesh.place(ones, replicas.sharding(SPLIT))
+        programs.append((_program(replicas, times), x))
+    for program, x in programs:
+        jax.block_until_ready(program(x))  # compiles
     found: list[list[float]] = [[] for _ in _SIZES]
     # In turns, so that all sizes are slow while something slows them down.
     for _ in range(_TURNS):
-        for run, own, (_, times) in zip(programs, found, _SIZES, strict=True):
+        for (program, x), own, (_, times) in zip(programs, found, _SIZES, strict=True):
             start = clock()
-            run()
+            jax.block_until_ready(program(x))
             own.append((clock() - start) / times)
     return found
-
-
-def _in_a_row(replicas: Replicas, nbytes: int, times: int) -> Callable[[], object]:
-    """A function that reduces so many bytes so many times, and waits."""
-    program = _program(replicas, times)
-    ones = np.ones((replicas.count, nbytes // 4), np.float32)
-    x = mesh.place(ones, replicas.sharding(SPLIT))
-    return lambda: jax.block_until_ready(program(x))
 
 
 # Kept, so that who measures again, because the load has changed, compiles nothing.
 @functools.lru_cache(maxsize=16)
 def _program(replicas: Replicas, times: int) -> Callable[[jax.Array], jax.Array]:
-    """Reduces an array so many times."""
+    """Reduces an array so many times in a row."""
 
     def repeated(x: jax.Array) -> jax.Array:
         def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:

@@ -345,28 +345,37 @@ class Profile:
     def report(self) -> Report:
         """The speed of the loop so far. Does not wait for the devices."""
         step, facts = self._loop.value, self._facts
-        alone = _median(self._alone)
+        late = None  # if there is but one process, or nobody knows
+        with contextlib.suppress(ClusterError):
+            if (started := job.current()) and started.count > 1:
+                late = job.stragglers().verdict
+        used = [device.memory_stats() or {} for device in self._devices]
+        peaks = [x["peak_bytes_in_use"] for x in used if "peak_bytes_in_use" in x]
+
+        def rate(number: int | None) -> float | None:
+            return number / step if number and step else None
+
         return Report(
             name=self._name,
             calls=self._calls,
             steps=self._steps,
             first_call=self._first,
             # A call also waits while too many steps are under way, but not if idle.
-            dispatch=_least(_median(self._dispatch_alone), _median(self._dispatch)),
+            dispatch=_least(self._dispatch_alone, self._dispatch),
             between=self._between.value,
             input=self._input.value,
-            alone=alone,
-            device=_least(alone, step),
+            alone=_least(self._alone),
+            device=_least(self._alone, [step]),
             step=step,
-            examples_per_second=_rate(self._examples, step),
-            tokens_per_second=_rate(self._tokens, step),
+            examples_per_second=rate(self._examples),
+            tokens_per_second=rate(self._tokens),
             communication=facts.communication,
             flops=self._flops or facts.flops,
             flops_are_least=facts.is_least and not self._flops,
             peak_flops=self._peak_flops,
             memory=facts.memory,
-            peak_memory=_peak_memory(self._devices),
-            late=_late(),
+            peak_memory=max(peaks, default=None),
+            late=late,
             is_ahead=isinstance(self._step, CompiledStep),
         )
 
@@ -436,33 +445,10 @@ class _Mean:
         return self._seconds / self._steps if self._steps else None
 
 
-def _late() -> str | None:
-    """The process that is late; None if there is but one, or nobody knows."""
-    with contextlib.suppress(ClusterError):
-        if (started := job.current()) and started.count > 1:
-            return job.stragglers().verdict
-    return None
-
-
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _least(*values: float | None) -> float | None:
-    return min((value for value in values if value is not None), default=None)
-
-
-def _rate(number: int | None, seconds: float | None) -> float | None:
-    return number / seconds if number and seconds else None
-
-
-def _peak_memory(devices: Sequence[Device]) -> int | None:
-    """The bytes in use at most, on the one of these devices that used most."""
-    stats = [device.memory_stats() or {} for device in devices]
-    return max(
-        (s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s),
-        default=None,
-    )
+def _least(*values: Sequence[float | None]) -> float | None:
+    """The least of the medians of what is known."""
+    known = [[each for each in some if each is not None] for some in values]
+    return min((statistics.median(some) for some in known if some), default=None)
 
 
 def _smallest(results: PyTree) -> Leaf:

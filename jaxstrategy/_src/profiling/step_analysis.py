@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import final
 
 import jax
 
@@ -19,7 +19,6 @@ from jaxstrategy._src.profiling import links
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.tracing.explanation import compiled_program
-from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.explanation.facts import Memory
 from jaxstrategy._src.values import arrays
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -37,17 +36,24 @@ class StepFacts:
     def by_step(self, steps: int) -> StepFacts:
         """Those of one step, where one call makes so many."""
         # In a loop over the steps, one of them has been counted.
-        flops = self.flops if self.is_least else _by(self.flops, steps)
-        communication = _by(self.communication, steps)
+        flops = self.flops if self.is_least else _product(self.flops, 1 / steps)
+        communication = _product(self.communication, 1 / steps)
         return dataclasses.replace(self, communication=communication, flops=flops)
 
     def __add__(self, other: StepFacts) -> StepFacts:
+        def total(one: float | None, two: float | None) -> float | None:
+            return None if one is None or two is None else one + two
+
         return StepFacts(
-            _sum(self.communication, other.communication),
-            _sum(self.flops, other.flops),
+            total(self.communication, other.communication),
+            total(self.flops, other.flops),
             self.is_least or other.is_least,
             max(self.memory, other.memory, key=lambda m: m.peak if m else -1),
         )
+
+
+def _product(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
 
 
 @final
@@ -89,7 +95,15 @@ class StepAnalysis:
         """A `with` block in which `step` is called with these arguments."""
         if self._compiled and isinstance(step, jax.stages.Wrapped):
             with self._timed():
-                self._found.append(_facts_of_jitted(step, args, kwargs))
+                executable = step.lower(*args, **kwargs).compile()
+                shardings = jax.tree.leaves(executable.output_shardings)
+                devices = max((each.num_devices for each in shardings), default=1)
+                of_xla = compiled_program.figures(executable)
+                flops = _product(of_xla.flops, devices)
+                communication = 0.0 if devices == 1 else None
+                self._found.append(
+                    StepFacts(communication, flops, of_xla.has_loops, of_xla.memory)
+                )
         with context.entered(observer=self._observe):
             yield
 
@@ -127,44 +141,16 @@ class StepAnalysis:
             if self._compiled and ahead is not None:
                 of_xla = compiled_program.figures(ahead.compiled)
                 found = dataclasses.replace(found, **of_xla._asdict())
-            flops = _times(found.flops, len(self._replicas.all_devices))
+            flops = _product(found.flops, len(self._replicas.all_devices))
             # In a function that is traced, nobody knows how often it is run.
             is_least = found.has_loops or arrays.is_traced()
-            self._found.append(
-                StepFacts(self._communication(found), flops, is_least, found.memory)
-            )
-
-    def _communication(self, found: Explanation) -> float:
-        if not found.collectives:
-            return 0.0
-        if self._given is not None:
-            return found.communication_time(self._given)
-        return found.communication_time(self._measured, "ring")
+            communication = 0.0
+            if found.collectives and self._given is not None:
+                communication = found.communication_time(self._given)
+            elif found.collectives:
+                communication = found.communication_time(self._measured, "ring")
+            self._found.append(StepFacts(communication, flops, is_least, found.memory))
 
     @functools.cached_property
     def _measured(self) -> Topology:
         return links.measured(self._replicas)
-
-
-def _facts_of_jitted(
-    step: Any, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
-) -> StepFacts:
-    executable = step.lower(*args, **kwargs).compile()
-    shardings = jax.tree.leaves(executable.output_shardings)
-    devices = max((each.num_devices for each in shardings), default=1)
-    of_xla = compiled_program.figures(executable)
-    communication = 0.0 if devices == 1 else None
-    flops = _times(of_xla.flops, devices)
-    return StepFacts(communication, flops, of_xla.has_loops, of_xla.memory)
-
-
-def _sum(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one + other
-
-
-def _by(value: float | None, steps: int) -> float | None:
-    return None if value is None else value / steps
-
-
-def _times(value: float | None, factor: int) -> float | None:
-    return None if value is None else value * factor

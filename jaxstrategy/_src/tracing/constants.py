@@ -41,36 +41,23 @@ _PLACE = re.compile(r' loc\((?:#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)|^#loc.*\n', 
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
-    """An array that a step has captured."""
+class ProgramValue:
+    """An array that a step has captured, or an argument, the same in all processes.
+
+    Attributes:
+      value: it.
+      label: of an argument, as messages call it; empty for a constant of the program.
+      site: where the program uses it first.
+    """
 
     value: Leaf
-    site: Site | None
-
-    @property
-    def print(self) -> str:
-        """Equal in all processes that captured the same."""
-        return f"{_type(self.value)} {_print_of(self.value)}"
-
-    @property
-    def description(self) -> str:
-        """For messages."""
-        line = self.site and self.site.line
-        where = f", used at {line}" if line else ""
-        return f"{_type(self.value)}{where}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """An argument that is the same in all processes, or should be."""
-
-    label: str
-    value: Leaf
+    label: str = ""
+    site: Site | None = None
 
     @property
     def is_captured(self) -> bool:
         """Whether the step has captured it."""
-        return self.label.startswith("`captured ")
+        return not self.label or self.label.startswith("`captured ")
 
     @property
     def is_unshared(self) -> bool:
@@ -83,51 +70,53 @@ class Given:
 
     @property
     def print(self) -> str:
-        """Equal in all processes that were given the same."""
-        bits = _print_of(_array(self.value)) if self.is_unshared else ""
-        return f"{self._kind} {bits}"
+        """Equal in all processes that have the same."""
+        is_told = not self.label or self.is_unshared
+        return f"{self._type} {_bits_of(self._array) if is_told else ''}"
 
     @property
     def description(self) -> str:
         """For messages."""
-        what = self.label if self.is_captured else f"argument {self.label}"
-        return f"{self._kind}, {what}"
-
-    def used_in(self, jaxpr: ClosedJaxpr, index: int) -> str:
-        """For messages, with the line of `jaxpr` that uses its input `index` first."""
-        site = _site(first_use(jaxpr, plain(jaxpr).invars[index]), ())
-        return self.description + (f", used at {site.line}" if site else "")
+        told = self._type
+        if self.label:
+            told += f", {'' if self.is_captured else 'argument '}{self.label}"
+        line = self.site and self.site.line
+        return told + (f", used at {line}" if line else "")
 
     @property
-    def _kind(self) -> str:
-        return _type(_array(self.value))
+    def _array(self) -> jax.Array | np.ndarray:
+        is_array = isinstance(self.value, (jax.Array, np.ndarray))
+        return self.value if is_array else np.asarray(self.value)
+
+    @property
+    def _type(self) -> str:
+        return array_type(self._array.dtype, self._array.shape, ", ")
 
 
-def _type(array: jax.Array | np.ndarray | np.generic) -> str:
-    return array_type(array.dtype, array.shape, ", ")
-
-
-def _array(value: Leaf) -> jax.Array | np.ndarray:
-    return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
-
-
-def constants(jaxpr: ClosedJaxpr) -> Iterator[Constant]:
+def constants(jaxpr: ClosedJaxpr) -> Iterator[ProgramValue]:
     """The constants of `jaxpr`, and of functions, branches and loops in it."""
     yield from _constants(jaxpr, (), set())
 
 
 def fingerprint(
-    name: str, jaxpr: ClosedJaxpr, given: Mapping[int, Given] | None = None
+    name: str, jaxpr: ClosedJaxpr, given: Mapping[int, ProgramValue] | None = None
 ) -> ProgramPrint:
-    """A print of a program, equal in all processes that have made the same, as JSON."""
-    found = [*constants(jaxpr), *(given or {}).values()]
-    told = [each.description for each in constants(jaxpr)]
-    told += [each.used_in(jaxpr, index) for index, each in (given or {}).items()]
+    """A print of a program, equal in all processes that have made the same, as JSON.
+
+    Args:
+      name: the program's.
+      jaxpr: what it computes.
+      given: what it is called with, by the places of the inputs.
+    """
+    found = list(constants(jaxpr))
+    for index, each in (given or {}).items():
+        site = _site(_first_use(jaxpr, plain(jaxpr).invars[index]), ())
+        found.append(dataclasses.replace(each, site=site))
     code = zlib.crc32(code_of(plain(jaxpr)))
     return {
         "name": name,
         "prints": [f"{code:08x}", *(each.print for each in found)],
-        "captured": told,
+        "captured": [each.description for each in found],
     }
 
 
@@ -144,7 +133,7 @@ def code_of(jaxpr: Jaxpr) -> bytes:
 
 def _constants(
     jaxpr: ClosedJaxpr, holders: tuple[Equation, ...], seen: set[int]
-) -> Iterator[Constant]:
+) -> Iterator[ProgramValue]:
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
@@ -152,11 +141,12 @@ def _constants(
     captured = zip(inside.constvars, getattr(jaxpr, "consts", ()), strict=False)
     for var, value in captured:
         if _is_array(value):
-            yield Constant(value, _site(first_use(inside, var), holders))
+            site = _site(_first_use(inside, var), holders)
+            yield ProgramValue(value, site=site)
     for eqn in inside.eqns:
         for atom in eqn.invars:
             if isinstance(atom, Literal) and _is_array(atom.val):
-                yield Constant(atom.val, _site((eqn,), holders))
+                yield ProgramValue(atom.val, site=_site((eqn,), holders))
         for inner in closed_jaxprs(eqn.params):
             yield from _constants(inner, (eqn, *holders), seen)
 
@@ -165,7 +155,7 @@ def _site(eqns: tuple[Equation, ...], holders: tuple[Equation, ...]) -> Site | N
     return Site((*eqns, *holders)) if eqns or holders else None
 
 
-def first_use(jaxpr: ClosedJaxpr, var: Var) -> tuple[Equation, ...]:
+def _first_use(jaxpr: ClosedJaxpr, var: Var) -> tuple[Equation, ...]:
     """The equation that uses `var` first, and those that hold it, innermost first."""
     for eqn in plain(jaxpr).eqns:
         places = [place for place, atom in enumerate(eqn.invars) if atom is var]
@@ -176,7 +166,7 @@ def first_use(jaxpr: ClosedJaxpr, var: Var) -> tuple[Equation, ...]:
             skipped = len(eqn.invars) - len(plain(inner).invars)
             if 0 <= skipped <= places[0]:
                 own = plain(inner).invars[places[0] - skipped]
-                if eqns := first_use(inner, own):
+                if eqns := _first_use(inner, own):
                     return (*eqns, eqn)
         return (eqn,)
     return ()
@@ -186,7 +176,7 @@ def _is_array(value: object) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def _print_of(value: Leaf) -> str:
+def _bits_of(value: Leaf) -> str:
     """The bits of an array as a number; empty where each process has a part of it."""
     if isinstance(value, Tracer):  # an argument of the code that calls the step
         return ""

@@ -20,7 +20,7 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )
 from jaxstrategy._src.tracing import results
-from jaxstrategy._src.tracing.constants import Given
+from jaxstrategy._src.tracing.constants import ProgramValue
 from jaxstrategy._src.tracing.functions import rebinding
 from jaxstrategy._src.tracing.nnx.object_calls import (
     takes_arrays,
@@ -99,10 +99,11 @@ class ReplicaStep:
         """The meaning of each argument that is traced."""
         return [SPLIT if role is Role.PER_REPLICA else SAME for role in self.roles]
 
-    def same(self, leaves: Sequence[Leaf]) -> dict[int, Given]:
+    def same(self, leaves: Sequence[Leaf]) -> dict[int, ProgramValue]:
         """The leaves that are no replica's own, by their place."""
         return {
-            index: Given(label, leaves[index]) for index, label in self._labels.items()
+            index: ProgramValue(leaves[index], label)
+            for index, label in self._labels.items()
         }
 
     @functools.cached_property

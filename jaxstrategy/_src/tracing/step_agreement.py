@@ -19,7 +19,7 @@ from jaxstrategy._src.processes.agreement import Operation, ProgramPrint
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.processes.watchdog import COMPILES, Watchdog
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.tracing.constants import Given, fingerprint
+from jaxstrategy._src.tracing.constants import ProgramValue, fingerprint
 from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr
 from jaxstrategy._src.tracing.saved_step import Obtain, Preparation
 from jaxstrategy._src.tracing.stages import stages
@@ -182,7 +182,11 @@ class StepAgreement:
         return count <= _FIRST or count % self._each == 0
 
     def compare(
-        self, name: str, where: str, leaves: Sequence[Leaf], same: dict[int, Given]
+        self,
+        name: str,
+        where: str,
+        leaves: Sequence[Leaf],
+        same: dict[int, ProgramValue],
     ) -> None:
         """Compare a step that has begun with those of the other processes."""
         step = f"{name} at {os.path.basename(where)}"
@@ -206,7 +210,7 @@ class StepAgreement:
         name: str,
         where: str,
         closed: ClosedJaxpr,
-        same: dict[int, Given],
+        same: dict[int, ProgramValue],
         is_dispatched: bool,
     ) -> None:
         """Compare a new program with those of the other processes."""
@@ -230,7 +234,7 @@ class StepAgreement:
         self._processes.operations.compare(operation, _ADVICE)
 
 
-def _described(leaf: Leaf, given: Given | None) -> str:
+def _described(leaf: Leaf, given: ProgramValue | None) -> str:
     """The part of an argument that must be the same in all processes."""
     batch = origins.of(leaf)
     told = agreement.described(leaf)
