@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import itertools
@@ -28,16 +27,17 @@ Chip = tuple[int, ...]
 """The coordinates `(x, y, z)` of a chip."""
 
 
-def ring(shape: tuple[int, int, int]) -> list[Chip]:
+def ring(shape: Sequence[int]) -> list[Chip]:
     """All chips of a mesh of this shape, as a ring."""
     long = [axis for axis in range(3) if shape[axis] > 1]
     if len(long) < 2 or any(shape[axis] % 2 for axis in long):
-        return [chip[::-1] for chip in _grid(shape[::-1])]
+        return [chip[::-1] for chip in itertools.product(*map(range, shape[::-1]))]
     if len(long) == 3:
         return list(_through_layers(*shape))
     first, second = long
-    places = [(0, 0), *_around(shape[first], shape[second])]
-    return [_at({first: a, second: b}) for a, b in places]
+    chips = np.zeros((math.prod(shape), 3), int)
+    chips[:, long] = [(0, 0), *_around(shape[first], shape[second])]
+    return [tuple(chip) for chip in chips.tolist()]
 
 
 def _through_layers(x: int, y: int, z: int) -> Iterator[Chip]:
@@ -56,14 +56,6 @@ def _around(width: int, height: int) -> Iterator[tuple[int, int]]:
         row = range(1, width) if b % 2 == 0 else range(width - 1, 0, -1)
         yield from ((a, b) for a in row)
     yield from ((0, b) for b in range(height - 1, 0, -1))
-
-
-def _at(along: dict[int, int]) -> Chip:
-    return tuple(along.get(axis, 0) for axis in range(3))
-
-
-def _grid(shape: tuple[int, ...]) -> Iterator[Chip]:
-    return itertools.product(*map(range, shape))
 
 
 class DeviceOrderMode(enum.IntEnum):
@@ -87,158 +79,82 @@ _RANK = len(AXES)
 _NEAREST_FIRST = (3, 0, 1, 2)
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class CoreBlocks:
-    """Equal blocks of the cores of a topology, one for each of some replicas."""
-
-    topology: TPUTopology
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    count: int
-
-    @staticmethod
-    def chosen(
-        topology: TPUTopology, shape: object, stride: object, count: object
-    ) -> CoreBlocks:
-        """The blocks that a user asks for."""
-        number = whole(count)
-        if number is None or number < 1:
-            raise ValueError(
-                f"`num_replicas` was {shown(count)}; a positive whole number was "
-                "wanted."
+def _blocks(
+    topology: TPUTopology,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    count: int,
+    mode: DeviceOrderMode,
+) -> Integers:
+    """The coordinates of each core of equal blocks: `[block, core, 4]`."""
+    mesh, size = topology.mesh_shape.tolist(), math.prod(shape)
+    described = (
+        f"{count} of the shape {list(shape)} with the stride {list(stride)} in a mesh "
+        f"of the shape {mesh}"
+    )
+    # What a block and the gaps in it cover. The gaps hold others.
+    extent = [a * b for a, b in zip(shape, stride, strict=True)]
+    if any(map(int.__gt__, extent, mesh)):
+        in_line = ""
+        if math.prod(mesh) == mesh[0] >= size:  # chips of one core, as GPUs are
+            in_line = (
+                f" These devices are in a line: give [{size}, 1, 1, 1] for replicas of "
+                f"{with_noun(size, 'device')}, and no stride."
             )
-        blocks = CoreBlocks(
-            topology,
-            _sizes(shape, "computation_shape"),
-            _sizes(stride, "computation_stride"),
-            number,
+        raise ValueError(
+            f"computation footprint {extent} does not fit in TPU topology shape "
+            f"{mesh}. It is `computation_shape` times `computation_stride`.{in_line}"
         )
-        blocks._check_fits()
-        return blocks
-
-    def cores(self, mode: DeviceOrderMode) -> Integers:
-        """The coordinates of each core of each block: `[block, core, 4]`."""
-        if self.topology.num_missing:
-            return self._of_those_left(mode)
-        if mode is DeviceOrderMode.RING and not self._has_ring:
-            raise ValueError(
-                "`device_order_mode` was RING, but a ring needs blocks without a "
-                "stride, with all cores of their chips, on all of the mesh. This is "
-                f"{self._described()}. Use AUTO."
-            )
-        if mode is DeviceOrderMode.MESH or not self._has_ring:
-            return self._in_mesh()
-        return self._in_ring()
-
-    @property
-    def _mesh(self) -> tuple[int, ...]:
-        return tuple(self.topology.mesh_shape.tolist())
-
-    @property
-    def _extent(self) -> tuple[int, ...]:
-        """The size of what a block and the gaps in it cover."""
-        return tuple(a * b for a, b in zip(self.shape, self.stride, strict=True))
-
-    @property
-    def _room(self) -> tuple[int, ...]:
-        """The number of blocks that fit along each axis: the gaps hold others."""
-        sizes = zip(self._mesh, self._extent, self.stride, strict=True)
-        return tuple(size // extent * stride for size, extent, stride in sizes)
-
-    @property
-    def _has_ring(self) -> bool:
-        has_whole_chips = self.shape[3] == self._mesh[3]
-        is_dense = math.prod(self.stride) == 1
-        return has_whole_chips and is_dense and self.count == math.prod(self._room)
-
-    def _in_ring(self) -> Integers:
-        """Block after block around a ring, and so the chips in each block."""
-        x, y, z, cores = self.shape
-        across, along, up, _ = self._counts()
-        return np.asarray(
-            [
-                [
-                    [*np.multiply(block, (x, y, z)) + chip, core]
-                    for chip in ring((x, y, z))
-                    for core in range(cores)
-                ]
-                for block in ring((across, along, up))
-            ],
-            np.int32,
+    along = zip(mesh, extent, stride, strict=True)
+    room = [length // block * gap for length, block, gap in along]
+    if count > math.prod(room):
+        raise ValueError(
+            f"requested {count} replicas but only {math.prod(room)} replicas fit: "
+            f"{described}."
         )
-
-    def _in_mesh(self) -> Integers:
-        """Block after block along the axes, and so the cores in each block."""
-        counts = self._counts()
-        places = np.zeros((self.count, _RANK), np.int64)
-        left = np.arange(self.count)
-        for axis in _NEAREST_FIRST:
-            left, places[:, axis] = np.divmod(left, counts[axis])
-        outer, inner = np.divmod(places, self.stride)
-        starts = outer * self._extent + inner
-        inside = np.asarray(list(itertools.product(*map(range, self.shape))))
-        cores = starts[:, None] + inside * np.asarray(self.stride)
-        return cores.astype(np.int32)
-
-    def _counts(self) -> tuple[int, ...]:
-        """The number of blocks along each axis, as equal as they can be."""
-        counts = [1] * _RANK
-        blocks = self.count
-        order = sorted(_NEAREST_FIRST, key=lambda axis: self._room[axis])
-        for done, axis in enumerate(order):
-            counts[axis] = min(_root(blocks, _RANK - done), self._room[axis])
-            blocks = -(-blocks // counts[axis])
-        return tuple(counts)
-
-    def _of_those_left(self, mode: DeviceOrderMode) -> Integers:
-        """Blocks of the devices that are there, one after the other, task by task."""
-        if mode is DeviceOrderMode.RING or math.prod(self.stride) > 1:
+    if topology.num_missing:
+        if mode is DeviceOrderMode.RING or math.prod(stride) > 1:
             raise ValueError(
-                f"{self.topology!r} lacks "
-                f"{with_noun(self.topology.num_missing, 'device')}. Then "
+                f"{topology!r} lacks {with_noun(topology.num_missing, 'device')}. Then "
                 "there is no RING, and no stride: leave `device_order_mode` and "
                 "`computation_stride` out."
             )
-        size = math.prod(self.shape)
-        found = self.topology.device_coordinates.reshape(-1, _RANK)
-        if self.count * size > len(found):
+        # Blocks of the devices that are there, one after the other, task by task.
+        found = topology.device_coordinates.reshape(-1, _RANK)
+        if count * size > len(found):
             raise ValueError(
-                f"requested {self.count} replicas but only {len(found) // size} "
-                f"replicas fit, each of {with_noun(size, 'device')} of the "
-                f"{len(found)} that are there in {self.topology!r}."
+                f"requested {count} replicas but only {len(found) // size} replicas "
+                f"fit, each of {with_noun(size, 'device')} of the {len(found)} that "
+                f"are there in {topology!r}."
             )
-        return found[: self.count * size].reshape(self.count, size, _RANK)
-
-    def _check_fits(self) -> None:
-        if any(map(int.__gt__, self._extent, self._mesh)):
-            raise ValueError(
-                f"computation footprint {list(self._extent)} does not fit in TPU "
-                f"topology shape {list(self._mesh)}. It is `computation_shape` times "
-                f"`computation_stride`.{self._shape_in_line()}"
-            )
-        most = math.prod(self._room)
-        if self.count > most:
-            raise ValueError(
-                f"requested {self.count} replicas but only {most} replicas fit: "
-                f"{self._described()}."
-            )
-
-    def _shape_in_line(self) -> str:
-        """What to give where chips have one core and stand in a line, as GPUs do."""
-        size = math.prod(self.shape)
-        if math.prod(self._mesh) > self._mesh[0] or size > self._mesh[0]:
-            return ""
-        return (
-            f" These devices are in a line: give [{size}, 1, 1, 1] for replicas of "
-            f"{with_noun(size, 'device')}, and no stride."
+        return found[: count * size].reshape(count, size, _RANK)
+    is_dense = shape[3] == mesh[3] and math.prod(stride) == 1
+    has_ring = is_dense and count == math.prod(room)
+    if mode is DeviceOrderMode.RING and not has_ring:
+        raise ValueError(
+            "`device_order_mode` was RING, but a ring needs blocks without a stride, "
+            f"with all cores of their chips, on all of the mesh. This is {described}. "
+            "Use AUTO."
         )
-
-    def _described(self) -> str:
-        return (
-            f"{self.count} of the shape {list(self.shape)} with the stride "
-            f"{list(self.stride)} in a mesh of the shape {list(self._mesh)}"
-        )
+    # The number of blocks along each axis, as equal as they can be.
+    counts, left = [1] * _RANK, count
+    for done, axis in enumerate(sorted(_NEAREST_FIRST, key=lambda axis: room[axis])):
+        counts[axis] = min(_root(left, _RANK - done), room[axis])
+        left = -(-left // counts[axis])
+    if has_ring and mode is not DeviceOrderMode.MESH:
+        chips = np.asarray(ring(shape[:3]))
+        blocks = np.asarray(ring(counts[:3])) * shape[:3]
+        cores = np.zeros((count, len(chips), shape[3], _RANK), np.int32)
+        cores[..., :3] = blocks[:, None, None] + chips[:, None]
+        cores[..., 3] = np.arange(shape[3])
+        return cores.reshape(count, size, _RANK)
+    places, rest = np.zeros((count, _RANK), np.int64), np.arange(count)
+    for axis in _NEAREST_FIRST:
+        rest, places[:, axis] = np.divmod(rest, counts[axis])
+    outer, inner = np.divmod(places, stride)
+    inside = np.asarray(list(itertools.product(*map(range, shape))))
+    starts = outer * np.asarray(extent) + inner
+    return (starts[:, None] + inside * np.asarray(stride)).astype(np.int32)
 
 
 def _sizes(given: object, name: str) -> tuple[int, ...]:
@@ -335,13 +251,17 @@ class DeviceAssignment:
                [4, 5],
                [6, 7]], dtype=int32)
         """
-        blocks = CoreBlocks.chosen(
-            _checked_topology(topology),
-            computation_shape,
-            computation_stride,
-            num_replicas,
-        )
-        return cls(topology, blocks.cores(DeviceOrderMode(device_order_mode)))
+        count = whole(num_replicas)
+        topology = _checked_topology(topology)
+        if count is None or count < 1:
+            raise ValueError(
+                f"`num_replicas` was {shown(num_replicas)}; a positive whole number "
+                "was wanted."
+            )
+        shape = _sizes(computation_shape, "computation_shape")
+        stride = _sizes(computation_stride, "computation_stride")
+        mode = DeviceOrderMode(device_order_mode)
+        return cls(topology, _blocks(topology, shape, stride, count, mode))
 
     @property
     def topology(self) -> TPUTopology:

@@ -234,7 +234,12 @@ def _checked_coordinates(given: Nested | None, mesh_shape: Integers) -> Integers
             "`device_coordinates` must be a rank 3 array of whole numbers, "
             f"[task, device, {len(mesh_shape)}]; got {shown(given)}."
         )
-    _check_inside(found, mesh_shape)
+    outside = ((found < 0) | (found >= mesh_shape)).any(axis=-1)
+    if outside.any():
+        raise ValueError(
+            f"`device_coordinates` has {found[outside][0].tolist()}, which lies "
+            f"outside of the mesh of shape {mesh_shape.tolist()}."
+        )
     flat = found.reshape(-1, len(mesh_shape))
     if len(flat) > len(np.unique(flat, axis=0)):
         raise ValueError(
@@ -251,15 +256,6 @@ def integers(given: object) -> Integers | None:
     except ValueError:  # several lengths
         return None
     return found if np.issubdtype(found.dtype, np.integer) else None
-
-
-def _check_inside(coordinates: Integers, mesh_shape: Integers) -> None:
-    outside = ((coordinates < 0) | (coordinates >= mesh_shape)).any(axis=-1)
-    if outside.any():
-        raise ValueError(
-            f"`device_coordinates` has {coordinates[outside][0].tolist()}, which lies "
-            f"outside of the mesh of shape {mesh_shape.tolist()}."
-        )
 
 
 _initialized: set[str] = set()
