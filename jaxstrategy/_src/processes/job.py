@@ -60,7 +60,19 @@ def _met(process: Process, timeout_seconds: float, start_seconds: float) -> Proc
     # Before JAX starts: its notifier takes SIGTERM in `initialize` (0.10 and 0.12).
     _ending.keep_sigterm()
     try:
-        _start_jax(process, timeout_seconds, start_seconds)
+        jax.distributed.initialize(
+            process.coordinator,
+            process.count,
+            process.index,
+            # By default JAX listens on `[::]`, that is, to all networks of the host.
+            coordinator_bind_address=process.coordinator,
+            initialization_timeout=max(1, int(start_seconds)),
+            # A backstop only: the store is faster, and our report says more. JAX's
+            # abort is what remains when this process cannot run Python any more.
+            heartbeat_timeout_seconds=int(min(timeout_seconds, 1e6)) + 30,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            cluster_detection_method=detection(),
+        )
     # Any error counts: the others wait in JAX's start until the store tells them.
     except Exception as error:
         store.fail(_ending.described(error))
@@ -72,26 +84,6 @@ def _met(process: Process, timeout_seconds: float, start_seconds: float) -> Proc
     ending.install()
     watchdog.start()
     return Processes(store, watchdog)
-
-
-def _start_jax(
-    process: Process,
-    timeout_seconds: float,
-    start_seconds: float,
-) -> None:
-    jax.distributed.initialize(
-        process.coordinator,
-        process.count,
-        process.index,
-        # By default JAX listens on `[::]`, that is, to all networks of the host.
-        coordinator_bind_address=process.coordinator,
-        initialization_timeout=max(1, int(start_seconds)),
-        # A backstop only: the store is faster, and our report says more. JAX's abort is
-        # what remains when this process cannot run Python any more.
-        heartbeat_timeout_seconds=int(min(timeout_seconds, 1e6)) + 30,
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        cluster_detection_method=detection(),
-    )
 
 
 def detection() -> str | None:
@@ -136,22 +128,20 @@ def _agreed(index: int) -> tuple[str, Secret, Host | None]:
     if index == 0:
         is_one_host = bool((hosts == hosts[:1]).all())
         word = secrets.token_hex(32)
+        name = "127.0.0.1"
+        if not is_one_host:  # the address under which most likely others know it
+            kind, flags = socket.SOCK_STREAM, socket.AI_ADDRCONFIG
+            known = socket.getaddrinfo(
+                socket.gethostname(), None, type=kind, flags=flags
+            )
+            name = str(known[0][4][0])
         # It listens before the others hear of the port: nobody else can take it.
-        name = "127.0.0.1" if is_one_host else _own_address()
         host = Host(address_of(name, 0), Secret.of_environment() or Secret(word))
         text = f"{host.address} {word}".encode()
     padded = np.frombuffer(text.ljust(_AGREED_BYTES), np.uint8)
     agreed = np.asarray(multihost_utils.broadcast_one_to_all(padded))
     address, word = agreed.astype(np.uint8).tobytes().decode().split()
     return address, Secret.of_environment() or Secret(word), host
-
-
-def _own_address() -> str:
-    """The address under which other hosts most likely know this one."""
-    found = socket.getaddrinfo(
-        socket.gethostname(), None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-    )
-    return str(found[0][4][0])
 
 
 @final
@@ -219,23 +209,19 @@ def start(
     # Two threads may make strategies at once, and a process meets the others once.
     with _starting:
         if _started is None:
-            is_jaxs = jax.distributed.is_initialized()
-            if process is None and not is_jaxs:
+            new = None if jax.distributed.is_initialized() else process
+            if new is None and not jax.distributed.is_initialized():
                 raise ValueError(
                     "Which process this is of how many is not known. Give it, or start "
                     "`jax.distributed` first."
                 )
-            if process is None or is_jaxs:
-                count = jax.process_count()
-            else:
-                count = process.count
-            if count == 1:
+            if (jax.process_count() if new is None else new.count) == 1:
                 store = Store()
                 _started = Processes(store, Watchdog(store, timeout_seconds))
-            elif process is None or is_jaxs:
+            elif new is None:
                 _started = _adopted(timeout_seconds, start_seconds)
             else:
-                _started = _met(process, timeout_seconds, start_seconds)
+                _started = _met(new, timeout_seconds, start_seconds)
         own = _started.index, _started.count
         if process is not None and (process.index, process.count) != own:
             raise ClusterError(
@@ -311,18 +297,14 @@ class _Launcher:
     hosts: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
 
-    @property
-    def _count(self) -> str | None:
-        return next(filter(_value, self.counts), None)
-
     def is_alone(self) -> bool:
         """Whether it says that there is one process only."""
-        count = self._count
+        count = next(filter(_value, self.counts), None)
         return count is not None and _value(count) == "1" and self.speaking() is None
 
     def speaking(self) -> str | None:
         """The name of a variable that tells of several processes."""
-        count = self._count
+        count = next(filter(_value, self.counts), None)
         if count is not None and _value(count) != "1":
             return count
         for name in self.ranks:
@@ -441,7 +423,20 @@ def _join() -> str | None:
 
 def _initialize() -> None:
     if all(map(_value, _TORCHRUN.needed)) and not _TORCHRUN.is_alone():
-        _initialize_as_torchrun()
+        host, port = _value("MASTER_ADDR"), _number("MASTER_PORT")
+        assert port is not None
+        # There the agent of torchrun itself listens.
+        port += _value("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address, per_host = address_of(host, port), _number("LOCAL_WORLD_SIZE") or 1
+        local = host in ("localhost", "127.0.0.1", "::1")
+        jax.distributed.initialize(
+            address,
+            _number("WORLD_SIZE"),
+            _number("RANK"),
+            local_device_ids=_number("LOCAL_RANK") if per_host > 1 else None,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=address if local else None,
+        )
         return
     count, rank = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
     method = detection() if all(map(_value, _JAX.needed)) else None
@@ -452,25 +447,6 @@ def _initialize() -> None:
         num_processes=None if count == 1 else count,
         process_id=None if count == 1 else rank,
         cluster_detection_method=method,
-    )
-
-
-def _initialize_as_torchrun() -> None:
-    host, port = _value("MASTER_ADDR"), _number("MASTER_PORT")
-    assert port is not None
-    # There the agent of torchrun itself listens.
-    if _value("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        port += 1
-    address = address_of(host, port)
-    per_host = _number("LOCAL_WORLD_SIZE") or 1
-    local = host in ("localhost", "127.0.0.1", "::1")
-    jax.distributed.initialize(
-        address,
-        _number("WORLD_SIZE"),
-        _number("RANK"),
-        local_device_ids=_number("LOCAL_RANK") if per_host > 1 else None,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=address if local else None,
     )
 
 
@@ -522,6 +498,7 @@ def _number(name: str) -> int | None:
 
 
 _POLL_SECONDS = 0.5
+_JOINED = "Server.join of process {}"
 
 
 @final
@@ -539,19 +516,15 @@ class TrainingTask:
     def join(self) -> None:
         """Wait until all others have finished, or wait here too."""
         store = start(self._process).store
-        store.put(_joined(store.index), True)
-        while any(not _is_done(store, state) for state in store.states()):
+        store.put(_JOINED.format(store.index), True)
+        while not all(self._is_done(store, state) for state in store.states()):
             time.sleep(_POLL_SECONDS)
 
-
-def _joined(index: int) -> str:
-    return f"Server.join of process {index}"
-
-
-def _is_done(store: Store, state: ProcessState) -> bool:
-    if state.end is not None or state.member.index == store.index:
-        return True
-    try:
-        return store.get(_joined(state.member.index), _POLL_SECONDS)
-    except ClusterError:
-        return False
+    def _is_done(self, store: Store, state: ProcessState) -> bool:
+        index = state.member.index
+        if state.end is not None or index == store.index:
+            return True
+        try:
+            return store.get(_JOINED.format(index), _POLL_SECONDS)
+        except ClusterError:
+            return False
