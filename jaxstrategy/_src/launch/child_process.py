@@ -70,15 +70,12 @@ class StartedProcess(Protocol):
 
     def send(self, number: int) -> None:
         """Send a signal to the process itself; what it started is its own affair."""
-        ...
 
     def kill(self) -> None:
         """Kill what is left of the process and of all that it started."""
-        ...
 
     def close(self) -> None:
         """Wait for its end, and end what it left behind."""
-        ...
 
 
 @final

@@ -83,11 +83,9 @@ class Machines(Protocol):
 
     def release(self) -> None:
         """Give back what the processes of an attempt had, once all have ended."""
-        ...
 
     def close(self) -> None:
         """End whatever is left."""
-        ...
 
 
 @final
@@ -438,7 +436,6 @@ class Job:
         return left is not None
 
 
-_HEADER = ("attempt", "rank", "began after", "ran for", "end")
 _MOST_ROWS = 64
 
 
@@ -449,7 +446,7 @@ def job_summary(name: str, attempts: Sequence[Attempt]) -> str:
     how = "ended well" if code == 0 else f"ended with exit code {code}"
     lasted = with_seconds(max(ends, default=begun) - begun)
     parts = [f"{name} {how} after {with_noun(len(attempts), 'attempt')}, {lasted}"]
-    rows: list[tuple[str, ...]] = [_HEADER]
+    rows = ["attempt  rank  began after  ran for  end"]
     for number, each in enumerate(attempts):
         parts += _failure(number, each)
         began = with_seconds(each.begun - begun) if number else "0 s"
@@ -457,12 +454,10 @@ def job_summary(name: str, attempts: Sequence[Attempt]) -> str:
             end = "killed by the launcher"
             if rank in each.codes:
                 end = described(each.codes[rank])
-            rows.append((str(number), str(rank), began, with_seconds(seconds), end))
-    shown = rows[: 1 + _MOST_ROWS]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    table = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in shown)
-    parts.append("\n".join(table))
-    if more := len(rows) - len(shown):
+            ran = with_seconds(seconds)
+            rows.append(f"{number:<7}  {rank:<4}  {began:<11}  {ran:<7}  {end}")
+    parts.append("\n".join(rows[: 1 + _MOST_ROWS]))
+    if (more := len(rows) - 1 - _MOST_ROWS) > 0:
         parts.append(f"and {with_noun(more, 'other process')}")
     return "\n\n".join(parts) + "\n"
 

@@ -31,10 +31,8 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._steps: collections.deque[tuple[int, float]]
-        self._steps = collections.deque(maxlen=_KEPT)
-        self._barriers: collections.deque[tuple[int, float]]
-        self._barriers = collections.deque(maxlen=_KEPT)
+        self._steps = collections.deque[tuple[int, float]](maxlen=_KEPT)
+        self._barriers = collections.deque[tuple[int, float]](maxlen=_KEPT)
         self._count = 0
         self.arrived = self._steps.append  # nothing more at each step
 
@@ -143,31 +141,21 @@ def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
         first = min(rows[key] for rows in known)
         for own, rows in zip(late, known, strict=True):
             own.append(rows[key] - first)
-    lasts = [max(rows[key] for rows in known) for key in common]
-    seconds = _durations(list(zip(common, lasts, strict=True)))
-    processes = [
-        Lateness(member, statistics.median(own), _tail(own))
-        for member, own in zip(told, late, strict=True)
-        if own
-    ]
-    step_seconds = statistics.median(seconds) if seconds else 0.0
-    return Stragglers(tuple(processes), len(common), step_seconds)
-
-
-def _durations(ends: Sequence[tuple[tuple[int, int], float]]) -> list[float]:
-    """The seconds from each step to the next."""
-    seconds = []
-    for ((step, barrier), earlier), (following, later) in itertools.pairwise(ends):
+    lasts = {key: max(rows[key] for rows in known) for key in common}
+    seconds = []  # from each step to the next
+    for (step, barrier), following in itertools.pairwise(common):
         if following == (step + 1, barrier):
-            seconds.append(later - earlier)
+            seconds.append(lasts[following] - lasts[step, barrier])
         elif following == (step + 1, barrier + 1):
             # All have compared the earlier step when its last process had come to it.
-            seconds.append(later)
-    return seconds
-
-
-def _tail(values: list[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+            seconds.append(lasts[following])
+    processes = []
+    for member, own in zip(told, late, strict=True):
+        if own:
+            tail = sorted(own)[min(len(own) - 1, int(0.95 * len(own)))]
+            processes.append(Lateness(member, statistics.median(own), tail))
+    step_seconds = statistics.median(seconds) if seconds else 0.0
+    return Stragglers(tuple(processes), len(common), step_seconds)
 
 
 def at_the_end(states: Sequence[ProcessState]) -> str:
