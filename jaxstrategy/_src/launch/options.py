@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import endpoint, host_and_port
 from jaxstrategy._src.processes import secret
@@ -97,39 +97,127 @@ launcher itself was asked to stop.
 """
 
 
+# Types of options.
+
+
+def _number(
+    read: Callable[[str], T], least: T, wanted: str, is_more: bool = False
+) -> Callable[[str], T]:
+    """Reads numbers that are not smaller than the least one, or are more than it."""
+
+    def number(text: str) -> T:
+        try:
+            found = read(text)
+        except ValueError:
+            found = None
+        if found is None or not least <= found < math.inf or (is_more and not found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return found
+
+    return number
+
+
+count = _number(int, 1, "a whole number above 0")
+_whole = _number(int, 0, "a whole number from 0 on")
+_amount = _number(float, 0.0, "a number from 0 on")
+_seconds = _number(float, 0.0, "a time in seconds")
+positive_seconds = _number(float, 0.0, "a time above 0 seconds", is_more=True)
+
+
+def _address(text: str) -> str:
+    try:
+        host_and_port(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _folder(text: str) -> str:
+    """A folder, or the address of what serves as one, whether it is there or not."""
+    if not text or os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder")
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _resource(text: str) -> tuple[str, float]:
+    name, equals, number = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=K, such as TPU=4")
+    return name, _amount(number)
+
+
+def _option(*flags: str, default: object = None, **how: object) -> Any:
+    """A field as `ArgumentParser.add_argument` wants it; by default by its own name."""
+    return dataclasses.field(default=default, metadata={"flags": flags, **how})
+
+
 @final
 @dataclasses.dataclass
 class Options:
-    """A command line. The parser puts in what is given, by the names of the options."""
+    """The command line."""
 
+    # fmt: off
+    processes: int = _option("-n", "--processes", default=1, type=count, metavar="N",
+        help="processes on this machine (default: 1)")
+    devices_per_process: int | None = _option(type=count, metavar="K",
+        help="simulated CPU devices of each process")
+    gpus_per_process: int | None = _option(type=count, metavar="K",
+        help="GPUs of each process: its share of CUDA_VISIBLE_DEVICES")
+    max_restarts: int = _option(default=0, type=_whole, metavar="K",
+        help="start all again up to K times after a failure (default: 0)")
+    min_processes: int | None = _option(type=count, metavar="M",
+        help="a restart takes one process fewer, down to M")
+    workers: int | None = _option(type=count, metavar="W",
+        help="workers of the script's ParameterServerStrategy")
+    parameter_servers: int | None = _option(type=count, metavar="P",
+        help="parameter servers of it (default: 1)")
+    evaluator: bool = _option(default=False,
+        help="run the script a second time, as the evaluator of TF_CONFIG")
+    grace: float = _option(default=3.0, type=_seconds, metavar="S",
+        help="seconds that the others have after a failure (default: 3)")
+    stop_grace: float = _option(default=300.0, type=_seconds, metavar="S",
+        help="seconds to save and end after a signal (default: 300)")
+    nodes: int = _option(default=1, type=count, metavar="N",
+        help="machines of the job (default: 1); run the launcher on each")
+    node_rank: int | None = _option(type=_whole, metavar="R",
+        help="which of the machines this is: 0, 1, ...")
+    coordinator: str | None = _option(type=_address, metavar="HOST:PORT",
+        help="where process 0 listens (default: a free port, loopback)")
+    on: str | None = _option(choices=("ray",),
+        help="run the processes on a Ray cluster, not on this machine")
+    print_for: str | None = _option("--print", choices=("slurm", "k8s"),
+        help="print a batch script or a JobSet manifest, start nothing")
+    verbose: bool = _option(default=False,
+        help="also show gloo's lines about connected ranks")
+    summary: str | None = _option(metavar="FILE",
+        help="write what became of each process into a text file")
+    compilation_cache: str | None = _option(type=_folder, metavar="DIR",
+        help="where all processes keep what they have compiled")
+    check: bool = _option(default=False,
+        help="only try whether the processes can meet and exchange")
+    module: bool = _option("-m", default=False,
+        help="run a module, as `python -m` does")
+    ray_address: str | None = _option(metavar="HOST:PORT",
+        help="the cluster (default: RAY_ADDRESS, or a Ray of this machine that is "
+        "started, and ended with the job)")
+    ray_cpus: float = _option(default=1.0, type=_amount, metavar="K",
+        help="CPUs of each process, as Ray counts them (default: 1)")
+    ray_resource: Sequence[tuple[str, float]] | None = _option(
+        type=_resource, metavar="NAME=K", action="append",
+        help="another resource of each process; repeatable")
+    ray_placement: str = _option(default="PACK", choices=PLACEMENTS,
+        help="on few machines (PACK, the default) or many (SPREAD); "
+        "STRICT_: on one, or each on another, or not at all")
+    ray_working_dir: str | None = _option(metavar="DIR",
+        help="copy this folder to each machine, and run there; without, all machines "
+        "need the folder in which the launcher is started")
+    ray_env: Sequence[str] | None = _option(metavar="NAME", action="append",
+        help="hand on this environment variable; repeatable (those of JAX, XLA and "
+        "jaxstrategy are handed on anyway)")
+    ray_wait: float = _option(default=300.0, type=_seconds, metavar="S",
+        help="seconds to wait for room on the cluster (default: 300)")
+    # fmt: on
     command: Sequence[str] = ()
-    module: bool = False
-    processes: int = 1
-    devices_per_process: int | None = None
-    gpus_per_process: int | None = None
-    max_restarts: int = 0
-    min_processes: int | None = None
-    workers: int | None = None
-    parameter_servers: int | None = None
-    evaluator: bool = False
-    grace: float = 3.0
-    stop_grace: float = 300.0
-    nodes: int = 1
-    node_rank: int | None = None
-    coordinator: str | None = None
-    on: str | None = None
-    print_for: str | None = None
-    verbose: bool = False
-    summary: str | None = None
-    compilation_cache: str | None = None
-    check: bool = False
-    ray_address: str | None = None
-    ray_cpus: float = 1.0
-    ray_resource: list[tuple[str, float]] = dataclasses.field(default_factory=list)
-    ray_placement: str = "PACK"
-    ray_working_dir: str | None = None
-    ray_env: list[str] = dataclasses.field(default_factory=list)
-    ray_wait: float = 300.0
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -186,117 +274,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("-n", "--processes", type=count, metavar="N",
-        help="processes on this machine (default: 1)")  # fmt: skip
-    add("--devices-per-process", type=count, metavar="K",
-        help="simulated CPU devices of each process")  # fmt: skip
-    add("--gpus-per-process", type=count, metavar="K",
-        help="GPUs of each process: its share of CUDA_VISIBLE_DEVICES")  # fmt: skip
-    add("--max-restarts", type=_whole, metavar="K",
-        help="start all again up to K times after a failure (default: 0)")  # fmt: skip
-    add("--min-processes", type=count, metavar="M",
-        help="a restart takes one process fewer, down to M")  # fmt: skip
-    add("--workers", type=count, metavar="W",
-        help="workers of the script's ParameterServerStrategy")  # fmt: skip
-    add("--parameter-servers", type=count, metavar="P",
-        help="parameter servers of it (default: 1)")  # fmt: skip
-    add("--evaluator", action="store_true",
-        help="run the script a second time, as the evaluator of TF_CONFIG")  # fmt: skip
-    add("--grace", type=_seconds, metavar="S",
-        help="seconds that the others have after a failure (default: 3)")  # fmt: skip
-    add("--stop-grace", type=_seconds, metavar="S",
-        help="seconds to save and end after a signal (default: 300)")  # fmt: skip
-    add("--nodes", type=count, metavar="N",
-        help="machines of the job (default: 1); run the launcher on each")  # fmt: skip
-    add("--node-rank", type=_whole, metavar="R",
-        help="which of the machines this is: 0, 1, ...")  # fmt: skip
-    add("--coordinator", type=_address, metavar="HOST:PORT",
-        help="where process 0 listens (default: a free port, loopback)")  # fmt: skip
-    add("--on", choices=("ray",),
-        help="run the processes on a Ray cluster, not on this machine")  # fmt: skip
-    add("--print", choices=("slurm", "k8s"), dest="print_for",
-        help="print a batch script or a JobSet manifest, start nothing")  # fmt: skip
-    add("--verbose", action="store_true",
-        help="also show gloo's lines about connected ranks")  # fmt: skip
-    add("--summary", metavar="FILE",
-        help="write what became of each process into a text file")  # fmt: skip
-    add("--compilation-cache", type=_folder, metavar="DIR",
-        help="where all processes keep what they have compiled")  # fmt: skip
-    add("--check", action="store_true",
-        help="only try whether the processes can meet and exchange")  # fmt: skip
-    add("-m", dest="module", action="store_true",
-        help="run a module, as `python -m` does")  # fmt: skip
-    on_ray = parser.add_argument_group("with --on ray").add_argument
-    on_ray("--ray-address", metavar="HOST:PORT",
-        help="the cluster (default: RAY_ADDRESS, or a Ray of this machine that is "
-        "started, and ended with the job)")  # fmt: skip
-    on_ray("--ray-cpus", type=_amount, metavar="K",
-        help="CPUs of each process, as Ray counts them (default: 1)")  # fmt: skip
-    on_ray("--ray-resource", type=_resource, metavar="NAME=K", action="append",
-        help="another resource of each process; repeatable")  # fmt: skip
-    on_ray("--ray-placement", choices=PLACEMENTS,
-        help="on few machines (PACK, the default) or many (SPREAD); "
-        "STRICT_: on one, or each on another, or not at all")  # fmt: skip
-    on_ray("--ray-working-dir", metavar="DIR",
-        help="copy this folder to each machine, and run there; without, all machines "
-        "need the folder in which the launcher is started")  # fmt: skip
-    on_ray("--ray-env", metavar="NAME", action="append",
-        help="hand on this environment variable; repeatable (those of JAX, XLA and "
-        "jaxstrategy are handed on anyway)")  # fmt: skip
-    on_ray("--ray-wait", type=_seconds, metavar="S",
-        help="seconds to wait for room on the cluster (default: 300)")  # fmt: skip
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    on_ray = parser.add_argument_group("with --on ray")
+    for field in dataclasses.fields(Options):
+        if how := dict(field.metadata):
+            group = on_ray if field.name.startswith("ray_") else parser
+            flags = how.pop("flags") or (f"--{field.name.replace('_', '-')}",)
+            if field.default is False:
+                how["action"] = "store_true"
+            group.add_argument(*flags, dest=field.name, **how)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-# Types of options.
-
-
-def _number(
-    read: Callable[[str], T], least: T, wanted: str, is_more: bool = False
-) -> Callable[[str], T]:
-    """Reads numbers that are not smaller than the least one, or are more than it."""
-
-    def number(text: str) -> T:
-        try:
-            found = read(text)
-        except ValueError:
-            found = None
-        if found is None or not least <= found < math.inf or (is_more and not found):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return found
-
-    return number
-
-
-count = _number(int, 1, "a whole number above 0")
-_whole = _number(int, 0, "a whole number from 0 on")
-_amount = _number(float, 0.0, "a number from 0 on")
-_seconds = _number(float, 0.0, "a time in seconds")
-positive_seconds = _number(float, 0.0, "a time above 0 seconds", is_more=True)
-
-
-def _address(text: str) -> str:
-    try:
-        host_and_port(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def _folder(text: str) -> str:
-    """A folder, or the address of what serves as one, whether it is there or not."""
-    if not text or os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a folder")
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
-
-
-def _resource(text: str) -> tuple[str, float]:
-    name, equals, number = text.partition("=")
-    if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=K, such as TPU=4")
-    return name, _amount(number)
 
 
 def _complaints(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
@@ -415,7 +402,7 @@ def _about_ray(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
             f"{where!r} is an address for Ray's client; start the launcher on a "
             "machine of the cluster, and give host:port of its head, or auto"
         )
-    if not any((o.ray_cpus, o.gpus_per_process, *dict(o.ray_resource).values())):
+    if not any((o.ray_cpus, o.gpus_per_process, *dict(o.ray_resource or ()).values())):
         yield "--ray-cpus 0 needs GPUs or a --ray-resource, or Ray has nothing to place"
     if (copied := o.ray_working_dir) is not None:
         if not os.path.isdir(copied):
@@ -425,6 +412,6 @@ def _about_ray(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
                 f"{o.command[0]!r} is not looked for in a copy of {copied!r}; give the "
                 "path of the script from there on"
             )
-    for name in o.ray_env:
+    for name in o.ray_env or ():
         if name not in environment:
             yield f"--ray-env {name}: there is no such variable in the environment"

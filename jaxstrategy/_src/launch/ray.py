@@ -523,7 +523,7 @@ class RayMachines:
         bundle = {
             "CPU": options.ray_cpus,
             "GPU": options.gpus_per_process or 0,
-            **dict(options.ray_resource),
+            **dict(options.ray_resource or ()),
         }
         actors = self._actors = RayActors(
             self._cluster,
@@ -560,7 +560,7 @@ class RayMachines:
 
     def _variables(self) -> dict[str, str]:
         """What all processes get of this one's environment, and of the options."""
-        named = self._options.ray_env
+        named = self._options.ray_env or ()
         kept = {
             name: value
             for name, value in os.environ.items()
