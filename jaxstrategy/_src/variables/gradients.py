@@ -16,7 +16,7 @@ from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices
 from jaxstrategy._src.variables import abstract_variable, access, sharded_variable
 from jaxstrategy._src.variables.abstract_variable import AbstractVariable
-from jaxstrategy._src.variables.access import Lookup, RowTape
+from jaxstrategy._src.variables.row_lookups import Lookup, RowTape, recording, zeros
 from jaxstrategy._src.variables.rows import known_numbers
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 
@@ -189,12 +189,12 @@ def value_and_grad(
         values = {key: part.value() for key, part in parts.items()}
 
         def called(own: Mapping[int, jax.Array], tape: RowTape | None) -> PyTree:
-            with access.entered({**values, **own}), access.recording(tape):
+            with access.entered({**values, **own}), recording(tape):
                 return fn(*args, **kwargs)
 
         def probed(own: Mapping[int, jax.Array], tape: RowTape) -> None:
             given = access.entered({**values, **own}, is_repeated=False)
-            with given, access.recording(tape):
+            with given, recording(tape):
                 fn(*args, **kwargs)
 
         lookups, sparse = lookups_of(probed, parts)
@@ -209,7 +209,7 @@ def value_and_grad(
             return loss, (aux, tape.ids if tape is not None else [])
 
         both = jax.value_and_grad(of_values, argnums=(0, 1), has_aux=True)
-        (loss, (aux, ids)), (of_whole, of_rows) = both(whole, access.zeros(lookups))
+        (loss, (aux, ids)), (of_whole, of_rows) = both(whole, zeros(lookups))
         found = RowGradients(lookups, ids, of_rows)
         grads = [_gradient(leaf, of_whole, found) for leaf in leaves]
         return (loss, aux) if has_aux else loss, treedef.unflatten(grads)

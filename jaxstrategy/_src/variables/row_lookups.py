@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
+from jaxstrategy._src.contexts import context
 from jaxstrategy._src.reductions.rows import table_rows
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Index
+from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.abstract_variable import AbstractVariable
 from jaxstrategy._src.variables.rows import (
@@ -23,6 +27,94 @@ from jaxstrategy._src.variables.rows import (
     row_numbers,
     row_pieces,
 )
+
+
+class Lookup(NamedTuple):
+    """One lookup.
+
+    Attributes:
+      shards: the `id` of each shard of the table.
+      starts: the first row of each shard, and last the number of all rows.
+      rows: the type of what it gives, `[n, ...]`.
+    """
+
+    shards: tuple[int, ...]
+    starts: tuple[int, ...]
+    rows: jax.ShapeDtypeStruct
+
+
+@final
+class RowTape:
+    """The lookups of one call of a function, made while it runs.
+
+    Args:
+      watched: the `id` of each variable of whose lookups it takes note.
+      added: what is added to the rows of each lookup; None while lookups are counted.
+
+    Attributes:
+      lookups: those that were made, in order.
+      ids: the rows of each.
+      whole: the `id` of each variable that was used by something else than lookups.
+    """
+
+    def __init__(
+        self, watched: Iterable[int], added: Sequence[jax.Array] | None = None
+    ) -> None:
+        self._watched = set(watched)
+        self._added = added
+        self._trace = get_opaque_trace_state()
+        self.lookups: list[Lookup] = []
+        self.ids: list[jax.Array] = []
+        self.whole: set[int] = set()
+
+    def looked_up(
+        self,
+        shards: Sequence[Handle],
+        starts: Sequence[int],
+        ids: jax.Array,
+        rows: jax.Array,
+    ) -> jax.Array:
+        """The rows, with what is added to them.
+
+        Shapes: ids `[n]`, rows `[n, ...]` -> `[n, ...]`.
+        """
+        keys = tuple(map(id, shards))
+        if not self._watched.intersection(keys):
+            return rows
+        # In a loop, or a function that is jitted, ids are that function's own.
+        if get_opaque_trace_state() != self._trace:
+            self.whole.update(keys)
+            return rows
+        like = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+        self.lookups.append(Lookup(keys, tuple(starts), like))
+        self.ids.append(ids)
+        if self._added is None:
+            return rows
+        return rows + self._added[len(self.ids) - 1]
+
+    def sparse(self) -> set[int]:
+        """The variables that are only looked up, the shards of a table all or none."""
+        whole = set(self.whole)
+        for _ in self.lookups:  # each round adds a table, or is the last
+            for lookup in self.lookups:
+                if whole.intersection(lookup.shards):
+                    whole.update(lookup.shards)
+        return self._watched - whole
+
+
+def current_tape() -> RowTape | None:
+    """The tape of the function that runs, None if none is."""
+    return cast("RowTape | None", context.current().lookups)
+
+
+def recording(tape: RowTape | None) -> contextlib.AbstractContextManager[object]:
+    """A `with` block whose lookups `tape` takes note of; with None nothing does."""
+    return context.entered(lookups=tape)
+
+
+def zeros(lookups: Iterable[Lookup]) -> list[jax.Array]:
+    """What is added to the rows of each lookup."""
+    return [jnp.zeros(each.rows.shape, each.rows.dtype) for each in lookups]
 
 
 def looked_up(shards: Sequence[Any], ids: jax.Array) -> jax.Array:
@@ -49,11 +141,11 @@ def _of_variables(shards: Sequence[AbstractVariable], ids: jax.Array) -> jax.Arr
     if known is not None and are_elsewhere(shards):
         rows = _of_servers(shards, starts, known)
     else:
-        with access.recording(None):  # a lookup is no use of the whole
+        with recording(None):  # a lookup is no use of the whole
             values = [shard.value() for shard in shards]
         is_remote = all(shard._kind.has_remote_rows for shard in shards)
         rows = read_rows(ids, values) if is_remote else _of_values(values, ids)
-    tape = access.current()
+    tape = current_tape()
     return rows if tape is None else tape.looked_up(shards, starts, ids, rows)
 
 
@@ -77,7 +169,7 @@ def _of_servers(
     for number, shard in enumerate(shards):
         is_own = owners == number
         if is_own.any():
-            rows[is_own] = shard._rows(ids[is_own] - starts[number])
+            rows[is_own] = shard._remote_rows(ids[is_own] - starts[number])
     return jnp.asarray(rows)
 
 
@@ -167,7 +259,7 @@ def _rows_of_part(shard: Any, piece: RowPiece) -> jax.Array:
     if not isinstance(shard, AbstractVariable):
         return shard[_as_rows(piece)]
     if are_elsewhere([shard]):
-        return shard._rows(np.asarray(piece.rows, np.int32))
+        return shard._remote_rows(np.asarray(piece.rows, np.int32))
     return shard.value()[_as_rows(piece)]
 
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Self, final
+from typing import Any, NoReturn, final
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,16 @@ from jaxstrategy._src.values.arrays import Index, Leaf, Value
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
 from jaxstrategy._src.variables import access, row_lookups
-from jaxstrategy._src.variables.abstract_variable import AbstractVariable, Reference
-from jaxstrategy._src.variables.access import Side
-from jaxstrategy._src.variables.cell import Holder
+from jaxstrategy._src.variables.abstract_variable import AbstractVariable, VariableLike
+from jaxstrategy._src.variables.access import Access, Side
 from jaxstrategy._src.variables.changes import (
     WORDS,
-    Assignments,
     Change,
-    Operators,
-    Scatters,
     VariablePart,
 )
 from jaxstrategy._src.variables.initial_value import is_host_array
-from jaxstrategy._src.variables.kinds.kind import VariableKind, whole
-from jaxstrategy._src.variables.kinds.mirrored_kind import MirroredKind
+from jaxstrategy._src.variables.kinds import VariableKind, whole
+from jaxstrategy._src.variables.remote_kinds import server_kind_of
 from jaxstrategy._src.variables.row_lookups import row_index
 from jaxstrategy._src.variables.rows import (
     changed_rows,
@@ -103,7 +99,7 @@ def write(shards: Shards, kind: VariableKind, value: Value, change: Change) -> N
 
     Nothing is written if the value does not fit.
     """
-    is_rows = is_slices(value) and isinstance(kind, MirroredKind)
+    is_rows = is_slices(value) and kind.copies_must_agree
     if is_rows and change.is_whole and change.operation != "set":
         change_rows(shards, kind, value, change)
         return
@@ -114,7 +110,7 @@ def write(shards: Shards, kind: VariableKind, value: Value, change: Change) -> N
     cut = _parts(shards, kind, value, change, shape)
     with access.one_at_a_time:
         for shard, part, own in list(cut):
-            shard._written(part, own, shard._kind.write)
+            shard._change_by(shard._kind.write, part, own)
 
 
 def _parts(
@@ -188,8 +184,8 @@ def change_rows(
 
     Nothing is changed if a row does not fit.
     """
-    rows = kind.rows_for(rows, change)
-    shape, side = _shape(shards), access.side()
+    at, shape = shards[0]._access(), _shape(shards)
+    rows = kind.rows_for(at, rows, change)
     if rows.dense_shape not in (None, shape):
         raise ValueError(
             f"Variable {kind.name!r} has shape {shape} and was given rows of an array "
@@ -197,13 +193,13 @@ def change_rows(
         )
     ids = checked_ids(rows.indices, shape[0], kind.name)
     values = kind._checked(rows.values, (len(ids), *shape[1:]), shards[0].dtype)
-    rows = kind.combined(IndexedSlices(values, ids), side)
+    rows = kind.combined(at, IndexedSlices(values, ids))
     with access.one_at_a_time:
-        if access.tracing() is not None and kind.has_remote_rows:
+        if at.in_step and kind.has_remote_rows:
             _change_together(shards, rows, change)
             return
         for shard, own in list(_of_each(shards, rows)):
-            shard._written(own, change, _combined_already(shard))
+            shard._change_by(_combined_already(shard), own, change)
 
 
 def _of_each(
@@ -242,37 +238,22 @@ def _combined_already(shard: AbstractVariable) -> Callable[..., jax.Array | PerR
     """The kind's `scatter` of rows that are those of all replicas."""
 
     def write(
-        ref: Holder, side: Side, rows: IndexedSlices, change: Change
+        at: Access, rows: IndexedSlices, change: Change
     ) -> jax.Array | PerReplica:
-        return shard._kind.scatter(ref, Side.CROSS, rows, change)
+        return shard._kind.scatter(at._replace(side=Side.CROSS), rows, change)
 
     return write
 
 
 def _change_together(shards: Shards, rows: IndexedSlices, change: Change) -> None:
     """Change all shards by one equation, in a function that goes to workers."""
-    holders = [shard._reference() for shard in shards]
-    new = changed_rows(
-        WORDS[change.operation],
-        rows.indices,
-        rows.values,
-        [holder[...] for holder in holders],
-    )
-    own = _own(shards, rows.indices)
-    for shard, each, numbers in zip(shards, new, own, strict=True):
-        made = _made_already(shard, IndexedSlices(rows.values, numbers))
-        shard._written(each, change, made)
-
-
-def _made_already(
-    shard: AbstractVariable, rows: IndexedSlices
-) -> Callable[..., jax.Array]:
-    """A `write` of what a change of rows has made of the shard."""
-
-    def write(ref: Holder, side: Side, value: jax.Array, change: Change) -> jax.Array:
-        return shard._kind.rows_changed(ref, rows, change, value)
-
-    return write
+    held = [shard._access().holder[...] for shard in shards]
+    ids, values = rows.indices, rows.values
+    new = changed_rows(WORDS[change.operation], ids, values, held)
+    for shard, each, own in zip(shards, new, _own(shards, ids), strict=True):
+        kind = server_kind_of(shard)
+        assert kind is not None, "the shards of a table are of one kind"
+        shard._change_by(kind.rows_changed, IndexedSlices(values, own), change, each)
 
 
 def _shape(shards: Shards) -> tuple[int, ...]:
@@ -292,7 +273,7 @@ def is_shard(variable: AbstractVariable) -> bool:
 
 @final
 @jax.tree_util.register_pytree_with_keys_class
-class ShardedVariable(Operators, Assignments, Scatters):
+class ShardedVariable(VariableLike):
     """A table in several variables, the shards: each has some of its rows.
 
     It is used as one variable of the shape of all: in arithmetic and `jnp` functions it
@@ -352,10 +333,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
         """The shards, in the order of their rows."""
         return list(self._shards)
 
-    def ref(self) -> Reference[ShardedVariable]:
-        """A reference that equals those to the same one, as a key of dicts."""
-        return Reference(self)
-
     # What no assignment changes.
 
     @property
@@ -367,16 +344,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
         return (self._starts[-1], *self._shards[0].shape[1:])
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the value."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the value."""
-        return int(np.prod(self.shape))
 
     @property
     def dtype(self) -> np.dtype:
@@ -402,16 +369,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def strategy(self) -> AbstractStrategy | None:
         """The strategy it belongs to, None for ordinary variables."""
         return self._shards[0].strategy
-
-    @property
-    def distribute_strategy(self) -> AbstractStrategy | None:
-        """The same as `strategy`, under TensorFlow's name."""
-        return self.strategy
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether it belongs to a strategy."""
-        return self.strategy is not None
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -444,15 +401,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
         values = [_value_of(shard) for shard in self._shards]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
 
-    def read_value(self) -> jax.Array:
-        """The same as `value`, of the shape of the whole.
-
-        Raises:
-          ValueError: outside `run`, of on-read variables whose aggregation is NONE.
-          ContextError: in another strategy's scope or `run`.
-        """
-        return self.value()
-
     def numpy(self) -> np.ndarray:
         """The value as a NumPy array of the shape of the whole; not inside `run`.
 
@@ -462,11 +410,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
           TracedValueError: inside `run`, where only the devices know it.
         """
         return np.concatenate([np.asarray(shard) for shard in self._shards])
-
-    def __array__(
-        self, dtype: np.dtype | None = None, copy: bool | None = None
-    ) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -572,9 +515,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def __ne__(self, other: object) -> Value:
         return self._unequal(other)
 
-    def __copy__(self) -> Self:
-        return self
-
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedVariable:
         twin = ShardedVariable(copy.deepcopy(list(self._shards), memo), self._name)
         memo[id(self)] = twin
@@ -583,11 +523,7 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def __reduce__(self) -> tuple[object, ...]:
         if context.current().is_shipping:
             return ShardedVariable, (list(self._shards), self._name)
-        raise TypeError(
-            f"Variable {self._name!r} cannot be pickled: it stands for memory of this "
-            "process's devices. Save `variable.numpy()`, and assign it to a variable "
-            "of the other process."
-        )
+        self._cannot_be_pickled()
 
     # To JAX it is a node around its shards.
 
