@@ -176,22 +176,23 @@ class VariableKind:
 
     def write(self, at: Access, value: Value, change: Change) -> jax.Array | PerReplica:
         """Changes the value, and returns the new one."""
-        value, holder = self._own(at, value, change), at.holder
+        holder = at.holder
         shape = holder.shape
-        if is_slices(value):
-            if change.is_whole and change.operation != "set":
-                return self._change_rows(at, value, change)
-            value = whole(value, shape)
+        if isinstance(value, (PerReplica, IndexedSlices)):
+            value = self._own(at, value, change)
+            if is_slices(value):
+                if change.is_whole and change.operation != "set":
+                    return self._change_rows(at, value, change)
+                value = whole(value, shape)
         # The other parts of the copies stay: an aggregate would be one of parts.
-        if not change.is_whole:
+        if change.index is not ...:
             given = self._checked_part(value, shape, holder.dtype, change)
             where = sharding_like(given, self.replicas)
         else:
-            if self._combines(at):
+            if at.in_step and self._combines(at):
                 value = self._across(value)
-            elif not at.in_step and self._is_large_on_host(value, shape):
-                # Before it is looked at, which would take all of it to one device.
-                value = mesh.broadcast(np.array(value), self.sharding)
+            elif isinstance(value, np.ndarray) and not at.in_step:
+                value = self._divided_if_large(value, shape)
             given = self._checked(value, shape, holder.dtype)
             where = self.sharding
         if not at.in_step:
@@ -233,14 +234,12 @@ class VariableKind:
         There everything is one that came through `merge_call`, equal or not; whether
         the copies stay equal is proved. Outside, the versions differ.
         """
-        has_versions = isinstance(value, PerReplica)
-        if not has_versions:
-            parts = (value.values, value.indices) if is_slices(value) else ()
-            if not any(isinstance(part, PerReplica) for part in parts):
-                return value
+        parts = (value.values, value.indices) if is_slices(value) else (value,)
+        if not any(isinstance(part, PerReplica) for part in parts):
+            return value
         if at.in_step:
             return replica_context.to_replica(value)
-        if has_versions:
+        if len(parts) == 1:
             raise ValueError(
                 f"Variable {self.name!r} is mirrored, and was given a PerReplica "
                 f"outside `run` by `{change.method}`: its copies would differ. Reduce "
@@ -265,13 +264,12 @@ class VariableKind:
             return reduction.reduce_leaves(_REDUCED[self.aggregation], [value])[0]
         return jax.tree.map(reduction.first, value)
 
-    def _is_large_on_host(self, value: Value, shape: tuple[int, ...]) -> bool:
-        return (
-            is_host_array(value)
-            and not self.sharding.is_fully_replicated
-            and value.shape == shape
-            and mesh.is_large(value.nbytes)
-        )
+    def _divided_if_large(self, value: np.ndarray, shape: tuple[int, ...]) -> Value:
+        """A large array is divided before it is looked at, on one device."""
+        is_divided = not self.sharding.is_fully_replicated and value.shape == shape
+        if is_divided and is_host_array(value) and mesh.is_large(value.nbytes):
+            return mesh.broadcast(np.array(value), self.sharding)
+        return value
 
     def _change_rows(
         self, at: Access, rows: IndexedSlices, change: Change
@@ -339,9 +337,8 @@ class VariableKind:
                 f"Variable {self.name!r} was given {shown(value)}, a "
                 f"{type(value).__name__}; an array or a number was wanted."
             ) from error
-        are_keys = is_key(given.dtype) or is_key(dtype)
-        fits = given.dtype == dtype
-        if not fits and not are_keys:
+        is_alike = fits = given.dtype == dtype
+        if not is_alike and not (is_key(given.dtype) or is_key(dtype)):
             # A number of Python has a weak type, and fits narrower dtypes, too.
             fits = jnp.result_type(given, dtype) == dtype
         if not fits:
@@ -355,7 +352,9 @@ class VariableKind:
                 f"Variable {self.name!r} has shape {shape} and was given {given.shape}."
                 " Assign a value of its own shape; `jnp.broadcast_to` repeats one."
             )
-        return given if are_keys else given.astype(dtype)
+        # Random keys have no such attribute.
+        is_weak = getattr(given, "weak_type", False)
+        return given if is_alike and not is_weak else given.astype(dtype)
 
 
 @final

@@ -37,7 +37,13 @@ from jaxstrategy._src.values.per_replica import (
 from jaxstrategy._src.values.slices import IndexedSlices
 from jaxstrategy._src.variables import abstract_variable, access, row_lookups
 from jaxstrategy._src.variables.abstract_variable import AbstractVariable
-from jaxstrategy._src.variables.access import Access, Cell, RemoteCell, StepVariables
+from jaxstrategy._src.variables.access import (
+    Access,
+    Cell,
+    RemoteCell,
+    Side,
+    StepVariables,
+)
 from jaxstrategy._src.variables.changes import UPDATE, Change, VariablePart
 from jaxstrategy._src.variables.initial_value import (
     InitialValue,
@@ -269,7 +275,7 @@ class Variable(AbstractVariable):
           ValueError: outside `run`, an on-read variable whose aggregation is NONE.
           ContextError: in another strategy's scope or `run`.
         """
-        given = access.value_of(self)
+        given = access.value_of(self) if context.current().given else None
         if given is not None:
             return given
         with access.exclusively():
@@ -376,23 +382,27 @@ class Variable(AbstractVariable):
 
     def _access(self) -> Access:
         now = context.current()
-        if now.strategy is not self._strategy:
+        if now.strategy is not self._strategy and now.strategy is not None:
             self._check_strategy(now)
-        step = cast("StepVariables | None", now.variables) if now.in_step else None
+        side = Side.UPDATE if now.updated else Side.CROSS
+        if now.replica is not None:
+            side = Side.REPLICA
+        step = now.variables if now.in_step else None
         if step is None:
-            return Access(self._cell, access.side(), False)
-        holder = step.reference(self)
+            return Access(self._cell, side, False)
+        holder = cast(StepVariables, step).reference(self)
         assert holder is not None, "variables are made before the step or by it"
-        return Access(holder, access.side(), True)
+        return Access(holder, side, True)
 
     def _check_strategy(self, current: Context) -> None:
-        if current.strategy is None or self._strategy is None:
+        strategy = current.strategy
+        if strategy is None or self._strategy is None:
             return
         where = "a step" if current.in_step else "the scope"
-        if current.strategy._variable_policy.are_owned:
+        if strategy._variable_policy.are_owned:
             raise ContextError(
                 f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
-                f"in {where} of {current.strategy!r}. Make it in the scope of the "
+                f"in {where} of {strategy!r}. Make it in the scope of the "
                 "strategy that uses it, or outside of any scope."
             )
 
