@@ -41,6 +41,7 @@ from jaxstrategy._src.variables.remote_kinds import (
     exported_update,
     server_kind_of,
 )
+from jaxstrategy._src.variables.rows import named
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import Partitioner
 from jaxstrategy._src.variables.variable import Variable
@@ -61,7 +62,7 @@ def update_together(
         kinds[0].push_update(program, arrays, others)
         return
     name = f"{remote_kinds.UPDATE}_of_{len(variables)}"
-    marked = remote_kinds.named(name, lambda *given: tuple(fn(*given)))
+    marked = named(name, lambda *given: tuple(fn(*given)))
     holders = [variable._access().holder for variable in variables]
     new = marked(*(holder[...] for holder in holders), *arrays)
     for kind, holder, value in zip(kinds, holders, new, strict=True):

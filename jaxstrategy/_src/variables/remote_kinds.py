@@ -39,7 +39,7 @@ from jaxstrategy._src.variables.access import Access, RemoteCell
 from jaxstrategy._src.variables.changes import WORDS, Change, changed
 from jaxstrategy._src.variables.initial_value import Start
 from jaxstrategy._src.variables.kinds import VariableKind
-from jaxstrategy._src.variables.rows import changed_rows
+from jaxstrategy._src.variables.rows import changed_rows, named
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice
 
 
@@ -196,16 +196,6 @@ def exported_update(
 PREFIX = "jaxstrategy_server_"
 """An equation's name is this and the name of a `ServerOperation`."""
 UPDATE = PREFIX + "update"
-
-
-def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which stands in a trace as one `jit` equation of this name."""
-
-    def marked(*operands: jax.Array) -> Any:
-        return fn(*operands)
-
-    marked.__name__ = marked.__qualname__ = name
-    return jax.jit(marked)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from jaxstrategy._src.values.per_replica import (
     value_text,
 )
 from jaxstrategy._src.values.slices import IndexedSlices
-from jaxstrategy._src.variables import abstract_variable, access, row_lookups
+from jaxstrategy._src.variables import abstract_variable, access
 from jaxstrategy._src.variables.abstract_variable import AbstractVariable
 from jaxstrategy._src.variables.access import (
     Access,
@@ -55,7 +55,7 @@ from jaxstrategy._src.variables.initial_value import (
 from jaxstrategy._src.variables.kinds import check_aggregation
 from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy
 from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of, server_kind_of
-from jaxstrategy._src.variables.rows import checked_ids
+from jaxstrategy._src.variables.rows import checked_ids, looked_up
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice, VariableSharding
 
@@ -312,7 +312,7 @@ class Variable(AbstractVariable):
         if not self._kind.has_remote_rows:
             return super().sparse_read(indices)
         ids = checked_ids(indices, self._shape[0], self._name)
-        return row_lookups.looked_up((self,), ids)
+        return looked_up((self,), ids)
 
     def _remote_rows(self, numbers: np.ndarray) -> jax.Array:
         """Some rows of one that is on a server, outside of steps."""
