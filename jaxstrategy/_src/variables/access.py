@@ -52,14 +52,17 @@ class Cell:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of what it holds."""
         return (self.array if self._ref is None else self._ref).shape
 
     @property
     def dtype(self) -> np.dtype:
+        """Of what it holds."""
         return (self.array if self._ref is None else self._ref).dtype
 
     @property
     def is_reference(self) -> bool:
+        """Whether it has become a reference."""
         return self._ref is not None
 
     @property
