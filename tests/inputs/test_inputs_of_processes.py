@@ -12,9 +12,8 @@ from helpers.loops import each_of
 from hypothesis import given, settings
 
 import jaxstrategy as js
-from jaxstrategy._src.inputs.batches import ReplicaRange, Steps
+from jaxstrategy._src.inputs.batches import ReplicaRange, Steps, Transfer
 from jaxstrategy._src.inputs.library_sources import as_source
-from jaxstrategy._src.inputs.transfer import Transfer
 from jaxstrategy._src.processes.agreement import Agreement
 
 
