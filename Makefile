@@ -2,7 +2,7 @@
 # make test       runs the tests, but for the slowest
 # make test-all   runs all of them
 # make lint       checks format, style and types
-# make bench      runs the benchmarks and writes the page of figures: 25 minutes, alone on
+# make bench      runs the benchmarks and writes the page of figures: 20 minutes, alone on
 #                 the machine (QUICK=1: 5 minutes; CHECK=1: fails if something got slower)
 # make docs       builds the site, build/site/index.html
 # make dist       builds the package and tries it in an empty environment (dist-extras)

@@ -1,28 +1,27 @@
-"""The training steps of `train_step.py` in TensorFlow and PyTorch, to be timed.
+"""Training steps and the coordinator's cases in TensorFlow and PyTorch, to be timed.
 
-    python _others.py tensorflow|torch RANK REPLICAS FOLDER
-
-Needs NumPy and the framework, not JAX. It reads one JSON object a line and answers each
-with one: `{"prepare": description, "steps": k}` with the first losses of a training,
-`{"burst": k}` with the microseconds that each of `k` more steps takes. TensorFlow is
-one process with as many logical CPU devices as there are replicas, PyTorch one process
-per replica, which share `FOLDER` to find each other. Both get the parameters and the
-batch from a file, and may use all processor cores that the process may use.
+Needs NumPy and the framework, not JAX: `_harness.Workers` runs this in processes of
+another environment. TensorFlow is one process with as many logical CPU devices as there
+are replicas, PyTorch one process per replica, which share a folder to find each other.
+Both get the parameters and the batch from a file, and may use all cores.
 """
 
 from __future__ import annotations
 
-import abc
+import atexit
 import importlib
 import itertools
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from _harness import Workers, command, seconds_of
 
 HEADS = 4
 GROUPS = 8
@@ -33,48 +32,77 @@ MOMENTUM = 0.9
 BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
 
-class AbstractTraining(abc.ABC):
-    """A training loop on one batch."""
+def started(name: str, replicas: int, folder: str, python: str) -> Workers:
+    """Starts the processes of a framework, to train with so many replicas.
 
-    @abc.abstractmethod
-    def step(self) -> Any:
-        """One more step; what it returns is given to `loss`."""
+    They answer `"prepare", description, k` with the first losses of a new training, and
+    `"burst", k` with the seconds that each of `k` more steps takes.
+    """
+    ranks = range(replicas) if name == "torch" else range(1)
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    args = [(name, rank, replicas, folder) for rank in ranks]
+    return Workers(trainings, args, [quiet] * len(args), python)
 
-    @abc.abstractmethod
-    def loss(self, returned: Any) -> float:
-        """The mean loss of all replicas, when it is there."""
 
-    @abc.abstractmethod
-    def wait(self, returned: Any) -> None:
-        """Wait until the step that returned this is done."""
+def trainings(name: str, rank: int, replicas: int, folder: str) -> Callable[..., Any]:
+    """Returns what answers in one of the processes."""
+    framework: Any = importlib.import_module(name)
+    if name == "tensorflow":
+        (cpu,) = framework.config.list_physical_devices("CPU")
+        logical = [framework.config.LogicalDeviceConfiguration()] * replicas
+        framework.config.set_logical_device_configuration(cpu, logical)
+        devices = [f"CPU:{i}" for i in range(replicas)]
+        strategy = framework.distribute.MirroredStrategy(devices)
+    else:
+        framework.set_num_threads(max(1, len(os.sched_getaffinity(0)) // replicas))
+        address = f"file://{folder}/torch"
+        framework.distributed.init_process_group(
+            "gloo", init_method=address, rank=rank, world_size=replicas
+        )
+    training: Any = None
 
-    def burst(self, steps: int) -> float:
-        """Microseconds for each of some steps."""
+    def answer(request: str, *args: Any) -> Any:
+        nonlocal training
+        if request == "prepare":
+            description, steps = args
+            if name == "tensorflow":
+                training = TensorFlowTraining(framework, strategy, description)
+            else:
+                training = TorchTraining(framework, rank, replicas, description)
+            return [training.loss(training.step()) for _ in range(steps)]
+        (steps,) = args
         start = time.perf_counter()
         for _ in range(steps - 1):
-            self.step()
-        self.wait(self.step())
-        return 1e6 * (time.perf_counter() - start) / steps
+            training.step()
+        training.wait(training.step())
+        return (time.perf_counter() - start) / steps
+
+    return answer
+
+
+def load(
+    description: Mapping[str, Any],
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Parameters by name, and a batch of shape `[replica, row, ...]`."""
+    arrays = dict(np.load(description["file"]))
+    return arrays, arrays.pop("batch x"), arrays.pop("batch y")
+
+
+def strides(params: Any) -> list[int]:
+    """The stride of each block of a residual network."""
+    count = sum(name.endswith(" second/kernel") for name in params)
+    return [2 if f"{i} skip/kernel" in params else 1 for i in range(count)]
+
+
+def blocks(params: Any) -> int:
+    """The number of blocks of a transformer."""
+    return sum(name.endswith(" qkv/kernel") for name in params)
 
 
 # TensorFlow.
 
 
-def tensorflow_trainings(
-    replicas: int,
-) -> Callable[[Mapping[str, Any]], AbstractTraining]:
-    """Makes trainings on that many logical CPU devices."""
-    tf: Any = importlib.import_module("tensorflow")
-
-    (cpu,) = tf.config.list_physical_devices("CPU")
-    logical = [tf.config.LogicalDeviceConfiguration()] * replicas
-    tf.config.set_logical_device_configuration(cpu, logical)
-    names = [f"CPU:{i}" for i in range(replicas)]
-    strategy = tf.distribute.MirroredStrategy(names)
-    return lambda description: TensorFlowTraining(tf, strategy, description)
-
-
-class TensorFlowTraining(AbstractTraining):
+class TensorFlowTraining:
     """With `tf.function`; gradients are reduced and applied in a `merge_call`.
 
     That is what a Keras optimizer does, without its bookkeeping. The losses stay where
@@ -240,24 +268,7 @@ TENSORFLOW_LOSSES: Mapping[str, Callable[..., Any]] = {
 # PyTorch.
 
 
-def torch_trainings(
-    rank: int, replicas: int, folder: str
-) -> Callable[[Mapping[str, Any]], AbstractTraining]:
-    """Makes trainings of one replica, in step with those of the other processes."""
-    torch: Any = importlib.import_module("torch")
-
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // replicas))
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/torch",
-        rank=rank,
-        world_size=replicas,
-    )
-    return lambda description: TorchTraining(torch, rank, replicas, description)
-
-
-class TorchTraining(AbstractTraining):
+class TorchTraining:
     """With `DistributedDataParallel`, gloo and a fused optimizer."""
 
     def __init__(
@@ -317,8 +328,10 @@ class TorchTraining(AbstractTraining):
 
 def _torch_mlp(torch: Any, params: Any, x: Any, y: Any) -> Any:
     out = x
-    for i in range(len(params) // 2):
-        out = torch.addmm(params[f"{i}/bias"], out, params[f"{i}/kernel"]).tanh()
+    for i in range(sum(name.endswith("kernel") for name in params)):
+        out = out @ params[f"{i}/kernel"]
+        bias = f"{i}/bias"
+        out = (out + params[bias] if bias in params else out).tanh()
     return (out - y).square().mean()
 
 
@@ -376,54 +389,149 @@ TORCH_LOSSES: Mapping[str, Callable[..., Any]] = {
 }
 
 
-# Both.
+# TensorFlow's coordinator.
+
+LAYERS = ((64, 256), (256, 256), (256, 256), (256, 10))
+ROWS, WIDTH, BATCH, IDS = 100_000, 64, 64, 8
 
 
-def strides(params: Any) -> list[int]:
-    """The stride of each block of a residual network."""
-    count = sum(name.endswith(" second/kernel") for name in params)
-    return [2 if f"{i} skip/kernel" in params else 1 for i in range(count)]
+class CoordinatorCases:
+    """What two workers and one parameter server do, to be timed.
+
+    Made in the scope of a strategy; a framework gives the three functions that differ.
+
+    Args:
+      coordinator: of the framework.
+      variable: makes a variable.
+      function: compiles a function.
+    """
+
+    def __init__(
+        self,
+        coordinator: Any,
+        variable: Callable[..., Any],
+        function: Callable[..., Any],
+    ) -> None:
+        self._coordinator, self._function = coordinator, function
+        random = np.random.default_rng(0)
+        self._scalar = variable(0.0)
+        self._layers = [
+            variable(0.05 * random.normal(size=shape).astype("float32"))
+            for shape in LAYERS
+        ]
+        self._table = variable(random.normal(size=(ROWS, WIDTH)).astype("float32"))
+        self._arrays = {
+            f"move {size}": variable(np.zeros(size * 250_000, "float32"))
+            for size in (1, 10, 100)
+        }
+        self._x = random.normal(size=(BATCH, 64)).astype("float32")
+        self._y = random.integers(0, 10, BATCH).astype("int32")
+        self._ids = random.integers(0, ROWS, (BATCH, IDS)).astype("int32")
+        self._functions: dict[str, Any] = {}
+
+    def seconds(self, case: str, count: int) -> float:
+        """How long so many functions take; a few were run before."""
+        if case not in self._functions:
+            self._functions[case] = self._function(self._made(case))
+            self._run(case, 4)
+        return seconds_of(lambda: self._run(case, count))
+
+    def _run(self, case: str, count: int) -> None:
+        for _ in range(count):
+            value = self._coordinator.schedule(self._functions[case])
+            if case == "fetch":
+                value.fetch()
+        self._coordinator.join()
+
+    def _made(self, case: str) -> Callable[[], Any]:
+        if case in self._arrays:
+            array = self._arrays[case]
+            return lambda: self.assigned(array.assign_add(array + 1.0))
+        if case == "assign_add":
+            return lambda: self.assigned(self._scalar.assign_add(1.0))
+        return getattr(self, {"trivial": "one", "fetch": "one"}.get(case, case))
+
+    def assigned(self, value: Any) -> Any:
+        """What a function returns that only assigns."""
+        return value
 
 
-def blocks(params: Any) -> int:
-    """The number of blocks of a transformer."""
-    return sum(name.endswith(" qkv/kernel") for name in params)
+class TensorFlowCases(CoordinatorCases):
+    """In TensorFlow."""
+
+    tf: Any = None
+
+    def one(self) -> Any:
+        return self.tf.constant(1)
+
+    def perceptron(self) -> Any:
+        tf = self.tf
+        with tf.GradientTape() as tape:
+            h = self._x
+            for layer in self._layers[:-1]:
+                h = tf.nn.relu(h @ layer)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                self._y, h @ self._layers[-1]
+            )
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, self._layers)
+        for layer, gradient in zip(self._layers, gradients, strict=True):
+            layer.assign_sub(0.01 * gradient)
+        return loss
+
+    def embedding(self) -> Any:
+        tf = self.tf
+        with tf.GradientTape() as tape:
+            rows = tf.nn.embedding_lookup(self._table, self._ids)
+            loss = tf.reduce_mean(tf.reduce_sum(rows, 1) ** 2)
+        found = tape.gradient(loss, self._table)
+        self._table.scatter_sub(tf.IndexedSlices(0.1 * found.values, found.indices))
+        return loss
+
+    def lookup(self) -> Any:
+        tf = self.tf
+        rows = tf.nn.embedding_lookup(self._table, self._ids)
+        self._scalar.assign_add(1.0)
+        return tf.reduce_sum(rows)
 
 
-def load(
-    description: Mapping[str, Any],
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Parameters by name, and a batch of shape `[replica, row, ...]`."""
-    arrays = dict(np.load(description["file"]))
-    return arrays, arrays.pop("batch x"), arrays.pop("batch y")
+def free_port() -> int:
+    """Returns a port of the loopback address that nobody uses."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
-def serve(make: Callable[[Mapping[str, Any]], AbstractTraining], answers: Any) -> None:
-    """Do what standard input says until it ends."""
-    training: AbstractTraining | None = None
-    for line in sys.stdin:
-        command = json.loads(line)
-        if "prepare" in command:
-            training = make(command["prepare"])
-            answer = [training.loss(training.step()) for _ in range(command["steps"])]
-        else:
-            assert training is not None
-            answer = training.burst(command["burst"])
-        print(json.dumps(answer), file=answers, flush=True)
+def tensorflow_server() -> None:
+    """Is a worker or a parameter server, for ever."""
+    tf: Any = importlib.import_module("tensorflow")
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    tf.distribute.Server(
+        resolver.cluster_spec(),
+        job_name=resolver.task_type,
+        task_index=resolver.task_id,
+        protocol="grpc",
+    ).join()
 
 
-def main() -> None:
-    framework, rank, replicas, folder = sys.argv[1:]
-    # Libraries print to standard output, too: the answers go to a copy of it.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    if framework == "tensorflow":
-        make = tensorflow_trainings(int(replicas))
-    else:
-        make = torch_trainings(int(rank), int(replicas), folder)
-    print(json.dumps("ready"), file=answers, flush=True)
-    serve(make, answers)
-
-
-if __name__ == "__main__":
-    main()
+def tensorflow_coordinator() -> Callable[[str, int], float]:
+    """Starts the servers; answers a case and a count with the seconds that it takes."""
+    addresses = [f"localhost:{free_port()}" for _ in range(3)]
+    cluster = {"worker": addresses[:2], "ps": addresses[2:]}
+    for kind, index in (("worker", 0), ("worker", 1), ("ps", 0)):
+        config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+        server = subprocess.Popen(
+            command(tensorflow_server, (), "answer", sys.executable),
+            env={**os.environ, "TF_CONFIG": json.dumps(config)},
+        )
+        atexit.register(server.kill)
+    tf: Any = importlib.import_module("tensorflow")
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster), rpc_layer="grpc"
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    TensorFlowCases.tf = tf
+    with strategy.scope():
+        cases = TensorFlowCases(coordinator, tf.Variable, tf.function)
+    return cases.seconds

@@ -1,23 +1,37 @@
-"""What runs have measured: one file, and how two of them are compared.
+"""What runs have measured, how two runs are compared, and the page `FIGURES.md`.
 
-The file has the runs (when, on which machine), the scripts (with which arguments, how
-long, how it ended) and the comparisons, each with the number of its run.
+One file has the runs (when, on which machine), the scripts (by which command, how long,
+how it ended) and the comparisons, each with the number of its run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import importlib.metadata
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from _harness import HERE, Spread, ratio_text, target_text, write_whole
 
 # A spread in the file: median, lower and upper quartile.
 Record = dict[str, Any]
 Key = tuple[str, str, str]
 
 DONE = "done"
+# More of the machine than this share in other processes, and figures are uncertain.
+BUSY = 0.10
+
+
+def key(comparison: Record) -> Key:
+    return comparison["script"], comparison["case"], comparison["quantity"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +39,7 @@ class Results:
     """What the file has.
 
     Attributes:
-      runs: what `_machine.about` said, and which share others had.
+      runs: what `about_machine` said, and which share others had.
       scripts: the last run of each.
       comparisons: of all scripts.
     """
@@ -40,18 +54,14 @@ class Results:
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
     def write(self, path: pathlib.Path) -> None:
-        """In one step, with a line for each run, script and comparison."""
+        """With a line for each run, script and comparison."""
         parts = []
         for field in dataclasses.fields(self):
-            rows = [json.dumps(each) for each in getattr(self, field.name)]
-            listed = ",\n".join(f"  {row}" for row in rows)
-            parts.append(
-                f' "{field.name}": [\n{listed}\n ]' if rows else f' "{field.name}": []'
+            rows = ",\n".join(
+                f"  {json.dumps(row)}" for row in getattr(self, field.name)
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")
-        part.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-        os.replace(part, path)
+            parts.append(f' "{field.name}": [' + (f"\n{rows}\n ]" if rows else "]"))
+        write_whole(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
     def of(self, script: str) -> list[Record]:
         """The comparisons of a script."""
@@ -66,85 +76,31 @@ class Results:
         quantities of which it measured nothing now: other frameworks may be missing
         today. Of one that failed, what it did not come to stays as it was.
         """
-        number = len(self.runs)
         scripts = {each["script"]: each for each in self.scripts}
-        kept = {_key(each): each for each in self.comparisons}
+        kept = {key(each): each for each in self.comparisons}
         for script, comparisons in measured:
             name = script["script"]
-            scripts[name] = {**script, "run": number}
-            quantities = {each["quantity"] for each in comparisons}
+            scripts[name] = {**script, "run": len(self.runs)}
             if script["outcome"] == DONE:
-                kept = {
-                    key: each
-                    for key, each in kept.items()
-                    if each["script"] != name or each["quantity"] not in quantities
-                }
+                again = {(name, each["quantity"]) for each in comparisons}
+                kept = {k: v for k, v in kept.items() if (k[0], k[2]) not in again}
             for each in comparisons:
-                new = {"script": name, "run": number, **each}
-                kept[_key(new)] = new
-        return Results(
-            [*self.runs, run], [*scripts.values()], [*kept.values()]
-        )._renumbered()
-
-    def _renumbered(self) -> Results:
-        """Without the runs of which nothing is left."""
-        used = sorted({each["run"] for each in (*self.scripts, *self.comparisons)})
-        number = {run: index for index, run in enumerate(used)}
-
-        def renamed(rows: Iterable[Record]) -> list[Record]:
-            return [{**each, "run": number[each["run"]]} for each in rows]
-
-        runs = [self.runs[run] for run in used]
-        return Results(runs, renamed(self.scripts), renamed(self.comparisons))
-
-
-def condensed(comparison: Mapping[str, Any]) -> Record:
-    """Of what a script wrote: medians and quartiles in place of every number."""
-    given = dict(comparison)
-    programs = {name: _rounded(each) for name, each in given.pop("spreads").items()}
-    turns = max(map(len, given.pop("values").values()))
-    ratio = _rounded(given.pop("ratio"))
-    return {**given, "programs": programs, "ratio": ratio, "turns": turns}
-
-
-def _rounded(spread: Sequence[float] | None) -> list[float] | None:
-    """Four digits that count."""
-    return None if spread is None else [float(f"{value:.4g}") for value in spread]
-
-
-def _key(comparison: Record) -> Key:
-    return comparison["script"], comparison["case"], comparison["quantity"]
+                new = {"script": name, "run": len(self.runs), **each}
+                kept[key(new)] = new
+        rows = [*scripts.values()], [*kept.values()]
+        # Runs of which nothing is left go, and the others are numbered anew.
+        used = sorted({each["run"] for of in rows for each in of})
+        renumbered = [
+            [{**each, "run": used.index(each["run"])} for each in of] for of in rows
+        ]
+        return Results([[*self.runs, run][number] for number in used], *renumbered)
 
 
 # The comparison of two runs.
 
 
-@dataclasses.dataclass(frozen=True)
-class Regression:
-    """A ratio that has grown.
-
-    Attributes:
-      before: the comparison of the last page.
-      now: the new one.
-    """
-
-    before: Record
-    now: Record
-
-    @property
-    def key(self) -> Key:
-        """Script, case and quantity."""
-        return _key(self.now)
-
-    def __str__(self) -> str:
-        script, case, quantity = self.key
-        return (
-            f"{script}: {case}, {quantity}: {_told(self.before)}, now {_told(self.now)}"
-        )
-
-
-def regressions(last: Results, new: Results) -> list[Regression]:
-    """The comparisons whose ratio has grown.
+def regressions(last: Results, new: Results) -> list[tuple[Record, Record]]:
+    """Returns the comparisons whose ratio has grown, of the last page and of now.
 
     The ratio is that of ours to the baseline that was measured in the same run, so that
     another machine or another load changes both. It has grown if its median is larger
@@ -153,52 +109,300 @@ def regressions(last: Results, new: Results) -> list[Regression]:
     before. Where the ratio must lie between two limits: if it did, and does not now.
     Where another baseline was measured than on the page, nothing is compared.
     """
-    before = {_key(each): each for each in last.comparisons}
-    found = (
-        Regression(before[_key(each)], each)
-        for each in new.comparisons
-        if _key(each) in before
-    )
-    return [each for each in found if _has_grown(each.before, each.now)]
+    before = {key(each): each for each in last.comparisons}
+    pairs = ((before[key(new)], new) for new in new.comparisons if key(new) in before)
+    return [(then, now) for then, now in pairs if _has_grown(then, now)]
 
 
-def _has_grown(before: Record, now: Record) -> bool:
-    if before["ratio"] is None or _pair(before) != _pair(now):
+def _has_grown(then: Record, now: Record) -> bool:
+    if then["ratio"] is None or [*then["programs"]][:2] != [*now["programs"]][:2]:
         return False
     if now["ratio"] is None:
         # Stopped: whether that was ours, which is the first.
         return next(iter(now["programs"].values())) is None
     if now["least"]:
-        return before["verdict"] == "met" and now["verdict"] == "missed"
-    (old, _, old_high), (median, low, _) = before["ratio"], now["ratio"]
+        return then["verdict"] == "met" and now["verdict"] == "missed"
+    (old, _, old_high), (median, low, _) = then["ratio"], now["ratio"]
     return median > old * (1 + now["tolerance"]) and low > old_high
 
 
-def _pair(comparison: Record) -> list[str]:
-    """The names of ours and of its baseline."""
-    return list(comparison["programs"])[:2]
+def regression_text(then: Record, now: Record) -> str:
+    texts = []
+    for ratio in (then["ratio"], now["ratio"]):
+        median, low, high = ratio or (0, 0, 0)
+        texts.append(f"{median:.3f} ({low:.2f}-{high:.2f})" if ratio else "stopped")
+    return "{}: {}, {}: ".format(*key(now)) + ", now ".join(texts)
 
 
-def _told(comparison: Record) -> str:
-    if comparison["ratio"] is None:
-        return "stopped"
-    median, low, high = comparison["ratio"]
-    return f"{median:.3f} ({low:.2f}-{high:.2f})"
-
-
-def not_measured(last: Results, new: Results, scripts: Iterable[str]) -> list[Key]:
-    """Comparisons of the last page that these scripts did not make now."""
-    now = {_key(each) for each in new.comparisons}
-    names = {*scripts}
-    keys = [_key(each) for each in last.comparisons if each["script"] in names]
-    return [key for key in keys if key not in now]
-
-
-def difference(last: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What is another machine or version in two runs, a line each."""
+def differences(last: Results, new: Results) -> list[str]:
+    """Returns what is another machine or version in two runs, a line each."""
     names = ("processor", "cores", "memory_gib", "system", "machine", "python")
-    pairs = {name: (last.get(name), new.get(name)) for name in names}
-    packages = {*last.get("versions", {}), *new.get("versions", {})}
-    for name in sorted(packages):
-        pairs[name] = (last["versions"].get(name), new["versions"].get(name))
-    return [f"{name}: {a}, now {b}" for name, (a, b) in pairs.items() if a != b]
+    found = {}
+    for then in last.runs:
+        now = new.runs[-1]
+        pairs = {name: (then.get(name), now.get(name)) for name in names}
+        versions = [run.get("versions", {}) for run in (then, now)]
+        for name in sorted({*versions[0], *versions[1]}):
+            pairs[name] = (versions[0].get(name), versions[1].get(name))
+        lines = (f"  {name}: {a}, now {b}" for name, (a, b) in pairs.items() if a != b)
+        found |= dict.fromkeys(lines)
+    return [*found]
+
+
+# The machine, and what else runs there.
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+STAT = pathlib.Path("/proc/stat")
+# The columns of /proc/stat in which a processor works: user, nice, system, interrupts
+# of both kinds, and what the host gives to others. Guests are part of the first two.
+BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)
+
+
+def about_machine() -> Record:
+    """Returns the machine, the versions of what is measured, date and commit."""
+    info = pathlib.Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    memory = 0.0  # where it is not known
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "processor": model[1] if model else platform.processor() or platform.machine(),
+        "cores": cores(),
+        "memory_gib": round(memory, 1),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def cores() -> int:
+    """Returns how many of them this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _commit() -> str:
+    """The commit, and whether files differ from it; nothing outside of a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(HERE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    try:
+        found = git("rev-parse", "--short", "HEAD")
+        return f"{found}, changed" if git("status", "--porcelain", "-uno") else found
+    except OSError:
+        return ""
+
+
+class Watch:
+    """Tells which share of the cores other processes have had since it was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def others(self) -> float | None:
+        """The share of all cores; None where that cannot be known.
+
+        Children of this process count as its own once it has waited for them.
+        """
+        pairs = zip(self._start, self._now(), strict=True)
+        seconds, busy, own = (b - a for a, b in pairs)
+        if not STAT.exists() or seconds <= 0:
+            return None
+        return max(0.0, (busy - own) / (seconds * cores()))
+
+    def _now(self) -> tuple[float, float, float]:
+        times = os.times()
+        own = times.user + times.system + times.children_user + times.children_system
+        total = 0
+        if STAT.exists():
+            allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+            for line in STAT.read_text().splitlines():
+                name, *columns = line.split()
+                if name in allowed:
+                    total += sum(int(columns[i]) for i in BUSY_COLUMNS)
+        return time.perf_counter(), total / os.sysconf("SC_CLK_TCK"), own
+
+
+def others_now(seconds: float = 3.0) -> float | None:
+    """Returns the share of all cores that others have while this process waits.
+
+    Where the system does not tell that: by the load average of the last minute.
+    """
+    watch = Watch()
+    time.sleep(seconds)
+    share = watch.others()
+    if share is None and hasattr(os, "getloadavg"):
+        return os.getloadavg()[0] / cores()
+    return share
+
+
+# The page.
+
+HEAD = """# Figures
+
+<!-- `python benchmarks/run_all.py` writes this page, from results.json. -->
+
+Numbers are medians of turns (quartiles in brackets); a ratio is of the first program to
+the second, turn by turn. [What each benchmark claims](README.md).
+"""
+PICTURE = "![Steps of all forms; scaling of a step and of start-up](figures.png)\n"
+
+
+def page(results: Results) -> str:
+    """Returns the page."""
+    parts = [HEAD, *_machines(results), PICTURE, _summary(results), _missed(results)]
+    for script in results.scripts:
+        parts += _section(script, results)
+    return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    told = ("| " + " | ".join(line) + " |" for line in lines)
+    return "".join(f"{re.sub(r' +', ' ', line)}\n" for line in told)
+
+
+def _share(others: float | None) -> str:
+    return "not known" if others is None else f"{others:.0%}"
+
+
+def _machines(results: Results) -> Iterator[str]:
+    """A table of the machine for each run of which there are figures."""
+
+    def listed(*parts: str) -> str:
+        return ", ".join(part for part in parts if part)
+
+    for number, run in reversed([*enumerate(results.runs)]):
+        count = sum(each["run"] == number for each in results.comparisons)
+        part = f"{count} of {len(results.comparisons)} comparisons"
+        memory = f"{run['memory_gib']:g} GiB" if run["memory_gib"] else ""
+        processor = run["processor"], f"{run['cores']} cores"
+        packages = (f"{name} {version}" for name, version in run["versions"].items())
+        several = len(results.runs) > 1
+        others = run["others"]
+        rows = [
+            ("measured", listed(run["date"], run["commit"], part if several else "")),
+            ("machine", listed(*processor, memory, run["system"])),
+            ("software", listed(f"Python {run['python']}", *packages)),
+            (
+                "other processes before",
+                _share(others) + " of the cores" * (others is not None),
+            ),
+        ]
+        yield _table(("", ""), rows)
+
+
+def _summary(results: Results) -> str:
+    rows = []
+    for script in results.scripts:
+        name = script["script"]
+        claimed = [each for each in results.of(name) if each["verdict"]]
+        met = sum(each["verdict"] == "met" for each in claimed)
+        rows.append(
+            (
+                f"[{name}](#{name})",
+                str(len(results.of(name))),
+                f"{met} of {len(claimed)}" if claimed else "",
+                f"{script['seconds']:.0f}",
+                _share(script["others"]),
+                "" if script["outcome"] == DONE else script["outcome"],
+            )
+        )
+    heads = ("benchmark", "comparisons", "targets met", "seconds", "others had", "")
+    return "## All benchmarks\n\n" + _table(heads, rows)
+
+
+def _missed(results: Results) -> str:
+    """What is not as it should be, farthest first."""
+
+    def excess(each: Mapping[str, Any]) -> float:
+        if each["ratio"] is None:
+            return float("inf")
+        median, least = each["ratio"][0], each["least"]
+        over = median / each["target"] if each["target"] else float("inf")
+        return max(over, least / median if median else 0.0)
+
+    missed = [each for each in results.comparisons if each["verdict"] == "missed"]
+    missed.sort(key=excess, reverse=True)
+    rows = [(*key(each), _ratio(each), _target(each)) for each in missed]
+    heads = ("benchmark", "case", "quantity", "ratio", "target")
+    return "## Missed targets\n\n" + _table(heads, rows) if rows else ""
+
+
+def _section(script: Record, results: Results) -> Iterator[str]:
+    name, others = script["script"], script["others"]
+    told = f"`python benchmarks/{script['command']}`, "
+    told += f"{results.runs[script['run']]['date']}."
+    if others is not None and others > BUSY:
+        told += f" **Other processes had {others:.0%} of the cores.**"
+    if script["outcome"] != DONE:
+        told += f" **It {script['outcome']}.**"
+    yield f"## {name}\n\n{told}\n"
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for each in results.of(name):
+        kind = (each["quantity"], each["unit"], *each["programs"])
+        groups.setdefault(kind, []).append(each)
+    for (quantity, unit, *programs), group in groups.items():
+        heads = ["case", *programs]
+        if len(programs) > 1:
+            heads += ["ratio", "target", ""]
+        elif any(each["note"] for each in group):
+            heads += [""]
+        title = f"{quantity}, {unit}" if unit else quantity
+        yield f"{title[0].upper()}{title[1:]}:\n"
+        yield _table(heads, [_row(each, heads, script, results) for each in group])
+
+
+def _row(
+    each: Record, heads: Sequence[str], script: Record, results: Results
+) -> list[str]:
+    numbers = [_number(spread) for spread in each["programs"].values()]
+    notes = [each["verdict"], each["note"]]
+    if each["run"] != script["run"]:
+        notes.append(f"measured {results.runs[each['run']]['date'].split()[0]}")
+    told = ", ".join(note for note in notes if note)
+    row = [each["case"], *numbers]
+    if len(numbers) > 1:
+        return [*row, _ratio(each), _target(each), told]
+    if len(heads) > len(row):
+        return [*row, told]
+    return [f"{each['case']} ({told})" if told else each["case"], *numbers]
+
+
+def _number(spread: Sequence[float] | None) -> str:
+    """Three digits that count, without an exponent where it can be read."""
+    if spread is None:
+        return "stopped"
+
+    def digits(number: float) -> str:
+        if number == 0 or abs(number) >= 100:
+            return f"{number:,.0f}"
+        return f"{number:.2g}" if abs(number) < 0.001 else f"{number:.3g}"
+
+    median, low, high = map(digits, spread)
+    return median if spread[1] == spread[2] else f"{median} ({low}-{high})"
+
+
+def _ratio(each: Mapping[str, Any]) -> str:
+    ratio = None if each["ratio"] is None else Spread(*each["ratio"])
+    return ratio_text(ratio, each["in_percent"])
+
+
+def _target(each: Mapping[str, Any]) -> str:
+    target = target_text(each["target"], each["in_percent"])
+    if each["least"] and target:
+        return f"{each['least']:.2f} to {target}"
+    return target

@@ -1,74 +1,42 @@
-"""Claim: batches reach the replicas as fast as `jax.device_put` can bring them.
+"""Batches to the replicas, and checkpoints to disk and back.
 
-Batches of images, 8 replicas, and a trivial step (a sum of each replica's rows), on
-simulated CPU devices. The step is fed in three ways:
-
-- `dataset`: `strategy.experimental_distribute_dataset`, which checks each batch, knows
-  its real rows and copies it, so that the source may overwrite its memory;
-- the same with prefetch: two batches are prepared ahead in a thread;
-- `device_put`: a bare loop of `jax.device_put` with the same sharding, and the same
-  step. The time of it is what ours is held against.
-
-The ways take turns in one process. Measured are
-
-- examples: time per example through the whole loop, without prefetch and with; from
-  `js.batches` of an array in memory, from the same shuffled, and from Grain if it is
-  installed;
-- stall: a source that takes as long as the step, both made of waiting: by how much a
-  step with prefetch takes longer than the step alone.
-
-It prints; only with `--check` is a missed target a failure.
+python benchmarks/input.py [input] [checkpoint]
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import importlib.util
+import math
+import pathlib
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _timing import Comparison, add_options, in_turn, report
+import orbax.checkpoint as ocp
+from _harness import Comparison, benchmark, in_turn, main, scaled, seconds_of
+from _training import PyTree
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
+from jaxstrategy.checkpoint import CheckpointManager
 
-Array = Any
-
-# As times: 0.95 of the examples per second is 1 / 0.95 of the time.
-TARGETS = {"without prefetch": 1 / 0.95, "with prefetch": 1.00, "stall": 1.10}
-PARTS = ("examples", "stall")
-
-# Rows of a batch, batches of a pass, and numbers of an example.
-SIZES = {"28 x 28": 784, "64 x 64 x 3": 12288, "224 x 224 x 3": 150528}
-ROWS = {"28 x 28": 1024, "64 x 64 x 3": 512, "224 x 224 x 3": 64}
-BATCHES = 20
-# How long a step of the second part waits, and its source.
-WAIT_SECONDS = 0.01
-STEPS = 50
+# Rows of a batch, and numbers of an example.
+SIZES = {
+    "28 x 28": (1024, 784),
+    "64 x 64 x 3": (512, 12288),
+    "224 x 224 x 3": (64, 150528),
+}
+BATCHES = 20  # of a pass
+# How long a step waits, and its source, and how many there are.
+WAIT_SECONDS, STEPS = 0.01, 50
 
 
-def images(size: str) -> np.ndarray:
-    """The examples of a pass."""
-    rows = BATCHES * ROWS[size]
-    # Small: what is measured is copying, and a pass should fit into the memory.
-    return np.resize(np.arange(2**16, dtype=np.float32), (rows, SIZES[size]))
-
-
-def of_arrays(array: np.ndarray, rows: int) -> Iterable[Array]:
-    """Views of the array."""
-    return js.batches(array, rows)
-
-
-def shuffled(array: np.ndarray, rows: int) -> Iterable[Array]:
-    """Rows picked from the array."""
-    return js.batches(array, rows, shuffle=0)
-
-
-def of_grain(array: np.ndarray, rows: int) -> Iterable[Array]:
+def of_grain(array: np.ndarray, rows: int) -> Iterable[np.ndarray]:
     """Batches that Grain reads in its threads."""
     import grain
 
@@ -78,47 +46,11 @@ def of_grain(array: np.ndarray, rows: int) -> Iterable[Array]:
     return grain.MapDataset.range(BATCHES).map(part).to_iter_dataset()
 
 
-SOURCES: dict[str, Callable[[np.ndarray, int], Iterable[Array]]] = {
-    "js.batches": of_arrays,
-    "shuffled": shuffled,
+SOURCES: dict[str, Callable[[np.ndarray, int], Iterable[np.ndarray]]] = {
+    "js.batches": js.batches,
+    "shuffled": functools.partial(js.batches, shuffle=0),
     "Grain": of_grain,
 }
-
-
-class Feeds:
-    """The ways to feed a step from one source."""
-
-    def __init__(self, source: Iterable[Array], strategy: js.Strategy) -> None:
-        self._source = source
-        self._mesh = strategy.mesh
-        self._strategy = strategy
-
-    def dataset(self, ahead: int) -> Iterator[Any]:
-        """Ours."""
-        options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
-        return iter(
-            self._strategy.experimental_distribute_dataset(self._source, options)
-        )
-
-    def bare(self) -> Iterator[Any]:
-        """`device_put` alone."""
-        split = NamedSharding(self._mesh, P("replica"))
-        n = self._strategy.num_replicas_in_sync
-        for batch in self._source:
-            batch = batch.reshape(n, batch.shape[0] // n, *batch.shape[1:])
-            yield js.PerReplica(jax.device_put(batch, split))
-
-
-def pass_over(
-    feed: Callable[[], Iterator[Any]], step: Callable[[Any], Any], rows: int
-) -> float:
-    """The time of a pass per example, in nanoseconds."""
-    begun = time.perf_counter()
-    last = None
-    for batch in feed():
-        last = step(batch)
-    jax.block_until_ready(last)
-    return 1e9 * (time.perf_counter() - begun) / (BATCHES * rows)
 
 
 def total(batch: jax.Array) -> jax.Array:
@@ -126,112 +58,185 @@ def total(batch: jax.Array) -> jax.Array:
     return jnp.sum(batch)
 
 
-def compare_examples(
-    name: str, size: str, strategy: js.Strategy, args: argparse.Namespace
-) -> list[Comparison]:
-    """Time per example from one source, without prefetch and with."""
-    rows = ROWS[size]
-    array = images(size)
-    feeds = Feeds(SOURCES[name](array, rows), strategy)
-    step = strategy.run(total)
-    ways: dict[str, Callable[[], Iterator[Any]]] = {
-        "without prefetch": lambda: feeds.dataset(0),
-        "with prefetch": lambda: feeds.dataset(2),
-        "device_put": feeds.bare,
-    }
-    # An array of a dataset carries a mask, so there are two programs.
-    measures = {
-        way: lambda feed=feed: pass_over(feed, step, rows) for way, feed in ways.items()
-    }
-    for measure in measures.values():
-        measure()
-    wanted = [float(batch.sum()) for batch in feeds._source]
-    for way, feed in ways.items():
-        found = [float(strategy.reduce("sum", step(batch))) for batch in feed()]
-        if way != "device_put" and name == "shuffled":
-            found, wanted = [sum(found)], [sum(wanted)]
-        np.testing.assert_allclose(sum(found), sum(wanted), rtol=1e-3)
-    times = in_turn(measures, args.rounds, args.seconds)
-    return [
-        Comparison(
-            f"{name}, {rows} x {size}",
-            way,
-            "ns/example",
-            {"dataset": times[way], "device_put": times["device_put"]},
-            TARGETS[way],
-        )
-        for way in ("without prefetch", "with prefetch")
-    ]
+@benchmark(
+    dict(
+        only=("examples", "stall"),
+        sources=tuple(SOURCES),
+        sizes=tuple(SIZES),
+        rounds=50,
+        seconds=2.0,
+    ),
+    dict(sizes=("28 x 28",), seconds=1.0),
+    name="input",
+)
+def feeding(args: Any) -> Iterator[Comparison]:
+    """Batches reach the replicas as fast as `jax.device_put` can bring them.
 
+    Batches of images, 8 replicas, and a trivial step, fed by
+    `experimental_distribute_dataset`, which checks each batch, knows its real rows and
+    copies it; by the same with prefetch, two batches ahead in a thread; and by a bare
+    loop of `jax.device_put` with the same sharding, the baseline:
 
-def compare_stall(strategy: js.Strategy, args: argparse.Namespace) -> Comparison:
-    """The time of a step whose source takes as long as it does."""
-    batch = np.ones((64, 16), np.float32)
-
-    def source() -> Iterator[Array]:
-        for _ in range(STEPS):
-            time.sleep(WAIT_SECONDS)
-            yield batch
-
-    step = strategy.run(total)
-    split = NamedSharding(strategy.mesh, P("replica"))
-    placed = js.PerReplica(jax.device_put(batch.reshape(8, 8, 16), split))
-
-    def waited(value: Any) -> None:
-        jax.block_until_ready(step(value).stacked)
-        time.sleep(WAIT_SECONDS)
-
-    def fed() -> float:
-        iterator = iter(strategy.experimental_distribute_dataset(source))
-        waited(next(iterator))  # what comes first cannot have been prepared
-        begun = time.perf_counter()
-        for value in iterator:
-            waited(value)
-        return 1e3 * (time.perf_counter() - begun) / (STEPS - 1)
-
-    def alone() -> float:
-        begun = time.perf_counter()
-        for _ in range(STEPS - 1):
-            waited(placed)
-        return 1e3 * (time.perf_counter() - begun) / (STEPS - 1)
-
-    rounds = max(5, args.rounds // 10)
-    times = in_turn({"dataset": fed, "device_put": alone}, rounds, args.seconds)
-    case = f"a source and a step of {1e3 * WAIT_SECONDS:.0f} ms"
-    return Comparison(case, "stall", "ms/step", times, TARGETS["stall"])
-
-
-def measure(args: argparse.Namespace) -> Iterator[Comparison]:
-    """All comparisons that were asked for."""
+    - examples: time per example through the whole loop, from `js.batches` of an array,
+      from the same shuffled, and from Grain if it is installed;
+    - stall: a source that takes as long as the step, both made of waiting: by how much
+      a step with prefetch takes longer than the step alone.
+    """
     strategy = js.MirroredStrategy(js.simulate(8))
+    step, split = strategy.run(total), NamedSharding(strategy.mesh, P("replica"))
+
+    def placed(batch: np.ndarray) -> js.PerReplica:
+        return js.PerReplica(
+            jax.device_put(batch.reshape(8, -1, batch.shape[-1]), split)
+        )
+
     for name in args.sources if "examples" in args.only else ():
         if name == "Grain" and importlib.util.find_spec("grain") is None:
             print("Grain is left out: it is not installed")
             continue
         for size in args.sizes:
-            yield from compare_examples(name, size, strategy, args)
+            rows, numbers = SIZES[size]
+            # Small: what is measured is copying, and a pass should fit into the memory.
+            values = np.arange(2**16, dtype=np.float32)
+            source = SOURCES[name](np.resize(values, (BATCHES * rows, numbers)), rows)
+
+            def dataset(ahead: int, source: Any = source) -> Iterable[Any]:
+                options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
+                return strategy.experimental_distribute_dataset(source, options)
+
+            ways: dict[str, Callable[[], Iterable[Any]]] = {
+                "without prefetch": functools.partial(dataset, 0),
+                "with prefetch": functools.partial(dataset, 2),
+                "device_put": functools.partial(map, placed, source),
+            }
+
+            def one_pass(feed: Callable[[], Iterable[Any]]) -> None:
+                *_, last = (step(batch) for batch in feed())
+                jax.block_until_ready(last)
+
+            # An array of a dataset carries a mask, so there are two programs.
+            wanted = sum(float(batch.sum()) for batch in source)
+            for feed in ways.values():
+                one_pass(feed)
+                sums = (strategy.reduce("sum", step(batch)) for batch in feed())
+                np.testing.assert_allclose(sum(map(float, sums)), wanted, rtol=1e-3)
+            measures = {
+                k: lambda feed=v: seconds_of(lambda: one_pass(feed))
+                for k, v in ways.items()
+            }
+            times = in_turn(measures, args.rounds, args.seconds)
+            times = scaled(times, 1e9 / (BATCHES * rows))
+            # As times: 0.95 of the examples per second is 1 / 0.95 of the time.
+            targets = {"without prefetch": 1 / 0.95, "with prefetch": 1.00}
+            for way, target in targets.items():
+                both = {"dataset": times[way], "device_put": times["device_put"]}
+                case = f"{name}, {rows} x {size}"
+                yield Comparison(case, way, "ns/example", both, target)
     if "stall" in args.only:
-        yield compare_stall(strategy, args)
+        batch = np.ones((64, 16), np.float32)
+
+        def source() -> Iterator[np.ndarray]:
+            for _ in range(STEPS):
+                time.sleep(WAIT_SECONDS)
+                yield batch
+
+        def milliseconds(feed: Callable[[], Iterable[Any]]) -> float:
+            iterator = iter(feed())
+            waited(next(iterator))  # what comes first cannot have been prepared
+            start = time.perf_counter()
+            for value in iterator:
+                waited(value)
+            return 1e3 * (time.perf_counter() - start) / (STEPS - 1)
+
+        def waited(value: Any) -> None:
+            jax.block_until_ready(step(value).stacked)
+            time.sleep(WAIT_SECONDS)
+
+        fed = functools.partial(strategy.experimental_distribute_dataset, source)
+        ways = {"dataset": fed, "device_put": lambda: [placed(batch)] * STEPS}
+        measures = {k: functools.partial(milliseconds, v) for k, v in ways.items()}
+        times = in_turn(measures, 5)
+        case = f"a source and a step of {1e3 * WAIT_SECONDS:.0f} ms"
+        yield Comparison(case, "stall", "ms/step", times, 1.10)
 
 
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
-    add("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    add("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
-    add_options(parser, rounds=50, seconds=40.0)
-    return parser.parse_args(arguments)
+# Checkpoints.
 
 
-def main() -> None:
-    args = parsed()
-    print(f"JAX {jax.__version__}; medians (quartiles); ratio: dataset to device_put")
-    report(measure(args), args)
+class Ours:
+    """Saves and restores as a user of jaxstrategy does."""
 
+    def __init__(self, folder: pathlib.Path, structs: PyTree) -> None:
+        manager = CheckpointManager(folder, keep=1)
+        self.save, self.wait, self.close = manager.save, manager.wait, manager.close
+        self.restore = lambda step: manager.restore(structs, step)
+
+
+class Orbax:
+    """Saves and restores with Orbax alone."""
+
+    def __init__(self, folder: pathlib.Path, structs: PyTree) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=1)
+        manager = ocp.CheckpointManager(folder, options=options)
+        self.wait, self.close = manager.wait_until_finished, manager.close
+        save, restore = ocp.args.StandardSave, ocp.args.StandardRestore(structs)
+        self.save = lambda step, state: manager.save(step, args=save(state))
+        self.restore = lambda step: manager.restore(step, args=restore)
+
+
+@benchmark(dict(sizes=(100,), devices=8, folder=None, rounds=7, seconds=math.inf))
+def checkpoint(args: Any) -> Iterator[Comparison]:
+    """To save, to write and to restore takes no longer than with Orbax alone.
+
+    The same arrays are saved, mirrored over simulated CPU devices, by
+    `js.checkpoint.CheckpointManager`, which checksums all files afterwards; by Orbax's
+    own, with its `StandardSave`; and by that once more: how far to trust a ratio. For
+    states of some megabytes: until an asynchronous `save` returns (blocked), until the
+    checkpoint is complete (written), and until the arrays lie on a quarter of the
+    devices, in another strategy (restored). `--folder` is where to save.
+    """
+    devices = js.simulate(args.devices)
+    strategy = js.MirroredStrategy(devices)
+    other = js.MirroredStrategy(devices[: max(1, len(devices) // 4)])
+    where, draw = other.mirror(0.0).sharding, np.random.default_rng(0)
+    for size in args.sizes:
+        state = {
+            f"array {i}": strategy.mirror(draw.random(size * 2**18 // 20, np.float32))
+            for i in range(20)
+        }
+        structs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), state
+        )
+        with tempfile.TemporaryDirectory(dir=args.folder) as root:
+            kinds = {"ours": Ours, "orbax": Orbax, "again": Orbax}
+            managers = {k: v(pathlib.Path(root, k), structs) for k, v in kinds.items()}
+            turns = {k: turns_of(v, state) for k, v in managers.items()}
+            measures = {k: functools.partial(next, v) for k, v in turns.items()}
+            for measure in measures.values():
+                measure()
+            found = in_turn(measures, args.rounds, args.seconds)
+            for manager in managers.values():
+                manager.close()
+        for quantity in ("blocked", "written", "restored"):
+            times = {k: [t[quantity] for t in v] for k, v in found.items()}
+            case = f"{size} MB, {len(devices)} devices"
+            yield Comparison(case, quantity, "ms", scaled(times, 1e3), 1.0)
+
+
+def turns_of(manager: Any, state: PyTree) -> Iterator[Mapping[str, float]]:
+    """Seconds of one form, a step further at each turn."""
+    step = 0
+    while True:
+        step += 1
+        blocked = seconds_of(functools.partial(manager.save, step, state))
+        written = blocked + seconds_of(manager.wait)
+        start = time.perf_counter()
+        jax.block_until_ready(manager.restore(step))
+        restored = time.perf_counter() - start
+        yield {"blocked": blocked, "written": written, "restored": restored}
+
+
+BENCHMARKS = [feeding, checkpoint]
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARKS)

@@ -3,13 +3,11 @@
 The scripts are tiny, and what they measure is written in them: nothing is timed.
 """
 
-import argparse
 import ast
 import importlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,13 +16,11 @@ import numpy as np
 import pytest
 from helpers.benchmarks import FOLDER, load
 
+harness = load("_harness")
 results = load("_results")
-page = load("_page")
 picture = load("_picture")
-machine = load("_machine")
-suite = load("_suite")
-timing = load("_timing")
-Results, Script, Comparison = results.Results, suite.Script, timing.Comparison
+run_all = load("run_all")
+Results, Script, Comparison = results.Results, run_all.Script, harness.Comparison
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
@@ -79,7 +75,7 @@ def test_what_benchmarks_take_from_the_package_is_there():
 def test_page_and_picture_are_of_the_committed_results():
     again = "run `python benchmarks/run_all.py --draw`"
     committed = Results.read(FOLDER / "results.json")
-    assert (FOLDER / "FIGURES.md").read_text() == page.page(committed), again
+    assert (FOLDER / "FIGURES.md").read_text() == results.page(committed), again
     text = (FOLDER / "results.json").read_text()
     assert re.findall(r"(?<![\w.])/(?:home|tmp|work|opt|root|usr)/", text) == []
     ratios = [each["ratio"] for each in committed.comparisons if each["ratio"]]
@@ -109,9 +105,9 @@ def comparison(script, case, quantity, programs, ratio=None):
 
 
 def shown(*comparisons):
-    told = {"script": "first", "run": 0, "arguments": "--seconds 1", "seconds": 61.4}
+    told = {"script": "first", "run": 0, "command": "first.py --quick", "seconds": 61.4}
     script = {**told, "others": 0.01, "outcome": "done"}
-    return page.page(Results([ABOUT], [script], comparisons))
+    return results.page(Results([ABOUT], [script], comparisons))
 
 
 def of_page(case, programs, ratio=None, **options):
@@ -125,7 +121,7 @@ def test_the_page_names_machine_versions_and_script():
     assert "| software | Python 3.13.0, jax 0.12 |" in found
     assert "| measured | 2026-01-02 03:04 UTC, abc |" in found
     assert "| [first](#first) | 1 | | 61 | 1% | |" in found
-    assert "`python benchmarks/first.py --seconds 1`, 2026-01-02 03:04 UTC.\n" in found
+    assert "`python benchmarks/first.py --quick`, 2026-01-02 03:04 UTC.\n" in found
     assert "Step, us:\n\n| case | run |\n| --- | --- |\n| small | 0.25 |" in found
     assert "Missed" not in found
 
@@ -154,12 +150,6 @@ def test_missed_targets_stand_first():
 
 OURS = [1.0, 2.0, 3.0, 4.0, 5.0]
 TWO = {"run": OURS, "by hand": [2.0] * 5}
-
-
-def parsed(*arguments, **defaults):
-    parser = argparse.ArgumentParser()
-    timing.add_options(parser, **defaults)
-    return parser.parse_args(list(map(str, arguments)))
 
 
 def test_the_ratio_is_taken_turn_by_turn():
@@ -191,47 +181,44 @@ def test_an_end_in_the_middle_keeps_what_was_measured(tmp_path, capsys):
 
     def measure():
         yield Comparison("first", "step", "us", TWO)
-        assert len(json.loads(file.read_text())["comparisons"]) == 1, "written at once"
+        assert len(json.loads(file.read_text())) == 1, "written at once"
         yield Comparison("second", "step", "us", TWO)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        timing.report(measure(), parsed("--json", file))
-    kept = json.loads(file.read_text())["comparisons"]
+        harness.report(measure(), file)
+    kept = json.loads(file.read_text())
     assert [each["case"] for each in kept] == ["first", "second"]
     assert "second" in capsys.readouterr().out
 
 
 def test_only_with_check_is_a_missed_target_a_failure(capsys):
     found = [Comparison("case", "step", "us", TWO, 1.0)]
-    timing.report(found, parsed())
+    harness.report(found)
     with pytest.raises(SystemExit) as ended:
-        timing.report(found, parsed("--check"))
+        harness.report(found, check=True)
     assert ended.value.code == 1
 
 
 # A run of all.
 
 SCRIPT = """
-import argparse, os, signal, sys, time
-from _timing import Comparison, add_options, report
+import os, signal, sys, time
+from _harness import Comparison, benchmark, main
 
-def measure(args):
+@benchmark(dict(), dict())
+def {name}(args):
 {measure}
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--others-python")
-add_options(parser)
-args = parser.parse_args()
-report(measure(args), args)
+main([{name}])
 """
 FIRST = '    yield Comparison("small", "step", "us", {values}, 1.0)\n'
 MAIN = """
 import pathlib, sys
-import _machine, run_all
-from _suite import Script
+import _results, run_all
+from run_all import Script
 scripts, others, *arguments = sys.argv[1:]
-_machine.others_now = lambda: float(others)
+_results.others_now = lambda: float(others)
 sys.exit(run_all.main(arguments, eval(scripts), pathlib.Path.cwd()))
 """
 
@@ -239,7 +226,7 @@ sys.exit(run_all.main(arguments, eval(scripts), pathlib.Path.cwd()))
 def script(folder, name, measure=None, values=((1, 2, 3), (2, 2, 2))):
     ours, theirs = map(list, values)
     measured = FIRST.format(values={"run": ours, "by hand": theirs})
-    content = SCRIPT.format(measure=measured + (measure or ""))
+    content = SCRIPT.format(name=name, measure=measured + (measure or ""))
     (folder / f"{name}.py").write_text(content)
 
 
@@ -250,7 +237,7 @@ class Runner:
         self.folder = folder
         self.file = folder / "page" / "results.json"
         self.output = folder / "output.json"
-        self.scripts = [Script("first", "", 60), Script("second", "", 60)]
+        self.scripts = [Script(name, name, 60) for name in ("first", "second")]
 
     def __call__(self, *arguments, others=0.0):
         files = ["--results", str(self.file), "--output", str(self.output)]
@@ -299,7 +286,7 @@ def test_all_scripts_go_into_one_file_and_one_page(runner):
     (run,) = found.runs
     assert run["python"] == ".".join(map(str, sys.version_info[:3]))
     assert run["versions"]["jax"] and run["cores"] >= 1 and run["commit"]
-    assert runner.page == page.page(found)
+    assert runner.page == results.page(found)
     assert "| small | 2 (1.5-2.5) | 2 | 1.000 (0.75-1.25) | 1.00 | met |" in runner.page
 
 
@@ -318,7 +305,7 @@ def test_a_script_is_ended_at_its_limit_with_all_its_processes(runner):
     child = "import subprocess\n    child = subprocess.Popen(['sleep', '1000'])\n"
     told = "    print('child', child.pid, flush=True)\n    time.sleep(1000)\n"
     script(runner.folder, "first", f"    {child}{told}")
-    runner.scripts = [Script("first", "", 2)]
+    runner.scripts = [Script("first", "first", 2)]
     done = runner()
     assert done.returncode == 1
     assert "first was ended after its 2 seconds" in done.stderr
@@ -436,20 +423,43 @@ def test_a_new_run_takes_the_place_of_the_one_before():
     assert ("first", "a", "step", 2) in told(failed)
 
 
-def test_the_suite_has_every_script_with_arguments_that_it_takes():
-    assert sum(script.seconds for script in suite.SUITE) <= suite.WHOLE
-    assert sum(script.quick_seconds for script in suite.SUITE) <= suite.QUICK
-    scripts = {path.stem for path in FOLDER.glob("[!_]*.py")}
-    left_out = {"run_all", "faults", "overlap"}  # the last one compiles only
-    assert {script.name for script in suite.SUITE} == scripts - left_out
-    for script in suite.SUITE:
-        parse = load(script.name).parsed
-        for arguments in (script.arguments, script.quick or ""):
-            given = parse(shlex.split(arguments) + ["--json", "numbers.json"])
-            assert given.json.name == "numbers.json"
-            if script.others:
-                given = parse(["--others-python", "python"])
-                assert given.others_python == "python"
+def test_the_suite_has_every_benchmark_with_options_that_it_takes():
+    suite = run_all.SUITE
+    assert sum(script.seconds for script in suite) <= run_all.WHOLE
+    assert sum(script.quick for script in suite) <= run_all.QUICK
+    files = {path.stem for path in FOLDER.glob("[!_]*.py")} - {"run_all"}
+    found = {(f, each.name): each for f in sorted(files) for each in load(f).BENCHMARKS}
+    left_out = {("reliability", "faults"), ("reductions", "overlap")}  # compiles only
+    assert {(script.file, script.name) for script in suite} == {*found} - left_out
+    for script in suite:
+        each = found[script.file, script.name]
+        assert (script.quick > 0) == (each.quick is not None)
+        assert {*(each.quick or ())} <= {*each.options}
+        arguments = [script.name, "--json", "numbers.json", "--check"]
+        if script.others:
+            arguments += ["--others-python", "python"]
+        (chosen,), options, given = harness.parsed(
+            load(script.file).BENCHMARKS, arguments
+        )
+        assert chosen is each and given.json.name == "numbers.json" and given.check
+        assert options == {"others_python": "python"} if script.others else not options
+
+
+def test_options_of_a_benchmark():
+    def none(args):
+        yield from ()
+
+    first = harness.benchmark(dict(devices=(2, 8), time=False), name="first")(none)
+    second = harness.benchmark(dict(rounds=3, folder=None), name="second")(none)
+    both = [first, second]
+    assert harness.parsed(both, [])[:2] == (both, {})
+    found = harness.parsed(both, "first --devices 1 4 --time".split())[:2]
+    assert found == ([first], {"devices": [1, 4], "time": True})
+    found = harness.parsed(both, "--rounds 7 --folder here".split())[:2]
+    assert found == (both, {"rounds": 7, "folder": "here"})
+    for wrong in ("third", "second --time", "--devices few"):
+        with pytest.raises(SystemExit):
+            harness.parsed(both, wrong.split())
 
 
 @pytest.mark.slow
@@ -457,14 +467,14 @@ def test_sharded_compares_all_forms(tmp_path):
     file = tmp_path / "numbers.json"
     options = ["--small", "--exact", "--devices", "2", "--min-bytes", "512"]
     done = subprocess.run(
-        [sys.executable, FOLDER / "sharded.py", *options, "--json", file]
+        [sys.executable, FOLDER / "sharded.py", "sharded", *options, "--json", file]
         + ["--models", "perceptron"],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parameters equal bit by bit") >= 1
-    results = json.loads(file.read_text())["comparisons"]
+    results = json.loads(file.read_text())
     whole, parts = 3 * 4 * (32 * 32 + 32), 3 * 4 * (32 * 16 + 32)
     at_rest = next(r for r in results if r["quantity"] == "at rest, state")
     # Parameters and two moments; and the number of steps.
@@ -480,8 +490,9 @@ def test_meshes_compares_all_forms(tmp_path):
     done = subprocess.run(
         [
             sys.executable,
-            FOLDER / "meshes.py",
-            "--quick",
+            FOLDER / "sharded.py",
+            "meshes",
+            "--small",
             "--rounds",
             "5",
             "--json",
@@ -493,7 +504,7 @@ def test_meshes_compares_all_forms(tmp_path):
     )
     # Else losses were not those of the other form, or an array was gathered.
     assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())["comparisons"]
+    found = json.loads(file.read_text())
     held = {
         r["case"]: r["values"] for r in found if r["quantity"] == "state on a device"
     }

@@ -4,8 +4,8 @@ XLA joins neighbouring all-reduces by itself, but into one operation on many arr
 which is slow on CPU. Large arrays gain nothing, and joining them costs two copies.
 
 What XLA makes of reductions that are to overlap can be seen without a device:
-`benchmarks/overlap.py` compiles a step ahead of time for TPUs and GPUs (JAX 0.10 and
-0.12, libtpu 0.0.42 and 0.0.50); nothing of it was timed yet.
+`benchmarks/reductions.py overlap` compiles a step ahead of time for TPUs and GPUs (JAX
+0.10 and 0.12, libtpu 0.0.42 and 0.0.50); nothing of it was timed yet.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class NumberOfPacks(AbstractPacking):
 # takes 0.62, 0.95, 1.02 and over 1 times as long as not packing them on two devices,
 # and 0.34, 0.44, 0.66 and 0.90 times on eight, in a loop; a program that does nothing
 # else loses earlier, at 16 and at 64 KB. How large the packs are makes no difference.
-#   python benchmarks/allreduce.py --only "100 x" --largest 262144 --pack 262144 1048576
+#   python benchmarks/reductions.py allreduce --only "100 x" --largest 262144
 _ON_CPU = {2: Packing(8 * 1024, 4 * 1024**2), 4: Packing(16 * 1024, 4 * 1024**2)}
 # Between processes each collective waits for messages: packing 4, 8 and 3 arrays of
 # 16 KB, 256 KB and 1 MB takes 0.6, 0.4 and 0.7 times as long on two of one host.
-#   python benchmarks/multiprocess.py
+#   python benchmarks/processes.py multiprocess
 _BETWEEN_PROCESSES = Packing(1024**2, 8 * 1024**2)
 
 
@@ -107,7 +107,7 @@ def best_on(platform: str, replicas: int, processes: int = 1) -> AbstractPacking
 
     Elsewhere XLA joins: on GPUs it copies arrays that are computed one after the other
     into packs of 30 MB, on TPUs one operation takes all (JAX 0.10 and 0.12,
-    `benchmarks/overlap.py`). What was joined before it cannot take apart.
+    `benchmarks/reductions.py overlap`). What was joined before it cannot take apart.
     """
     # XLA drops the all-reduces of one replica, and not the copies into a pack.
     if platform != "cpu" or replicas == 1:

@@ -51,11 +51,15 @@ class Change:
 
     def applied(self, old: jax.Array, value: jax.Array) -> jax.Array:
         """The new value, of the shape and dtype of `old`."""
-        if self.index is not ...:
+        if not self.is_whole:
             return changed(old, self.index, value, self.operation)
-        if self.operation == "set":
-            return value
-        return old + value if self.operation == "add" else old - value
+        match self.operation:
+            case "set":
+                return value
+            case "add":
+                return old + value
+            case _:
+                return old - value
 
 
 def changed(

@@ -1,0 +1,208 @@
+"""Training loops in several forms: `strategy.run`, and what is written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jaxstrategy as js
+
+PyTree = Any
+Mean = Callable[[PyTree], PyTree]
+Devices = Sequence[jax.Device]
+
+AXIS = "replica"
+RATE = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+      state: makes the first one, on the host.
+      batch: arrays `[replica, row, ...]` for so many replicas.
+      step_with: makes a new step `(state, *batch) -> (state, loss)` of one replica, of
+        the mean over all.
+    """
+
+    state: Callable[[], PyTree]
+    batch: Callable[[int], Sequence[np.ndarray]]
+    step_with: Callable[[Mean], Callable[..., Any]]
+
+
+class Training:
+    """A training loop with one form of the step."""
+
+    def __init__(
+        self, step: Callable[..., Any], state: PyTree, batch: Sequence[Any]
+    ) -> None:
+        self.step, self.state, self.batch = step, state, batch
+        self.name = ""  # of the step's program
+
+    def next(self) -> jax.Array:
+        """Takes one more step; returns its loss."""
+        self.state, loss = self.step(self.state, *self.batch)
+        return loss
+
+    def losses(self, steps: int) -> list[float]:
+        """Returns the mean loss of the replicas before each of some steps."""
+        return [float(np.mean(self.next())) for _ in range(steps)]
+
+    def burst(self, steps: int) -> float:
+        """Returns the seconds for each of some steps, dispatched at once."""
+        start = time.perf_counter()
+        for _ in range(steps - 1):
+            self.next()
+        jax.block_until_ready((self.next(), self.state))
+        return (time.perf_counter() - start) / steps
+
+    def times(self) -> tuple[float, float]:
+        """Returns the seconds until a step is dispatched, and until it is done."""
+        start = time.perf_counter()
+        loss = self.next()
+        dispatched = time.perf_counter()
+        jax.block_until_ready((loss, self.state))
+        return dispatched - start, time.perf_counter() - start
+
+    def median_times(self, steps: int = 5) -> tuple[float, float]:
+        """Returns the medians of `times` over a few steps."""
+        dispatched, done = zip(*(self.times() for _ in range(steps)), strict=True)
+        return statistics.median(dispatched), statistics.median(done)
+
+
+# The means over replicas.
+
+
+def all_reduce_mean(tree: PyTree) -> PyTree:
+    """That of `run`."""
+    return js.get_replica_context().all_reduce("mean", tree)
+
+
+def pmean(tree: PyTree) -> PyTree:
+    """One `lax.pmean` of a tree."""
+    return lax.pmean(tree, AXIS)
+
+
+def pmean_of_each(tree: PyTree) -> PyTree:
+    """A `lax.pmean` of each leaf."""
+    return jax.tree.map(pmean, tree)
+
+
+def unchanged(tree: PyTree) -> PyTree:
+    """No communication."""
+    return tree
+
+
+# The forms.
+
+
+def with_run(task: Task, devices: Devices, donates: bool = True) -> Training:
+    """As a user of jaxstrategy writes it."""
+    strategy = js.MirroredStrategy(devices)
+    options = js.RunOptions(donate_argnums=0) if donates else js.RunOptions()
+    step = strategy.run(task.step_with(all_reduce_mean), options=options)
+    batch = [strategy.per_replica(each) for each in task.batch(len(devices))]
+    return Training(step, strategy.mirror(task.state()), batch)
+
+
+def mapped(step: Callable[..., Any], mesh: Mesh, count: int = 1) -> Callable[..., Any]:
+    """Returns `shard_map` by hand of a step of mirrored state and `count` arrays."""
+    specs = (P(), *[P(AXIS)] * count)
+    return jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+    )
+
+
+def by_hand(
+    task: Task, devices: Devices, donates: bool = True, mean: Mean = pmean
+) -> Training:
+    """With `jax.jit(jax.shard_map(...))`."""
+    mesh = js.MirroredStrategy(devices).mesh
+    state, batch = mirrored_and_split(task, mesh)
+    step = mapped(task.step_with(mean), mesh, len(batch))
+    return Training(jax.jit(step, donate_argnums=(0,) * donates), state, batch)
+
+
+def with_pmap(
+    task: Task, devices: Devices, donates: bool = True, mean: Mean = pmean
+) -> Training:
+    """With `jax.pmap`, and stacked parameters."""
+    mesh = js.MirroredStrategy(devices).mesh
+    donated = (0,) * donates
+    step = jax.pmap(task.step_with(mean), AXIS, devices=devices, donate_argnums=donated)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf] * mesh.size), task.state())
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, P(AXIS)))
+    return Training(step, put(stacked), [put(each) for each in task.batch(mesh.size)])
+
+
+def with_jit(task: Task, devices: Devices) -> Training:
+    """With `jax.jit` of the whole batch, split: XLA finds the collectives."""
+    mesh = js.MirroredStrategy(devices).mesh
+    everywhere = NamedSharding(mesh, P())
+    step = task.step_with(unchanged)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=everywhere)
+    return Training(jitted, *mirrored_and_split(task, mesh))
+
+
+def mirrored_and_split(task: Task, mesh: Mesh) -> tuple[PyTree, list[jax.Array]]:
+    """Returns the first state on all devices, and the rows of the batch over them."""
+    split = NamedSharding(mesh, P(AXIS))
+    rows = [each.reshape(-1, *each.shape[2:]) for each in task.batch(mesh.size)]
+    state = jax.device_put(task.state(), NamedSharding(mesh, P()))
+    return state, [jax.device_put(each, split) for each in rows]
+
+
+def check_losses(
+    case: str, losses: Mapping[str, Sequence[float]], tolerance: float
+) -> None:
+    """Raises unless the first losses of all forms are those of the first."""
+    first = next(iter(losses.values()))
+    for form, values in losses.items():
+        if not np.allclose(values, first, rtol=tolerance, atol=0):
+            raise AssertionError(f"{case}: {form} had losses {values}, not {first}")
+
+
+def perceptron(layers: int, units: int = 8, rows: int = 8) -> Task:
+    """Square layers of two arrays each, plain gradient descent, inputs as targets."""
+
+    def state() -> PyTree:
+        draw = np.random.default_rng(0)
+        return {
+            f"layer{i:03}": {
+                "w": draw.normal(0, units**-0.5, (units, units)).astype(np.float32),
+                "b": np.zeros(units, np.float32),
+            }
+            for i in range(layers)
+        }
+
+    def batch(replicas: int) -> Sequence[np.ndarray]:
+        shape = (replicas, rows, units)
+        return [np.random.default_rng(1).normal(size=shape).astype(np.float32)]
+
+    def step_with(mean: Mean) -> Callable[..., Any]:
+        def loss_of(params: PyTree, x: jax.Array) -> jax.Array:
+            y = x
+            for layer in params.values():
+                y = jnp.tanh(y @ layer["w"] + layer["b"])
+            return jnp.mean((y - x) ** 2)
+
+        def step(params: PyTree, x: jax.Array) -> tuple[PyTree, jax.Array]:
+            loss, gradients = jax.value_and_grad(loss_of)(params, x)
+            gradients = mean(gradients)
+            params = jax.tree.map(lambda p, g: p - RATE * g, params, gradients)
+            return params, mean(loss)
+
+        return step
+
+    return Task(state, batch, step_with)

@@ -1,0 +1,434 @@
+"""Several processes of this machine: steps, predicted times, and the coordinator.
+
+    python benchmarks/processes.py [multiprocess] [predictions] [coordinator]
+
+The forms take turns in the same processes; other programs take theirs while these wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import pathlib
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import _others
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _harness import (
+    Comparison,
+    Workers,
+    benchmark,
+    counted,
+    in_turn,
+    main,
+    median_seconds,
+    scaled,
+)
+from _training import PyTree, all_reduce_mean, pmean
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from train_step import installed
+
+import jaxstrategy as js
+from jaxstrategy._src.tracing import step_agreement
+
+ROWS, RATE = 32, 0.01
+MODELS = {"4 x 64": (4, 64), "3 x 512": (3, 512)}
+
+
+def job(make: Callable[..., Any], args: Sequence[Any], count: int, devices: int = 1):
+    """Starts a job of so many processes of JAX, which answer by what `make` makes."""
+    env = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAXSTRATEGY_COORDINATOR": f"127.0.0.1:{_others.free_port()}",
+        "JAXSTRATEGY_NUM_PROCESSES": str(count),
+    }
+    envs = [{**env, "JAXSTRATEGY_PROCESS_ID": str(rank)} for rank in range(count)]
+    return Workers(make, [args] * count, envs)
+
+
+def perceptron(layers: int, units: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Weights of all layers, and rows for one replica."""
+    draw = np.random.default_rng(0)
+    weights = [draw.normal(0, units**-0.5, (units, units)) for _ in range(layers)]
+    rows = draw.normal(size=(ROWS, units))
+    return [w.astype(np.float32) for w in weights], rows.astype(np.float32)
+
+
+def step_with(mean: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
+    """A new function for one replica's step; `mean` is over replicas."""
+
+    def loss(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+        out = x
+        for w in weights:
+            out = jnp.tanh(out @ w)
+        return ((out - x) ** 2).mean()
+
+    def step(weights: PyTree, x: jax.Array) -> tuple[PyTree, jax.Array]:
+        x = x.reshape(ROWS, -1)  # by hand, a replica's rows are [1, row, unit]
+        value, grads = mean(jax.value_and_grad(loss)(weights, x))
+        return jax.tree.map(lambda w, g: w - RATE * g, weights, grads), value
+
+    return step
+
+
+# Steps.
+
+
+@benchmark(
+    dict(
+        processes=(2,),
+        models=tuple(MODELS),
+        steps=64,
+        others_python=sys.executable,
+        rounds=8,
+        seconds=math.inf,
+    ),
+    dict(rounds=5, models=("4 x 64",)),
+)
+def multiprocess(args: Any) -> Iterator[Comparison]:
+    """A step of several processes costs at most 1.05 of a hand-written program's.
+
+    Perceptrons (layers x units) with a small batch for each replica, one device a
+    process, as
+
+    - `run` of a `MultiWorkerMirroredStrategy`;
+    - `shard_map` by hand in the same processes, with one `lax.pmean` of loss and
+      gradients, raveled into one array;
+    - `one process`: `run` of a `MirroredStrategy` on as many simulated devices;
+    - `compared`: `run` with every step compared between the processes, whose difference
+      to `run` is what a comparison costs (usually one step of 64 is);
+    - `torch`: PyTorch's `DistributedDataParallel` with gloo, where installed.
+    """
+    has_torch = "torch" in installed(args.others_python)
+    for name in args.models:
+        for count in args.processes:
+            with contextlib.ExitStack() as stack:
+                yield from compare_steps(name, count, has_torch, stack, args)
+
+
+def compare_steps(
+    name: str, count: int, has_torch: bool, stack: contextlib.ExitStack, args: Any
+) -> Iterator[Comparison]:
+    """Microseconds of a step on `count` processes, of the slowest of them."""
+    groups, model = {}, MODELS[name]
+    jobs = stack.enter_context(job(trainings, model, count))
+    for form in ("run", "shard_map", "compared")[: 3 if count > 1 else 2]:
+        groups[form] = jobs, form
+    if count > 1:
+        one = stack.enter_context(job(trainings, model, 1, count))
+        groups["one process"] = one, "run"
+    if has_torch:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        start = _others.started("torch", count, folder, args.others_python)
+        groups["torch"] = stack.enter_context(start), "burst"
+        weights, rows = perceptron(*model)
+        path = pathlib.Path(folder, "arrays.npz")
+        batch = np.stack([rows] * count)
+        kernels = {f"{i}/kernel": w for i, w in enumerate(weights)}
+        np.savez(path, **{"batch x": batch, "batch y": batch, **kernels})
+        about = {"kind": "mlp", "optimizer": "sgd", "file": str(path)}
+        groups["torch"][0].ask("prepare", about, 1)
+    measures = {
+        form: lambda group=group, what=what: max(group.ask(what, args.steps))
+        for form, (group, what) in groups.items()
+    }
+    for measure in measures.values():
+        measure()  # compiles
+    found = scaled(in_turn(measures, args.rounds, args.seconds), 1e6)
+    targets = {"shard_map": 1.05, "torch": 1.0}
+    for other in [*found][1:]:
+        values = {"run": found["run"], other: found[other]}
+        case, quantity = f"{name}, {counted(count, 'process')}", f"run / {other}"
+        yield Comparison(case, quantity, "us", values, targets.get(other))
+
+
+def trainings(layers: int, units: int) -> Callable[[str, int], float]:
+    """Answers a form and a number of steps with the seconds of each."""
+    strategy = js.MultiWorkerMirroredStrategy()
+    forms = {
+        "run": timed(*with_run(strategy, layers, units)),
+        "shard_map": timed(*by_hand(strategy.devices, layers, units)),
+    }
+    if jax.process_count() > 1:
+        usual, step_agreement._EACH = step_agreement._EACH, 1
+        every = js.MultiWorkerMirroredStrategy()
+        assert every._executor.agreement is not None
+        every._executor.agreement._each = 1
+        step_agreement._EACH = usual
+        forms["compared"] = timed(*with_run(every, layers, units))
+    return lambda form, steps: forms[form](steps)
+
+
+def with_run(strategy: js.Strategy, layers: int, units: int) -> tuple[Any, Any, Any]:
+    weights, rows = perceptron(layers, units)
+    x = strategy.experimental_distribute_values_from_function(lambda _: rows)
+    options = js.RunOptions(donate_argnums=0)
+    step = strategy.run(step_with(all_reduce_mean), options=options)
+    return step, strategy.mirror(weights), x
+
+
+def by_hand(devices: Sequence[Any], layers: int, units: int) -> tuple[Any, Any, Any]:
+    mesh = Mesh(np.asarray(devices), ("replica",), axis_types=(AxisType.Auto,))
+
+    def mean(tree: PyTree) -> PyTree:
+        flat, back = ravel_pytree(tree)
+        return back(pmean(flat))
+
+    def placed(array: np.ndarray, spec: P) -> jax.Array:
+        return jax.make_array_from_callback(
+            array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+        )
+
+    specs = {"in_specs": (P(), P("replica")), "out_specs": P()}
+    mapped = jax.shard_map(step_with(mean), mesh=mesh, **specs, check_vma=False)
+    weights, rows = perceptron(layers, units)
+    x = placed(np.broadcast_to(rows, (len(devices), *rows.shape)), P("replica"))
+    return jax.jit(mapped, donate_argnums=0), [placed(w, P()) for w in weights], x
+
+
+def timed(step: Callable[..., Any], weights: Any, x: Any) -> Callable[[int], float]:
+    """A function of a number of steps: seconds for each."""
+    state = [weights]
+
+    def burst(steps: int) -> float:
+        start = time.perf_counter()
+        for i in range(steps):
+            state[0], value = step(state[0], x)
+            if i % 8 == 7:  # more in flight hang where JAX is older than 0.12
+                value.block_until_ready()
+        float(value)
+        return (time.perf_counter() - start) / steps
+
+    return burst
+
+
+# Predictions.
+
+SIZES = {"16 KB": 2**14, "256 KB": 2**18, "4 MB": 2**22}
+IN_A_ROW = 16
+
+
+@benchmark(
+    dict(processes=(2, 4), rounds=5, seconds=30.0),
+    dict(processes=(2,), rounds=2),
+)
+def predictions(args: Any) -> Iterator[Comparison]:
+    """Predicted times of collectives and steps are within a quarter of measured.
+
+    Processes with a device each measure their links by `strategy.measure_links()`. On
+    these links `strategy.explain` predicts all-reduces of 16 KB, where messages count,
+    to 4 MB, where bytes do; and training steps of two perceptrons: the time of the same
+    steps without their reduction, as it is measured, and the predicted communication.
+
+    All of that is measured in each turn, in a random order, and the ratio is taken
+    within the turn: all processes share the cores with whatever else the machine does.
+    Sixteen of what is measured are one program, which begins when all processes have
+    come out of an all-reduce: so it is not measured how late they come to a call. Of a
+    turn the median of a few counts, of the process where it is the largest.
+    """
+    order, names = random.Random(0), (*SIZES, *MODELS)
+
+    def turn(workers: Workers) -> dict[tuple[str, str], float]:
+        asked = [(name, how) for name in names for how in ("measured", "local")]
+        asked.append(("", "links"))
+        order.shuffle(asked)
+        asked += [(name, "predicted") for name in names]
+        return {each: max(workers.ask(*each)) for each in asked}
+
+    for count in args.processes:
+        with job(predictor, (), count) as workers:
+            measures = {"all": lambda w=workers: turn(w)}
+            turns = in_turn(measures, args.rounds, args.seconds)["all"]
+        for name in names:
+            what = "all-reduce" if name in SIZES else "step"
+            values = {
+                "measured": [found[name, "measured"] for found in turns],
+                "predicted": [
+                    found[name, "local"] + found[name, "predicted"] for found in turns
+                ],
+            }
+            yield Comparison(
+                f"{name}, {count} processes",
+                f"{what}, to its prediction",
+                "us",
+                values,
+                1.25,
+                least=1 / 1.25,
+                tolerance=0.3,
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Something that takes time, and that a prediction is made of.
+
+    Attributes:
+      run: takes it, `IN_A_ROW` times, and waits for the end.
+      explained: what `explain` says of these.
+      local: the part of it without communication, if it is a step.
+    """
+
+    run: Callable[[], object]
+    explained: Any
+    local: Callable[[], object] | None = None
+
+
+def predictor() -> Callable[[str, str], float]:
+    """Answers a case and a question, or "links", with microseconds."""
+    strategy = js.MultiWorkerMirroredStrategy()
+
+    def case_of(steps: Sequence[Any], *args: Any) -> Case:
+        explained = strategy.explain(steps[0], args, compiled=False)
+        programs = [strategy.run(step) for step in steps]
+        calls = [lambda p=p: jax.block_until_ready(p(*args)) for p in programs]
+        return Case(calls[0], explained, *calls[1:])
+
+    def in_a_row(step: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda carry, *args: jax.lax.scan(
+            lambda carry, _: step(carry, *args), carry, length=IN_A_ROW
+        )
+
+    cases = {}
+    for name, nbytes in SIZES.items():
+        step = in_a_row(lambda x: (all_reduce_mean(x), None))
+        cases[name] = case_of([step], strategy.mirror(jnp.ones(nbytes // 4)))
+    for name, model in MODELS.items():
+        weights, rows = perceptron(*model)
+        x = strategy.experimental_distribute_values_from_function(lambda _, r=rows: r)
+        steps = [in_a_row(step_with(f)) for f in (all_reduce_mean, lambda tree: tree)]
+        cases[name] = case_of(steps, strategy.mirror(weights), x)
+    together = next(iter(cases.values())).run
+    links = strategy.measure_links()
+
+    def answer(name: str, question: str) -> float:
+        nonlocal links
+        if question == "links":
+            links = strategy.measure_links()
+            return links.latency
+        case = cases[name]
+        if question == "predicted":
+            return 1e6 * case.explained.communication_time(links, "ring") / IN_A_ROW
+        function = case.run if question == "measured" else case.local
+        if function is None:
+            return 0.0
+        found = []
+        for _ in range(5):
+            together()
+            found.append(median_seconds(function, 1))
+        return 1e6 * float(np.median(found)) / IN_A_ROW
+
+    for name in cases:  # compiles
+        answer(name, "measured"), answer(name, "local")
+    return answer
+
+
+# The coordinator.
+
+# The case, how many a turn, the figure that is wanted a second, and how much one is.
+CASES = {
+    "trivial": (1000, 3200, 1),
+    "fetch": (200, 1000, 1),
+    "assign_add": (600, 2100, 1),
+    "perceptron": (150, 520, 1),
+    "embedding": (200, 830, 1),
+    "lookup": (300, 1150, 1),
+    "move 1": (100, 1500, 2),
+    "move 10": (20, 1200, 20),
+    "move 100": (4, 1200, 200),
+}
+
+
+class OurCases(_others.CoordinatorCases):
+    """On a `ParameterServerStrategy`."""
+
+    def assigned(self, value: Any) -> None:
+        return None
+
+    def one(self) -> Any:
+        return jnp.int32(1)
+
+    def perceptron(self) -> jax.Array:
+        def loss_of() -> jax.Array:
+            h = self._x
+            for layer in self._layers[:-1]:
+                h = jax.nn.relu(h @ layer)
+            logits = jax.nn.log_softmax(h @ self._layers[-1])
+            return -jnp.mean(logits[jnp.arange(len(self._y)), self._y])
+
+        loss, gradients = js.value_and_grad(loss_of, self._layers)()
+        for layer, gradient in zip(self._layers, gradients, strict=True):
+            layer.assign_sub(0.01 * gradient)
+        return loss
+
+    def embedding(self) -> jax.Array:
+        def loss_of() -> jax.Array:
+            rows = js.experimental.embedding_lookup(self._table, self._ids)
+            return jnp.mean(rows.sum(1) ** 2)
+
+        loss, found = js.value_and_grad(loss_of, self._table)()
+        self._table.scatter_sub(js.IndexedSlices(0.1 * found.values, found.indices))
+        return loss
+
+    def lookup(self) -> jax.Array:
+        rows = js.experimental.embedding_lookup(self._table, self._ids)
+        self._scalar.assign_add(1.0)
+        return rows.sum()
+
+
+@benchmark(
+    dict(
+        only=tuple(CASES), backend="processes", others_python="", rounds=5, seconds=3.0
+    )
+)
+def coordinator(args: Any) -> Iterator[Comparison]:
+    """Functions on workers and variables on servers cost a third of TensorFlow's.
+
+    Two workers and one parameter server are processes of this host, as TensorFlow's. Of
+    each case both run as many functions, one after the other; the figures are
+    microseconds of a function, or of a megabyte, both ways. Without an environment that
+    has TensorFlow (`--others-python`) they are held against figures of an idle machine
+    with two cores.
+    """
+    with contextlib.ExitStack() as stack:
+        strategy = js.ParameterServerStrategy(
+            workers=2, parameter_servers=1, backend=args.backend
+        )
+        stack.callback(strategy.close)
+        schedules = js.coordinator.ClusterCoordinator(strategy)
+        stack.callback(schedules.close)
+        with strategy.scope():
+            ours = OurCases(schedules, js.Variable, schedules.function)
+        of: dict[str, Callable[..., float]] = {"ours": ours.seconds}
+        if args.others_python:
+            quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+            start = _others.tensorflow_coordinator
+            workers = Workers(start, [()], [quiet], args.others_python)
+            stack.enter_context(workers)
+            of["TensorFlow"] = lambda *request: workers.ask(*request)[0]
+        for case in args.only:
+            count, wanted, size = CASES[case]
+            measures = {k: functools.partial(f, case, count) for k, f in of.items()}
+            turns = in_turn(measures, args.rounds, args.seconds)
+            if len(turns) == 1:
+                turns["wanted"] = [count * size / wanted] * len(turns["ours"])
+            values = scaled(turns, 1e6 / count / size)
+            quantity = "a megabyte" if case.startswith("move") else "a function"
+            target = 1 / 3 if args.others_python else 1.0
+            yield Comparison(case, quantity, "us", values, target)
+
+
+BENCHMARKS = [multiprocess, predictions, coordinator]
+
+if __name__ == "__main__":
+    main(BENCHMARKS)

@@ -1,0 +1,763 @@
+"""Reductions of trees of arrays over replicas.
+
+    python benchmarks/reductions.py [allreduce] [wide] [reduction_limits] [compressed]
+    python benchmarks/reductions.py overlap    # needs `pip install libtpu`
+
+On simulated CPU devices, which share the computer's memory: nothing is slow to send.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import operator
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+# Before JAX is imported, for `overlap`: no TPU is looked for.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _harness import Comparison, benchmark, in_turn, main, scaled, seconds_of
+from _training import AXIS, Devices, PyTree, all_reduce_mean, pmean_of_each
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxstrategy as js
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps, PlannedOps
+from jaxstrategy._src.reductions.packing import Packing
+from jaxstrategy._src.reductions.plan import Plan
+from jaxstrategy._src.tracing import roles
+from jaxstrategy._src.tracing.program import Program
+from jaxstrategy._src.tracing.replica_step import ReplicaStep
+from jaxstrategy._src.tracing.stages.stages import stages_of
+from jaxstrategy.experimental import CommunicationOptions
+
+Shape = tuple[int, ...]
+Reduce = Callable[[PyTree], PyTree]
+KB, MB = 2**10, 2**20
+
+
+# The shapes of the parameters, and so of the gradients, of well-known networks.
+
+
+def _dense(inputs: int, outputs: int) -> list[Shape]:
+    return [(inputs, outputs), (outputs,)]
+
+
+def resnet50() -> list[Shape]:
+    """K. He et al. Deep residual learning for image recognition. CVPR 2016, table 1."""
+    shapes: list[Shape] = [(7, 7, 3, 64), (64,), (64,)]
+    channels = 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        wide = 4 * width
+        for block in range(blocks):
+            shapes += [(1, 1, channels, width), (width,), (width,)]
+            shapes += [(3, 3, width, width), (width,), (width,)]
+            shapes += [(1, 1, width, wide), (wide,), (wide,)]
+            if block == 0:  # the shortcut has another number of channels
+                shapes += [(1, 1, channels, wide), (wide,), (wide,)]
+            channels = wide
+    return [*shapes, *_dense(channels, 1000)]
+
+
+def bert_base() -> list[Shape]:
+    """J. Devlin et al. BERT: pre-training of deep bidirectional transformers. 2019."""
+    units = 768
+    norm: list[Shape] = [(units,), (units,)]
+    shapes: list[Shape] = [(30522, units), (512, units), (2, units), *norm]
+    for _ in range(12):
+        shapes += 4 * _dense(units, units) + norm
+        shapes += _dense(units, 4 * units) + _dense(4 * units, units) + norm
+    return [*shapes, *_dense(units, units)]
+
+
+def nbytes(shapes: Sequence[Shape]) -> int:
+    return 4 * sum(map(math.prod, shapes))
+
+
+NETWORKS: Mapping[str, list[Shape]] = {
+    "ResNet-50": resnet50(),
+    "BERT-base": bert_base(),
+    "20 x 8 MLP": 20 * _dense(8, 8),
+}
+assert nbytes(NETWORKS["ResNet-50"]) == 4 * 25_557_032
+assert nbytes(NETWORKS["BERT-base"]) == 4 * 109_482_240
+
+# In packs.
+
+# Number of arrays, and bytes of each.
+GRID = [
+    *itertools.product((10, 100, 1000), (1 * KB, 4 * KB, 16 * KB)),
+    *itertools.product((100,), (8 * KB, 32 * KB, 64 * KB, 256 * KB)),
+    *((50, 1 * MB), (4, 16 * MB), (1, 64 * MB)),
+]
+LOOP, ALONE = "in a loop", "by itself"
+# Trees larger than this are reduced by themselves only: a loop holds them twice.
+LARGEST_LOOP = 128 * MB
+
+
+def size_text(size: int) -> str:
+    for unit, name in ((MB, "MB"), (KB, "KB")):
+        if size and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+@benchmark(
+    dict(
+        only=("10 x", "100 x", "MLP"),
+        devices=(2, 8),
+        quantity=(LOOP, ALONE),
+        largest=(),
+        pack=(4 * MB,),
+        rounds=100,
+        seconds=0.4,
+    ),
+    dict(seconds=0.3, devices=(8,), only=("10 x", "MLP")),
+)
+def allreduce(args: Any) -> Iterator[Comparison]:
+    """Reducing a tree in packs is faster than `lax.psum` of it, and never slower.
+
+    The sum of trees of arrays of one size, and of the shapes of well-known networks
+    (`--only` has parts of their names), by
+
+    - `run`: `all_reduce` in `strategy.run`;
+    - `psum`: `lax.psum(tree)` in `jax.jit(jax.shard_map(...))`, written by hand;
+    - `leaves`: the same with one `lax.pmean` for each array;
+    - `again`: `psum` once more, another compiled program: how far to trust a ratio;
+
+    in a loop, one of several reductions in one program, each of what the last one made;
+    and by itself, a program of one, with the call and the wait. With `--largest` and
+    `--pack` other ways to pack are measured, in bytes of an array and of a pack.
+    """
+    simulated = js.simulate(max(args.devices))
+    tried = [Packing(*sizes) for sizes in itertools.product(args.largest, args.pack)]
+    trees = dict(NETWORKS)
+    for number, size in GRID:
+        trees[f"{number} x {size_text(size)}"] = [(size // 4,)] * number
+    for name, shapes in trees.items():
+        if not any(wanted in name for wanted in args.only):
+            continue
+        for n, quantity in itertools.product(args.devices, args.quantity):
+            if quantity == ALONE or nbytes(shapes) <= LARGEST_LOOP:
+                jax.clear_caches()  # and what compiled programs hold
+                how = simulated[:n], quantity == LOOP, tried, args
+                yield from compare_packs(f"{name}, {n} devices", shapes, *how)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried(PlannedOps):
+    """Reductions that pack as they are told."""
+
+    packing: Packing
+
+    def plan(self, replicas: Any) -> Plan:
+        return Plan(self.packing)
+
+
+def compare_packs(
+    case: str,
+    shapes: Sequence[Shape],
+    devices: Devices,
+    is_loop: bool,
+    tried: Sequence[Packing],
+    args: Any,
+) -> Iterator[Comparison]:
+    """All forms of one case."""
+    # A loop has so many turns that it moves some megabytes.
+    turns = min(max(4 * MB // nbytes(shapes), 2), 10) if is_loop else 1
+    n, draw = len(devices), np.random.default_rng(0)
+    values = [draw.random((n, *shape), np.float32) for shape in shapes]
+    strategy = js.MirroredStrategy(devices)
+    trees = tuple(map(strategy.per_replica, values))
+
+    def repeated(reduce: Reduce) -> Reduce:
+        def step(tree: PyTree) -> PyTree:
+            def turn(_: Any, carry: PyTree) -> PyTree:
+                return jax.tree.map(lambda x, s: x + 0.01 * s, tree, reduce(carry))
+
+            return lax.fori_loop(0, turns, turn, tree)
+
+        return step if is_loop else reduce
+
+    def with_run(ops: CrossDeviceOps | None) -> Callable[[], object]:
+        def reduce(tree: PyTree) -> PyTree:
+            return js.get_replica_context().all_reduce("sum", tree)
+
+        step = js.MirroredStrategy(devices, ops).run(repeated(reduce))
+        return functools.partial(step, trees)
+
+    def by_hand(reduce: Reduce) -> Callable[[], object]:
+        def step(stacked: PyTree) -> PyTree:
+            done = repeated(reduce)(tuple(x.reshape(x.shape[1:]) for x in stacked))
+            return jax.tree.map(lambda x: x[None], done) if is_loop else done
+
+        specs = {"in_specs": P(AXIS), "out_specs": P(AXIS) if is_loop else P()}
+        mapped = jax.shard_map(step, mesh=strategy.mesh, **specs, check_vma=False)
+        return functools.partial(jax.jit(mapped), tuple(x.stacked for x in trees))
+
+    def psum(tree: PyTree) -> PyTree:
+        return lax.psum(tree, AXIS)
+
+    ours = {"run": with_run(None)}
+    for each in tried:
+        name = f"{size_text(each.largest)}/{size_text(each.pack)}"
+        ours[name] = with_run(Tried(each))
+    theirs = {"psum": psum, "leaves": pmean_of_each, "again": psum}
+    programs = ours | {name: by_hand(reduce) for name, reduce in theirs.items()}
+
+    def seconds(program: Callable[[], object]) -> float:
+        return seconds_of(lambda: jax.block_until_ready(program()))
+
+    for program in programs.values():
+        seconds(program)  # compiles it
+    measures = {k: functools.partial(seconds, v) for k, v in programs.items()}
+    times = scaled(in_turn(measures, args.rounds, args.seconds), 1e6 / turns)
+    is_small = nbytes([max(shapes, key=math.prod)]) <= 4 * KB
+    target = 1 / 3 if is_small and is_loop and n == 8 else 1.03
+    for name in ours:
+        told = f"{case}, {name}" if tried else case
+        found = {"run": times[name]} | {each: times[each] for each in theirs}
+        yield Comparison(told, LOOP if is_loop else ALONE, "us", found, target)
+
+
+# The first reduction.
+
+LAYER = ((64, 64), (64,), (3, 3, 16, 16), (16,), (256, 10))
+
+
+@benchmark(
+    dict(leaves=(500, 10000), most=2000, devices=8, rounds=1),
+    dict(leaves=(500,)),
+)
+def wide(args: Any) -> Iterator[Comparison]:
+    """The first reduction of a wide tree costs less than by hand, and grows with it.
+
+    Trees of some thousands of leaves of five types, as the layers of a network have, or
+    of no two shapes alike, outside of steps: `strategy.reduce`, against a `shard_map`
+    by hand with one `lax.psum` of the tree. JAX's caches are emptied before each turn.
+    Measured are processor seconds of the first call, compiling included. By hand 10,000
+    leaves take over 10 minutes: beyond `--most` leaves that form is left out.
+    """
+    strategy = js.MirroredStrategy(js.simulate(args.devices))
+    n = args.devices
+    for kind, count in itertools.product(("few types", "many types"), args.leaves):
+        shapes = [LAYER[k % len(LAYER)] for k in range(count)]
+        if kind == "many types":
+            shapes = [(k % 200 + 1, k // 200 + 1) for k in range(count)]
+        ones = (np.ones((n, *shape), np.float32) for shape in shapes)
+        tree = [strategy.per_replica(each) for each in ones]
+        stacked = jax.block_until_ready([leaf.stacked for leaf in tree])
+
+        def reduce(tree=tree) -> Any:
+            return strategy.reduce("sum", tree)
+
+        def by_hand(stacked=stacked) -> Any:
+            def total(leaves: list[jax.Array]) -> list[jax.Array]:
+                return lax.psum([leaf[0] for leaf in leaves], AXIS)
+
+            specs = {"in_specs": P(AXIS), "out_specs": P()}
+            mapped = jax.shard_map(total, mesh=strategy.mesh, **specs, check_vma=False)
+            return jax.jit(mapped)(stacked)
+
+        def first(call: Callable[[], Any]) -> float:
+            jax.clear_caches()
+            start = time.process_time()
+            results = jax.block_until_ready(call())
+            seconds = time.process_time() - start
+            assert all(float(r.ravel()[0]) == n for r in (results[0], results[-1]))
+            return seconds
+
+        forms = {"reduce": functools.partial(first, reduce)}
+        if count <= args.most:
+            forms["by hand"] = functools.partial(first, by_hand)
+        found = in_turn(forms, args.rounds if count <= args.most else 1)
+        yield Comparison(
+            f"{count} leaves, {kind}",
+            "first reduction",
+            "cpu s",
+            {"by hand": [], **found} if count > args.most else found,
+            1.0 if count <= args.most else None,
+            tolerance=0.2,
+        )
+
+
+# What a reduction must take.
+
+
+def in_a_chain(arrays: list[jax.Array]) -> list[jax.Array]:
+    """All-reduces one after the other, so that XLA does not join them."""
+    done: list[jax.Array] = []
+    for array in arrays:
+        if done:
+            array, _ = lax.optimization_barrier((array, done[-1]))
+        done.append(lax.psum(array, AXIS))
+    return done
+
+
+def packed(reduce: Reduce) -> Reduce:
+    """`reduce` of all arrays as one."""
+
+    def reduced(arrays: list[jax.Array]) -> list[jax.Array]:
+        flat = reduce(jnp.concatenate([array.reshape(-1) for array in arrays]))
+        parts = jnp.split(flat, np.cumsum([array.size for array in arrays])[:-1])
+        return [part.reshape(a.shape) for part, a in zip(parts, arrays, strict=True)]
+
+    return reduced
+
+
+def exchanged(flat: jax.Array) -> jax.Array:
+    """Each device adds one part of all arrays, by an all-to-all."""
+    parts = lax.all_to_all(flat.reshape(lax.axis_size(AXIS), -1), AXIS, 0, 0)
+    part = functools.reduce(operator.add, list(parts))
+    return lax.all_gather(part, AXIS, tiled=True)
+
+
+def in_pairs(flat: jax.Array) -> jax.Array:
+    """Sums of two, four, eight: in as many rounds each device adds another's."""
+    count, distance = lax.axis_size(AXIS), 1
+    while distance < count:
+        swap = [(i, i ^ distance) for i in range(count)]
+        flat = flat + lax.ppermute(flat, AXIS, swap)
+        distance *= 2
+    return flat
+
+
+def by_one(flat: jax.Array) -> jax.Array:
+    """The first device adds all arrays, and sends the sum to the others."""
+    count, index, distance, total = lax.axis_size(AXIS), lax.axis_index(AXIS), 1, flat
+    for source in range(1, count):
+        total = total + lax.ppermute(flat, AXIS, [(source, 0)])
+    while distance < count:  # to as many again in each round
+        pairs = [(i, i + distance) for i in range(distance)]
+        sent = lax.ppermute(total, AXIS, pairs)
+        total = jnp.where((index >= distance) & (index < 2 * distance), sent, total)
+        distance *= 2
+    return total
+
+
+WAYS: dict[str, Reduce] = {
+    "psum": lambda arrays: [lax.psum(array, AXIS) for array in arrays],
+    "psum, not joined": in_a_chain,
+    "psum, packed": packed(lambda flat: lax.psum(flat, AXIS)),
+    "scatter + gather": packed(
+        lambda flat: lax.all_gather(
+            lax.psum_scatter(flat, AXIS, tiled=True), AXIS, tiled=True
+        )
+    ),
+    "all to all + gather": packed(exchanged),
+    "gather + sum": packed(
+        lambda flat: functools.reduce(operator.add, list(lax.all_gather(flat, AXIS)))
+    ),
+    "pairs": packed(in_pairs),
+    "one device sums": packed(by_one),
+}
+LAYERS, WIDTH = 30, 128
+
+
+@benchmark(dict(devices=(2, 8), steps=20, rounds=12, seconds=8.0))
+def reduction_limits(args: Any) -> Iterator[Comparison]:
+    """A reduction of 2 MB on simulated devices takes little longer than its memory.
+
+    There it is additions and copies in the computer's memory. This times ways to reduce
+    the gradients of 30 layers of 128 x 128 numbers, each with the same update after it,
+    and bounds them by what has to be read and written:
+
+    - every replica's gradients are read once, and the sum is written: the `least`, as
+      one program without devices does it, with as many threads as there are cores;
+    - and written on every device, which has an array of its own: `least, copied`.
+    """
+    simulated = js.simulate(max(args.devices))
+    for count in args.devices:
+        mesh = js.MirroredStrategy(simulated[:count]).mesh
+        ways: dict[str, Reduce | None] = {**WAYS, "update alone": None}
+        calls = {k: reductions_in_a_row(v, mesh, args.steps) for k, v in ways.items()}
+        expected = calls["psum"]()
+        for name, call in calls.items():
+            found = call()
+            for ours, theirs in zip(found, expected, strict=True):
+                if name in WAYS:
+                    np.testing.assert_allclose(ours, theirs, rtol=1e-5, err_msg=name)
+
+        def best_of_three(call: Callable[[], object]) -> float:
+            return 1e3 * min(seconds_of(call) for _ in range(3))
+
+        calls |= {"least": least(count, 1), "least, copied": least(count, count)}
+        forms = {k: functools.partial(best_of_three, v) for k, v in calls.items()}
+        found = in_turn(forms, args.rounds, args.seconds)
+        best = {name: min(values) for name, values in found.items()}
+        base = best.pop("update alone") / args.steps
+        own = {name: [best[name] / args.steps - base] for name in WAYS}
+        own |= {name: [best[name]] for name in ("least", "least, copied")}
+        fastest = min(WAYS, key=lambda name: own[name][0])
+        note = f"fastest: {fastest}; the update alone {base:.3f} ms"
+        case, quantity = (
+            f"{LAYERS} x {WIDTH}, {count} devices",
+            "one reduction, at best",
+        )
+        yield Comparison(case, quantity, "ms", own, note=note, tolerance=1.0)
+
+
+def reductions_in_a_row(
+    reduce: Reduce | None, mesh: jax.sharding.Mesh, steps: int
+) -> Callable[[], Sequence[jax.Array]]:
+    """A call of so many reductions of gradients, each followed by an update."""
+
+    def step(params: list[jax.Array], _: None) -> tuple[list[jax.Array], None]:
+        grads = [p * 0.5 for p in params]
+        sums = grads if reduce is None else reduce(grads)
+        count = lax.axis_size(AXIS)
+        return [p - s / count for p, s in zip(params, sums, strict=True)], None
+
+    def replica(params: list[jax.Array]) -> list[jax.Array]:
+        return lax.scan(step, params, None, length=steps)[0]
+
+    specs = {"in_specs": P(), "out_specs": P()}
+    jitted = jax.jit(jax.shard_map(replica, mesh=mesh, **specs, check_vma=False))
+    draw = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH))
+    place = NamedSharding(mesh, P())
+    params = [jax.device_put(each, place) for each in draw.astype(np.float32)]
+    return lambda: jax.block_until_ready(jitted(params))
+
+
+def least(devices: int, copies: int) -> Callable[[], None]:
+    """Adds the arrays of all devices, in threads, and writes the sum so many times."""
+    size, threads = LAYERS * WIDTH * WIDTH, os.cpu_count() or 1
+    pool = ThreadPoolExecutor(threads)
+    given = [np.ones(size, np.float32) for _ in range(devices)]
+    results = [np.empty(size, np.float32) for _ in range(copies)]
+    # Parts that fit into the cache, so that nothing is read twice from memory.
+    step = min(16 * 1024, -(-size // threads))
+    parts = [slice(start, start + step) for start in range(0, size, step)]
+
+    def add(own: Sequence[slice]) -> None:
+        for part in own:
+            total = results[0][part]
+            np.add(given[0][part], given[1][part], out=total)
+            for other in given[2:]:
+                np.add(total, other[part], out=total)
+            for result in results[1:]:
+                result[part] = total
+
+    shares = [parts[i::threads] for i in range(threads)]
+    return lambda: [*pool.map(add, shares)].clear()
+
+
+# Compressed.
+
+REPLICAS = 8
+GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+LEVELS: Any = {"implementation": "hierarchical", "groups": GROUPS}
+OPTIONS = {
+    "exact": CommunicationOptions(),
+    "exact, two levels": CommunicationOptions(**LEVELS),
+    "int8": CommunicationOptions(compression="int8"),
+    "int8, two levels": CommunicationOptions(compression="int8", **LEVELS),
+    "PowerSGD(1)": CommunicationOptions(compression=js.experimental.PowerSGD(1)),
+    "PowerSGD(4)": CommunicationOptions(compression=js.experimental.PowerSGD(4)),
+}
+STEPS, SIZE = 200, 64
+
+
+@benchmark(
+    dict(only=("",), time=False, rounds=20, seconds=5.0),
+    dict(only=("MLP",)),
+)
+def compressed(args: Any) -> Iterator[Comparison]:
+    """8 bits send 0.27 of what exact gradients do, thin matrices far less.
+
+    For the gradients of well-known networks on eight simulated CPU devices:
+
+    - sent: the bytes that each replica sends in a reduction around a ring, counted from
+      what `strategy.explain` says of the step, in all and between groups of four;
+    - missed: how far the mean of one reduction is from the exact one, and parameters
+      from the target after 200 steps of SGD, with what was not sent added to the next
+      gradients and without, relative to the target; both for one matrix of normal
+      numbers, of which each column has a size of its own between 0.001 and 10;
+    - time (`--time`): of a reduction by itself, in turn with the exact one.
+    """
+    # A step for each form is what is asked for.
+    warnings.simplefilter("ignore", js.errors.RecompilationWarning)
+    strategy = js.MirroredStrategy(js.simulate(REPLICAS))
+    networks = {
+        k: v for k, v in NETWORKS.items() if any(part in k for part in args.only)
+    }
+    for name, shapes in networks.items():
+        exact = sent(strategy, shapes, OPTIONS["exact"])
+        for form, options in OPTIONS.items():
+            pairs = zip(sent(strategy, shapes, options), exact, strict=True)
+            for quantity, (own, theirs) in zip(
+                ("sent", "sent between groups"), pairs, strict=True
+            ):
+                values = {"compressed": [own / 1e6], "exact": [theirs / 1e6]}
+                is_claimed = form == "int8" and exact[0] > 1e6 and quantity == "sent"
+                target = 0.27 if is_claimed else None
+                yield Comparison(f"{name}, {form}", quantity, "MB", values, target)
+    yield from compare_missed(strategy)
+    for name, shapes in networks.items() if args.time else ():
+        draw = np.random.default_rng(0)
+        grads = [
+            strategy.per_replica(draw.random((REPLICAS, *shape), np.float32))
+            for shape in shapes
+        ]
+        like = [np.zeros(shape, np.float32) for shape in shapes]
+
+        def seconds(step: Any, state: PyTree, grads: PyTree = grads) -> float:
+            return seconds_of(lambda: jax.block_until_ready(step(grads, state)))
+
+        programs = {}
+        for form, options in OPTIONS.items():
+            state = compression_state(strategy, like, options)
+            step = strategy.run(reduction(options))
+            programs[form] = functools.partial(seconds, step, state)
+            programs[form]()  # compiles it
+        times = scaled(in_turn(programs, args.rounds, args.seconds), 1e3)
+        for form in [*times][1:]:
+            values = {"run": times[form], "exact": times["exact"]}
+            yield Comparison(f"{name}, {form}", "time", "ms", values)
+
+
+def reduction(options: CommunicationOptions) -> Callable[..., PyTree]:
+    """From gradients and a state to their mean and the next state."""
+
+    def step(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        context = js.get_replica_context()
+        if options.compression is None:
+            return context.all_reduce("mean", grads, options), state
+        return context.all_reduce_compressed("mean", grads, state, options)
+
+    return step
+
+
+def compression_state(
+    strategy: js.Strategy, like: PyTree, options: CommunicationOptions
+) -> PyTree:
+    if options.compression is None:
+        return ()
+    return strategy.compression_state(like, options)
+
+
+def sent(
+    strategy: js.Strategy, shapes: Sequence[Shape], options: CommunicationOptions
+) -> tuple[float, float]:
+    """Bytes that a replica sends, in all and between groups."""
+    like = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    types = [jax.ShapeDtypeStruct((REPLICAS, *shape), np.float32) for shape in shapes]
+    grads = [js.PerReplica(each) for each in types]
+    args = grads, compression_state(strategy, like, options)
+    found = strategy.explain(reduction(options), args, compiled=False).collectives
+    total = between = 0.0
+    for each in found:
+        ring = js.profiling.Topology(1.0, 0.0, each.group or REPLICAS)
+        seconds = ring.ring(each.kind, float(each.nbytes)) * (each.times or 1)
+        total += seconds
+        # Around a ring of all replicas two of the links are between groups.
+        between += seconds * (each.group in (None, len(GROUPS)))
+    return total, between
+
+
+def compare_missed(strategy: js.Strategy) -> Iterator[Comparison]:
+    """How near means and parameters come to the exact ones."""
+    draw = np.random.default_rng(0)
+    size = 10 ** draw.uniform(-3, 1, SIZE)
+    mean = size * draw.normal(size=(SIZE, SIZE))
+    noise = size * draw.normal(size=(REPLICAS, SIZE, SIZE))
+    own = strategy.per_replica((mean + noise - noise.mean(0)).astype(np.float32))
+    like = np.zeros((SIZE, SIZE), np.float32)
+
+    def descend(reduce: Any, remembers: bool, own: Any, state: Any) -> Any:
+        """Parameters after SGD from zeros to the mean of what the replicas have."""
+
+        def turn(carry: PyTree, _: None) -> tuple[PyTree, None]:
+            w, state = carry
+            found, after = reduce(w - own, state)
+            return (w - 0.1 * found, after if remembers else state), None
+
+        return lax.scan(turn, (jnp.zeros_like(own), state), length=STEPS)[0][0]
+
+    for form, options in OPTIONS.items():
+        reduce, state = reduction(options), compression_state(strategy, like, options)
+        ends = [strategy.run(reduce, (own, state))[0]]
+        for remembers in (True, False):
+            step = functools.partial(descend, reduce, remembers)
+            ends.append(strategy.run(step, (own, state)))
+        far = [float(np.linalg.norm(x - mean) / np.linalg.norm(mean)) for x in ends]
+        yield Comparison(form, "one mean", "", {"missed by": [far[0]]})
+        kept = {"with the memory": [far[1]], "without": [far[2]]}
+        yield Comparison(form, f"{STEPS} steps", "", kept)
+
+
+# Beside the computation.
+
+# What XLA has to know of a GPU to compile for it: those of an H100, as XLA's own tests
+# describe it.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@benchmark(
+    dict(targets=("v5e:2x2", "v6e:2x2", "gpu:8"), layers=0, width=1024, pack=0),
+)
+def overlap(args: Any) -> Iterator[Comparison]:
+    """Gradients are reduced while earlier layers are still computed.
+
+    A step is compiled ahead of time for accelerators that need not be there: `libtpu`
+    compiles for TPUs, `jax-cuda12-plugin` and `jax-cuda12-pjrt` for GPUs. Compiled
+    programs say in which order everything runs. So this counts bytes that are reduced
+    while nothing is computed; only a device tells what that costs. `--pack` is
+    `bytes_per_pack`, 0 the default; `--layers` are 6 for TPUs, and 24 for GPUs, whose
+    packs are 25 MiB.
+    """
+    for target in args.targets:
+        is_gpu = target.startswith("gpu")
+        layers = args.layers or (24 if is_gpu else 6)
+        devices = devices_of(target)
+        if devices is None:
+            print(f"{target}: the package that compiles for it is not installed")
+            continue
+        found = {}
+        for name, overlap in (("overlap", True), ("default", False)):
+            options = CommunicationOptions(
+                overlap=overlap, bytes_per_pack=args.pack * overlap
+            )
+            strategy = js.MirroredStrategy(devices, communication_options=options)
+            program = compiled_step(strategy, layers, args.width)
+            found[name] = reductions_of(program)
+        told = [f"{each.beside} of {each.count}" for each in found.values()]
+        yield Comparison(
+            f"{target}, {layers} x {args.width}",
+            "reduced while nothing is computed",
+            "B",
+            {name: [each.exposed] for name, each in found.items()},
+            # GPUs overlap anyway, but for models of less than 30 MB.
+            target=1.0 if is_gpu else 0.75,
+            note="{} reductions beside the computation, by default {}".format(*told),
+        )
+
+
+def devices_of(target: str) -> list[Any] | None:
+    """Devices of one host to compile for; None where the package is missing."""
+    if not target.startswith("gpu"):
+        if importlib.util.find_spec("libtpu") is None:
+            return None
+        found: Any = topologies.get_topology_desc(target, platform="tpu")
+        return list(found.devices)
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        return None
+    count = target.partition(":")[2]
+    found = topologies.get_topology_desc(
+        "", platform="cuda", topology=f"1x1x{count}", target_config=H100
+    )
+    return list(found.devices)
+
+
+def gradient_step(params: Any, x: jax.Array) -> Any:
+    """One step of gradient descent of a network of dense layers."""
+
+    def loss(params: Any) -> jax.Array:
+        hidden = x
+        for name in sorted(params, key=lambda name: int(name[5:])):
+            layer = params[name]
+            hidden = jnp.tanh(hidden @ layer["kernel"] + layer["bias"])
+        return (hidden**2).mean()
+
+    grads = all_reduce_mean(jax.grad(loss)(params))
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def compiled_step(strategy: js.Strategy, layers: int, width: int) -> str:
+    """The program of that step, in the order in which it runs."""
+
+    def struct(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer = {"kernel": struct(width, width), "bias": struct(width)}
+    params = {f"layer{number}": layer for number in range(layers)}
+    rows = js.PerReplica(struct(strategy.num_replicas_in_sync, 128, width))
+    leaves, signature = roles.take_apart(
+        gradient_step, (params, rows), {}, abstract=True
+    )
+    environment = strategy._executor._environment
+    step = ReplicaStep(lambda: gradient_step, environment, signature, lambda: True)
+    lowered = Program(step, stages_of(step, RunOptions())).lower(leaves)
+    text = lowered.compile().as_text()
+    assert text is not None
+    return text
+
+
+# What a program says. Names of instructions tell of TPUs' asynchronous reductions:
+# on v5e they are fusions, on v6e calls on the sparse cores.
+LINE = re.compile(r"\s*(?:ROOT )?%?(?P<name>\S+) = (?P<type>.*?) (?P<op>[a-z-]+)\(")
+SHAPE = re.compile(r"(?:f32|bf16|f16)\[([\d,]*)\]")
+BEGIN = re.compile(r"async-collective-start|all-reduce-start|all-reduce\S*call-update")
+END = re.compile(r"async-collective-done|all-reduce-done|all-reduce\S*call-done")
+COMPUTES = ("fusion", "convolution", "dot", "custom-call")
+
+
+@dataclasses.dataclass
+class Reductions:
+    """The reductions of a program.
+
+    Attributes:
+      exposed: bytes that are reduced while nothing is computed.
+      beside: how many reductions go on beside something.
+      count: of all.
+    """
+
+    exposed: int = 0
+    beside: int = 0
+    count: int = 0
+
+
+def reductions_of(program: str) -> Reductions:
+    """What the main computation of a scheduled program reduces."""
+    found = Reductions()
+    computed: dict[str, bool] = {}  # of each that is going on, whether anything was
+    lines = program[program.index("\nENTRY") :].splitlines()
+    for match in filter(None, map(LINE.match, lines)):
+        name, operation = match["name"], match["op"]
+        key = re.sub(r"-(start|done|update)", "", name)
+        if BEGIN.match(name):
+            computed[key] = False
+        elif END.match(name) or operation == "all-reduce":
+            is_beside = computed.pop(key, False)
+            shapes = [s.split(",") for s in SHAPE.findall(match["type"])]
+            size = nbytes([tuple(map(int, filter(None, shape))) for shape in shapes])
+            found.exposed += size * (not is_beside)
+            found.beside += is_beside
+            found.count += 1
+        elif operation in COMPUTES:
+            computed = dict.fromkeys(computed, True)
+    return found
+
+
+BENCHMARKS = [allreduce, wide, reduction_limits, compressed, overlap]
+
+if __name__ == "__main__":
+    main(BENCHMARKS)

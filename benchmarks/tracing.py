@@ -1,0 +1,513 @@
+"""How long a step takes to start: tracing, its analysis, compiling, and a saved step.
+
+python benchmarks/tracing.py [scaling] [analysis] [warm_start]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from _harness import Comparison, benchmark, counted, in_process, in_turn, main, scaled
+from _training import (
+    AXIS,
+    PyTree,
+    Task,
+    Training,
+    by_hand,
+    pmean,
+    pmean_of_each,
+    unchanged,
+    with_run,
+)
+from flax import linen as nn
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from train_step import perceptron
+
+import jaxstrategy as js
+from jaxstrategy._src.demo import demo
+from jaxstrategy._src.tracing.replication.rules import analyse
+
+# Numbers of replicas and of arrays.
+
+FORMS: Mapping[str, Callable[..., Training]] = {
+    "run": with_run,
+    "shard_map": functools.partial(by_hand, mean=pmean_of_each),
+    # The replicas' parameters drift apart, which JAX is told to overlook.
+    "floor": functools.partial(by_hand, mean=unchanged),
+}
+# What one process found; None: it was stopped.
+Found = dict[str, float] | None
+
+
+@benchmark(
+    dict(replicas=(1, 2, 8, 64), leaves=(10, 100, 1000), limit=60, rounds=2),
+    dict(replicas=(2, 8), leaves=(10, 100), rounds=1),
+)
+def scaling(args: Any) -> Iterator[Comparison]:
+    """Start-up does not grow with replicas, and `run` adds little to the floor.
+
+    A perceptron of 30 layers x 32 units (Flax, Optax, 8 rows per replica) on 1 to 64
+    simulated CPU devices, each number of them in processes of its own, in turns:
+
+    - trace: Python's part of the first call (tracing, analysis, lowering), and
+    - compile: XLA's part; neither may grow by more than 1.3 from few replicas to many;
+    - step: `run` beside the same step by hand without any communication, the floor;
+    - memory: what one device needs for a step, from XLA's memory analysis.
+
+    And how trace and compile grow with the number of arrays (perceptrons of 8 units),
+    beside `shard_map` by hand with a `lax.pmean` of each. Both are in processor seconds
+    of all threads. A process that uses more of them than `--limit` is stopped.
+    """
+    found = start_in_turn(
+        [("run", 0, n) for n in args.replicas], args.rounds, args.limit
+    )
+    few = min((n for n in args.replicas if n > 1), default=0)
+    for n in args.replicas:
+        own, case = found["run", 0, n], counted(n, "replica")
+        for quantity in ("trace", "compile"):
+            both, target = {"run": values(own, quantity)}, None
+            if n > few > 0:
+                both[f"{few} replicas"] = values(found["run", 0, few], quantity)
+                target = 1.3
+            yield Comparison(case, quantity, "cpu s", both, target, tolerance=0.2)
+        names = {"run": "step run", "without communication": "step floor"}
+        steps = {told: values(own, name) for told, name in names.items()}
+        yield Comparison(case, "step", "ms", scaled(steps, 1e3))
+        memory = scaled({"run": values(own, "memory")}, 2**-10)
+        yield Comparison(case, "memory of a device", "KiB", memory)
+    for leaves in args.leaves:
+        cases = [(form, leaves, 8) for form in ("run", "shard_map")]
+        # Of many arrays there is one process for each case.
+        found = start_in_turn(cases, args.rounds if leaves < 1000 else 1, args.limit)
+        of = {form: found[form, leaves, 8] for form in ("run", "shard_map")}
+        case = f"{leaves:,} arrays"
+        note = f"stopped after {args.limit} s" if None in of["run"] else ""
+        for quantity in ("trace", "compile"):
+            both = {form: values(each, quantity) for form, each in of.items()}
+            told = {"note": note, "tolerance": 0.2}
+            yield Comparison(case, quantity, "cpu s", both, **told)
+        both = {form: values(each, "trace", "compile") for form, each in of.items()}
+        yield Comparison(case, "trace + compile", "cpu s", both, 1.15, note=note)
+
+
+def values(found: Sequence[Found], *quantities: str) -> list[float]:
+    """Of quantities together, a round each; none if the case was stopped."""
+    if None in found:
+        return []
+    return [sum(each[q] for q in quantities) for each in found if each is not None]
+
+
+def start_in_turn(
+    cases: Sequence[tuple[str, int, int]], rounds: int, limit: int
+) -> dict[tuple[str, int, int], list[Found]]:
+    """What each case found at each turn; one that was stopped is not tried again."""
+    found: dict[tuple[str, int, int], list[Found]] = {case: [] for case in cases}
+    order, shuffled = random.Random(0), list(cases)
+    for _ in range(rounds):
+        order.shuffle(shuffled)
+        for case in shuffled:
+            if None in found[case]:
+                continue
+            try:
+                found[case].append(in_process(started, limit, *case))
+            except subprocess.CalledProcessError as error:
+                if error.returncode != -signal.SIGXCPU:
+                    raise
+                found[case].append(None)
+    return found
+
+
+def started(limit: int, form: str, leaves: int, replicas: int) -> dict[str, float]:
+    """What this process, which has done nothing yet, finds about one case."""
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+    devices = js.simulate(replicas)
+    startup(FORMS[form](task_of(1, 32), devices))  # what JAX does only once
+    if leaves:
+        return startup(FORMS[form](task_of(leaves // 2, 8), devices))
+    task = task_of(30, 32)
+    found = startup(FORMS[form](task, devices))
+    trainings = {name: make(task, devices) for name, make in FORMS.items()}
+    losses = [trainings[name].losses(3) for name in ("run", "shard_map")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    bursts = {name: lambda t=t: t.burst(5) for name, t in trainings.items()}
+    for burst in bursts.values():
+        burst()
+    times = in_turn(bursts, sys.maxsize, 1.5)
+    return found | {f"step {name}": float(np.median(t)) for name, t in times.items()}
+
+
+def task_of(layers: int, units: int) -> Task:
+    """The perceptron of `train_step`, whose first parameters no trace makes."""
+    task = perceptron(layers, units).task
+    draw = np.random.default_rng(0)
+    params = {
+        f"{i}": {
+            "kernel": draw.normal(0, units**-0.5, (units, units)).astype(np.float32),
+            "bias": np.zeros(units, np.float32),
+        }
+        for i in range(layers)
+    }
+    state = params, optax.sgd(0.1).init(params)
+    return dataclasses.replace(task, state=lambda: state)
+
+
+def startup(training: Training) -> dict[str, float]:
+    """Processor seconds to trace and to compile a new step, and bytes per device."""
+    jax.clear_caches()
+    whole = jax.jit(training.step, donate_argnums=0)
+    start = time.process_time()
+    lowered = whole.lower(training.state, *training.batch)
+    traced = time.process_time()
+    memory = (compiled := lowered.compile()).memory_analysis()
+    done = time.process_time()
+    del compiled
+    assert memory is not None
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    size = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+    return {"trace": traced - start, "compile": done - traced, "memory": float(size)}
+
+
+# A process that is started again.
+
+
+@benchmark(dict(rounds=1))
+def warm_start(args: Any) -> Iterator[Comparison]:
+    """A first call of a saved step, or a cached one, costs 0.2 of one that compiles.
+
+    Fresh processes take turns: one compiles the demo's step, one finds its program in
+    JAX's compilation cache, one loads a step that was compiled ahead of time and saved.
+    Measured is the processor time from there until the first results are there.
+    """
+    env = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        call = functools.partial(in_process, first_call, folder, **env)
+        call("save"), call("cache")
+        ways = {how: functools.partial(call, how) for how in ("saved", "cache", "cold")}
+        found = in_turn(ways, args.rounds)
+    losses = {loss for each in found.values() for _, loss in each}
+    if len(losses) != 1:
+        sys.exit(f"the first calls have different losses: {losses}")
+    seconds = {how: [second for second, _ in each] for how, each in found.items()}
+    for how, name in (("saved", "a saved step"), ("cache", "the compilation cache")):
+        both = {"again": seconds[how], "compiled": seconds["cold"]}
+        case, quantity = f"the demo's step, {name}", "first call of a new process"
+        # Single calls in processes that start differ by much.
+        yield Comparison(case, quantity, "cpu s", both, 0.2, tolerance=0.3)
+
+
+def first_call(folder: str, how: str) -> tuple[float, float]:
+    """The processor seconds of a first call in a new process, and the loss."""
+    if how == "cache":
+        js.experimental.compilation_cache(os.path.join(folder, "cache"))
+    strategy = js.MirroredStrategy()
+    options = demo.Arguments(**vars(demo.make_parser().parse_args([])))
+    state = demo.initial_state(strategy, options)
+    examples, _ = demo.load()
+    batches = demo.batches(examples, options.batch_size, np.random.default_rng(0))
+    batch = next(iter(strategy.experimental_distribute_dataset(batches)))
+    step, saved = demo.training_step(strategy), os.path.join(folder, "saved")
+    jax.block_until_ready((state, batch))
+    start = time.process_time()
+    if how == "save":
+        strategy.compile(step, (state, *batch)).save(saved)
+        return 0.0, 0.0
+    if how == "saved":
+        step = strategy.load_compiled(saved, step, (state, *batch))
+    _, loss = jax.block_until_ready(step(state, *batch))
+    return time.process_time() - start, float(loss)
+
+
+# The analysis of what is mirrored.
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each with a normalisation and a residual."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, y)
+        y = nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1])(y)
+
+
+class ScannedBlock(nn.Module):
+    """A block as the body of a scan."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return Block()(x), None
+
+
+VARIANTS = ("loop", "scan", "jit", "remat")
+
+
+class Transformer(nn.Module):
+    """Blocks in one of several `VARIANTS`."""
+
+    blocks: int
+    variant: str = "loop"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.variant == "scan":
+            body = nn.scan(
+                ScannedBlock,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=self.blocks,
+            )
+            return body()(x, None)[0]
+        wrap = {"loop": lambda block: block, "jit": nn.jit, "remat": nn.remat}
+        block = wrap[self.variant](Block)
+        for _ in range(self.blocks):
+            x = block()(x)
+        return x
+
+
+class Convolutional(nn.Module):
+    """Convolutions, with batch statistics over all replicas."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(8, (3,))(x)
+        x = nn.BatchNorm(use_running_average=False, axis_name=AXIS)(x)
+        return nn.Conv(8, (3,))(nn.max_pool(nn.relu(x), (2,), (2,)))
+
+
+class Embedded(nn.Module):
+    """Tokens, found in the input."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        tokens = jnp.abs(x[..., 0] * 10).astype(jnp.int32) % 16
+        return Transformer(1)(nn.Embed(16, 8)(tokens))
+
+
+MODELS: Mapping[str, nn.Module] = {
+    "perceptron, dropout": nn.Sequential(
+        [nn.Dense(16), nn.relu, nn.Dropout(0.1, deterministic=False), nn.Dense(8)]
+    ),
+    "convolutions, batch norm": Convolutional(),
+    "LSTM": nn.RNN(nn.LSTMCell(8)),
+    "embedding, transformer": Embedded(),
+    **{f"transformer, {kind}": Transformer(2, kind) for kind in VARIANTS},
+}
+ADAM = optax.adam(1e-3)
+OPTIMIZERS: Mapping[str, optax.GradientTransformation] = {
+    "adam": ADAM,
+    "clipped adamw, scheduled": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.cosine_decay_schedule(1e-3, 100)),
+    ),
+    "adafactor": optax.adafactor(1e-3),
+    "lamb": optax.lamb(1e-3),
+    "lion": optax.lion(1e-3),
+    "adam in steps": optax.MultiSteps(ADAM, 2).gradient_transformation(),
+    "adam if finite": optax.apply_if_finite(ADAM, 5),
+    "injected sgd": optax.inject_hyperparams(optax.sgd)(1e-3, momentum=0.9),
+    "masked, averaged": optax.chain(
+        optax.masked(
+            optax.add_decayed_weights(1e-4),
+            lambda tree: jax.tree.map(lambda _: True, tree),
+        ),
+        optax.ema(0.9),
+    ),
+    "d-adapted adamw": optax.contrib.dadapt_adamw(1e-3),
+    "prodigy": optax.contrib.prodigy(1e-3),
+    "schedule free": optax.contrib.schedule_free_adamw(1e-3),
+}
+
+
+@benchmark(
+    dict(
+        only=("precision", "soundness", "time"),
+        blocks=(6,),
+        programs=30,
+        rounds=2,
+        seconds=20.0,
+    )
+)
+def analysis(args: Any) -> Iterator[Comparison]:
+    """Proving what is mirrored is right, exact and cheap.
+
+    - precision: parameters, optimizer state and reduced metrics of real models are all
+      proved mirrored;
+    - soundness: of random programs, every result called mirrored is the same on all
+      replicas, bit by bit;
+    - time: the replication analysis of a transformer's training step takes at most a
+      tenth of the time that JAX takes to trace it, in proportion to the blocks.
+    """
+    strategy = js.MirroredStrategy(js.simulate(4))
+    mesh = strategy.mesh
+    pairs = [(model, "adam") for model in MODELS]
+    pairs += [("perceptron, dropout", name) for name in OPTIMIZERS if name != "adam"]
+    for model, optimizer in pairs if "precision" in args.only else ():
+        state, step = training_step(MODELS[model], OPTIMIZERS[optimizer])
+        _, _, varies = analysed(state, step, mesh)
+        counts = {"must be": [len(varies)], "proved": [varies.count(False)]}
+        yield Comparison(f"{model}; {optimizer}", "mirrored results", "", counts, 1.0)
+    if "soundness" in args.only:
+        check_soundness(strategy, args.programs)
+    cases = [("loop", blocks) for blocks in args.blocks]
+    cases += [(variant, max(args.blocks)) for variant in VARIANTS[1:]]
+    for variant, blocks in cases if "time" in args.only else ():
+        state, step = training_step(Transformer(blocks, variant), ADAM)
+        both = {"both": functools.partial(analysed, state, step, mesh)}
+        turns = in_turn(both, args.rounds, args.seconds)["both"]
+        analysis, tracing, _ = zip(*turns, strict=True)
+        found = scaled({"analysis": analysis, "tracing": tracing}, 1e3)
+        yield Comparison(f"{blocks} blocks, {variant}", "time", "ms", found, 0.10)
+
+
+def training_step(
+    model: nn.Module, optimizer: optax.GradientTransformation
+) -> tuple[PyTree, Callable[..., PyTree]]:
+    """The types of the state, and one replica's step of a model with an optimizer."""
+
+    def build(key: jax.Array) -> PyTree:
+        # `init` does not bind the axis of the batch statistics.
+        init = jax.vmap(
+            lambda x: model.init({"params": key, "dropout": key}, x),
+            axis_name=AXIS,
+            out_axes=None,
+        )
+        variables: Any = init(jnp.zeros((1, 2, 4, 8)))
+        return variables, optimizer.init(variables["params"])
+
+    def step(state: PyTree, batch: jax.Array, key: jax.Array) -> PyTree:
+        variables, optimizer_state = state
+        others = {name: v for name, v in variables.items() if name != "params"}
+        rngs = {"dropout": jax.random.fold_in(key, lax.axis_index(AXIS))}
+
+        def loss_of(params: PyTree) -> tuple[jax.Array, PyTree]:
+            given, mutable = {"params": params, **others}, list(others)
+            out, updated = model.apply(given, batch, rngs=rngs, mutable=mutable)
+            return jnp.mean(out**2), updated
+
+        params = variables["params"]
+        (loss, others), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        grads, loss = pmean((grads, loss))
+        updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
+        params = optax.apply_updates(params, updates)
+        return ({"params": params, **others}, optimizer_state), loss
+
+    return jax.eval_shape(build, jax.random.key(0)), step
+
+
+def analysed(
+    state: PyTree, step: Callable[..., PyTree], mesh: jax.sharding.Mesh
+) -> tuple[float, float, list[bool]]:
+    """Seconds of the analysis and of tracing, and whether each result varies."""
+    specs = {"in_specs": (P(), P(AXIS), P()), "out_specs": P()}
+    new = jax.shard_map(lambda *args: step(*args), mesh=mesh, **specs, check_vma=False)
+    batch = jax.ShapeDtypeStruct((2 * mesh.size, 4, 8), jnp.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    jax.clear_caches()
+    start = time.perf_counter()
+    outer = jax.make_jaxpr(new)(state, batch, key)
+    tracing = time.perf_counter() - start
+    (eqn,) = outer.jaxpr.eqns
+    varies = [spec != P() for spec in eqn.params["in_specs"]]
+    start = time.perf_counter()
+    outputs = analyse(eqn.params["jaxpr"], varies, AXIS, mesh.size).outputs
+    seconds = time.perf_counter() - start
+    return seconds, tracing, [each is not None and each.varies for each in outputs]
+
+
+def _written(a: jax.Array, b: jax.Array) -> jax.Array:
+    ref = jax.new_ref(a)
+
+    def turn(_: Any, carry: jax.Array) -> jax.Array:
+        seen = ref[...]
+        ref[...] = b
+        return carry + seen
+
+    return lax.fori_loop(0, 2, turn, b) + ref[...]
+
+
+OPERATIONS: Sequence[Callable[[jax.Array, jax.Array], jax.Array]] = (
+    lambda a, b: a + b,
+    lambda a, b: jnp.where(a > 0.3, b, b + 1.0),
+    lambda a, b: jnp.sin(b)[::-1],
+    lambda a, b: lax.psum(a, AXIS),
+    lambda a, b: lax.pmean(b, AXIS),
+    lambda a, b: lax.pmax(a, AXIS, axis_index_groups=[[0, 1], [2, 3]]),
+    lambda a, b: lax.ppermute(a, AXIS, [(0, 2), (1, 0)]),
+    lambda a, b: lax.all_gather(a, AXIS).mean(0),
+    lambda a, b: lax.psum_scatter(jnp.tile(a, (4, 1)), AXIS),
+    lambda a, b: a * lax.axis_index(AXIS),
+    lambda a, b: lax.cond(a[0] > 0.3, lambda: b, lambda: b * 2.0),
+    lambda a, b: lax.scan(lambda c, x: (c + b, c), a, None, length=2)[0],
+    lambda a, b: lax.fori_loop(0, 2, lambda _, c: (c[1], a), (b, b))[0],
+    lambda a, b: jax.grad(lambda v: jnp.sum(jnp.tanh(v) * a))(b),
+    lambda a, b: jax.checkpoint(lambda v: jnp.cos(v) * a)(b),
+    lambda a, b: b.at[jnp.int32(a[0]) % 2].add(1.0),
+    _written,
+)
+
+
+def random_program(draw: random.Random) -> Callable[..., list[jax.Array]]:
+    """A function of a varying and a mirrored value with a few operations."""
+    twice = [jax.jit(operation) for operation in OPERATIONS]
+    chosen = [draw.choice((*OPERATIONS, *twice)) for _ in range(draw.randint(3, 9))]
+    picks = [(draw.random(), draw.random()) for _ in chosen]
+
+    def step(x: jax.Array, s: jax.Array) -> list[jax.Array]:
+        known = [x, s]
+        for operation, pair in zip(chosen, picks, strict=True):
+            known.append(operation(*(known[int(pick * len(known))] for pick in pair)))
+        return known
+
+    return step
+
+
+def check_soundness(strategy: js.MirroredStrategy, programs: int) -> None:
+    """Runs random programs; ends this one unless all that is called mirrored is."""
+    draw = random.Random(0)
+    x = strategy.per_replica([np.array([0.1, 0.7], np.float32) * i for i in range(4)])
+    s = jnp.array([0.2, 0.4])
+    refused, results = 0, []
+    for _ in range(programs):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                results.append(strategy.run(random_program(draw), (x, s)))
+        except js.errors.DivergentCollectiveError:
+            refused += 1
+    outputs = [*itertools.chain.from_iterable(results)]
+    mirrored = [each for each in outputs if not isinstance(each, js.PerReplica)]
+    copies = [
+        [np.asarray(s.data).tobytes() for s in m.addressable_shards] for m in mirrored
+    ]
+    violations = sum(len({*each}) > 1 for each in copies)
+    print(
+        f"soundness: {programs} programs, {refused} refused, {len(outputs)} outputs, "
+        f"{len(mirrored)} called mirrored, {violations} of them differ"
+    )
+    if violations:
+        sys.exit("The analysis is wrong.")
+
+
+BENCHMARKS = [scaling, analysis, warm_start]
+
+if __name__ == "__main__":
+    main(BENCHMARKS)

@@ -1,0 +1,1 @@
+"""The kinds of variables: mirrored, and on read."""
