@@ -12,9 +12,8 @@ from helpers.loops import each_of
 from hypothesis import given, settings
 
 import jaxstrategy as js
-from jaxstrategy._src.inputs.batches import ReplicaRange, Steps
+from jaxstrategy._src.inputs.batches import ReplicaRange, Steps, Transfer
 from jaxstrategy._src.inputs.library_sources import as_source
-from jaxstrategy._src.inputs.transfer import Transfer
 from jaxstrategy._src.processes.agreement import Agreement
 
 
@@ -138,7 +137,7 @@ def test_a_process_reads_only_its_own_rows(monkeypatch):
 
     replicas = ReplicaRange(8, 2, 2)
     source = js.batches(np.arange(32), 16)
-    source._arrays = np.arange(32).view(Watched)
+    source._arrays = [np.arange(32).view(Watched)]
     share = next(Steps([source.start()], True, replicas, Agreement(), "pad"))
     assert [each for each in read if isinstance(each, slice)] == [slice(4, 8, 1)]
     assert share.arrays[0].tolist() == [[4, 5], [6, 7]]

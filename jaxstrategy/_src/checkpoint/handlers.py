@@ -28,7 +28,7 @@ from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
+from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.variable import Variable
 

@@ -231,7 +231,7 @@ class Context:
         `contexts.step_outputs`.
       posted: those of the step that is being traced.
       is_initial: whether JAX traces a function that makes an initial value, which reads
-        what variables hold now. Read by `variables.cell`.
+        what variables hold now. Read by `variables.access`.
       batches: the batches of the step that is being traced, and on which part of them
         it works. Read by `masks`.
       local: the local steps that are being traced, in which each replica is by itself;

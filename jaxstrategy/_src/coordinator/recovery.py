@@ -24,7 +24,7 @@ from jaxstrategy._src.text.shown import (
 )
 from jaxstrategy._src.text.user_code import warn
 from jaxstrategy._src.values.arrays import PyTree
-from jaxstrategy._src.variables.cell import ServerCell
+from jaxstrategy._src.variables.remote_kinds import ServerCell
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 
 _SECONDS = 300.0  # after which a death is forgotten

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar, final
 
 import jax
 
-from jaxstrategy._src.inputs.batches import ReplicaRange, Steps
+from jaxstrategy._src.inputs.batches import ReplicaRange, Steps, Transfer
 from jaxstrategy._src.inputs.input_options import (
     InputContext,
     InputOptions,
@@ -16,7 +16,6 @@ from jaxstrategy._src.inputs.input_options import (
 from jaxstrategy._src.inputs.iterator import DistributedIterator
 from jaxstrategy._src.inputs.library_sources import as_source
 from jaxstrategy._src.inputs.sources import Dataset, Source, SourceIterator
-from jaxstrategy._src.inputs.transfer import Transfer
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text.shown import whole, with_noun

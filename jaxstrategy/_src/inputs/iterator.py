@@ -16,13 +16,11 @@ import jax
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import ContextError, OutOfRangeError
 from jaxstrategy._src.inputs import origins
-from jaxstrategy._src.inputs.batches import HostBatch, Steps
+from jaxstrategy._src.inputs.batches import HostBatch, Steps, Transfer
 from jaxstrategy._src.inputs.input_options import InputOptions
 from jaxstrategy._src.inputs.sources import State
-from jaxstrategy._src.inputs.transfer import Transfer
 from jaxstrategy._src.text.shown import with_noun
-from jaxstrategy._src.values import arrays
-from jaxstrategy._src.values.arrays import PyTree
+from jaxstrategy._src.values.arrays import PyTree, is_traced
 
 _T = TypeVar("_T")
 
@@ -139,27 +137,27 @@ class DistributedIterator(AbstractInputIterator):
           Exception: what the source raised when it was asked for this batch; the same
             again at each further call.
         """
-        _require_host()
+        if is_traced():
+            raise _within_trace()
         batch, self._state = self._begun.pop() if self._begun else self._next()
         return batch
 
     def _next(self) -> tuple[PyTree, State | TypeError]:
-        _require_host()
         if self._is_closed:
             raise StopIteration
         if self._raised is not None:
             # A generator that has raised would only say that it has ended.
             raise self._raised
-        agreement, name = self._steps.agreement, self._steps.name_of(self._number)
+        name = f"batch {self._number} of {self._steps.agreement.topic}"
         try:
-            with agreement.waiting(name), origins.waiting():
+            with self._steps.agreement.waiting(name), origins.waiting():
                 found = next(self._placed)
         except Exception as error:
             self._raised = error
             raise
         if self._spec is None:  # kept, for who asks when the data has ended
             self._spec = jax.tree.map(_type, found[0])
-        origins.note(found[0], None if agreement.topic is None else name)
+        origins.note(found[0], name if self._steps.agreement.topic else None)
         self._number += 1
         return found
 
@@ -232,6 +230,8 @@ class DistributedIterator(AbstractInputIterator):
           ContextError: no batch was read yet, and JAX traces.
         """
         if self._spec is None:
+            if is_traced():
+                raise _within_trace()
             try:
                 self._begun.append(self._next())
             except StopIteration:
@@ -299,16 +299,15 @@ def _is_at_hand(steps: Steps, transfer: Transfer) -> bool:
     return in_memory and transfer.is_on_host and steps.agreement.topic is None
 
 
-def _require_host() -> None:
-    """Raise while JAX traces: what is read then is read once, and compiled."""
-    if arrays.is_traced():
-        raise ContextError(
-            "A dataset was read inside a step, or inside another function that JAX "
-            "traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Such a function runs in "
-            "Python once, so that each later call would get the same batch again. Read "
-            "outside, `for batch in dataset:`, and give the batch to the function as "
-            "an argument; for several batches in one call use `strategy.several`."
-        )
+def _within_trace() -> ContextError:
+    """What is read while JAX traces is read once, and compiled."""
+    return ContextError(
+        "A dataset was read inside a step, or inside another function that JAX "
+        "traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Such a function runs in "
+        "Python once, so that each later call would get the same batch again. Read "
+        "outside, `for batch in dataset:`, and give the batch to the function as "
+        "an argument; for several batches in one call use `strategy.several`."
+    )
 
 
 def _type(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -17,14 +17,13 @@ import numpy as np
 from jaxstrategy._src.inputs import sources
 from jaxstrategy._src.inputs.sources import (
     Dataset,
+    MadeSource,
     ReadingOrder,
     ReplayIterator,
     SnapshotIterator,
     Source,
     SourceIterator,
     State,
-    TfDataSource,
-    is_tf_data,
 )
 from jaxstrategy._src.text.shown import array_type, first_few
 from jaxstrategy._src.values import arrays as _arrays, per_replica
@@ -33,68 +32,45 @@ from jaxstrategy._src.values.arrays import Leaf, PyTree
 _NAME = "the PyTorch DataLoader"
 
 
-@final
-class TorchSource(Source):
+def torch_source(loader: Dataset) -> Source:
     """A loader whose tensors become NumPy arrays, in the same memory where it can be.
 
     Lists become tuples: PyTorch gives a batch of pairs as the list `[x, y]`.
     """
+    order = ReadingOrder()
 
-    def __init__(self, loader: Dataset) -> None:
-        self._loader = loader
-        self._order = ReadingOrder()
-
-    def start(self) -> SourceIterator:
-        if hasattr(self._loader, "state_dict"):
-            return _StatefulPass(self._loader, self._order, self.length)
-        return _TorchPass(self._loader, self.length)
-
-    @property
-    def length(self) -> int | None:
-        if _is_iterable_style(self._loader):  # its `len` is only a guess
+    def length() -> int | None:
+        if _is_iterable_style(loader):  # its `len` is only a guess
             return None
         try:
-            return len(self._loader)
+            return len(loader)
         except (TypeError, NotImplementedError):
             return None
 
-    @property
-    def name(self) -> str:
-        return _NAME
+    def start() -> SourceIterator:
+        if hasattr(loader, "state_dict"):
+            return _StatefulPass(loader, order, length())
+        refusal = _why_not(loader)
+        return ReplayIterator(
+            lambda _: map(to_numpy, iter(loader)), _NAME, length(), refusal=refusal
+        )
+
+    return MadeSource(_NAME, start, length)
 
 
-@final
-class _TorchPass(SourceIterator):
-    def __init__(self, loader: Dataset, length: int | None) -> None:
-        self._loader = loader
-        self._batches = ReplayIterator(lambda: iter(loader), _NAME, length)
-
-    def __next__(self) -> PyTree:
-        return to_numpy(next(self._batches))
-
-    def get_state(self) -> State:
-        self._check_order()
-        return self._batches.get_state()
-
-    def set_state(self, state: State) -> PyTree | None:
-        self._check_order()
-        return to_numpy(self._batches.set_state(state))
-
-    def _check_order(self) -> None:
-        if not _keeps_order(self._loader):
-            why = (
-                "its dataset is an iterable, which PyTorch cannot begin in the middle"
-                if _is_iterable_style(self._loader)
-                else "its sampler is not sequential, so the order would differ"
-            )
-            raise TypeError(
-                f"A pass over {_NAME} cannot resume: {why}. Use a "
-                "`torchdata.stateful_dataloader.StatefulDataLoader`, Grain, or "
-                "`js.batches(arrays, batch_size, shuffle=seed)`."
-            )
-
-    def close(self) -> None:
-        self._batches.close()
+def _why_not(loader: Dataset) -> str | None:
+    """Why a pass over `loader` cannot resume; None if it can."""
+    if _keeps_order(loader):
+        return None
+    why = (
+        "its dataset is an iterable, which PyTorch cannot begin in the middle"
+        if _is_iterable_style(loader)
+        else "its sampler is not sequential, so the order would differ"
+    )
+    return (
+        f"{why}. Use a `torchdata.stateful_dataloader.StatefulDataLoader`, Grain, or "
+        "`js.batches(arrays, batch_size, shuffle=seed)`."
+    )
 
 
 @final
@@ -228,30 +204,20 @@ _THREADS = 16
 _AHEAD = 32
 
 
-@final
-class GrainSource(Source):
+def grain_source(dataset: Dataset) -> Source:
     """A Grain dataset or loader of batches, resumed by Grain's own state."""
+    name, length = f"the Grain {_kind(dataset)}", _length(dataset)
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        self._length = _length(dataset)
-
-    def start(self) -> SourceIterator:
-        dataset = self._dataset
+    def start() -> SourceIterator:
+        read = dataset
         if hasattr(dataset, "to_iter_dataset"):
             options = sys.modules["grain"].ReadOptions(
                 num_threads=_THREADS, prefetch_buffer_size=_AHEAD
             )
-            dataset = dataset.to_iter_dataset(options)
-        return _GrainPass(dataset, self.name, self._length)
+            read = dataset.to_iter_dataset(options)
+        return _GrainPass(read, name, length)
 
-    @property
-    def length(self) -> int | None:
-        return self._length
-
-    @property
-    def name(self) -> str:
-        return f"the Grain {_kind(self._dataset)}"
+    return MadeSource(name, start, lambda: length)
 
 
 @final
@@ -347,72 +313,31 @@ def _may_discard(dataset: Dataset) -> bool:
 _ADVICE = 'Give `dataset.with_format("numpy").batch(batch_size)`.'
 
 
-@final
-class TableSource(Source):
+def table_source(dataset: Dataset) -> Source:
     """A `datasets.Dataset`, each of whose rows is a batch."""
+    name, form = "the Hugging Face Dataset", dataset.format["type"]
+    if form != "numpy":
+        raise TypeError(
+            f"The Hugging Face dataset is in the form {form!r} and not in that of "
+            f"NumPy. {_ADVICE}"
+        )
 
-    def __init__(self, dataset: Dataset) -> None:
-        form = dataset.format["type"]
-        if form != "numpy":
-            raise TypeError(
-                f"The Hugging Face dataset is in the form {form!r} and not in that of "
-                f"NumPy. {_ADVICE}"
-            )
-        self._dataset = dataset
+    def begin(first: int) -> Iterator[PyTree]:
+        for number in range(first, len(dataset)):
+            batch = dataset[number]
+            _check(batch)
+            yield batch
 
-    def start(self) -> SourceIterator:
-        return _TablePass(self._dataset, self.name)
+    def start() -> SourceIterator:
+        return ReplayIterator(begin, name, len(dataset), skips=True)
 
-    @property
-    def length(self) -> int | None:
-        return len(self._dataset)
-
-    @property
-    def name(self) -> str:
-        return "the Hugging Face Dataset"
+    return MadeSource(name, start, lambda: len(dataset))
 
 
-@final
-class _TablePass(SourceIterator):
-    def __init__(self, dataset: Dataset, name: str) -> None:
-        self._dataset = dataset
-        self._name = name
-        self._batches = 0
-
-    def __next__(self) -> PyTree:
-        if self._batches >= len(self._dataset):
-            raise StopIteration
-        batch = self._dataset[self._batches]
-        _check(batch)
-        self._batches += 1
-        return batch
-
-    def get_state(self) -> State:
-        return {"batches": self._batches, "length": len(self._dataset)}
-
-    def set_state(self, state: State) -> PyTree | None:
-        wanted = sources.counted(state, "batches", self._name)
-        if wanted > len(self._dataset):
-            raise sources.too_few(self._name, len(self._dataset), wanted)
-        sources.check_length(state, len(self._dataset), self._name)
-        self._batches = wanted
-        return self._dataset[wanted - 1] if wanted else None
-
-
-@final
-class StreamSource(Source):
+def stream_source(dataset: Dataset) -> Source:
     """A `datasets.IterableDataset` of batches, resumed by its own state."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        self._order = ReadingOrder()
-
-    def start(self) -> SourceIterator:
-        return _StreamPass(self._dataset, self._order, self.name)
-
-    @property
-    def name(self) -> str:
-        return "the Hugging Face IterableDataset"
+    name, order = "the Hugging Face IterableDataset", ReadingOrder()
+    return MadeSource(name, lambda: _StreamPass(dataset, order, name))
 
 
 @final
@@ -505,13 +430,13 @@ _KINDS = (
 )
 # By module, class and source. Who has such a dataset has imported the library.
 _LIBRARIES = (
-    ("grain", "MapDataset", GrainSource),
-    ("grain", "IterDataset", GrainSource),
-    ("grain", "DataLoader", GrainSource),
-    ("torchdata.stateful_dataloader", "StatefulDataLoader", TorchSource),
-    ("torch.utils.data", "DataLoader", TorchSource),
-    ("datasets", "Dataset", TableSource),
-    ("datasets", "IterableDataset", StreamSource),
+    ("grain", "MapDataset", grain_source),
+    ("grain", "IterDataset", grain_source),
+    ("grain", "DataLoader", grain_source),
+    ("torchdata.stateful_dataloader", "StatefulDataLoader", torch_source),
+    ("torch.utils.data", "DataLoader", torch_source),
+    ("datasets", "Dataset", table_source),
+    ("datasets", "IterableDataset", stream_source),
 )
 
 
@@ -527,21 +452,17 @@ def as_source(dataset: Dataset) -> Source:
     for module, kind, source in _LIBRARIES:
         if _is(dataset, module, kind):
             return source(dataset)
-    if is_tf_data(dataset):
-        return TfDataSource(dataset)
+    if sources.is_tf_data(dataset):
+        return sources.tf_data(dataset)
     _check_not_data(dataset)
-    return _plain_source(dataset)
-
-
-def _plain_source(dataset: Dataset) -> Source:
     if isinstance(dataset, Iterator):
-        return sources.Once(dataset)
+        return sources.once(dataset)
     if isinstance(dataset, Iterable):
-        return sources.Repeatable(dataset)
+        return sources.repeatable(dataset)
     if callable(dataset):
         _check_no_arguments(dataset)
         function: Dataset = dataset
-        return sources.Generated(function)
+        return sources.generated(function)
     raise TypeError(f"{_named(dataset)} is not a dataset. {_KINDS}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import jax
@@ -14,23 +14,23 @@ from jaxstrategy._src.inputs import origins, sources
 from jaxstrategy._src.inputs.sources import Source, SourceIterator, State
 from jaxstrategy._src.text.shown import whole
 from jaxstrategy._src.values import per_replica
-from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
+from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure, Value
 
 # Where memory of the host begins that a device takes over instead of copying it. It is
 # so with XLA; half of it would be found, too.
 _ALIGNMENT = 64
 
 
-def may_be_shared(array: np.ndarray) -> bool:
-    """Whether devices of the host would share memory with `array`, when it is split."""
-    if not array.flags.c_contiguous:
-        return True
-    start, step = array.ctypes.data, array.strides[0]
-    return any((start + i * step) % (_ALIGNMENT // 2) == 0 for i in range(len(array)))
+def unshared(array: np.ndarray) -> np.ndarray:
+    """`array`, or a copy if devices of the host might share memory with a part of it.
 
-
-def own_copy(array: np.ndarray) -> np.ndarray:
-    """A copy that lies where it can be taken over, so that no second one is made."""
+    The copy lies where it can be taken over, so that no second one is made.
+    """
+    if array.flags.c_contiguous:
+        start, step = array.ctypes.data, array.strides[0]
+        starts = [start + i * step for i in range(len(array))]
+        if all([each % (_ALIGNMENT // 2) for each in starts]):
+            return array
     made = _empty(array.shape, array.dtype)
     np.copyto(made, array)
     return made
@@ -117,7 +117,7 @@ class ArrayBatches(Source):
         epochs: int | None,
         drop_remainder: bool,
     ) -> None:
-        self._arrays, self._rows = _checked(arrays)
+        self._arrays, self._tree, self._rows = _checked(arrays)
         self._batch_size = _whole(batch_size, "batch_size", 1)
         self._seed = _seed(shuffle)
         self._epochs = None if epochs is None else _whole(epochs, "epochs", 1)
@@ -174,7 +174,7 @@ class ArrayBatches(Source):
             "batch_size": self._batch_size,
             "shuffle": self._seed,
             "drop_remainder": self._drop_remainder,
-            "contents": _contents(self._arrays, self._rows),
+            "contents": _contents(self._arrays, self._tree, self._rows),
         }
 
     def check_described(self, state: State) -> None:
@@ -208,13 +208,6 @@ class ArrayBatches(Source):
         generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
         return generator.permutation(self._rows)
 
-    def _first_epoch(self, epoch: int) -> int:
-        """The epoch that the pass began with that `epoch` belongs to."""
-        return epoch if self._epochs is None else epoch - epoch % self._epochs
-
-    def _ends_before(self, first: int, epoch: int) -> bool:
-        return self._epochs is not None and epoch >= first + self._epochs
-
 
 @final
 class _ArrayPass(SourceIterator):
@@ -228,9 +221,11 @@ class _ArrayPass(SourceIterator):
         self._go_to(epoch, 0)
 
     def _go_to(self, epoch: int, batch: int) -> None:
-        self._first = self._source._first_epoch(epoch)
-        self._epoch = epoch
-        self._batch = batch
+        """To a batch of an epoch, which belongs to the pass that began with another."""
+        epochs = self._source._epochs
+        self._first = epoch if epochs is None else epoch - epoch % epochs
+        self._end = None if epochs is None else self._first + epochs
+        self._epoch, self._batch = epoch, batch
         self._order: np.ndarray | None = None
         self._ordered: int | None = None  # the epoch whose order that is
 
@@ -245,18 +240,20 @@ class _ArrayPass(SourceIterator):
         epoch, batch = self._epoch, self._batch
         if batch == source._per_epoch:
             epoch, batch = epoch + 1, 0
-        if source._ends_before(self._first, epoch):
+        if epoch == self._end:
             raise StopIteration
         start = batch * source._batch_size
         rows = min(source._batch_size, source._rows - start)
         begin, end, step = choose(rows).indices(rows)
         chosen = slice(start + begin, start + max(begin, end), step)
-        index = self._indices(epoch, chosen)
+        if self._ordered != epoch:
+            self._order, self._ordered = source._order(epoch), epoch
         self._epoch, self._batch = epoch, batch + 1
-        if isinstance(index, slice):
-            return rows, jax.tree.map(lambda array: array[index], source._arrays)
-        picked = functools.partial(taken_rows, numbers=index)
-        return rows, jax.tree.map(picked, source._arrays)
+        arrays = source._arrays
+        if self._order is None:
+            return rows, source._tree.unflatten([array[chosen] for array in arrays])
+        numbers = self._order[chosen]
+        return rows, source._tree.unflatten([taken_rows(a, numbers) for a in arrays])
 
     def rows_ahead(self, most: int) -> list[int]:
         source, found = self._source, []
@@ -264,17 +261,12 @@ class _ArrayPass(SourceIterator):
         while len(found) < most:
             if batch == source._per_epoch:
                 epoch, batch = epoch + 1, 0
-            if source._ends_before(self._first, epoch):
+            if epoch == self._end:
                 break
             start = batch * source._batch_size
             found.append(min(source._batch_size, source._rows - start))
             batch += 1
         return found
-
-    def _indices(self, epoch: int, chosen: slice) -> slice | np.ndarray:
-        if self._ordered != epoch:
-            self._order, self._ordered = self._source._order(epoch), epoch
-        return chosen if self._order is None else self._order[chosen]
 
     def get_state(self) -> State:
         place = {"epoch": self._epoch, "batch": self._batch}
@@ -291,8 +283,8 @@ class _ArrayPass(SourceIterator):
         source._next_epoch = self._first + (source._epochs or 1)
 
 
-def _checked(arrays: PyTree) -> tuple[PyTree, int]:
-    """`arrays` as NumPy's, and how many rows they all have."""
+def _checked(arrays: PyTree) -> tuple[list[np.ndarray], TreeStructure, int]:
+    """`arrays` as NumPy's, their structure, and how many rows they all have."""
     leaves, structure = jax.tree.flatten_with_path(
         arrays, is_leaf=per_replica.is_per_replica
     )
@@ -313,19 +305,18 @@ def _checked(arrays: PyTree) -> tuple[PyTree, int]:
             )
     if count == 0:
         raise ValueError(f"`{first}` has no rows, so there is nothing to batch.")
-    return jax.tree.unflatten(structure, host.values()), count
+    return list(host.values()), structure, count
 
 
 # Of each array so many rows are looked at, and so many numbers of each row.
 _SAMPLED_ROWS, _SAMPLED = 16, 256
 
 
-def _contents(arrays: PyTree, rows: int) -> int:
+def _contents(arrays: Sequence[np.ndarray], structure: TreeStructure, rows: int) -> int:
     """A number that other arrays would hardly have, from a part of them."""
-    leaves, structure = jax.tree.flatten(arrays)
     crc = zlib.crc32(str(structure).encode())
     chosen = np.unique(np.linspace(0, rows - 1, _SAMPLED_ROWS).astype(np.int64))
-    for array in leaves:
+    for array in arrays:
         crc = zlib.crc32(f"{array.dtype}{array.shape[1:]}".encode(), crc)
         # The bytes of an array of objects are where these lie in memory.
         for row in () if array.dtype.hasobject else chosen:

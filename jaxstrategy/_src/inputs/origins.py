@@ -22,7 +22,8 @@ _known: dict[int, tuple[weakref.ref[Leaf], str | None]] = {}
 def note(batch: PyTree, name: str | None) -> None:
     """Let the arrays of `batch` be known as such as long as they live."""
     for leaf in jax.tree.leaves(batch, is_leaf=is_per_replica):
-        array = _array(leaf)
+        # Not the mask of a `PerReplica`, which may be one of several batches.
+        array = contents(leaf) if isinstance(leaf, PerReplica) else leaf
         key = id(array)
 
         def forget(_: object, key: int = key) -> None:
@@ -39,12 +40,8 @@ def of(array: Leaf) -> str | None:
 
 def is_of_dataset(leaf: Leaf) -> bool:
     """Whether a dataset, or `batches`, has given this array or `PerReplica`."""
-    return _found(_array(leaf)) is not None
-
-
-def _array(leaf: Leaf) -> Leaf:
-    # Not the mask of a `PerReplica`, which may be one of several batches.
-    return contents(leaf) if isinstance(leaf, PerReplica) else leaf
+    array = contents(leaf) if isinstance(leaf, PerReplica) else leaf
+    return _found(array) is not None
 
 
 def _found(array: Leaf) -> tuple[weakref.ref[Leaf], str | None] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeAlias, final
 
@@ -36,6 +37,32 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def name(self) -> str:
         """The name in messages."""
+
+
+@final
+class MadeSource(Source):
+    """A source that is made of functions: what starts a pass, what tells the length."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], SourceIterator],
+        length: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._name = name
+        self._start = start
+        self._length = length
+
+    def start(self) -> SourceIterator:
+        return self._start()
+
+    @property
+    def length(self) -> int | None:
+        return self._length()
+
+    @property
+    def name(self) -> str:
+        return self._name
 
 
 class SourceIterator(abc.ABC):
@@ -73,25 +100,38 @@ class SourceIterator(abc.ABC):
 
 @final
 class ReplayIterator(SourceIterator):
-    """Batches of an iterator; a later pass gets to the same place by reading again."""
+    """Batches of an iterator; a later pass gets to the same place by reading again.
+
+    Args:
+      begin: the iterator of all batches, from the one of a number on if it `skips`.
+      name: of the source, for messages.
+      length: how many batches there are, if that is known.
+      in_memory: the batches, if they are all there.
+      skips: whether `begin` takes the number of a batch, not only 0.
+      refusal: why a pass cannot resume, if it cannot.
+    """
 
     def __init__(
         self,
-        begin: Callable[[], Iterator[PyTree]],
+        begin: Callable[[int], Iterator[PyTree]],
         name: str,
         length: int | None = None,
         in_memory: Sequence[PyTree] = (),
+        skips: bool = False,
+        refusal: str | None = None,
     ) -> None:
         self._begin = begin
         self._in_memory = in_memory
         self._name = name
         self._length = length
+        self._skips = skips
+        self._refusal = refusal
         self._iterator: Iterator[PyTree] | None = None  # begun when first needed
         self._batches = 0
 
     def __next__(self) -> PyTree:
         if self._iterator is None:
-            self._iterator = self._begin()
+            self._iterator = self._begin(self._batches)
         batch = next(self._iterator)
         self._batches += 1
         return batch
@@ -109,21 +149,30 @@ class ReplayIterator(SourceIterator):
         return found
 
     def get_state(self) -> State:
+        self._check_resumes()
         return {"batches": self._batches, **of_length(self._length)}
 
     def set_state(self, state: State) -> PyTree | None:
+        self._check_resumes()
         wanted = counted(state, "batches", self._name)
+        is_beyond = self._length is not None and wanted > self._length
         # Of a state beyond the end, `too_few` says more.
-        if self._length is None or wanted <= self._length:
+        if not is_beyond:
             check_length(state, self._length, self._name)
+        elif self._skips:
+            raise too_few(self._name, self._length or 0, wanted)
         self.close()
-        self._batches, batch = 0, None
+        self._batches, batch = max(wanted - 1, 0) if self._skips else 0, None
         while self._batches < wanted:
             try:
                 batch = next(self)
             except StopIteration:
                 raise too_few(self._name, self._batches, wanted) from None
         return batch
+
+    def _check_resumes(self) -> None:
+        if self._refusal is not None:
+            raise TypeError(f"A pass over {self._name} cannot resume: {self._refusal}")
 
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -270,105 +319,60 @@ _AGAIN = (
 )
 
 
-@final
-class Repeatable(Source):
+def repeatable(batches: Iterable[PyTree]) -> Source:
     """An iterable that begins anew whenever it is asked: a list, a loader."""
+    name = f"the {type(batches).__name__}"
+    in_memory: Sequence[PyTree] = ()
+    if isinstance(batches, (list, tuple)) and type(batches) in (list, tuple):
+        in_memory = batches
 
-    def __init__(self, batches: Iterable[PyTree]) -> None:
-        self._batches = batches
-
-    def start(self) -> SourceIterator:
-        batches = self._batches
-        in_memory: Sequence[PyTree] = ()
-        if isinstance(batches, (list, tuple)) and type(batches) in (list, tuple):
-            in_memory = batches
-        return ReplayIterator(lambda: iter(batches), self.name, self.length, in_memory)
-
-    @property
-    def length(self) -> int | None:
+    def length() -> int | None:
         try:
-            return len(self._batches)  # type: ignore[arg-type]  # asked, not known
+            return len(batches)  # type: ignore[arg-type]  # asked, not known
         except (TypeError, NotImplementedError):
             return None
 
-    @property
-    def name(self) -> str:
-        return f"the {type(self._batches).__name__}"
+    def start() -> SourceIterator:
+        return ReplayIterator(lambda _: iter(batches), name, length(), in_memory)
+
+    return MadeSource(name, start, length)
 
 
-@final
-class Generated(Source):
+def generated(read: Callable[[], Iterable[PyTree]]) -> Source:
     """A function, called for each pass, that returns the iterator of its batches."""
+    function = getattr(read, "func", read)  # of a partial
+    name = getattr(function, "__name__", type(function).__name__)
+    name = f"the function `{name}`"
 
-    def __init__(self, read: Callable[[], Iterable[PyTree]]) -> None:
-        self._read = read
-
-    def start(self) -> SourceIterator:
-        return ReplayIterator(self._begin, self.name)
-
-    def _begin(self) -> Iterator[PyTree]:
-        batches: Any = self._read()
+    def begin(_: int) -> Iterator[PyTree]:
+        batches: Any = read()
         if not isinstance(batches, Iterable):
             raise TypeError(
-                f"Called for a pass, {self.name} returned {type(batches).__name__}, "
+                f"Called for a pass, {name} returned {type(batches).__name__}, "
                 "which is not an iterator of batches. A function given as a dataset is "
                 "called once for each pass; write it with `yield`, or let it return an "
                 "iterator."
             )
         return iter(batches)
 
-    @property
-    def name(self) -> str:
-        function = getattr(self._read, "func", self._read)  # of a partial
-        name = getattr(function, "__name__", type(function).__name__)
-        return f"the function `{name}`"
+    return MadeSource(name, lambda: ReplayIterator(begin, name))
 
 
-@final
-class Once(Source):
+def once(batches: Iterator[PyTree]) -> Source:
     """An iterator, which only one pass can read."""
+    name = f"the {type(batches).__name__}"
+    refusal = f"it can be read only once, and what it has given is gone. {_AGAIN}"
+    is_started = False
 
-    def __init__(self, batches: Iterator[PyTree]) -> None:
-        self._batches = batches
-        self._is_started = False
+    def start() -> SourceIterator:
+        nonlocal is_started
+        if is_started:
+            raise TypeError(f"Only one pass can read {name}, and one did. {_AGAIN}")
+        is_started = True
+        # Never closed, as a chain cannot be: the iterator is the user's own.
+        return ReplayIterator(lambda _: itertools.chain(batches), name, refusal=refusal)
 
-    def start(self) -> SourceIterator:
-        if self._is_started:
-            raise TypeError(
-                f"Only one pass can read {self.name}, and one did. {_AGAIN}"
-            )
-        self._is_started = True
-        return _OncePass(self._batches, self.name)
-
-    @property
-    def name(self) -> str:
-        return f"the {type(self._batches).__name__}"
-
-
-@final
-class _OncePass(SourceIterator):
-    def __init__(self, batches: Iterator[PyTree], name: str) -> None:
-        # Never closed: the iterator is the user's own.
-        self._batches: Iterator[PyTree] = batches
-        self._name = name
-
-    def __next__(self) -> PyTree:
-        return next(self._batches)
-
-    def get_state(self) -> State:
-        raise TypeError(self._cannot_resume())
-
-    def set_state(self, state: State) -> PyTree | None:
-        raise TypeError(self._cannot_resume())
-
-    def _cannot_resume(self) -> str:
-        return (
-            f"A pass over {self._name} cannot resume: it can be read only once, and "
-            f"what it has given is gone. {_AGAIN}"
-        )
-
-    def close(self) -> None:
-        self._batches = iter(())
+    return MadeSource(name, start)
 
 
 def is_tf_data(dataset: Dataset) -> bool:
@@ -377,23 +381,16 @@ def is_tf_data(dataset: Dataset) -> bool:
     return all(hasattr(dataset, name) for name in wanted)
 
 
-@final
-class TfDataSource(Source):
+def tf_data(dataset: Dataset) -> Source:
     """A `tf.data.Dataset` of batches, read as NumPy arrays."""
+    name = "the tf.data dataset"
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-
-    def start(self) -> SourceIterator:
-        return ReplayIterator(
-            lambda: iter(self._dataset.as_numpy_iterator()), self.name, self.length
-        )
-
-    @property
-    def length(self) -> int | None:
-        count = int(self._dataset.cardinality())
+    def length() -> int | None:
+        count = int(dataset.cardinality())
         return count if count >= 0 else None  # -1: without end, -2: unknown
 
-    @property
-    def name(self) -> str:
-        return "the tf.data dataset"
+    def start() -> SourceIterator:
+        begin = dataset.as_numpy_iterator
+        return ReplayIterator(lambda _: iter(begin()), name, length())
+
+    return MadeSource(name, start, length)

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TypeAlias, final
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, cast, final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from jaxstrategy._src.reductions.operations import Axes
@@ -216,31 +218,111 @@ def called_by(
     return found if given == [(each.shape, each.dtype) for each in wanted] else None
 
 
-def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """The rows of `table`, `[rows, ...]`, with these ids: `[n, ...]`.
+def row_numbers(ids: jax.Array, rows: int) -> jax.Array:
+    """`ids` as equations take them: in 32 bits if these are enough for so many rows.
 
-    Its gradient leaves ids out that are no rows.
+    What is no row stays none.
     """
-    if not jnp.issubdtype(table.dtype, jnp.inexact):
-        return _taken(table, ids)
-    return _differentiable_rows(table, ids)
+    wanted = jnp.iinfo("int32" if rows < 2**31 else "int64")
+    given = jnp.iinfo(ids.dtype)
+    # Before they are cut to fewer bits: what is beyond must not become a row. What
+    # fits stays as it is, for messages.
+    if given.min < wanted.min:
+        ids = jnp.maximum(ids, wanted.min)
+    if given.max > wanted.max:
+        ids = jnp.minimum(ids, wanted.max)
+    return ids.astype(wanted.dtype)
 
 
-@jax.custom_jvp
-def _differentiable_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """`table_rows` of a table that has derivatives."""
-    return _taken(table, ids)
+def row_starts(tables: Sequence[Any]) -> list[int]:
+    """The first row of each of several tables, and last the number of all rows."""
+    return list(itertools.accumulate((each.shape[0] for each in tables), initial=0))
 
 
-@_differentiable_rows.defjvp
-def _with_tangent(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    table, ids = primals
-    # It calls itself, so that it can be differentiated again. The tangent is an
-    # operation of JAX: one transposed under `jax.vmap` adds the rows of all examples to
-    # one table, where a rule of ours for gradients would make a table of each.
-    return _differentiable_rows(table, ids), _gathered(tangents[0], ids)
+def own_rows(
+    ids: jax.Array, starts: Sequence[int]
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """For each of several tables the numbers of its own rows, and which ids these are.
+
+    Those of other tables become its length, which `at` leaves out; a negative one would
+    count from the end.
+    """
+    for start, stop in itertools.pairwise(starts):
+        is_own = (ids >= start) & (ids < stop)
+        yield jnp.where(is_own, ids - start, stop - start), is_own
+
+
+def rows_of_tables(
+    ids: jax.Array,
+    tables: Sequence[jax.Array],
+    take: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """The rows of several tables, one after the other; no table of all is made.
+
+    Args:
+      ids: `[n]`; what is no row gives what `take` gives of an id beyond a table.
+      tables: one or more.
+      take: gives the rows of one table, some at least, with numbers from 0.
+    """
+    rows = jnp.zeros(())
+    for number, (own, is_own) in enumerate(own_rows(ids, row_starts(tables))):
+        table = tables[number]
+        if not len(table):  # of which JAX gathers nothing
+            table, own = jnp.zeros((1, *table.shape[1:]), table.dtype), own + 1
+        found = take(table, own)
+        rows = jnp.where(_over_rows(is_own, found), found, rows) if number else found
+    return rows
+
+
+def row_reader(
+    equation: Callable[..., jax.Array], definition: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """`ids, *tables -> rows` that stands in traces as `equation` of these.
+
+    So it does if it is differentiated with respect to tables, which leaves out ids that
+    are no rows, and mapped over ids. Mapped over tables it is its `definition`.
+    """
+
+    @custom_vmap
+    def mapped(ids: jax.Array, *tables: jax.Array) -> jax.Array:
+        return equation(ids, *tables)
+
+    @mapped.def_vmap
+    def _mapped(
+        size: int, is_batched: list[bool], ids: jax.Array, *tables: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        if any(is_batched[1:]):
+            axes = [0 if each else None for each in is_batched]
+            return jax.vmap(definition, axes)(ids, *tables), True
+        # The ids of all examples at once.
+        rows = mapped(ids.reshape(-1), *tables)
+        return rows.reshape(*ids.shape, *rows.shape[1:]), True
+
+    @jax.custom_jvp
+    def differentiable(ids: jax.Array, *tables: jax.Array) -> jax.Array:
+        return mapped(ids, *tables)
+
+    @functools.partial(differentiable.defjvp, symbolic_zeros=True)
+    def _jvp(
+        primals: tuple[jax.Array, ...], tangents: tuple[jax.Array | SymbolicZero, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        ids, *tables = primals
+        # It calls itself, so that it can be differentiated again. The tangent is an
+        # operation of JAX: one transposed under `jax.vmap` adds the rows of all
+        # examples to one table, where a rule of ours would make a table of each.
+        rows = differentiable(ids, *tables)
+        tangent = jnp.zeros_like(rows)
+        every = zip(own_rows(ids, row_starts(tables)), tangents[1:], strict=True)
+        for (own, _), table in every:
+            if not isinstance(table, SymbolicZero) and len(table):
+                tangent += _gathered(table, own)
+        return rows, tangent
+
+    def read(ids: jax.Array, *tables: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(tables[0].dtype, jnp.inexact)
+        return (differentiable if is_float else mapped)(ids, *tables)
+
+    return read
 
 
 def _gathered(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -250,50 +332,33 @@ def _gathered(table: jax.Array, ids: jax.Array) -> jax.Array:
         collapsed_slice_dims=(0,),
         start_index_map=(0,),
     )
-    # A negative index of a gather is no row, as one beyond is.
     return lax.gather(
         table, ids[:, None], numbers, (1, *table.shape[1:]), mode="fill", fill_value=0
     )
 
 
-@custom_vmap
-def _taken(table: jax.Array, ids: jax.Array) -> jax.Array:
-    rows = _taking(table.ndim)(table, ids)
-    assert isinstance(rows, jax.Array), "it has one result"
-    return rows
+def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows of `table`, `[rows, ...]`, with these ids: `[n, ...]`.
 
-
-@_taken.def_vmap
-def _taken_of_many(
-    size: int, is_batched: list[bool], table: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, bool]:
-    """The ids of all examples at once, if they have one table."""
-    has_tables, has_ids = is_batched
-    if not has_tables:
-        rows = _taken(table, ids.reshape(-1))
-        return rows.reshape(*ids.shape, *table.shape[1:]), True
-    axes = 0, 0 if has_ids else None
-    rows = jax.vmap(_taking(table.ndim - 1), axes)(table, ids)
-    assert isinstance(rows, jax.Array), "it has one result"
-    return rows, True
+    Its gradient leaves ids out that are no rows.
+    """
+    return _table_reader(table.ndim)(ids, table)
 
 
 @functools.cache
-def _taking(rank: int) -> ShardFunction:
-    """`table, ids -> rows`, of tables with so many dimensions."""
+def _table_reader(rank: int) -> Callable[..., jax.Array]:
+    """`ids, table -> rows`, of tables with so many dimensions."""
 
-    def of_parts(block: jax.Array, ids: jax.Array, *, axes: Axes) -> jax.Array:
+    def whole(ids: jax.Array, table: jax.Array) -> jax.Array:
+        rows = jnp.take(table, jnp.maximum(ids, 0), axis=0, mode="fill")
+        return _without_missing(ids, rows)
+
+    def of_parts(ids: jax.Array, block: jax.Array, *, axes: Axes) -> jax.Array:
         return _without_missing(ids, taken(block, ids, axes))
 
-    return registered(
-        ShardFunction(
-            f"jaxstrategy_table_rows_{rank}",
-            lambda table, ids: _without_missing(ids, _filled(table, ids)),
-            ranks=(rank, 1),
-            of_parts=of_parts,
-            divided=(0,),
-        )
-    )
+    name, ranks = f"jaxstrategy_table_rows_{rank}", (1, rank)
+    function = ShardFunction(name, whole, ranks, of_parts, divided=(1,))
+    return row_reader(cast(Any, registered(function)), whole)
 
 
 def part_of_sum(
@@ -323,11 +388,11 @@ def part_of_sum(
     return added(ids, each, length // parts, axes, dtype)
 
 
-def _filled(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return jnp.take(table, jnp.maximum(ids, 0), axis=0, mode="fill")
-
-
 def _without_missing(ids: jax.Array, rows: jax.Array) -> jax.Array:
     """`rows`, of which those with id -1 are zeros."""
-    is_missing = jnp.expand_dims(ids < 0, range(1, rows.ndim))
-    return jnp.where(is_missing, jnp.zeros_like(rows), rows)
+    return jnp.where(_over_rows(ids < 0, rows), jnp.zeros_like(rows), rows)
+
+
+def _over_rows(each: jax.Array, rows: jax.Array) -> jax.Array:
+    """What is said of each row, `[n]`, for all of its numbers: `[n, 1, ...]`."""
+    return each.reshape(-1, *(1,) * (rows.ndim - 1))

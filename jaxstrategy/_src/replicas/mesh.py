@@ -270,9 +270,9 @@ def _is_divided_in_steps(value: object, sharding: Sharding) -> TypeGuard[jax.Arr
     return (
         isinstance(value, jax.Array)
         and not isinstance(value, Tracer)
+        and not sharding.is_fully_replicated
         and len(value.sharding.device_set) == 1
         and is_large(value.nbytes)
-        and not sharding.is_fully_replicated
     )
 
 

@@ -54,7 +54,7 @@ from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
-from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
+from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of
 from jaxstrategy._src.variables.variable import Variable
 
 _LOGGER = logging.getLogger("jax")

@@ -51,12 +51,12 @@ from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.variables.changes import SCATTERS, changed
-from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
-from jaxstrategy._src.variables.kinds.server_kind import (
+from jaxstrategy._src.variables.remote_kinds import (
     PREFIX as SERVER_PREFIX,
     ExportedUpdate,
     ServerKind,
     exported_update,
+    per_worker_kind_of,
     server_kind_of,
 )
 

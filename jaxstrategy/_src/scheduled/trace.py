@@ -52,10 +52,10 @@ from jaxstrategy._src.values.per_replica import (
     Handle,
 )
 from jaxstrategy._src.variables import abstract_variable, access
-from jaxstrategy._src.variables.kinds.per_worker_kind import per_worker_kind_of
-from jaxstrategy._src.variables.kinds.server_kind import (
+from jaxstrategy._src.variables.remote_kinds import (
     PendingChange,
     named,
+    per_worker_kind_of,
     server_kind_of,
 )
 from jaxstrategy._src.variables.variable import Variable

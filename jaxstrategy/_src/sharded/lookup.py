@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._src.reductions.rows import table_rows
+from jaxstrategy._src.reductions.rows import row_numbers, table_rows
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Value
@@ -50,13 +50,8 @@ def ids_of(given: Value, rows: int, length: int) -> jax.Array:
 
     Shapes: those given.
     """
-    ids = integers(given)
-    # Before they are cut to fewer bits: what is beyond must not become a row.
-    ids = jnp.maximum(ids, -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0)
-    if jnp.iinfo(ids.dtype).max > rows:
-        ids = jnp.minimum(ids, rows)
-    ids = ids.astype("int32" if length < 2**31 else "int64")
-    return ids if rows == length else jnp.where(ids < rows, ids, length)
+    ids = jnp.maximum(row_numbers(integers(given), length), -1)
+    return jnp.where(ids < rows, ids, length)
 
 
 def integers(given: Value) -> jax.Array:

@@ -72,6 +72,9 @@ class CrossReplicaValues:
         self._strategy = strategy
         self._executor = executor
         self._functions = TreeFunctions(strategy._reduction)
+        # Where mirrored variables are, if they are elsewhere: both compute together.
+        home, own = strategy._parameter_replicas, strategy._replicas
+        self._beside = None if home == own else home.sharding(SAME)
 
     def reduced(
         self,
@@ -84,25 +87,25 @@ class CrossReplicaValues:
     ) -> PyTree:
         """One value from all versions, leaf by leaf."""
         is_weighted = weights is not None
-        reducing = functools.partial(
-            self._functions.reducing, op, dimensions(axis), options, is_weighted
-        )
+        over = None if axis is None else dimensions(axis)
 
         def across(tree: PyTree, alone: bool = False) -> PyTree:
             given = (tree, weights) if is_weighted else tree
-            return self._executor.across(reducing(alone), given)
+            reducing = self._functions.reducing(op, over, options, is_weighted, alone)
+            return self._executor.across(reducing, given)
 
-        if in_step:
-            return self._beside_variables(across(value))
-        each_alone = functools.partial(across, alone=True)
-        return self._beside_variables(in_parts(across, value, each_alone))
+        if in_step or isinstance(value, (PerReplica, jax.Array)):  # one leaf
+            found = across(value)
+        else:
+            found = in_parts(across, value, functools.partial(across, alone=True))
+        return found if self._beside is None else self._beside_variables(found)
 
     def gathered(self, value: PyTree, axis: int, in_step: bool) -> PyTree:
         """All versions joined along `axis`, leaf by leaf."""
         function = self._functions.gathering(axis, in_step)
         across = functools.partial(self._executor.across, function)
         found = across(value) if in_step else in_parts(across, value)
-        joined = self._beside_variables(found)
+        joined = found if self._beside is None else self._beside_variables(found)
         return joined if in_step else masks.without_filling(value, joined, axis)
 
     def assert_in_sync(self, tree: PyTree, name: str) -> None:
@@ -136,11 +139,8 @@ class CrossReplicaValues:
         return replicas.count if in_step else len(replicas.own)
 
     def _beside_variables(self, tree: PyTree) -> PyTree:
-        """`tree` where mirrored variables are, so that both compute together."""
-        home = self._strategy._parameter_replicas
-        if home == self._strategy._replicas:
-            return tree
-        where = home.sharding(SAME)
+        where = self._beside
+        assert where is not None, "they are elsewhere"
         return jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, Tracer) else mesh.place(leaf, where),
             tree,

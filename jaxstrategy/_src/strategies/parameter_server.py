@@ -34,14 +34,14 @@ from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import PyTree, TreeStructure, Value
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
-from jaxstrategy._src.variables import access
-from jaxstrategy._src.variables.kinds import server_kind
-from jaxstrategy._src.variables.kinds.server_kind import (
+from jaxstrategy._src.variables import access, remote_kinds
+from jaxstrategy._src.variables.policy import ServerVariables
+from jaxstrategy._src.variables.remote_kinds import (
     ServerKind,
     exported_update,
     server_kind_of,
 )
-from jaxstrategy._src.variables.policy import ServerVariables
+from jaxstrategy._src.variables.rows import named
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import Partitioner
 from jaxstrategy._src.variables.variable import Variable
@@ -58,14 +58,15 @@ def update_together(
     if access.tracing() is None:
         types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
         program = exported_update(fn, [*types, *arrays])
-        kinds[0].update_with(variables, program, arrays)
+        others = [kind.cell.number for kind in kinds[1:]]
+        kinds[0].push_update(program, arrays, others)
         return
-    name = f"{server_kind.UPDATE}_of_{len(variables)}"
-    marked = server_kind.named(name, lambda *given: tuple(fn(*given)))
-    holders = [variable.holder() for variable in variables]
+    name = f"{remote_kinds.UPDATE}_of_{len(variables)}"
+    marked = named(name, lambda *given: tuple(fn(*given)))
+    holders = [variable._access().holder for variable in variables]
     new = marked(*(holder[...] for holder in holders), *arrays)
     for kind, holder, value in zip(kinds, holders, new, strict=True):
-        kind.told("update")
+        kind.note("update")
         holder[...] = value
 
 

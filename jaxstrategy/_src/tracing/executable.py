@@ -26,7 +26,7 @@ from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.variables import cell
+from jaxstrategy._src.variables import access
 
 
 @final
@@ -319,7 +319,7 @@ def jitted(
             raise NotTraced
         inputs = [*leaves, *given[layout.count :]]
         step = handover.take(inputs)
-        if not cell.is_traced() and _looks_for_nans():
+        if not access.is_traced() and _looks_for_nans():
             return _debugged(step, inputs, carried, stages)
         return _evaluated(step, inputs, carried, stages)
 

@@ -39,7 +39,7 @@ from jaxstrategy._src.tracing.stages.stage import Stage, overridden
 from jaxstrategy._src.tracing.stages.variables import VariableArguments
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Leaf, PyTree
-from jaxstrategy._src.variables import access, cell as _cell
+from jaxstrategy._src.variables import access
 
 # Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
 _MANY = 2000
@@ -165,7 +165,7 @@ class Program:
         self._placement.check_types(types)
         with self._one_tracer:
             step = self._trace([*leaves])
-            self._fit(step, _cell.is_traced(), types)
+            self._fit(step, access.is_traced(), types)
             placed = [
                 jax.ShapeDtypeStruct(
                     of_type.shape,
@@ -201,7 +201,7 @@ class Program:
             before(leaves)
 
     def _call_placed(self, leaves: Sequence[Leaf]) -> PyTree:
-        is_traced = _cell.is_traced()  # in the jitted function it always is
+        is_traced = access.is_traced()  # in the jitted function it always is
         if self._is_newly_inside():
             self._is_inside = True
             self._compile()
@@ -234,7 +234,7 @@ class Program:
             return self._valid_executable()(leaves, inputs)
 
     def _valid_executable(self) -> Executable:
-        if self._is_prepared and _cell.is_traced():
+        if self._is_prepared and access.is_traced():
             raise CompiledStepError(traced_caller(self._name))
         # Both are asked: each takes note of what has changed.
         if self.executable.is_outdated() | self._variables.settle():
@@ -277,7 +277,7 @@ class Program:
     def _is_newly_inside(self) -> bool:
         """Whether it has compiler options, and is called inside another program."""
         is_asked = bool(self._compiler_options) and not self._is_prepared
-        return is_asked and _cell.is_traced()
+        return is_asked and access.is_traced()
 
     @property
     def _active(self) -> list[Stage]:

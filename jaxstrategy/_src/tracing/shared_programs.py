@@ -40,7 +40,7 @@ from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import Handle
-from jaxstrategy._src.variables import cell
+from jaxstrategy._src.variables import access
 
 
 @final
@@ -96,7 +96,7 @@ class AgreedProgram(Stage):
         agreement, self._leaves = self._agreement, leaves
         try:
             # In a larger program it is part of what its caller dispatches.
-            if cell.is_traced():
+            if access.is_traced():
                 return call(leaves, *more)
             if agreement.begin(self._name, self._where):
                 same = {} if self._is_new else self._step.same(leaves)

@@ -59,8 +59,7 @@ from jaxstrategy._src.tracing.unknown_axes import UnknownAxis
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables import access
-from jaxstrategy._src.variables.access import StepVariables
-from jaxstrategy._src.variables.cell import AbstractCell
+from jaxstrategy._src.variables.access import Cell, StepVariables
 from jaxstrategy._src.variables.variable import Variable
 
 # Where in a jaxpr a value is computed: the number of the equation; of one that calls a
@@ -416,7 +415,7 @@ class Trace:
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[AbstractCell, jax.Ref],
+        references: dict[Cell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
         """The step's results, as the analysis proved them, and further outputs."""
@@ -452,7 +451,7 @@ class Trace:
         return wrapped, more
 
     def operands(
-        self, leaves: Sequence[Leaf], references: dict[AbstractCell, jax.Ref]
+        self, leaves: Sequence[Leaf], references: dict[Cell, jax.Ref]
     ) -> list[Leaf]:
         """For each input of `jaxpr` what it is, None of a variable that is not used."""
         used = set(self.used)

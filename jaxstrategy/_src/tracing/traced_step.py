@@ -18,7 +18,7 @@ from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.trace import Evaluate, Trace
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.variables.cell import AbstractCell
+from jaxstrategy._src.variables.access import Cell
 
 
 class AbstractDivision(Protocol):
@@ -27,7 +27,7 @@ class AbstractDivision(Protocol):
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[AbstractCell, jax.Ref],
+        references: dict[Cell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
         """As `Trace.evaluate`."""
@@ -63,7 +63,7 @@ class TracedStep:
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[AbstractCell, jax.Ref],
+        references: dict[Cell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
         is_whole: bool = False,
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:

@@ -1,4 +1,4 @@
-"""The public interface of a variable: `AbstractVariable`."""
+"""What variables and tables in shards have alike, and which variables there are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import abc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar, final
+from typing import Generic, NoReturn, Self, TypeVar, final
 
 import jax
 import numpy as np
@@ -19,10 +19,9 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
-from jaxstrategy._src.variables.cell import Holder
-from jaxstrategy._src.variables.changes import Assignments, Change, Operators, Scatters
-from jaxstrategy._src.variables.kinds.kind import VariableKind
-from jaxstrategy._src.variables.kinds.mirrored_kind import MirroredKind
+from jaxstrategy._src.variables.access import Access, Cell
+from jaxstrategy._src.variables.changes import Assignments, Operators, Scatters
+from jaxstrategy._src.variables.kinds import VariableKind
 
 T = TypeVar("T")
 
@@ -79,8 +78,87 @@ def usable_by(strategy: AbstractStrategy) -> list[Handle]:
     return sorted(found, key=lambda variable: variable.number)
 
 
-class Properties(Handle):
-    """The properties of a variable that no assignment changes."""
+class VariableLike(Operators, Assignments, Scatters):
+    """What a variable and a table in shards have alike."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name in messages."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the value."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the value."""
+        return int(np.prod(self.shape))
+
+    @property
+    @abc.abstractmethod
+    def strategy(self) -> AbstractStrategy | None:
+        """The strategy it belongs to, None for an ordinary variable."""
+
+    @property
+    def distribute_strategy(self) -> AbstractStrategy | None:
+        """The same as `strategy`, under TensorFlow's name."""
+        return self.strategy
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it belongs to a strategy."""
+        return self.strategy is not None
+
+    def read_value(self) -> jax.Array:
+        """The same as `value`, of the variable's shape.
+
+        Raises:
+          ValueError: outside `run`, an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+        """
+        return self.value()
+
+    @abc.abstractmethod
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array; not inside `run`."""
+
+    def __array__(
+        self, dtype: np.dtype | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def ref(self) -> Reference[Self]:
+        """A reference that equals those to the same variable, as a key of dicts.
+
+        Variables themselves are hashable, too: `{v: 1}` finds `v` by identity.
+
+        >>> import jaxstrategy as js
+        >>> v = js.Variable(1.0)
+        >>> v.ref() == v.ref(), v.ref().deref() is v
+        (True, True)
+        """
+        return Reference(self)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def _cannot_be_pickled(self) -> NoReturn:
+        raise TypeError(
+            f"Variable {self.name!r} cannot be pickled: it stands for memory of this "
+            "process's devices. Save `variable.numpy()`, and assign it to a variable "
+            "of the other process."
+        )
+
+
+class AbstractVariable(VariableLike, Handle):
+    """One variable: `Variable`, for files that it is made of."""
 
     _name: str
     _shape: tuple[int, ...]
@@ -90,6 +168,9 @@ class Properties(Handle):
     _aggregation: VariableAggregation
     _strategy: AbstractStrategy | None
     _kind: VariableKind
+    _cell: Cell
+
+    # What no assignment changes.
 
     @property
     def name(self) -> str:
@@ -100,16 +181,6 @@ class Properties(Handle):
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
         return self._shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the value."""
-        return len(self._shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the value."""
-        return int(np.prod(self._shape))
 
     @property
     def dtype(self) -> np.dtype:
@@ -136,26 +207,6 @@ class Properties(Handle):
         """The strategy it belongs to, None for an ordinary variable."""
         return self._strategy
 
-    @property
-    def distribute_strategy(self) -> AbstractStrategy | None:
-        """The same as `strategy`, under TensorFlow's name."""
-        return self._strategy
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices that hold its copies, in replica order."""
-        return self.replicas.devices
-
-    @property
-    def device(self) -> Device | str:
-        """The device that holds the first of its copies; the name of one elsewhere."""
-        return self._kind.device
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether it belongs to a strategy."""
-        return self._strategy is not None
-
     # Where it is.
 
     @property
@@ -164,9 +215,19 @@ class Properties(Handle):
         return self._kind.replicas
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that hold its copies, in replica order."""
+        return self._kind.replicas.devices
+
+    @property
+    def device(self) -> Device | str:
+        """The device that holds the first of its copies; the name of one elsewhere."""
+        return self._kind.device
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh of the devices that hold its copies."""
-        return self.replicas.mesh
+        return self._kind.replicas.mesh
 
     @property
     def sharding(self) -> NamedSharding:
@@ -191,33 +252,27 @@ class Properties(Handle):
     @property
     def copies_must_agree(self) -> bool:
         """Whether it has no copies that may differ."""
-        return isinstance(self._kind, MirroredKind)
+        return self._kind.copies_must_agree
 
     def lives_on(self, replicas: Replicas) -> bool:
         """Whether steps of these replicas can work on it where it is."""
-        return self._strategy is not None and self.replicas == replicas
+        return self._strategy is not None and self._kind.replicas == replicas
 
-
-class AbstractVariable(Operators, Assignments, Scatters, Properties):
-    """One variable: `Variable`, for files that it is made of."""
-
-    @abc.abstractmethod
-    def _rows(self, numbers: np.ndarray) -> jax.Array:
-        """Some rows of the value, outside of steps.
-
-        Args:
-          numbers: of rows, `[n]`, each of which it has.
-        """
+    @property
+    def cell(self) -> Cell:
+        """The holder of all copies, outside of steps."""
+        return self._cell
 
     @abc.abstractmethod
-    def _written(
-        self,
-        value: Value,
-        change: Change,
-        write: Callable[..., jax.Array | PerReplica],
+    def _access(self) -> Access:
+        """How the code that asks may use it; raises if it is another strategy's."""
+
+    @abc.abstractmethod
+    def _change_by(
+        self, make: Callable[..., jax.Array | PerReplica], *given: Value
     ) -> jax.Array | PerReplica:
-        """Changes it by `write`, a method of its kind's form; the new value."""
+        """Changes it by `make(access, *given)`; returns the new value."""
 
     @abc.abstractmethod
-    def _reference(self) -> Holder:
-        """The reference to work on: the step's own, or the one with all copies."""
+    def _remote_rows(self, numbers: np.ndarray) -> jax.Array:
+        """Some rows, each of which it has, of one that is on a server."""

@@ -1,4 +1,4 @@
-"""Reads and changes of variables: outside, in a step, under differentiation."""
+"""What holds a variable's copies, and who may use it: steps, gradients, updates."""
 
 from __future__ import annotations
 
@@ -6,108 +6,134 @@ import contextlib
 import enum
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, cast, final
+from types import EllipsisType
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_context
 from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.values.arrays import is_traced
 from jaxstrategy._src.values.per_replica import Handle
-from jaxstrategy._src.variables.cell import AbstractCell, Holder
 
 
-class Lookup(NamedTuple):
-    """One lookup.
+class Holder(Protocol):
+    """What holds copies: a `Cell` all between steps, a step's `jax.Ref` one of them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __getitem__(self, index: EllipsisType, /) -> jax.Array: ...
+
+    def __setitem__(self, index: EllipsisType, value: jax.Array, /) -> None: ...
+
+
+class Cell:
+    """What holds all copies of a variable between steps; read and written with `[...]`.
+
+    Where JAX traces by itself it becomes a reference, and stays one.
 
     Attributes:
-      shards: the `id` of each shard of the table.
-      starts: the first row of each shard, and last the number of all rows.
-      rows: the type of what it gives, `[n, ...]`.
+      array: what it holds, None if there is nothing to lend: it is a reference.
+      is_alone: whether a program may overwrite the array, which nobody else has.
     """
 
-    shards: tuple[int, ...]
-    starts: tuple[int, ...]
-    rows: jax.ShapeDtypeStruct
+    def __init__(self, array: jax.Array | None, is_alone: bool = False) -> None:
+        self.array: Any = array
+        self.is_alone = is_alone
+        self._ref: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it holds."""
+        return (self.array if self._ref is None else self._ref).shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what it holds."""
+        return (self.array if self._ref is None else self._ref).dtype
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it has become a reference."""
+        return self._ref is not None
+
+    @property
+    def ref(self) -> jax.Ref:
+        """The reference that it becomes."""
+        if self._ref is None:
+            with eval_context():  # in `jax.grad`, too
+                self._ref = jax.new_ref(self.array)
+            self.array, self.is_alone = None, False
+        return self._ref
+
+    def __getitem__(self, index: EllipsisType) -> jax.Array:
+        if self._ref is None and not is_traced():
+            self.is_alone = False
+            return self.array
+        if not _context.current().is_initial:
+            return self.ref[...]
+        # For a function that is traced to be called once: what it holds now.
+        if self._ref is None:
+            self.is_alone = False
+            return self.array
+        with eval_context():
+            return self._ref[...]
+
+    def __setitem__(self, index: EllipsisType, value: jax.Array) -> None:
+        if self._ref is not None or is_traced():
+            self.ref[...] = value
+        else:
+            # The user may have it, too: what is assigned is not copied.
+            self.array, self.is_alone = value, False
+
+    def lend(self) -> jax.Array:
+        """The array, for a program that may overwrite it; it must be replaced then."""
+        assert self._ref is None, "references are not lent"
+        # Who has read the cell has this very array, and donated it would be deleted.
+        if not self.is_alone:
+            self.array, self.is_alone = jnp.copy(self.array), True
+        return self.array
 
 
-@final
-class RowTape:
-    """The lookups of one call of a function, made while it runs.
+class RemoteCell(Cell):
+    """The shape and dtype of what is elsewhere: no array or reference for steps here.
 
     Args:
-      watched: the `id` of each variable of whose lookups it takes note.
-      added: what is added to the rows of each lookup; None while lookups are counted.
-
-    Attributes:
-      lookups: those that were made, in order.
-      ids: the rows of each.
-      whole: the `id` of each variable that was used by something else than lookups.
+      like: shape and dtype of what it stands for.
+      name: the variable's, for messages.
     """
 
-    def __init__(
-        self, watched: Iterable[int], added: Sequence[jax.Array] | None = None
-    ) -> None:
-        self._watched = set(watched)
-        self._added = added
-        self._trace = get_opaque_trace_state()
-        self.lookups: list[Lookup] = []
-        self.ids: list[jax.Array] = []
-        self.whole: set[int] = set()
+    def __init__(self, like: jax.ShapeDtypeStruct, name: str) -> None:
+        super().__init__(None)
+        self._like = like
+        self._name = name
 
-    def looked_up(
-        self,
-        shards: Sequence[Handle],
-        starts: Sequence[int],
-        ids: jax.Array,
-        rows: jax.Array,
-    ) -> jax.Array:
-        """The rows, with what is added to them.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._like.shape
 
-        Shapes: ids `[n]`, rows `[n, ...]` -> `[n, ...]`.
-        """
-        keys = tuple(map(id, shards))
-        if not self._watched.intersection(keys):
-            return rows
-        # In a loop, or a function that is jitted, ids are that function's own.
-        if get_opaque_trace_state() != self._trace:
-            self.whole.update(keys)
-            return rows
-        like = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
-        self.lookups.append(Lookup(keys, tuple(starts), like))
-        self.ids.append(ids)
-        if self._added is None:
-            return rows
-        return rows + self._added[len(self.ids) - 1]
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self._like.dtype)
 
-    def used_whole(self, variable: Handle) -> None:
-        """Take note of another use of a variable."""
-        self.whole.add(id(variable))
+    @property
+    def ref(self) -> NoReturn:
+        raise self._refusal()
 
-    def sparse(self) -> set[int]:
-        """The variables that are only looked up, the shards of a table all or none."""
-        whole = set(self.whole)
-        for _ in self.lookups:  # each round adds a table, or is the last
-            for lookup in self.lookups:
-                if whole.intersection(lookup.shards):
-                    whole.update(lookup.shards)
-        return self._watched - whole
+    def lend(self) -> NoReturn:
+        raise self._refusal()
 
-
-def current() -> RowTape | None:
-    """The tape of the function that runs, None if none is."""
-    return cast("RowTape | None", _context.current().lookups)
-
-
-def recording(tape: RowTape | None) -> contextlib.AbstractContextManager[object]:
-    """A `with` block whose lookups `tape` takes note of; with None nothing does."""
-    return _context.entered(lookups=tape)
-
-
-def zeros(lookups: Iterable[Lookup]) -> list[jax.Array]:
-    """What is added to the rows of each lookup."""
-    return [jnp.zeros(each.rows.shape, each.rows.dtype) for each in lookups]
+    def _refusal(self) -> Exception:
+        """The error of code that wants an array here."""
+        return AssertionError(f"{self._name!r} is nowhere")
 
 
 class Side(enum.Enum):
@@ -116,6 +142,28 @@ class Side(enum.Enum):
     REPLICA = "in `run`"
     CROSS = "in cross-replica context"
     UPDATE = "in `extended.update`"
+
+
+class Access(NamedTuple):
+    """How the code that asks may use a variable.
+
+    Attributes:
+      holder: of one replica's copy in a step, of all copies outside.
+      side: of the code.
+      in_step: whether a step is being traced.
+    """
+
+    holder: Holder
+    side: Side
+    in_step: bool
+
+
+def side() -> Side:
+    """The side on which the code that asks is."""
+    context = _context.current()
+    if context.replica is not None:
+        return Side.REPLICA
+    return Side.UPDATE if context.updated else Side.CROSS
 
 
 class StepVariables:
@@ -170,63 +218,25 @@ class StepVariables:
             _context.forget_jitted()
 
 
-class NeedsProgram(BaseException):  # which no `except Exception` of a function takes
-    """`extended.update` came to one copy of an on-read variable, outside of a step."""
-
-
-class _Before:
-    """The contents of cells before an update, to undo it."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[AbstractCell, jax.Array]] = {}
-
-    def keep(self, cell: AbstractCell) -> None:
-        if id(cell) not in self._held:
-            self._held[id(cell)] = cell, cell[...]
-
-    def put_back(self) -> None:
-        for cell, value in self._held.values():
-            cell[...] = value
-
-
-@contextlib.contextmanager
-def undone_for_program() -> Iterator[None]:
-    """Undo what is assigned in the block if it ends with `NeedsProgram`."""
-    before = _Before()
-    try:
-        with _context.entered(before=before):
-            yield
-    except NeedsProgram:
-        before.put_back()
-        raise
-
-
-def about_to_change(cell: AbstractCell) -> None:
-    """Keep what `cell` holds, if that may have to be undone."""
-    before = _context.current().before
-    if before is not None:
-        cast(_Before, before).keep(cell)
-
-
-def check_not_mapped(error: Exception, name: str) -> None:
-    """Raise an error of ours if JAX's is of a change under `jax.vmap`."""
-    # It has no type of its own, and speaks of references (JAX 0.10 and 0.12). In a step
-    # it is for the step, which knows the user's line.
-    is_outside = not _context.current().in_step
-    if is_outside and "vmapped value on an unbatched" in str(error):
-        raise ContextError(
-            f"Variable {name!r} was changed under `jax.vmap` by a value that is "
-            "mapped: it would have another value in each call. Return what is to be "
-            "assigned, and assign it outside the mapped function."
-        ) from None
-
-
 def tracing() -> StepVariables | None:
     """The variables of the step that is being traced, None outside of one."""
     context = _context.current()
     if not context.in_step:
         return None
     return cast("StepVariables | None", context.variables)
+
+
+@contextlib.contextmanager
+def traced_with(variables: StepVariables) -> Iterator[None]:
+    """A `with` block in which a step is traced with these variables."""
+    # Functions that the user has jitted are kept by this number: their traces hold the
+    # references of one trace. Without variables they may be used in the next one, too.
+    trace = _context.new_trace() if variables.any else _context.current().trace
+    try:
+        with _context.entered(variables=variables, trace=trace):
+            yield
+    finally:
+        variables.end()
 
 
 # Calling a program gives it the memory of the variables and takes other memory back.
@@ -243,26 +253,44 @@ def exclusively() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if is_eager else one_at_a_time
 
 
+def check_not_mapped(error: Exception, name: str) -> None:
+    """Raise an error of ours if JAX's is of a change under `jax.vmap`."""
+    # It has no type of its own, and speaks of references (JAX 0.10 and 0.12). In a step
+    # it is for the step, which knows the user's line.
+    is_outside = not _context.current().in_step
+    if is_outside and "vmapped value on an unbatched" in str(error):
+        raise ContextError(
+            f"Variable {name!r} was changed under `jax.vmap` by a value that is "
+            "mapped: it would have another value in each call. Return what is to be "
+            "assigned, and assign it outside the mapped function."
+        ) from None
+
+
+class NeedsProgram(BaseException):  # which no `except Exception` of a function takes
+    """`extended.update` came to one copy of an on-read variable, outside of a step."""
+
+
 @contextlib.contextmanager
-def traced_with(variables: StepVariables) -> Iterator[None]:
-    """A `with` block in which a step is traced with these variables."""
-    # Functions that the user has jitted are kept by this number: their traces hold the
-    # references of one trace. Without variables they may be used in the next one, too.
-    trace = _context.new_trace() if variables.any else _context.current().trace
+def undone_for_program() -> Iterator[None]:
+    """Undo what is assigned in the block if it ends with `NeedsProgram`."""
+    before: dict[Cell, jax.Array] = {}
     try:
-        with _context.entered(variables=variables, trace=trace):
+        with _context.entered(before=before):
             yield
-    finally:
-        variables.end()
+    except NeedsProgram:
+        for cell, value in before.items():
+            cell[...] = value
+        raise
 
 
-def side() -> Side:
-    """The side on which the code that asks is."""
-    context = _context.current()
-    if context.replica is not None:
-        return Side.REPLICA
-    return Side.UPDATE if context.updated else Side.CROSS
+def about_to_change(cell: Cell, before: object) -> None:
+    """Keep what `cell` holds in `before`, that of `undone_for_program`."""
+    known = cast("dict[Cell, jax.Array]", before)
+    if cell not in known:
+        known[cell] = cell[...]
 
+
+# Functions that are differentiated with respect to variables.
 
 _Key: TypeAlias = tuple[int | None, frozenset[int]]
 
@@ -283,6 +311,12 @@ class _Given(NamedTuple):
     key: _Key
 
 
+class LookupTape(Protocol):
+    """Takes note of how a function uses tables."""
+
+    whole: set[int]
+
+
 def value_of(variable: Handle) -> jax.Array | None:
     """The value that `variable` has in the function being differentiated, or None."""
     context = _context.current()
@@ -296,9 +330,8 @@ def value_of(variable: Handle) -> jax.Array | None:
         raise _outside(variable)
     if get_opaque_trace_state() != found.state:  # in a jitted function
         _traces.pop(found.key, None)
-    tape = current()
-    if tape is not None:
-        tape.used_whole(variable)
+    if context.lookups is not None:
+        cast(LookupTape, context.lookups).whole.add(id(variable))
     return found.value
 
 

@@ -51,15 +51,11 @@ class Change:
 
     def applied(self, old: jax.Array, value: jax.Array) -> jax.Array:
         """The new value, of the shape and dtype of `old`."""
-        if not self.is_whole:
+        if self.index is not ...:
             return changed(old, self.index, value, self.operation)
-        match self.operation:
-            case "set":
-                return value
-            case "add":
-                return old + value
-            case _:
-                return old - value
+        if self.operation == "set":
+            return value
+        return old + value if self.operation == "add" else old - value
 
 
 def changed(

@@ -12,9 +12,8 @@ from jaxstrategy._src.sharded import lookup
 from jaxstrategy._src.sharded.lookup import Combiner
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Value
-from jaxstrategy._src.variables import row_lookups
 from jaxstrategy._src.variables.abstract_variable import AbstractVariable
-from jaxstrategy._src.variables.rows import checked_ids
+from jaxstrategy._src.variables.rows import checked_ids, looked_up
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 
 Table: TypeAlias = ShardedVariable | AbstractVariable | jax.Array
@@ -103,7 +102,7 @@ def _checked_table(params: Value) -> Table:
 def _rows(table: Table, ids: jax.Array) -> jax.Array:
     if isinstance(table, ShardedVariable):
         return table.rows_at(ids)
-    return row_lookups.looked_up((table,), ids)
+    return looked_up((table,), ids)
 
 
 def _shortened(rows: jax.Array, rank: int, max_norm: float | None) -> jax.Array:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast, final
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,13 @@ import numpy as np
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
+from jaxstrategy._src.reductions.rows import row_starts
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices
 from jaxstrategy._src.variables import abstract_variable, access, sharded_variable
 from jaxstrategy._src.variables.abstract_variable import AbstractVariable
-from jaxstrategy._src.variables.access import Lookup, RowTape
-from jaxstrategy._src.variables.rows import known_numbers
+from jaxstrategy._src.variables.rows import Lookup, RowTape, known_numbers, recording
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 
 
@@ -62,60 +63,41 @@ def is_table(variable: Handle) -> TypeGuard[AbstractVariable]:
     return is_float and (is_shard or variable._kind.has_remote_rows)
 
 
-@final
-class RowGradients:
-    """The gradients with respect to the rows of lookups.
+class _RowGradient(NamedTuple):
+    """The gradient with respect to the rows of one lookup, `[n, ...]`, of these ids."""
 
-    Args:
-      lookups: in the order in which they were made.
-      ids: the rows of each, `[n]`.
-      gradients: with respect to them, `[n, ...]` each.
+    lookup: Lookup
+    ids: jax.Array
+    rows: jax.Array
+
+
+def _of_rows(parts: Sequence[Handle], found: Sequence[_RowGradient]) -> IndexedSlices:
+    """The gradient with respect to a table, of these shards.
+
+    A row that was looked up twice is there twice. Of rows that are traced, one that
+    is in another shard stands as zeros of row 0.
     """
-
-    def __init__(
-        self,
-        lookups: Sequence[Lookup],
-        ids: Sequence[jax.Array],
-        gradients: Sequence[jax.Array],
-    ) -> None:
-        self._all = list(zip(lookups, ids, gradients, strict=True))
-
-    def of(self, parts: Sequence[Handle]) -> IndexedSlices:
-        """The gradient with respect to a table, of these shards.
-
-        A row that was looked up twice is there twice. Of rows that are traced, one that
-        is in another shard stands as zeros of row 0.
-        """
-        shards = [part for part in parts if isinstance(part, AbstractVariable)]
-        keys = tuple(map(id, shards))
-        lengths = [shard.shape[0] for shard in shards]
-        starts = np.cumsum([0, *lengths])
-        shape = (int(starts[-1]), *shards[0].shape[1:])
-        indices = [jnp.zeros((0,), jnp.int32)]
-        values = [jnp.zeros((0, *shape[1:]), shards[0].dtype)]
-        for lookup, ids, gradient in self._all:
-            for found, rows in _own(lookup, ids, gradient, keys, starts):
-                indices.append(found.astype(jnp.int32))
-                values.append(rows)
-        return IndexedSlices(jnp.concatenate(values), jnp.concatenate(indices), shape)
-
-
-def _own(
-    lookup: Lookup,
-    ids: jax.Array,
-    gradient: jax.Array,
-    keys: tuple[int, ...],
-    starts: np.ndarray,
-) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """The rows of one lookup that some shards have, as numbers of these, and theirs."""
-    if lookup.shards == keys:
-        yield _within(ids, gradient, 0, lookup.starts[-1], 0)
-        return
-    bounds = zip(lookup.shards, lookup.starts, lookup.starts[1:], strict=False)
-    for shard, start, stop in bounds:
-        if shard in keys:
-            offset = int(starts[keys.index(shard)]) - start
-            yield _within(ids, gradient, start, stop, offset)
+    shards = [part for part in parts if isinstance(part, AbstractVariable)]
+    first = row_starts(shards)
+    starts = dict(zip(map(id, shards), first, strict=False))
+    shape = (first[-1], *shards[0].shape[1:])
+    indices = [jnp.zeros((0,), jnp.int32)]
+    values = [jnp.zeros((0, *shape[1:]), shards[0].dtype)]
+    for lookup, ids, gradient in found:
+        if lookup.shards == tuple(starts):
+            bounds = [(0, lookup.starts[-1], 0)]
+        else:
+            every = zip(lookup.shards, itertools.pairwise(lookup.starts), strict=True)
+            bounds = [
+                (start, stop, starts[key] - start)
+                for key, (start, stop) in every
+                if key in starts
+            ]
+        for each in bounds:
+            own, rows = _within(ids, gradient, *each)
+            indices.append(own.astype(jnp.int32))
+            values.append(rows)
+    return IndexedSlices(jnp.concatenate(values), jnp.concatenate(indices), shape)
 
 
 def _within(
@@ -189,12 +171,12 @@ def value_and_grad(
         values = {key: part.value() for key, part in parts.items()}
 
         def called(own: Mapping[int, jax.Array], tape: RowTape | None) -> PyTree:
-            with access.entered({**values, **own}), access.recording(tape):
+            with access.entered({**values, **own}), recording(tape):
                 return fn(*args, **kwargs)
 
         def probed(own: Mapping[int, jax.Array], tape: RowTape) -> None:
             given = access.entered({**values, **own}, is_repeated=False)
-            with given, access.recording(tape):
+            with given, recording(tape):
                 fn(*args, **kwargs)
 
         lookups, sparse = lookups_of(probed, parts)
@@ -208,9 +190,10 @@ def value_and_grad(
             loss, aux = result if has_aux else (result, None)
             return loss, (aux, tape.ids if tape is not None else [])
 
+        added = [jnp.zeros(each.rows.shape, each.rows.dtype) for each in lookups]
         both = jax.value_and_grad(of_values, argnums=(0, 1), has_aux=True)
-        (loss, (aux, ids)), (of_whole, of_rows) = both(whole, access.zeros(lookups))
-        found = RowGradients(lookups, ids, of_rows)
+        (loss, (aux, ids)), (of_whole, of_rows) = both(whole, added)
+        found = [*map(_RowGradient, lookups, ids, of_rows)]
         grads = [_gradient(leaf, of_whole, found) for leaf in leaves]
         return (loss, aux) if has_aux else loss, treedef.unflatten(grads)
 
@@ -297,14 +280,16 @@ def _parts_of(source: _Source) -> Sequence[Handle]:
 def _gradient(
     source: _Source,
     of_whole: Mapping[int, jax.Array],
-    of_rows: RowGradients,
+    of_rows: Sequence[_RowGradient],
 ) -> PyTree:
     """The gradient with respect to one variable, or to all shards of one."""
     parts = _parts_of(source)
     if not any(id(part) in of_whole for part in parts):
-        return of_rows.of(parts)
+        return _of_rows(parts, of_rows)
     dense = [
-        of_whole[id(part)] if id(part) in of_whole else of_rows.of([part]).to_dense()
+        of_whole[id(part)]
+        if id(part) in of_whole
+        else _of_rows([part], of_rows).to_dense()
         for part in parts
     ]
     return dense[0] if len(dense) == 1 else jnp.concatenate(dense)

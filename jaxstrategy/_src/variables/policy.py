@@ -10,18 +10,18 @@ from typing import NoReturn, final
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy, AbstractVariablePolicy
 from jaxstrategy._src.options import VariableAggregation
-from jaxstrategy._src.parameter_servers.protocol import (
-    ServerPool,
-)
+from jaxstrategy._src.parameter_servers.protocol import ServerPool
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.values.per_replica import Handle
-from jaxstrategy._src.variables.kinds.kind import VariableKind
-from jaxstrategy._src.variables.kinds.mirrored_kind import MirroredKind
-from jaxstrategy._src.variables.kinds.on_read_kind import OnReadKind
-from jaxstrategy._src.variables.kinds.per_worker_kind import PerWorkerKind, ReadCopies
-from jaxstrategy._src.variables.kinds.server_kind import ServerKind, server_kind_of
+from jaxstrategy._src.variables.kinds import OnReadKind, VariableKind
+from jaxstrategy._src.variables.remote_kinds import (
+    PerWorkerKind,
+    ReadCopies,
+    ServerKind,
+    server_kind_of,
+)
 from jaxstrategy._src.variables.sharding_choice import Partitioner, PartitionFunction
 
 
@@ -42,28 +42,13 @@ class VariablePolicy(AbstractVariablePolicy):
         on_read: bool,
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
+        per_worker: bool,
     ) -> VariableKind:
-        """The kind of a variable, which keeps it."""
-
-    def kind_for_each_worker(
-        self, name: str, aggregation: VariableAggregation, owner: AbstractStrategy
-    ) -> VariableKind:
-        """The kind of a variable of which each worker of a coordinator has a copy."""
-        raise no_workers(name)
+        """The kind of a new variable, which keeps it."""
 
     def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
         """The kind of a variable that was sent to a worker, as one of this policy."""
         return kind
-
-
-def no_workers(name: str) -> ValueError:
-    """The complaint about a copy for each worker where there are none."""
-    return ValueError(
-        f"Variable {name!r} was made with `per_worker_variable=True` outside of the "
-        "scope of a ParameterServerStrategy: only that one has workers which each "
-        "keep a copy. Make it in `strategy.scope()`; of other strategies, a variable "
-        "with `synchronization='on_read'` has a copy for each replica."
-    )
 
 
 @final
@@ -92,11 +77,13 @@ class ReplicatedVariables(VariablePolicy):
         on_read: bool,
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
+        per_worker: bool,
     ) -> VariableKind:
-        """Mirrored or on read, as the variable asks for."""
+        if per_worker:
+            raise _no_workers(name)
         if on_read:
             return OnReadKind(name, aggregation, self._each, owner)
-        return MirroredKind(name, aggregation, _beside() or self._home, owner)
+        return VariableKind(name, aggregation, _beside() or self._home, owner)
 
 
 @final
@@ -123,11 +110,13 @@ class OrdinaryVariables(VariablePolicy):
         on_read: bool,
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
+        per_worker: bool,
     ) -> VariableKind:
-        """Mirrored, on one device."""
+        if per_worker:
+            raise _no_workers(name)
         # The one copy cannot differ from others, and is what all of them combine to.
         aggregation = VariableAggregation.NONE if on_read else aggregation
-        return MirroredKind(name, aggregation, _beside() or self._replicas, None)
+        return VariableKind(name, aggregation, _beside() or self._replicas, None)
 
     def check_devices(self, devices: tuple[Device, ...]) -> None:
         """Raise if there are several devices: a variable has one copy."""
@@ -143,6 +132,15 @@ def _beside() -> Replicas | None:
     """Where `colocate_vars_with` wants variables; None outside of it."""
     beside = context.current().colocated
     return beside.replicas if isinstance(beside, Handle) else beside
+
+
+def _no_workers(name: str) -> ValueError:
+    return ValueError(
+        f"Variable {name!r} was made with `per_worker_variable=True` outside of the "
+        "scope of a ParameterServerStrategy: only that one has workers which each "
+        "keep a copy. Make it in `strategy.scope()`; of other strategies, a variable "
+        "with `synchronization='on_read'` has a copy for each replica."
+    )
 
 
 ORDINARY = OrdinaryVariables(Replicas.alone())
@@ -164,7 +162,6 @@ class ServerVariables(VariablePolicy):
       partitioner: divides variables into shards, each of them a variable.
 
     Attributes:
-      partitioner: as given.
       read_copies: asks each worker what it has; None while there is no coordinator.
       pause: lets no function change variables, for a checkpoint of some step; likewise.
     """
@@ -205,14 +202,17 @@ class ServerVariables(VariablePolicy):
         on_read: bool,
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
+        per_worker: bool,
     ) -> VariableKind:
         """On the next server; beside another variable in `colocate_vars_with`."""
-        assert owner is not None, "only code in its scope asks the strategy's policy"
+        home, pool, workers = self._home, self._pool, self._workers
+        if per_worker:
+            return PerWorkerKind(
+                name, aggregation, home, owner, lambda: self.read_copies
+            )
         beside = server_kind_of(context.current().colocated)
-        server = self._pool.next() if beside is None else beside.server
-        return ServerKind(
-            name, aggregation, self._home, owner, self._pool, server, self._workers
-        )
+        server = pool.next() if beside is None else beside.server
+        return ServerKind(name, aggregation, home, owner, pool, server, workers)
 
     def check_devices(self, devices: tuple[Device, ...]) -> NoReturn:
         """No devices: variables are on servers."""
@@ -220,12 +220,4 @@ class ServerVariables(VariablePolicy):
             f"`extended.colocate_vars_with` was given {_devices.names(devices)}, but "
             "variables of this strategy are on parameter servers. Give a variable "
             "whose server others are to be on."
-        )
-
-    def kind_for_each_worker(
-        self, name: str, aggregation: VariableAggregation, owner: AbstractStrategy
-    ) -> VariableKind:
-        """In the memory of each worker, on no server."""
-        return PerWorkerKind(
-            name, aggregation, self._home, owner, lambda: self.read_copies
         )

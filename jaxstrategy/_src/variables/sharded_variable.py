@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Self, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.tree_util import SequenceKey
 from jaxstrategy._src.contexts import context, replica_context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.options import VariableAggregation, VariableSynchronization
+from jaxstrategy._src.reductions.rows import own_rows, row_numbers, row_starts
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import array_type, shown
@@ -23,67 +25,27 @@ from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
-from jaxstrategy._src.variables import access, row_lookups
-from jaxstrategy._src.variables.abstract_variable import AbstractVariable, Reference
+from jaxstrategy._src.variables import access
+from jaxstrategy._src.variables.abstract_variable import AbstractVariable, VariableLike
 from jaxstrategy._src.variables.access import Side
-from jaxstrategy._src.variables.cell import Holder
 from jaxstrategy._src.variables.changes import (
     WORDS,
-    Assignments,
     Change,
-    Operators,
-    Scatters,
     VariablePart,
 )
 from jaxstrategy._src.variables.initial_value import is_host_array
-from jaxstrategy._src.variables.kinds.kind import VariableKind, whole
-from jaxstrategy._src.variables.kinds.mirrored_kind import MirroredKind
-from jaxstrategy._src.variables.row_lookups import row_index
+from jaxstrategy._src.variables.kinds import VariableKind, whole
+from jaxstrategy._src.variables.remote_kinds import server_kind_of
 from jaxstrategy._src.variables.rows import (
     changed_rows,
     checked_ids,
     known_numbers,
-    row_numbers,
+    looked_up,
+    part,
+    places_of,
+    row_index,
     row_pieces,
 )
-
-
-def checked_shards(given: object, name: str) -> tuple[AbstractVariable, ...]:
-    """`given` as the shards of a table."""
-    shards = tuple(given) if isinstance(given, Sequence) else ()
-    if not shards or not all(isinstance(each, AbstractVariable) for each in shards):
-        wrong = [each for each in shards if not isinstance(each, AbstractVariable)]
-        which = f", which holds a {type(wrong[0]).__name__}" if wrong else ""
-        raise TypeError(
-            f"`variables` of ShardedVariable {name!r} was {shown(given)}{which}; a "
-            "list of one or more `Variable`s was wanted."
-        )
-    if len({id(each) for each in shards}) < len(shards):
-        raise ValueError(
-            f"`variables` of ShardedVariable {name!r} has a variable twice; each row "
-            "must be in one shard."
-        )
-    first = shards[0]
-    if not first.shape:
-        raise ValueError(
-            f"Variable {first.name!r} has no dimensions, and so no rows; shards "
-            f"[rows, ...] of ShardedVariable {name!r} were wanted."
-        )
-    for other in shards[1:]:
-        _check_alike(first, other, name)
-    return shards
-
-
-def _check_alike(first: AbstractVariable, other: AbstractVariable, name: str) -> None:
-    for what, see in _ALIKE.items():
-        mine, others = see(first), see(other)
-        if mine != others:
-            raise ValueError(
-                f"The shards of ShardedVariable {name!r} differ in their {what}: "
-                f"{first.name!r} has {mine} and {other.name!r} has {others}. All must "
-                "have the same, and only dimension 0 may be of another length."
-            )
-
 
 _ALIKE: dict[str, Any] = {
     "dtype": lambda each: each.dtype.name,
@@ -95,189 +57,8 @@ _ALIKE: dict[str, Any] = {
 }
 
 
-Shards = Sequence[AbstractVariable]
-
-
-def write(shards: Shards, kind: VariableKind, value: Value, change: Change) -> None:
-    """Assign, or add, a value for all shards, or for a part of them.
-
-    Nothing is written if the value does not fit.
-    """
-    is_rows = is_slices(value) and isinstance(kind, MirroredKind)
-    if is_rows and change.is_whole and change.operation != "set":
-        change_rows(shards, kind, value, change)
-        return
-    shape = _shape(shards)
-    value = whole(value, shape)
-    if isinstance(value, PerReplica) and access.tracing() is not None:
-        value = replica_context.to_replica(value)
-    cut = _parts(shards, kind, value, change, shape)
-    with access.one_at_a_time:
-        for shard, part, own in list(cut):
-            shard._written(part, own, shard._kind.write)
-
-
-def _parts(
-    shards: Shards,
-    kind: VariableKind,
-    value: Value,
-    change: Change,
-    shape: tuple[int, ...],
-) -> Iterator[tuple[AbstractVariable, Value, Change]]:
-    """For each shard that changes what it takes, and how."""
-    if not change.is_whole:
-        yield from _parts_of_index(shards, kind, value, change, shape)
-        return
-    starts = row_lookups.starts_of(shards)
-    rows_of = _cut(kind, value, shape, shards[0].dtype)
-    for shard, start, stop in zip(shards, starts, starts[1:], strict=False):
-        yield shard, rows_of(start, stop), change
-
-
-def _cut(
-    kind: VariableKind, value: Value, shape: tuple[int, ...], dtype: np.dtype
-) -> Callable[[int, int], Value]:
-    """A function that gives the rows of `value` between two numbers."""
-    if isinstance(value, PerReplica):
-        versions = per_replica.contents(value)
-        wanted = (len(versions), *shape)
-        kind._checked(versions, wanted, dtype)
-        return lambda start, stop: PerReplica(versions[:, start:stop])
-    if is_host_array(value):
-        # Checked by its type: no device need have all of it.
-        jax.eval_shape(lambda given: kind._checked(given, shape, dtype), value)
-        return lambda start, stop: value[start:stop]
-    given = kind._checked(value, shape, dtype)
-    return lambda start, stop: given[start:stop]
-
-
-def _parts_of_index(
-    shards: Shards,
-    kind: VariableKind,
-    value: Value,
-    change: Change,
-    shape: tuple[int, ...],
-) -> Iterator[tuple[AbstractVariable, Value, Change]]:
-    """As `_parts`, of a part of all: its rows, or entries that arrays name."""
-    index = change.index
-    if isinstance(index, tuple) and index and isinstance(index[0], jax.Array):
-        given = kind._checked_part(value, shape, shards[0].dtype, change)
-        first, *rest = index
-        for shard, own in zip(shards, _own(shards, first), strict=True):
-            yield shard, given, change.of_part((own, *rest))
-        return
-    found = row_index(index, len(shape))
-    if found is None:
-        raise TypeError(
-            f"`{change.method}` of variable {kind.name!r}, which is in shards, was "
-            f"called on its part [{shown(index)}]; numbers and slices were wanted. "
-            "For rows that an array names use `scatter_update`, `scatter_add` and "
-            "their kin."
-        )
-    given = kind._checked_part(value, shape, shards[0].dtype, change)
-    for piece in row_pieces(found.rows, row_lookups.starts_of(shards)):
-        is_many = isinstance(found.rows, slice)
-        part = given[piece.place] if is_many else given
-        yield shards[piece.shard], part, change.of_part((piece.own, *found.rest))
-
-
-def change_rows(
-    shards: Shards, kind: VariableKind, rows: IndexedSlices, change: Change
-) -> None:
-    """Change some rows, each in the shard that has it.
-
-    Nothing is changed if a row does not fit.
-    """
-    rows = kind.rows_for(rows, change)
-    shape, side = _shape(shards), access.side()
-    if rows.dense_shape not in (None, shape):
-        raise ValueError(
-            f"Variable {kind.name!r} has shape {shape} and was given rows of an array "
-            f"of shape {rows.dense_shape}."
-        )
-    ids = checked_ids(rows.indices, shape[0], kind.name)
-    values = kind._checked(rows.values, (len(ids), *shape[1:]), shards[0].dtype)
-    rows = kind.combined(IndexedSlices(values, ids), side)
-    with access.one_at_a_time:
-        if access.tracing() is not None and kind.has_remote_rows:
-            _change_together(shards, rows, change)
-            return
-        for shard, own in list(_of_each(shards, rows)):
-            shard._written(own, change, _combined_already(shard))
-
-
-def _of_each(
-    shards: Shards, rows: IndexedSlices
-) -> Iterator[tuple[AbstractVariable, IndexedSlices]]:
-    """The rows of each shard; those without any are left out where they are known."""
-    known = None if access.tracing() is not None else known_numbers(rows.indices)
-    starts = row_lookups.starts_of(shards)
-    if known is None:
-        for shard, own in zip(shards, _own(shards, rows.indices), strict=True):
-            yield shard, IndexedSlices(rows.values, own)
-        return
-    owners = np.searchsorted(starts, known, side="right") - 1
-    for number, shard in enumerate(shards):
-        (places,) = np.nonzero(owners == number)
-        if len(places) == len(known) and len(known):
-            yield shard, IndexedSlices(rows.values, known - starts[number])
-        elif len(places):
-            own = known[places] - starts[number]
-            yield shard, IndexedSlices(rows.values[places], own)
-
-
-def _own(shards: Shards, ids: jax.Array) -> Iterator[jax.Array]:
-    """For each shard the numbers of its own rows, and its length for the others.
-
-    That is left out by `at`, where a negative number would count from the end.
-    """
-    starts = row_lookups.starts_of(shards)
-    numbers = row_numbers(ids, starts[-1])
-    for start, stop in zip(starts, starts[1:], strict=False):
-        is_own = (numbers >= start) & (numbers < stop)
-        yield jnp.where(is_own, numbers - start, stop - start)
-
-
-def _combined_already(shard: AbstractVariable) -> Callable[..., jax.Array | PerReplica]:
-    """The kind's `scatter` of rows that are those of all replicas."""
-
-    def write(
-        ref: Holder, side: Side, rows: IndexedSlices, change: Change
-    ) -> jax.Array | PerReplica:
-        return shard._kind.scatter(ref, Side.CROSS, rows, change)
-
-    return write
-
-
-def _change_together(shards: Shards, rows: IndexedSlices, change: Change) -> None:
-    """Change all shards by one equation, in a function that goes to workers."""
-    holders = [shard._reference() for shard in shards]
-    new = changed_rows(
-        WORDS[change.operation],
-        rows.indices,
-        rows.values,
-        [holder[...] for holder in holders],
-    )
-    own = _own(shards, rows.indices)
-    for shard, each, numbers in zip(shards, new, own, strict=True):
-        made = _made_already(shard, IndexedSlices(rows.values, numbers))
-        shard._written(each, change, made)
-
-
-def _made_already(
-    shard: AbstractVariable, rows: IndexedSlices
-) -> Callable[..., jax.Array]:
-    """A `write` of what a change of rows has made of the shard."""
-
-    def write(ref: Holder, side: Side, value: jax.Array, change: Change) -> jax.Array:
-        return shard._kind.rows_changed(ref, rows, change, value)
-
-    return write
-
-
-def _shape(shards: Shards) -> tuple[int, ...]:
-    return (row_lookups.starts_of(shards)[-1], *shards[0].shape[1:])
-
+_Part: TypeAlias = tuple[AbstractVariable, Value, Change]
+"""A shard that changes, what it takes, and how."""
 
 # By the numbers of their shards, so that what JAX takes apart becomes the same again.
 _known: weakref.WeakValueDictionary[tuple[int, ...], ShardedVariable]
@@ -292,7 +73,7 @@ def is_shard(variable: AbstractVariable) -> bool:
 
 @final
 @jax.tree_util.register_pytree_with_keys_class
-class ShardedVariable(Operators, Assignments, Scatters):
+class ShardedVariable(VariableLike):
     """A table in several variables, the shards: each has some of its rows.
 
     It is used as one variable of the shape of all: in arithmetic and `jnp` functions it
@@ -342,7 +123,7 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def __init__(
         self, variables: Sequence[AbstractVariable], name: str = "ShardedVariable"
     ) -> None:
-        self._shards = checked_shards(variables, name)
+        self._shards = _checked_shards(variables, name)
         self._name = name
         _known[tuple(shard.number for shard in self._shards)] = self
         _all_shards.update(self._shards)
@@ -351,10 +132,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def variables(self) -> list[Any]:
         """The shards, in the order of their rows."""
         return list(self._shards)
-
-    def ref(self) -> Reference[ShardedVariable]:
-        """A reference that equals those to the same one, as a key of dicts."""
-        return Reference(self)
 
     # What no assignment changes.
 
@@ -367,16 +144,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""
         return (self._starts[-1], *self._shards[0].shape[1:])
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the value."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the value."""
-        return int(np.prod(self.shape))
 
     @property
     def dtype(self) -> np.dtype:
@@ -402,16 +169,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def strategy(self) -> AbstractStrategy | None:
         """The strategy it belongs to, None for ordinary variables."""
         return self._shards[0].strategy
-
-    @property
-    def distribute_strategy(self) -> AbstractStrategy | None:
-        """The same as `strategy`, under TensorFlow's name."""
-        return self.strategy
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether it belongs to a strategy."""
-        return self.strategy is not None
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -441,17 +198,11 @@ class ShardedVariable(Operators, Assignments, Scatters):
           ValueError: outside `run`, of on-read variables whose aggregation is NONE.
           ContextError: in another strategy's scope or `run`.
         """
-        values = [_value_of(shard) for shard in self._shards]
+        values = [
+            shard.value() if isinstance(shard, AbstractVariable) else shard
+            for shard in self._shards
+        ]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
-
-    def read_value(self) -> jax.Array:
-        """The same as `value`, of the shape of the whole.
-
-        Raises:
-          ValueError: outside `run`, of on-read variables whose aggregation is NONE.
-          ContextError: in another strategy's scope or `run`.
-        """
-        return self.value()
 
     def numpy(self) -> np.ndarray:
         """The value as a NumPy array of the shape of the whole; not inside `run`.
@@ -463,16 +214,11 @@ class ShardedVariable(Operators, Assignments, Scatters):
         """
         return np.concatenate([np.asarray(shard) for shard in self._shards])
 
-    def __array__(
-        self, dtype: np.dtype | None = None, copy: bool | None = None
-    ) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
-
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, index: Index) -> VariablePart:
-        value = row_lookups.part(self._shards, index, self.value)
+        value = part(self._shards, index, self.value)
         return VariablePart(value, index, self._write)
 
     def rows_at(self, ids: jax.Array) -> jax.Array:
@@ -480,7 +226,7 @@ class ShardedVariable(Operators, Assignments, Scatters):
 
         Shapes: ids `[...]` -> `[*ids.shape, *shape[1:]]`.
         """
-        return row_lookups.looked_up(self._shards, ids)
+        return looked_up(self._shards, ids)
 
     def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
         """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
@@ -511,17 +257,114 @@ class ShardedVariable(Operators, Assignments, Scatters):
         found = flat[(jnp.arange(first.size), *each)]
         return found.reshape(*first.shape, *self.shape[1 + len(rest) :])
 
-    # Changes of it.
+    # Changes of it. Nothing is changed if what was given does not fit.
 
     def _write(self, value: Value, change: Change) -> Any:
         self._check_changeable(change)
-        write(self._shards, self._kind, value, change)
+        is_rows = is_slices(value) and self._kind.copies_must_agree
+        if is_rows and change.is_whole and change.operation != "set":
+            return self._change_rows(value, change)
+        value = whole(value, self.shape)
+        if isinstance(value, PerReplica) and access.tracing() is not None:
+            value = replica_context.to_replica(value)
+        parts = self._parts if change.is_whole else self._parts_of_index
+        with access.one_at_a_time:
+            for shard, part, own in list(parts(value, change)):
+                shard._change_by(shard._kind.write, part, own)
         return self
+
+    def _parts(self, value: Value, change: Change) -> Iterator[_Part]:
+        kind, shape, dtype = self._kind, self.shape, self.dtype
+        if isinstance(value, PerReplica):
+            versions = per_replica.contents(value)
+            kind._checked(versions, (len(versions), *shape), dtype)
+            for shard, start, stop in self._bounded:
+                yield shard, PerReplica(versions[:, start:stop]), change
+            return
+        if is_host_array(value):
+            # Checked by its type: no device need have all of it.
+            jax.eval_shape(lambda given: kind._checked(given, shape, dtype), value)
+        else:
+            value = kind._checked(value, shape, dtype)
+        for shard, start, stop in self._bounded:
+            yield shard, value[start:stop], change
+
+    def _parts_of_index(self, value: Value, change: Change) -> Iterator[_Part]:
+        """As `_parts`, of a part of all: its rows, or entries that arrays name."""
+        index, shape, starts = change.index, self.shape, self._starts
+        is_named = (
+            isinstance(index, tuple) and index and isinstance(index[0], jax.Array)
+        )
+        found = None if is_named else row_index(index, len(shape))
+        if found is None and not is_named:
+            raise TypeError(
+                f"`{change.method}` of variable {self._name!r}, which is in shards, "
+                f"was called on its part [{shown(index)}]; numbers and slices were "
+                "wanted. For rows that an array names use `scatter_update`, "
+                "`scatter_add` and their kin."
+            )
+        given = self._kind._checked_part(value, shape, self.dtype, change)
+        if found is None:
+            first, *rest = index
+            for shard, own in zip(self._shards, self._own(first), strict=True):
+                yield shard, given, change.of_part((own, *rest))
+            return
+        for piece in row_pieces(found.rows, starts):
+            is_many = isinstance(found.rows, slice)
+            part = given[piece.place] if is_many else given
+            own = piece.own if is_many else piece.rows[0]
+            yield self._shards[piece.shard], part, change.of_part((own, *found.rest))
 
     def _change_rows(self, rows: IndexedSlices, change: Change) -> Any:
         self._check_changeable(change)
-        change_rows(self._shards, self._kind, rows, change)
+        kind, shape = self._kind, self.shape
+        at = self._shards[0]._access()
+        rows = kind.rows_for(at, rows, change)
+        if rows.dense_shape not in (None, shape):
+            raise ValueError(
+                f"Variable {self._name!r} has shape {shape} and was given rows of an "
+                f"array of shape {rows.dense_shape}."
+            )
+        ids = checked_ids(rows.indices, shape[0], self._name)
+        values = kind._checked(rows.values, (len(ids), *shape[1:]), self.dtype)
+        rows = kind.combined(at, IndexedSlices(values, ids))
+        with access.one_at_a_time:
+            if at.in_step and kind.has_remote_rows:
+                self._change_together(rows, change)
+                return self
+            for shard, own in list(self._rows_of_each(rows, at.in_step)):
+                shard._change_by(_scattered(shard._kind), own, change)
         return self
+
+    def _rows_of_each(
+        self, rows: IndexedSlices, in_step: bool
+    ) -> Iterator[tuple[AbstractVariable, IndexedSlices]]:
+        """The rows of each shard; of known ones, shards without any are left out."""
+        known = None if in_step else known_numbers(rows.indices)
+        if known is None:
+            for shard, own in zip(self._shards, self._own(rows.indices), strict=True):
+                yield shard, IndexedSlices(rows.values, own)
+            return
+        for number, (places, own) in places_of(known, self._starts):
+            has_all = len(places) == len(known)
+            values = rows.values if has_all else rows.values[places]
+            yield self._shards[number], IndexedSlices(values, own)
+
+    def _change_together(self, rows: IndexedSlices, change: Change) -> None:
+        """Change all shards by one equation, in a function that goes to workers."""
+        held = [shard._access().holder[...] for shard in self._shards]
+        ids, values = rows.indices, rows.values
+        new = changed_rows(WORDS[change.operation], ids, values, held)
+        for shard, each, own in zip(self._shards, new, self._own(ids), strict=True):
+            kind = server_kind_of(shard)
+            assert kind is not None, "the shards of a table are of one kind"
+            rows = IndexedSlices(values, own)
+            shard._change_by(kind.rows_changed, rows, change, each)
+
+    def _own(self, ids: jax.Array) -> Iterator[jax.Array]:
+        """For each shard the numbers of its rows, its length for those of others."""
+        starts = self._starts
+        return (own for own, _ in own_rows(row_numbers(ids, starts[-1]), starts))
 
     def _check_changeable(self, change: Change) -> None:
         if not self.holds_variables:
@@ -547,7 +390,15 @@ class ShardedVariable(Operators, Assignments, Scatters):
 
     @property
     def _starts(self) -> list[int]:
-        return row_lookups.starts_of(self._shards)
+        return row_starts(self._shards)
+
+    @property
+    def _bounded(self) -> Iterator[tuple[AbstractVariable, int, int]]:
+        """Each shard with its first row, and the one behind its last."""
+        for shard, bounds in zip(
+            self._shards, itertools.pairwise(self._starts), strict=True
+        ):
+            yield shard, *bounds
 
     # How it prints and copies.
 
@@ -572,9 +423,6 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def __ne__(self, other: object) -> Value:
         return self._unequal(other)
 
-    def __copy__(self) -> Self:
-        return self
-
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedVariable:
         twin = ShardedVariable(copy.deepcopy(list(self._shards), memo), self._name)
         memo[id(self)] = twin
@@ -583,11 +431,7 @@ class ShardedVariable(Operators, Assignments, Scatters):
     def __reduce__(self) -> tuple[object, ...]:
         if context.current().is_shipping:
             return ShardedVariable, (list(self._shards), self._name)
-        raise TypeError(
-            f"Variable {self._name!r} cannot be pickled: it stands for memory of this "
-            "process's devices. Save `variable.numpy()`, and assign it to a variable "
-            "of the other process."
-        )
+        self._cannot_be_pickled()
 
     # To JAX it is a node around its shards.
 
@@ -617,5 +461,37 @@ class ShardedVariable(Operators, Assignments, Scatters):
         return made
 
 
-def _value_of(shard: Any) -> jax.Array:
-    return shard.value() if isinstance(shard, AbstractVariable) else shard
+def _scattered(kind: VariableKind) -> Callable[..., jax.Array | PerReplica]:
+    """The kind's `scatter` of rows that are those of all replicas."""
+    return lambda at, *given: kind.scatter(at._replace(side=Side.CROSS), *given)
+
+
+def _checked_shards(given: object, name: str) -> tuple[AbstractVariable, ...]:
+    """`given` as the shards of a table."""
+    shards = tuple(given) if isinstance(given, Sequence) else ()
+    if not shards or not all(isinstance(each, AbstractVariable) for each in shards):
+        wrong = [each for each in shards if not isinstance(each, AbstractVariable)]
+        which = f", which holds a {type(wrong[0]).__name__}" if wrong else ""
+        raise TypeError(
+            f"`variables` of ShardedVariable {name!r} was {shown(given)}{which}; a "
+            "list of one or more `Variable`s was wanted."
+        )
+    if len({id(each) for each in shards}) < len(shards):
+        raise ValueError(
+            f"`variables` of ShardedVariable {name!r} has a variable twice; each row "
+            "must be in one shard."
+        )
+    first = shards[0]
+    if not first.shape:
+        raise ValueError(
+            f"Variable {first.name!r} has no dimensions, and so no rows; shards "
+            f"[rows, ...] of ShardedVariable {name!r} were wanted."
+        )
+    for other, (what, see) in itertools.product(shards[1:], _ALIKE.items()):
+        if see(first) != see(other):
+            raise ValueError(
+                f"The shards of ShardedVariable {name!r} differ in their {what}: "
+                f"{first.name!r} has {see(first)} and {other.name!r} has {see(other)}. "
+                "All must have the same, and only dimension 0 may be of another length."
+            )
+    return shards

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import html
 import itertools
 from collections.abc import Callable, Sequence
@@ -31,20 +30,20 @@ from jaxstrategy._src.text.shown import array_type, shown, with_noun
 from jaxstrategy._src.values import arrays
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
 from jaxstrategy._src.values.per_replica import (
-    Handle,
     PerReplica,
     line_of_value,
     value_text,
 )
 from jaxstrategy._src.values.slices import IndexedSlices
-from jaxstrategy._src.variables import (
-    abstract_variable,
-    access,
-    aggregation as _aggregation,
-    row_lookups,
+from jaxstrategy._src.variables import abstract_variable, access
+from jaxstrategy._src.variables.abstract_variable import AbstractVariable
+from jaxstrategy._src.variables.access import (
+    Access,
+    Cell,
+    RemoteCell,
+    Side,
+    StepVariables,
 )
-from jaxstrategy._src.variables.abstract_variable import AbstractVariable, Reference
-from jaxstrategy._src.variables.cell import AbstractCell, Cell, Holder
 from jaxstrategy._src.variables.changes import UPDATE, Change, VariablePart
 from jaxstrategy._src.variables.initial_value import (
     InitialValue,
@@ -53,10 +52,10 @@ from jaxstrategy._src.variables.initial_value import (
     shard_plan,
     start_of,
 )
-from jaxstrategy._src.variables.kinds.kind import SentKind, VariableKind
-from jaxstrategy._src.variables.kinds.per_worker_kind import PerWorkerKind
-from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy, no_workers
-from jaxstrategy._src.variables.rows import checked_ids
+from jaxstrategy._src.variables.kinds import check_aggregation
+from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy
+from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of, server_kind_of
+from jaxstrategy._src.variables.rows import checked_ids, looked_up
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice, VariableSharding
 
@@ -82,42 +81,13 @@ def _line(copy: np.ndarray) -> str:
     return line_of_value(copy) or array_type(copy.dtype, copy.shape)
 
 
-class WorkerCopies(Handle, abc.ABC):
-    """The method of variables made with `per_worker_variable=True`."""
-
-    _kind: VariableKind
-
-    def read_all(self) -> list[jax.Array]:
-        """The present value of the copy of each worker, in the order of the workers.
-
-        Only of a variable made with `per_worker_variable=True`. Each worker is asked
-        between two functions; of one that was lost it waits until it is back, with the
-        value that the variable began with.
-
-        Returns:
-          An array of the variable's shape for each worker.
-
-        Raises:
-          TypeError: it is another variable, which has one value.
-          ContextError: in a scheduled function, or without a `ClusterCoordinator`.
-        """
-        if not isinstance(self._kind, PerWorkerKind):
-            raise TypeError(
-                f"`read_all` was called of variable {self.name!r}, of which workers "
-                "have no copies of their own: `value()` is its value. With "
-                "`per_worker_variable=True`, in the scope of a "
-                "ParameterServerStrategy, they have."
-            )
-        return self._kind.read_all()
-
-
 _numbers = itertools.count()
 _ON_READ = VariableSynchronization.ON_READ
 
 
 @final
 @jax.tree_util.register_pytree_node_class
-class Variable(AbstractVariable, WorkerCopies):
+class Variable(AbstractVariable):
     """A value that steps read and change in place, replicated as its strategy says.
 
     Made inside `strategy.scope()` it belongs to that strategy; made outside any, it
@@ -265,7 +235,9 @@ class Variable(AbstractVariable, WorkerCopies):
         self.number = next(_numbers)
         policy = _policy()
         self._strategy = context.current().strategy if policy.are_owned else None
-        kind = self._chosen_kind(policy, on_read, per_worker_variable)
+        kind = policy.kind(
+            name, on_read, self._aggregation, self._strategy, per_worker_variable
+        )
         step = access.tracing()
         if step is not None and not step.may_create:
             raise ValueError(
@@ -283,35 +255,13 @@ class Variable(AbstractVariable, WorkerCopies):
         # In a step, too: a cell outlives it, and must hold numbers and no tracers.
         with jax.ensure_compile_time_eval(), context.outside():
             self._shape, self._dtype = start.type.shape, start.type.dtype
-            _aggregation.check(self._aggregation, self._dtype, name)
-            self._kind = kind.divided(start.type, choice)
-            self._cell: AbstractCell = self._kind.cell(start)
+            check_aggregation(self._aggregation, self._dtype, name)
+            self._cell = kind.begin(start, choice)
+        self._kind = kind
         if step is not None:
-            step.create(self, self._kind.of_one_replica(start))
+            step.create(self, kind.of_one_replica(start))
         # Last: another thread that traces a step takes whatever is registered.
         abstract_variable.add(self, self._strategy)
-
-    def _chosen_kind(
-        self, policy: VariablePolicy, on_read: bool, per_worker: bool
-    ) -> VariableKind:
-        name, owner = self._name, self._strategy
-        if not per_worker:
-            return policy.kind(name, on_read, self._aggregation, owner)
-        if owner is None:
-            raise no_workers(name)
-        return policy.kind_for_each_worker(name, self._aggregation, owner)
-
-    def ref(self) -> Reference[Variable]:
-        """A reference that equals those to the same variable, as a key of dicts.
-
-        Variables themselves are hashable, too: `{v: 1}` finds `v` by identity.
-
-        >>> import jaxstrategy as js
-        >>> v = js.Variable(1.0)
-        >>> v.ref() == v.ref(), v.ref().deref() is v
-        (True, True)
-        """
-        return Reference(self)
 
     # Its value.
 
@@ -325,20 +275,11 @@ class Variable(AbstractVariable, WorkerCopies):
           ValueError: outside `run`, an on-read variable whose aggregation is NONE.
           ContextError: in another strategy's scope or `run`.
         """
-        given = access.value_of(self)
+        given = access.value_of(self) if context.current().given else None
         if given is not None:
             return given
         with access.exclusively():
-            return self._kind.read(self._reference(), access.side())
-
-    def read_value(self) -> jax.Array:
-        """The same as `value`, of the variable's shape.
-
-        Raises:
-          ValueError: outside `run`, an on-read variable whose aggregation is NONE.
-          ContextError: in another strategy's scope or `run`.
-        """
-        return self.value()
+            return self._kind.read(self._access())
 
     def numpy(self) -> np.ndarray:
         """The value as a NumPy array of the variable's shape; not inside `run`.
@@ -357,11 +298,6 @@ class Variable(AbstractVariable, WorkerCopies):
                 value = mesh.place(value, self.replicas.sharding(SAME))
         return np.asarray(value)
 
-    def __array__(
-        self, dtype: np.dtype | None = None, copy: bool | None = None
-    ) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
-
     def __getitem__(self, index: Index) -> VariablePart:
         return VariablePart(_part_at(self.value(), index), index, self._write)
 
@@ -376,11 +312,14 @@ class Variable(AbstractVariable, WorkerCopies):
         if not self._kind.has_remote_rows:
             return super().sparse_read(indices)
         ids = checked_ids(indices, self._shape[0], self._name)
-        return row_lookups.looked_up((self,), ids)
+        return looked_up((self,), ids)
 
-    def _rows(self, numbers: np.ndarray) -> jax.Array:
-        with access.exclusively():
-            return self._kind.read_rows(self._reference(), access.side(), numbers)
+    def _remote_rows(self, numbers: np.ndarray) -> jax.Array:
+        """Some rows of one that is on a server, outside of steps."""
+        self._access()
+        kind = server_kind_of(self)
+        assert kind is not None, "the others are read whole"
+        return kind.cell.rows(numbers)
 
     def distributed(self) -> jax.Array | PerReplica:
         """All copies: a mirrored array `[...]`, or a `PerReplica` if it is on-read.
@@ -389,10 +328,13 @@ class Variable(AbstractVariable, WorkerCopies):
           ContextError: in another strategy's scope or `run`.
         """
         with access.exclusively():
-            return self._kind.copies(self._reference())
+            return self._kind.copies(self._access())
 
     def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
-        return self._written(value, change, self._kind.write)
+        return self._change_by(self._kind.write, value, change)
+
+    def _change_rows(self, rows: IndexedSlices, change: Change) -> Value:
+        return self._change_by(self._kind.scatter, rows, change)
 
     def update(self, fn: Callable[..., jax.Array], *operands: Value) -> Value:
         """Makes it what `fn` makes of its value, and returns the new value.
@@ -415,74 +357,78 @@ class Variable(AbstractVariable, WorkerCopies):
         >>> v.update(lambda old, factor: factor * old, 3.0)
         Array([3., 6.], dtype=float32)
         """
+        return self._change_by(self._kind.updated, fn, operands, UPDATE)
 
-        def write(
-            ref: Holder, side: access.Side, value: Value, change: Change
-        ) -> jax.Array | PerReplica:
-            return self._kind.updated(ref, side, fn, operands, change)
-
-        return self._written(None, UPDATE, write)
-
-    def _change_rows(self, rows: IndexedSlices, change: Change) -> Value:
-        return self._written(rows, change, self._kind.scatter)
-
-    def _written(
-        self,
-        value: Value,
-        change: Change,
-        write: Callable[..., jax.Array | PerReplica],
+    def _change_by(
+        self, make: Callable[..., jax.Array | PerReplica], *given: Value
     ) -> jax.Array | PerReplica:
-        if access.value_of(self) is not None:
+        now = context.current()
+        if now.given and access.value_of(self) is not None:
             raise ValueError(
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
             )
-        if (local := context.current().local) is not None:
-            local.assigned[id(self)] = self
+        if now.local is not None:
+            now.local.assigned[id(self)] = self
         with access.exclusively():
-            ref = self._reference()
-            if ref is self._cell:
-                access.about_to_change(self._cell)
+            at = self._access()
+            if now.before is not None and not at.in_step:
+                access.about_to_change(self._cell, now.before)
             try:
-                return write(ref, access.side(), value, change)
+                return make(at, *given)
             except Exception as error:
                 access.check_not_mapped(error, self._name)
                 raise
 
-    def _reference(self) -> Holder:
-        self._check_strategy(context.current())
-        step = access.tracing()
+    def _access(self) -> Access:
+        now = context.current()
+        if now.strategy is not self._strategy and now.strategy is not None:
+            self._check_strategy(now)
+        side = Side.UPDATE if now.updated else Side.CROSS
+        if now.replica is not None:
+            side = Side.REPLICA
+        step = now.variables if now.in_step else None
         if step is None:
-            return self._cell
-        ref = step.reference(self)
-        assert ref is not None, "variables are made before the step or by it"
-        return ref
+            return Access(self._cell, side, False)
+        holder = cast(StepVariables, step).reference(self)
+        assert holder is not None, "variables are made before the step or by it"
+        return Access(holder, side, True)
 
     def _check_strategy(self, current: Context) -> None:
-        if current.strategy is None or self._strategy in (None, current.strategy):
+        strategy = current.strategy
+        if strategy is None or self._strategy is None:
             return
         where = "a step" if current.in_step else "the scope"
-        if current.strategy._variable_policy.are_owned:
+        if strategy._variable_policy.are_owned:
             raise ContextError(
                 f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
-                f"in {where} of {current.strategy!r}. Make it in the scope of the "
+                f"in {where} of {strategy!r}. Make it in the scope of the "
                 "strategy that uses it, or outside of any scope."
             )
 
-    # Where it is, for the programs of steps.
+    def read_all(self) -> list[jax.Array]:
+        """The present value of the copy of each worker, in the order of the workers.
 
-    def holder(self) -> Holder:
-        """The holder for the code that asks: a step's reference, or that of all copies.
+        Only of a variable made with `per_worker_variable=True`. Each worker is asked
+        between two functions; of one that was lost it waits until it is back, with the
+        value that the variable began with.
+
+        Returns:
+          An array of the variable's shape for each worker.
 
         Raises:
-          ContextError: in another strategy's scope or `run`.
+          TypeError: it is another variable, which has one value.
+          ContextError: in a scheduled function, or without a `ClusterCoordinator`.
         """
-        return self._reference()
-
-    @property
-    def cell(self) -> AbstractCell:
-        """The holder of all copies, outside of steps."""
-        return self._cell
+        kind = per_worker_kind_of(self)
+        if kind is None:
+            raise TypeError(
+                f"`read_all` was called of variable {self.name!r}, of which workers "
+                "have no copies of their own: `value()` is its value. With "
+                "`per_worker_variable=True`, in the scope of a "
+                "ParameterServerStrategy, they have."
+            )
+        return kind.read_all()
 
     # How it prints and copies.
 
@@ -546,16 +492,13 @@ class Variable(AbstractVariable, WorkerCopies):
         is_variable = isinstance(other, Variable)
         return self is not other if is_variable else self._unequal(other)
 
-    def __copy__(self) -> Self:
-        return self
-
     def __deepcopy__(self, memo: dict[int, object]) -> Variable:
         if access.tracing() is not None:
             raise ContextError(
                 f"Variable {self._name!r} was deep-copied inside a step. Copy it "
                 "outside, and use both in the step."
             )
-        if not isinstance(self._cell, Cell):
+        if isinstance(self._cell, RemoteCell):
             raise RuntimeError(
                 f"Variable {self._name!r} is {self._kind.describe}, and cannot be "
                 "copied with what holds it. Make another one in the scope of its "
@@ -576,11 +519,7 @@ class Variable(AbstractVariable, WorkerCopies):
             names = (*names, "_shape", "_dtype")
             kept = {name: getattr(self, name) for name in names}
             return _on_worker, (self._name, self._kind.sent(), kept)
-        raise TypeError(
-            f"Variable {self._name!r} cannot be pickled: it stands for memory of this "
-            "process's devices. Save `variable.numpy()`, and assign it to a variable "
-            "of the other process."
-        )
+        self._cannot_be_pickled()
 
     def _adopt(self, strategy: AbstractStrategy) -> None:
         """Makes it a variable of a strategy, on a worker that traces functions."""
@@ -609,12 +548,16 @@ class Variable(AbstractVariable, WorkerCopies):
         return children[0]
 
 
-def _on_worker(name: str, kind: SentKind, attributes: dict[str, Any]) -> Variable:
+def _on_worker(
+    name: str, sent: tuple[Any, ...], attributes: dict[str, Any]
+) -> Variable:
     """The variable on a worker to which something was sent that refers to it."""
     variable = object.__new__(Variable)
     vars(variable).update(attributes)
     variable.number, variable._strategy = next(_numbers), None
-    variable._kind, variable._cell = kind.on_worker(name, variable._aggregation)
+    make, *details = sent
+    variable._kind = kind = make(name, variable._aggregation, *details)
+    variable._cell = kind.cell
     if (arrived := context.current().arrived) is not None:
         arrived.append(variable)
     return variable

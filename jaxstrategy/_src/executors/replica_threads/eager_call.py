@@ -63,7 +63,7 @@ from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import Versions
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import StepVariables
-from jaxstrategy._src.variables.kinds.kind import on_host
+from jaxstrategy._src.variables.kinds import on_host
 from jaxstrategy._src.variables.variable import Variable
 
 _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")

@@ -64,7 +64,7 @@ from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.values.arrays import Function, Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.variables.cell import AbstractCell
+from jaxstrategy._src.variables.access import Cell
 
 
 @final
@@ -199,7 +199,7 @@ class DividedStep:
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[AbstractCell, jax.Ref],
+        references: dict[Cell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
         """As `Trace.evaluate`, with arrays divided as the layout says."""

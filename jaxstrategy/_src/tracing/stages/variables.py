@@ -21,8 +21,8 @@ from jaxstrategy._src.tracing.functions import weak_references
 from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.per_replica import Handle
-from jaxstrategy._src.variables import access, cell as _cell
-from jaxstrategy._src.variables.cell import AbstractCell
+from jaxstrategy._src.variables import access
+from jaxstrategy._src.variables.access import Cell
 from jaxstrategy._src.variables.variable import Variable
 
 
@@ -44,8 +44,8 @@ class VariableBuffers:
     def __init__(
         self,
         replicas: Replicas,
-        here: dict[AbstractCell, NamedSharding] | None = None,
-        away: dict[AbstractCell, _Home] | None = None,
+        here: dict[Cell, NamedSharding] | None = None,
+        away: dict[Cell, _Home] | None = None,
     ) -> None:
         self._replicas = replicas
         self._here = here or {}
@@ -54,7 +54,7 @@ class VariableBuffers:
         self.is_empty = not self._here and not self._away
 
     @property
-    def cells(self) -> list[AbstractCell]:
+    def cells(self) -> list[Cell]:
         """Where each of the `values` is kept."""
         return [*self._here, *self._away]
 
@@ -119,8 +119,8 @@ class VariableBuffers:
             return here
         return here + [self._fetched(cell, home) for cell, home in self._away.items()]
 
-    def _fetched(self, cell: AbstractCell, home: _Home) -> jax.Array:
-        if _cell.is_traced():
+    def _fetched(self, cell: Cell, home: _Home) -> jax.Array:
+        if access.is_traced():
             raise PlacementError(
                 f"Variable {home.description}, not on all replicas, so a step "
                 "that uses it cannot be part of a function that JAX traces "
@@ -139,12 +139,12 @@ class VariableBuffers:
             first = value.addressable_data(0)
             cell[...] = jax.device_put(first, home.sharding)
 
-    def references(self, values: Sequence[jax.Array]) -> dict[AbstractCell, jax.Ref]:
+    def references(self, values: Sequence[jax.Array]) -> dict[Cell, jax.Ref]:
         """For each a reference that a program works on, while it is traced."""
         refs = map(jax.new_ref, values)
         return dict(zip([*self._here, *self._away], refs, strict=True))
 
-    def kept(self, references: Mapping[AbstractCell, jax.Ref]) -> list[jax.Array]:
+    def kept(self, references: Mapping[Cell, jax.Ref]) -> list[jax.Array]:
         """What these hold when the step has ended, where it is kept between steps."""
         places = zip(references.values(), self.shardings, strict=True)
         # Along inner axes XLA might divide what is to be whole.
@@ -195,7 +195,7 @@ class VariableArguments:
 
     def settle(self) -> bool:
         """Before a call: leaves out what is a reference now; whether there was any."""
-        self.caller_is_traced = _cell.is_traced()
+        self.caller_is_traced = access.is_traced()
         traced = self.carried.has_lent and self.caller_is_traced
         if not traced and not self.carried.has_references:
             return False

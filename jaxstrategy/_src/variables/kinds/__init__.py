@@ -1,1 +1,0 @@
-"""The kinds of variables: mirrored, and on read."""
