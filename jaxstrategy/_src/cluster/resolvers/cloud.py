@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ class NotYetError(ClusterError):
 class CloudResolver(ClusterResolver):
     """Asks anew at each call; a process stays the task as which it joined a job."""
 
+    _packages: tuple[str, ...]  # whose errors mean that the server gave no answer
     _timeout_seconds: float
     _joined: Place | None = None
 
@@ -43,13 +45,22 @@ class CloudResolver(ClusterResolver):
     def _found_task(self) -> Place:
         return self._now()[1:] if self._joined is None else self._joined
 
+    @abc.abstractmethod
+    def _explanation(self, error: Exception) -> ClusterError:
+        """What an error of the client means, a `NotYetError` if it may pass."""
+
     def _answered(self, attempt: Callable[[float], T]) -> T:
         """The first result of `attempt(deadline)` that is no `NotYetError`."""
         deadline = time.monotonic() + self._timeout_seconds
         pause = 0.05
         while True:
             try:
-                return attempt(deadline)
+                try:
+                    return attempt(deadline)
+                except Exception as error:
+                    if isinstance(error, OSError) or is_of(error, *self._packages):
+                        raise self._explanation(error) from error
+                    raise
             except NotYetError as missing:
                 if time.monotonic() + pause > deadline:
                     raise ClusterError(

@@ -13,7 +13,6 @@ from jaxstrategy._src.cluster.resolvers.cloud import (
     CloudResolver,
     NotYetError,
     checked_seconds,
-    is_of,
     request_seconds,
 )
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import checked_task_id
@@ -95,6 +94,8 @@ class GCEClusterResolver(CloudResolver):
     >>> resolver.process()
     Process(index=1, count=2, coordinator='10.0.0.1:8470')
     """
+
+    _packages = "google", "googleapiclient", "httplib2"
 
     def __init__(
         self,
@@ -233,11 +234,6 @@ class GCEClusterResolver(CloudResolver):
                 request = groups.listInstances_next(
                     previous_request=request, previous_response=response
                 )
-        except Exception as error:
-            ours = is_of(error, "google", "googleapiclient", "httplib2")
-            if not ours and not isinstance(error, OSError):
-                raise
-            raise self._explanation(error) from error
         finally:
             if self._is_own_service:
                 self._service.close()  # the next request opens another connection

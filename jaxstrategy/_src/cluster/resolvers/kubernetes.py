@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -110,6 +111,8 @@ class KubernetesClusterResolver(CloudResolver):
     Process(index=1, count=2, coordinator='10.0.0.1:8470')
     """
 
+    _packages = "kubernetes", "urllib3"
+
     def __init__(
         self,
         job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
@@ -211,50 +214,39 @@ class KubernetesClusterResolver(CloudResolver):
     def _pods(self) -> dict[str, list[_Pod]]:
         """The pods of each job in the order of its tasks, as soon as all are there."""
         if self._client is not None:
-            return self._asked(self._client)
+            return self._answered(functools.partial(self._attempt, self._client))
         import kubernetes.client
 
         with kubernetes.client.ApiClient(self._configuration) as connection:
-            return self._asked(kubernetes.client.CoreV1Api(connection))
+            client = kubernetes.client.CoreV1Api(connection)
+            return self._answered(functools.partial(self._attempt, client))
 
-    def _asked(self, client: PodLists) -> dict[str, list[_Pod]]:
-        ask = getattr(client, self._method)
-        has_deadline = is_of(client, "kubernetes")  # stand-ins take none
-
-        def listed(selector: str, deadline: float) -> list[_Pod]:
+    def _attempt(self, client: PodLists, deadline: float) -> dict[str, list[_Pod]]:
+        def listed(selector: str) -> list[_Pod]:
             arguments: dict[str, Any] = {**self._where, "label_selector": selector}
-            if has_deadline:
+            if is_of(client, "kubernetes"):  # stand-ins take no deadline
                 # Of connecting and of reading: version 29 does not look at a float.
                 seconds = request_seconds(deadline - time.monotonic())
                 arguments["_request_timeout"] = (seconds, seconds)
-            try:
-                found = [_pod(each) for each in ask(**arguments).items]
-            except Exception as error:
-                ours = is_of(error, "kubernetes", "urllib3")
-                if not ours and not isinstance(error, OSError):
-                    raise
-                raise self._explanation(error) from error
-            return sorted(found, key=lambda pod: pod.name)
+            found = getattr(client, self._method)(**arguments).items
+            return sorted(map(_pod, found), key=lambda pod: pod.name)
 
-        def attempt(deadline: float) -> dict[str, list[_Pod]]:
-            # All are listed before any is looked at.
-            pods = {
-                job: [pod for each in selectors for pod in listed(each, deadline)]
-                for job, selectors in self._selectors.items()
-            }
-            tasks = {job: self._checked(job, found) for job, found in pods.items()}
-            counts = collections.Counter(
-                (pod.namespace, pod.name) for found in tasks.values() for pod in found
+        # All are listed before any is looked at.
+        pods = {
+            job: [pod for selector in selectors for pod in listed(selector)]
+            for job, selectors in self._selectors.items()
+        }
+        tasks = {job: self._checked(job, found) for job, found in pods.items()}
+        counts = collections.Counter(
+            (pod.namespace, pod.name) for found in tasks.values() for pod in found
+        )
+        (_, name), count = counts.most_common(1)[0]
+        if count > 1:
+            raise ClusterError(
+                f'Pod "{name}" would be {count} tasks: it has the labels of several '
+                "selectors. Give each pod the label of one only."
             )
-            (_, name), count = counts.most_common(1)[0]
-            if count > 1:
-                raise ClusterError(
-                    f'Pod "{name}" would be {count} tasks: it has the labels of '
-                    "several selectors. Give each pod the label of one only."
-                )
-            return tasks
-
-        return self._answered(attempt)
+        return tasks
 
     def _checked(self, job: str, pods: list[_Pod]) -> list[_Pod]:
         """The pods of a job, all of which run, as many as there will be."""
