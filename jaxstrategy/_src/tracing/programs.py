@@ -83,7 +83,7 @@ class Programs:
         self._agreement = agreement
         self._seal = seal
         self._functions: dict[Hashable, FunctionPrograms] = {}
-        self._log = recompilation.Log()
+        self._histories: dict[int, recompilation.History] = {}
         self._table: dict[FunctionKey, SharedPrograms] = {}
         self._codes: set[int] = set()
         self.asking: set[Identity] = set()
@@ -100,7 +100,7 @@ class Programs:
         return programs
 
     def find(
-        self, key: FunctionKey, fn: Function, seen: Callable[[], recompilation.Seen]
+        self, key: FunctionKey, fn: Function, calls: Callable[[], recompilation.Calls]
     ) -> SharedPrograms:
         """The programs of functions with this key."""
         known = self._table.get(key)
@@ -108,13 +108,12 @@ class Programs:
             return known
         if self._seal is not None:
             self._seal.check_function(fn)
-        calls = recompilation.Calls(seen())
         made = SharedPrograms(
             self._environment,
             self._agreement,
             key.options,
-            self._log.of(fn),
-            calls,
+            recompilation.history_of(fn, self._histories),
+            calls(),
             seal=self._seal,
         )
         self._make_room(key)
@@ -331,8 +330,8 @@ class FunctionPrograms:
             self._ways_to_captured = references.watched() if self._captured else []
         self._look_at_variables(fn)
         self._attributes = self._attributes_of(fn)
-        seen = functools.partial(recompilation.Seen, references)
-        self._programs = self._table.find(self._key, fn, seen)
+        calls = functools.partial(recompilation.Calls, references)
+        self._programs = self._table.find(self._key, fn, calls)
         self._programs.add(fn)
         return self._programs
 

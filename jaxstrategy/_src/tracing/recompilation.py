@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,32 +37,30 @@ WORTH = 10
 QUIET_DATA = 2
 
 _CHOICES = (bool, str, bytes, type(None))
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
-class Seen:
-    """The values that a function refers to, as far as messages tell of them."""
+class Calls:
+    """The number of calls of functions with one key, and what these refer to."""
 
     def __init__(self, references: References | None) -> None:
-        self.opaque = None if references is None else references.opaque
-        self._labels: list[str] = []
-        self._texts: list[str] = []
-        self._kinds: list[type] = []
-        self._tokens: tuple[Hashable, ...] = ()
-        if references is not None:
-            self._tokens = references.form
-            for step in references.reached:
-                self._labels.append(step.label)
-                self._kinds.append(type(step.value))
-                self._texts.append(_told(step.value))
+        self.count = 0
+        self._opaque = None if references is None else references.opaque
+        self._tokens = () if references is None else references.form
+        reached = () if references is None else references.reached
+        self._labels = [step.label for step in reached]
+        self._kinds = [type(step.value) for step in reached]
+        self._texts = [_told(step.value) for step in reached]
 
-    def difference(self, other: Seen) -> tuple[str, bool]:
+    def difference(self, other: Calls) -> tuple[str, bool]:
         """The difference from `other` in words, and whether it is data."""
-        if other.opaque is not None:
-            what = f"`{other.opaque}`, {other._text_of(other.opaque)},"
+        if (opaque := other._opaque) is not None:
+            known = dict(zip(other._labels, other._texts, strict=True))
+            text = known.get(opaque, "more than can be looked through")
             return (
-                f"it is a new function object each time and uses {what} of which "
-                "Python does not say whether it has changed. Define the function once, "
-                "outside, or pass what changes as an argument."
+                f"it is a new function object each time and uses `{opaque}`, {text}, "
+                "of which Python does not say whether it has changed. Define the "
+                "function once, outside, or pass what changes as an argument."
             ), True
         for i, (was, now) in enumerate(zip(self._tokens, other._tokens, strict=False)):
             if was != now and "__defaults__" not in other._labels[i]:
@@ -77,50 +75,16 @@ class Seen:
             "Define it once, outside, and pass what changes as an argument."
         ), False
 
-    def _text_of(self, label: str) -> str:
-        known = dict(zip(self._labels, self._texts, strict=True))
-        return known.get(label, "more than can be looked through")
-
-
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-
 
 def _told(value: Leaf) -> str:
-    if type(value) in (bool, int, float, complex, str, bytes, type(None)):
+    kind = type(value)
+    if kind in (*_CHOICES, int, float, complex) or issubclass(
+        kind, (*_FUNCTIONS, type)
+    ):
         return _shown(value)
-    if isinstance(value, type) or issubclass(type(value), _FUNCTIONS):
-        return _shown(value)
-    if issubclass(type(value), (jax.Array, np.ndarray)):
+    if issubclass(kind, (jax.Array, np.ndarray)):
         return f"another {array_type(value.dtype, value.shape)}"
-    return f"a {type(value).__name__}"
-
-
-class Calls:
-    """The number of calls of functions of one form."""
-
-    def __init__(self, seen: Seen) -> None:
-        self.seen = seen
-        self.count = 0
-
-
-class Log:
-    """All compilations of one strategy, by the code of the functions."""
-
-    def __init__(self) -> None:
-        # By identity: the code of a notebook cell that is run again is equal, not the
-        # same.
-        self._by_code: dict[int, History] = {}
-
-    def of(self, fn: Function) -> History:
-        """The history of the code of `fn`."""
-        code = code_of(fn)
-        if code is None:  # a callable object: only its own past counts
-            return History()
-        if not user_code.is_users(code.co_filename):
-            return History(quiet=True)
-        if id(code) not in self._by_code:
-            weakref.finalize(code, self._by_code.pop, id(code), None)
-        return self._by_code.setdefault(id(code), History())
+    return f"a {kind.__name__}"
 
 
 class History:
@@ -153,41 +117,61 @@ class History:
             return
         what, is_data = None, False
         if last[0] is not calls:
-            what, is_data = last[0].seen.difference(calls.seen)
+            what, is_data = last[0].difference(calls)
         self._count_of_data += is_data
         soon = is_data and self._count_of_data >= QUIET_DATA
         if not self._was_told and (soon or self._count > QUIET):
             self._was_told = True
-            self._warn(fn, what or _what_of_arguments(fn, last[1:], self._last[1:]))
-
-    def _warn(self, fn: Function, what: str) -> None:
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        number = "3rd" if self._count == 3 else f"{self._count}th"
-        user_code.warn(
-            f"`{name}` is being compiled for the {number} time, because {what}",
-            RecompilationWarning,
-        )
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            number = "3rd" if self._count == 3 else f"{self._count}th"
+            what = what or _difference(fn, *last[1:], signature, avals)
+            user_code.warn(
+                f"`{name}` is being compiled for the {number} time, because {what}",
+                RecompilationWarning,
+            )
 
 
-_Arguments: TypeAlias = tuple[Signature, Sequence[ArrayType]]
+def history_of(fn: Function, known: dict[int, History]) -> History:
+    """The history of the code of `fn`, among those that are known."""
+    code = code_of(fn)
+    if code is None:  # a callable object: only its own past counts
+        return History()
+    if not user_code.is_users(code.co_filename):
+        return History(quiet=True)
+    # By identity: the code of a notebook cell that is run again is equal, not the same.
+    if id(code) not in known:
+        weakref.finalize(code, known.pop, id(code), None)
+    return known.setdefault(id(code), History())
 
 
-def _what_of_arguments(fn: Function, before: _Arguments, after: _Arguments) -> str:
-    (old, old_avals), (new, new_avals) = before, after
+def _difference(
+    fn: Function,
+    old: Signature,
+    old_avals: Sequence[ArrayType],
+    new: Signature,
+    new_avals: Sequence[ArrayType],
+) -> str:
+    """The difference between the arguments of two compilations, in words."""
     if old.treedef != new.treedef:
         return (
             "the structure of its arguments changed: it was "
             f"{_shown(old.treedef)}, is {_shown(new.treedef)}. Pass the same "
             "containers with the same keys each time."
         )
-    if old != new:
-        index, was, now = _changed_static(old, new)
-        where = new.label(fn, index)
-        return (
-            f"the static argument {where} changed: it was {was}, is {now}. Pass it "
-            "as a number or an array, which are traced, if the function does not need "
-            "its value in Python."
-        )
+    pairs = zip(_roles(old), _roles(new), strict=True) if old != new else ()
+    for index, (a, b) in enumerate(pairs):
+        # By value, a variable would be read here, where JAX traces.
+        has_handle = isinstance(a[-1], Handle) or isinstance(b[-1], Handle)
+        if a[-1] is not b[-1] if has_handle else a != b:
+            was, now = (
+                _shown(static[1]) if static else f"an array or number ({role.value})"
+                for role, *static in (a, b)
+            )
+            return (
+                f"the static argument {new.label(fn, index)} changed: it was {was}, is "
+                f"{now}. Pass it as a number or an array, which are traced, if the "
+                "function does not need its value in Python."
+            )
     for index, (was, now) in enumerate(zip(old_avals, new_avals, strict=True)):
         if was != now:
             where = new.label(fn, new.dynamic[index])
@@ -198,28 +182,13 @@ def _what_of_arguments(fn: Function, before: _Arguments, after: _Arguments) -> s
     return "its programs were forgotten or its context changed."
 
 
-def _changed_static(old: Signature, new: Signature) -> tuple[int, str, str]:
-    was, now = _with_statics(old), _with_statics(new)
-    for index, (a, b) in enumerate(zip(was, now, strict=True)):
-        # By value, a variable would be read here, where JAX traces.
-        has_handle = isinstance(a[-1], Handle) or isinstance(b[-1], Handle)
-        if a[-1] is not b[-1] if has_handle else a != b:
-            return index, _text(a), _text(b)
-    raise AssertionError("equal signatures share a program")
-
-
-def _with_statics(signature: Signature) -> list[tuple[Leaf, ...]]:
+def _roles(signature: Signature) -> list[tuple[Any, ...]]:
     """For each leaf its role, and its type and value if it is static."""
     static = zip(signature.static_types, signature.statics, strict=True)
     return [
         (role, *next(static)) if role is Role.STATIC else (role,)
         for role in signature.roles
     ]
-
-
-def _text(leaf: Leaf) -> str:
-    role, *static = leaf
-    return _shown(static[1]) if static else f"an array or number ({role.value})"
 
 
 def _shown(value: object, limit: int = 120) -> str:
