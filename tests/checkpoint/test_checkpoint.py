@@ -3,6 +3,7 @@
 The oracle is NumPy, and numbers recorded from TensorFlow.
 """
 
+import asyncio
 import dataclasses
 import functools
 import subprocess
@@ -718,6 +719,16 @@ def test_the_state_may_be_changed_while_it_is_saved(tmp_path, four, donated):
         back = restored(tmp_path, like, step=n)
         assert np.all(np.asarray(back["s"]["w"]) == n)
         assert np.all(back["host"] == n - 1) and np.all(variable.numpy() == n)
+
+
+def test_a_loop_of_asyncio_may_run_as_in_a_notebook(tmp_path):
+    async def cell():
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, {"w": np.arange(3.0)})
+            manager.wait()
+            return manager.restore({"w": np.zeros(3)})["w"]
+
+    np.testing.assert_array_equal(asyncio.run(cell()), [0, 1, 2])
 
 
 def test_plain_orbax_reads_the_arrays(tmp_path, two):

@@ -38,22 +38,16 @@ def compare_leaves(what: str, leaves: Sequence[str]) -> None:
     # All have heard the same, so all come here; names are sent only if they differ.
     listed = agree(what, list(leaves))
     other = next(k for k, each in enumerate(listed) if each != listed[0])
+    lacking = [
+        next((leaf for leaf in one if leaf not in set(two)), "nothing else")
+        for one, two in ((listed[0], listed[other]), (listed[other], listed[0]))
+    ]
     processes = current()
     assert processes is not None, "there is another one"
     raise processes.operations.refusal(
-        f"The processes have different states in {what}: "
-        f"{_difference(listed[0], listed[other], other)}. All processes must give a "
-        "state of the same structure, dtypes and shapes.",
-    )
-
-
-def _difference(first: list[str], other: list[str], index: int) -> str:
-    def lacking(one: list[str], two: list[str]) -> str:
-        return next((leaf for leaf in one if leaf not in set(two)), "nothing else")
-
-    return (
-        f"process 0 has {lacking(first, other)}, process {index} has "
-        f"{lacking(other, first)}"
+        f"The processes have different states in {what}: process 0 has {lacking[0]}, "
+        f"process {other} has {lacking[1]}. All processes must give a state of the "
+        "same structure, dtypes and shapes."
     )
 
 
@@ -77,19 +71,13 @@ def join(thread: threading.Thread, what: str) -> None:
     with processes.watchdog.waiting(what) as activity:
         while thread.is_alive():
             thread.join(_TICK_SECONDS)
-            if _is_written(processes):
+            is_written = processes.watchdog.writes is not None
+            if not is_written:
+                with contextlib.suppress(ClusterError):  # nothing is heard of them
+                    states = processes.store.states()
+                    is_written = any(state.writes is not None for state in states)
+            if is_written:
                 activity.progress()
-
-
-def _is_written(processes: job.Processes) -> bool:
-    """Whether a process has not yet written its part, and is heard of."""
-    if processes.watchdog.writes is not None:
-        return True
-    try:
-        states = processes.store.states()
-    except ClusterError:
-        return False
-    return any(state.writes is not None for state in states)
 
 
 def first_line(error: BaseException) -> str:

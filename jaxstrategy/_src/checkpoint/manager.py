@@ -471,10 +471,10 @@ class CheckpointManager:
         record = self._record(step)
         state = State(state_like, self._replicas())
         what = self._what("restore", step)
-        agreement.compare_leaves(what, list(state.names))
+        agreement.compare_leaves(what, list(state.leaves))
         where = f"Checkpoint {step} in `{self._folder.path}`"
-        fit = state.fit(record.leaves, where, partial)
-        readings = state.readings(record.leaves, fit.common)
+        missing, unexpected = state.check_fits(record.leaves, where, partial)
+        readings = state.readings(record.leaves)
         try:
             with agreement.watched(what, busy="reads arrays"):
                 arrays = self._backend.read(self._folder.path / str(step), readings)
@@ -483,9 +483,9 @@ class CheckpointManager:
                 f"{where} could not be read: {first_line(error)}. Did "
                 "another program delete or change it meanwhile?"
             ) from error
-        restored = state.restored(record.leaves, fit.common, arrays)
+        restored = state.restored(record.leaves, arrays)
         self._restored = Restored(
-            step, record.metrics, record.extra, fit.missing, fit.unexpected, damaged
+            step, record.metrics, record.extra, missing, unexpected, damaged
         )
         return restored
 

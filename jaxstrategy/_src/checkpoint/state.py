@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 
@@ -21,32 +21,19 @@ from jaxstrategy._src.values import building, trees
 from jaxstrategy._src.values.arrays import PyTree
 
 
-class Fit(NamedTuple):
-    """Names that both have, that only the state has, and only the checkpoint."""
-
-    common: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
 @final
 class State:
-    """The values of a state, by name."""
+    """A state, and its values by name."""
 
     def __init__(self, tree: PyTree, replicas: Replicas | None = None) -> None:
         self._tree = tree
-        self._leaves = leaves_of(tree, replicas)
-        self._handlers = {n: handlers.handler_of(v) for n, v in self._leaves.items()}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the values, in their order."""
-        return tuple(self._leaves)
+        self.leaves = leaves_of(tree, replicas)
+        self._handlers = {n: handlers.handler_of(v) for n, v in self.leaves.items()}
 
     @contextlib.contextmanager
     def snapshot(self, step: int) -> Iterator[None]:
         """A `with` block: what is read in it for checkpoint `step` is of one moment."""
-        owners = [getattr(x.value, "strategy", None) for x in self._leaves.values()]
+        owners = [getattr(x.value, "strategy", None) for x in self.leaves.values()]
         strategies = [each for each in owners if isinstance(each, AbstractStrategy)]
         with contextlib.ExitStack() as stack:
             for strategy in {id(each): each for each in strategies}.values():
@@ -56,7 +43,7 @@ class State:
     def saved(self) -> tuple[dict[str, Entry], dict[str, Array]]:
         """The entry of each value, and the arrays to write."""
         entries, arrays = {}, {}
-        for name, leaf in self._leaves.items():
+        for name, leaf in self.leaves.items():
             entries[name], array = self._handlers[name].save(leaf)
             if array is not None:
                 arrays[name] = array
@@ -65,7 +52,7 @@ class State:
     def placed(self) -> PyTree:
         """The state as it is, where a restored one would be."""
         values: dict[str, object] = {}
-        for name, leaf in self._leaves.items():
+        for name, leaf in self.leaves.items():
             value, home = leaf.value, leaf.home
             if isinstance(value, jax.Array) and home is not None:
                 if handlers.placement(leaf) != value.sharding:
@@ -73,41 +60,48 @@ class State:
             values[name] = value
         return self._with(values)
 
-    def fit(self, entries: Mapping[str, Entry], where: str, partial: bool) -> Fit:
-        """Compares with what a checkpoint has."""
-        common = tuple(name for name in self._leaves if name in entries)
-        missing = tuple(name for name in self._leaves if name not in entries)
-        unexpected = tuple(name for name in entries if name not in self._leaves)
-        found = [handlers.mismatch(self._leaves[n], entries[n]) for n in common]
+    def check_fits(
+        self, entries: Mapping[str, Entry], where: str, partial: bool
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Compares with a checkpoint; the names that only one of the two has.
+
+        Raises:
+          MismatchError: there are some, which is not `partial`; or a value differs.
+        """
+        missing = tuple(name for name in self.leaves if name not in entries)
+        unexpected = tuple(name for name in entries if name not in self.leaves)
+        found = [
+            handlers.mismatch(leaf, entries[name])
+            for name, leaf in self.leaves.items()
+            if name in entries
+        ]
         differing = [text for text in found if text is not None]
         if differing or (not partial and (missing or unexpected)):
             raise MismatchError(where, missing, unexpected, differing, partial)
-        return Fit(common, missing, unexpected)
+        return missing, unexpected
 
-    def readings(
-        self, entries: Mapping[str, Entry], names: tuple[str, ...]
-    ) -> dict[str, Reading]:
-        """What the arrays of these values are to be read as."""
-        found = {n: handlers.reading(self._leaves[n], entries[n]) for n in names}
+    def readings(self, entries: Mapping[str, Entry]) -> dict[str, Reading]:
+        """What the arrays of a checkpoint are to be read as."""
+        found = {
+            name: handlers.reading(leaf, entries[name])
+            for name, leaf in self.leaves.items()
+            if name in entries
+        }
         return {name: reading for name, reading in found.items() if reading is not None}
 
     def restored(
-        self,
-        entries: Mapping[str, Entry],
-        names: tuple[str, ...],
-        arrays: Mapping[str, Array],
+        self, entries: Mapping[str, Entry], arrays: Mapping[str, Array]
     ) -> PyTree:
         """The state with what was saved."""
         values = {
-            name: self._handlers[name].restore(
-                self._leaves[name], entries[name], arrays.get(name)
-            )
-            for name in names
+            name: self._handlers[name].restore(leaf, entries[name], arrays.get(name))
+            for name, leaf in self.leaves.items()
+            if name in entries
         }
         # Iterators may refuse: then those that have not are taken back.
         take_back: list[Callable[[], object]] = []
         for name in values:
-            iterator = self._leaves[name].value
+            iterator = self.leaves[name].value
             if not isinstance(iterator, AbstractInputIterator):
                 continue
             # One that cannot be resumed cannot be set either.
@@ -115,9 +109,7 @@ class State:
                 before = iterator.get_state()
                 take_back.append(functools.partial(iterator.set_state, before))
             try:
-                values[name] = self._handlers[name].put(
-                    self._leaves[name], values[name]
-                )
+                values[name] = self._handlers[name].put(self.leaves[name], values[name])
             except (TypeError, ValueError):
                 for undo in take_back:
                     undo()
@@ -126,7 +118,7 @@ class State:
 
     def _with(self, values: dict[str, object]) -> PyTree:
         """The state with other values, in objects that change in place, too."""
-        for name, leaf in self._leaves.items():
+        for name, leaf in self.leaves.items():
             if name not in values or values[name] is leaf.value:
                 continue
             values[name] = self._handlers[name].put(leaf, values[name])
