@@ -36,6 +36,7 @@ FLOORS = [
     "checkpoint",
     "profiling",
     "strategies",
+    "planning",
     "preemption",
     "coordinator",
     "flax",

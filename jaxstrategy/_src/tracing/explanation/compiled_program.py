@@ -42,6 +42,7 @@ class HloInstruction(NamedTuple):
     computation: str
     opcode: str
     operands: list[_Array]
+    results: list[_Array]
     attributes: str
     loops: tuple[int | None, ...]
     in_branch: bool
@@ -92,8 +93,10 @@ class HloModule:
             names, attributes = _operands(found)
             operands = [array for x in names for array in types.get(x, ())]
             opcode = found["opcode"]
+            results = types[found["name"]]
             yield HloInstruction(
-                found["name"], name, opcode, operands, attributes, loops, in_branch
+                *(found["name"], name, opcode, operands, results),
+                *(attributes, loops, in_branch),
             )
             around = loops
             if opcode == "while":
@@ -279,3 +282,26 @@ def figures(executable: Any) -> Figures:
     )
     has_loops = _LOOP.search(executable.as_text() or "") is not None
     return Figures(memory, costs.get("flops") if costs else None, has_loops)
+
+
+def work(executable: Any) -> tuple[float, float]:
+    """The operations of one device and the bytes that it reads and writes.
+
+    Those of XLA, with the body of a loop as often as it turns, where that is known: how
+    much of a program loops are is taken from its text.
+    """
+    costs = executable.cost_analysis() or {}
+    once, turned = np.zeros(2), np.zeros(2)
+    for each in HloModule(executable.as_text() or "").instructions():
+        if each.opcode in ("parameter", "tuple", "get-tuple-element", "while", "call"):
+            continue
+        given, made = [[size for _, size in x] for x in (each.operands, each.results)]
+        operations = sum(made) / 4
+        if each.opcode in ("dot", "convolution", "custom-call") and len(given) > 1:
+            # Of a product of matrices in float32 it is that: 2 sqrt(mk kn mn).
+            operations = 2 * math.sqrt(given[0] / 4 * given[1] / 4 * operations)
+        counted = np.array([operations, sum(given) + sum(made)], float)
+        once += counted
+        turned += counted * math.prod(1 if n is None else n for n in each.loops)
+    more = np.divide(turned, once, out=np.ones(2), where=once > 0).tolist()
+    return costs.get("flops", 0.0) * more[0], costs.get("bytes accessed", 0.0) * more[1]

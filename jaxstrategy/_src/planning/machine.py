@@ -1,0 +1,269 @@
+"""`describe`: the devices that a plan counts on, here or elsewhere, by numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy._src.profiling import links
+from jaxstrategy._src.replicas import devices as _devices
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas.topology import Topology
+from jaxstrategy._src.strategies.strategy import Strategy
+from jaxstrategy._src.text.shown import positive, shown, whole, with_bytes
+
+# Of data sheets, by a part of `device_kind`: bytes; operations a second in products of
+# 16-bit matrices; bytes a second of the memory, and one way over the links.
+_PUBLISHED = {
+    "B200": (180e9, 2250e12, 8e12, 900e9),
+    "H200": (141e9, 989e12, 4.8e12, 450e9),
+    "H100": (80e9, 989e12, 3.35e12, 450e9),
+    "A100": (80e9, 312e12, 2e12, 300e9),
+    "V100": (16e9, 125e12, 0.9e12, 150e9),
+    "L4": (24e9, 121e12, 0.3e12, 32e9),
+    "T4": (16e9, 65e12, 0.3e12, 16e9),
+    "TPU v4": (32 * 2**30, 275e12, 1.2e12, 150e9),
+    "TPU v5 lite": (16 * 2**30, 197e12, 0.82e12, 100e9),
+    "TPU v5": (95 * 2**30, 459e12, 2.76e12, 300e9),
+    "TPU v6 lite": (32 * 2**30, 918e12, 1.64e12, 224e9),
+}
+_NUMBERS = ("memory", "flops", "memory_bandwidth", "bandwidth")
+_LATENCY, _CALL = 1e-5, 5e-5
+# Of simulated devices, which share the cores: about what each core does, and all.
+_CORE_FLOPS, _CORES_BANDWIDTH = 1e11, 4e10
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices by numbers, for `js.plan`. Made by `js.describe`.
+
+    Attributes:
+      kind: what they are called.
+      devices: what XLA compiles for.
+      memory: bytes of one device; None where that is not known.
+      flops: floating-point operations that one can do in a second.
+      memory_bandwidth: bytes that one can read or write in a second.
+      topology: the links between them.
+      call_seconds: how long the host takes to start a program on all of them.
+      is_here: whether they are devices of this process.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> js.describe("A100", count=2).topology.bandwidth
+    300000000000.0
+    """
+
+    kind: str
+    devices: Sequence[Device] = dataclasses.field(repr=False)
+    memory: int | None
+    flops: float
+    memory_bandwidth: float
+    topology: Topology
+    call_seconds: float = _CALL
+    is_here: bool = True
+
+    def __post_init__(self) -> None:
+        links, count = self.topology, len(self.devices)
+        if not isinstance(links, Topology):
+            raise TypeError(
+                f"`topology` was {shown(links)}; a `js.profiling.Topology` was wanted, "
+                "for example what `strategy.measure_links()` returns."
+            )
+        if links.replicas != count:
+            raise ValueError(
+                f"`topology` was that of {links.replicas} replicas, but there are "
+                f"{count} devices. Give `topology.with_replicas({count})`."
+            )
+
+    def __str__(self) -> str:
+        of = "" if self.memory is None else f" of {with_bytes(self.memory)}"
+        return f"{len(self.devices)} {self.kind}{of}"
+
+
+def describe(
+    what: str | Sequence[Device | str] | None = None,
+    *,
+    count: int | None = None,
+    memory: int | str | None = None,
+    flops: float | None = None,
+    memory_bandwidth: float | None = None,
+    bandwidth: float | None = None,
+    topology: Topology | None = None,
+) -> Machine:
+    """Devices by numbers, for `js.plan`: those here, measured, or those of elsewhere.
+
+    - Devices of this process, by default all: short programs measure how fast they
+      compute, use their memory, exchange arrays and start.
+    - `"v5p-64"`, `"v5e:4x8"`: a slice of TPUs, which need not be here. XLA compiles for
+      it where `libtpu` is installed.
+    - GPUs by a `count` and a name, such as `"H100"`, or numbers. XLA cannot compile for
+      GPUs that are not here, so that programs are those of as many simulated CPU
+      devices (`js.simulate`): the state is right to the byte, what a step needs in
+      between is near.
+
+    Args:
+      what: devices or names, see above.
+      count: how many GPUs.
+      memory: of one device, in bytes or as `"80GiB"`.
+      flops: floating-point operations that one device can do in a second; published
+        ones are those of products of 16-bit matrices.
+      memory_bandwidth: bytes that it can read or write in a second.
+      bandwidth: bytes that it can send in a second.
+      topology: the links in more detail.
+
+    Raises:
+      ValueError: nothing is known by this name, a number is missing or not positive, or
+        there are too few simulated devices.
+      TypeError: `count` is no whole number, `memory` no size, `topology` none.
+      RuntimeError: `libtpu` is missing, or cannot make such a slice.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> print(js.describe("H100", count=8))
+    8 H100 of 74.5 GiB
+    """
+    size = None if memory is None else bytes_of(memory)
+    given = zip(_NUMBERS, (size, flops, memory_bandwidth, bandwidth), strict=True)
+    told = {name: number for name, number in given if number is not None}
+    for name, number in told.items():
+        if not number > 0:
+            raise ValueError(f"`{name}` was {number}; a positive number was wanted.")
+    if count is not None:
+        devices, kind = _simulated(positive("count", count)), str(what or "devices")
+        return machine_of(kind, devices, told, topology, is_here=False)
+    if isinstance(what, str) and re.match(r"v\d", what):
+        return machine_of(what, _tpus(what), told, topology, is_here=False)
+    found = machine_of("", what, told, topology)
+    return machine_of("", what, _measured(found.devices) | told, topology)
+
+
+def bytes_of(size: object) -> int:
+    """A size such as `"16GiB"`, in bytes."""
+    if (number := whole(size)) is not None and number > 0:
+        return number
+    match = re.fullmatch(r"(\d*\.?\d+) *([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
+    if not isinstance(size, str) or match is None:
+        raise (ValueError if isinstance(size, (int, str)) else TypeError)(
+            f"`memory` was {shown(size)}; the bytes of one device were wanted, as a "
+            'whole number or a text such as "16GiB".'
+        )
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def machine_of(
+    kind: str,
+    what: Any,
+    told: dict[str, Any],
+    topology: Topology | None = None,
+    is_here: bool = True,
+) -> Machine:
+    """Devices by what is told, else by data sheets; for those here else a guess."""
+    devices: Any = what
+    numbers: dict[str, Any] = {}
+    if is_here:
+        devices = _devices.default_devices() if what is None else _devices.choose(what)
+        flops = (os.cpu_count() or 1) * _CORE_FLOPS / len(devices)
+        bandwidth = _CORES_BANDWIDTH / len(devices)
+        guess = None, flops, bandwidth, bandwidth / 4
+        numbers = dict(zip(_NUMBERS, guess, strict=True))
+    name = kind if devices[0].platform == "cpu" and kind else devices[0].device_kind
+    known = next((each for part, each in _PUBLISHED.items() if part in name), ())
+    numbers |= zip(_NUMBERS, known, strict=False)
+    if is_here and (stats := devices[0].memory_stats()):
+        numbers["memory"] = stats.get("bytes_limit", numbers["memory"])
+    numbers |= told
+    if topology is not None:
+        numbers |= {"bandwidth": 1.0, "topology": topology}
+    if missing := [each for each in _NUMBERS if each not in numbers]:
+        raise ValueError(
+            f"`{missing[0]}` of {name!r} is not known. Give `memory=`, `flops=`, "
+            "`memory_bandwidth=` and `bandwidth=`, or the name of one of "
+            f"{', '.join(_PUBLISHED)}."
+        )
+    bandwidth = numbers.pop("bandwidth")
+    if "bandwidth" in told or "topology" not in numbers:
+        numbers["topology"] = topology or Topology(bandwidth, _LATENCY, len(devices))
+    return Machine(kind or name, devices, is_here=is_here, **numbers)
+
+
+def _simulated(count: int) -> Sequence[Device]:
+    """As many CPU devices."""
+    found = jax.local_devices(backend="cpu")
+    if len(found) < count:
+        raise ValueError(
+            f"Programs for {count} GPUs that are not here are compiled for as many "
+            f"simulated devices, and there are {len(found)}. Call "
+            f"`js.simulate({count})` before anything uses JAX's devices."
+        )
+    return tuple(found[:count])
+
+
+def _tpus(name: str) -> Sequence[Device]:
+    """The devices of a slice of TPUs, by JAX's ahead-of-time topologies."""
+    from jax.experimental import topologies
+
+    match = re.fullmatch(r"(v\d+)(litepod|e|p)?(?::([\dx]+)|-(\d+))", name)
+    if match is None:
+        raise ValueError(
+            f"`describe` was given {name!r}; a slice of TPUs is written as "
+            '"v5p-64" or "v5e:4x8".'
+        )
+    kind = f"{match[1]}{match[2] or ''}".replace("litepod", "e")
+    # By chips those that lie in a plane, by cores, of which a chip has two, the others.
+    sides = [1, 1] if kind.endswith("e") else [1, 1, 1]
+    while match[4] and math.prod(sides) < int(match[4]) // (len(sides) - 1):
+        sides[sides.index(min(sides))] *= 2
+    sides.sort(reverse=sides == [2, 2, 1])
+    # Otherwise it asks the metadata server of a cloud, for minutes.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        shape = match[3] or "x".join(map(str, sides))
+        return tuple(topologies.get_topology_desc(f"{kind}:{shape}", "tpu").devices)
+    except Exception as error:  # of several classes, by what is missing
+        raise RuntimeError(
+            f"XLA cannot compile for {name!r} here: {' '.join(str(error).split())}\n"
+            "Install the `libtpu` of this version of JAX (`pip install 'jax[tpu]'`), "
+            "which needs no TPU, and give a slice that there is."
+        ) from error
+
+
+def _measured(devices: Sequence[Device]) -> dict[str, Any]:
+    """What short programs take on all of the devices at once."""
+    strategy = Strategy(devices)
+    is_cpu = devices[0].platform == "cpu"
+    side, large, turns = (256, 2**22, 8) if is_cpu else (4096, 2**26, 64)
+    x = strategy.per_replica([1 / side] * len(devices))
+
+    def product(x: jax.Array) -> jax.Array:
+        y = jnp.full((side, side), x)
+        return jax.lax.fori_loop(0, turns, lambda _, z: z @ y, y)
+
+    def passes(x: jax.Array) -> jax.Array:
+        y = jnp.full((large,), x)
+        return jax.lax.fori_loop(0, turns, lambda _, z: z * 0.5 + 1.0, y)
+
+    def seconds(step: Callable[[jax.Array], jax.Array]) -> float:
+        run, found = strategy.step(step), []
+        for _ in range(6):
+            start = time.perf_counter()
+            jax.block_until_ready(run(x))
+            found.append(time.perf_counter() - start)
+        return min(found)
+
+    call = seconds(lambda x: x + 1)
+    return {
+        "flops": turns * 2 * side**3 / max(seconds(product) - call, 1e-9),
+        "memory_bandwidth": turns * 8 * large / max(seconds(passes) - call, 1e-9),
+        "topology": links.measured(strategy._replicas),
+        "call_seconds": call,
+    }

@@ -1,0 +1,536 @@
+"""`plan`: the layouts in which a step could run, compared without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+
+from jaxstrategy._src.executors.compiled import CompiledStep, ReplicatedFunction
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.planning.machine import Machine, bytes_of, machine_of
+from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas.inner_axes import is_spec
+from jaxstrategy._src.replicas.mesh import names
+from jaxstrategy._src.replicas.state_sharding import StateSharding
+from jaxstrategy._src.replicas.topology import Topology
+from jaxstrategy._src.strategies.mirrored import MirroredStrategy
+from jaxstrategy._src.strategies.strategy import Strategy
+from jaxstrategy._src.text import html
+from jaxstrategy._src.text.shown import shown, with_bytes, with_seconds
+from jaxstrategy._src.tracing.explanation import compiled_program
+from jaxstrategy._src.tracing.explanation.explanation import Explanation
+from jaxstrategy._src.tracing.explanation.facts import Memory
+from jaxstrategy._src.tracing.init import InnerState
+from jaxstrategy._src.tracing.replica_step import name_of
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.per_replica import PerReplica, contents, is_per_replica
+from jaxstrategy._src.values.trees import annotated_leaves
+
+# Of layouts that take about as long, the one that says less is better.
+_SIMPLER = 1.02
+# Where so many fit, the others, which move more, are not compiled.
+_ENOUGH = 6
+# Steps in a call, tried where starting a program is so much of a step.
+_SEVERAL, _CALLS = 8, 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What is planned, and where: the same for all layouts."""
+
+    machine: Machine
+    types: PyTree
+    batch: PyTree
+    specs: PyTree
+    function: Function
+    options: RunOptions | None
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class PlannedLayout:
+    """One way to run a step, and what it would take. An entry of a `Plan`.
+
+    Attributes:
+      arguments: of `MirroredStrategy`, by name.
+      accumulate: in how many parts the step takes the batch of a replica.
+      several: how many steps one call makes.
+      state_bytes: of the state on one device, between steps.
+      memory: of one device, as XLA reports it; None if it was not compiled.
+      seconds: of one step, by what takes them: `"operations"` and `"memory traffic"`,
+        which go on at once, `"communication"`, and `"calls"`; empty likewise.
+      reason: why it was not compiled; else empty.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> w, batch = jnp.ones(3), np.ones((8, 2))
+    >>> layout = js.plan(w, lambda w, x: w + 1, batch, memory="1MiB")[-1]
+    >>> layout.name, layout.reason
+    ("sharding='state'", 'no array of the state is large enough to be divided')
+    """
+
+    _step: _Step = dataclasses.field(repr=False, compare=False)
+    arguments: Mapping[str, Any]
+    accumulate: int = 1
+    several: int = 1
+    state_bytes: int = 0
+    memory: Memory | None = None
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+    _least: float = dataclasses.field(default=0.0, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The layout in words."""
+        told = dict(self.arguments, accumulate=self.accumulate, several=self.several)
+        told["sharding"] = getattr(told.get("sharding", 1), "shard", 1)
+        found = [f"{name}={value!r}" for name, value in told.items() if value != 1]
+        return ", ".join(found) or "replicated"
+
+    @property
+    def left(self) -> float:
+        """The bytes that a device has left, below zero where they do not suffice."""
+        used = math.inf if self.memory is None else self.memory.peak
+        return (self._step.machine.memory or 0) - used
+
+    @property
+    def fits(self) -> bool:
+        """Whether it was compiled, and a device has the memory for it."""
+        return self.left >= 0
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted time of a step; infinite if it was not compiled."""
+        operations, traffic, *rest = self.seconds.values() or [math.inf] * 2
+        return max(operations, traffic) + sum(rest)
+
+    @property
+    def limited_by(self) -> str:
+        """The longest part of a step, or `"memory"` if that does not suffice."""
+        longest = max(self.seconds, key=self.seconds.__getitem__, default="memory")
+        return longest if self.fits else "memory"
+
+    def strategy(self) -> MirroredStrategy:
+        """A new strategy with this layout, on the devices of the plan.
+
+        Raises:
+          ValueError: these devices are not here.
+        """
+        machine = self._step.machine
+        if not machine.is_here:
+            raise ValueError(
+                f"The plan is for {machine}, which are not here. There, call "
+                f"`MirroredStrategy` with {dict(self.arguments) or 'no arguments'}."
+            )
+        return MirroredStrategy(machine.devices, **self.arguments)
+
+    def step(self, strategy: Strategy) -> ReplicatedFunction:
+        """The step as this layout calls it, decorated by a strategy.
+
+        With `several`, its last argument is a tuple of so many batches.
+        """
+        function, options = self._step.function, self._step.options
+        if self.accumulate > 1:
+            part = functools.partial(function, accumulate=self.accumulate)
+            function = functools.wraps(function)(part)
+        decorate = strategy.several if self.several > 1 else strategy.step
+        return decorate(function, options=options)
+
+    def explain(self, compiled: bool = True) -> Explanation:
+        """The report of `strategy.explain`; the step is traced and compiled anew."""
+        strategy, step, args = self._call()
+        links = self._step.machine.topology.with_replicas(strategy.num_replicas_in_sync)
+        return strategy.explain(step, args, topology=links, compiled=compiled)
+
+    def _call(self) -> tuple[Strategy, ReplicatedFunction, tuple[PyTree, ...]]:
+        """A strategy, the step, and the types of its arguments."""
+        step = self._step
+        strategy = Strategy(step.machine.devices, **self.arguments)
+        count = strategy.num_replicas_in_sync
+
+        def divided(leaf: jax.ShapeDtypeStruct) -> PerReplica:
+            # Filled up, as a dataset does.
+            shape = (count, -(-leaf.shape[0] // count), *leaf.shape[1:])
+            return PerReplica(jax.ShapeDtypeStruct(shape, leaf.dtype))
+
+        batch = jax.tree.map(divided, step.batch)
+        last = batch if self.several == 1 else (batch,) * self.several
+        state = InnerState(step.specs, (), strategy._replicas).typed(step.types)
+        required = [p for p in step.parameters.values() if p.default is p.empty]
+        is_spread = isinstance(state, tuple) and len(required) == len(state) + 1 > 2
+        args = (*state, last) if is_spread else (state, last)
+        return strategy, self.step(strategy), args
+
+    def _traced(self) -> PlannedLayout:
+        """With what is known before it is compiled."""
+        found, machine = self.explain(compiled=False), self._step.machine
+        reason, state = "", _nbytes(self._step.types)
+        if found.sharding is not None:
+            state = found.sharding.state_bytes
+            if "sharding" in self.arguments and not found.sharding.divided:
+                reason = "no array of the state is large enough to be divided"
+        if not reason and state > (machine.memory or 0):
+            reason = f"the state alone takes {with_bytes(state)}"
+        # Without latencies, as XLA may join what is sent; where the devices of a
+        # replica divide it, each sends a part. State is read and written.
+        links = dataclasses.replace(found.topology, latency=0, messages=(), spread=())
+        each = len(machine.devices) / found.num_replicas
+        least = found.communication_time(links) / each
+        least += 2 * state / machine.memory_bandwidth
+        return dataclasses.replace(self, state_bytes=state, reason=reason, _least=least)
+
+    def _compiled(self) -> PlannedLayout:
+        """With what XLA says of it."""
+        strategy, step, args = self._call()
+        program = strategy.compile(step, args).compiled
+        text, memory = program.as_text() or "", compiled_program.figures(program).memory
+        machine, each = self._step.machine, 1 / self.several
+        operations, moved = compiled_program.work(program)
+        if machine.devices[0].platform == "cpu":
+            if self.several > 1 and " convolution(" in text:
+                raise NotImplementedError(
+                    "XLA on CPUs is slow at convolutions in loops"
+                )
+            # Memory for what is in between is fresh in each call.
+            moved += 0 if memory is None else memory.temporary
+        # Measured links are those of which a ring takes the measured time.
+        algorithm = "ring" if machine.topology.messages else "fastest"
+        sent = compiled_program.compiled_collectives(
+            text, strategy._replicas, outermost=__file__
+        )
+        sending = sum(found.seconds(machine.topology, algorithm) for found in sent)
+        seconds = {
+            "operations": operations * each / machine.flops,
+            "memory traffic": moved * each / machine.memory_bandwidth,
+            "communication": sending * each,
+            "calls": machine.call_seconds * each,
+        }
+        return dataclasses.replace(self, memory=memory, seconds=seconds, reason="")
+
+    def _tried(self, compiled: bool = True) -> PlannedLayout:
+        """What is known of it, compiled or traced, or the reason why it cannot be."""
+        try:
+            return self._compiled() if compiled else self._traced()
+        except Exception as error:  # of the user's step, or XLA's
+            line = str(error).strip().partition("\n")[0]
+            reason = f"not possible: {type(error).__name__}: {line}"[:100]
+            return dataclasses.replace(self, reason=reason, memory=None)
+
+    def _rank(self) -> tuple[int, float]:
+        """The order of a plan: what fits, by time; what does not; the rest."""
+        if self.fits:
+            words = self.name.count("=") + ("'state'" in self.name)
+            return 0, self.step_seconds * _SIMPLER**words
+        return (2, self.state_bytes) if self.memory is None else (1, -self.left)
+
+
+def plan(
+    build: Callable[[], PyTree] | PyTree,
+    step: Function,
+    batch: PyTree,
+    *,
+    devices: Machine | Sequence[Device | str] | str | None = None,
+    memory: int | str | None = None,
+    topology: Topology | None = None,
+    specs: PyTree = None,
+    options: RunOptions | None = None,
+) -> Plan:
+    """The layouts in which a step could run, best first, without running any.
+
+    The step is traced and compiled for each layout, of types alone: nothing is
+    allocated on a device. Layouts are replicated state, `StateSharding("optimizer")`
+    and `("state")`, `logical_axes` where the model is annotated, and both together;
+    where their memory does not suffice, the batch in parts, if the step has a parameter
+    `accumulate`; where starting a program takes much of a step, several steps in a
+    call. What is not worth compiling, by its state or what it must move, is listed with
+    the reason.
+
+    Memory is what XLA reserves. A step's time is that of its operations or of memory
+    traffic, whatever is longer, plus its collectives one after the other, plus the
+    host's part. Such times say which layout is faster, not how long a step will take.
+
+    Args:
+      build: makes the state, as for `strategy.init`; or a pytree of types.
+      step: the unchanged step, of the state and a batch, as one replica sees it; or
+        what `@strategy.run` made of one. Of a tuple of states it may take each by
+        itself. A parameter `accumulate=1` is for `js.get_strategy().accumulate`.
+      batch: a global batch, of all replicas together, `[rows, ...]`; arrays or types,
+        or the `element_spec` of a dataset.
+      devices: as for `MirroredStrategy`, or what `js.describe` returns. By default
+        numbers are those of data sheets, and guesses for CPUs.
+      memory: bytes of one device, such as `"16GiB"`; by default what it has.
+      topology: the links between devices.
+      specs: as for `strategy.init`.
+      options: how the step is compiled; by default as it was decorated.
+
+    Raises:
+      ValueError: the memory of the devices is not known; `batch` has an array without
+        rows; `topology` is of another number of devices.
+      TypeError: `step` cannot be called; `memory` is no size, `topology` none.
+      Exception: whatever the step raises, if it does so in every layout.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> def build():
+    ...     return {"w": jnp.zeros((512, 512)), "m": jnp.zeros((512, 512))}
+    >>> def step(state, x):
+    ...     grad = jax.grad(lambda w: ((x @ w) ** 2).mean())(state["w"])
+    ...     m = state["m"] + js.get_replica_context().all_reduce("mean", grad)
+    ...     return {"w": state["w"] - 0.1 * m, "m": m}
+    >>> batch = jax.ShapeDtypeStruct((64, 512), np.float32)
+    >>> donate = js.RunOptions(donate_argnums=0)
+    >>> plan = js.plan(build, step, batch, memory="3.5MiB", options=donate)
+    >>> sorted(layout.name for layout in plan if layout.fits)
+    ["sharding='optimizer'", "sharding='state'"]
+    >>> strategy = plan.best.strategy()
+    >>> train = plan.best.step(strategy)
+    """
+    if isinstance(step, (ReplicatedFunction, CompiledStep)):
+        step, options = step.function, step.options if options is None else options
+    if not callable(step):
+        raise TypeError(
+            f"`plan` was given {shown(step)} as the step, which cannot be called. Give "
+            "the function itself: `js.plan(build, step, batch)`."
+        )
+    machine = devices
+    if not isinstance(machine, Machine):
+        machine = machine_of("", devices, {})
+    size = machine.memory if memory is None else bytes_of(memory)
+    if size is None:
+        raise ValueError(
+            f"How much memory {machine} have is not known. Give that of one device: "
+            '`memory="16GiB"`.'
+        )
+    links = machine.topology if topology is None else topology
+    machine = dataclasses.replace(machine, memory=size, topology=links)
+    is_function = callable(build) and jax.tree_util.all_leaves([build])
+    types = jax.eval_shape(build) if is_function else _types(build)
+    rows = jax.tree.map_with_path(_all_rows, batch, is_leaf=is_per_replica)
+    return Plan(_Step(machine, types, _types(rows), specs, step, options))
+
+
+def _types(tree: PyTree) -> PyTree:
+    return jax.eval_shape(lambda leaves: leaves, tree)
+
+
+def _nbytes(types: PyTree) -> int:
+    leaves = jax.tree.leaves(types)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _all_rows(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
+    """An array of a batch, with the rows of all replicas."""
+    if isinstance(leaf, PerReplica):
+        replicas, rows, *rest = contents(leaf).shape
+        return jax.ShapeDtypeStruct((replicas * rows, *rest), leaf.dtype)
+    if not getattr(leaf, "shape", ()):
+        raise ValueError(
+            f"`batch{jax.tree_util.keystr(path)}` was {shown(leaf)}; an array of shape "
+            "[rows, ...] was wanted, or its type, with the rows of all replicas."
+        )
+    return leaf
+
+
+def _candidates(step: _Step) -> Iterator[PlannedLayout]:
+    """The layouts to look at, the simplest first."""
+    specs: list[Any] = [spec for _, _, spec in annotated_leaves(step.types)]
+    specs += jax.tree.leaves(step.specs, is_leaf=is_spec)
+    entries = [entry for spec in specs for entry in spec or ()]
+    axes = list(dict.fromkeys(name for entry in entries for name in names(entry)))
+    count, inner = len(step.machine.devices), [{}]
+    divisors = [size for size in range(2, count + 1) if count % size == 0]
+    for each in itertools.product(divisors, repeat=len(axes)):
+        if axes and count % math.prod(each) == 0:
+            inner.append({"logical_axes": dict(zip(axes, each, strict=True))})
+    for arguments in inner:
+        yield PlannedLayout(step, arguments)
+        for sharding in (StateSharding("optimizer"), StateSharding("state")):
+            yield PlannedLayout(step, {"sharding": sharding} | arguments)
+
+
+def _searched(step: _Step) -> Iterator[PlannedLayout]:
+    """All layouts, with what is known of them."""
+    plain, *others = [layout._tried(compiled=False) for layout in _candidates(step)]
+    if not any(layout.state_bytes for layout in (plain, *others)):
+        plain._traced()  # raises
+    fitting: list[PlannedLayout] = []
+    for layout in (plain, *sorted(others, key=lambda layout: layout._least)):
+        made, reason = layout, layout.reason
+        if not reason and len(fitting) >= _ENOUGH:
+            reason = f"{_ENOUGH} that move less fit"
+        if not reason and any(made._least > other.step_seconds for other in fitting):
+            reason = f"what it moves takes {with_seconds(made._least)}"
+        made = dataclasses.replace(made, reason=reason) if reason else made._tried()
+        yield made
+        if made.memory is not None and not made.fits:
+            made = _in_parts(made)
+            yield from [made] if made.accumulate > 1 else []
+        fitting += [made] if made.fits else []
+    for layout in sorted(fitting, key=PlannedLayout._rank)[:2]:
+        if layout.seconds["calls"] > _CALLS * layout.step_seconds:
+            yield dataclasses.replace(layout, several=_SEVERAL)._tried()
+
+
+def _in_parts(layout: PlannedLayout) -> PlannedLayout:
+    """The same with the fewest parts of a batch that fit, or that take the least."""
+    between = layout.memory.temporary if layout.memory is not None else 0
+    if "accumulate" not in layout._step.parameters or layout.left + between <= 0:
+        return layout
+    best, parts = layout, 2
+    # What is needed in between seldom shrinks by more than the number of parts.
+    while parts < between / (layout.left + between):
+        parts *= 2
+    rows = [leaf.shape[1] for leaf in jax.tree.leaves(layout._call()[-1][-1])]
+    while all(each % parts == 0 for each in rows) and not best.fits:
+        made = dataclasses.replace(layout, accumulate=parts)._tried()
+        # The first parts need a sum of gradients, which may be more than they save.
+        if made.memory is None or (best is not layout and made.left <= best.left):
+            break
+        # Nothing is faster in parts.
+        slower = {x: max(made.seconds[x], layout.seconds[x]) for x in layout.seconds}
+        best, parts = dataclasses.replace(made, seconds=slower), 2 * parts
+    return best
+
+
+_HEADER = ("", "layout", "memory of a device", "left", "step", "limited by")
+
+
+@final
+class Plan:
+    """The layouts in which a step could run, best first. Made by `js.plan`.
+
+    Prints as a table: what fits, the fastest first (of about equal ones the simplest);
+    then what does not, and what was not compiled. It is a sequence of `PlannedLayout`s.
+
+    Attributes:
+      machine: the devices.
+      layouts: all of them.
+      advice: what would help, in sentences, where nothing fits.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> w, batch = jnp.ones(3), np.ones((8, 2))
+    >>> plan = js.plan(w, lambda w, x: w + 1, batch, memory="1MiB")
+    >>> plan.best is plan[0], plan.advice
+    (True, ())
+    """
+
+    def __init__(self, step: _Step) -> None:
+        self.machine = step.machine
+        self.layouts = tuple(sorted(_searched(step), key=PlannedLayout._rank))
+        self.advice = () if self.layouts[0].fits else tuple(_advice(self.layouts))
+        self._title = f"Plan of `{name_of(step.function)}` on {step.machine}"
+
+    def __getitem__(self, index: int) -> PlannedLayout:
+        return self.layouts[index]
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def best(self) -> PlannedLayout:
+        """The first layout.
+
+        Raises:
+          ValueError: none fits; it says what would help.
+        """
+        if not self.layouts[0].fits:
+            raise ValueError("\n".join(self._sentences()))
+        return self.layouts[0]
+
+    def __repr__(self) -> str:
+        rows = [_HEADER, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([self._title, *lines, *self._sentences()])
+
+    def _repr_html_(self) -> str:
+        told = map(html.paragraph, self._sentences())
+        return html.page(self._title, [html.table(_HEADER, self._rows()), *told])
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for i, x in enumerate(self.layouts):
+            if x.memory is None:
+                least = f"> {with_bytes(x.state_bytes)}" if x.state_bytes else ""
+                yield str(i), x.name, least, "", "", x.reason
+                continue
+            left = f"{'-' * (not x.fits)}{with_bytes(abs(x.left))}"
+            peak, seconds = with_bytes(x.memory.peak), with_seconds(x.step_seconds)
+            yield str(i), x.name, peak, left, seconds, x.limited_by
+
+    def _sentences(self) -> list[str]:
+        """Why the first layout is the first, or what would help."""
+        if not (fitting := [each for each in self.layouts if each.fits]):
+            size = with_bytes(self.machine.memory or 0)
+            return [f"No layout fits into {size}.", *self.advice]
+        first, *others = fitting
+        if not others:
+            return [f"`{first.name}` is the only layout that fits."]
+        second = others[0]
+        ratio = second.step_seconds / first.step_seconds
+        if ratio < _SIMPLER:
+            return [f"`{first.name}` is the simplest of the fastest that fit."]
+        most = max(first.seconds, key=lambda x: second.seconds[x] - first.seconds[x])
+        return [
+            f"`{first.name}` is the fastest of {len(fitting)} layouts that fit: "
+            f"`{second.name}` takes {ratio:.2f} times as long, by its {most}."
+        ]
+
+
+def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
+    """What would help where nothing fits."""
+    known = [each for each in layouts if each.state_bytes and each.accumulate == 1]
+    smallest = min(known, key=lambda each: each.state_bytes)
+    known += [smallest._tried()] if smallest.memory is None else []
+    least = max(known, key=lambda each: each.left)
+    if least.memory is None:
+        return
+    step, peak, state = least._step, least.memory.peak, least.state_bytes
+    yield (
+        f"The least is `{least.name}`, {with_bytes(peak)}, of which the state takes "
+        f"{with_bytes(state)}. What would help:"
+    )
+    found = least.explain(compiled=False)
+    if 0 in found.donate_argnums and not found.donated:
+        yield (
+            "- `options=js.RunOptions(donate_argnums=0)`: a step reuses the memory of "
+            f"its state, {with_bytes(state)}."
+        )
+
+    def with_rows(count: int) -> PlannedLayout:
+        def of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype)
+
+        fewer = dataclasses.replace(step, batch=jax.tree.map(of, step.batch))
+        return dataclasses.replace(least, _step=fewer)._tried()
+
+    rows, replicas = jax.tree.leaves(step.batch)[0].shape[0], found.num_replicas
+    half, limit = with_rows(max(rows // 2, 1)), least.left + peak
+    growing = 0 if half.memory is None else 2 * max(peak - half.memory.peak, 0)
+    fixed = peak - growing
+    if growing and limit > fixed:
+        fewer = int(rows * (limit - fixed) / growing) // replicas * replicas
+        made = with_rows(max(fewer, 1))
+        if fewer and made.fits and made.memory is not None:
+            yield f"- {fewer} rows in place of {rows}: {with_bytes(made.memory.peak)}."
+    yield (
+        "- A parameter `accumulate` of the step, or `jax.checkpoint` around layers: "
+        f"{with_bytes(growing)} grow with the rows, {with_bytes(fixed)} do not."
+    )
+    # On each of n devices there are 1/n of the rows, and of what is divided.
+    n, total = len(step.machine.devices), _nbytes(step.types)
+    divided = (total - state) / (n - 1) if n > 1 else 0
+    if limit > fixed - divided and growing + divided:
+        more = math.log2((growing + divided) / (limit - fixed + divided))
+        yield f"- {n * 2 ** math.ceil(more)} devices in place of {n}, about."

@@ -1,0 +1,460 @@
+"""Plans of a step: what `js.plan` says of layouts, against the step compiled by hand.
+
+The oracles are XLA's `memory_analysis` of `strategy.compile`, the bytes of live arrays,
+and a plain loop of NumPy.
+"""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jaxstrategy as js
+
+SIDE, ROWS, RATE = 512, 64, 0.1
+DONATE = js.RunOptions(donate_argnums=0)
+BATCH = jax.ShapeDtypeStruct((ROWS, SIDE), np.float32)
+OPTIMIZER, STATE = js.StateSharding("optimizer"), js.StateSharding("state")
+
+
+def build():
+    return {"w": jnp.ones((SIDE, SIDE)) / SIDE, "m": jnp.zeros((SIDE, SIDE))}
+
+
+def loss_of(w, x):
+    return ((x @ w) ** 2).mean()
+
+
+def step(state, x):
+    loss, grad = jax.value_and_grad(loss_of)(state["w"], x)
+    loss, grad = js.get_replica_context().all_reduce("mean", (loss, grad))
+    m = 0.9 * state["m"] + grad
+    return {"w": state["w"] - RATE * m, "m": m}, loss
+
+
+def step_in_parts(state, x, accumulate=1):
+    @js.get_strategy().accumulate(accumulate)
+    def gradient(x):
+        hidden = lambda w: (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean()  # noqa: E731
+        return jax.grad(hidden)(state["w"])
+
+    grad = js.get_replica_context().all_reduce("mean", gradient(x))
+    return {"w": state["w"] - RATE * grad, "m": state["m"] + grad}
+
+
+def by_name(plan):
+    return {layout.name: layout for layout in plan}
+
+
+def test_memory_is_that_of_the_step_compiled_by_hand():
+    plan = js.plan(build, step, BATCH, memory="1GiB", options=DONATE)
+    types = jax.eval_shape(build)
+    batch = js.PerReplica(jax.ShapeDtypeStruct((8, ROWS // 8, SIDE), np.float32))
+    found = by_name(plan)
+    for name, sharding in {
+        "replicated": None,
+        "sharding='optimizer'": OPTIMIZER,
+        "sharding='state'": STATE,
+    }.items():
+        strategy = js.MirroredStrategy(sharding=sharding)
+        by_hand = strategy.compile(step, (types, batch), options=DONATE).compiled
+        wanted = by_hand.memory_analysis()
+        memory = found[name].memory
+        assert memory.arguments == wanted.argument_size_in_bytes
+        assert memory.temporary == wanted.temp_size_in_bytes
+        assert memory.peak == (
+            wanted.argument_size_in_bytes
+            + wanted.output_size_in_bytes
+            - wanted.alias_size_in_bytes
+            + wanted.temp_size_in_bytes
+            + wanted.generated_code_size_in_bytes
+        )
+    whole = SIDE * SIDE * 4
+    bytes_of = {name: layout.state_bytes for name, layout in found.items()}
+    assert bytes_of == {
+        "replicated": 2 * whole,
+        "sharding='optimizer'": whole + whole // 8,
+        "sharding='state'": 2 * whole // 8,
+    }
+
+
+def on_first_device(tree):
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_memory_at_rest_is_that_of_live_arrays_and_nothing_is_allocated_before():
+    before = len(jax.live_arrays())
+    plan = js.plan(build, step, BATCH, memory="1GiB", options=DONATE)
+    assert len(jax.live_arrays()) == before
+    for layout in plan:
+        strategy = layout.strategy()
+        state = strategy.init(build)
+        x = strategy.per_replica(np.ones((8, ROWS // 8, SIDE), np.float32))
+        state, _ = layout.step(strategy)(state, x)
+        assert on_first_device(state) == layout.state_bytes
+        assert on_first_device((state, x)) == layout.memory.arguments
+
+
+def by_numpy(x, steps):
+    w, m = np.ones((SIDE, SIDE)) / SIDE, np.zeros((SIDE, SIDE))
+    for _ in range(steps):
+        m = 0.9 * m + 2 * x.T @ (x @ w) / x.shape[0] / SIDE
+        w = w - RATE * m
+    return w
+
+
+def test_each_layout_trains_the_same_model():
+    x = np.random.default_rng(0).normal(size=(ROWS, SIDE)).astype(np.float32)
+    for layout in js.plan(build, step, x, memory="1GiB", options=DONATE):
+        strategy = layout.strategy()
+        state, train = strategy.init(build), layout.step(strategy)
+        batch = strategy.per_replica(x.reshape(8, ROWS // 8, SIDE))
+        batches = batch if layout.several == 1 else (batch,) * layout.several
+        state, _ = train(state, batches)
+        found = js.to_host(state["w"])
+        np.testing.assert_allclose(found, by_numpy(x, layout.several), atol=1e-5)
+
+
+def test_what_fits_is_first_and_what_cannot_is_not_compiled():
+    plan = js.plan(build, step, BATCH, memory="1.9MiB", options=DONATE)
+    assert [layout.fits for layout in plan] == [True, False, False]
+    best, *others = plan
+    assert best is plan.best and best.arguments == {"sharding": STATE}
+    assert best.left == 1.9 * 2**20 // 1 - best.memory.peak
+    assert best.limited_by in best.seconds and best.reason == ""
+    replicated = by_name(plan)["replicated"]
+    assert replicated.memory is None and replicated.reason == (
+        "the state alone takes 2 MiB"
+    )
+    assert replicated.step_seconds == float("inf") and replicated.limited_by == "memory"
+    text = str(plan)
+    assert text.splitlines()[0] == "Plan of `step` on 8 cpu of 1.9 MiB"
+    assert "`sharding='state'` is the only layout that fits." in text
+    assert [text.count(layout.name) for layout in others] == [1, 1]
+    assert "the state alone takes 2 MiB" in plan._repr_html_()
+
+
+def test_arrays_too_small_to_be_divided_are_not_compiled_again():
+    def small():
+        return {"w": jnp.zeros((SIDE, 8)), "m": jnp.zeros((SIDE, 8))}
+
+    plan = js.plan(small, step, BATCH, memory="1GiB", options=DONATE)
+    assert by_name(plan)["sharding='state'"].reason == (
+        "no array of the state is large enough to be divided"
+    )
+    assert plan.best.arguments == {} and len(plan) >= 3
+
+
+def test_parts_of_a_batch_where_the_whole_does_not_fit():
+    batch = jax.ShapeDtypeStruct((8 * 1024, SIDE), np.float32)
+    plans = {
+        memory: js.plan(build, step_in_parts, batch, memory=memory, options=DONATE)
+        for memory in ("1GiB", "8MiB")
+    }
+    assert all(layout.accumulate == 1 for layout in plans["1GiB"])
+    found = [layout for layout in plans["8MiB"] if layout.accumulate > 1]
+    assert found and all(layout.memory.temporary for layout in found)
+    best = plans["8MiB"].best
+    assert best.accumulate > 1 and f"accumulate={best.accumulate}" in best.name
+    whole = by_name(plans["1GiB"])
+    for layout in found:
+        alike = whole[re.sub(r"(, )?accumulate=\d+", "", layout.name) or "replicated"]
+        assert layout.memory.peak < alike.memory.peak
+        assert layout.step_seconds >= alike.step_seconds
+    strategy = best.strategy()
+    x = np.random.default_rng(0).normal(size=batch.shape).astype(np.float32)
+    parts = strategy.per_replica(x.reshape(8, 1024, SIDE))
+    state = best.step(strategy)(strategy.init(build), parts)
+    once = js.MirroredStrategy(["CPU:0"])
+    wanted = once.run(step_in_parts, (build(), once.per_replica(x[None])))
+    np.testing.assert_allclose(js.to_host(state["w"]), wanted["w"], atol=1e-6)
+
+
+def test_several_steps_in_a_call_where_calls_take_most_of_a_step():
+    def tiny():
+        return {"w": jnp.zeros((4, 4)), "m": jnp.zeros((4, 4))}
+
+    batch = jax.ShapeDtypeStruct((16, 4), np.float32)
+    plan = js.plan(tiny, step, batch, memory="1GiB", topology=links(1e12, 1e-9))
+    best = plan.best
+    assert best.several == 8 and best.name == "several=8"
+    (one,) = [layout for layout in plan if layout.name == "replicated"]
+    assert best.seconds["calls"] == one.seconds["calls"] / 8
+    # A loop's body counts as often as it turns.
+    ratio = best.seconds["operations"] / one.seconds["operations"]
+    assert 0.5 < ratio < 2
+    strategy = best.strategy()
+    x = strategy.per_replica(np.ones((8, 2, 4), np.float32))
+    _, losses = best.step(strategy)(strategy.init(tiny), (x,) * 8)
+    assert losses.shape == (8,)
+
+
+def links(bandwidth=1e9, latency=1e-5, replicas=8):
+    return js.profiling.Topology(bandwidth, latency, replicas)
+
+
+def test_operations_of_a_scanned_model_are_those_of_the_unrolled_one():
+    def init():
+        return jnp.zeros((6, SIDE, SIDE))
+
+    def step_of(predict):
+        def step(w, x):
+            grad = jax.grad(lambda w: (predict(w, x) ** 2).mean())(w)
+            return w - js.get_replica_context().all_reduce("mean", grad)
+
+        return step
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    def unrolled(w, x):
+        return functools.reduce(lambda x, i: jnp.tanh(x @ w[i]), range(6), x)
+
+    batch = jax.ShapeDtypeStruct((1024, SIDE), np.float32)
+    plans = [
+        js.plan(init, step_of(each), batch, memory="1GiB")
+        for each in (scanned, unrolled)
+    ]
+    one, other = (by_name(x)["replicated"].seconds["operations"] for x in plans)
+    np.testing.assert_allclose(one, other, rtol=0.15)
+    count = js.plan(init, step_of(scanned), batch, memory="1GiB").machine.flops * one
+    # Forward, and twice as much backward, for 128 rows on a device.
+    np.testing.assert_allclose(count, 3 * 6 * 2 * 128 * SIDE**2, rtol=0.15)
+
+
+def over(*names):
+    return nn.with_partitioning(nn.initializers.lecun_normal(), names)
+
+
+class Annotated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(nn.Dense(1024, kernel_init=over(None, "core"))(x))
+        return nn.Dense(64, kernel_init=over("core", None))(y)
+
+
+def test_logical_axes_of_an_annotated_model():
+    model, optimizer = Annotated(), optax.adam(1e-3)
+
+    def build_flax(key):
+        params = model.init(key, jnp.zeros((1, 64)))
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    def train(state, x):
+        grads = jax.grad(lambda p: (model.apply(p, x) ** 2).mean())(state.params)
+        grads = js.get_replica_context().all_reduce("mean", grads)
+        return state.apply_gradients(grads=grads)
+
+    def build_one():
+        return build_flax(jax.random.key(0))
+
+    batch = jax.ShapeDtypeStruct((16, 64), np.float32)
+    devices = jax.devices()[:4]
+    plan = js.plan(
+        build_one, train, batch, devices=devices, memory="1GiB", options=DONATE
+    )
+    sizes = [layout.arguments.get("logical_axes") for layout in plan]
+    assert all(sizes.count(each) >= 3 for each in (None, {"core": 2}, {"core": 4}))
+    found = by_name(plan)
+    strategy = js.MirroredStrategy(devices, logical_axes={"core": 4})
+    state = strategy.init(build_one)
+    number = 4  # of steps, in Python
+    at_rest = on_first_device((state.params, state.opt_state)) + number
+    assert found["logical_axes={'core': 4}"].state_bytes == at_rest
+    best = plan.best
+    strategy = best.strategy()
+    state, n = strategy.init(build_one), strategy.num_replicas_in_sync
+    x = strategy.per_replica(np.ones((n, 16 // n, 64), np.float32))
+    best.step(strategy)(state, (x,) * best.several if best.several > 1 else x)
+    explained = found["logical_axes={'core': 4}"].explain(compiled=False)
+    assert explained.logical_axes == {"core": 4} and explained.num_replicas == 1
+
+
+def test_specs_divide_what_is_not_annotated():
+    specs = {"w": jax.P(None, "core"), "m": jax.P(None, "core")}
+    plan = js.plan(build, step, BATCH, memory="1GiB", specs=specs)
+    assert "logical_axes={'core': 8}" in by_name(plan)
+
+
+def test_states_and_batches_as_users_have_them():
+    strategy = js.MirroredStrategy()
+
+    @strategy.run(options=js.RunOptions(donate_argnums=(0, 1)))
+    def train(w, m, batch):
+        x, y = batch
+        grad = jax.grad(lambda w: ((x @ w - y) ** 2).mean())(w)
+        m = m + js.get_replica_context().all_reduce("mean", grad)
+        return w - m, m
+
+    types = (jax.ShapeDtypeStruct((SIDE, SIDE), np.float32),) * 2
+    rows = np.zeros((ROWS, SIDE), np.float32)
+    dataset = strategy.experimental_distribute_dataset([(rows, rows)])
+    plans = [
+        js.plan(types, train, batch, memory="1GiB")
+        for batch in ((rows, rows), dataset.element_spec)
+    ]
+    for plan in plans:
+        memory = by_name(plan)["replicated"].memory
+        assert memory.arguments == 2 * SIDE * SIDE * 4 + 2 * ROWS // 8 * SIDE * 4
+        assert memory.donated == 2 * SIDE * SIDE * 4
+
+
+def test_rows_that_replicas_cannot_share_are_filled_up():
+    batch = jax.ShapeDtypeStruct((ROWS + 1, SIDE), np.float32)
+    plan = js.plan(build, step, batch, memory="1GiB", options=DONATE)
+    memory = by_name(plan)["replicated"].memory
+    assert memory.arguments == 2 * SIDE * SIDE * 4 + (ROWS // 8 + 1) * SIDE * 4
+
+
+# Where nothing fits.
+
+
+def wide(state, x):
+    return step_in_parts(state, x)
+
+
+def test_advice_where_nothing_fits_holds():
+    batch = jax.ShapeDtypeStruct((8 * 1024, SIDE), np.float32)
+    plan = js.plan(build, wide, batch, memory="8MiB", options=DONATE)
+    assert not any(layout.fits for layout in plan)
+    with pytest.raises(ValueError, match=r"No layout fits into 8 MiB\.\nThe least is"):
+        plan.best  # noqa: B018
+    advice = "\n".join(plan.advice)
+    (rows,) = re.findall(r"- (\d+) rows in place of 8192: ", advice)
+    fewer = jax.ShapeDtypeStruct((int(rows), SIDE), np.float32)
+    assert js.plan(build, wide, fewer, memory="8MiB", options=DONATE).best.fits
+    assert re.search(
+        r"`jax.checkpoint` around layers: .* MiB grow with the rows", advice
+    )
+    (devices,) = re.findall(r"- (\d+) devices in place of 8, about\.", advice)
+    # As many rows on each device as so many devices would have.
+    few = jax.ShapeDtypeStruct((8 * 1024 * 8 // int(devices), SIDE), np.float32)
+    assert js.plan(build, wide, few, memory="8MiB", options=DONATE).best.fits
+    assert "donate_argnums" not in advice
+    assert "No layout fits into 8 MiB." in str(plan)
+
+
+def test_advice_names_memory_that_is_not_donated():
+    plan = js.plan(build, step, BATCH, memory="1MiB")
+    assert "`options=js.RunOptions(donate_argnums=0)`: a step reuses" in plan.advice[1]
+
+
+def test_advice_where_not_even_the_state_fits():
+    plan = js.plan(build, step, BATCH, memory="100kB", options=DONATE)
+    assert all(layout.memory is None for layout in plan)
+    with pytest.raises(ValueError, match="of which the state takes 256 KiB"):
+        plan.best  # noqa: B018
+
+
+# Machines.
+
+
+def test_machines_by_numbers():
+    machine = js.describe("H100", count=8)
+    assert (machine.memory, machine.flops) == (80 * 10**9, 989e12)
+    assert machine.topology.replicas == 8 and not machine.is_here
+    assert str(machine) == "8 H100 of 74.5 GiB"
+    slow = js.describe("A100", count=2, memory="40GB", topology=links(1e9, 1e-6, 2))
+    assert (slow.memory, slow.topology) == (40 * 10**9, links(1e9, 1e-6, 2))
+    plan = js.plan(build, step, BATCH, devices=machine, options=DONATE)
+    assert by_name(plan)["replicated"].fits
+    with pytest.raises(ValueError, match="8 H100 of 74.5 GiB, which are not here"):
+        plan.best.strategy()
+
+
+def test_the_devices_here_are_measured():
+    machine = js.describe(["CPU:0", "CPU:1"], memory="1GiB")
+    numbers = [machine.flops, machine.memory_bandwidth, machine.topology.bandwidth]
+    assert min(numbers) > 1e6 and machine.is_here and machine.topology.messages
+    told = js.describe(["CPU:0"], memory="1GiB", flops=3.0, bandwidth=2.0)
+    assert (told.flops, told.topology.bandwidth) == (3.0, 2.0)
+    plan = js.plan(build, step, BATCH, devices=machine)
+    assert plan.best.strategy().num_replicas_in_sync == 2
+
+
+def test_the_slower_the_links_the_more_a_step_takes():
+    def slowest(bandwidth):
+        machine = js.describe("H100", count=8, bandwidth=bandwidth)
+        plan = js.plan(build, step, BATCH, devices=machine, options=DONATE)
+        return plan[0]
+
+    fast, slow = slowest(4e11), slowest(1e6)
+    assert slow.limited_by == "communication"
+    assert slow.seconds["communication"] > 1000 * fast.seconds["communication"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"what": "X1", "count": 8}, ValueError, "`memory` of 'X1' is not known. Give"),
+        ({"count": 8, "memory": 1}, ValueError, "`flops` of 'devices' is not known"),
+        ({"what": "H100", "count": 9}, ValueError, r"Call `js.simulate\(9\)` before"),
+        ({"count": 1.5}, TypeError, "`count` was 1.5; a whole number was wanted"),
+        ({"flops": -1}, ValueError, "`flops` was -1; a positive number was wanted"),
+        ({"memory": "much"}, ValueError, "`memory` was 'much'; the bytes of one"),
+        ({"memory": 1.5}, TypeError, "`memory` was 1.5; the bytes of one device"),
+        ({"what": "v5x-8"}, ValueError, "'v5x-8'; a slice of TPUs is written as"),
+        ({"topology": links(replicas=3)}, ValueError, "that of 3 replicas, but there"),
+        ({"topology": 3}, TypeError, "`topology` was 3; a `js.profiling.Topology`"),
+    ],
+)
+def test_wrong_machines(arguments, error, text):
+    with pytest.raises(error, match=text):
+        js.describe(**arguments)
+
+
+def test_a_slice_of_tpus_needs_libtpu():
+    try:
+        import libtpu  # noqa: F401
+    except ImportError:
+        with pytest.raises(RuntimeError, match="XLA cannot compile for 'v5e-8' here"):
+            js.describe("v5e-8")
+        return
+    machine = js.describe("v5e-8")
+    assert machine.memory == 16 * 2**30 and machine.topology.replicas == 8
+    assert js.plan(build, step, BATCH, devices=machine, options=DONATE).best.fits
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"step": 3}, TypeError, "`plan` was given 3 as the step, which cannot"),
+        ({"memory": None}, ValueError, "How much memory 8 cpu have is not known"),
+        ({"memory": "many"}, ValueError, "`memory` was 'many'; the bytes of one"),
+        ({"batch": {"x": 3}}, ValueError, r"`batch\['x'\]` was 3; an array of shape"),
+        ({"topology": links(replicas=4)}, ValueError, "that of 4 replicas, but there"),
+    ],
+)
+def test_wrong_plans(changed, error, text):
+    arguments = {"build": build, "step": step, "batch": BATCH, "memory": "1GiB"}
+    with pytest.raises(error, match=text):
+        js.plan(**arguments | changed)
+
+
+def test_what_the_step_raises_in_every_layout_is_raised():
+    def wrong(state, x):
+        raise KeyError("a mistake of the user's")
+
+    with pytest.raises(KeyError, match="a mistake of the user's"):
+        js.plan(build, wrong, BATCH, memory="1GiB")
+
+
+def test_what_is_not_possible_in_one_layout_is_told_of_it():
+    def only_whole(state, x):
+        assert not js.get_strategy()._replicas.state_sharding, "not for parts"
+        return step(state, x)
+
+    plan = js.plan(build, only_whole, BATCH, memory="1GiB")
+    assert by_name(plan)["sharding='state'"].reason == (
+        "not possible: AssertionError: not for parts"
+    )
+    assert plan.best.arguments == {}
