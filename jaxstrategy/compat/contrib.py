@@ -18,8 +18,10 @@ if TYPE_CHECKING:
         OneDeviceStrategy as OneDeviceStrategy,
         ParameterServerStrategy as ParameterServerStrategy,
         PerDeviceDataset as PerDeviceDataset,
-        TowerContext as TowerContext,
         TPUStrategy as TPUStrategy,
+    )
+    from jaxstrategy._src.compat.contrib_contexts import (
+        TowerContext as TowerContext,
         UpdateContext as UpdateContext,
         get_cross_tower_context as get_cross_tower_context,
         get_distribution_strategy as get_distribution_strategy,

@@ -87,24 +87,41 @@ R = TypeVar("R")
 
 
 @overload
-def same(today: property) -> Any: ...
+def same(
+    today: property, of: str = "", form: Callable[[Any], Any] | None = None
+) -> Any: ...
 @overload
 def same(
-    today: Callable[Concatenate[Any, P], R],
+    today: Callable[Concatenate[Any, P], R], of: str = ""
 ) -> Callable[Concatenate[Any, P], R]: ...
-def same(today: Any) -> Any:
-    """A row of a generation's table: the member of today's class, asked of `_core`."""
+def same(today: Any, of: str = "", form: Callable[[Any], Any] | None = None) -> Any:
+    """A row of a generation's table: the member of today's class, or of its `of`.
+
+    `form` makes of a property's value what this generation has.
+    """
     function: Any = today.fget if isinstance(today, property) else today
     name = function.__name__
 
     @functools.wraps(function, assigned=("__annotations__",))
     def member(self: Adapter, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(self._core, name)
-        return found if isinstance(today, property) else found(*args, **kwargs)
+        found = getattr(getattr(self._core, of) if of else self._core, name)
+        if not isinstance(today, property):
+            return found(*args, **kwargs)
+        return found if form is None else form(found)
 
     member.__doc__ = f"Today's `{name}`. {(function.__doc__ or '').splitlines()[0]}"
     vars(member)["__signature__"] = inspect.signature(function)
     return property(member) if isinstance(today, property) else member
+
+
+def refused(error: type[Exception], text: str) -> Any:
+    """A row of what has no meaning here: a property that raises."""
+
+    def refuse(self: object) -> NoReturn:
+        raise error(text)
+
+    refuse.__doc__ = f"Raises `{error.__name__}`."
+    return property(refuse)
 
 
 _lock = threading.RLock()

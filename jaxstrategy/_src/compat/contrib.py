@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self, final
+from typing import Any, Self, cast, final
 
 import jax
 from jax.core import Tracer
@@ -16,17 +16,17 @@ from jax.core import Tracer
 from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_2018,
-    Adapter,
     AdapterScope,
     OlderStrategy,
     first_named,
     read_variable,
+    refused,
+    same,
     waited,
 )
 from jaxstrategy._src.compat.inputs import OF_GROUPS, GetsNext, OlderDataset
 from jaxstrategy._src.compat.multi_steps import AbstractMultiStepContext
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.input_options import InputContext
 from jaxstrategy._src.inputs.library_sources import as_source
@@ -51,9 +51,11 @@ from jaxstrategy._src.strategies import (
     tpu,
 )
 from jaxstrategy._src.strategies.destinations import Destinations, checked_pairs
+from jaxstrategy._src.strategies.extended import StrategyExtended
+from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text.shown import at_least, positive, shown
 from jaxstrategy._src.values import trees
-from jaxstrategy._src.values.arrays import Function, PyTree, Value
+from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables.variable import Variable
 
@@ -102,7 +104,7 @@ def _operation_of(aggregation: VariableAggregation | str) -> ReduceOp:
     )
 
 
-def _require_function(method: str, fn: object) -> None:
+def require_function(method: str, fn: object) -> None:
     if not callable(fn):
         raise TypeError(
             f"`{method}` was given {shown(fn)}, which cannot be called. Its arguments "
@@ -124,21 +126,16 @@ def _require_equal(method: str, arguments: PyTree) -> None:
 
 
 @final
+@dataclasses.dataclass(frozen=True)
 class MapOutput:
-    """What `DistributionStrategy.map` returns, for `reduce` and `unwrap`.
+    """What `map` returns, for `reduce` and `unwrap`: a result for each element."""
 
-    Args:
-      results: a pytree for each element, of one structure.
-      num_towers: the number of towers to which the elements go in turn.
-    """
-
-    def __init__(self, results: Sequence[PyTree], num_towers: int) -> None:
-        self._results = results
-        self._num_towers = num_towers
+    results: list[PyTree]
+    num_towers: int
 
     def reduced(self, op: ReduceOp) -> PyTree:
         """The sum or the mean over all elements."""
-        if not self._results:
+        if not self.results:
             raise ValueError(
                 "`map` was given no elements, so there is nothing to reduce."
             )
@@ -147,15 +144,10 @@ class MapOutput:
             added = functools.reduce(operator.add, leaves)
             return added / len(leaves) if OPERATIONS[op].divides else added
 
-        return jax.tree.map(total, *self._results)
-
-    def of_towers(self) -> list[list[PyTree]]:
-        """For each tower the results of its elements, in their order."""
-        n = self._num_towers
-        return [list(self._results[i::n]) for i in range(n)]
+        return jax.tree.map(total, *self.results)
 
     def __repr__(self) -> str:
-        return f"MapOutput({len(self._results)} elements on {self._num_towers} towers)"
+        return f"MapOutput({len(self.results)} elements on {self.num_towers} towers)"
 
 
 @final
@@ -196,15 +188,7 @@ class PerDeviceDataset(OlderDataset):
     >>> dataset = strategy.distribute_dataset(lambda: range(5))
     >>> [[int(x) for x in element.values] for element in dataset]
     [[0, 1], [2, 3]]
-    >>> iterator = dataset.make_initializable_iterator()
-    >>> iterator.initializer
-    []
-    >>> iterator.get_next().values
-    (Array(0, dtype=int32), Array(1, dtype=int32))
     """
-
-    def __repr__(self) -> str:
-        return f"PerDeviceDataset({super().__repr__()})"
 
 
 class DistributionStrategy(OlderStrategy):
@@ -244,7 +228,7 @@ class DistributionStrategy(OlderStrategy):
     def call_for_each_tower(self, fn: Function, *args: PyTree, **kwargs: Any) -> PyTree:
         """Calls `fn(*args, **kwargs)` in each tower: a step, as today's `run`."""
         _require_cross_tower(self, "call_for_each_tower")
-        _require_function("call_for_each_tower", fn)
+        require_function("call_for_each_tower", fn)
         kwargs.pop("run_concurrently", None)
         return self._core.run(fn, args, kwargs)
 
@@ -253,7 +237,7 @@ class DistributionStrategy(OlderStrategy):
     ) -> MapOutput:
         """Calls `fn(element, *args, **kwargs)` for each element, outside of towers."""
         _require_cross_tower(self, "map")
-        _require_function("map", fn)
+        require_function("map", fn)
         results = [fn(element, *args, **kwargs) for element in map_over]
         return MapOutput(results, self.num_towers)
 
@@ -262,10 +246,7 @@ class DistributionStrategy(OlderStrategy):
     def broadcast(
         self, tensor: PyTree, destinations: Destinations | None = None
     ) -> PyTree:
-        """Copies of a value on several devices, or on one.
-
-        In a function of `merge_call` it is on all devices already, and comes back.
-        """
+        """Copies of a value on several devices, or on one, as today's `copy_to`."""
         _require_cross_tower(self, "broadcast")
         _require_equal("broadcast", tensor)
         if destinations is None:
@@ -278,10 +259,7 @@ class DistributionStrategy(OlderStrategy):
         value: PyTree,
         destinations: Destinations | None = None,
     ) -> PyTree:
-        """One value from those of all towers, leaf by leaf.
-
-        What is no `PerDevice` counts as what every tower has.
-        """
+        """One value from those of all towers, as today's `reduce` and `reduce_to`."""
         _require_cross_tower(self, "reduce")
         op = _operation_of(aggregation)
         if isinstance(value, MapOutput):
@@ -308,40 +286,30 @@ class DistributionStrategy(OlderStrategy):
         """The versions of this process's towers, a list; `[value]` of a plain one."""
         _require_cross_tower(self, "unwrap")
         if isinstance(value, MapOutput):
-            return value.of_towers()
+            return [value.results[i :: self.num_towers] for i in range(self.num_towers)]
         is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
         if is_array and len(value.sharding.device_set) == 1:
             return [value]
         return list(self._core.experimental_local_results(value))
-
-    def value_container(self, value: object) -> object:
-        """The variable that `value` is a copy of; else `value` itself."""
-        return self._core.extended.value_container(value)
 
     def group(self, value: PyTree, name: str | None = None) -> PyTree:
         """Waits until all that `value` holds is computed."""
         _require_cross_tower(self, "group")
         return waited(self.unwrap(value), name)
 
-    @property
-    def num_towers(self) -> int:
-        """The number of towers that take a step together."""
-        return self._core.num_replicas_in_sync
+    num_towers: int = same(Strategy.num_replicas_in_sync)
+    worker_devices: list[Device] = same(
+        StrategyExtended.worker_devices, "extended", form=list
+    )
+    parameter_devices: list[Device] = same(
+        StrategyExtended.parameter_devices, "extended", form=list
+    )
+    value_container = same(StrategyExtended.value_container, "extended")
 
     @property
     def is_single_tower(self) -> bool:
         """Whether there is one tower only, so that no value is wrapped."""
         return self.num_towers == 1
-
-    @property
-    def worker_devices(self) -> list[Device]:
-        """The devices of the towers, in their order; a list of your own."""
-        return list(self._core.extended.worker_devices)
-
-    @property
-    def parameter_devices(self) -> list[Device]:
-        """The devices that hold mirrored variables; a list of your own."""
-        return list(self._core.extended.parameter_devices)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """The devices for an optimizer's state that is of no single variable."""
@@ -351,15 +319,16 @@ class DistributionStrategy(OlderStrategy):
     def worker_device_index(self) -> PerReplica | int:
         """A value that is 0, 1, ... in the towers; the int 0 with one tower."""
         _require_cross_tower(self, "worker_device_index")
-        return 0 if self.is_single_tower else self._core.run(_number_of_replica)
+        if self.is_single_tower:
+            return 0
+        return self._core.run(
+            lambda: _current.get_replica_context().replica_id_in_sync_group
+        )
 
     # Contexts.
 
     def scope(self) -> AbstractContextManager[Self]:
-        """A `with` block in which this strategy is current: the cross-tower context.
-
-        It may be entered again inside.
-        """
+        """A `with` block in which this strategy is current: the cross-tower context."""
         if _current.has_strategy():
             _require_cross_tower(self, "scope")
         return AdapterScope(self)
@@ -375,22 +344,7 @@ class DistributionStrategy(OlderStrategy):
     def tower_local_var_scope(
         self, reduce_method: VariableAggregation | str
     ) -> Iterator[None]:
-        """A `with` block in which new variables are tower-local.
-
-        Each tower has a copy that it changes freely; read in cross-tower context, the
-        copies are combined. Variables that say themselves how they are kept are not
-        concerned. Elsewhere, write `Variable(synchronization="on_read")`.
-
-        >>> import jaxstrategy as js
-        >>> from jaxstrategy.compat import contrib
-        >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
-        >>> with strategy.scope(), strategy.tower_local_var_scope("sum"):
-        ...     seen = js.Variable(0.0)
-        >>> with strategy.scope():
-        ...     _ = strategy.call_for_each_tower(lambda: seen.assign_add(2.0))
-        >>> float(seen)
-        4.0
-        """
+        """A `with` block in which new variables are on-read, unless they say how."""
         _require_scope(self, "tower_local_var_scope")
         kept = VariableSynchronization.ON_READ, VariableAggregation(reduce_method)
         with _context.entered(new_variables=kept):
@@ -421,10 +375,7 @@ class DistributionStrategy(OlderStrategy):
     # Variables.
 
     def read_var(self, v: Variable) -> jax.Array:
-        """The value of a variable; of a tower-local one what its copies are together.
-
-        It has the shape of the variable.
-        """
+        """The value of a variable; of a tower-local one that of all copies together."""
         return read_variable(v, "read_var", "given the tower-local")
 
     def fetch(
@@ -437,7 +388,7 @@ class DistributionStrategy(OlderStrategy):
         _require_cross_tower(self, "fetch")
         value = self.read_var(val) if isinstance(val, Variable) else val
         if fn is not None:
-            _require_function("fetch", fn)
+            require_function("fetch", fn)
             value = fn(value)
         if destination is None:
             return value
@@ -447,11 +398,7 @@ class DistributionStrategy(OlderStrategy):
     def update(
         self, var: Variable, fn: Function, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
-
-        In it, reading and assigning variables mean one copy of them. It is called once
-        for all copies.
-        """
+        """Calls `fn(var, *args, **kwargs)` once to change each copy of a variable."""
         grouped = self._checked_update("update", fn, args, kwargs)
         return self._core.extended.update(var, fn, args, kwargs, grouped)
 
@@ -467,7 +414,7 @@ class DistributionStrategy(OlderStrategy):
     ) -> bool:
         """Whether results are grouped, which is taken out of `kwargs`."""
         _require_cross_tower(self, method)
-        _require_function(method, fn)
+        require_function(method, fn)
         grouped = bool(kwargs.pop("grouped", True))
         _require_equal(method, (args, kwargs))
         return grouped
@@ -478,19 +425,7 @@ class DistributionStrategy(OlderStrategy):
     prefetch_on_device: bool | None = None
 
     def distribute_dataset(self, dataset_fn: Callable[[], Any]) -> PerDeviceDataset:
-        """Elements for all towers: each goes to one tower, in turn, undivided.
-
-        >>> import jaxstrategy as js
-        >>> from jaxstrategy.compat import contrib
-        >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
-        >>> with strategy.scope():
-        ...     dataset = strategy.distribute_dataset(lambda: range(4))
-        ...     iterator = dataset.make_one_shot_iterator()
-        ...     result = strategy.call_for_each_tower(
-        ...         lambda x: 10 * x, iterator.get_next())
-        ...     [int(x) for x in strategy.unwrap(result)]
-        [0, 10]
-        """
+        """Elements for all towers: each goes to one tower, in turn, undivided."""
         if not callable(dataset_fn):
             raise TypeError(
                 f"`distribute_dataset` was given {shown(dataset_fn)}; a function "
@@ -525,23 +460,7 @@ class DistributionStrategy(OlderStrategy):
         iterations: int = 1,
         initial_loop_values: Any = None,
     ) -> MultiStepContext:
-        """Calls `fn(context, *element)` so many times, in cross-tower context.
-
-        >>> import jaxstrategy as js
-        >>> from jaxstrategy.compat import contrib
-        >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
-        >>> def step(context, x):
-        ...     context.set_last_step_output(
-        ...         "x", x, aggregation=contrib.VariableAggregation.SUM)
-        >>> def fn(context, x):
-        ...     strategy.call_for_each_tower(step, context, x)
-        >>> dataset = strategy.distribute_dataset(lambda: range(6))
-        >>> with strategy.scope():
-        ...     context = strategy.run_steps_on_dataset(
-        ...         fn, dataset.make_one_shot_iterator(), iterations=3)
-        >>> context.last_step_outputs
-        {'x': Array(9, dtype=int32)}
-        """
+        """Calls `fn(context, *element)` so many times, in cross-tower context."""
         _require_cross_tower(self, "run_steps_on_dataset")
         context = MultiStepContext()
 
@@ -552,8 +471,12 @@ class DistributionStrategy(OlderStrategy):
         return context
 
 
-def _number_of_replica() -> jax.Array | int:
-    return _current.get_replica_context().replica_id_in_sync_group
+def _unsupported(name: str) -> Any:
+    return refused(
+        ContextError,
+        f"`{name}` is not supported by the default strategy, which has no devices of "
+        "its own. Ask the strategy that your code is run with.",
+    )
 
 
 @final
@@ -575,20 +498,9 @@ class DefaultDistributionStrategy(
             )
         return super().scope()
 
-    @property
-    def worker_devices(self) -> NoReturn:
-        """None."""
-        raise _unsupported("worker_devices")
-
-    @property
-    def parameter_devices(self) -> NoReturn:
-        """None."""
-        raise _unsupported("parameter_devices")
-
-    @property
-    def worker_device_index(self) -> NoReturn:
-        """None."""
-        raise _unsupported("worker_device_index")
+    worker_devices = _unsupported("worker_devices")
+    parameter_devices = _unsupported("parameter_devices")
+    worker_device_index = cast(property, _unsupported("worker_device_index"))
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
         """The variable whose name comes first."""
@@ -616,13 +528,6 @@ class DefaultDistributionStrategy(
         return [self.reduce(aggregation, value) for value, _ in pairs]
 
 
-def _unsupported(name: str) -> ContextError:
-    return ContextError(
-        f"`{name}` is not supported by the default strategy, which has no devices of "
-        "its own. Ask the strategy that your code is run with."
-    )
-
-
 def AllReduceCrossTowerOps(  # noqa: N802 - a class in TensorFlow
     all_reduce_alg: str = "nccl",
     num_packs: int = 1,
@@ -636,10 +541,6 @@ def AllReduceCrossTowerOps(  # noqa: N802 - a class in TensorFlow
       num_packs: in how many packs arrays of one dtype are joined; 0 for none.
       agg_small_grads_max_bytes: changes nothing, as packs join small arrays.
       agg_small_grads_max_group: likewise.
-
-    Raises:
-      ValueError: another algorithm; a negative number.
-      TypeError: no whole number.
 
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
@@ -669,10 +570,6 @@ class MirroredStrategy(DistributionStrategy, cores=(mirrored.MirroredStrategy,))
       cross_tower_ops: how values are reduced over the towers.
       prefetch_on_device: whether `distribute_dataset` reads ahead; by default it does.
       num_gpus_per_worker: another name of `num_gpus`.
-
-    Raises:
-      ValueError: both devices and a number; no such device; fewer devices than asked
-        for.
 
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
@@ -736,18 +633,13 @@ class CollectiveAllReduceStrategy(
         (`CUDA_VISIBLE_DEVICES`). 0, as by default, means all.
 
     Raises:
-      ClusterError: the processes could not start together.
       ValueError: another number of devices was found; the cluster makes no sense.
 
-    >>> import json, os
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
-    >>> cluster = {"worker": ["localhost:2222"]}
-    >>> os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster})
     >>> contrib.CollectiveAllReduceStrategy().num_towers
     8
-    >>> del os.environ["TF_CONFIG"]
     """
 
     def __init__(self, num_gpus_per_worker: int = 0) -> None:
@@ -811,10 +703,6 @@ class TPUStrategy(DistributionStrategy, cores=(tpu.TPUStrategy,)):
       steps_per_run: is for your own use, as is the attribute of this name.
       num_cores: the number of towers, which is only checked.
 
-    Raises:
-      ValueError: another number of cores was found; `steps_per_run` is below 1.
-      ClusterError: the processes could not start together.
-
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
@@ -861,285 +749,3 @@ def _first_devices(given: object, name: str) -> tuple[Device, ...]:
             f"{_devices.names(found)}."
         )
     return found[:number]
-
-
-@final
-class TowerContext(Adapter):
-    """One tower's view, in a function of `call_for_each_tower`.
-
-    `get_tower_context()` returns it; nobody else makes one. Outside any strategy there
-    is one, too, of a single tower.
-
-    Args:
-      replica_context: the one of today over which it stands.
-
-    Raises:
-      TypeError: it is made of something else.
-
-    >>> from jaxstrategy.compat import contrib
-    >>> context = contrib.get_tower_context()
-    >>> context.num_towers, context.tower_id, context.is_single_tower
-    (1, 0, True)
-    """
-
-    _names = NAMES_IN_2018
-    _way = "jaxstrategy.get_replica_context()"
-
-    def __init__(self, replica_context: ReplicaContext) -> None:
-        if not isinstance(replica_context, ReplicaContext):
-            raise TypeError(
-                f"A `TowerContext` was made of {shown(replica_context)}. Use the one "
-                "that `get_tower_context()` returns in `call_for_each_tower`."
-            )
-        super().__init__(replica_context)
-        self._entered: list[AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> Self:
-        """A `with` block in the context where code already is."""
-        block = contextlib.nullcontext()
-        if self.distribution_strategy is _DEFAULT and not _current.has_strategy():
-            block = _context.outside()
-        else:
-            _require_current(self)
-        block.__enter__()
-        self._entered.append(block)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-
-    def merge_call(
-        self, merge_fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
-        """Calls `merge_fn(strategy, *args, **kwargs)` once for all towers."""
-        _require_current(self)
-        _require_function("merge_call", merge_fn)
-
-        def with_adapter(core: Any, /, *args: Any, **kwargs: Any) -> PyTree:
-            return merge_fn(DistributionStrategy.over(core), *args, **kwargs)
-
-        return self._core.merge_call(with_adapter, args, kwargs)
-
-    @property
-    def distribution_strategy(self) -> DistributionStrategy:
-        """The strategy whose tower this is."""
-        return DistributionStrategy.over(self._core.strategy)
-
-    @property
-    def num_towers(self) -> int:
-        """The number of towers that take this step together."""
-        return self.distribution_strategy.num_towers
-
-    @property
-    def is_single_tower(self) -> bool:
-        """Whether there is one tower only."""
-        return self.distribution_strategy.is_single_tower
-
-    @property
-    def tower_id(self) -> jax.Array | int:
-        """The number of this tower, from 0.
-
-        One program serves all towers, so that in `call_for_each_tower` it is an int32
-        scalar known only on the devices. Outside any strategy it is the int 0.
-        """
-        _require_current(self)
-        return self._core.replica_id_in_sync_group
-
-    @property
-    def device(self) -> tuple[Device, ...]:
-        """The devices of all towers, in their order: one program serves them."""
-        _require_current(self)
-        return self._core.devices
-
-    def __repr__(self) -> str:
-        return f"TowerContext({self.distribution_strategy!r})"
-
-
-_DEFAULT = DistributionStrategy.over(_current.get_strategy())
-
-
-def get_tower_context() -> TowerContext | Any:
-    """The current tower context, or None in cross-tower context.
-
-    In a function of `call_for_each_tower` it is the tower's; in `scope()`, functions of
-    `merge_call` and of `update` there is none; outside of all it is that of the default
-    strategy's single tower, always the same object.
-
-    >>> from jaxstrategy.compat import contrib
-    >>> contrib.get_tower_context() is contrib.get_tower_context()
-    True
-    """
-    context = _current.get_replica_context()
-    return None if context is None else TowerContext.known(context)
-
-
-def get_cross_tower_context() -> DistributionStrategy | Any:
-    """The current strategy in cross-tower context, else None.
-
-    Of this and `get_tower_context()` exactly one is None.
-
-    >>> from jaxstrategy.compat import contrib
-    >>> print(contrib.get_cross_tower_context())
-    None
-    """
-    is_cross = _current.in_cross_replica_context()
-    return get_distribution_strategy() if is_cross else None
-
-
-def get_distribution_strategy() -> DistributionStrategy:
-    """The current strategy; outside any scope the default one with one tower.
-
-    >>> from jaxstrategy.compat import contrib
-    >>> contrib.get_distribution_strategy().num_towers
-    1
-    """
-    return DistributionStrategy.over(_current.get_strategy())
-
-
-def has_distribution_strategy() -> bool:
-    """Whether the current strategy is another than the default one.
-
-    >>> from jaxstrategy.compat import contrib
-    >>> contrib.has_distribution_strategy()
-    False
-    """
-    return _current.has_strategy()
-
-
-def require_tower_context(tower_ctx: TowerContext) -> None:
-    """Raises an error unless `tower_ctx` is the current tower context.
-
-    Raises:
-      ContextError: code is in cross-tower context, in another step of the same
-        strategy, or in another strategy's.
-      TypeError: it is no tower context.
-
-    >>> from jaxstrategy.compat import contrib
-    >>> contrib.require_tower_context(contrib.get_tower_context())
-    """
-    if not isinstance(tower_ctx, TowerContext):
-        raise TypeError(
-            f"`require_tower_context` was given {shown(tower_ctx)}; a TowerContext of "
-            "`get_tower_context()` was wanted."
-        )
-    _require_current(tower_ctx)
-
-
-def _require_current(tower_ctx: TowerContext) -> None:
-    current = get_tower_context()
-    if current is tower_ctx:
-        return
-    if current is None:
-        raise ContextError(
-            "Need to be inside `call_for_each_tower()`, where code sees one tower. "
-            "Here it sees all: use the methods of the strategy."
-        )
-    here = current.distribution_strategy
-    if here is tower_ctx.distribution_strategy:
-        raise ContextError(
-            "Mismatching tower context. This one belongs to another call of "
-            "`call_for_each_tower`: call `get_tower_context()` where it is used."
-        )
-    raise ContextError(
-        "Mismatching DistributionStrategy objects: "
-        f"{tower_ctx.distribution_strategy!r} is not {here!r}. Call "
-        "`get_tower_context()` where the context is used."
-    )
-
-
-@final
-class UpdateContext:
-    """A `with` block in which `get_update_device()` says these devices.
-
-    `DistributionStrategy.update` enters one by itself. This one changes nothing but
-    what `get_update_device()` returns in this thread.
-
-    Args:
-      device: a device or its name, or several.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
-    >>> _ = js.simulate(8)
-    >>> with contrib.UpdateContext("CPU:1"):
-    ...     contrib.get_update_device()
-    (CpuDevice(id=1),)
-    """
-
-    def __init__(self, device: Device | str | Sequence[Device | str]) -> None:
-        given = [device] if isinstance(device, (Device, str)) else device
-        self.devices = _devices.choose(given)
-        self._blocks: list[AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> Self:
-        updated = _context.current().updated
-        block = _context.entered(update_device=(self.devices, updated))
-        block.__enter__()
-        self._blocks.append(block)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._blocks.pop().__exit__(*error)
-
-
-def get_update_device() -> tuple[Device, ...] | None:
-    """The devices of the copies that code changes; None outside of updates.
-
-    A function of `update` is called once for all copies, so that these are the devices
-    of all of them.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
-    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
-    >>> with strategy.scope():
-    ...     v = js.Variable(1.0)
-    ...     strategy.update(v, lambda v: print(contrib.get_update_device()))
-    (CpuDevice(id=0), CpuDevice(id=1))
-    """
-    context = _context.current()
-    if context.update_device is not None:
-        devices, updated = context.update_device
-        if updated == context.updated:  # else an update was entered inside
-            return devices
-    return context.updated or None
-
-
-def increment_var(v: Variable, amount: Value = 1) -> jax.Array:
-    """Adds `amount` to each copy of a variable, once for all towers.
-
-    For counters of steps, in a function of `call_for_each_tower` or outside any scope.
-    Returns the new value, of the shape of `v`.
-
-    Raises:
-      ContextError: in cross-tower context; use `distribution_strategy.update` there.
-      ValueError: `amount` may differ between towers.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
-    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
-    >>> with strategy.scope():
-    ...     steps = js.Variable(6)
-    ...     strategy.call_for_each_tower(lambda: contrib.increment_var(steps))
-    Array(7, dtype=int32)
-    """
-    context = get_tower_context()
-    if context is None:
-        raise ContextError(
-            "`increment_var` was called in cross-tower context; it is for towers. Use "
-            "`distribution_strategy.update(v, lambda v: v.assign_add(amount))` here."
-        )
-    return context.merge_call(
-        lambda strategy, v: strategy.update(v, lambda v: v.assign_add(amount)), v
-    )
-
-
-def get_loss_reduction() -> VariableAggregation:
-    """The aggregation of gradients for the loss at hand: MEAN.
-
-    Nobody records losses here, so that it stays MEAN after a summed one, too, where
-    2018 gave SUM.
-
-    >>> from jaxstrategy.compat import contrib
-    >>> contrib.get_loss_reduction()
-    <VariableAggregation.MEAN: 'MEAN'>
-    """
-    return VariableAggregation.MEAN

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, final
 
 from jaxstrategy._src.compat.contrib import (
     DistributionStrategy,
@@ -24,14 +26,8 @@ from jaxstrategy._src.variables.variable import Variable
 class Monitor:
     """Calls a step so many times, or until the data ends.
 
-    Args:
-      step_callable: a step without arguments. At the end of the data it raises
-        `OutOfRangeError`, as `get_next()` of an iterator does.
-      session: leave it out.
-
-    Raises:
-      TypeError: `step_callable` cannot be called.
-      ValueError: a session is given.
+    At the end of the data a step raises `OutOfRangeError`, as `get_next()` of an
+    iterator does.
 
     >>> from jaxstrategy.compat import contrib
     >>> contrib.Monitor(lambda: print("step")).run_steps(2)
@@ -54,40 +50,14 @@ class Monitor:
 
     def run_steps(self, num_steps: int | None = None) -> None:
         """Takes steps."""
-        left = None if num_steps is None else positive("num_steps", num_steps)
-        while left is None or left > 0:
-            try:
+        each = () if num_steps is None else (positive("num_steps", num_steps),)
+        with contextlib.suppress(OutOfRangeError):
+            for _ in itertools.repeat(None, *each):
                 self._step()
-            except OutOfRangeError:
-                return
-            left = None if left is None else left - 1
-
-
-_State: TypeAlias = PyTree
-
-
-class Transformation(Protocol):
-    """An optimizer of Optax."""
-
-    def init(self, params: PyTree) -> _State:
-        """Its state before the first update."""
-        ...
-
-    def update(
-        self, updates: PyTree, state: _State, params: PyTree
-    ) -> tuple[PyTree, _State]:
-        """What is added to the parameters, and the state afterwards."""
-        ...
 
 
 class Step(abc.ABC):
     """Something that is called to train a little.
-
-    Args:
-      distribution: the strategy.
-
-    Raises:
-      TypeError: `distribution` is no strategy of 2018.
 
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
@@ -122,14 +92,6 @@ class Step(abc.ABC):
 
 class StandardInputStep(Step):
     """A step that takes its elements from a dataset.
-
-    Args:
-      dataset_fn: as of `distribute_dataset`.
-      distribution: the strategy.
-
-    Raises:
-      TypeError: `dataset_fn` is no function, `distribution` no strategy of 2018.
-      ValueError: the function returns no dataset.
 
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
@@ -174,10 +136,6 @@ class StandardSingleLossStep(StandardInputStep):
       distribution: the strategy.
       iterations_per_step: how many updates one call makes.
 
-    Raises:
-      TypeError: an argument is of another kind.
-      ValueError: `iterations_per_step` is below 1; `dataset_fn` returns no dataset.
-
     >>> import jaxstrategy as js
     >>> import optax
     >>> from jaxstrategy.compat import contrib
@@ -198,7 +156,7 @@ class StandardSingleLossStep(StandardInputStep):
         self,
         dataset_fn: Callable[[], Any],
         loss_fn: Callable[..., Any],
-        optimizer: Transformation,
+        optimizer: Any,
         distribution: DistributionStrategy,
         iterations_per_step: int = 1,
     ) -> None:
@@ -216,14 +174,10 @@ class StandardSingleLossStep(StandardInputStep):
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._iterations = positive("iterations_per_step", iterations_per_step)
-        self._state: _State = None
+        self._state: PyTree = None
         self._variables: tuple[Variable, ...] | None = None
-        self._context: MultiStepContext | None = None
-
-    @property
-    def last_context(self) -> MultiStepContext | None:
-        """The context of the last call, with the outputs that `loss_fn` set."""
-        return self._context
+        # That of the last call, with the outputs that `loss_fn` set.
+        self.last_context: MultiStepContext | None = None
 
     def __call__(self) -> None:
         """Makes so many updates as `iterations_per_step` says."""
@@ -236,28 +190,28 @@ class StandardSingleLossStep(StandardInputStep):
                 replica.merge_call(self._train)
 
     def _train(self, _: object) -> None:
-        self._context = self._distribution.run_steps_on_dataset(
+        self.last_context = self._distribution.run_steps_on_dataset(
             self._update, self._iterator, self._iterations
         )
 
     def _update(self, context: MultiStepContext, *inputs: PyTree) -> None:
         """One update of all variables."""
         update = _updating(self._loss_fn, self._optimizer, self._variables)
-        core = self._distribution.core
-        found = core.run(update, (context, self._state, *inputs))
-        self._variables, self._state = found
+        self._variables, self._state = self._distribution.core.run(
+            update, (context, self._state, *inputs)
+        )
 
 
 def _updating(
     loss_fn: Callable[..., Any],
-    optimizer: Transformation,
+    optimizer: Any,
     variables: tuple[Variable, ...] | None,
-) -> Callable[..., tuple[tuple[Variable, ...], _State]]:
+) -> Callable[..., tuple[tuple[Variable, ...], PyTree]]:
     """The step of one tower."""
 
     def update(
-        context: MultiStepContext, state: _State, *inputs: PyTree
-    ) -> tuple[tuple[Variable, ...], _State]:
+        context: MultiStepContext, state: PyTree, *inputs: PyTree
+    ) -> tuple[tuple[Variable, ...], PyTree]:
         replica = current.get_replica_context()
         loss = step_outputs.with_outputs(loss_fn)
         if variables is None:
@@ -270,33 +224,23 @@ def _updating(
         trained = variables
         if trained is None:
             trained, grads = tuple(v for _, v in grads), tuple(g for g, _ in grads)
+        if not trained:
+            raise ValueError(
+                "`loss_fn` reads no trainable variable, so that there is nothing to "
+                "train. Make variables in the strategy's scope, of a floating-point "
+                "type."
+            )
 
-        def apply(strategy: Any, grads: Sequence[PyTree]) -> _State:
-            return _applied(strategy, optimizer, grads, trained, state)
+        def apply(strategy: Any, grads: Sequence[PyTree]) -> PyTree:
+            pairs = list(zip(grads, trained, strict=True))
+            summed = tuple(strategy.extended.batch_reduce_to(ReduceOp.SUM, pairs))
+            values = tuple(variable.value() for variable in trained)
+            known = optimizer.init(values) if state is None else state
+            changes, known = optimizer.update(summed, known, values)
+            for variable, change in zip(trained, changes, strict=True):
+                strategy.extended.update(variable, Variable.assign_add, (change,))
+            return known
 
         return trained, replica.merge_call(apply, (grads,))
 
     return update
-
-
-def _applied(
-    strategy: Any,
-    optimizer: Transformation,
-    grads: Sequence[PyTree],
-    variables: Sequence[Variable],
-    state: _State,
-) -> _State:
-    """The optimizer's state after all variables were changed."""
-    pairs = list(zip(grads, variables, strict=True))
-    summed = tuple(strategy.extended.batch_reduce_to(ReduceOp.SUM, pairs))
-    values = tuple(variable.value() for variable in variables)
-    if not variables:
-        raise ValueError(
-            "`loss_fn` reads no trainable variable, so that there is nothing to train. "
-            "Make variables in the strategy's scope, of a floating-point type."
-        )
-    state = optimizer.init(values) if state is None else state
-    changes, state = optimizer.update(summed, state, values)
-    for variable, change in zip(variables, changes, strict=True):
-        strategy.extended.update(variable, Variable.assign_add, args=(change,))
-    return state

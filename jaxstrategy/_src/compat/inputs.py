@@ -27,9 +27,8 @@ from jaxstrategy._src.values.arrays import Leaf, PyTree
 class InputIterator(AbstractInputIterator):
     """The batches of all replicas, one pass after the other.
 
-    Made by `make_dataset_iterator` and `make_input_fn_iterator` of a strategy of
-    TensorFlow 1. The first pass begins by itself. TensorFlow's `session.run` of what
-    `initialize()` returns is not needed: it is an empty list.
+    The first pass begins by itself. TensorFlow's `session.run` of what `initialize()`
+    returns is not needed: it is an empty list.
 
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import v1

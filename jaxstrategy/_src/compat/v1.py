@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self, final
+from typing import Any, ClassVar, NamedTuple, Self, final
 
 import jax
 
@@ -23,6 +23,7 @@ from jaxstrategy._src.compat.adapters import (
     OlderStrategy,
     first_named,
     read_variable,
+    refused,
     same,
     waited,
 )
@@ -269,18 +270,6 @@ class StrategyExtended(Adapter):
         A step that `fn` starts, and that sets outputs on the context, is compiled once,
         however often this is called; the context may be among its arguments, or in its
         closure.
-
-        >>> import jaxstrategy as js
-        >>> from jaxstrategy.compat import v1
-        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
-        >>> def step(context, x):
-        ...     context.set_last_step_output("loss", x.sum(), v1.ReduceOp.MEAN)
-        >>> def fn(context, x):
-        ...     strategy.extended.call_for_each_replica(step, args=(context, x))
-        >>> iterator = strategy.make_dataset_iterator(js.batches(np.arange(8.0), 4))
-        >>> run = strategy.extended.experimental_run_steps_on_iterator
-        >>> run(fn, iterator, iterations=2).last_step_outputs
-        {'loss': Array(11., dtype=float32)}
         """
         context = MultiStepContext()
         context.run_steps(
@@ -329,14 +318,11 @@ class _OfOneDevice(StrategyExtended):
 
 
 def _refused(name: str, error: type[Exception], why: str) -> Any:
-    def refuse(self: object) -> NoReturn:
-        raise error(
-            f"`extended.{name}` was asked of the default strategy, which {why}. Ask "
-            "inside the scope of another strategy, or after `has_strategy()`."
-        )
-
-    refuse.__doc__ = f"Raises: the default strategy {why}."
-    return property(refuse)
+    return refused(
+        error,
+        f"`extended.{name}` was asked of the default strategy, which {why}. Ask inside "
+        "the scope of another strategy, or after `has_strategy()`.",
+    )
 
 
 _NO_DEVICES = RuntimeError, "computes wherever its code does"
@@ -464,15 +450,7 @@ class Strategy(OlderStrategy):
     def make_dataset_iterator(
         self, dataset: Any, options: InputOptions | None = None
     ) -> InputIterator:
-        """An iterator over global batches, which are divided over the replicas.
-
-        >>> import jaxstrategy as js
-        >>> from jaxstrategy.compat import v1
-        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
-        >>> iterator = strategy.make_dataset_iterator(js.batches(np.arange(8), 4))
-        >>> strategy.experimental_run(lambda x: 10 * x, iterator).values
-        (Array([ 0, 10], dtype=int32), Array([20, 30], dtype=int32))
-        """
+        """An iterator over global batches, which are divided over the replicas."""
         made = self._core.experimental_distribute_dataset(dataset, options)
         return InputIterator(made)
 
@@ -486,13 +464,6 @@ class Strategy(OlderStrategy):
         The function is called once, and not again by `initialize()`. Its elements go to
         the replicas in turn, undivided, scalars too. At the end, elements that are
         fewer than the replicas are left out.
-
-        >>> import jaxstrategy as js
-        >>> from jaxstrategy.compat import v1
-        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
-        >>> iterator = strategy.make_input_fn_iterator(lambda context: range(5))
-        >>> [[int(x) for x in element.values] for element in iterator]
-        [[0, 1], [2, 3]]
         """
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
@@ -513,24 +484,12 @@ class Strategy(OlderStrategy):
     def experimental_make_numpy_dataset(
         self, numpy_input: PyTree, session: object = None
     ) -> NumpyDataset:
-        """The rows of arrays as a dataset, for `make_dataset_iterator`.
-
-        >>> import jaxstrategy as js
-        >>> from jaxstrategy.compat import v1
-        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
-        >>> rows = strategy.experimental_make_numpy_dataset((np.arange(4), np.ones(4)))
-        >>> next(iter(rows.batch(3)))
-        (array([0, 1, 2]), array([1., 1., 1.]))
-        """
+        """The rows of arrays as a dataset, for `make_dataset_iterator`."""
         return numpy_dataset(numpy_input)
 
     # Variables, and sessions, which JAX has not.
 
-    def colocate_vars_with(
-        self, colocate_with_variable: _extended.Beside
-    ) -> AbstractContextManager[None]:
-        """`extended.colocate_vars_with`, where it was before."""
-        return self._core.extended.colocate_vars_with(colocate_with_variable)
+    colocate_vars_with = same(_extended.StrategyExtended.colocate_vars_with, "extended")
 
     def configure(
         self,
@@ -692,12 +651,9 @@ class ParameterServerStrategy(Strategy, cores=(between_graph.BetweenGraphStrateg
     in its scope, and its own loop over `run`: a step pulls what it reads, and pushes
     what it changes as one operation of each variable. The workers do not wait for each
     other; the chief (worker 0 without one) makes the initial values. Parameter servers
-    are processes with `jaxstrategy.Server(...).join()`.
-
-    Args:
-      cluster_resolver: of the cluster, by default that of `TF_CONFIG`. Without a
-        cluster the strategy is one of this process's devices, with variables in the
-        host's memory, or on the only device.
+    are processes with `jaxstrategy.Server(...).join()`. The cluster is by default that
+    of `TF_CONFIG`; without one, variables are in the host's memory, or on the only
+    device.
 
     Raises:
       ValueError: the cluster has no servers or workers, or it is not known which of its

@@ -31,16 +31,14 @@ from jaxstrategy._src.variables.variable import Variable
 Initializer: TypeAlias = Callable[..., ArrayLike] | ArrayLike | None
 
 
-def initial_value(
+def _initial_value(
     name: str,
     shape: Sequence[int] | int | None,
     dtype: DTypeLike | None,
     initializer: Initializer,
 ) -> tuple[Any, np.dtype | None]:
     """What `Variable` is made of: a value or a function of nothing, and a dtype."""
-    kind = None if dtype is None else dtype_of(dtype)
-    if callable(initializer) and shape is None:
-        return initializer, kind or np.dtype(np.float32)
+    kind = None if dtype is None else _dtype_of(dtype)
     if initializer is not None and not callable(initializer):
         if shape is not None:
             raise ValueError(
@@ -49,17 +47,19 @@ def initial_value(
                 "the value."
             )
         return initializer, kind
-    if shape is None:
+    kind = kind or np.dtype(np.float32)
+    if shape is None and initializer is None:
         raise ValueError(
             f"Shape of a new variable ({name}) must be fully defined, but no `shape` "
             "was given. Give it, or a value as `initializer`."
         )
-    kind = kind or np.dtype(np.float32)
+    if shape is None:
+        return initializer, kind
     make = _default(name, kind) if initializer is None else initializer
-    return functools.partial(_called, make, name, shape_of(shape), kind), kind
+    return functools.partial(_called, make, name, _shape_of(shape), kind), kind
 
 
-def shape_of(given: object) -> tuple[int, ...]:
+def _shape_of(given: object) -> tuple[int, ...]:
     """A shape, given as a number or several."""
     number = whole(given)
     found = several_whole(given) if number is None else (number,)
@@ -73,7 +73,7 @@ def shape_of(given: object) -> tuple[int, ...]:
     return found
 
 
-def dtype_of(given: DTypeLike) -> np.dtype:
+def _dtype_of(given: DTypeLike) -> np.dtype:
     """The dtype that an array of it has, as JAX is set up."""
     given = getattr(given, "as_numpy_dtype", given)  # of TensorFlow's own
     return np.dtype(jax.dtypes.canonicalize_dtype(given))
@@ -88,16 +88,13 @@ def _called(
     except (TypeError, ValueError):  # some builtins have none
         return make(shape, dtype)
     if next(iter(parameters), None) in ("key", "rng"):
-        return make(_key(name), shape, dtype)
+        # Of the name alone: all processes of a job make the same, in any order.
+        key = jax.random.key(zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        return make(key, shape, dtype)
     kinds = {parameter.kind for parameter in parameters.values()}
     if "dtype" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
         return make(shape, dtype=dtype)
     return make(shape)
-
-
-def _key(name: str) -> jax.Array:
-    # Of the name alone: all processes of a job make the same, in any order.
-    return jax.random.key(zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
 def _default(name: str, dtype: np.dtype) -> Callable[..., ArrayLike]:
@@ -139,36 +136,26 @@ Reusing: TypeAlias = bool | Reuse | None
 class VariableScope:
     """The names that `get_variable` gives; `variable_scope` makes it.
 
-    Args:
+    Attributes:
       name: what stands before each name, without the last slash.
       reuse: whether names may be asked for again.
     """
 
     def __init__(self, name: str, reuse: Reusing) -> None:
-        self._name = name
-        self._reuse: Reusing = reuse
-
-    @property
-    def name(self) -> str:
-        """What stands before each name, without the last slash."""
-        return self._name
-
-    @property
-    def reuse(self) -> Reusing:
-        """Whether names may be asked for again."""
-        return self._reuse
+        self.name = name
+        self.reuse = reuse
 
     def reuse_variables(self) -> None:
         """From now on, only variables are given that were made before."""
-        self._reuse = True
+        self.reuse = True
 
     def full_name(self, name: str) -> str:
         """`name` behind those of the scopes."""
-        return f"{self._name}/{name}" if self._name else name
+        return f"{self.name}/{name}" if self.name else name
 
     def __repr__(self) -> str:
-        reuse = self._reuse.name if isinstance(self._reuse, Reuse) else self._reuse
-        return f"VariableScope({self._name!r}, reuse={reuse})"
+        reuse = self.reuse.name if isinstance(self.reuse, Reuse) else self.reuse
+        return f"VariableScope({self.name!r}, reuse={reuse})"
 
 
 def get_variable_scope() -> VariableScope:
@@ -230,25 +217,17 @@ def get_variable(
     name is one variable of a strategy (and one outside of all), which lives as long
     as the strategy does.
 
-    Args:
-      name: of the variable, behind the names of `variable_scope`.
-      shape: of the value, `[...]`; leave it out if `initializer` is a value.
-      dtype: of the value, by default float32, or that of a value.
-      initializer: a value; a function of the shape and `dtype=`, as of TensorFlow; one
-        of a key, the shape and the dtype, as of `jax.nn.initializers`; or without a
-        shape one of nothing. By default Glorot's uniform numbers, and 0 of integers
-        and bools. Keys are made of the name: the same name begins with the same.
-      trainable: as of `Variable`.
-      partitioner: is dropped with a warning; `Variable(sharding=)` divides a variable.
-      use_resource: changes nothing.
-      synchronization: as of `Variable`.
-      aggregation: as of `Variable`.
+    `initializer` is a value; a function of the shape and `dtype=`, as of TensorFlow;
+    one of a key, the shape and the dtype, as of `jax.nn.initializers`; or without a
+    shape one of nothing. By default Glorot's uniform numbers, and 0 of integers and
+    bools. Keys are made of the name: the same name begins with the same. The other
+    arguments are those of `jaxstrategy.Variable`; `partitioner` is dropped with a
+    warning, `use_resource` changes nothing.
 
     Raises:
       ValueError: the name was asked for before in the same step, outside of a
         `variable_scope(..., reuse=AUTO_REUSE)`; it is new with `reuse=True`; it has
         another shape or dtype; there is no shape, or one besides a value.
-      TypeError: the name is none.
 
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import v1
@@ -268,48 +247,57 @@ def get_variable(
         )
 
     def make() -> Variable:
-        value, shaped = initial_value(full, shape, dtype, initializer)
+        value, shaped = _initial_value(full, shape, dtype, initializer)
         return Variable(value, trainable, shaped, full, synchronization, aggregation)
 
-    variables = _NamedVariables.of(current.get_strategy())
-    found = variables.get(full, make)
-    _check_same(found, full, shape, dtype)
+    found = _variable_of(current.get_strategy(), full, make)
+    wanted = None if shape is None else _shape_of(shape)
+    kind = None if dtype is None else _dtype_of(dtype)
+    for what, asked, has in (
+        ("shape", wanted, found.shape),
+        ("dtype", kind, found.dtype),
+    ):
+        if asked is not None and asked != has:
+            raise ValueError(
+                f"Trying to share variable {full!r}, but specified {what} {asked} and "
+                f"found {what} {has}."
+            )
     return found
-
-
-@final
-class _NamedVariables:
-    """The variables of one strategy by their names."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Variable] = {}
-        self._asked: dict[str, int] = {}
-
-    @staticmethod
-    def of(strategy: Strategy) -> _NamedVariables:
-        """Those of a strategy."""
-        # A variable holds its strategy: a table that is not the strategy's own would
-        # keep both for ever.
-        return vars(strategy).setdefault("_named_variables", _NamedVariables())
-
-    def get(self, name: str, make: Callable[[], Variable]) -> Variable:
-        """The variable of a name, by `make` if there is none."""
-        reuse, trace = get_variable_scope().reuse, context.current().trace
-        with _lock:
-            if name in self._made:
-                if trace is not None and self._asked.get(name) == trace and not reuse:
-                    raise ValueError(_twice(name))
-            elif reuse is True:
-                raise ValueError(_missing(name))
-            else:
-                self._made[name] = make()
-            if trace is not None:
-                self._asked[name] = trace
-            return self._made[name]
 
 
 # An initial value may ask for other variables.
 _lock = threading.RLock()
+
+
+def _variable_of(
+    strategy: Strategy, name: str, make: Callable[[], Variable]
+) -> Variable:
+    """The variable of a name that a strategy has, by `make` if there is none."""
+    reuse, trace = get_variable_scope().reuse, context.current().trace
+    with _lock:
+        # A variable holds its strategy: a table that is not the strategy's own would
+        # keep both for ever. Beside each variable the trace that last asked for it.
+        known: dict[str, tuple[Variable, int | None]]
+        known = vars(strategy).setdefault("_named_variables", {})
+        if name in known:
+            variable, asked = known[name]
+            if trace is not None and asked == trace and not reuse:
+                raise ValueError(
+                    f"Variable {name!r} already exists, disallowed: this step has "
+                    "asked for it before, or JAX has traced its code twice. Did you "
+                    "mean another name, or one variable for both, in `with "
+                    "variable_scope(get_variable_scope(), reuse=AUTO_REUSE):`?"
+                )
+        elif reuse is True:
+            raise ValueError(
+                f"Variable {name!r} does not exist, or was not created with "
+                "`get_variable`, and the scope has `reuse=True`. Did you mean to set "
+                "`reuse=AUTO_REUSE`?"
+            )
+        else:
+            variable, asked = make(), None
+        known[name] = variable, asked if trace is None else trace
+        return variable
 
 
 def _checked_name(function: str, name: object) -> str:
@@ -318,39 +306,3 @@ def _checked_name(function: str, name: object) -> str:
     if not name:
         raise ValueError(f"`{function}` was given an empty name.")
     return name
-
-
-def _check_same(
-    found: Variable,
-    name: str,
-    shape: Sequence[int] | int | None,
-    dtype: DTypeLike | None,
-) -> None:
-    wanted = None if shape is None else shape_of(shape)
-    if wanted is not None and wanted != found.shape:
-        raise ValueError(
-            f"Trying to share variable {name!r}, but specified shape {wanted} and "
-            f"found shape {found.shape}."
-        )
-    kind = None if dtype is None else dtype_of(dtype)
-    if kind is not None and kind != found.dtype:
-        raise ValueError(
-            f"Trying to share variable {name!r}, but specified dtype {kind} and found "
-            f"dtype {found.dtype}."
-        )
-
-
-def _twice(name: str) -> str:
-    return (
-        f"Variable {name!r} already exists, disallowed: this step has asked for it "
-        "before, or JAX has traced its code twice. Did you mean another name, or "
-        "one variable for both, in `with variable_scope(get_variable_scope(), "
-        "reuse=AUTO_REUSE):`?"
-    )
-
-
-def _missing(name: str) -> str:
-    return (
-        f"Variable {name!r} does not exist, or was not created with `get_variable`, "
-        "and the scope has `reuse=True`. Did you mean to set `reuse=AUTO_REUSE`?"
-    )
