@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self, cast, final
+from typing import Any, NoReturn, Self, final
 
 import jax
 from jax.core import Tracer
@@ -471,12 +471,10 @@ class DistributionStrategy(OlderStrategy):
         return context
 
 
-def _unsupported(name: str) -> Any:
-    return refused(
-        ContextError,
-        f"`{name}` is not supported by the default strategy, which has no devices of "
-        "its own. Ask the strategy that your code is run with.",
-    )
+_UNSUPPORTED = (
+    "`{}` is not supported by the default strategy, which has no devices of its own. "
+    "Ask the strategy that your code is run with."
+)
 
 
 @final
@@ -498,9 +496,13 @@ class DefaultDistributionStrategy(
             )
         return super().scope()
 
-    worker_devices = _unsupported("worker_devices")
-    parameter_devices = _unsupported("parameter_devices")
-    worker_device_index = cast(property, _unsupported("worker_device_index"))
+    worker_devices = refused(ContextError, _UNSUPPORTED.format("worker_devices"))
+    parameter_devices = refused(ContextError, _UNSUPPORTED.format("parameter_devices"))
+
+    @property
+    def worker_device_index(self) -> NoReturn:
+        """Raises `ContextError`."""
+        raise ContextError(_UNSUPPORTED.format("worker_device_index"))
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
         """The variable whose name comes first."""
@@ -635,11 +637,14 @@ class CollectiveAllReduceStrategy(
     Raises:
       ValueError: another number of devices was found; the cluster makes no sense.
 
+    >>> import os
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
+    >>> os.environ["TF_CONFIG"] = '{"cluster": {"worker": ["localhost:2222"]}}'
     >>> contrib.CollectiveAllReduceStrategy().num_towers
     8
+    >>> del os.environ["TF_CONFIG"]
     """
 
     def __init__(self, num_gpus_per_worker: int = 0) -> None:
