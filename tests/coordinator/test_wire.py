@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import gc
+import io
 import os
+import pickle
 import random
 import socket
-import struct
+import stat
 import sys
 import threading
 import weakref
@@ -19,11 +21,15 @@ import pytest
 from helpers.threads import until
 
 import jaxstrategy as js
-from jaxstrategy._src.parameter_servers.wire import stream
-from jaxstrategy._src.parameter_servers.wire.stream import SMALLEST, ReceiveBuffers
+from jaxstrategy._src.parameter_servers import stream
+from jaxstrategy._src.parameter_servers.stream import (
+    SMALLEST,
+    FrameError,
+    ReceiveBuffers,
+    Stream,
+)
 
 SECRET = "a secret of the tests"
-WireFrame, FrameError, Stream = stream.WireFrame, stream.FrameError, stream.Stream
 KEYS = stream.Keys(b"1" * 32, b"2" * 32), stream.Keys(b"2" * 32, b"1" * 32)
 
 
@@ -100,23 +106,25 @@ def job():
         proxy.close()
 
 
-GREETING = f"jaxstrategy-frames/3 {sys.byteorder}\n".encode()
+GREETING = f"jaxstrategy-frames/4 {sys.byteorder}\n".encode()
 GARBAGE = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
-    "a frame without handshake": b"\xa7\x10" + bytes(26),
+    "a message without handshake": stream.packed(["x"]).start,
     "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
     "greeting and zeros": GREETING + bytes(232),
     "greeting and a wrong proof": GREETING + bytes(32) + b"\xff" * 32,
     "greeting and half a proof": GREETING + bytes(32) + b"\xff" * 16,
-    "greeting and a frame": GREETING + bytes(32) + b"\xa7\x10" + b"\xff" * 26,
+    "greeting and a message": GREETING + bytes(32) + stream.packed(["x"]).start,
     "half a greeting": GREETING[:5],
 }
 
 
 def test_strangers_are_hung_up_on_and_nobody_waits_for_them(job, monkeypatch):
     addresses, _, _, variable = job
-    monkeypatch.setattr("pickle.loads", None)
+    unpickled = []
+    monkeypatch.setattr("pickle.loads", unpickled.append)
+    monkeypatch.setattr(stream, "_Unpickler", lambda *given: unpickled.append(given))
     slow = [called(address) for address in addresses for _ in range(70)]
     chance = random.Random(0)
     for address in addresses:
@@ -129,6 +137,8 @@ def test_strangers_are_hung_up_on_and_nobody_waits_for_them(job, monkeypatch):
                 while sock.recv(1 << 16):
                     pass
                 assert number >= 0
+    assert not unpickled
+    monkeypatch.undo()
     variable.assign_add(jnp.ones(3))
     for sock in slow:
         sock.close()
@@ -319,7 +329,7 @@ def test_kill_ends_what_waits():
         backend.close()
 
 
-# Frames of those who have proved who they are.
+# Messages of those who have proved who they are.
 
 
 @contextlib.contextmanager
@@ -333,9 +343,9 @@ def connected(keys=(None, None), **options):
             each.close()
 
 
-def sent(ends, frame):
+def sent(ends, value):
     """What arrives; sent in another thread, since sockets hold only so much."""
-    sender = threading.Thread(target=ends[0].send, args=(frame,))
+    sender = threading.Thread(target=ends[0].send, args=(value,))
     sender.start()
     found = ends[1].receive()
     sender.join()
@@ -343,40 +353,38 @@ def sent(ends, frame):
 
 
 @pytest.mark.parametrize("keys", [(None, None), KEYS], ids=["plain", "sealed"])
-def test_frames_arrive_as_they_were_sent(keys):
+def test_messages_arrive_as_they_were_sent(keys):
     wide = np.arange(90_000.0).reshape(300, 300)
     arrays = [wide.T, wide[:, :7], wide[::2, ::-1], wide[:2].astype(">f4")]
     arrays += [np.full(k % 50, k, np.int32) for k in range(2000)]
     for dtype in (bool, np.float16, ml_dtypes.bfloat16, ml_dtypes.int4, np.complex128):
         for shape in ((), (0,), (3, 0, 2), (40_000,), (1,) * 30):
             arrays.append(np.ones(shape).astype(dtype))
+    arrays += [np.array(["a"]), np.array([None, 3])]
     fields = [1, "x", None, {"a": 2.5}]
     with connected(keys) as ends:
-        for frame in (
-            WireFrame(200),
-            WireFrame(7, fields, bytes(100_000), arrays),
-            *[WireFrame(1, [n], b"x" * n) for n in (65_000, 65_536, 70_000, 3)],
+        for message in (
+            ("versions", [1]),
+            ("call", fields, bytes(100_000), arrays),
+            *[("set", [n], b"x" * n, []) for n in (65_000, 65_536, 70_000, 3)],
         ):
-            found = sent(ends, frame)
-            assert found[:3] == frame[:3]
-            for each, expected in zip(found.arrays, frame.arrays, strict=True):
-                assert each.dtype.isnative and each.shape == expected.shape
-                assert each.tobytes() == expected.astype(each.dtype).tobytes()
-        for frame, text in [
-            (WireFrame(1, arrays=(np.array(["a"]),)), "array of dtype <U1 came"),
-            (WireFrame(1, {1, 2}), "not JSON serializable"),
-        ]:
-            with pytest.raises(TypeError, match=text):
-                ends[0].send(frame)  # and nothing is sent
-        ends[0].send(WireFrame(9))
+            found = sent(ends, message)
+            assert found[:3] == message[:3]
+            for each, expected in zip(found[3:], message[3:], strict=True):
+                for one, other in zip(each, expected, strict=True):
+                    assert one.dtype.isnative and one.shape == other.shape
+                    assert one.tolist() == other.tolist()
+        with pytest.raises(TypeError, match="cannot pickle"):
+            ends[0].send(threading.Lock())  # and nothing is sent
+        ends[0].send("last")
         ends[0].close()
-        assert ends[1].receive().kind == 9
-        with pytest.raises(EOFError):
+        assert ends[1].receive() == "last"
+        with pytest.raises(EOFError, match="the connection was closed"):
             ends[1].receive()
 
 
-def test_frames_over_the_limit_are_refused():
-    large = WireFrame(1, arrays=(np.zeros(2500),))
+def test_messages_over_the_limit_are_refused():
+    large = np.zeros(2500)
     with connected(largest=10_000) as ends:
         with pytest.raises(FrameError, match="bytes was to be sent; .* 10000"):
             ends[0].send(large)
@@ -386,41 +394,38 @@ def test_frames_over_the_limit_are_refused():
             ends[1].receive()
 
 
-def head(mark=0xA7, kind=1, zero=0, arrays=0, types=0, fields=0, blob=0, contents=0):
-    return stream.HEAD.pack(mark, kind, zero, arrays, types, fields, blob, contents)
+def head(mark=0xA7, pickled=0, contents=0):
+    return stream._HEAD.pack(mark, pickled, contents)
 
 
-def array_type(code, *shape, rank=None):
-    rank = len(shape) if rank is None else rank
-    return struct.pack(f"<BB{len(shape)}Q", code, rank, *shape)
+def array_of(shape, contents, name="float32"):
+    """A message with an array of that shape, and as many bytes as it says."""
+    file = io.BytesIO()
+
+    class Lying(pickle.Pickler):
+        def persistent_id(self, obj):
+            return (name, shape) if obj == "array" else None
+
+    Lying(file, 5).dump(["array"])
+    return head(0xA7, len(file.getvalue()), contents) + file.getvalue()
 
 
-HUGE, FLOAT32, SHAPE = (1 << 64) - 1, 10, "contradicts itself: an array of shape"
+HUGE = (1 << 64) - 1
 HOSTILE = [
     (b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", "no message of this"),
     (b"\x80\x04cos\nsystem\n(S'true'\ntR." * 2, "no message of this"),
-    (head(zero=3), "no message of this"),
     (head(contents=HUGE), "was announced"),
-    (head(fields=(1 << 32) - 1), "was announced"),
-    (head(arrays=(1 << 32) - 1), "was announced"),
-    (head(arrays=1, types=10, contents=4) + array_type(FLOAT32, HUGE), SHAPE),
-    (head(arrays=1, types=26) + array_type(FLOAT32, 1 << 33, 1 << 33, 1 << 62), SHAPE),
-    (head(arrays=1, types=18) + array_type(FLOAT32, 0, 1 << 62), SHAPE),
-    (
-        head(arrays=1, types=10, contents=400) + array_type(FLOAT32, 1 << 31),
-        "another size than was announced",
-    ),
-    (
-        head(arrays=1, types=2 + 8 * 65) + array_type(FLOAT32, *([1] * 65)),
-        "with 65 dimensions",
-    ),
-    (head(arrays=1, types=10) + array_type(99, 0), "an array of dtype 99"),
-    (head(arrays=2, types=10) + array_type(FLOAT32, 0), "are cut off"),
-    (head(arrays=1, types=10) + array_type(FLOAT32, 0, rank=3), "are cut off"),
-    (head(arrays=1, types=20) + array_type(FLOAT32, 0) * 2, "are too long"),
-    (head(fields=4) + b"[1,}", "contradicts itself"),
-    (head(fields=4) + b"\xff\xfe\xfd[", "contradicts itself"),
-    (head(fields=200_000) + b"[" * 200_000, "contradicts itself"),
+    (head(pickled=(1 << 32) - 1), "was announced"),
+    (array_of((HUGE,), 4), "another size than was announced"),
+    (array_of((1 << 33, 1 << 33, 1 << 62), 0), "another size than was announced"),
+    (array_of((-1,), 0), "cannot be read"),
+    (array_of((0, 1 << 62, 1 << 62), 0), "cannot be read"),
+    (array_of((1,) * 65, 4) + bytes(4), "cannot be read"),
+    (array_of((1,), 4, "float31"), "cannot be read"),
+    (array_of((1,), 4, "O"), "cannot be read"),
+    (array_of((1,), 12) + bytes(12), "fewer than was announced"),
+    (head(pickled=4) + b"[1,}", "cannot be read"),
+    (head(pickled=200_000) + b"(" * 200_000, "cannot be read"),
 ]
 
 
@@ -428,25 +433,42 @@ def test_a_hostile_head_is_an_error_and_takes_no_memory():
     for data, message in HOSTILE:
         with connected() as (here, there):
             taken = []
-            there._buffers = type("N", (), {"take": lambda _, n: taken.append(n)})()  # noqa: B023
+
+            def take(size, taken=taken):
+                taken.append(size)
+                return np.empty(size, np.uint8)
+
+            there.buffers = type("N", (), {"take": staticmethod(take)})()
             sender = threading.Thread(target=here._sock.sendall, args=(data,))
             sender.start()
             with pytest.raises(FrameError, match=message):
                 there.receive()
-            assert not taken
+            assert sum(taken) <= 4
             there.close()
             here.close()
             sender.join()
 
 
-@pytest.mark.parametrize("keys", [(None, None), KEYS], ids=["plain", "sealed"])
-def test_changed_and_cut_off_frames_never_do_worse_than_an_error(keys):
+def test_contents_larger_than_the_memory_are_an_error():
+    with connected() as (here, there):
+        here._sock.sendall(array_of((1 << 37,), 1 << 37, "int8"))
+
+        def take(size):
+            raise MemoryError
+
+        there.buffers = type("N", (), {"take": staticmethod(take)})()
+        with pytest.raises(FrameError, match="is larger than the memory"):
+            there.receive()
+
+
+def test_changed_and_cut_off_messages_never_do_worse_than_an_error():
+    """Of streams with keys: within a host the kernel changes nothing."""
     chance = random.Random(1)
-    frame = WireFrame(1, {"a": [1, 2]}, b"blob", (np.arange(5), np.ones((2, 3), bool)))
-    out = stream.packed(frame, 1 << 20)
+    value = [{"a": [1, 2]}, b"blob", np.arange(5), np.ones((2, 3), bool)]
+    out = stream.packed(value, 1 << 20)
     for turn in range(150):
-        with connected(keys, largest=1 << 20) as (here, there):
-            start, rest = here._sealed(out[0]), b"".join(out[1])
+        with connected(KEYS, largest=1 << 20) as (here, there):
+            start, rest = here._sealed(out.start), b"".join(out.contents)
             data = bytearray(start + rest)
             if turn < 100:
                 at = chance.randrange(len(start) if turn % 2 else len(data))
@@ -460,23 +482,35 @@ def test_changed_and_cut_off_frames_never_do_worse_than_an_error(keys):
             except (EOFError, FrameError, ConnectionResetError):
                 continue
             # What is sealed has not changed; contents of arrays are not sealed.
-            assert turn < 100 and (keys[0] is None or at >= len(start))
+            assert turn < 100 and at >= len(start)
 
 
-def test_frames_with_seals_cannot_be_replayed_reordered_or_reflected():
-    def recorded(*frames):
+def test_seals_are_checked_before_anything_is_unpickled(monkeypatch):
+    unpickled = []
+    monkeypatch.setattr(stream, "_Unpickler", lambda *given: unpickled.append(given))
+    with connected(KEYS) as (here, there):
+        data = bytearray(here._sealed(stream.packed(["x"]).start))
+        data[20] ^= 1
+        here._sock.sendall(data)
+        with pytest.raises(FrameError, match="another seal than the job's"):
+            there.receive()
+    assert not unpickled
+
+
+def test_messages_with_seals_cannot_be_replayed_reordered_or_reflected():
+    def recorded(*values):
         left, right = socket.socketpair()
         with right:
             sender = Stream(left, KEYS[0])
-            for each in frames:
+            for each in values:
                 sender.send(each)
             sender.close()
             return right.recv(1 << 16)
 
-    one = recorded(WireFrame(1))
-    both = recorded(WireFrame(1), WireFrame(2))
+    one = recorded(1)
+    both = recorded(1, 2)
     other = stream.Keys(b"3" * 32, b"4" * 32)
-    for data, kinds, keys in (
+    for data, values, keys in (
         (both, [1, 2], KEYS[1]),
         (one + one, [1], KEYS[1]),  # replayed
         (both[len(one) :] + one, [], KEYS[1]),  # reordered
@@ -486,9 +520,16 @@ def test_frames_with_seals_cannot_be_replayed_reordered_or_reflected():
         with connected((None, keys)) as (left, there):
             left._sock.sendall(data)
             left.close()
-            assert [there.receive().kind for _ in kinds] == kinds
-            with pytest.raises(EOFError if kinds == [1, 2] else FrameError):
+            assert [there.receive() for _ in values] == values
+            with pytest.raises(EOFError if values == [1, 2] else FrameError):
                 there.receive()
+
+
+def test_only_the_methods_of_servers_and_workers_are_requests(worker):
+    for method in ("kill", "close", "__class__", "nothing"):
+        told = f"A WorkerEngine was sent a request {method}"
+        with pytest.raises(ValueError, match=told):
+            worker._peer.ask(method)
 
 
 # Memory of arrays that were received is used again, and never while anybody has it.
@@ -583,3 +624,14 @@ def test_only_so_much_idle_memory_is_kept_and_similar_sizes_share_it():
     for thread in threads:
         thread.join()
     until(lambda: not wrong)
+
+
+def test_sockets_of_children_lie_in_a_folder_of_the_user_which_goes_with_them():
+    backend = js.coordinator.LocalProcesses(1, 1)
+    address = backend._server_children[0].address
+    folder = os.path.dirname(address)
+    assert backend.servers[0].versions([]) == []
+    assert stat.S_ISSOCK(os.stat(address).st_mode)
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    backend.close()
+    assert not os.path.exists(folder)

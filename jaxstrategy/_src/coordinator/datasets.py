@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, final
 
 import jax
@@ -19,8 +19,7 @@ from jaxstrategy._src.inputs.input_options import InputContext
 from jaxstrategy._src.inputs.iterator import DistributedIterator, Prefetcher
 from jaxstrategy._src.inputs.library_sources import as_source
 from jaxstrategy._src.inputs.sources import Dataset, Source, SourceIterator, State
-from jaxstrategy._src.parameter_servers import worker as _worker
-from jaxstrategy._src.parameter_servers.wire import peer
+from jaxstrategy._src.parameter_servers import peer, worker as _worker
 from jaxstrategy._src.parameter_servers.worker import (
     Positioned,
     WorkerContext,
@@ -157,14 +156,14 @@ class DatasetBuilder:
 
     def __init__(self, make: Callable[..., Dataset]) -> None:
         self._make: Callable[..., Dataset] | None = make
-        self._sent: tuple[bytes, Sequence[np.ndarray]] = b"", ()
+        self._sent = peer.Dumped(b"", [])
         self.made: Iterator[Any] | None = None
 
     def __call__(self, index: int) -> WorkerDataset:
         """The dataset of the worker for which the code runs."""
         if self._make is None:
             # Not before: what is in it asks which worker it is on.
-            self._make = peer.loaded(*self._sent)
+            self._make = self._sent.loaded()
         return WorkerDataset(self._dataset)
 
     def _dataset(self) -> Dataset:

@@ -31,7 +31,8 @@ Stream = Literal[0, 1]
 
 _MOST = 1 << 16  # bytes of one read
 # It is told process groups on its standard input: `+123` of a new one, `-123` of one
-# that is over. The input's end means that its starter is gone, however it went.
+# that is over. The input's end means that its starter is gone, however it went. Its
+# arguments are folders, which go then, too.
 _GUARD = """
 import os, signal, sys
 
@@ -48,6 +49,9 @@ def main():
             os.killpg(group, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue  # it has ended already
+    for folder in sys.argv[1:]:
+        import shutil
+        shutil.rmtree(folder, ignore_errors=True)
 
 main()
 """
@@ -102,9 +106,9 @@ class HeldPort:
 class Guard:
     """A small process that outlives this one, and then kills the groups it watches."""
 
-    def __init__(self) -> None:
+    def __init__(self, *folders: str) -> None:
         started = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD],
+            [sys.executable, "-I", "-S", "-c", _GUARD, *folders],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -14,27 +14,27 @@ from jax import export
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, GivenTasks
 from jaxstrategy._src.errors import ClusterError
+from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.backends import cluster_tasks
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     Hello,
     checked_secret,
     joined,
 )
-from jaxstrategy._src.parameter_servers.store.store import Store
-from jaxstrategy._src.parameter_servers.wire import peer
-from jaxstrategy._src.parameter_servers.wire.listener import Listener
-from jaxstrategy._src.parameter_servers.wire.peer import (
+from jaxstrategy._src.parameter_servers.peer import (
     Answer,
     ReconnectingPeer,
-    Responder,
-    done,
-)
-from jaxstrategy._src.parameter_servers.wire.remote import (
     RemoteServer,
+    Responder,
     answers_of_server,
     answers_of_worker,
 )
-from jaxstrategy._src.parameter_servers.wire.stream import FrameError, Stream, WireFrame
+from jaxstrategy._src.parameter_servers.store.store import Store
+from jaxstrategy._src.parameter_servers.stream import (
+    FrameError,
+    Listener,
+    Stream,
+)
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.processes.job import TrainingTask
 from jaxstrategy._src.processes.secret import Secret
@@ -91,14 +91,14 @@ class SessionHost:
         if hello.wants in ("devices", "end"):
             if hello.wants == "end":
                 self._end(hello)
-            stream.send(done(self._told()))
+            stream.send(("done", self._told()))
             return None
         try:
             begun = self._found(hello, stream)
         except ClusterError as error:
-            stream.send(peer.failed(error, may_pickle=False))
+            stream.send_packed(peer.failed(error))
             return None
-        stream.send(done(self._told()))
+        stream.send(("done", self._told()))
         return begun
 
     def _found(self, hello: Hello, stream: Stream) -> _Begun:
@@ -161,11 +161,10 @@ def _close_all(dropped: Mapping[tuple[str, str], _Begun]) -> None:
 
 def _received(stream: Stream) -> Hello:
     stream.limit_silence(_SECONDS)
-    frame: WireFrame = stream.receive()
+    hello = stream.receive()
     stream.limit_silence(None)
-    hello = Hello.of(frame)
-    if hello is None:
-        raise FrameError(f"a frame of the kind {frame.kind} before any hello")
+    if not isinstance(hello, Hello):
+        raise FrameError(f"{hello!r} before any hello")
     return hello
 
 

@@ -22,13 +22,13 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.compiled import ReplicatedFunction
+from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.protocol import (
     ElementChanged,
     LoadedCode,
     ServerPool,
     ShippedProgram,
 )
-from jaxstrategy._src.parameter_servers.wire import peer
 from jaxstrategy._src.replicas.replica_placements import SPLIT
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.arguments import (
@@ -155,21 +155,19 @@ class HostCode:
         self._code = main, ids
         # What it refers to must live as long as it may be called.
         self._function = function
-        self._sent: tuple[bytes, Sequence[np.ndarray]] | None = None
+        self._sent: peer.Dumped | None = None
 
     def loaded(self, program: ShippedProgram) -> LoadedCode:
         """What a worker calls."""
         if self._sent is not None:
-            program = self._traced_here(*self._sent)
+            program = self._traced_here(self._sent)
         main, ids = self._code
         return LoadedCode(program, with_errors_of_python(main), ids)
 
-    def _traced_here(
-        self, blob: bytes, buffers: Sequence[np.ndarray]
-    ) -> ShippedProgram:
+    def _traced_here(self, sent: peer.Dumped) -> ShippedProgram:
         arrived: list[object] = []
         with context.entered(arrived=arrived):
-            strategy, fn, args, kwargs, slots = peer.loaded(blob, buffers)
+            strategy, fn, args, kwargs, slots = sent.loaded()
         for each in arrived:
             if isinstance(each, Variable):
                 each._adopt(strategy)

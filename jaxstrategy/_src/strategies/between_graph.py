@@ -21,10 +21,9 @@ from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     checked_secret,
     joined,
 )
+from jaxstrategy._src.parameter_servers.peer import Peer, RemoteServer
 from jaxstrategy._src.parameter_servers.protocol import JointPool
-from jaxstrategy._src.parameter_servers.wire.peer import Peer
-from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer
-from jaxstrategy._src.parameter_servers.wire.stream import Stream
+from jaxstrategy._src.parameter_servers.stream import Stream
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor

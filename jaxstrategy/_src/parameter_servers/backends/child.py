@@ -1,13 +1,14 @@
 """The program of a child: runs as a file, and imports the package when it is told to.
 
-Its arguments are the numbers of inherited sockets, and its name for those who list
-processes. A thread reads the first socket from the first moment: its end is that of the
+Its arguments are the number of an inherited socket, and its name for those who list
+processes. A thread reads the socket from the first moment: its end is that of the
 parent, however that came, and then the child ends with all that it has started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -28,8 +29,7 @@ Task: TypeAlias = dict[str, Any]
 class Lifeline:
     """A child's hold on its parent, and the parent's on the child."""
 
-    def __init__(self, sock: socket.socket, doors: list[socket.socket]) -> None:
-        self.doors = doors
+    def __init__(self, sock: socket.socket) -> None:
         self.over = threading.Event()
         self._sock = sock
         self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
@@ -61,9 +61,7 @@ def end() -> NoReturn:
 
 def main() -> None:
     """Do what the parent says, until that is over."""
-    numbers = map(int, sys.argv[1].split(","))
-    sock, *doors = (socket.socket(fileno=number) for number in numbers)
-    lifeline = Lifeline(sock, doors)
+    lifeline = Lifeline(socket.socket(fileno=int(sys.argv[1])))
     task = lifeline.task()
     sys.path[:] = task["path"]
     if task["role"] == SERVER:
@@ -80,10 +78,10 @@ def _import_less() -> None:
 
 def serve_variables(lifeline: Lifeline, task: Task) -> None:
     """Be a parameter server, until the parent says that it is over."""
+    from jaxstrategy._src.parameter_servers.peer import answers_of_server
     from jaxstrategy._src.parameter_servers.store.store import Store
-    from jaxstrategy._src.parameter_servers.wire.remote import answers_of_server
 
-    _serve(lifeline, answers_of_server(Store()))
+    _serve(lifeline, task, answers_of_server(Store()))
 
 
 def run_programs(lifeline: Lifeline, task: Task) -> None:
@@ -91,31 +89,28 @@ def run_programs(lifeline: Lifeline, task: Task) -> None:
     import jax
 
     from jaxstrategy._src.errors import ParameterServerLost
-    from jaxstrategy._src.parameter_servers.wire.peer import Peer
-    from jaxstrategy._src.parameter_servers.wire.remote import (
+    from jaxstrategy._src.parameter_servers.peer import (
+        Peer,
         RemoteServer,
         answers_of_worker,
     )
-    from jaxstrategy._src.parameter_servers.wire.stream import Door
+    from jaxstrategy._src.parameter_servers.stream import dialled
     from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 
     servers = []
-    for number, door in enumerate(lifeline.doors[1:]):
-        name = f"Parameter server {number}"
-        peer = Peer(name, Door(door).dial, ParameterServerLost)
+    for number, path in enumerate(task["servers"]):
+        dial = functools.partial(dialled, path)
+        peer = Peer(f"Parameter server {number}", dial, ParameterServerLost)
         servers.append(RemoteServer(peer))
     engine = WorkerEngine(task["index"], servers, jax.local_devices())
-    _serve(lifeline, answers_of_worker(engine))
+    _serve(lifeline, task, answers_of_worker(engine))
 
 
-def _serve(lifeline: Lifeline, answer: Any) -> None:
-    from jaxstrategy._src.parameter_servers.wire.peer import Responder
-    from jaxstrategy._src.parameter_servers.wire.stream import attended
+def _serve(lifeline: Lifeline, task: Task, answer: Any) -> None:
+    from jaxstrategy._src.parameter_servers.peer import Responder
+    from jaxstrategy._src.parameter_servers.stream import Listener
 
-    take = Responder(answer).add
-    threading.Thread(
-        target=attended, args=(lifeline.doors[0], take), name="door", daemon=True
-    ).start()
+    Listener(task["address"]).start(Responder(answer).add)
     lifeline.say_ready()
     lifeline.over.wait()
 

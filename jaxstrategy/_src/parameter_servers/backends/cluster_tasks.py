@@ -18,13 +18,17 @@ from jaxstrategy._src.errors import (
     ClusterError,
     WorkerLost,
 )
+from jaxstrategy._src.parameter_servers import peer as _peer
+from jaxstrategy._src.parameter_servers.peer import (
+    Peer,
+    ReconnectingPeer,
+    RemoteServer,
+    RemoteWorker,
+)
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractWorkerBackend,
 )
-from jaxstrategy._src.parameter_servers.wire import listener, peer as _peer
-from jaxstrategy._src.parameter_servers.wire.peer import Peer, ReconnectingPeer
-from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer, RemoteWorker
-from jaxstrategy._src.parameter_servers.wire.stream import Kind, Stream, WireFrame
+from jaxstrategy._src.parameter_servers.stream import FrameError, Stream, dialled
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
 
@@ -150,49 +154,30 @@ class Hello:
         """The same with another wish."""
         return dataclasses.replace(self, wants=wants)
 
-    def frame(self) -> WireFrame:
-        """It as it is sent."""
-        return WireFrame(Kind.SESSION, dataclasses.asdict(self))
-
-    @classmethod
-    def of(cls, frame: WireFrame) -> Self | None:
-        """What was sent; None if it was something else."""
-        match frame.fields if frame.kind == Kind.SESSION else None:
-            case {
-                "wants": "begin" | "join" | "end" | "devices" as wants,
-                "coordinator": str(coordinator),
-                "strategy": str(strategy),
-                "life": str(life),
-                "index": int(index),
-                "servers": [*servers],
-            } if index >= 0 and all(isinstance(each, str) for each in servers):
-                return cls(wants, coordinator, strategy, life, index, tuple(servers))
-        return None
-
 
 def joined(
     address: str, secret: Secret, hello: Hello
 ) -> tuple[Stream, Mapping[str, Any]]:
     """A stream to a task of a cluster, and what it says of itself."""
     try:
-        stream = listener.dialled(address, secret)
+        stream = dialled(address, secret)
     except ConnectionError as error:
         if isinstance(error.__cause__, ConnectionRefusedError):
             raise ConnectionRefusedError(f"nobody listens at {address}") from error
         raise
     try:
         stream.limit_silence(_SECONDS)
-        stream.send(hello.frame())
+        stream.send(hello)
         answer = stream.receive()
         stream.limit_silence(None)
-    except (EOFError, OSError) as error:
+        why = _peer.raised_by(answer, address)
+    except (EOFError, OSError, FrameError) as error:
         stream.close()
         raise ConnectionError(f"{address} does not answer ({error})") from error
-    if answer.kind == Kind.FAILED:
+    if why is not None:
         stream.close()
-        why = _peer.raised_by(answer, address, may_unpickle=False)
         raise ConnectionAbortedError(str(why))
-    return stream, answer.fields
+    return stream, answer[1]
 
 
 _PAUSE = 0.2  # between two tries to reach a task
@@ -329,18 +314,11 @@ class CalledTasks:
         )
 
     def _peer(self, task: CalledTask, hello: Hello, first: Stream) -> Peer:
-        made = [first]
-
         def dial() -> Stream:
-            try:
-                return made.pop()
-            except IndexError:
-                return joined(task.address, self._secret, hello.with_wish("join"))[0]
+            return joined(task.address, self._secret, hello.with_wish("join"))[0]
 
         name = f"{task.name} at {task.address}"
-        peer = Peer(name, dial, WorkerLost, self._patience, task.last_output)
-        peer.ask(WireFrame(Kind.PING))  # so that the first stream is its to close
-        return peer
+        return Peer(name, dial, WorkerLost, self._patience, task.last_output, first)
 
     def _first_worker(
         self, workers: Sequence[CalledTask], end: float

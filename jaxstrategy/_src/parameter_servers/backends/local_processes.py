@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -30,15 +32,14 @@ from jaxstrategy._src.launch.child_process import (
     described,
 )
 from jaxstrategy._src.launch.options import GPUS, visible_gpus
+from jaxstrategy._src.parameter_servers import peer as _peer
 from jaxstrategy._src.parameter_servers.backends import child as _child
 from jaxstrategy._src.parameter_servers.backends.child import Task
+from jaxstrategy._src.parameter_servers.peer import Peer, RemoteServer, RemoteWorker
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractWorkerBackend,
 )
-from jaxstrategy._src.parameter_servers.wire import peer as _peer
-from jaxstrategy._src.parameter_servers.wire.peer import Peer
-from jaxstrategy._src.parameter_servers.wire.remote import RemoteServer, RemoteWorker
-from jaxstrategy._src.parameter_servers.wire.stream import Door, Stream
+from jaxstrategy._src.parameter_servers.stream import Stream, dialled
 from jaxstrategy._src.processes.secret import VARIABLE as SECRET
 from jaxstrategy._src.text.shown import positive, with_noun
 
@@ -189,7 +190,11 @@ _DRAIN_SECONDS = 1.0
 
 @final
 class ChildProcess:
-    """A process that ends with this one, and answers over its sockets."""
+    """A process that ends with this one, and answers at a socket.
+
+    Attributes:
+      address: the path of the socket.
+    """
 
     def __init__(
         self,
@@ -198,10 +203,11 @@ class ChildProcess:
         environment: Mapping[str, str],
         guard: Guard,
         ended: Callable[[ChildProcess], None],
-        servers: Sequence[socket.socket] = (),
+        address: str,
         start_seconds: float = START_SECONDS,
     ) -> None:
         self.name = name
+        self.address = address
         self._start_seconds = start_seconds
         self._code: int | None = None
         self._told: list[Callable[[str], None]] = []
@@ -209,17 +215,14 @@ class ChildProcess:
         self._over = threading.Event()
         self._building = threading.Lock()
         self._line, line = socket.socketpair()
-        own, door = socket.socketpair()
-        self._door = Door(own)
-        with self._building, line, door:
-            numbers = [each.fileno() for each in (line, door, *servers)]
+        with self._building, line:
             self._process = GuardedProcess(
                 # -P: the folder of the program is none to import from.
                 [
                     sys.executable,
                     "-P",
                     _child.__file__,
-                    ",".join(map(str, numbers)),
+                    str(line.fileno()),
                     name,
                 ],
                 environment,
@@ -227,12 +230,12 @@ class ChildProcess:
                 guard,
                 lambda code: self._end(code, ended),
                 joined=True,
-                descriptors=numbers,
+                descriptors=[line.fileno()],
             )
             read = functools.partial(self._process.read, 0)
             self._output = OutputThread(name, read, functools.partial(show, name))
         path = [os.path.abspath(entry) for entry in sys.path]
-        self._tell({"path": path, **task})
+        self._tell({"path": path, "address": address, **task})
         threading.Thread(
             target=self._listen, name=f"control of {name}", daemon=True
         ).start()
@@ -254,16 +257,7 @@ class ChildProcess:
             raise ConnectionError(
                 self.end or f"it did not start within {self._start_seconds:g} s"
             )
-        return self._door.dial()
-
-    def door(self) -> socket.socket:
-        """The socket of a door to it; of one that nobody attends if it has ended."""
-        try:
-            return self._door.another()
-        except OSError:
-            one, other = socket.socketpair()
-            other.close()
-            return one
+        return dialled(self.address)
 
     @property
     def end(self) -> str | None:
@@ -309,7 +303,6 @@ class ChildProcess:
         """Let go of it, in a fork of this process."""
         if self._line.fileno() >= 0:
             os.close(self._line.detach())  # `close` would wait for the reader's file
-        self._door.close()
 
     def close(self) -> None:
         """Wait for its end, and for what it has written."""
@@ -340,7 +333,6 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)  # wakes up who reads it
         self._line.close()
-        self._door.close()
 
 
 def show(name: str, line: bytes) -> None:
@@ -361,7 +353,13 @@ class Children:
     """Processes that are started and ended together, at the latest with this one."""
 
     def __init__(self) -> None:
-        self._guard = Guard()
+        # Only this user enters it. A path of a socket has at most 107 characters.
+        where = tempfile.gettempdir()
+        self._folder = tempfile.mkdtemp(
+            prefix="jaxstrategy-", dir=where if len(where) < 70 else "/tmp"
+        )
+        self._guard = Guard(self._folder)  # which removes it
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._living: list[ChildProcess] = []
         self._pid = os.getpid()
@@ -384,6 +382,10 @@ class Children:
                 return None
             self._living.append(child)
         return child
+
+    def address(self) -> str:
+        """The path of a new socket."""
+        return f"{self._folder}/{next(self._numbers)}"
 
     def close(self) -> None:
         """End all: asked to first, then made to. May be called twice."""
@@ -505,9 +507,9 @@ class WorkerPlace(Generic[ProcessT]):
 class LocalProcesses(AbstractWorkerBackend):
     """Starts workers and parameter servers as processes, which end with this one.
 
-    They are connected by pairs of sockets that only they have: there is no address at
-    which a stranger could call. What they print appears behind their names in this
-    process's standard error. A worker that ends is started again at once.
+    They are connected by sockets in a folder that only this user can enter. What they
+    print appears behind their names in this process's standard error. A worker that
+    ends is started again at once.
 
     Args:
       workers: how many.
@@ -647,10 +649,7 @@ class _Starter:
         return child
 
     def worker(self, index: int) -> Callable[[Ended], ChildProcess | None]:
-        task = {
-            "role": _child.WORKER,
-            "index": index,
-        }
+        task = {"role": _child.WORKER, "index": index}
         environment = self._devices.environment(self._environment, index, self._workers)
 
         def start(ended: Ended) -> ChildProcess | None:
@@ -661,11 +660,12 @@ class _Starter:
     def _started(
         self, name: str, task: Task, environment: Mapping[str, str], ended: Ended
     ) -> ChildProcess | None:
+        own = {**task, "servers": [child.address for child in self._servers]}
+        address = self._children.address()
+
         def make(guard: Guard) -> ChildProcess:
-            with contextlib.ExitStack() as closing:
-                doors = [closing.enter_context(child.door()) for child in self._servers]
-                return ChildProcess(
-                    name, task, environment, guard, ended, doors, self._seconds
-                )
+            return ChildProcess(
+                name, own, environment, guard, ended, address, self._seconds
+            )
 
         return self._children.start(make)

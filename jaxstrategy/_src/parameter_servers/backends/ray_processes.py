@@ -25,6 +25,7 @@ from jaxstrategy._src.launch.ray import (
     RayCluster,
     RayStartedProcess,
 )
+from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.backends import local_processes
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     CalledTask,
@@ -35,11 +36,10 @@ from jaxstrategy._src.parameter_servers.backends.local_processes import (
     WorkerPlace,
     show,
 )
+from jaxstrategy._src.parameter_servers.peer import RemoteWorker
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractWorkerBackend,
 )
-from jaxstrategy._src.parameter_servers.wire import peer
-from jaxstrategy._src.parameter_servers.wire.remote import RemoteWorker
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.text.shown import positive, shown

@@ -1,0 +1,606 @@
+"""Who asks over streams and who answers: servers and workers in other processes.
+
+A request is a tuple of the name of a method and its arguments; its answer is
+`("done", value)`, or `("failed", ...)` with what the method raised. Who is asked says
+`("alive",)` meanwhile, so that one that hangs is not waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+
+from jaxstrategy._src.errors import MissingExtraError, ParameterServerLost
+from jaxstrategy._src.launch.child_process import started
+from jaxstrategy._src.parameter_servers.protocol import (
+    AbstractServer,
+    AbstractWorker,
+    Builder,
+    Call,
+    CallNumber,
+    Read,
+    ServerOperation,
+    ShippedProgram,
+)
+from jaxstrategy._src.parameter_servers.stream import (
+    FrameError,
+    Packed,
+    Stream,
+    packed,
+)
+
+
+class Dumped(NamedTuple):
+    """An object that only its receiver's code may load, with large buffers apart."""
+
+    blob: bytes
+    arrays: list[np.ndarray]
+
+    def loaded(self) -> Any:
+        """The object again. This runs whatever its sender wants to be run."""
+        return pickle.loads(self.blob, buffers=self.arrays)
+
+
+def dumped(value: object) -> Dumped:
+    """An object, with the code of functions and classes that others cannot import."""
+    try:
+        import cloudpickle
+    except ImportError:
+        raise MissingExtraError(
+            "Functions and datasets are sent to workers in other processes by "
+            "cloudpickle, which is not installed: pip install "
+            "'jaxstrategy[coordinator]'"
+        ) from None
+    buffers: list[pickle.PickleBuffer] = []
+    blob = cloudpickle.dumps(value, 5, buffers.append)
+    return Dumped(blob, [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers])
+
+
+_LONGEST = 1 << 16  # characters of a message or a traceback
+
+
+class _Failure(NamedTuple):
+    """What a request raised."""
+
+    name: str
+    message: str
+    trace: str
+    error: bytes
+
+    def raised(self, where: str) -> Exception:
+        """The exception, with the traceback of the other process."""
+        error: object = None
+        try:
+            error = pickle.loads(self.error)
+        except Exception:  # such as a module that only the other process can import
+            pass
+        if not isinstance(error, Exception):
+            told = f"{self.name}: {self.message}" if self.message else self.name
+            error = RuntimeError(told)
+        error.add_note(f"Traceback of {where}:\n{self.trace}")
+        return error
+
+
+def failed(error: BaseException) -> Packed:
+    """The answer that a request failed."""
+    trace = "".join(traceback.format_exception(error))[-_LONGEST:]
+    name, message = type(error).__name__, _shown(error)[:_LONGEST]
+    return packed(("failed", _Failure(name, message, trace, _faithful(error))))
+
+
+def raised_by(answer: Any, where: str) -> Exception | None:
+    """What an answer says that a request has raised; None if it was fulfilled."""
+    match answer:
+        case ("done", _):
+            return None
+        case ("failed", _Failure() as failure):
+            return failure.raised(where)
+    raise ConnectionError(f"it answered with {str(answer)[:40]!r}")
+
+
+def _faithful(error: BaseException) -> bytes:
+    """The exception pickled such that it comes out the same; nothing if it cannot."""
+    if not isinstance(error, Exception):
+        return b""
+    for form in (error, _Parts(error)):
+        try:
+            try:
+                blob = dumped(form).blob
+            except MissingExtraError:
+                blob = pickle.dumps(form, 5)
+            again = pickle.loads(blob)
+        except Exception:  # of the user's class, whatever it raises
+            continue
+        if type(again) is type(error) and _shown(again) == _shown(error):
+            return blob
+    return b""
+
+
+class _Parts:
+    """An exception whose `__init__` takes other arguments than it has as `args`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self._error
+        return _of_parts, (type(error), error.args, vars(error))
+
+
+def _of_parts(
+    cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]
+) -> Exception:
+    # `__init__` is left out, and with it what it would make of these arguments.
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def _shown(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as why:  # of the user's `__str__`
+        return f"(its `__str__` raised {type(why).__name__})"
+
+
+Answer: TypeAlias = Callable[..., object]
+"""Answers a request, or raises what the other end shall raise."""
+
+LONGEST_PATIENCE = 1e6
+"""Seconds that somebody may wait for a sign of life."""
+
+_ALIVE = ("alive",)
+_PER_PATIENCE = 4  # signs within the time that the other end waits for one
+_SHORTEST = 0.02
+
+
+class _Served:
+    """A stream at whose other end somebody may wait."""
+
+    __slots__ = ("pause", "since", "stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.pause = LONGEST_PATIENCE  # between two signs of life
+        self.since: float | None = None  # when the request came that is worked at
+
+
+@final
+class Responder:
+    """Answers what comes over streams, each with a thread of its own.
+
+    One more thread tells those who wait for an answer that it is being worked at.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._lock = threading.Condition()
+        self._threads: dict[threading.Thread, Stream] = {}
+        self._served: set[_Served] = set()
+        self._heartbeat: threading.Thread | None = None
+        self._is_closed = False
+
+    def add(self, stream: Stream) -> None:
+        """Answer what comes over a stream, in a thread, until that is closed."""
+        thread = threading.Thread(
+            target=self._run, args=(stream,), name="jaxstrategy responder", daemon=True
+        )
+        with self._lock:
+            if self._is_closed or not started(thread):
+                stream.close()
+            else:
+                self._threads[thread] = stream
+
+    def serve(self, stream: Stream) -> None:
+        """Answer what comes over a stream, in this thread, until that is closed."""
+        served = _Served(stream)
+        try:
+            while not stream.is_closed:
+                self._serve_one(served)
+        except (EOFError, OSError, FrameError):
+            pass  # whoever asks is gone
+        finally:
+            with self._lock:
+                self._served.discard(served)
+            stream.close()
+
+    def close(self) -> None:
+        """Close all streams, and wait for what is being answered."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify()
+            left = dict(self._threads)
+        for stream in left.values():
+            stream.close()
+        for thread in (*left, self._heartbeat):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
+
+    def _run(self, stream: Stream) -> None:
+        try:
+            self.serve(stream)
+        finally:
+            with self._lock:
+                self._threads.pop(threading.current_thread(), None)
+
+    def _serve_one(self, served: _Served) -> None:
+        method, *arguments = served.stream.receive()
+        if method == "patience":
+            self._tell(served, *arguments)
+            return
+        served.since = time.monotonic()
+        try:
+            answer = packed(("done", self._answer(method, *arguments)))
+        except (Exception, SystemExit) as error:
+            # Code that was sent here ends nothing but itself.
+            answer = failed(error)
+        finally:
+            served.since = None
+        del arguments
+        served.stream.send_packed(answer)
+
+    def _tell(self, served: _Served, patience: float) -> None:
+        """Know that the other end waits so many seconds for a sign."""
+        with self._lock:
+            served.pause = max(patience / _PER_PATIENCE, _SHORTEST)
+            self._served.add(served)
+            if self._heartbeat is None and not self._is_closed:
+                thread = threading.Thread(
+                    target=self._beat, name="jaxstrategy heartbeat", daemon=True
+                )
+                if started(thread):
+                    self._heartbeat = thread
+            self._lock.notify()
+
+    def _beat(self) -> None:
+        alive = packed(_ALIVE)
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return
+                pauses = [each.pause for each in self._served]
+                self._lock.wait(min(pauses, default=None))
+                all_served = list(self._served)
+            for each in all_served:
+                since = each.since
+                if since is None or time.monotonic() - since < each.pause / 2:
+                    continue
+                try:
+                    each.stream.send_if_idle(alive)
+                except OSError:
+                    pass  # the thread that serves it finds out
+
+
+PATIENCE = 10.0
+"""Seconds without a sign of life, after which a process is lost."""
+
+_LINES = 20  # of a lost process's output
+
+
+@final
+class Peer:
+    """Another process, of which any number of threads may ask something at once."""
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[], Stream],
+        lost: type[Exception],
+        patience: float = PATIENCE,
+        last_output: Callable[[], str | None] | None = None,
+        first: Stream | None = None,  # one that was dialled already
+    ) -> None:
+        if not 0 < patience <= LONGEST_PATIENCE:
+            raise ValueError(
+                f"The patience was {patience!r}; seconds from 0 to "
+                f"{LONGEST_PATIENCE:g} were wanted, 0 excluded."
+            )
+        self._name = name
+        self._dial = dial
+        self._lost = lost
+        self._patience = patience
+        self._last_output = last_output
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[Stream] = []
+        self._all: set[Stream] = set()
+        self._why: str | None = None
+        weakref.finalize(self, _close, self._all)
+        if first is not None:
+            self._all.add(self._begun(first))
+            self._idle.append(first)
+
+    def ask(self, method: str, *arguments: object) -> Any:
+        """The answer to a request."""
+        message = packed((method, *arguments))
+        stream = self._taken()
+        is_whole = False
+        try:
+            stream.send_packed(message)
+            while (answer := stream.receive()) == _ALIVE:
+                pass
+            failure = raised_by(answer, self._name)
+            is_whole = True
+        except (EOFError, OSError, FrameError) as error:
+            raise self._losing(_reason(error, self._patience)) from error
+        finally:
+            # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
+            self._put_back(stream, is_whole)
+        if failure is not None:
+            raise failure
+        return answer[1]
+
+    def close(self, why: str = "its connections were closed here") -> None:
+        """Close all streams; who waits for an answer gets the error of a lost one."""
+        with self._lock:
+            self._why = self._why or why
+            streams = set(self._all)
+            self._all.clear()
+            self._idle.clear()
+        _close(streams)
+
+    def _taken(self) -> Stream:
+        if os.getpid() != self._process:
+            raise self._lost(
+                f"{self._name} was connected to a process of which this one is a fork, "
+                "and must not be asked by both. Start processes by spawn, or make the "
+                "strategy in this one."
+            )
+        with self._lock:
+            why = self._why
+            if why is None and self._idle:
+                return self._idle.pop()
+        if why is not None:
+            raise self._error(why)
+        stream = self._dialled()
+        with self._lock:
+            why = self._why
+            if why is None:
+                self._all.add(stream)
+                return stream
+        stream.close()
+        raise self._error(why)
+
+    def _dialled(self) -> Stream:
+        try:
+            stream = self._dial()
+        except (EOFError, OSError) as error:
+            raise self._losing(f"it cannot be reached ({error})") from error
+        return self._begun(stream)
+
+    def _begun(self, stream: Stream) -> Stream:
+        """A stream whose other end knows how long it is waited for."""
+        try:
+            stream.limit_silence(self._patience)
+            stream.send(("patience", self._patience))
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, OSError):
+                raise self._losing(_reason(error, self._patience)) from error
+            raise
+        return stream
+
+    def _put_back(self, stream: Stream, is_whole: bool) -> None:
+        with self._lock:
+            if is_whole and stream in self._all:
+                self._idle.append(stream)
+                return
+            self._all.discard(stream)
+        stream.close()
+
+    def _losing(self, why: str) -> Exception:
+        """The error of a process that is lost from now on."""
+        self.close(why)
+        assert self._why is not None
+        return self._error(self._why)
+
+    def _error(self, why: str) -> Exception:
+        # Without the lock, because `last_output` may wait for the process to end.
+        text = f"{self._name} is lost: {why}."
+        output = self._last_output() if self._last_output is not None else None
+        if output and output.strip():
+            lines = output.strip().splitlines()[-_LINES:]
+            text += "\n".join(["\nThe last that it wrote:", *lines])
+        return self._lost(text)
+
+
+def _close(streams: set[Stream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+def _reason(error: Exception, patience: float) -> str:
+    match error:
+        case TimeoutError():
+            return f"it gave no sign of life for {patience:g} s"
+        case EOFError() | ConnectionError() | FrameError():
+            return f"it ended, or closed the connection ({error})"
+        case _:
+            return f"the connection broke ({error})"
+
+
+_RECONNECT_SECONDS = 20.0  # how long a server may be out of reach before it is lost
+_RECONNECT_PAUSE = 0.2
+_MOST_REPEATS = 3  # of one request; it may be what breaks the connection
+
+
+@final
+class ReconnectingPeer:
+    """A parameter server that is reached again when the network broke.
+
+    That is tried as long as the server still has all; each request counts once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[], Stream],
+        patience: float,
+        last_output: Callable[[], str | None] | None = None,
+    ) -> None:
+        self._name = name
+        self._dial = dial
+        self._patience = patience
+        self._last_output = last_output
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._now = self._connected()
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The answer to a request."""
+        for repeats in range(_MOST_REPEATS + 1):
+            peer = self._now
+            try:
+                if repeats and method == "create":
+                    peer.ask("drop", arguments[:1])  # it may be there already
+                return peer.ask(method, *arguments)
+            except ParameterServerLost as lost:
+                if repeats == _MOST_REPEATS:
+                    raise
+                self._connect_again(peer, lost)
+                if method == "push" and not _counts_once(*arguments):
+                    raise ParameterServerLost(
+                        f"{lost} It was reached again, but whether the change that "
+                        "was being made counts is not known."
+                    ) from lost
+        raise AssertionError  # the last one returns or raises
+
+    def close(self) -> None:
+        """Close the connections; the server goes on."""
+        self._is_closed = True
+        self._now.close()
+
+    def _connect_again(self, broken: Peer, lost: ParameterServerLost) -> None:
+        """Reach the server over new connections."""
+        with self._lock:  # the first that finds it broken connects for all
+            end = time.monotonic() + _RECONNECT_SECONDS
+            while self._now is broken:
+                if self._is_closed or time.monotonic() >= end:
+                    raise lost
+                try:
+                    stream = self._dial()
+                except (ConnectionAbortedError, ConnectionRefusedError) as error:
+                    said = self._last_output() if self._last_output else None
+                    more = f"\nThe last that it wrote:\n{said}" if said else ""
+                    raise ParameterServerLost(
+                        f"{self._name} is lost: {error}.{more}"
+                    ) from lost
+                except ConnectionError:
+                    time.sleep(_RECONNECT_PAUSE)
+                else:
+                    self._now = self._connected(stream)
+
+    def _connected(self, first: Stream | None = None) -> Peer:
+        lost, output = ParameterServerLost, self._last_output
+        return Peer(self._name, self._dial, lost, self._patience, output, first)
+
+
+def _counts_once(
+    operations: Sequence[ServerOperation], call: CallNumber | None
+) -> bool:
+    """Whether a push that is made twice changes what it does once."""
+    return call is not None or all(each.name == "set" for each in operations)
+
+
+@final
+class RemoteServer(AbstractServer):
+    """A parameter server in another process.
+
+    Attributes:
+      peer: the server's process, to be replaced when another one is started for it.
+    """
+
+    def __init__(self, peer: Peer | ReconnectingPeer) -> None:
+        self.peer = peer
+
+    def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
+        self.peer.ask("create", number, np.asarray(value), is_table)
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        self.peer.ask("drop", numbers)
+
+    def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
+        return self.peer.ask("read", reads)
+
+    def push(
+        self, operations: Sequence[ServerOperation], call: CallNumber | None = None
+    ) -> bool:
+        return self.peer.ask("push", operations, call)
+
+    def define(self, key: str, exported: bytes) -> None:
+        self.peer.ask("define", key, exported)
+
+    def fence(self, worker: int, incarnation: int) -> None:
+        self.peer.ask("fence", worker, incarnation)
+
+    def versions(self, numbers: Sequence[int]) -> list[int]:
+        return self.peer.ask("versions", numbers)
+
+    def close(self) -> None:
+        """Close the connections; the server goes on."""
+        self.peer.close()
+
+
+@final
+class RemoteWorker(AbstractWorker):
+    """A worker in another process."""
+
+    def __init__(self, peer: Peer, end: Callable[[], None] | None = None) -> None:
+        self._peer = peer
+        self._end = end
+
+    def define(self, program: ShippedProgram) -> None:
+        self._peer.ask("define", program)
+
+    def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
+        self._peer.ask("build", resource, dumped(builder), uses)
+
+    def release(self, resources: Sequence[int]) -> None:
+        self._peer.ask("release", resources)
+
+    def call(self, call: Call) -> list[np.ndarray]:
+        return self._peer.ask("call", call)
+
+    def own(self, variable: int) -> np.ndarray:
+        return self._peer.ask("own", variable)
+
+    def kill(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._peer.close("it was ended here")
+
+    def close(self) -> None:
+        """Close the connection; a worker that serves it ends by itself."""
+        self._peer.close()
+
+
+if TYPE_CHECKING:  # it would import JAX
+    from jaxstrategy._src.parameter_servers.worker import WorkerEngine
+
+
+def answers_of_server(server: AbstractServer) -> Answer:
+    """Answers the requests of a `RemoteServer`."""
+    return _answers(server, AbstractServer.__abstractmethods__)
+
+
+def answers_of_worker(worker: AbstractWorker | WorkerEngine) -> Answer:
+    """Answers the requests of a `RemoteWorker`."""
+    return _answers(worker, AbstractWorker.__abstractmethods__ - {"kill"})
+
+
+def _answers(served: object, methods: frozenset[str]) -> Answer:
+    def answer(method: str, *arguments: Any) -> object:
+        if method not in methods:
+            raise ValueError(f"A {type(served).__name__} was sent a request {method}.")
+        values = [a.loaded() if isinstance(a, Dumped) else a for a in arguments]
+        return getattr(served, method)(*values)
+
+    return answer

@@ -1,0 +1,614 @@
+"""Streams of messages between coordinator, workers and servers, and who may open one.
+
+A message is a pickled value; the contents of its arrays follow as raw bytes, into
+memory that is used again once nothing refers to it. Between hosts both sides prove
+first that they know the secret of the job, and each pickle has a seal that is checked
+before it is loaded. Within a host a socket lies in a folder that only its user enters.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hmac
+import io
+import math
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import ml_dtypes  # noqa: F401  # makes names such as "bfloat16" known to NumPy
+import numpy as np
+
+from jaxstrategy._src.cluster.resolvers.cluster_spec import endpoint
+from jaxstrategy._src.errors import ClusterError
+from jaxstrategy._src.launch.child_process import started
+from jaxstrategy._src.parameter_servers.protocol import aligned_empty
+from jaxstrategy._src.processes import secret as _secret
+from jaxstrategy._src.processes.secret import Secret
+
+LARGEST = 1 << 38
+"""Bytes of a message, if nothing else is said."""
+_LARGEST_PICKLE = 1 << 31  # bytes of it without its arrays
+_HEAD = struct.Struct("<BIQ")  # mark, bytes of the pickle, bytes of the arrays
+_MARK = 0xA7
+_SEAL_BYTES = 32
+_SEQUENCE = struct.Struct(">Q")
+_SMALL = 1 << 12  # bytes of which a copy is faster than a view
+_AHEAD = 1 << 16  # bytes that one call of the kernel may read of small messages
+_MOST_PARTS = 1000  # of one `sendmsg`; Linux allows 1024
+
+
+class FrameError(ValueError):
+    """What came is no message, or one that is too large."""
+
+
+class Packed(NamedTuple):
+    """A message as it is sent: head and pickle, and the contents of its arrays."""
+
+    start: bytes
+    contents: list[bytes | memoryview]
+
+
+def packed(value: object, largest: int = LARGEST) -> Packed:
+    """A message; its arrays must not change before it is sent."""
+    file = io.BytesIO(bytes(_HEAD.size))
+    file.seek(_HEAD.size)
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    start, contents = file.getbuffer(), pickler.contents
+    pickled, size = len(start) - _HEAD.size, sum(map(len, contents))
+    if pickled > _LARGEST_PICKLE or pickled + size > largest:
+        raise FrameError(
+            f"A message of {pickled + size} bytes was to be sent; the largest may have "
+            f"{min(largest, _LARGEST_PICKLE)}, or {largest} if most are in arrays. "
+            "Send it in parts."
+        )
+    _HEAD.pack_into(start, 0, _MARK, pickled, size)
+    return Packed(bytes(start), contents)
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out the contents of arrays of numbers and truth values."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, 5)
+        self.contents: list[bytes | memoryview] = []
+
+    def persistent_id(self, obj: Any) -> tuple[str, tuple[int, ...]] | None:
+        if type(obj) is not np.ndarray or (name := _raw_name(obj.dtype)) is None:
+            return None
+        if not obj.dtype.isnative:
+            obj = obj.astype(name)
+        if obj.nbytes <= _SMALL:
+            self.contents.append(obj.tobytes())
+        else:
+            # `memoryview` refuses the dtypes of ml_dtypes, so the bytes are shown.
+            flat = np.ascontiguousarray(obj).reshape(-1)
+            self.contents.append(flat.view(np.uint8).data)
+        return name, obj.shape
+
+
+@functools.cache
+def _raw_name(dtype: np.dtype) -> str | None:
+    """The name of a dtype whose arrays are raw bytes that mean the same elsewhere."""
+    is_raw = dtype.kind in "biufc" or dtype.type.__module__ == "ml_dtypes"
+    return dtype.name if is_raw else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the contents of arrays from the stream, where the pickle refers to them."""
+
+    def __init__(self, data: bytes, contents: int, stream: Stream) -> None:
+        super().__init__(io.BytesIO(data))
+        self._left = contents
+        self._stream = stream
+
+    def persistent_load(self, pid: tuple[str, tuple[int, ...]]) -> np.ndarray:
+        name, shape = pid
+        dtype = np.dtype(name)
+        size = math.prod(shape) * dtype.itemsize
+        self._left -= size
+        if self._left < 0:
+            raise FrameError("its arrays have another size than was announced")
+        memory = self._stream.buffers.take(size)
+        self._stream.read_into(memory.data)
+        return np.ndarray(shape, dtype, memory)
+
+    def loaded(self) -> Any:
+        """The value."""
+        try:
+            value = self.load()
+        except OSError:  # of the connection
+            raise
+        except MemoryError:
+            raise FrameError("a message is larger than the memory") from None
+        except Exception as error:  # of whatever was pickled
+            raise FrameError(f"a message cannot be read: {error}") from error
+        if self._left:
+            raise FrameError("the arrays of a message are fewer than was announced")
+        return value
+
+
+SMALLEST = 1 << 16
+"""Bytes below which memory of malloc is as fast."""
+
+
+class _BorrowedArray(weakref.ref):
+    """Memory that somebody uses: as long as the array of it, or a view, lives."""
+
+    __slots__ = ("memory",)
+    memory: np.ndarray
+
+
+@final
+class ReceiveBuffers:
+    """Memory for arrays, which comes back by itself."""
+
+    def __init__(self, most: int = 1 << 29) -> None:
+        self._most = most
+        self._idle_bytes = 0
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[int, list[np.ndarray]] = OrderedDict()
+        self._returned: deque[np.ndarray] = deque()
+        # By identity: a weak reference compares and hashes as what it refers to.
+        self._borrowed: dict[int, _BorrowedArray] = {}
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that nobody uses now."""
+        return self._idle_bytes
+
+    def take(self, size: int) -> np.ndarray:
+        """A vector of so many bytes, whatever they are."""
+        if size < SMALLEST:
+            return np.empty(size, np.uint8)
+        # The next of eight sizes up to the next power of two.
+        step = 1 << (size.bit_length() - 4)
+        room = -(-size // step) * step
+        with self._lock:
+            self._sort_returned()
+            memory = None
+            if memories := self._idle.get(room):
+                self._idle_bytes -= room
+                self._idle.move_to_end(room)
+                memory = memories.pop()
+        if memory is None:
+            memory = aligned_empty((room,), np.uint8)
+        # NumPy collapses chains of views down to the array whose base is no array.
+        array = np.frombuffer(memory.data, np.uint8, size)
+        borrowed = _BorrowedArray(array, self._give_back)
+        borrowed.memory = memory
+        self._borrowed[id(borrowed)] = borrowed
+        return array
+
+    def _give_back(self, borrowed: _BorrowedArray) -> None:
+        self._borrowed.pop(id(borrowed), None)
+        self._returned.append(borrowed.memory)
+        # The collector may call this within any line of this class: it must not wait.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sort_returned()
+            finally:
+                self._lock.release()
+
+    def _sort_returned(self) -> None:
+        while self._returned:
+            memory = self._returned.popleft()
+            self._idle.setdefault(memory.nbytes, []).append(memory)
+            self._idle_bytes += memory.nbytes
+        while self._idle_bytes > self._most:
+            # Free some of the size that was not wanted for the longest time.
+            room = next(iter(self._idle))
+            if memories := self._idle[room]:
+                self._idle_bytes -= memories.pop().nbytes
+            else:
+                del self._idle[room]
+
+
+_buffers = ReceiveBuffers()
+
+
+class Keys(NamedTuple):
+    """Keys of the seals of both directions, of one connection."""
+
+    outgoing: bytes
+    incoming: bytes
+
+
+class _Incoming(io.RawIOBase):
+    """What comes over a socket, as a file."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._sock.recv_into(buffer)
+        except BlockingIOError:
+            raise TimeoutError("the other end says nothing") from None
+
+
+@final
+class Stream:
+    """Sends and receives messages; any thread may send, one at a time may receive.
+
+    The other end of it is known to be of the job, because what it sends is unpickled.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        keys: Keys | None = None,
+        largest: int = LARGEST,
+        buffers: ReceiveBuffers = _buffers,
+    ) -> None:
+        sock.settimeout(None)
+        self.buffers = buffers
+        self._sock = sock
+        self._keys = keys
+        self._largest = largest
+        self._sending = threading.Lock()
+        self._sent = self._received = 0
+        self._incoming = io.BufferedReader(_Incoming(sock), _AHEAD)
+        self._is_closed = False
+        self._process = os.getpid()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    def limit_silence(self, seconds: float | None) -> None:
+        """Let `send` and `receive` fail when no byte moves for so long."""
+        # In the kernel: a timeout of Python's would cost another system call each time.
+        # Nothing is for ever, a microsecond is the shortest.
+        micro = 0 if seconds is None else max(1, int(seconds * 1e6))
+        value = struct.pack("ll", *divmod(micro, 1_000_000))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def send(self, value: object) -> None:
+        """Send a message."""
+        self.send_packed(packed(value, self._largest))
+
+    def send_packed(self, message: Packed) -> None:
+        """Send a message that was packed before."""
+        with self._sending:
+            self._write([self._sealed(message.start), *message.contents])
+
+    def send_if_idle(self, message: Packed) -> None:
+        """Send a small message, or nothing if this would have to wait."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            data = self._sealed(message.start)
+            try:
+                sent = self._sock.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._sent -= 1
+                return
+            if sent < len(data):
+                self._write([data[sent:]])
+        finally:
+            self._sending.release()
+
+    def receive(self) -> Any:
+        """The next message."""
+        head = self._incoming.read(_HEAD.size)
+        if not head:
+            raise EOFError("the connection was closed")
+        if len(head) < _HEAD.size:
+            raise ConnectionResetError("the connection ended within a message")
+        mark, size, contents = _HEAD.unpack(head)
+        if mark != _MARK:
+            raise FrameError("what came is no message of this protocol")
+        if size > _LARGEST_PICKLE or size + contents > self._largest:
+            raise FrameError(f"a message of {size + contents} bytes was announced")
+        data = self._exactly(size)
+        if self._keys is not None:
+            seal = _seal(self._keys.incoming, self._received, head + data)
+            # In constant time: that of `==` tells how many bytes of a guess are right.
+            if not hmac.compare_digest(seal, self._exactly(_SEAL_BYTES)):
+                raise FrameError("a message has another seal than the job's")
+            self._received += 1
+        return _Unpickler(data, contents, self).loaded()
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill memory with the contents of an array."""
+        if self._incoming.readinto(target) < len(target):
+            raise ConnectionResetError("the connection ended within a message")
+
+    def close(self) -> None:
+        """End the connection, also for threads that send or receive; once is enough."""
+        self._is_closed = True
+        # On Linux, `close` alone does not wake a thread that waits in `recv`. In a fork
+        # it must not end the connection of the parent.
+        if os.getpid() == self._process:
+            _shut(self._sock)
+        self._sock.close()
+
+    def _sealed(self, start: bytes) -> bytes:
+        """What is sent before the contents; it must be sent next."""
+        sequence = self._sent
+        self._sent += 1
+        if self._keys is None:
+            return start
+        return start + _seal(self._keys.outgoing, sequence, start)
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._incoming.read(size)
+        if len(data) < size:
+            raise ConnectionResetError("the connection ended within a message")
+        return data
+
+    def _write(self, parts: list[bytes | memoryview]) -> None:
+        size = sum(map(len, parts))
+        while True:
+            try:
+                sent = self._sock.sendmsg(parts[:_MOST_PARTS])
+            except BlockingIOError:
+                raise TimeoutError("the other end takes nothing") from None
+            size -= sent
+            if not size:
+                return
+            done = 0
+            while sent >= len(parts[done]):
+                sent -= len(parts[done])
+                done += 1
+            parts = [parts[done][sent:], *parts[done + 1 :]]
+
+
+def _seal(key: bytes, sequence: int, data: bytes) -> bytes:
+    return hmac.digest(key, _SEQUENCE.pack(sequence) + data, "sha256")
+
+
+# The handshake.
+
+SECONDS = 10.0
+"""The time for a handshake."""
+
+_GREETING = f"jaxstrategy-frames/4 {sys.byteorder}\n".encode()
+"""The first bytes on each connection, both ways, before a nonce."""
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_REFUSAL = bytes(_PROOF_BYTES)  # the host's answer to a wrong proof; anybody may say so
+
+
+class _AnotherSecretError(ValueError):
+    """The other side does not know the secret of this one."""
+
+
+def _proven(sock: socket.socket, secret: Secret, is_host: bool) -> Stream:
+    """The stream of a connection, once both sides have proved that they are of the job.
+
+    The guest first, so that strangers get nothing that they could try words on.
+    """
+    end = time.monotonic() + SECONDS
+    sock.settimeout(SECONDS)
+    own = secrets.token_bytes(_NONCE_BYTES)
+    if not is_host:
+        sock.sendall(_GREETING + own)
+    other = _received(sock, _NONCE_BYTES, end, _GREETING)
+    if is_host:
+        sock.sendall(_GREETING + own)
+    # What makes the keys of a connection others than those of any other one.
+    context = _GREETING + (other + own if is_host else own + other)
+    of_guest = secret.key(context + b"proof of the guest")
+    of_host = secret.key(context + b"proof of the host")
+    if not is_host:
+        sock.sendall(of_guest)
+    # In constant time: that of `==` tells how many bytes of a guess are right.
+    proof = _received(sock, _PROOF_BYTES, end)
+    if not secrets.compare_digest(proof, of_guest if is_host else of_host):
+        if is_host:
+            sock.sendall(_REFUSAL)
+        raise _AnotherSecretError("it has another secret")
+    if is_host:
+        sock.sendall(of_host)
+    to_host = secret.key(context + b"guest to host")
+    to_guest = secret.key(context + b"host to guest")
+    return Stream(sock, Keys(to_guest, to_host) if is_host else Keys(to_host, to_guest))
+
+
+def _received(
+    sock: socket.socket, count: int, end: float, greeting: bytes = b""
+) -> bytes:
+    """The next bytes, after a greeting that must be this one from its first byte on."""
+    data = b""
+    while (left := len(greeting) + count - len(data)) > 0:
+        seconds = end - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(seconds)
+        if not (more := sock.recv(left)):
+            raise EOFError("it hung up")
+        data += more
+        if not greeting.startswith(data[: len(greeting)]):
+            raise ValueError(f"it says {data[:40]!r}, not {greeting!r}")
+    return data[len(greeting) :]
+
+
+# Who listens, and who calls.
+
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ECONNABORTED)
+_PAUSE = 0.05  # while this process has too many files open
+_MOST_STRANGERS = 64  # connections at once whose other end has not proved itself
+_UNREACHABLE = 20  # seconds after which the kernel gives up a host that is cut off
+
+
+@final
+class Listener:
+    """An address at which processes of the job connect, and nobody else.
+
+    Args:
+      address: `host:port`; or, without a secret, the path of a socket in a folder that
+        only this user can enter.
+      secret: of the job.
+    """
+
+    def __init__(self, address: str, secret: Secret | None = None) -> None:
+        self._secret = secret
+        if secret is None:
+            self._sock = socket.socket(socket.AF_UNIX)
+            self._sock.bind(address)
+            self._sock.listen()
+        else:
+            _secret.check_address(secret, address)
+            found = socket.getaddrinfo(*endpoint(address), type=socket.SOCK_STREAM)
+            family, *_, where = found[0]
+            self._sock = socket.create_server(where, family=family)
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, socket.socket | None] = {}
+        self._is_closed = False
+
+    def start(self, take: Callable[[Stream], None]) -> None:
+        """Call a function with the stream of each that connects, in threads."""
+        self._in_thread(self._sock, lambda: self._accept(take))
+
+    def close(self) -> None:
+        """Listen no more; streams that were made stay. Once is enough."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            left = dict(self._threads)
+        for sock in (self._sock, *left.values()):
+            if sock is not None:
+                _shut(sock)  # wakes who waits for it
+        for thread in left:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._sock.close()
+
+    def _accept(self, take: Callable[[Stream], None]) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as error:
+                if self._is_closed or error.errno not in _PASSING:
+                    return
+                time.sleep(_PAUSE)
+                continue
+            if self._secret is None:
+                take(Stream(sock))
+                continue
+            with self._lock:
+                strangers = list(filter(None, self._threads.values()))
+            if len(strangers) > _MOST_STRANGERS:
+                # The one who came first; before it is the listener's own socket.
+                _shut(strangers[1])
+            self._in_thread(
+                sock, functools.partial(self._welcome, sock, self._secret, take)
+            )
+
+    def _welcome(
+        self, sock: socket.socket, secret: Secret, take: Callable[[Stream], None]
+    ) -> None:
+        try:
+            _tune(sock)
+            stream = _proven(sock, secret, is_host=True)
+        except (EOFError, OSError, ValueError):
+            sock.close()
+            return
+        with self._lock:
+            # `close` must not end what is no stranger's any more.
+            self._threads[threading.current_thread()] = None
+        take(stream)
+
+    def _in_thread(self, sock: socket.socket, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._threads.pop(threading.current_thread(), None)
+
+        thread = threading.Thread(target=run, name="jaxstrategy listener", daemon=True)
+        with self._lock:
+            if self._is_closed or not started(thread):
+                sock.close()
+            else:
+                self._threads[thread] = sock
+
+
+def dialled(address: str, secret: Secret | None = None) -> Stream:
+    """The stream of a new connection to a `Listener`."""
+    if secret is None:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(SECONDS)  # a process that is stopped takes some hundreds
+            sock.connect(address)
+        except BaseException:
+            sock.close()
+            raise
+        return Stream(sock)
+    try:
+        sock = _connected(address, secret)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConnectionError(f"{address} does not answer ({why})") from error
+    try:
+        return _proven(sock, secret, is_host=False)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, EOFError | OSError):
+            raise ConnectionError(f"{address} does not answer ({error})") from error
+        if isinstance(error, _AnotherSecretError):
+            own = "has one" if secret else "has none"
+            raise ClusterError(
+                f"The process that listens at {address} has another {_secret.VARIABLE} "
+                f"than this one, which {own}. Give all processes of the job the same."
+            ) from error
+        if isinstance(error, ValueError):
+            raise ClusterError(
+                f"What listens at {address} is no process of a job of this version: "
+                f"{error}."
+            ) from error
+        raise
+
+
+def _connected(address: str, secret: Secret) -> socket.socket:
+    host, port = endpoint(address)
+    _secret.check(secret, host)
+    sock = socket.create_connection((host, port), SECONDS)
+    # While nobody listens, a call from this very port reaches itself.
+    if sock.getsockname() == sock.getpeername():
+        sock.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    _tune(sock)
+    return sock
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other end was faster
+
+
+def _tune(sock: socket.socket) -> None:
+    """Send small messages at once, and notice a host that is cut off."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        # 5 s of silence, then 5 probes 3 s apart: as many seconds.
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 3),
+        ("TCP_KEEPCNT", 5),
+        ("TCP_USER_TIMEOUT", 1000 * _UNREACHABLE),  # Linux
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
