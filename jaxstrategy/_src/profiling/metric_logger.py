@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import operator
+from collections.abc import Iterator
 from typing import Any, Self, final
 
 import jax
@@ -107,9 +107,8 @@ class MetricLogger:
     def _take(self, step: int, metrics: PyTree, every: int) -> None:
         if not self._is_writing:
             return
-        entry = _Entry.of(operator.index(step), metrics, every)
-        if entry.numbers():
-            entry.start_copying()
+        entry = _Entry(operator.index(step), metrics, every)
+        if entry.rows:
             self._waiting.append(entry)
         while len(self._waiting) > self._most_waiting:
             self._write_first()
@@ -127,10 +126,8 @@ class MetricLogger:
             self._write_first()
 
     def _write_first(self) -> None:
-        entry = self._waiting.popleft()
-        values = entry.read()
-        for row, number in entry.numbers():
-            self._write(number, {name: float(v[row]) for name, v in values.items()})
+        for number, scalars in self._waiting.popleft().read():
+            self._write(number, scalars)
 
     def __enter__(self) -> Self:
         return self
@@ -143,24 +140,18 @@ class MetricLogger:
         self.flush()
 
 
-@dataclasses.dataclass
 class _Entry:
-    """The metrics of one call: of `steps` steps from `step` on, by name."""
+    """The metrics of one call, by name, and which rows belong to which steps."""
 
-    step: int
-    steps: int
-    leaves: dict[str, Value]
-    every: int
-
-    @classmethod
-    def of(cls, step: int, metrics: PyTree, every: int) -> _Entry:
-        leaves: dict[str, Value] = {}
+    def __init__(self, step: int, metrics: PyTree, every: int) -> None:
+        self._step = step
+        self._leaves: dict[str, Value] = {}
         lengths: dict[int, str] = {}
         found = jax.tree.leaves_with_path(metrics, is_leaf=trees.is_whole)
         for path, leaf in found:
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
             _check(name, leaf)
-            leaves[name] = leaf
+            self._leaves[name] = leaf
             if np.ndim(leaf) == 1:
                 lengths.setdefault(len(leaf), name)
         if len(lengths) > 1:
@@ -169,42 +160,39 @@ class _Entry:
                 f"Metrics of several steps were logged, {told} steps. Log together "
                 "what one call of the step has returned."
             )
-        return cls(step, next(iter(lengths), 1), leaves, every)
-
-    def numbers(self) -> list[tuple[int, int]]:
-        """The rows to be written, and the numbers of their steps."""
-        numbered = enumerate(range(self.step, self.step + self.steps))
-        return [(row, number) for row, number in numbered if number % self.every == 0]
-
-    def start_copying(self) -> None:
-        """Have the values brought to the host as soon as they are there."""
-        for name, leaf in self.leaves.items():
-            self._check_alive(name)
-            if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
-                leaf.copy_to_host_async()
+        self._steps = next(iter(lengths), 1)
+        numbered = enumerate(range(step, step + self._steps))
+        self.rows = [(row, number) for row, number in numbered if number % every == 0]
+        if self.rows:
+            self._check_alive()
+            for leaf in self._leaves.values():
+                if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
+                    leaf.copy_to_host_async()
 
     @property
     def is_ready(self) -> bool:
-        arrays = [x for x in self.leaves.values() if isinstance(x, jax.Array)]
+        arrays = [x for x in self._leaves.values() if isinstance(x, jax.Array)]
         return all(array.is_deleted() or _is_ready(array) for array in arrays)
 
-    def read(self) -> dict[str, np.ndarray]:
-        """The values, one for each step."""
-        for name in self.leaves:
-            self._check_alive(name)
-        return {
-            name: np.broadcast_to(np.asarray(leaf), (self.steps,))
-            for name, leaf in self.leaves.items()
+    def read(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """The number of each step that is written, and its scalars."""
+        self._check_alive()
+        values = {
+            name: np.broadcast_to(np.asarray(leaf), (self._steps,))
+            for name, leaf in self._leaves.items()
         }
+        for row, number in self.rows:
+            yield number, {name: float(value[row]) for name, value in values.items()}
 
-    def _check_alive(self, name: str) -> None:
-        leaf = self.leaves[name]
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise DonatedValueError(
-                f"`{name}`, logged for step {self.step}, was given to a later step "
-                "that overwrites it, before it was read. Return it from the step a "
-                "second time among the metrics, or log `jnp.copy(...)` of it."
-            )
+    def _check_alive(self) -> None:
+        for name, leaf in self._leaves.items():
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise DonatedValueError(
+                    f"`{name}`, logged for step {self._step}, was given to a later "
+                    "step that overwrites it, before it was read. Return it from the "
+                    "step a second time among the metrics, or log `jnp.copy(...)` of "
+                    "it."
+                )
 
 
 def _check(name: str, leaf: Leaf) -> None:

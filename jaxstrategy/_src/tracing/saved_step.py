@@ -27,7 +27,7 @@ from jaxstrategy._src.text.shown import array_type, shown
 from jaxstrategy._src.tracing.constants import code_of, constants
 from jaxstrategy._src.tracing.jaxprs.visit import all_eqns, variables
 from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.values.arrays import Leaf, TreeStructure
+from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
 
 
@@ -54,17 +54,6 @@ class Preparation:
         if index < self.num_arguments:
             return f"argument {self.step.label(index)}"
         return f"variable {self.variables[index - self.num_arguments]!r}"
-
-    @property
-    def input_tree(self) -> TreeStructure:
-        """The structure of what the program is called with, as JAX keeps it."""
-        return jax.tree.structure(((0,) * len(self.inputs), {}))
-
-    def output_tree(self, num_added: int, num_kept: int) -> TreeStructure:
-        """The structure of what it returns."""
-        varies = self.step.trace.varies
-        results = self.step.results.rebuild([PerReplica(0) if v else 0 for v in varies])
-        return jax.tree.structure((results, [0] * num_added, [0] * num_kept))
 
 
 Obtain: TypeAlias = Callable[[Preparation], Compiled]
@@ -292,7 +281,7 @@ def _hash_of(step: TracedStep) -> str:
 
 def difference(saved: Facts, now: Facts) -> tuple[str, str, str] | None:
     """The first fact that differs, what it was, and what it is; None if none does."""
-    for name in [*saved, *(name for name in now if name not in saved)]:
+    for name in dict.fromkeys([*saved, *now]):
         was, given = saved.get(name, "nothing"), now.get(name, "nothing")
         if was != given:
             return name, was, given
@@ -404,12 +393,20 @@ class SavedStep:
             )
         if self.calls_libraries or preparation.must_be_lowered:
             preparation.lower()
-        devices = devices_of(preparation.step)
+        # The structures of what the program is called with, and of what it returns, as
+        # JAX keeps them.
+        step = preparation.step
+        results = step.results.rebuild(
+            [PerReplica(0) if x else 0 for x in step.trace.varies]
+        )
+        devices = devices_of(step)
         try:
             return serialize_executable.deserialize_and_load(
                 self.executable,
-                preparation.input_tree,
-                preparation.output_tree(self.num_added, self.num_kept),
+                jax.tree.structure(((0,) * len(preparation.inputs), {})),
+                jax.tree.structure(
+                    (results, [0] * self.num_added, [0] * self.num_kept)
+                ),
                 backend=devices[0].client,
                 execution_devices=devices,
             )
