@@ -6,6 +6,7 @@ The oracle is NumPy, and numbers recorded from TensorFlow.
 import asyncio
 import dataclasses
 import functools
+import os
 import subprocess
 import sys
 
@@ -770,4 +771,18 @@ except MissingExtraError as error:
     sys.exit(3)
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=120)
+    assert done.returncode == 3
+
+
+def test_a_manager_may_be_made_before_jax_looks_for_devices(tmp_path):
+    code = f"""
+import sys
+import jax
+from jaxstrategy.checkpoint import CheckpointManager
+manager = CheckpointManager({str(tmp_path)!r})
+jax.config.update("jax_num_cpu_devices", 3)  # an error once there are devices
+sys.exit(len(jax.devices()))
+"""
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=120)
     assert done.returncode == 3

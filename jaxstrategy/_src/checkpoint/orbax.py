@@ -41,11 +41,19 @@ class OrbaxBackend:
     """Writes and reads arrays with Orbax, whose tools can read them, too."""
 
     def __init__(self) -> None:
-        # Of trained numbers zstd, Orbax's default, saves less than a tenth, and to save
-        # and to restore them takes the processor 1.8 and 1.6 times as long
-        # (100 MB, Orbax 0.12.8).
-        self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+        # Made with the first checkpoint, because it asks JAX for the devices: until
+        # then the processes may not know each other.
+        self._made: ocp.PyTreeCheckpointHandler | None = None
         self._commits: Sequence[Any] = ()
+
+    @property
+    def _handler(self) -> ocp.PyTreeCheckpointHandler:
+        if self._made is None:
+            # Of trained numbers zstd, Orbax's default, saves less than a tenth, and to
+            # save and to restore them takes the processor 1.8 and 1.6 times as long
+            # (100 MB, Orbax 0.12.8).
+            self._made = ocp.PyTreeCheckpointHandler(use_compression=False)
+        return self._made
 
     def path_of(self, directory: str | os.PathLike[str]) -> epath.Path:
         """A folder here, or on cloud storage (`gs://...`)."""
@@ -150,4 +158,5 @@ class OrbaxBackend:
 
     def close(self) -> None:
         """End the background threads."""
-        self._handler.close()
+        if self._made is not None:
+            self._made.close()
