@@ -6,20 +6,17 @@ import dataclasses
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 
-from jaxstrategy._src.profiling import links
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text.shown import positive, shown, whole, with_bytes
 
+_NUMBERS = ("memory", "flops", "memory_bandwidth", "bandwidth", "call_seconds")
 # Of data sheets, by a part of `device_kind`: bytes; operations a second in products of
 # 16-bit matrices; bytes a second of the memory, and one way over the links.
 _PUBLISHED = {
@@ -35,8 +32,6 @@ _PUBLISHED = {
     "TPU v5": (95 * 2**30, 459e12, 2.76e12, 300e9),
     "TPU v6 lite": (32 * 2**30, 918e12, 1.64e12, 224e9),
 }
-_NUMBERS = ("memory", "flops", "memory_bandwidth", "bandwidth")
-_LATENCY, _CALL = 1e-5, 5e-5
 # Of simulated devices, which share the cores: about what each core does, and all.
 _CORE_FLOPS, _CORES_BANDWIDTH = 1e11, 4e10
 
@@ -68,8 +63,8 @@ class Machine:
     flops: float
     memory_bandwidth: float
     topology: Topology
-    call_seconds: float = _CALL
-    is_here: bool = True
+    call_seconds: float
+    is_here: bool
 
     def __post_init__(self) -> None:
         links, count = self.topology, len(self.devices)
@@ -97,28 +92,28 @@ def describe(
     flops: float | None = None,
     memory_bandwidth: float | None = None,
     bandwidth: float | None = None,
+    call_seconds: float | None = None,
     topology: Topology | None = None,
 ) -> Machine:
-    """Devices by numbers, for `js.plan`: those here, measured, or those of elsewhere.
+    """Devices by numbers, for `js.plan`: those given, else those of data sheets.
 
-    - Devices of this process, by default all: short programs measure how fast they
-      compute, use their memory, exchange arrays and start.
-    - `"v5p-64"`, `"v5e:4x8"`: a slice of TPUs, which need not be here. XLA compiles for
-      it where `libtpu` is installed.
-    - GPUs by a `count` and a name, such as `"H100"`, or numbers. XLA cannot compile for
-      GPUs that are not here, so that programs are those of as many simulated CPU
-      devices (`js.simulate`): the state is right to the byte, what a step needs in
-      between is near.
+    They are devices of this process, by default all; or a slice of TPUs, as `"v5p-64"`
+    or `"v5e:4x8"`, which need not be here, as XLA compiles for it where `libtpu` is
+    installed; or GPUs by a `count` and a name, such as `"H100"`, or numbers. XLA cannot
+    compile for GPUs that are not here, so that programs are those of as many simulated
+    CPU devices (`js.simulate`): the state is right to the byte, what a step needs in
+    between is near.
 
     Args:
       what: devices or names, see above.
       count: how many GPUs.
       memory: of one device, in bytes or as `"80GiB"`.
       flops: floating-point operations that one device can do in a second; published
-        ones are those of products of 16-bit matrices.
+        ones are those of products of 16-bit matrices, those of CPUs a guess.
       memory_bandwidth: bytes that it can read or write in a second.
       bandwidth: bytes that it can send in a second.
-      topology: the links in more detail.
+      call_seconds: how long the host takes to start a program on all of them.
+      topology: the links in more detail, such as `strategy.measure_links()`.
 
     Raises:
       ValueError: nothing is known by this name, a number is missing or not positive, or
@@ -132,18 +127,43 @@ def describe(
     8 H100 of 74.5 GiB
     """
     size = None if memory is None else bytes_of(memory)
-    given = zip(_NUMBERS, (size, flops, memory_bandwidth, bandwidth), strict=True)
-    told = {name: number for name, number in given if number is not None}
+    given = (size, flops, memory_bandwidth, bandwidth, call_seconds)
+    told = {x: y for x, y in zip(_NUMBERS, given, strict=True) if y is not None}
     for name, number in told.items():
         if not number > 0:
             raise ValueError(f"`{name}` was {number}; a positive number was wanted.")
-    if count is not None:
-        devices, kind = _simulated(positive("count", count)), str(what or "devices")
-        return machine_of(kind, devices, told, topology, is_here=False)
-    if isinstance(what, str) and re.match(r"v\d", what):
-        return machine_of(what, _tpus(what), told, topology, is_here=False)
-    found = machine_of("", what, told, topology)
-    return machine_of("", what, _measured(found.devices) | told, topology)
+    numbers: dict[str, Any] = {"call_seconds": 5e-5}
+    kind, devices = str(what or "devices"), []
+    if is_here := count is None and not re.match(r"v\d", kind):
+        devices = _devices.default_devices() if what is None else _devices.choose(what)
+        kind = devices[0].device_kind
+        share = _CORES_BANDWIDTH / len(devices)
+        guess = None, (os.cpu_count() or 1) * _CORE_FLOPS / len(devices), share
+        numbers = dict(zip(_NUMBERS, (*guess, share / 4, 3e-4), strict=True))
+    elif count is None:
+        devices = _tpus(kind)
+    elif len(devices := jax.local_devices(backend="cpu")) < positive("count", count):
+        raise ValueError(
+            f"Programs for {count} GPUs that are not here are compiled for as many "
+            f"simulated devices, and there are {len(devices)}. Call "
+            f"`js.simulate({count})` before anything uses JAX's devices."
+        )
+    devices = tuple(devices[:count])
+    name = kind if count is not None else devices[0].device_kind
+    known = (each for part, each in _PUBLISHED.items() if part in name)
+    numbers |= zip(_NUMBERS, next(known, ()), strict=False)
+    if is_here and (stats := devices[0].memory_stats()):
+        numbers["memory"] = stats.get("bytes_limit", numbers["memory"])
+    numbers |= told | ({} if topology is None else {"bandwidth": 1.0})
+    if missing := [each for each in _NUMBERS if each not in numbers]:
+        raise ValueError(
+            f"`{missing[0]}` of {name!r} is not known. Give `memory=`, `flops=`, "
+            "`memory_bandwidth=` and `bandwidth=`, or the name of one of "
+            f"{', '.join(_PUBLISHED)}."
+        )
+    links = Topology(numbers.pop("bandwidth"), 1e-5, len(devices))
+    links = links if topology is None else topology
+    return Machine(kind, devices, topology=links, is_here=is_here, **numbers)
 
 
 def bytes_of(size: object) -> int:
@@ -160,55 +180,7 @@ def bytes_of(size: object) -> int:
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
 
-def machine_of(
-    kind: str,
-    what: Any,
-    told: dict[str, Any],
-    topology: Topology | None = None,
-    is_here: bool = True,
-) -> Machine:
-    """Devices by what is told, else by data sheets; for those here else a guess."""
-    devices: Any = what
-    numbers: dict[str, Any] = {}
-    if is_here:
-        devices = _devices.default_devices() if what is None else _devices.choose(what)
-        flops = (os.cpu_count() or 1) * _CORE_FLOPS / len(devices)
-        bandwidth = _CORES_BANDWIDTH / len(devices)
-        guess = None, flops, bandwidth, bandwidth / 4
-        numbers = dict(zip(_NUMBERS, guess, strict=True))
-    name = kind if devices[0].platform == "cpu" and kind else devices[0].device_kind
-    known = next((each for part, each in _PUBLISHED.items() if part in name), ())
-    numbers |= zip(_NUMBERS, known, strict=False)
-    if is_here and (stats := devices[0].memory_stats()):
-        numbers["memory"] = stats.get("bytes_limit", numbers["memory"])
-    numbers |= told
-    if topology is not None:
-        numbers |= {"bandwidth": 1.0, "topology": topology}
-    if missing := [each for each in _NUMBERS if each not in numbers]:
-        raise ValueError(
-            f"`{missing[0]}` of {name!r} is not known. Give `memory=`, `flops=`, "
-            "`memory_bandwidth=` and `bandwidth=`, or the name of one of "
-            f"{', '.join(_PUBLISHED)}."
-        )
-    bandwidth = numbers.pop("bandwidth")
-    if "bandwidth" in told or "topology" not in numbers:
-        numbers["topology"] = topology or Topology(bandwidth, _LATENCY, len(devices))
-    return Machine(kind or name, devices, is_here=is_here, **numbers)
-
-
-def _simulated(count: int) -> Sequence[Device]:
-    """As many CPU devices."""
-    found = jax.local_devices(backend="cpu")
-    if len(found) < count:
-        raise ValueError(
-            f"Programs for {count} GPUs that are not here are compiled for as many "
-            f"simulated devices, and there are {len(found)}. Call "
-            f"`js.simulate({count})` before anything uses JAX's devices."
-        )
-    return tuple(found[:count])
-
-
-def _tpus(name: str) -> Sequence[Device]:
+def _tpus(name: str) -> Sequence[Any]:
     """The devices of a slice of TPUs, by JAX's ahead-of-time topologies."""
     from jax.experimental import topologies
 
@@ -228,42 +200,10 @@ def _tpus(name: str) -> Sequence[Device]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         shape = match[3] or "x".join(map(str, sides))
-        return tuple(topologies.get_topology_desc(f"{kind}:{shape}", "tpu").devices)
+        return topologies.get_topology_desc(f"{kind}:{shape}", "tpu").devices
     except Exception as error:  # of several classes, by what is missing
         raise RuntimeError(
             f"XLA cannot compile for {name!r} here: {' '.join(str(error).split())}\n"
             "Install the `libtpu` of this version of JAX (`pip install 'jax[tpu]'`), "
             "which needs no TPU, and give a slice that there is."
         ) from error
-
-
-def _measured(devices: Sequence[Device]) -> dict[str, Any]:
-    """What short programs take on all of the devices at once."""
-    strategy = Strategy(devices)
-    is_cpu = devices[0].platform == "cpu"
-    side, large, turns = (256, 2**22, 8) if is_cpu else (4096, 2**26, 64)
-    x = strategy.per_replica([1 / side] * len(devices))
-
-    def product(x: jax.Array) -> jax.Array:
-        y = jnp.full((side, side), x)
-        return jax.lax.fori_loop(0, turns, lambda _, z: z @ y, y)
-
-    def passes(x: jax.Array) -> jax.Array:
-        y = jnp.full((large,), x)
-        return jax.lax.fori_loop(0, turns, lambda _, z: z * 0.5 + 1.0, y)
-
-    def seconds(step: Callable[[jax.Array], jax.Array]) -> float:
-        run, found = strategy.step(step), []
-        for _ in range(6):
-            start = time.perf_counter()
-            jax.block_until_ready(run(x))
-            found.append(time.perf_counter() - start)
-        return min(found)
-
-    call = seconds(lambda x: x + 1)
-    return {
-        "flops": turns * 2 * side**3 / max(seconds(product) - call, 1e-9),
-        "memory_bandwidth": turns * 8 * large / max(seconds(passes) - call, 1e-9),
-        "topology": links.measured(strategy._replicas),
-        "call_seconds": call,
-    }

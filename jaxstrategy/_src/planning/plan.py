@@ -14,7 +14,7 @@ import jax
 
 from jaxstrategy._src.executors.compiled import CompiledStep, ReplicatedFunction
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.planning.machine import Machine, bytes_of, machine_of
+from jaxstrategy._src.planning.machine import Machine, bytes_of, describe
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import is_spec
 from jaxstrategy._src.replicas.mesh import names
@@ -159,10 +159,9 @@ class PlannedLayout:
         strategy = Strategy(step.machine.devices, **self.arguments)
         count = strategy.num_replicas_in_sync
 
-        def divided(leaf: jax.ShapeDtypeStruct) -> PerReplica:
-            # Filled up, as a dataset does.
-            shape = (count, -(-leaf.shape[0] // count), *leaf.shape[1:])
-            return PerReplica(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        def divided(leaf: Leaf) -> PerReplica:  # filled up, as a dataset does
+            rows, *rest = leaf.shape
+            return PerReplica(_typed(leaf, count, -(-rows // count), *rest))
 
         batch = jax.tree.map(divided, step.batch)
         last = batch if self.several == 1 else (batch,) * self.several
@@ -248,17 +247,16 @@ def plan(
 ) -> Plan:
     """The layouts in which a step could run, best first, without running any.
 
-    The step is traced and compiled for each layout, of types alone: nothing is
-    allocated on a device. Layouts are replicated state, `StateSharding("optimizer")`
-    and `("state")`, `logical_axes` where the model is annotated, and both together;
-    where their memory does not suffice, the batch in parts, if the step has a parameter
-    `accumulate`; where starting a program takes much of a step, several steps in a
-    call. What is not worth compiling, by its state or what it must move, is listed with
-    the reason.
+    The step is traced and compiled for each, of types alone: nothing is allocated on a
+    device. Layouts are replicated state, `StateSharding("optimizer")` and `("state")`,
+    `logical_axes` where the model is annotated, and both together; the batch in parts
+    where memory does not suffice, if the step has a parameter `accumulate`; several
+    steps in a call where starting a program takes much of a step. What is not worth
+    compiling, by its state or what it must move, is listed with the reason.
 
     Memory is what XLA reserves. A step's time is that of its operations or of memory
     traffic, whatever is longer, plus its collectives one after the other, plus the
-    host's part. Such times say which layout is faster, not how long a step will take.
+    host's part: it says which layout is faster, not how long a step will take.
 
     Args:
       build: makes the state, as for `strategy.init`; or a pytree of types.
@@ -267,8 +265,7 @@ def plan(
         itself. A parameter `accumulate=1` is for `js.get_strategy().accumulate`.
       batch: a global batch, of all replicas together, `[rows, ...]`; arrays or types,
         or the `element_spec` of a dataset.
-      devices: as for `MirroredStrategy`, or what `js.describe` returns. By default
-        numbers are those of data sheets, and guesses for CPUs.
+      devices: what `js.describe` returns, or takes as its first argument.
       memory: bytes of one device, such as `"16GiB"`; by default what it has.
       topology: the links between devices.
       specs: as for `strategy.init`.
@@ -278,7 +275,7 @@ def plan(
       ValueError: the memory of the devices is not known; `batch` has an array without
         rows; `topology` is of another number of devices.
       TypeError: `step` cannot be called; `memory` is no size, `topology` none.
-      Exception: whatever the step raises, if it does so in every layout.
+      Exception: whatever the step raises in every layout.
 
     >>> import jaxstrategy as js
     >>> _ = js.simulate(8)
@@ -293,8 +290,7 @@ def plan(
     >>> plan = js.plan(build, step, batch, memory="3.5MiB", options=donate)
     >>> sorted(layout.name for layout in plan if layout.fits)
     ["sharding='optimizer'", "sharding='state'"]
-    >>> strategy = plan.best.strategy()
-    >>> train = plan.best.step(strategy)
+    >>> train = plan.best.step(plan.best.strategy())
     """
     if isinstance(step, (ReplicatedFunction, CompiledStep)):
         step, options = step.function, step.options if options is None else options
@@ -303,9 +299,7 @@ def plan(
             f"`plan` was given {shown(step)} as the step, which cannot be called. Give "
             "the function itself: `js.plan(build, step, batch)`."
         )
-    machine = devices
-    if not isinstance(machine, Machine):
-        machine = machine_of("", devices, {})
+    machine = devices if isinstance(devices, Machine) else describe(devices)
     size = machine.memory if memory is None else bytes_of(memory)
     if size is None:
         raise ValueError(
@@ -324,6 +318,10 @@ def _types(tree: PyTree) -> PyTree:
     return jax.eval_shape(lambda leaves: leaves, tree)
 
 
+def _typed(leaf: Leaf, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
 def _nbytes(types: PyTree) -> int:
     leaves = jax.tree.leaves(types)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
@@ -333,7 +331,7 @@ def _all_rows(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
     """An array of a batch, with the rows of all replicas."""
     if isinstance(leaf, PerReplica):
         replicas, rows, *rest = contents(leaf).shape
-        return jax.ShapeDtypeStruct((replicas * rows, *rest), leaf.dtype)
+        return _typed(leaf, replicas * rows, *rest)
     if not getattr(leaf, "shape", ()):
         raise ValueError(
             f"`batch{jax.tree_util.keystr(path)}` was {shown(leaf)}; an array of shape "
@@ -459,6 +457,31 @@ class Plan:
         told = map(html.paragraph, self._sentences())
         return html.page(self._title, [html.table(_HEADER, self._rows()), *told])
 
+    def plot(self) -> Any:
+        """A `matplotlib` figure: the memory and the time of each compiled layout."""
+        import matplotlib.pyplot as plt
+
+        known = [each for each in self.layouts if each.memory][::-1]
+        names = [each.name for each in known]
+        size = (11, 1.2 + 0.4 * len(known))
+        figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True)
+        left.barh(names, [x.memory.peak / 2**20 for x in known if x.memory])
+        left.axvline((self.machine.memory or 0) / 2**20, color="tab:red")
+        left.set_xlabel("MiB on a device; red: what it has")
+        rest = [x.seconds["communication"] + x.seconds["calls"] for x in known]
+        calls = [x.seconds["calls"] for x in known]
+        for label, of in (
+            ("operations, memory traffic", [x.step_seconds for x in known]),
+            ("communication", rest),
+            ("calls", calls),
+        ):
+            right.barh(names, [1e3 * each for each in of], label=label)
+        right.set_xlabel("predicted ms of a step")
+        right.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        figure.tight_layout()
+        plt.close(figure)
+        return figure
+
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for i, x in enumerate(self.layouts):
             if x.memory is None:
@@ -492,8 +515,7 @@ def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
     """What would help where nothing fits."""
     known = [each for each in layouts if each.state_bytes and each.accumulate == 1]
     smallest = min(known, key=lambda each: each.state_bytes)
-    known += [smallest._tried()] if smallest.memory is None else []
-    least = max(known, key=lambda each: each.left)
+    least = max((*known, smallest._tried()), key=lambda each: each.left)
     if least.memory is None:
         return
     step, peak, state = least._step, least.memory.peak, least.state_bytes
@@ -503,34 +525,31 @@ def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
     )
     found = least.explain(compiled=False)
     if 0 in found.donate_argnums and not found.donated:
-        yield (
-            "- `options=js.RunOptions(donate_argnums=0)`: a step reuses the memory of "
-            f"its state, {with_bytes(state)}."
-        )
+        told = f"a step reuses the memory of its state, {with_bytes(state)}."
+        yield f"- `options=js.RunOptions(donate_argnums=0)`: {told}"
 
-    def with_rows(count: int) -> PlannedLayout:
-        def of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype)
+    def peak_of(count: int) -> float:
+        """With so many rows."""
+        batch = jax.tree.map(lambda x: _typed(x, count, *x.shape[1:]), step.batch)
+        fewer = dataclasses.replace(step, batch=batch)
+        memory = dataclasses.replace(least, _step=fewer)._tried().memory
+        return math.inf if memory is None else memory.peak
 
-        fewer = dataclasses.replace(step, batch=jax.tree.map(of, step.batch))
-        return dataclasses.replace(least, _step=fewer)._tried()
-
-    rows, replicas = jax.tree.leaves(step.batch)[0].shape[0], found.num_replicas
-    half, limit = with_rows(max(rows // 2, 1)), least.left + peak
-    growing = 0 if half.memory is None else 2 * max(peak - half.memory.peak, 0)
+    rows, limit = jax.tree.leaves(step.batch)[0].shape[0], least.left + peak
+    growing = 2 * max(peak - peak_of(max(rows // 2, 1)), 0)
     fixed = peak - growing
     if growing and limit > fixed:
-        fewer = int(rows * (limit - fixed) / growing) // replicas * replicas
-        made = with_rows(max(fewer, 1))
-        if fewer and made.fits and made.memory is not None:
-            yield f"- {fewer} rows in place of {rows}: {with_bytes(made.memory.peak)}."
+        fewer = int(rows * (limit - fixed) / growing)
+        fewer -= fewer % found.num_replicas
+        if fewer and (needed := peak_of(fewer)) <= limit:
+            yield f"- {fewer} rows in place of {rows}: {with_bytes(needed)}."
     yield (
         "- A parameter `accumulate` of the step, or `jax.checkpoint` around layers: "
         f"{with_bytes(growing)} grow with the rows, {with_bytes(fixed)} do not."
     )
     # On each of n devices there are 1/n of the rows, and of what is divided.
-    n, total = len(step.machine.devices), _nbytes(step.types)
-    divided = (total - state) / (n - 1) if n > 1 else 0
+    n = len(step.machine.devices)
+    divided = (_nbytes(step.types) - state) / (n - 1) if n > 1 else 0
     if limit > fixed - divided and growing + divided:
         more = math.log2((growing + divided) / (limit - fixed + divided))
         yield f"- {n * 2 ** math.ceil(more)} devices in place of {n}, about."
