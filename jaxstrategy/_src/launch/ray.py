@@ -9,7 +9,6 @@ import the package: it uses the standard library, Ray and `child_process` only.
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import importlib
 import math
 import os
@@ -157,15 +156,20 @@ class RayCluster:
         address = address or os.environ.get(RAY_ADDRESS, "")
         if not address:
             _choose_token()
-        self.ray = imported()
+        try:
+            self.ray = importlib.import_module("ray")
+        except ImportError as missing:
+            raise MissingExtraError(
+                "Ray is not installed, on which the processes should run. Install the "
+                'extra: pip install "jaxstrategy[ray]"'
+            ) from missing
         try:
             if not address:
                 address = self._start_head(max(cpus, os.cpu_count() or 1))
-            _connect(self.ray, address, working_dir)
+            self._connect(address, working_dir)
         except BaseException:
             self.close()
             raise
-        self._is_connected_here = True
 
     @property
     def is_own(self) -> bool:
@@ -209,6 +213,32 @@ class RayCluster:
                 f"--head`, and give its address, or set {RAY_ADDRESS}."
             )
 
+    def _connect(self, address: str, working_dir: str | None) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            self.ray.init(
+                address=address,
+                runtime_env={"working_dir": working_dir} if working_dir else None,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+        except (
+            ConnectionError,
+            RuntimeError,
+            ValueError,
+            self.ray.exceptions.RayError,
+        ) as error:
+            first = str(error).strip().partition("\n")[0].rstrip(".")
+            raise ClusterError(
+                f"Ray at {address} does not answer: {first}. Is the address that of "
+                f"its head, and has a Ray that asks for a token {_MODE}=token and "
+                f"{_TOKEN} here as well?"
+            ) from error
+        self._is_connected_here = True
+        if threading.current_thread() is threading.main_thread():
+            # Ray takes it for itself; a job that saves its state then needs it.
+            signal.signal(signal.SIGTERM, handler)
+
 
 def _choose_token() -> None:
     """Have Ray ask for a token that only this process and that Ray know."""
@@ -224,43 +254,6 @@ def _choose_token() -> None:
     os.environ[_MODE] = "token"
     if not {_TOKEN, _TOKEN_PATH} & set(os.environ):
         os.environ[_TOKEN] = secrets.token_hex(32)
-
-
-def imported() -> ModuleType:
-    """The module `ray`."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as missing:
-        raise MissingExtraError(
-            "Ray is not installed, on which the processes should run. Install the "
-            'extra: pip install "jaxstrategy[ray]"'
-        ) from missing
-
-
-def _connect(ray: ModuleType, address: str, working_dir: str | None) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(
-            address=address,
-            runtime_env={"working_dir": working_dir} if working_dir else None,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-    except (
-        ConnectionError,
-        RuntimeError,
-        ValueError,
-        ray.exceptions.RayError,
-    ) as error:
-        first = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ClusterError(
-            f"Ray at {address} does not answer: {first}. Is the address that of its "
-            f"head, and has a Ray that asks for a token {_MODE}=token and {_TOKEN} "
-            "here as well?"
-        ) from error
-    if threading.current_thread() is threading.main_thread():
-        # Ray takes it for itself; a job that saves its state when it comes needs it.
-        signal.signal(signal.SIGTERM, handler)
 
 
 @final
@@ -285,8 +278,20 @@ class RayActors:
         self._actors: list[Any] = []
         for module in (child_process, sys.modules[__name__]):
             self.ray.cloudpickle.register_pickle_by_value(module)
-        if cluster.is_own:
-            self._check_own()
+        self._described = " and ".join(
+            f"{with_noun(count, 'process')} with {_amounts(dict(kind))} each"
+            for kind, count in Counter(tuple(each.items()) for each in bundles).items()
+        )
+        if cluster.is_own:  # what it has not now, it will never have
+            there, needed = self.ray.cluster_resources(), Counter[str]()
+            for bundle in bundles:
+                needed.update(bundle)
+            if any(there.get(name, 0) < number for name, number in needed.items()):
+                raise ClusterError(
+                    f"This machine has no room for {self._described}: Ray finds "
+                    f"{self._there()} here. Ask for less, or give the address of a "
+                    "larger Ray."
+                )
         self._group = self.ray.util.placement_group(
             [dict(bundle) for bundle in bundles], strategy=placement
         )
@@ -371,37 +376,17 @@ class RayActors:
             return
         end = time.monotonic() + seconds - _QUIET_SECONDS
         if time.monotonic() < end:
-            tell(f"waiting for room on Ray for {self._described()}")
+            tell(f"waiting for room on Ray for {self._described}")
         while not self._group.wait(_LOOK_SECONDS):
             if is_stopped():
                 raise ClusterError("The launcher was asked to stop.")
             if time.monotonic() > end:
                 raise ClusterError(
-                    f"Ray has no room for {self._described()} ({placement}). The "
+                    f"Ray has no room for {self._described} ({placement}). The "
                     f"cluster has {self._there()} in all, on "
                     f"{with_noun(len(self._cluster.machines()), 'machine')}; what "
                     "others use of that is not free. Ask for less, or wait longer."
                 )
-
-    def _check_own(self) -> None:
-        """Do not wait for what a Ray of this machine alone will never have."""
-        there = self.ray.cluster_resources()
-        needed = Counter[str]()
-        for bundle in self._bundles:
-            needed.update(bundle)
-        if any(there.get(name, 0) < number for name, number in needed.items()):
-            raise ClusterError(
-                f"This machine has no room for {self._described()}: Ray finds "
-                f"{self._there()} here. Ask for less, or give the address of a "
-                "larger Ray."
-            )
-
-    def _described(self) -> str:
-        kinds = Counter(tuple(bundle.items()) for bundle in self._bundles)
-        return " and ".join(
-            f"{with_noun(count, 'process')} with {_amounts(dict(kind))} each"
-            for kind, count in kinds.items()
-        )
 
     def _there(self) -> str:
         names = {"CPU", "GPU"}.union(*self._bundles)
@@ -544,41 +529,32 @@ class RayMachines:
         # Process 0 listens for no other machine, if there is none.
         host = next(iter(hosts.values())) if others else LOOPBACK
         coordinator = address_of(host, get(first.free_port.remote(host)))
-        started: dict[int, StartedProcess] = {}
         # The processes of one machine have ranks that follow each other.
         ranked = [each for local in placed.values() for each in enumerate(local)]
-        for rank, (local_rank, actor) in enumerate(ranked):
-            own = place(options, attempt, coordinator, rank, local_rank)
-            self._start(actor, self._variables() | own)
-        for rank, (_, actor) in enumerate(ranked):
-            ended = functools.partial(self._ended, rank)
-            started[rank] = RayStartedProcess(actors, actor, f"rank {rank}", ended)
-        return started
-
-    def _ended(self, rank: int, code: int) -> None:
-        self._events.put(Ended(rank, code))
-
-    def _variables(self) -> dict[str, str]:
-        """What all processes get of this one's environment, and of the options."""
-        named = self._options.ray_env or ()
-        kept = {
+        # What all get of this process's environment, and of the options.
+        named = options.ray_env or ()
+        shared = {
             name: value
             for name, value in os.environ.items()
             if name.startswith(HANDED_ON) or name in named
-        }
-        return kept | JobTask("process", 0).variables(self._options)
-
-    def _start(self, actor: Any, variables: dict[str, str]) -> None:
-        program = self._options.program
-        script = None if self._options.module else program[0]
-        folder = None if self._options.ray_working_dir is not None else os.getcwd()
+        } | JobTask("process", 0).variables(options)
+        script = None if options.module else options.program[0]
+        folder = None if options.ray_working_dir is not None else os.getcwd()
         try:
-            self._cluster.ray.get(
-                actor.start.remote(program, variables, folder, script)
-            )
+            for rank, (local_rank, actor) in enumerate(ranked):
+                own = place(options, attempt, coordinator, rank, local_rank)
+                get(actor.start.remote(options.program, shared | own, folder, script))
         except FileNotFoundError as error:
             raise ClusterError(
                 f"{getattr(error, 'cause', error)}. All machines need the folder in "
                 "which the launcher was started, by a file system that they share; or "
                 "--ray-working-dir copies one to them."
             ) from error
+
+        def watched(rank: int, actor: Any) -> StartedProcess:
+            def ended(code: int) -> None:
+                self._events.put(Ended(rank, code))
+
+            return RayStartedProcess(actors, actor, f"rank {rank}", ended)
+
+        return {rank: watched(rank, actor) for rank, (_, actor) in enumerate(ranked)}
