@@ -33,7 +33,7 @@ def compare_leaves(what: str, leaves: Sequence[str]) -> None:
     """Nothing if all processes have the same leaves."""
     whole = "\n".join(leaves).encode()
     prints = agree(what, [len(leaves), zlib.crc32(whole)])
-    if all(each == prints[0] for each in prints):
+    if prints.count(prints[0]) == len(prints):
         return
     # All have heard the same, so all come here; names are sent only if they differ.
     listed = agree(what, list(leaves))

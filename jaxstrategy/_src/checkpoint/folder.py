@@ -227,7 +227,7 @@ class Folder:
     def named(self) -> list[int]:
         """Steps for which there is something, good or not, in order."""
         names = self._files.names(self.path)
-        return sorted(int(name) for name in names if _STEP.fullmatch(name))
+        return sorted(map(int, filter(_STEP.fullmatch, names)))
 
     def has(self, name: str) -> bool:
         """Whether anything has that name; not if the disk does not say."""
@@ -289,8 +289,10 @@ class Folder:
 
     def latest(self) -> int | None:
         """The last step whose checkpoint is good."""
-        steps = reversed(self.named())
-        return next((step for step in steps if self.good_record(step)), None)
+        for step in reversed(self.named()):
+            if self.good_record(step) is not None:
+                return step
+        return None
 
     def good(self) -> dict[int, Record]:
         """The records of the good checkpoints, in order."""

@@ -17,12 +17,12 @@ import jax
 from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.checkpoint.agreement import first_line
 from jaxstrategy._src.checkpoint.folder import Folder
-from jaxstrategy._src.checkpoint.handlers import described
 from jaxstrategy._src.checkpoint.record import (
     CheckpointError,
     Damage,
     DamagedCheckpointWarning,
     Record,
+    described,
     verify,
 )
 from jaxstrategy._src.checkpoint.state import State
@@ -463,7 +463,7 @@ class CheckpointManager:
         except OSError as error:
             reason = f"it cannot be read: {first_line(error)}"
         reasons = agreement.agree(what, reason)
-        return next((each for each in reasons if each is not None), None)
+        return next(filter(None, reasons), None)
 
     def _read(
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]

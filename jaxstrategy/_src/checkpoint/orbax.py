@@ -24,8 +24,8 @@ from etils import epath
 from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.checkpoint.agreement import first_line
 from jaxstrategy._src.checkpoint.folder import files_of
-from jaxstrategy._src.checkpoint.handlers import Array, Reading
 from jaxstrategy._src.checkpoint.record import Path, Record, write
+from jaxstrategy._src.checkpoint.state import Array, Reading
 from jaxstrategy._src.errors import ClusterError
 
 _NOTHING = "nothing"  # Orbax writes at least one array
@@ -43,17 +43,8 @@ class OrbaxBackend:
     def __init__(self) -> None:
         # Made with the first checkpoint, because it asks JAX for the devices: until
         # then the processes may not know each other.
-        self._made: ocp.PyTreeCheckpointHandler | None = None
+        self._handler: ocp.PyTreeCheckpointHandler | None = None
         self._commits: Sequence[Any] = ()
-
-    @property
-    def _handler(self) -> ocp.PyTreeCheckpointHandler:
-        if self._made is None:
-            # Of trained numbers zstd, Orbax's default, saves less than a tenth, and to
-            # save and to restore them takes the processor 1.8 and 1.6 times as long
-            # (100 MB, Orbax 0.12.8).
-            self._made = ocp.PyTreeCheckpointHandler(use_compression=False)
-        return self._made
 
     def path_of(self, directory: str | os.PathLike[str]) -> epath.Path:
         """A folder here, or on cloud storage (`gs://...`)."""
@@ -65,6 +56,11 @@ class OrbaxBackend:
         self._began = time.time_ns()
         if (processes := agreement.current()) is not None:
             processes.watchdog.writes = f"checkpoint {folder}"
+        if self._handler is None:
+            # Of trained numbers zstd, Orbax's default, saves less than a tenth, and to
+            # save and to restore them takes the processor 1.8 and 1.6 times as long
+            # (100 MB, Orbax 0.12.8).
+            self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         args = ocp.args.PyTreeSave(dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)})
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._end)
@@ -88,6 +84,7 @@ class OrbaxBackend:
         def complete() -> None:
             if jax.process_index() != 0:
                 return
+            assert self._handler is not None, "it has begun"
             self._handler.finalize(epath.Path(folder))
             # Orbax's own tools look for these.
             times = {"init": self._began, "commit": time.time_ns()}
@@ -158,5 +155,5 @@ class OrbaxBackend:
 
     def close(self) -> None:
         """End the background threads."""
-        if self._made is not None:
-            self._made.close()
+        if self._handler is not None:
+            self._handler.close()

@@ -15,16 +15,18 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 
-from jaxstrategy._src.checkpoint import handlers
-from jaxstrategy._src.checkpoint.handlers import Entry
+import jax.numpy as jnp
+import numpy as np
+
 from jaxstrategy._src.processes.rendezvous import Json, Message
-from jaxstrategy._src.text.shown import and_more, with_noun
+from jaxstrategy._src.text.shown import and_more, array_type, with_noun
 
 if TYPE_CHECKING:
     from etils import epath  # which comes with Orbax
 
+Entry: TypeAlias = dict[str, Any]
 Path: TypeAlias = "epath.Path"
 PathOrText: TypeAlias = "epath.Path | str"
 
@@ -235,7 +237,7 @@ def _wrong(content: Message) -> str | None:
         if not (is_inside and is_pair and all(map(_is_count, told))):
             return f"its file {name!r} has no size and checksum, or is elsewhere"
     for name, entry in content["leaves"].items():
-        if not handlers.is_entry(entry):
+        if not is_entry(entry):
             return f"`{name}` is nothing that a checkpoint holds"
     return None
 
@@ -243,6 +245,67 @@ def _wrong(content: Message) -> str | None:
 def _is_count(value: object) -> bool:
     # Not `isinstance`: JSON has `true`, which is an int of Python.
     return type(value) is int and value >= 0
+
+
+# Entries: what each value is. Arrays are beside the record, in Orbax's files.
+
+NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
+
+
+def is_entry(value: Any) -> bool:
+    """Whether a handler can have written this of a value."""
+    match value:
+        case {"kind": "array" | "per_replica" as kind, "dtype": str(dtype),
+              "shape": list(shape), **more}:  # fmt: skip
+            if not set(map(type, shape)) <= {int} or min(shape, default=0) < 0:
+                return False
+            if kind == "per_replica":
+                mask = more.pop("mask", [])
+                try:  # of lists of several lengths NumPy makes no array
+                    is_mask = np.asarray(mask).dtype in (bool, float)
+                except ValueError:
+                    return False
+                if not (shape and isinstance(mask, list) and is_mask):
+                    return False
+            match more:
+                case {"impl": str(), "words": [*words]}:
+                    are_words = set(map(type, words)) <= {int} and len(more) == 2
+                    return dtype.startswith("key<") and are_words
+            try:
+                jnp.dtype(dtype)
+            except TypeError:
+                return False
+            return not more
+        case {"kind": "number", "type": "complex", "value": [float(), float()]}:
+            return len(value) == 3
+        case {"kind": "number", "type": "bool" | "int" | "float" as kind,
+              "value": number}:  # fmt: skip
+            return len(value) == 3 and type(number) is NUMBERS[kind]
+        case {"kind": "text", "value": str()} | {"kind": "iterator", "states": [_, *_]}:
+            return len(value) == 2
+    return False
+
+
+def described(entry: Entry) -> str:
+    """What was saved, in words."""
+    match entry["kind"]:
+        case "array":
+            return array_type(entry["dtype"], entry["shape"])
+        case "per_replica":
+            return versions(entry["dtype"], entry["shape"])
+        case "number":
+            return f"a Python {entry['type']}"
+        case "text":
+            return "a string"
+    return "the state of an iterator"
+
+
+def versions(dtype: object, shape: Any) -> str:
+    """A `PerReplica` of this type `[replica, ...]`, in words."""
+    return f"a PerReplica of {array_type(dtype, shape[1:])} for {shape[0]} replicas"
+
+
+# Files.
 
 
 def write(folder: Path, record: Record) -> None:
