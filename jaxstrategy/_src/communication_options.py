@@ -124,13 +124,21 @@ class CommunicationOptions:
         by default 25 MiB. Sums stay the same.
         Of a strategy only: it holds for all reductions of a program. Under a
         `jax.jit` of yours, which compiles with its own options, XLA is not asked.
+      deterministic: numbers are added in the order of the replicas, in pairs, wherever
+        these are: a sum of the same numbers has the same bits on any number of
+        devices and processes. Of a strategy, replicas that share a device also compute
+        one after the other what lies between reductions: a step has the same bits on
+        any devices that at least two replicas share (seen on CPUs, not promised by
+        XLA), and up to rounding those of one replica on each. Steps take longer, and
+        can be differentiated backwards only.
 
     Raises:
       ValueError: a negative size; no such implementation or compression; a timeout that
         is not positive, or where there can be none; groups of several sizes, or of
-        another implementation; an overlap of one reduction.
+        another implementation; an overlap of one reduction; `deterministic` with an
+        implementation, a compression or an overlap, which have orders of their own.
       TypeError: `reduce_dtype` is not a floating-point dtype; the size is no number;
-        `overlap` is no bool.
+        `overlap` or `deterministic` is no bool.
 
     >>> CommunicationOptions(bytes_per_pack=2**20, implementation="ring").bytes_per_pack
     1048576
@@ -143,6 +151,7 @@ class CommunicationOptions:
     compression: Literal["int8"] | PowerSGD | None = None
     groups: Sequence[Sequence[int]] | None = None
     overlap: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes_per_pack", _checked_size(self.bytes_per_pack))
@@ -157,10 +166,28 @@ class CommunicationOptions:
         if self.reduce_dtype is not None:
             object.__setattr__(self, "reduce_dtype", _float_dtype(self.reduce_dtype))
         _check_compression(self.compression)
-        if not isinstance(self.overlap, bool):
-            raise TypeError(f"`overlap` was {self.overlap!r}; a bool was wanted.")
+        for name in ("overlap", "deterministic"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise TypeError(f"`{name}` was {given!r}; a bool was wanted.")
+        if self.deterministic:
+            self._check_order()
         if self.groups is not None:
             object.__setattr__(self, "groups", self._checked_groups(self.groups))
+
+    def _check_order(self) -> None:
+        """Raise if something else decides in which order numbers are added."""
+        is_auto = self.implementation is CommunicationImplementation.AUTO
+        others = {
+            "implementation": None if is_auto else self.implementation,
+            "compression": self.compression,
+            "overlap": self.overlap or None,
+        }
+        for name, given in others.items():
+            if given is not None:
+                raise ValueError(
+                    f"`deterministic` was True and `{name}` {given!r}, which adds "
+                    "numbers in an order of its own. Give one of the two."
+                )
 
     def _checked_groups(self, given: object) -> tuple[tuple[int, ...], ...]:
         rows = [several_whole(each) for each in given] if _is_iterable(given) else []

@@ -590,3 +590,21 @@ def test_launched_processes_sum_over_all_devices(launch):
     options = "-n 2 --devices-per-process 2"
     result = launch(options, script, program=program, env=environment)
     assert result.lines == ["[0] total 6.0", "[1] total 6.0"], result
+
+
+def test_processes_that_replicas_cannot_share_equally_stand_by(launch):
+    script = """
+    import jax, numpy as np, jaxstrategy as js
+    strategy = js.MultiWorkerMirroredStrategy(num_replicas=4)
+    batches = js.batches(np.arange(8.0), 8)
+    (batch,) = strategy.experimental_distribute_dataset(batches)
+    total = strategy.reduce("sum", batch, axis=0)
+    print(strategy.num_replicas_in_sync, strategy.process_count, float(total))
+    """
+    program = [sys.executable, "-m", "jaxstrategy.launch"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
+    options = "-n 3 --devices-per-process 1"
+    result = launch(options, script, program=program, env=environment)
+    assert result.lines == ["[0] 4 2 28.0", "[1] 4 2 28.0"], result
+    assert "process 2 of 3 stands by until the job ends: 4 replicas are" in result.err
+    assert result.code == 0 and "refused" not in result.err, result

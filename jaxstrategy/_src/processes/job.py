@@ -8,6 +8,7 @@ import functools
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -22,7 +23,11 @@ from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
     Process,
     SimpleClusterResolver,
 )
-from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, address_of
+from jaxstrategy._src.cluster.resolvers.cluster_spec import (
+    ClusterSpec,
+    address_of,
+    endpoint,
+)
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.processes import (
     ending as _ending,
@@ -40,7 +45,7 @@ from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.processes.store import ProcessState, SharedStore, Store
 from jaxstrategy._src.processes.watchdog import Watchdog
 from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import Shaped
+from jaxstrategy._src.text.shown import Shaped, with_noun
 
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _AGREED_BYTES = 512
@@ -370,10 +375,11 @@ def found(
     resolver: ClusterResolver | None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     otherwise: ClusterResolver | None = None,
+    num_replicas: int | None = None,
 ) -> Processes:
-    """The processes, which have met."""
+    """The processes, which have met; those too many for `num_replicas` never return."""
     if resolver is not None:
-        process = resolver.process()
+        process = _with_replicas(resolver.process(), num_replicas)
     elif (hindrance := _join()) is None:
         process = None
     else:
@@ -383,6 +389,36 @@ def found(
         if otherwise is None and not any(each.is_alone() for each in _LAUNCHERS):
             user_code.warn(_WARNING, RuntimeWarning)
     return start(process, timeout_seconds=timeout_seconds)
+
+
+def _with_replicas(process: Process, num_replicas: int | None) -> Process:
+    """This process among as many as can have equally many replicas."""
+    if num_replicas is None or num_replicas % process.count == 0:
+        return process
+    count = max(n for n in range(1, process.count) if num_replicas % n == 0)
+    if process.index < count:
+        return Process(process.index, count, process.coordinator)
+    print(
+        f"jaxstrategy: process {process.index} of {process.count} stands by until the "
+        f"job ends: {num_replicas} replicas are on {with_noun(count, 'process')}, "
+        "equally many on each.",
+        file=sys.stderr,
+        flush=True,
+    )
+    _wait_for_end(endpoint(process.coordinator))
+    raise SystemExit(0)
+
+
+def _wait_for_end(coordinator: tuple[str, int]) -> None:
+    """Return when nobody listens any more where process 0 listens first, then JAX."""
+    end, missed = time.monotonic() + _START_SECONDS, 0
+    while missed < _MISSED:
+        try:
+            socket.create_connection(coordinator, _STANDBY_SECONDS).close()
+            missed, end = 0, 0.0
+        except OSError:
+            missed += time.monotonic() > end
+        time.sleep(_STANDBY_SECONDS)
 
 
 def agree_on_replicas(processes: Processes | None, replicas: str) -> None:
@@ -499,6 +535,9 @@ def _number(name: str) -> int | None:
 
 _POLL_SECONDS = 0.5
 _JOINED = "Server.join of process {}"
+_START_SECONDS = 300.0
+# Between process 0's listening and JAX's nobody listens for a moment.
+_STANDBY_SECONDS, _MISSED = 1.0, 3
 
 
 @final

@@ -76,6 +76,59 @@ def hierarchical(
     return _restored(lax.all_gather(_divided(part, divisor), axes, **inside), array)
 
 
+def in_replica_order(
+    array: jax.Array, axes: Axes, divisor: int, *, groups: Groups | None = None
+) -> jax.Array:
+    """A sum, over the replica's group, whose order does not depend on where they are.
+
+    Each replica gets a part of all replicas' arrays and adds these in pairs, numbers 0
+    and 1, 2 and 3, then the sums; then the parts go to all.
+    """
+    is_exact = not jnp.issubdtype(array.dtype, jnp.inexact)
+    if is_exact or lax.axis_size(axes) == 1:  # whole numbers have one sum
+        if groups is None:
+            return direct(array, axes, divisor)
+        return grouped(array, axes, divisor, groups=groups)
+    return _ordered(array, axes, divisor, groups)
+
+
+# JAX would sum gradients in whatever order; so they go the same way.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _ordered(
+    array: jax.Array, axes: Axes, divisor: int, groups: Groups | None
+) -> jax.Array:
+    count = lax.axis_size(axes) if groups is None else len(groups[0])
+    rows = padded(array, count).reshape(count, -1)
+    among = {"axis_index_groups": groups, "tiled": True}
+    parts = lax.all_to_all(rows, axes, 0, 0, **among)
+    part = _divided(in_pairs(list(parts)), divisor)
+    return _restored(lax.all_gather(part, axes, **among), array)
+
+
+def _ordered_forward(
+    array: jax.Array, axes: Axes, divisor: int, groups: Groups | None
+) -> tuple[jax.Array, None]:
+    return _ordered(array, axes, divisor, groups), None
+
+
+def _ordered_backward(
+    axes: Axes, divisor: int, groups: Groups | None, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    return (_ordered(gradient, axes, divisor, groups),)
+
+
+_ordered.defvjp(_ordered_forward, _ordered_backward)
+
+
+def in_pairs(versions: Sequence[jax.Array]) -> jax.Array:
+    """The sum of these arrays, neighbours first."""
+    while len(versions) > 1:
+        odd = versions[len(versions) // 2 * 2 :]
+        pairs = zip(versions[::2], versions[1::2], strict=False)
+        versions = [*(one + other for one, other in pairs), *odd]
+    return versions[0]
+
+
 def to_one_device(
     array: jax.Array,
     axes: Axes,

@@ -149,6 +149,10 @@ class Plan(AbstractPlan):
             plan = dataclasses.replace(plan, sum=operations.direct, near=None)
         if options.implementation is Implementation.HIERARCHICAL:
             plan = plan.in_levels(chosen_groups(options.groups, replicas))
+        if options.deterministic:
+            plan = dataclasses.replace(
+                plan, sum=operations.in_replica_order, near=None, is_packed_later=False
+            )
         return plan
 
     def alone(self) -> Plan:
@@ -229,7 +233,9 @@ class Plan(AbstractPlan):
         """The same, but over the replicas of each group."""
         if groups is None or len(groups) == 1:  # one group is all replicas
             return self
-        sum_ = functools.partial(operations.grouped, groups=groups)
+        is_ordered = self.sum is operations.in_replica_order
+        way = operations.in_replica_order if is_ordered else operations.grouped
+        sum_ = functools.partial(way, groups=groups)
         return dataclasses.replace(self, sum=sum_, groups=groups)
 
     def _members(self, axes: Axes) -> int:

@@ -21,7 +21,8 @@ from jaxstrategy._src.replicas.replica_placements import (
     ReplicaPlacements,
 )
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped, StateSharding
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import user_code
+from jaxstrategy._src.text.shown import listed, positive, shown, whole, with_noun
 
 
 def checked_sizes(
@@ -95,6 +96,62 @@ def checked_sharing(given: int) -> int:
     return count
 
 
+def places_of(
+    num_replicas: int | None,
+    devices: Sequence[Device],
+    logical_axes: Mapping[str, int] | None = None,
+    replicas_per_device: int = 1,
+) -> tuple[list[Device], int]:
+    """The devices on which so many replicas lie, and how many share each device.
+
+    As many devices as can have equally many replicas, of each process equally many.
+
+    Raises:
+      TypeError: `num_replicas` is no whole number.
+      ValueError: it is not positive, or does not fit.
+    """
+    if num_replicas is None:
+        return list(devices), replicas_per_device
+    count = positive("num_replicas", num_replicas)
+    if replicas_per_device != 1:
+        raise ValueError(
+            f"`num_replicas` was {count} and `replicas_per_device` "
+            f"{replicas_per_device}: one follows from the other and the devices. Give "
+            "one of the two."
+        )
+    size = math.prod(inner_sizes(logical_axes).values())
+    own: dict[int, list[Device]] = {}
+    for device in devices:
+        own.setdefault(device.process_index, []).append(device)
+    of_process, rest = divmod(count, len(own))
+    if rest:
+        raise ValueError(
+            f"`num_replicas` was {count}, which {len(own)} processes cannot have in "
+            "equal parts. Choose a multiple, or start a number of processes that "
+            "divides it."
+        )
+    places = min(len(group) for group in own.values()) // size
+    if size > 1 and of_process > places:
+        raise ValueError(
+            f"`num_replicas` was {count}, of {size} devices each (`logical_axes`), and "
+            f"there are {with_noun(len(devices), 'device')}: replicas of several "
+            "devices share none."
+        )
+    used = max(k for k in range(1, places + 1) if of_process % k == 0)
+    sharing = of_process // used
+    chosen = [device for group in own.values() for device in group[: used * size]]
+    idle = [str(device) for device in devices if device not in chosen]
+    if idle:
+        user_code.warn(
+            f"`num_replicas` was {count}: {listed(idle, 8)} "
+            f"{'stays' if len(idle) == 1 else 'stay'} idle, because only "
+            f"{len(chosen)} of {len(devices)} devices can have equally many. A "
+            "number that the number of devices divides uses all of them.",
+            RuntimeWarning,
+        )
+    return chosen, sharing
+
+
 _MOST_REPLICAS = 2**31 - 1
 
 
@@ -114,12 +171,15 @@ class Replicas(ReplicaPlacements):
         are the entries of a `jax.vmap` inside the program of the device.
       state_sharding: of which arrays that are equal on all replicas each keeps a part;
         None: of none.
+      in_turn: whether the replicas of a device compute one after the other, so that
+        numbers do not depend on how many there are.
     """
 
-    # Where arrays lie makes no other replicas of them.
+    # Where arrays lie makes no other replicas of them, nor when they compute.
     state_sharding: StateSharding | None = dataclasses.field(
         default=None, compare=False
     )
+    in_turn: bool = dataclasses.field(default=False, compare=False)
 
     @staticmethod
     def on(

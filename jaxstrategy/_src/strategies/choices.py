@@ -90,6 +90,12 @@ class Choices:
     task: Callable[[], Task] = no_task
 
 
+def in_order(replicas: Replicas, options: CommunicationOptions | None) -> Replicas:
+    """The same, which compute in turn where numbers are to be the same anywhere."""
+    is_asked = options is not None and options.deterministic
+    return dataclasses.replace(replicas, in_turn=True) if is_asked else replicas
+
+
 def needs_arguments(fn: Function) -> bool:
     """Whether `fn` cannot be called without arguments."""
     try:

@@ -11,7 +11,7 @@ from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import Replicas, places_of
 from jaxstrategy._src.replicas.state_sharding import StateSharding
 from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy
@@ -59,6 +59,9 @@ class MirroredStrategy(Strategy):
         so many devices together are one replica, which divides its arrays over them
         as `jax.lax.with_sharding_constraint` says.
       replicas_per_device: how many replicas share a device.
+      num_replicas: how many replicas there are, whatever the devices: as many share
+        each device as it takes. What a program computes is then the same on any number
+        of devices that divides it; others stay idle, and a warning says so.
 
     Raises:
       ValueError: an empty list, a device given twice or unknown here, or devices of
@@ -79,6 +82,8 @@ class MirroredStrategy(Strategy):
     MirroredStrategy(4 replicas of {'core': 2} on cpu:0..7)
     >>> js.MirroredStrategy(["CPU:0", "CPU:1"], replicas_per_device=32)
     MirroredStrategy(64 replicas, 32 on each device, on cpu:0, cpu:1)
+    >>> js.MirroredStrategy(num_replicas=24)
+    MirroredStrategy(24 replicas, 3 on each device, on cpu:0..7)
     """
 
     def __init__(
@@ -90,14 +95,21 @@ class MirroredStrategy(Strategy):
         sharding: StateSharding | None = None,
         logical_axes: Mapping[str, int] | None = None,
         replicas_per_device: int = 1,
+        num_replicas: int | None = None,
     ) -> None:
+        given = (
+            _devices.default_devices() if devices is None else _devices.choose(devices)
+        )
+        chosen, sharing = places_of(
+            num_replicas, given, logical_axes, replicas_per_device
+        )
         super().__init__(
-            _devices.default_devices() if devices is None else _devices.choose(devices),
+            chosen,
             cross_device_ops,
             communication_options,
             sharding,
             logical_axes,
-            replicas_per_device,
+            sharing,
         )
 
 

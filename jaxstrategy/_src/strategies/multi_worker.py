@@ -23,10 +23,11 @@ from jaxstrategy._src.communication_options import (
 )
 from jaxstrategy._src.processes import job as _job
 from jaxstrategy._src.processes.job import Processes
-from jaxstrategy._src.replicas.replicas import Replicas, checked_sizes
+from jaxstrategy._src.replicas.replicas import Replicas, checked_sizes, places_of
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
-from jaxstrategy._src.strategies.choices import Choices, Task
+from jaxstrategy._src.strategies.choices import Choices, Task, in_order
 from jaxstrategy._src.strategies.strategy import Strategy
+from jaxstrategy._src.text.shown import positive
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -58,6 +59,10 @@ class MultiWorkerMirroredStrategy(Strategy):
       logical_axes: names and sizes of further axes of the mesh, such as `{"core": 2}`:
         so many devices of one process together are one replica.
       replicas_per_device: how many replicas share a device.
+      num_replicas: how many replicas there are, whatever the processes and devices: as
+        many share each device as it takes, so that a job with fewer processes computes
+        the same. If the number of processes does not divide it, those that are too many
+        stand by until the job ends; devices that are too many stay idle.
 
     Raises:
       ClusterError: the processes could not start together, or have other replicas each,
@@ -83,6 +88,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         sharding: StateSharding | None = None,
         logical_axes: Mapping[str, int] | None = None,
         replicas_per_device: int = 1,
+        num_replicas: int | None = None,
     ) -> None:
         checked_options(communication_options, with_timeout=True, of_strategy=True)
         checked_sharding(sharding)
@@ -97,9 +103,22 @@ class MultiWorkerMirroredStrategy(Strategy):
         if communication_options is not None:
             seconds = communication_options.timeout_seconds
         self._resolver = cluster_resolver or default_resolver()
-        processes = _job.found(self._resolver, seconds or _job.TIMEOUT_SECONDS)
-        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        replicas = Replicas.on(devices, sharding, logical_axes, replicas_per_device)
+        if num_replicas is not None:
+            num_replicas = positive("num_replicas", num_replicas)
+        processes = _job.found(
+            self._resolver,
+            seconds or _job.TIMEOUT_SECONDS,
+            num_replicas=num_replicas,
+        )
+        devices, sharing = places_of(
+            num_replicas,
+            sorted(jax.devices(), key=lambda d: (d.process_index, d.id)),
+            logical_axes,
+            replicas_per_device,
+        )
+        replicas = in_order(
+            Replicas.on(devices, sharding, logical_axes, sharing), communication_options
+        )
         _job.agree_on_replicas(processes, replicas.description)
         self._compose(
             Choices(

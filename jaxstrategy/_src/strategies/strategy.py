@@ -13,7 +13,11 @@ from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
-from jaxstrategy._src.strategies.choices import Choices, name_methods_after
+from jaxstrategy._src.strategies.choices import (
+    Choices,
+    in_order,
+    name_methods_after,
+)
 from jaxstrategy._src.strategies.explaining import ExplainsSteps
 from jaxstrategy._src.strategies.placing_values import PlacesValues
 from jaxstrategy._src.strategies.running import RunsSteps
@@ -57,6 +61,7 @@ class Strategy(RunsSteps, ExplainsSteps, PlacesValues):
         replicas = Replicas.on(
             devices, checked_sharding(sharding), logical_axes, replicas_per_device
         )
+        replicas = in_order(replicas, communication_options)
         self._compose(Choices(replicas, cross_device_ops, communication_options))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -29,6 +29,7 @@ class VmappedAxes:
     vmapped: str
     num_devices: int
     per_device: int
+    in_turn: bool = False
 
     @staticmethod
     def of(replicas: Replicas) -> VmappedAxes:
@@ -36,7 +37,13 @@ class VmappedAxes:
         (axis,), (parts,) = replicas.axes, replicas.part_axes
         (vmapped,) = replicas.sharing_axes
         return VmappedAxes(
-            axis, parts, axis, vmapped, replicas.parts, replicas.per_device
+            axis,
+            parts,
+            axis,
+            vmapped,
+            replicas.parts,
+            replicas.per_device,
+            replicas.in_turn,
         )
 
     @property

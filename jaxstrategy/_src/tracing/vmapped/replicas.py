@@ -38,6 +38,7 @@ from jaxstrategy._src.tracing.partition.partition import flattened
 from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes, VmappedCollectives
 from jaxstrategy._src.tracing.vmapped.control_flow import VmappedControlFlow
+from jaxstrategy._src.tracing.vmapped.in_turn import in_turn
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 Rewrite: TypeAlias = Callable[[Jaxpr], Jaxpr]
@@ -336,6 +337,8 @@ def vmapped_replica(
     written = sorted((*referred, *replaced))
     wanted = [*results, *(last[i] for i in written)]
     one = vmapped_jaxpr(jaxpr_of(inputs, form.jaxpr.eqns, wanted), axes)
+    if axes.in_turn:
+        one = in_turn(one, axes.both)
     values = [whole.invars[i] if i in kept else var for i, var in enumerate(inputs)]
     eqns = [*(creation[i] for i in kept), *one.eqns]
     return VmappedReplica(

@@ -1,0 +1,211 @@
+"""`num_replicas`: as many replicas on any number of devices, with the same numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxstrategy as js
+
+DETERMINISTIC = js.experimental.CommunicationOptions(deterministic=True)
+
+
+def mirrored(devices, replicas, **options):
+    return js.MirroredStrategy(
+        jax.devices()[:devices], num_replicas=replicas, **options
+    )
+
+
+def in_pairs(rows):
+    """A sum in the order that is promised."""
+    rows = list(rows)
+    while len(rows) > 1:
+        pairs = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)]
+        rows = pairs + rows[len(rows) // 2 * 2 :]
+    return rows[0]
+
+
+@pytest.mark.parametrize("replicas", [8, 6, 1])
+def test_a_deterministic_sum_has_the_same_bits_on_any_devices(replicas):
+    numbers = np.random.default_rng(0).normal(size=(replicas, 37)).astype(np.float32)
+    numbers *= 10.0 ** np.arange(replicas, dtype=np.float32)[:, None]
+    wanted, means = in_pairs(numbers), []
+    for devices in (1, 2, 3, 6, 8):
+        if replicas % devices:
+            continue
+        strategy = mirrored(devices, replicas, communication_options=DETERMINISTIC)
+
+        @strategy.run
+        def step(x):
+            context = js.get_replica_context()
+            return context.all_reduce("sum", x), context.all_reduce("mean", x)
+
+        total, mean = step(strategy.per_replica(list(numbers)))
+        np.testing.assert_array_equal(total, wanted)
+        means.append(np.asarray(mean))
+        plain = mirrored(devices, replicas)
+        x = plain.per_replica(list(numbers))
+        one = plain.extended.reduce_to("sum", x, x, DETERMINISTIC)
+        np.testing.assert_array_equal(one, wanted)
+        other = plain.reduce("max", x, options=DETERMINISTIC)
+        np.testing.assert_array_equal(other, numbers.max(0))
+    np.testing.assert_allclose(means[0], wanted / replicas, rtol=2e-7)
+    assert all(np.array_equal(mean, means[0]) for mean in means)
+
+
+def test_sums_in_groups_are_in_order_too():
+    numbers = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+    groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
+    found = []
+    for devices in (8, 4, 1):
+        strategy = mirrored(devices, 8, communication_options=DETERMINISTIC)
+
+        @strategy.run
+        def step(x):
+            return js.get_replica_context().all_reduce("sum", x, groups=groups)
+
+        result = step(strategy.per_replica(list(numbers)))
+        found.append(np.stack(strategy.experimental_local_results(result)))
+    wanted = {i: in_pairs(numbers[group]) for group in groups for i in group}
+    for each in found:
+        np.testing.assert_array_equal(each, [wanted[i] for i in range(8)])
+
+
+def perceptron(state, x, y, context):
+    key = context.fold_in(jax.random.key(3))
+    kept = jax.random.bernoulli(key, 0.8, (len(x), 16))
+    hidden = jnp.tanh(x @ state["w"]) * kept
+    return js.masked_mean((hidden @ state["v"] - y) ** 2)
+
+
+def normalized(state, x, y, context):
+    hidden = x @ state["w"]
+    mean = context.all_reduce("mean", hidden.mean(0))
+    square = context.all_reduce("mean", (hidden**2).mean(0))
+    hidden = (hidden - mean[None]) / jnp.sqrt(square - mean**2 + 1e-3)[None]
+    return js.masked_mean((jnp.exp(-hidden) @ state["v"] - y) ** 2)
+
+
+def recurrent(state, x, y, context):
+    def turn(hidden, column):
+        hidden = jnp.tanh(hidden @ state["w"][:, :6] + column[:, None])
+        return hidden - context.all_reduce("mean", hidden.mean()), hidden.sum(1)
+
+    _, sums = jax.lax.scan(turn, x, x.T)
+    return js.masked_mean((sums.sum(0) - y) ** 2) + (state["v"] ** 2).sum()
+
+
+def trained(strategy, loss, several=False):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(48, 6)).astype(np.float32)
+    y = np.sin(x).sum(1)
+    weights = random.normal(size=(6, 16)).astype(np.float32)
+    optimizer = optax.adam(0.01)
+    params = {"w": weights, "v": weights[0]}
+    state = strategy.mirror((params, optimizer.init(params)))
+
+    @strategy.run
+    def step(state, batch):
+        params, moments = state
+        context = js.get_replica_context()
+
+        def own_loss(params):
+            return loss(params, *batch, context)
+
+        value, gradients = jax.value_and_grad(own_loss)(params)
+        value, gradients = context.all_reduce("mean", (value, gradients))
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    batches = js.batches((x, y), 24, shuffle=1)
+    dataset = strategy.experimental_distribute_dataset(batches)
+    losses = []
+    for _ in range(4):
+        if several:
+            (group,) = js.experimental.grouped(dataset, 2)
+            state, values = strategy.several(step)(state, group)
+            losses += values.tolist()
+            continue
+        for batch in dataset:
+            state, value = step(state, batch)
+            losses.append(float(value))
+    return losses, jax.device_get(state)
+
+
+def assert_the_same_bits(makes, loss, **options):
+    (losses, state), *others = (trained(make(), loss, **options) for make in makes)
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    for found, other in others:
+        assert found == losses
+        jax.tree.map(np.testing.assert_array_equal, other, state)
+
+
+@pytest.mark.parametrize("loss", [perceptron, normalized, recurrent])
+def test_a_deterministic_training_has_the_same_bits_on_any_shared_devices(loss):
+    makes = [
+        functools.partial(mirrored, n, 6, communication_options=DETERMINISTIC)
+        for n in (3, 2, 1)
+    ]
+    assert_the_same_bits(makes, loss)
+
+
+def test_several_steps_and_divided_state_have_the_same_bits():
+    sharding = js.StateSharding("optimizer", min_bytes=0)
+    options = {"communication_options": DETERMINISTIC, "sharding": sharding}
+    makes = [functools.partial(mirrored, n, 6, **options) for n in (3, 2, 1)]
+    assert_the_same_bits(makes, perceptron)
+    options["sharding"] = None
+    makes = [functools.partial(mirrored, n, 6, **options) for n in (3, 2)]
+    assert_the_same_bits(makes, perceptron, several=True)
+
+
+@pytest.mark.parametrize("options", [None, DETERMINISTIC], ids=["usual", "ordered"])
+def test_on_own_devices_a_training_is_the_same_up_to_rounding(options):
+    losses, state = trained(mirrored(6, 6, communication_options=options), perceptron)
+    others, other = trained(mirrored(2, 6, communication_options=options), perceptron)
+    np.testing.assert_allclose(others, losses, rtol=1e-6)
+    for one, two in zip(*map(jax.tree.leaves, (state, other)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_devices_that_cannot_have_as_many_stay_idle():
+    with pytest.warns(RuntimeWarning, match="was 6: cpu:6, cpu:7 stay idle, .* 6 of 8"):
+        strategy = js.MirroredStrategy(num_replicas=6)
+    assert strategy.num_replicas_in_sync == 6
+    with pytest.warns(RuntimeWarning, match="was 4: cpu:2 stays idle"):
+        assert mirrored(3, 4).num_replicas_in_sync == 4
+    inner = mirrored(8, 4, logical_axes={"core": 2})
+    assert inner.num_replicas_in_sync == 4
+
+
+def test_what_does_not_fit():
+    with pytest.raises(TypeError, match="`num_replicas` was 'many'; a whole number"):
+        js.MirroredStrategy(num_replicas="many")
+    with pytest.raises(ValueError, match="`num_replicas` was 0; 1 or more was wanted"):
+        js.MirroredStrategy(num_replicas=0)
+    with pytest.raises(ValueError, match="and `replicas_per_device` 2: .* one of the"):
+        js.MirroredStrategy(num_replicas=8, replicas_per_device=2)
+    with pytest.raises(ValueError, match="was 8, of 2 devices each .* 8 devices: repl"):
+        js.MirroredStrategy(num_replicas=8, logical_axes={"core": 2})
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"implementation": "ring"}, "`implementation` <Comm.*RING.*>"),
+        ({"compression": "int8"}, "`compression` 'int8'"),
+        ({"overlap": True}, "`overlap` True"),
+    ],
+    ids=str,
+)
+def test_what_has_an_order_of_its_own_is_not_deterministic(given, told):
+    with pytest.raises(ValueError, match=f"`deterministic` was True and {told}, which"):
+        js.experimental.CommunicationOptions(deterministic=True, **given)
+
+
+def test_deterministic_is_a_bool():
+    with pytest.raises(TypeError, match="`deterministic` was 1; a bool was wanted"):
+        js.experimental.CommunicationOptions(deterministic=1)
