@@ -143,7 +143,10 @@ def assert_the_same_bits(makes, loss, **options):
         jax.tree.map(np.testing.assert_array_equal, other, state)
 
 
-@pytest.mark.parametrize("loss", [perceptron, normalized, recurrent])
+@pytest.mark.parametrize(
+    "loss",
+    [perceptron, normalized, pytest.param(recurrent, marks=pytest.mark.slow)],
+)
 def test_a_deterministic_training_has_the_same_bits_on_any_shared_devices(loss):
     makes = [
         functools.partial(mirrored, n, 6, communication_options=DETERMINISTIC)
@@ -152,6 +155,7 @@ def test_a_deterministic_training_has_the_same_bits_on_any_shared_devices(loss):
     assert_the_same_bits(makes, loss)
 
 
+@pytest.mark.slow
 def test_several_steps_and_divided_state_have_the_same_bits():
     sharding = js.StateSharding("optimizer", min_bytes=0)
     options = {"communication_options": DETERMINISTIC, "sharding": sharding}
