@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxstrategy._src.keras.batch_normalization import (
         BatchNormalization as BatchNormalization,
     )
-    from jaxstrategy._src.keras.keras_distribution import distribution as distribution
+    from jaxstrategy._src.keras.keras_models import distribution as distribution
     from jaxstrategy._src.keras.stateless_calls import (
         stateless_call as stateless_call,
         stateless_update_state as stateless_update_state,
