@@ -105,13 +105,12 @@ class PreemptionWatcher:
                 )
             self._before = signal.signal(signal.SIGTERM, self._signalled)
         else:
-            thread = threading.Thread(
+            threading.Thread(
                 target=_poll,
                 args=(watcher_fn, weakref.ref(self), self._closed),
                 name="jaxstrategy preemption",
                 daemon=True,
-            )
-            thread.start()
+            ).start()
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         self.notice(f"signal {signal.Signals(number).name}")
@@ -119,11 +118,6 @@ class PreemptionWatcher:
     def notice(self, message: str) -> None:
         """Let this be the notice; `preemption_message` is then `message`."""
         self._message = self._message or message
-        self._noticed.set()
-
-    def failed(self, error: BaseException) -> None:
-        """Raise the watcher function's error where the notice is waited for."""
-        self._raised = error
         self._noticed.set()
 
     @property
@@ -136,11 +130,6 @@ class PreemptionWatcher:
         if self._raised is not None:
             raise self._raised
         return self._message
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the watcher function raised something."""
-        return self._raised is not None
 
     def wait(self, timeout_seconds: float) -> bool:
         """Whether there is a notice, now or within the time."""
@@ -175,7 +164,8 @@ def _poll(
                 return
         # SystemExit, too, which ends a thread silently: then nothing would be noticed.
         except BaseException as error:
-            watcher.failed(error)
+            watcher._raised = error  # where the notice is waited for
+            watcher._noticed.set()
             return
         del watcher
 
@@ -348,10 +338,11 @@ class PreemptionCheckpointHandler:
         while not self._watcher.wait(1.0):
             if self._closed.is_set():
                 return
-        if self._watcher.has_failed:
-            return  # the next step says why
         noticed, seconds = time.monotonic(), self._config.grace_period or 0
-        message = str(self._watcher.preemption_message)
+        try:
+            message = str(self._watcher.preemption_message)
+        except BaseException:
+            return  # the next step says why
         agreement.announce(self._store, self._name, message)
         if seconds:
             self._closed.wait(max(0.0, noticed + seconds - time.monotonic()))

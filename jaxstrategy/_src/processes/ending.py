@@ -89,7 +89,9 @@ class Ending:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        if self.is_over or _is_interactive() or os.getpid() != self._pid:
+        # Whether Python goes on after an exception that nobody caught.
+        interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+        if self.is_over or interactive or os.getpid() != self._pid:
             self._chained(kind, error, trace)
             return
         self._has_raised.set()
@@ -97,8 +99,12 @@ class Ending:
             self._chained(kind, error, trace)
         interrupted = isinstance(error, KeyboardInterrupt)
         is_common = str(error) == self._store.common_error
-        if not (interrupted or is_common) and (cause := self._awaited_cause(error)):
-            self._follow(cause, None)
+        if not interrupted and not is_common:
+            # On CPU, what a lost connection raises is a ValueError.
+            jaxs = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+            seconds = _NEWS_SECONDS_OF_JAX if jaxs else _NEWS_SECONDS
+            if cause := self._store.wait_for_departure(seconds):
+                self._follow(cause, None)
         text = described(error.with_traceback(trace))
         finish(
             # What shells say of a process that SIGINT has ended: 128 and its number.
@@ -108,12 +114,6 @@ class Ending:
             lambda: self._store.fail(text, 2 * _COMMON_SECONDS if is_common else None),
             pause_seconds=None,
         )
-
-    def _awaited_cause(self, error: BaseException) -> Departure | None:
-        # On CPU, what a lost connection raises is a ValueError.
-        is_jaxs = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        seconds = _NEWS_SECONDS_OF_JAX if is_jaxs else _NEWS_SECONDS
-        return self._store.wait_for_departure(seconds)
 
     @property
     def _late(self) -> str:
@@ -145,11 +145,6 @@ class Ending:
         self.is_over = True
         self._watchdog.stop()
         self._store.close()
-
-
-def _is_interactive() -> bool:
-    """Whether Python goes on after an exception that nobody caught."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def described(error: BaseException) -> str:
