@@ -35,21 +35,13 @@ TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of a program.
-
-    Attributes:
-      kind: XLA's name.
-      nbytes: of its result, on one device.
-      group: how many devices take part together.
-      times: how often a call does it; a loop of unknown length counts once.
-      line: of XLA's text, to be shown.
-    """
+    """A collective of a program; a loop of unknown length counts once."""
 
     kind: str
-    nbytes: int
-    group: int
-    times: int
-    line: str
+    nbytes: int  # of its result, on one device
+    group: int  # how many devices take part together
+    times: int  # how often a call does it
+    line: str  # of XLA's text
 
     @property
     def whole(self) -> int:
@@ -64,20 +56,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program of one device.
-
-    Attributes:
-      text: XLA's.
-      arguments: bytes of them.
-      results: bytes of them, donated memory included.
-      donated: bytes of results in memory of arguments.
-      temporary: bytes needed in between.
-    """
+    """A compiled program of one device: XLA's text, and bytes."""
 
     text: str
     arguments: int
-    results: int
-    donated: int
+    results: int  # donated memory included
+    donated: int  # results in memory of arguments
     temporary: int
 
     @property
@@ -88,8 +72,7 @@ class Compiled:
     @property
     def collectives(self) -> list[Collective]:
         """Those between several devices, in the order of the text."""
-        found = collectives(self.text)
-        return [each for each in found if each.group > 1]
+        return [each for each in collectives(self.text) if each.group > 1]
 
     @property
     def sent(self) -> float:
@@ -181,20 +164,13 @@ def _times(
 
 def _nbytes(type_text: str, is_pair: bool) -> int:
     """Of the arrays of a type; of a pair of operand and result, the latter."""
-    arrays = ARRAY.findall(type_text)
-    if is_pair:
-        arrays = arrays[len(arrays) // 2 :]
-    bits = sum(
-        _bits(dtype) * math.prod(map(int, filter(None, shape.split(","))))
-        for dtype, shape in arrays
-    )
+    arrays, bits = ARRAY.findall(type_text), 0
+    for dtype, shape in arrays[len(arrays) // 2 if is_pair else 0 :]:
+        found = BITS.match(dtype)
+        assert found is not None, dtype
+        size = math.prod(map(int, filter(None, shape.split(","))))
+        bits += size * (8 if found[1] else int(found[2]))
     return bits // 8
-
-
-def _bits(dtype: str) -> int:
-    found = BITS.match(dtype)
-    assert found is not None, dtype
-    return 8 if found[1] else int(found[2])
 
 
 def _group(line: str, devices: int) -> int:

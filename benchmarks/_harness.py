@@ -110,29 +110,18 @@ class Comparison:
 
     Less is better of every quantity. Case and quantity together name a comparison from
     one run to the next, so they hold nothing that was measured.
-
-    Attributes:
-      case: what was run.
-      quantity: what was measured.
-      unit: of the numbers in the table.
-      values: for each program, one number per turn; none where it was stopped.
-      target: how many times the baseline's number ours may be; None claims nothing.
-      in_percent: whether the table shows the ratio as a share.
-      least: how many times the baseline's number ours must be.
-      note: what else was found, for the table.
-      tolerance: the part by which the ratio may grow from one run to the next.
     """
 
     case: str
     quantity: str
     unit: str
-    values: Mapping[str, Sequence[float]]
-    target: float | None = None
+    values: Mapping[str, Sequence[float]]  # of each program, a turn each; or stopped
+    target: float | None = None  # the ratio may be so much at most
     in_percent: bool = False
     _: dataclasses.KW_ONLY
-    least: float = 0.0
-    note: str = ""
-    tolerance: float = 0.1
+    least: float = 0.0  # the ratio must be so much
+    note: str = ""  # what else was found
+    tolerance: float = 0.1  # the part by which the ratio may grow from run to run
 
     @functools.cached_property
     def ratio(self) -> Spread | None:
@@ -238,18 +227,11 @@ def print_tables(comparisons: Sequence[Comparison]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """Comparisons that a script can make.
+    """Comparisons that a script can make."""
 
-    Attributes:
-      function: makes them, of the options.
-      options: by name, those of a whole run.
-      quick: what is otherwise in a quick run; None leaves the benchmark out of it.
-      name: by which it is asked for.
-    """
-
-    function: Callable[[Any], Iterator[Comparison]]
-    options: Mapping[str, Any]
-    quick: Mapping[str, Any] | None
+    function: Callable[[Any], Iterator[Comparison]]  # of the options
+    options: Mapping[str, Any]  # those of a whole run
+    quick: Mapping[str, Any] | None  # what is otherwise in a quick run; None: left out
     name: str
 
     def comparisons(self, **options: Any) -> Iterator[Comparison]:

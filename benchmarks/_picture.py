@@ -13,185 +13,147 @@ from _results import Results
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter
 
-# A colour is a program, in all panels; what is measured of it is the style of the line.
-COLORS = {
-    "run": "#3b82c4",
-    "shard_map": "#d9730d",
-    "pmap": "#2e9e4f",
-    "jit": "#9467bd",
-    "tensorflow": "#d64545",
-    "torch": "#8a8a8a",
-    "best": "#159aa8",  # shard_map, pmap or jit
+# The colour and the marker of a program, in all panels; best is shard_map, pmap or jit.
+STYLES = {
+    "run": ("#3b82c4", "o"),
+    "shard_map": ("#d9730d", "s"),
+    "pmap": ("#2e9e4f", "^"),
+    "jit": ("#9467bd", "D"),
+    "tensorflow": ("#d64545", "v"),
+    "torch": ("#8a8a8a", "P"),
+    "best": ("#159aa8", "*"),
 }
-NAMES = {"tensorflow": "TensorFlow", "torch": "PyTorch"}
-MARKERS = {
-    "run": "o",
-    "shard_map": "s",
-    "pmap": "^",
-    "jit": "D",
-    "tensorflow": "v",
-    "torch": "P",
-    "best": "*",
-}
+Rows = Sequence[Mapping[str, Any]]
 
 
-# What the picture shows of the results.
-
-
-def steps(results: Results) -> list[dict[str, Any]]:
-    """Each training step: milliseconds of all forms, and ratios with quartiles."""
-    found = {}
+def shown_of(results: Results) -> dict[str, list[dict[str, Any]]]:
+    """Returns what the picture is drawn from: medians, and ratios with quartiles."""
+    steps: dict[str, dict[str, Any]] = {}
     for each in results.of("train_step"):
         task, devices = each["case"].rsplit(", ", 1)
-        case = found.setdefault(
-            each["case"], {"task": task, "replicas": int(devices.split()[0]), "ms": {}}
-        )
-        names = {"JAX": "to_best", "tensorflow": "to_tensorflow"}
+        new = {"task": task, "replicas": int(devices.split()[0]), "ms": {}}
+        case = steps.setdefault(each["case"], new)
         for form, spread in each["programs"].items():
-            if form in COLORS:
+            if form in STYLES:
                 case["ms"].setdefault(form, spread[0] / 1e3)
+        names = {"JAX": "to_best", "tensorflow": "to_tensorflow"}
         if each["quantity"] in names:
             case[names[each["quantity"]]] = each["ratio"]
-    return [case for case in found.values() if "to_best" in case]
-
-
-def by_replicas(results: Results) -> list[dict[str, Any]]:
-    """Start-up and step with so many replicas: processor seconds, milliseconds."""
-    found: dict[int, dict[str, Any]] = {}
-    for each in _scaling(results, "replica"):
-        row = found.setdefault(_count(each), {"replicas": _count(each)})
+    # Start-up and step: with so many replicas of `run`, and with so many arrays.
+    replicas: dict[int, dict[str, Any]] = {}
+    arrays: dict[tuple[int, str], dict[str, Any]] = {}
+    for each in results.of("scaling"):
+        number, noun = each["case"].split()[:2]
+        count = int(number.replace(",", ""))
         for form, spread in each["programs"].items():
-            if form == "run":
+            if None in each["programs"].values():
+                continue
+            if noun.startswith("array"):
+                row = arrays.setdefault((count, form), {"arrays": count, "form": form})
                 row[each["quantity"]] = spread[0]
-            elif form == "without communication":
-                row["floor"] = spread[0]
-    return [found[count] for count in sorted(found)]
+                continue
+            row = replicas.setdefault(count, {"replicas": count})
+            if form in ("run", "without communication"):
+                row[each["quantity"] if form == "run" else "floor"] = spread[0]
+    return {
+        "steps": [case for case in steps.values() if "to_best" in case],
+        "replicas": [replicas[key] for key in sorted(replicas)],
+        "arrays": [arrays[key] for key in sorted(arrays)],
+    }
 
 
-def by_arrays(results: Results) -> list[dict[str, Any]]:
-    """Start-up with so many arrays: processor seconds of each form."""
-    found: dict[tuple[int, str], dict[str, Any]] = {}
-    for each in _scaling(results, "array"):
-        for form, spread in each["programs"].items():
-            key = (_count(each), form)
-            row = found.setdefault(key, {"arrays": key[0], "form": form})
-            row[each["quantity"]] = spread[0]
-    return [found[key] for key in sorted(found)]
-
-
-def _scaling(results: Results, noun: str) -> list[Mapping[str, Any]]:
-    """What was measured of cases of so many of something."""
-    return [
-        each
-        for each in results.of("scaling")
-        if each["case"].split()[1].rstrip("s") == noun
-        and None not in each["programs"].values()
-    ]
-
-
-def _count(comparison: Mapping[str, Any]) -> int:
-    return int(comparison["case"].split()[0].replace(",", ""))
-
-
-# The picture.
-
-
-def draw_ratios(axes: Any, cases: Sequence[Mapping[str, Any]]) -> None:
+def draw_ratios(axes: Any, cases: Rows) -> None:
     """Points with quartiles: the time of `run` by that of two others, for each task."""
-    names = {"to_best": "best", "to_tensorflow": "tensorflow"}
-    rows = {"to_best": "the best other way in JAX", "to_tensorflow": "TensorFlow"}
-    for shift, (key, label) in zip((-0.15, 0.15), rows.items(), strict=True):
+    rows = {"best": "the best other way in JAX", "tensorflow": "TensorFlow"}
+    for shift, (form, label) in zip((-0.15, 0.15), rows.items(), strict=True):
+        key, (color, marker) = f"to_{form}", STYLES[form]
         shown = [(i + shift, *case[key]) for i, case in enumerate(cases) if key in case]
-        if not shown:
-            continue
-        places, middle, ends_low, ends_high = zip(*shown, strict=True)
-        low = [a - b for a, b in zip(middle, ends_low, strict=True)]
-        high = [b - a for a, b in zip(middle, ends_high, strict=True)]
-        axes.errorbar(
-            places, middle, (low, high), fmt=MARKERS[names[key]],
-            color=COLORS[names[key]], capsize=2,
-            markersize=5, label=f"by that of {label}",
-        )  # fmt: skip
+        if shown:
+            places, middle, low, high = map(list, zip(*shown, strict=True))
+            errors = [
+                [a - b for a, b in zip(middle, low, strict=True)],
+                [b - a for a, b in zip(middle, high, strict=True)],
+            ]
+            style = {"color": color, "capsize": 2, "markersize": 5}
+            told = f"by that of {label}"
+            axes.errorbar(places, middle, errors, fmt=marker, label=told, **style)
     axes.axhline(1, color="#7f7f7f", linewidth=1)
     labels = [f"{case['task']}\n{case['replicas']}" for case in cases]
     axes.set_xticks(range(len(cases)), labels, fontsize=7)
     axes.set(yscale="log", ylabel="time of a step of run")
-    _plain_ticks(axes.yaxis, [0.3, 0.4, 0.5, 0.7, 1.0, 1.2])
+    plain_ticks(axes.yaxis, [0.3, 0.4, 0.5, 0.7, 1.0, 1.2])
     title = "Training steps, by number of devices (median, quartiles)"
     axes.set_title(title, loc="left")
     # Beside the title: points may be anywhere in the axes.
     axes.legend(fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
 
 
-def draw_times(axes: Any, cases: Sequence[Mapping[str, Any]]) -> None:
+def draw_times(axes: Any, cases: Rows) -> None:
     """Points: milliseconds of a step of each form, on the most devices."""
-    replicas = max(case["replicas"] for case in cases)
-    shown = [case for case in cases if case["replicas"] == replicas]
+    most = max(case["replicas"] for case in cases)
+    shown = [case for case in cases if case["replicas"] == most]
+    names = {"tensorflow": "TensorFlow", "torch": "PyTorch"}
     for form in dict.fromkeys(form for case in shown for form in case["ms"]):
-        found = [(i, c["ms"][form]) for i, c in enumerate(shown) if form in c["ms"]]
-        places, values = zip(*found, strict=True)
-        axes.plot(
-            places, values, MARKERS[form],
-            color=COLORS[form], markersize=6, alpha=0.85, label=NAMES.get(form, form),
-        )  # fmt: skip
+        color, marker = STYLES[form]
+        found = {i: c["ms"][form] for i, c in enumerate(shown) if form in c["ms"]}
+        style = {"color": color, "markersize": 6, "alpha": 0.85}
+        told = names.get(form, form)
+        axes.plot(list(found), list(found.values()), marker, label=told, **style)
     axes.set_xticks(range(len(shown)), [case["task"] for case in shown], fontsize=8)
     axes.set(yscale="log", ylabel="ms")
-    _plain_ticks(axes.yaxis, [2, 5, 10, 20, 50, 100])
-    axes.set_title(f"A step on {replicas} devices, which share the cores")
+    plain_ticks(axes.yaxis, [2, 5, 10, 20, 50, 100])
+    axes.set_title(f"A step on {most} devices, which share the cores")
     axes.legend(fontsize=7, ncols=3)
     axes.set_xlim(-0.5, len(shown) - 0.5)
 
 
-def draw_replicas(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Lines: the time of a step with the number of replicas."""
-    counts = [row["replicas"] for row in rows]
-    styles = {"step": ("run", "o-"), "floor": ("without communication", "o:")}
-    for key, (label, style) in styles.items():
-        values = [row[key] for row in rows]
-        axes.plot(counts, values, style, color=COLORS["run"], markersize=4, label=label)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="replicas, which share the cores",
-        ylabel="ms",
-    )
-    _plain_ticks(axes.xaxis, counts)
-    _plain_ticks(axes.yaxis, [1, 2, 5, 10, 20, 40])
-    axes.set_title("A step of 30 x 32")
+def draw_lines(
+    axes: Any, rows: Rows, x: str, lines: Mapping[str, tuple[str, str, str]]
+) -> None:
+    """A line of a key of `rows` for each label: the key, the form, and the style."""
+    for label, (key, form, style) in lines.items():
+        own = [row for row in rows if row.get("form", form) == form]
+        values = [row[x] for row in own], [row[key] for row in own]
+        color, marker = STYLES[form]
+        axes.plot(*values, marker + style, color=color, markersize=4, label=label)
+    axes.set(xscale="log", xlabel=x, ylabel="processor seconds")
     axes.legend(fontsize=8)
 
 
-def draw_start(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Lines: tracing and compiling with the number of replicas."""
-    counts = [row["replicas"] for row in rows]
-    for key, style in (("compile", "o-"), ("trace", "o--")):
-        values = [row[key] for row in rows]
-        axes.plot(counts, values, style, color=COLORS["run"], markersize=4, label=key)
-    axes.set(xscale="log", xlabel="replicas", ylabel="processor seconds")
-    _plain_ticks(axes.xaxis, counts)
+def draw_replicas(axes: Any, rows: Rows) -> None:
+    lines = {
+        "run": ("step", "run", "-"),
+        "without communication": ("floor", "run", ":"),
+    }
+    draw_lines(axes, rows, "replicas", lines)
+    axes.set(yscale="log", xlabel="replicas, which share the cores", ylabel="ms")
+    plain_ticks(axes.xaxis, [row["replicas"] for row in rows])
+    plain_ticks(axes.yaxis, [1, 2, 5, 10, 20, 40])
+    axes.set_title("A step of 30 x 32")
+
+
+def draw_start(axes: Any, rows: Rows) -> None:
+    lines = {"compile": ("compile", "run", "-"), "trace": ("trace", "run", "--")}
+    draw_lines(axes, rows, "replicas", lines)
+    plain_ticks(axes.xaxis, [row["replicas"] for row in rows])
     axes.set_ylim(bottom=0)
     axes.set_title("Start of run, 60 arrays")
-    axes.legend(fontsize=8)
 
 
-def draw_arrays(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Lines: tracing and compiling with the number of arrays."""
-    for form in ("run", "shard_map"):
-        own = [row for row in rows if row["form"] == form]
-        counts = [row["arrays"] for row in own]
-        for key, style in (("compile", "-"), ("trace", "--")):
-            axes.plot(
-                counts, [row[key] for row in own], MARKERS[form] + style,
-                color=COLORS[form], markersize=4, label=f"{key}, {form}",
-            )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="arrays", ylabel="processor seconds")
-    _plain_ticks(axes.xaxis, [10, 100, 1000])
-    _plain_ticks(axes.yaxis, [0.1, 0.3, 1, 3, 10])
+def draw_arrays(axes: Any, rows: Rows) -> None:
+    lines = {
+        f"{key}, {form}": (key, form, style)
+        for form in ("run", "shard_map")
+        for key, style in (("compile", "-"), ("trace", "--"))
+    }
+    draw_lines(axes, rows, "arrays", lines)
+    axes.set(yscale="log")
+    plain_ticks(axes.xaxis, [10, 100, 1000])
+    plain_ticks(axes.yaxis, [0.1, 0.3, 1, 3, 10])
     axes.set_title("Start, 8 replicas")
-    axes.legend(fontsize=8)
 
 
-def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+def plain_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.set_major_locator(FixedLocator(list(values)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_locator(FixedLocator([]))
@@ -199,37 +161,26 @@ def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
 
 
 def draw(results: Results) -> Figure:
-    """All five; a panel of which nothing was measured stays empty."""
+    """Draws all five; a panel of which nothing was measured stays empty."""
+    shown = shown_of(results)
+    drawn = {
+        "ratios": (draw_ratios, shown["steps"]),
+        "times": (draw_times, shown["steps"]),
+        "replicas": (draw_replicas, shown["replicas"]),
+        "start": (draw_start, shown["replicas"]),
+        "arrays": (draw_arrays, shown["arrays"]),
+    }
     with plt.style.context("jaxstrategy.demo.pictures"):
         figure = plt.figure(figsize=(11, 10), layout="constrained")
-        panels = figure.subplot_mosaic(
-            [["ratios"] * 6, ["times"] * 3 + ["replicas"] * 3]
-            + [["start"] * 3 + ["arrays"] * 3]
-        )
-        shown = shown_of(results)
-        drawn = {
-            "ratios": (draw_ratios, shown["steps"]),
-            "times": (draw_times, shown["steps"]),
-            "replicas": (draw_replicas, shown["replicas"]),
-            "start": (draw_start, shown["replicas"]),
-            "arrays": (draw_arrays, shown["arrays"]),
-        }
-        for name, (draw_panel, rows) in drawn.items():
-            if rows:
-                draw_panel(panels[name], rows)
+        rows = [["ratios", "ratios"], ["times", "replicas"], ["start", "arrays"]]
+        panels = figure.subplot_mosaic(rows)
+        for name, (draw_panel, of) in drawn.items():
+            if of:
+                draw_panel(panels[name], of)
             else:
                 panels[name].set_axis_off()
         plt.close(figure)
     return figure
-
-
-def shown_of(results: Results) -> dict[str, list[dict[str, Any]]]:
-    """All that the picture is drawn from."""
-    return {
-        "steps": steps(results),
-        "replicas": by_replicas(results),
-        "arrays": by_arrays(results),
-    }
 
 
 def digest(results: Results) -> str:
@@ -238,6 +189,6 @@ def digest(results: Results) -> str:
 
 
 def save(results: Results, path: pathlib.Path) -> None:
-    """The picture's file."""
+    """Writes the picture's file."""
     metadata = {"Description": digest(results)}
     draw(results).savefig(path, dpi=110, transparent=True, metadata=metadata)

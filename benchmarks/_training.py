@@ -27,17 +27,11 @@ RATE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-      state: makes the first one, on the host.
-      batch: arrays `[replica, row, ...]` for so many replicas.
-      step_with: makes a new step `(state, *batch) -> (state, loss)` of one replica, of
-        the mean over all.
-    """
-
-    state: Callable[[], PyTree]
-    batch: Callable[[int], Sequence[np.ndarray]]
+    state: Callable[[], PyTree]  # the first one, on the host
+    batch: Callable[[int], Sequence[np.ndarray]]  # `[replica, row, ...]`
+    # From the mean over replicas to a step `(state, *batch) -> (state, loss)` of one.
     step_with: Callable[[Mean], Callable[..., Any]]
 
 
@@ -100,7 +94,6 @@ def pmean_of_each(tree: PyTree) -> PyTree:
 
 
 def unchanged(tree: PyTree) -> PyTree:
-    """No communication."""
     return tree
 
 

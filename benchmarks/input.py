@@ -73,14 +73,10 @@ def feeding(args: Any) -> Iterator[Comparison]:
     """Batches reach the replicas as fast as `jax.device_put` can bring them.
 
     Batches of images, 8 replicas, and a trivial step, fed by
-    `experimental_distribute_dataset`, which checks each batch, knows its real rows and
-    copies it; by the same with prefetch, two batches ahead in a thread; and by a bare
-    loop of `jax.device_put` with the same sharding, the baseline:
-
-    - examples: time per example through the whole loop, from `js.batches` of an array,
-      from the same shuffled, and from Grain if it is installed;
-    - stall: a source that takes as long as the step, both made of waiting: by how much
-      a step with prefetch takes longer than the step alone.
+    `experimental_distribute_dataset` without and with prefetch, and by a bare loop of
+    `jax.device_put` with the same sharding: time per example, from `js.batches` of an
+    array, from the same shuffled, and from Grain; and, of a source that takes as long
+    as the step, by how much a step takes longer than the step alone (stall).
     """
     strategy = js.MirroredStrategy(js.simulate(8))
     step, split = strategy.run(total), NamedSharding(strategy.mesh, P("replica"))
@@ -188,12 +184,10 @@ class Orbax:
 def checkpoint(args: Any) -> Iterator[Comparison]:
     """To save, to write and to restore takes no longer than with Orbax alone.
 
-    The same arrays are saved, mirrored over simulated CPU devices, by
-    `js.checkpoint.CheckpointManager`, which checksums all files afterwards; by Orbax's
-    own, with its `StandardSave`; and by that once more: how far to trust a ratio. For
-    states of some megabytes: until an asynchronous `save` returns (blocked), until the
-    checkpoint is complete (written), and until the arrays lie on a quarter of the
-    devices, in another strategy (restored). `--folder` is where to save.
+    The same arrays, mirrored, by `js.checkpoint.CheckpointManager`, by Orbax's own, and
+    by that once more: how far to trust a ratio. Until an asynchronous `save` returns,
+    until the checkpoint is complete, and until the arrays lie on a quarter of the
+    devices.
     """
     devices = js.simulate(args.devices)
     strategy = js.MirroredStrategy(devices)

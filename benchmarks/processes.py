@@ -99,16 +99,11 @@ def step_with(mean: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
 def multiprocess(args: Any) -> Iterator[Comparison]:
     """A step of several processes costs at most 1.05 of a hand-written program's.
 
-    Perceptrons (layers x units) with a small batch for each replica, one device a
-    process, as
-
-    - `run` of a `MultiWorkerMirroredStrategy`;
-    - `shard_map` by hand in the same processes, with one `lax.pmean` of loss and
-      gradients, raveled into one array;
-    - `one process`: `run` of a `MirroredStrategy` on as many simulated devices;
-    - `compared`: `run` with every step compared between the processes, whose difference
-      to `run` is what a comparison costs (usually one step of 64 is);
-    - `torch`: PyTorch's `DistributedDataParallel` with gloo, where installed.
+    Perceptrons (layers x units), one device a process, as `run`; as `shard_map` by hand
+    in the same processes, with one `lax.pmean` of raveled loss and gradients; as `run`
+    in one process on as many simulated devices; as `run` with every step compared
+    between the processes (usually one of 64 is); and by PyTorch's
+    `DistributedDataParallel` with gloo.
     """
     has_torch = "torch" in installed(args.others_python)
     for name in args.models:
@@ -220,22 +215,17 @@ IN_A_ROW = 16
 
 
 @benchmark(
-    dict(processes=(2, 4), rounds=5, seconds=30.0),
-    dict(processes=(2,), rounds=2),
+    dict(processes=(2, 4), rounds=5, seconds=30.0), dict(processes=(2,), rounds=2)
 )
 def predictions(args: Any) -> Iterator[Comparison]:
     """Predicted times of collectives and steps are within a quarter of measured.
 
-    Processes with a device each measure their links by `strategy.measure_links()`. On
-    these links `strategy.explain` predicts all-reduces of 16 KB, where messages count,
-    to 4 MB, where bytes do; and training steps of two perceptrons: the time of the same
-    steps without their reduction, as it is measured, and the predicted communication.
-
-    All of that is measured in each turn, in a random order, and the ratio is taken
-    within the turn: all processes share the cores with whatever else the machine does.
-    Sixteen of what is measured are one program, which begins when all processes have
-    come out of an all-reduce: so it is not measured how late they come to a call. Of a
-    turn the median of a few counts, of the process where it is the largest.
+    On links that processes measure by `measure_links()`, `explain` predicts all-reduces
+    of 16 KB, where messages count, to 4 MB, where bytes do, and training steps: the
+    time of the same steps without their reduction, as it is measured, and the
+    communication. All is measured in each turn, in a random order. Sixteen are one
+    program, which begins when all processes have come out of an all-reduce: how late
+    they come to a call is left out.
     """
     order, names = random.Random(0), (*SIZES, *MODELS)
 
@@ -271,13 +261,7 @@ def predictions(args: Any) -> Iterator[Comparison]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Something that takes time, and that a prediction is made of.
-
-    Attributes:
-      run: takes it, `IN_A_ROW` times, and waits for the end.
-      explained: what `explain` says of these.
-      local: the part of it without communication, if it is a step.
-    """
+    """Something that takes time, `IN_A_ROW` times, and what `explain` says of it."""
 
     run: Callable[[], object]
     explained: Any
@@ -395,10 +379,9 @@ def coordinator(args: Any) -> Iterator[Comparison]:
     """Functions on workers and variables on servers cost a third of TensorFlow's.
 
     Two workers and one parameter server are processes of this host, as TensorFlow's. Of
-    each case both run as many functions, one after the other; the figures are
-    microseconds of a function, or of a megabyte, both ways. Without an environment that
-    has TensorFlow (`--others-python`) they are held against figures of an idle machine
-    with two cores.
+    each case both run as many functions; the figures are microseconds of a function, or
+    of a megabyte, both ways. Without `--others-python` they are held against figures of
+    an idle machine with two cores.
     """
     with contextlib.ExitStack() as stack:
         strategy = js.ParameterServerStrategy(

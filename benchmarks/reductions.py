@@ -133,16 +133,11 @@ def allreduce(args: Any) -> Iterator[Comparison]:
     """Reducing a tree in packs is faster than `lax.psum` of it, and never slower.
 
     The sum of trees of arrays of one size, and of the shapes of well-known networks
-    (`--only` has parts of their names), by
-
-    - `run`: `all_reduce` in `strategy.run`;
-    - `psum`: `lax.psum(tree)` in `jax.jit(jax.shard_map(...))`, written by hand;
-    - `leaves`: the same with one `lax.pmean` for each array;
-    - `again`: `psum` once more, another compiled program: how far to trust a ratio;
-
-    in a loop, one of several reductions in one program, each of what the last one made;
-    and by itself, a program of one, with the call and the wait. With `--largest` and
-    `--pack` other ways to pack are measured, in bytes of an array and of a pack.
+    (`--only` has parts of their names), by `all_reduce` in `run`; by one `lax.psum` in
+    a `shard_map` by hand; by a `lax.pmean` for each array (`leaves`); and by `psum`
+    once more (`again`): how far to trust a ratio. In a loop of reductions in one
+    program, and by itself with call and wait. `--largest` and `--pack` try other ways
+    to pack, in bytes.
     """
     simulated = js.simulate(max(args.devices))
     tried = [Packing(*sizes) for sizes in itertools.product(args.largest, args.pack)]
@@ -241,17 +236,15 @@ LAYER = ((64, 64), (64,), (3, 3, 16, 16), (16,), (256, 10))
 
 
 @benchmark(
-    dict(leaves=(500, 10000), most=2000, devices=8, rounds=1),
-    dict(leaves=(500,)),
+    dict(leaves=(500, 10000), most=2000, devices=8, rounds=1), dict(leaves=(500,))
 )
 def wide(args: Any) -> Iterator[Comparison]:
     """The first reduction of a wide tree costs less than by hand, and grows with it.
 
-    Trees of some thousands of leaves of five types, as the layers of a network have, or
-    of no two shapes alike, outside of steps: `strategy.reduce`, against a `shard_map`
-    by hand with one `lax.psum` of the tree. JAX's caches are emptied before each turn.
-    Measured are processor seconds of the first call, compiling included. By hand 10,000
-    leaves take over 10 minutes: beyond `--most` leaves that form is left out.
+    Trees of some thousands of leaves of five types, or of no two shapes alike, outside
+    of steps: processor seconds of the first `strategy.reduce`, compiling included,
+    against a `shard_map` by hand with one `lax.psum`. By hand 10,000 leaves take over
+    10 minutes: beyond `--most` leaves that form is left out.
     """
     strategy = js.MirroredStrategy(js.simulate(args.devices))
     n = args.devices
@@ -373,13 +366,11 @@ LAYERS, WIDTH = 30, 128
 def reduction_limits(args: Any) -> Iterator[Comparison]:
     """A reduction of 2 MB on simulated devices takes little longer than its memory.
 
-    There it is additions and copies in the computer's memory. This times ways to reduce
-    the gradients of 30 layers of 128 x 128 numbers, each with the same update after it,
-    and bounds them by what has to be read and written:
-
-    - every replica's gradients are read once, and the sum is written: the `least`, as
-      one program without devices does it, with as many threads as there are cores;
-    - and written on every device, which has an array of its own: `least, copied`.
+    Ways to reduce the gradients of 30 layers of 128 x 128 numbers, each with the same
+    update after it, beside what has to be read and written: every replica's gradients
+    are read once and the sum is written, by as many threads as there are cores
+    (`least`), and written on every device, which has an array of its own (`least,
+    copied`).
     """
     simulated = js.simulate(max(args.devices))
     for count in args.devices:
@@ -473,21 +464,17 @@ OPTIONS = {
 STEPS, SIZE = 200, 64
 
 
-@benchmark(
-    dict(only=("",), time=False, rounds=20, seconds=5.0),
-    dict(only=("MLP",)),
-)
+@benchmark(dict(only=("",), time=False, rounds=20, seconds=5.0), dict(only=("MLP",)))
 def compressed(args: Any) -> Iterator[Comparison]:
     """8 bits send 0.27 of what exact gradients do, thin matrices far less.
 
-    For the gradients of well-known networks on eight simulated CPU devices:
-
-    - sent: the bytes that each replica sends in a reduction around a ring, counted from
-      what `strategy.explain` says of the step, in all and between groups of four;
+    - sent: bytes that each of 8 replicas sends in a reduction around a ring, counted
+      from what `explain` says, in all and between groups of four, for well-known
+      networks;
     - missed: how far the mean of one reduction is from the exact one, and parameters
       from the target after 200 steps of SGD, with what was not sent added to the next
-      gradients and without, relative to the target; both for one matrix of normal
-      numbers, of which each column has a size of its own between 0.001 and 10;
+      gradients and without; for one matrix whose columns have sizes between 0.001 and
+      10;
     - time (`--time`): of a reduction by itself, in turn with the exact one.
     """
     # A step for each form is what is asked for.
@@ -621,18 +608,15 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-@benchmark(
-    dict(targets=("v5e:2x2", "v6e:2x2", "gpu:8"), layers=0, width=1024, pack=0),
-)
+@benchmark(dict(targets=("v5e:2x2", "v6e:2x2", "gpu:8"), layers=0, width=1024, pack=0))
 def overlap(args: Any) -> Iterator[Comparison]:
     """Gradients are reduced while earlier layers are still computed.
 
-    A step is compiled ahead of time for accelerators that need not be there: `libtpu`
-    compiles for TPUs, `jax-cuda12-plugin` and `jax-cuda12-pjrt` for GPUs. Compiled
-    programs say in which order everything runs. So this counts bytes that are reduced
-    while nothing is computed; only a device tells what that costs. `--pack` is
-    `bytes_per_pack`, 0 the default; `--layers` are 6 for TPUs, and 24 for GPUs, whose
-    packs are 25 MiB.
+    A step is compiled ahead of time for accelerators that need not be there, by
+    `libtpu`, or `jax-cuda12-plugin` and `jax-cuda12-pjrt`. Compiled programs say in
+    which order everything runs: counted are bytes that are reduced while nothing is
+    computed. `--pack` is `bytes_per_pack`; 0 is the default, and for `--layers` as many
+    as fit.
     """
     for target in args.targets:
         is_gpu = target.startswith("gpu")
@@ -722,13 +706,7 @@ COMPUTES = ("fusion", "convolution", "dot", "custom-call")
 
 @dataclasses.dataclass
 class Reductions:
-    """The reductions of a program.
-
-    Attributes:
-      exposed: bytes that are reduced while nothing is computed.
-      beside: how many reductions go on beside something.
-      count: of all.
-    """
+    """Those of a program: bytes beside which nothing is computed, and how many."""
 
     exposed: int = 0
     beside: int = 0

@@ -137,11 +137,9 @@ def train(folder: str) -> None:
 def soak(args: Any) -> Iterator[Comparison]:
     """A long training keeps what it needs, and no more.
 
-    A model is trained as a user would: a distributed dataset that is read ahead,
-    `strategy.run` with donated state, variables, a reduction outside of steps, and
-    asynchronous checkpoints from time to time, restored once. Memory, threads, open
-    files and arrays at the end are held against those after the first tenth of the
-    steps, in which everything is compiled and all buffers are made.
+    A distributed dataset, `run` with donated state, variables, a reduction outside of
+    steps, and asynchronous checkpoints, restored once. Memory, threads, files and
+    arrays at the end, against those after the first tenth of the steps.
     """
     found = []
     with tempfile.TemporaryDirectory() as folder:

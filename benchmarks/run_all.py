@@ -48,23 +48,14 @@ WHOLE, QUICK = 20 * 60, 5 * 60
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A benchmark of a whole run.
-
-    Attributes:
-      file: the script, without its ending.
-      name: which of its benchmarks.
-      seconds: a limit, on two idle cores, at which it is ended.
-      quick: the same in a quick run, which leaves it out where this is 0.
-      others: whether it compares with other frameworks (`--others-python`).
-      needs_others: whether it is left out without them.
-    """
+    """A benchmark of a whole run."""
 
     file: str
     name: str
-    seconds: int
-    quick: int = 0
-    others: bool = False
-    needs_others: bool = False
+    seconds: int  # a limit, on two idle cores, at which it is ended
+    quick: int = 0  # the same in a quick run, which leaves it out where this is 0
+    others: bool = False  # whether it compares with other frameworks
+    needs_others: bool = False  # whether it is left out without them
 
 
 # In the order in which they run: what matters most comes first.

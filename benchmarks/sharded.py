@@ -105,19 +105,13 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model and what it is trained on.
+    """A model and what it is trained on."""
 
-    Attributes:
-      build: makes the state, of a random key.
-      loss: of parameters, inputs, what is wanted of them, and what makes weights whole.
-      batch: inputs and what is wanted, `[replica, row, ...]`, for so many replicas.
-      takes_whole: whether `loss` asks its last argument for whole weights.
-    """
-
-    build: Callable[[jax.Array], Any]
+    build: Callable[[jax.Array], Any]  # the state, of a random key
+    # Of parameters, inputs, what is wanted of them, and what makes weights whole.
     loss: Callable[[PyTree, jax.Array, jax.Array, Whole], jax.Array]
     batch: Callable[[int], Sequence[np.ndarray]]
-    takes_whole: bool = True
+    takes_whole: bool = True  # whether `loss` asks for whole weights
 
     def step_with(
         self, mean: Mean, whole: Whole = lambda weights, _: weights
@@ -441,21 +435,15 @@ def listen() -> None:
 def sharded(args: Any) -> Iterator[Comparison]:
     """With `sharding=` a device keeps 1/N of the state, and steps cost no more.
 
-    Perceptrons and transformers (Flax and plain JAX, Optax with a clip by the global
-    norm and AdamW) take the same steps as
-
-    - `replicated`: a function decorated with `strategy.run` of a `MirroredStrategy`;
-    - `sharded`: the same with `sharding=js.StateSharding("optimizer")`, and `"state"`;
-    - `jit`: `jax.jit` by hand of the step on the whole batch, the state placed
-      likewise; with the state sharded, the whole weights of a layer of plain JAX are
-      asked for where it is computed, and their gradients constrained to lie as they do.
-
-    Measured are, on one device, bytes of the state at rest; the peak of memory, as XLA
-    tells; bytes that a device sends in a step, if devices stand in a ring; processor
-    seconds of the first call without its step, of which compile is XLA's part; and the
-    step, in turns. The first three are exact. Parameters after some steps are compared
-    with those of `replicated`, and the bytes sent with what `explain` says.
-    `--small --min-bytes 512` compiles fast; `--exact` leaves out what takes time.
+    The same steps `replicated`, `sharded` (`"optimizer"` and `"state"`), and by
+    `jax.jit` of the step on the whole batch with the state placed likewise; in plain
+    JAX the weights of a layer are gathered where it is computed, and their gradients
+    constrained. Of one device: bytes of the state at rest, the peak of memory as XLA
+    tells, bytes sent in a step if devices stand in a ring (these are exact); processor
+    seconds of the first call without its step, and XLA's part of them; and the step.
+    Parameters are compared with those of `replicated`, and the bytes sent with what
+    `explain` says. `--small --min-bytes 512` compiles fast; `--exact` leaves out what
+    takes time.
     """
     mesh = js.MirroredStrategy(js.simulate(args.devices)[: args.devices]).mesh
     sizes = Sizes(2, 16, 32, 8, 32) if args.small else Sizes()
@@ -636,19 +624,18 @@ def ours(strategy: js.Strategy, loss: Any, state: PyTree, rows: np.ndarray) -> T
 def meshes(args: Any) -> Iterator[Comparison]:
     """Replicas of several devices, and several on a device, cost what they must.
 
-    - dispatch: the call of a step on one device for each replica, against the same step
-      as `shard_map` by hand; with `--before PATH`, the folder of another version of the
-      package, against the same call there (a process for each version);
+    - dispatch: the call of a step on one device for each replica, against `shard_map`
+      by hand; with `--before PATH`, the folder of another version, against the call
+      there;
     - lanes: a step of 64 replicas that share one device, against one `jax.jit` of the
-      plain step on all their rows: a perceptron and a small convolutional network. Each
-      replica has a gradient of its own, which is written before all are added up: of
-      fewer rows for each (a quarter), that takes as long as the rest (1.8, not 1.1);
-    - first-call: processor seconds of the first call without its step, of 8, 64 and 512
-      replicas on one device, against one replica, and of 64 and 512 against 8;
+      step on all their rows. Each replica has a gradient of its own, which is written
+      before all are added up: of a quarter of the rows that takes as long as the rest
+      (1.8, not 1.1);
+    - first-call: processor seconds of the first call without its step, of more and of
+      fewer replicas on one device;
     - cores: a perceptron whose layers each replica divides over its devices, for R
-      replicas of c devices, against `jax.jit` by hand of the step on the whole batch
-      with the same placements: the step, the bytes of the state on a device (exact),
-      and how often the program gathers an array (exact; nothing needs that).
+      replicas of c devices, against `jax.jit` with the same placements: the step, bytes
+      of the state on a device (exact), and gathers (exact; nothing needs them).
 
     The losses of all forms are compared after some steps. `--small` compiles fast.
     """

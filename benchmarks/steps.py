@@ -90,12 +90,10 @@ def compare_times(
 def dispatch(args: Any) -> Iterator[Comparison]:
     """A call of `run` costs at most 1.03 of a hand-written `shard_map`, a step 1.01.
 
-    A step of a perceptron of many small leaves, as `run`, `shard_map` and `pmap`:
-
-    - steps: how long the call takes to return on idle devices, and to be done;
-    - first-call: tracing, compiling and running, with new functions and empty caches;
-    - memory: by how much the step of a large model raises the largest resident memory,
-      each form in a process of its own.
+    A step of a perceptron of many small leaves: until the call returns on idle devices,
+    and until it is done (steps); with new functions and empty caches (first-call); and
+    by how much the step of a large model raises the largest resident memory, in
+    processes of their own (memory).
     """
     n = max(args.devices)
     if "memory" in args.only:  # first: children may count what their parent holds
@@ -301,10 +299,10 @@ PAIRS = {("run", "nnx.jit"): 1.2, ("bind", "functional"): 1.1}
 def nnx_objects(args: Any) -> Iterator[Comparison]:
     """Flax NNX objects in `run` cost at most 1.2 of `nnx.jit`, `bind` 1.1 of arrays.
 
-    A step of a network on one device, as `run` of a module and an optimizer; `nnx.jit`
-    of the same function; `bind` of both objects, called with the batch alone; and
-    `functional`: `run` of the arrays of both, which puts the objects together and
-    returns their new arrays. The host's time until the call returns, and end to end.
+    A step of a network on one device: `run` of a module and an optimizer, `nnx.jit` of
+    the same function, `bind` of both objects, and `run` of the arrays of both, which
+    puts the objects together (functional). Until the call returns, and until it is
+    done.
     """
     for network in args.networks:
         forms = {name: nnx_step(name, network) for pair in PAIRS for name in pair}
@@ -369,10 +367,10 @@ def nnx_step(form: str, network: str) -> Callable[[], Any]:
 def variables(args: Any) -> Iterator[Comparison]:
     """Variables cost what donated arrays cost.
 
-    Every variable moves a little towards the mean of the replicas' inputs, in a step of
-    `run` that reads and assigns them, against a hand-written `shard_map` of donated
-    arrays: a step end to end; what the arrays that JAX keeps between two steps take on
-    all devices; and what the compiled step needs on one device, as XLA reports it.
+    Every variable moves a little towards the mean of the replicas' inputs, against a
+    `shard_map` by hand of donated arrays: a step; what the arrays that JAX keeps
+    between two steps take on all devices; and what the compiled step needs on one
+    device.
     """
     simulated = js.simulate(max(args.devices))
     for n in args.devices:

@@ -65,17 +65,12 @@ Found = dict[str, float] | None
 def scaling(args: Any) -> Iterator[Comparison]:
     """Start-up does not grow with replicas, and `run` adds little to the floor.
 
-    A perceptron of 30 layers x 32 units (Flax, Optax, 8 rows per replica) on 1 to 64
-    simulated CPU devices, each number of them in processes of its own, in turns:
-
-    - trace: Python's part of the first call (tracing, analysis, lowering), and
-    - compile: XLA's part; neither may grow by more than 1.3 from few replicas to many;
-    - step: `run` beside the same step by hand without any communication, the floor;
-    - memory: what one device needs for a step, from XLA's memory analysis.
-
-    And how trace and compile grow with the number of arrays (perceptrons of 8 units),
-    beside `shard_map` by hand with a `lax.pmean` of each. Both are in processor seconds
-    of all threads. A process that uses more of them than `--limit` is stopped.
+    A perceptron of 30 layers x 32 units on simulated devices, each number of them in
+    processes of its own: processor seconds of Python's part of the first call (trace)
+    and of XLA's (compile); `run` beside the same step by hand without any
+    communication; and the memory of a device. And how trace and compile grow with the
+    number of arrays, beside `shard_map` by hand. A process that uses more than
+    `--limit` seconds is stopped.
     """
     found = start_in_turn(
         [("run", 0, n) for n in args.replicas], args.rounds, args.limit
@@ -350,12 +345,11 @@ OPTIMIZERS: Mapping[str, optax.GradientTransformation] = {
 def analysis(args: Any) -> Iterator[Comparison]:
     """Proving what is mirrored is right, exact and cheap.
 
-    - precision: parameters, optimizer state and reduced metrics of real models are all
-      proved mirrored;
+    - precision: parameters, optimizer state and reduced metrics of models are all
+      proved;
     - soundness: of random programs, every result called mirrored is the same on all
       replicas, bit by bit;
-    - time: the replication analysis of a transformer's training step takes at most a
-      tenth of the time that JAX takes to trace it, in proportion to the blocks.
+    - time: at most a tenth of the time that JAX takes to trace the step.
     """
     strategy = js.MirroredStrategy(js.simulate(4))
     mesh = strategy.mesh

@@ -238,19 +238,13 @@ def prepared(
 def train_step(args: Any) -> Iterator[Comparison]:
     """A step costs at most 1.02 of the best other way in JAX, half of TensorFlow's.
 
-    Perceptrons (layers x units), a small residual network and a small transformer, with
-    Flax and Optax, a small fixed batch per replica, on simulated CPU devices, as
-
-    - `run`: it averages loss and gradients with `all_reduce("mean", ...)`;
-    - `shard_map` and `pmap` by hand, with `lax.pmean` of each leaf;
-    - `jit`: plain `jax.jit` of the whole batch, split over the mesh;
-    - `tensorflow`: its `MirroredStrategy`, and `torch`: its `DistributedDataParallel`
-      with gloo, where installed; they do not average the loss.
-
-    The state is donated and flows on. All forms take turns, also those in
-    other processes, which wait meanwhile. A turn is some tens of milliseconds of steps
-    that are dispatched one after the other, up to the result of the last one. Before
-    that the first losses of all forms are compared.
+    Perceptrons (layers x units), a small residual network and a small transformer in
+    Flax and Optax, as `run`; `shard_map` and `pmap` by hand, with `lax.pmean` of each
+    leaf; `jit` of the whole batch, split over the mesh; and `tensorflow`
+    (`MirroredStrategy`) and `torch` (`DistributedDataParallel` with gloo) where
+    installed, which do not average the loss. The state is donated. A turn is some tens
+    of milliseconds of steps, dispatched one after the other, up to the result of the
+    last one. Before that the first losses of all forms are compared.
     """
     versions = installed(args.others_python)
     wanted = [name for name in FRAMEWORKS if name in args.only]
