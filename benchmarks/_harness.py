@@ -425,7 +425,7 @@ class Workers:
     def _hear(self) -> list[Any]:
         lines = [p.stdout.readline() for p in self._processes if p.stdout]
         if not all(lines):
-            self.__exit__()
+            self.__exit__(RuntimeError)
             self._log.seek(0)
             raise RuntimeError(f"a process ended:\n{self._log.read()}")
         return [json.loads(line) for line in lines]
@@ -433,13 +433,14 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object = None, *error: object) -> None:
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
+            if kind is None:  # or nothing of what was measured would be told in time
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
             process.kill()
             process.wait()

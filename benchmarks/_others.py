@@ -47,6 +47,7 @@ def started(name: str, replicas: int, folder: str, python: str) -> Workers:
 def trainings(name: str, rank: int, replicas: int, folder: str) -> Callable[..., Any]:
     """Returns what answers in one of the processes."""
     framework: Any = importlib.import_module(name)
+    strategy: Any = None
     if name == "tensorflow":
         (cpu,) = framework.config.list_physical_devices("CPU")
         logical = [framework.config.LogicalDeviceConfiguration()] * replicas

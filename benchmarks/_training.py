@@ -22,6 +22,7 @@ Mean = Callable[[PyTree], PyTree]
 Devices = Sequence[jax.Device]
 
 AXIS = "replica"
+WHOLE = P()
 RATE = 0.1
 
 
@@ -109,12 +110,12 @@ def with_run(task: Task, devices: Devices, donates: bool = True) -> Training:
     return Training(step, strategy.mirror(task.state()), batch)
 
 
-def mapped(step: Callable[..., Any], mesh: Mesh, count: int = 1) -> Callable[..., Any]:
-    """Returns `shard_map` by hand of a step of mirrored state and `count` arrays."""
-    specs = (P(), *[P(AXIS)] * count)
-    return jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
-    )
+def mapped(
+    step: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: P = WHOLE
+) -> Callable[..., Any]:
+    """Returns `shard_map` by hand, as a program of today writes it."""
+    options: Any = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+    return jax.shard_map(step, mesh=mesh, **options)
 
 
 def by_hand(
@@ -123,7 +124,7 @@ def by_hand(
     """With `jax.jit(jax.shard_map(...))`."""
     mesh = js.MirroredStrategy(devices).mesh
     state, batch = mirrored_and_split(task, mesh)
-    step = mapped(task.step_with(mean), mesh, len(batch))
+    step = mapped(task.step_with(mean), mesh, (P(), *[P(AXIS)] * len(batch)))
     return Training(jax.jit(step, donate_argnums=(0,) * donates), state, batch)
 
 

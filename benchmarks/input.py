@@ -131,7 +131,7 @@ def feeding(args: Any) -> Iterator[Comparison]:
     if "stall" in args.only:
         batch = np.ones((64, 16), np.float32)
 
-        def source() -> Iterator[np.ndarray]:
+        def slowly() -> Iterator[np.ndarray]:
             for _ in range(STEPS):
                 time.sleep(WAIT_SECONDS)
                 yield batch
@@ -148,7 +148,7 @@ def feeding(args: Any) -> Iterator[Comparison]:
             jax.block_until_ready(step(value).stacked)
             time.sleep(WAIT_SECONDS)
 
-        fed = functools.partial(strategy.experimental_distribute_dataset, source)
+        fed = functools.partial(strategy.experimental_distribute_dataset, slowly)
         ways = {"dataset": fed, "device_put": lambda: [placed(batch)] * STEPS}
         measures = {k: functools.partial(milliseconds, v) for k, v in ways.items()}
         times = in_turn(measures, 5)

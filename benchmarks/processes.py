@@ -33,7 +33,7 @@ from _harness import (
     median_seconds,
     scaled,
 )
-from _training import PyTree, all_reduce_mean, pmean
+from _training import PyTree, all_reduce_mean, mapped, pmean
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from train_step import installed
@@ -185,11 +185,10 @@ def by_hand(devices: Sequence[Any], layers: int, units: int) -> tuple[Any, Any, 
             array.shape, NamedSharding(mesh, spec), lambda index: array[index]
         )
 
-    specs = {"in_specs": (P(), P("replica")), "out_specs": P()}
-    mapped = jax.shard_map(step_with(mean), mesh=mesh, **specs, check_vma=False)
+    step = mapped(step_with(mean), mesh, (P(), P("replica")))
     weights, rows = perceptron(layers, units)
     x = placed(np.broadcast_to(rows, (len(devices), *rows.shape)), P("replica"))
-    return jax.jit(mapped, donate_argnums=0), [placed(w, P()) for w in weights], x
+    return jax.jit(step, donate_argnums=0), [placed(w, P()) for w in weights], x
 
 
 def timed(step: Callable[..., Any], weights: Any, x: Any) -> Callable[[int], float]:

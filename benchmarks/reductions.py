@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _harness import Comparison, benchmark, in_turn, main, scaled, seconds_of
-from _training import AXIS, Devices, PyTree, all_reduce_mean, pmean_of_each
+from _training import AXIS, Devices, PyTree, all_reduce_mean, mapped, pmean_of_each
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -201,9 +201,8 @@ def compare_packs(
             done = repeated(reduce)(tuple(x.reshape(x.shape[1:]) for x in stacked))
             return jax.tree.map(lambda x: x[None], done) if is_loop else done
 
-        specs = {"in_specs": P(AXIS), "out_specs": P(AXIS) if is_loop else P()}
-        mapped = jax.shard_map(step, mesh=strategy.mesh, **specs, check_vma=False)
-        return functools.partial(jax.jit(mapped), tuple(x.stacked for x in trees))
+        program = mapped(step, strategy.mesh, P(AXIS), P(AXIS) if is_loop else P())
+        return functools.partial(jax.jit(program), tuple(x.stacked for x in trees))
 
     def psum(tree: PyTree) -> PyTree:
         return lax.psum(tree, AXIS)
@@ -248,7 +247,8 @@ def wide(args: Any) -> Iterator[Comparison]:
     """
     strategy = js.MirroredStrategy(js.simulate(args.devices))
     n = args.devices
-    for kind, count in itertools.product(("few types", "many types"), args.leaves):
+    kinds: tuple[Any, ...] = ("few types", "many types")
+    for kind, count in itertools.product(kinds, args.leaves):
         shapes = [LAYER[k % len(LAYER)] for k in range(count)]
         if kind == "many types":
             shapes = [(k % 200 + 1, k // 200 + 1) for k in range(count)]
@@ -263,9 +263,7 @@ def wide(args: Any) -> Iterator[Comparison]:
             def total(leaves: list[jax.Array]) -> list[jax.Array]:
                 return lax.psum([leaf[0] for leaf in leaves], AXIS)
 
-            specs = {"in_specs": P(AXIS), "out_specs": P()}
-            mapped = jax.shard_map(total, mesh=strategy.mesh, **specs, check_vma=False)
-            return jax.jit(mapped)(stacked)
+            return jax.jit(mapped(total, strategy.mesh, P(AXIS)))(stacked)
 
         def first(call: Callable[[], Any]) -> float:
             jax.clear_caches()
@@ -417,8 +415,7 @@ def reductions_in_a_row(
     def replica(params: list[jax.Array]) -> list[jax.Array]:
         return lax.scan(step, params, None, length=steps)[0]
 
-    specs = {"in_specs": P(), "out_specs": P()}
-    jitted = jax.jit(jax.shard_map(replica, mesh=mesh, **specs, check_vma=False))
+    jitted = jax.jit(mapped(replica, mesh, P()))
     draw = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH))
     place = NamedSharding(mesh, P())
     params = [jax.device_put(each, place) for each in draw.astype(np.float32)]

@@ -120,6 +120,7 @@ def train(folder: str) -> None:
         mark("restored")
         for number, (done, (x, y)) in enumerate(loop):
             if done == 20 and not is_again:
+                assert loop.manager is not None
                 loop.manager.wait()
                 if is_last:
                     mark("killed")

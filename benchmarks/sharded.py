@@ -373,6 +373,7 @@ class Form:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
+        self.training: Any = None
         self.explained: float | None = None
 
     def begin(self) -> dict[str, float]:
@@ -704,11 +705,9 @@ def median_times(form: Training) -> float:
 LANES = {"perceptron": (squares, 4), "convolutions": (convolutions, 1)}
 
 
-def lanes(
-    model: str, replicas: int, units: int, rows: int, device: jax.Device
-) -> Training:
+def lanes(model: str, n: int, units: int, rows: int, device: jax.Device) -> Training:
     """Training of replicas that share a device."""
-    (make, more), n = LANES[model], replicas
+    make, more = LANES[model]
     params, loss, shape = make(units)
     strategy = js.MirroredStrategy([device], replicas_per_device=n)
     batch = images(shape, n * more * rows).reshape(n, more * rows, *shape)

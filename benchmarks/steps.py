@@ -189,7 +189,9 @@ def forms_of_several(task: Task, devices: Devices, k: int) -> dict[str, Training
     return {
         "several": Training(strategy.several(step), mirrored(), [(batch,) * k]),
         "shard_map": Training(
-            jax.jit(mapped(scanned, strategy.mesh)), state, [(rows,) * k]
+            jax.jit(mapped(scanned, strategy.mesh, (P(), P(AXIS)))),
+            state,
+            [(rows,) * k],
         ),
         "run": Training(in_python, mirrored(), [(batch,) * k]),
     }
@@ -465,7 +467,8 @@ class WithArrays:
             mean = pmean(x[0])
             return [a + 0.1 * (mean - a) for a in arrays], mean.sum()
 
-        self._step = jax.jit(mapped(step, mesh), donate_argnums=0)
+        step = mapped(step, mesh, (P(), P(AXIS)))
+        self._step: Any = jax.jit(step, donate_argnums=0)
         self._x = jax.device_put(rows, NamedSharding(mesh, P(AXIS)))
         # Copied, so that no array shares the memory of a host array.
         placed = [jax.device_put(a, NamedSharding(mesh, P())) for a in arrays]

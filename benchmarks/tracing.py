@@ -32,6 +32,7 @@ from _training import (
     Task,
     Training,
     by_hand,
+    mapped,
     pmean,
     pmean_of_each,
     unchanged,
@@ -412,8 +413,7 @@ def analysed(
     state: PyTree, step: Callable[..., PyTree], mesh: jax.sharding.Mesh
 ) -> tuple[float, float, list[bool]]:
     """Seconds of the analysis and of tracing, and whether each result varies."""
-    specs = {"in_specs": (P(), P(AXIS), P()), "out_specs": P()}
-    new = jax.shard_map(lambda *args: step(*args), mesh=mesh, **specs, check_vma=False)
+    new = mapped(lambda *args: step(*args), mesh, (P(), P(AXIS), P()))
     batch = jax.ShapeDtypeStruct((2 * mesh.size, 4, 8), jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     jax.clear_caches()

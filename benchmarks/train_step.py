@@ -281,7 +281,7 @@ def compare(
     trainings["run"].burst(2)
     steps = int(min(max(TURN / trainings["run"].burst(2), 2), MOST_STEPS))
     bursts = {form: lambda t=t: t.burst(steps) for form, t in trainings.items()}
-    bursts |= {k: lambda f=f: f.ask("burst", steps)[0] for k, f in others.items()}
+    bursts |= {k: lambda w=w: w.ask("burst", steps)[0] for k, w in others.items()}
     for burst in bursts.values():
         burst()  # whatever a framework does only once
     times = scaled(in_turn(bursts, args.rounds, args.seconds), 1e6)
