@@ -468,7 +468,7 @@ class CheckpointManager:
     def _read(
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
     ) -> PyTree:
-        record = self._record(step)
+        record = self._record(step, is_known=True)  # it was verified just now
         state = State(state_like, self._replicas())
         what = self._what("restore", step)
         agreement.compare_leaves(what, list(state.leaves))
@@ -568,9 +568,9 @@ class CheckpointManager:
         self._require(step, self._what("read the record of", step))
         return self._record(step)
 
-    def _record(self, step: int) -> Record:
+    def _record(self, step: int, is_known: bool = False) -> Record:
         try:
-            return self._folder.record(step)
+            return self._folder.record(step, is_known)
         except Damage as damage:
             raise CheckpointError(
                 f"Checkpoint {step} in `{self._folder.path}` is damaged: {damage}."

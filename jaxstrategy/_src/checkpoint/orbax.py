@@ -1,8 +1,8 @@
 """Arrays on disk by Orbax, which no other file imports.
 
-Orbax writes and reads the arrays. Its checkpointers, which would also make the folder
-and give it its name, are not used: they tell no other process of a failure, and write
-nothing over a file's contents before the name is there.
+Orbax's checkpointers, which would also make the folder and give it its name, are not
+used: a process that fails tells no other, and the record, with the checksums of all
+files, has to be there before the name is.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class OrbaxBackend:
         # then the processes may not know each other.
         self._handler: ocp.PyTreeCheckpointHandler | None = None
         self._commits: Sequence[Any] = ()
+        self._began = 0  # nanoseconds
 
     def path_of(self, directory: str | os.PathLike[str]) -> epath.Path:
         """A folder here, or on cloud storage (`gs://...`)."""
