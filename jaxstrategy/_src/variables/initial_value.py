@@ -30,7 +30,7 @@ from jaxstrategy._src.replicas.mesh import as_numbers, is_key
 from jaxstrategy._src.text.shown import several_whole, shown
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.variables.sharding_choice import PartitionFunction
+from jaxstrategy._src.variables.sharding_choice import PartitionFunction, asked
 
 InitialValue: TypeAlias = Value | Callable[[], Value]
 """A value, or a function without arguments that returns one."""
@@ -251,64 +251,34 @@ def _settled(value: Value, dtype: DTypeLike | None, name: str) -> jax.Array:
 _PART_ARGUMENTS = "partition_shape", "partition_offset"
 
 
-@final
-class ShardPlan:
-    """What each shard of a new variable starts with.
-
-    Args:
-      initial_value: of all of it, or a function of `partition_shape` and
-        `partition_offset` that makes a part.
-      lengths: the number of rows of each shard.
-      like: the type of the whole.
-      dtype: that the user wants.
-      name: of the whole.
-    """
-
-    def __init__(
-        self,
-        initial_value: Start | Callable[..., Value],
-        lengths: Sequence[int],
-        like: jax.ShapeDtypeStruct,
-        dtype: DTypeLike | None,
-        name: str,
-    ) -> None:
-        self._initial = initial_value
-        self._starts = list(itertools.accumulate(lengths, initial=0))
-        self._shape = tuple(like.shape)
-        self._dtype = dtype
-        self._name = name
-
-    def __iter__(self) -> Iterator[Value]:
-        """The value of each shard, one after the other."""
-        for start, stop in itertools.pairwise(self._starts):
-            if not isinstance(self._initial, Start):
-                part = self._made(start, stop)
-                if part is not None:
-                    yield part
-                    continue
-            assert isinstance(self._initial, Start), "a part has settled it"
-            yield self._initial.rows(start, stop)
-
-    def _made(self, start: int, stop: int) -> Value:
-        """The part that the function makes; None if it has made all instead."""
-        assert not isinstance(self._initial, Start), "it is a function"
-        shape = (stop - start, *self._shape[1:])
-        offset = (start, *(0,) * (len(shape) - 1))
-        make = functools.partial(
-            self._initial, partition_shape=shape, partition_offset=offset
-        )
-        part = start_of(make, self._dtype, self._name)
-        if part.type.shape == shape:
-            return part.array
-        if start or part.type.shape != self._shape:
-            raise ValueError(
-                f"The initial value of variable {self._name!r} was asked for the part "
-                f"of shape {shape} at {offset}, and is of shape {part.type.shape}. A "
-                "function with `partition_shape` and `partition_offset` returns that "
-                "part; without these it is called once, and returns all."
+def _shards(
+    initial: Start | Callable[..., Value],
+    lengths: Sequence[int],
+    whole: tuple[int, ...],
+    dtype: DTypeLike | None,
+    name: str,
+) -> Iterator[Value]:
+    """The value of each shard of a new variable, one after the other."""
+    starts = itertools.accumulate(lengths, initial=0)
+    for start, stop in itertools.pairwise(starts):
+        if not isinstance(initial, Start):
+            shape, offset = (stop - start, *whole[1:]), (start, *(0,) * len(whole[1:]))
+            make = functools.partial(
+                initial, partition_shape=shape, partition_offset=offset
             )
-        self._initial = part
-        return None
+            part = start_of(make, dtype, name)
+            if part.type.shape == shape:
+                yield part.array
+                continue
+            if start or part.type.shape != whole:
+                raise ValueError(
+                    f"The initial value of variable {name!r} was asked for the part of "
+                    f"shape {shape} at {offset}, and is of shape {part.type.shape}. A "
+                    "function with `partition_shape` and `partition_offset` returns "
+                    "that part; without these it is called once, and returns all."
+                )
+            initial = part  # it has made all instead
+        yield initial.rows(start, stop)
 
 
 def shard_plan(
@@ -317,8 +287,8 @@ def shard_plan(
     shape: Sequence[int] | None,
     dtype: DTypeLike | None,
     name: str,
-) -> ShardPlan | Start:
-    """The shards of a new variable; what it starts with if it is in one piece."""
+) -> Iterator[Value] | Start:
+    """The values of the shards of a new variable; its start if it is in one piece."""
     if initial_value is None:
         raise ValueError(
             f"Variable {name!r} was made without an initial value, in the scope of a "
@@ -334,7 +304,7 @@ def shard_plan(
         return start_of(initial, dtype, name)
     short, longer = divmod(like.shape[0], count)
     lengths = [short + (number < longer) for number in range(count)]
-    return ShardPlan(initial, lengths, like, dtype, name)
+    return _shards(initial, lengths, tuple(like.shape), dtype, name)
 
 
 def _typed(
@@ -383,14 +353,7 @@ def _number_of_shards(
     shape = tuple(like.shape)
     if not shape or not shape[0] or is_key(like.dtype):
         return 1
-    answer = partitioner(shape, like.dtype)
-    numbers = several_whole(answer)
-    told = f"The partitioner of variable {name!r} of shape {shape} returned"
-    if numbers is None:
-        raise TypeError(
-            f"{told} {shown(answer)}; a list of whole numbers was wanted, how many "
-            "shards there are to be along each dimension."
-        )
+    numbers, told = asked(partitioner, shape, like.dtype, name, "shards")
     is_wrong = not numbers or len(numbers) > len(shape) or numbers[0] < 1
     if is_wrong or any(number != 1 for number in numbers[1:]):
         raise ValueError(

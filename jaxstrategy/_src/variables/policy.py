@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
-from typing import NoReturn, final
+from typing import NamedTuple, NoReturn, final
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy, AbstractVariablePolicy
@@ -25,6 +25,16 @@ from jaxstrategy._src.variables.remote_kinds import (
 from jaxstrategy._src.variables.sharding_choice import Partitioner, PartitionFunction
 
 
+class WantedVariable(NamedTuple):
+    """What a new variable asks for; `owner` is its strategy, if it has one."""
+
+    name: str
+    on_read: bool
+    aggregation: VariableAggregation
+    owner: AbstractStrategy | None
+    per_worker: bool
+
+
 class VariablePolicy(AbstractVariablePolicy):
     """Chooses how each variable is kept that is made in the scope of a strategy.
 
@@ -36,14 +46,7 @@ class VariablePolicy(AbstractVariablePolicy):
     partitioner: PartitionFunction | None = None
 
     @abc.abstractmethod
-    def kind(
-        self,
-        name: str,
-        on_read: bool,
-        aggregation: VariableAggregation,
-        owner: AbstractStrategy | None,
-        per_worker: bool,
-    ) -> VariableKind:
+    def kind(self, wanted: WantedVariable) -> VariableKind:
         """The kind of a new variable, which keeps it."""
 
     def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
@@ -71,14 +74,8 @@ class ReplicatedVariables(VariablePolicy):
         """The replicas that mirrored variables have a copy on."""
         return self._home
 
-    def kind(
-        self,
-        name: str,
-        on_read: bool,
-        aggregation: VariableAggregation,
-        owner: AbstractStrategy | None,
-        per_worker: bool,
-    ) -> VariableKind:
+    def kind(self, wanted: WantedVariable) -> VariableKind:
+        name, on_read, aggregation, owner, per_worker = wanted
         if per_worker:
             raise _no_workers(name)
         if on_read:
@@ -104,14 +101,8 @@ class OrdinaryVariables(VariablePolicy):
         """The replica that has the copy."""
         return self._replicas
 
-    def kind(
-        self,
-        name: str,
-        on_read: bool,
-        aggregation: VariableAggregation,
-        owner: AbstractStrategy | None,
-        per_worker: bool,
-    ) -> VariableKind:
+    def kind(self, wanted: WantedVariable) -> VariableKind:
+        name, on_read, aggregation, _, per_worker = wanted
         if per_worker:
             raise _no_workers(name)
         # The one copy cannot differ from others, and is what all of them combine to.
@@ -196,15 +187,9 @@ class ServerVariables(VariablePolicy):
         own = isinstance(kind, ServerKind)
         return kind.of(owner, self._pool, self._workers) if own else kind
 
-    def kind(
-        self,
-        name: str,
-        on_read: bool,
-        aggregation: VariableAggregation,
-        owner: AbstractStrategy | None,
-        per_worker: bool,
-    ) -> VariableKind:
+    def kind(self, wanted: WantedVariable) -> VariableKind:
         """On the next server; beside another variable in `colocate_vars_with`."""
+        name, _, aggregation, owner, per_worker = wanted
         home, pool, workers = self._home, self._pool, self._workers
         if per_worker:
             return PerWorkerKind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -63,7 +64,53 @@ class Partitioner:
         )
 
 
-class FixedShardsPartitioner(Partitioner):
+class _OfOneDimension(Partitioner, abc.ABC):
+    """Divides along one dimension, by its length and the bytes of all."""
+
+    _bytes_per_string = 16
+
+    def __call__(
+        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
+    ) -> list[int]:
+        """The number of parts along each dimension, not more than there are rows.
+
+        Args:
+          shape: of a variable.
+          dtype: of it.
+          axis: the dimension that may be divided.
+        """
+        lengths = several_whole(shape)
+        if lengths is None:
+            raise TypeError(
+                f"`shape` was {shown(shape)}; a list of whole numbers was wanted."
+            )
+        numbers = [1] * len(lengths)
+        if not numbers:
+            return numbers
+        along = whole(axis)
+        if along is None or not -len(lengths) <= along < len(lengths):
+            raise ValueError(
+                f"`axis` was {shown(axis)}, but the shape is {lengths}; the number of "
+                "one of its dimensions was wanted."
+            )
+        try:
+            known = jnp.dtype(dtype)
+        except TypeError:
+            raise TypeError(
+                f"`dtype` was {shown(dtype)}; a dtype was wanted."
+            ) from None
+        is_text = known.kind in "OSUT"
+        item = self._bytes_per_string if is_text else known.itemsize
+        wanted = self._parts(lengths[along], math.prod(lengths) * item)
+        numbers[along] = max(1, min(wanted, lengths[along]))
+        return numbers
+
+    @abc.abstractmethod
+    def _parts(self, rows: int, size: int) -> int:
+        """How many parts of so many rows, of so many bytes, there are to be."""
+
+
+class FixedShardsPartitioner(_OfOneDimension):
     """Wants a fixed number of parts.
 
     Args:
@@ -81,20 +128,11 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = _positive(num_shards, "num_shards")
 
-    def __call__(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
-    ) -> list[int]:
-        """The number of parts along each dimension, not more than there are rows.
-
-        Args:
-          shape: of a variable.
-          dtype: of it; plays no part.
-          axis: the dimension that may be divided.
-        """
-        return _along(shape, axis, lambda rows: self._num_shards)
+    def _parts(self, rows: int, size: int) -> int:
+        return self._num_shards
 
 
-class MinSizePartitioner(Partitioner):
+class MinSizePartitioner(_OfOneDimension):
     """Wants as many parts as there can be of at least some size.
 
     A part may be a little smaller: bytes are divided, and rounded up.
@@ -124,26 +162,11 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = _positive(max_shards, "max_shards")
         self._bytes_per_string = _positive(bytes_per_string, "bytes_per_string")
 
-    def __call__(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
-    ) -> list[int]:
-        """The number of parts along each dimension, not more than there are rows.
-
-        Args:
-          shape: of a variable.
-          dtype: of it.
-          axis: the dimension that may be divided.
-        """
-        item = _item_size(dtype, self._bytes_per_string)
-
-        def parts(rows: int) -> int:
-            wanted = -(-math.prod(shape) * item // self._min_shard_bytes)
-            return min(wanted, self._max_shards)
-
-        return _along(shape, axis, parts)
+    def _parts(self, rows: int, size: int) -> int:
+        return min(-(-size // self._min_shard_bytes), self._max_shards)
 
 
-class MaxSizePartitioner(Partitioner):
+class MaxSizePartitioner(_OfOneDimension):
     """Wants as few parts as there can be of at most some size, one row at least.
 
     Args:
@@ -171,52 +194,10 @@ class MaxSizePartitioner(Partitioner):
         self._max_shards = _positive(max_shards, "max_shards") if is_limited else None
         self._bytes_per_string = _positive(bytes_per_string, "bytes_per_string")
 
-    def __call__(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
-    ) -> list[int]:
-        """The number of parts along each dimension, not more than there are rows.
-
-        Args:
-          shape: of a variable.
-          dtype: of it.
-          axis: the dimension that may be divided.
-        """
-        item = _item_size(dtype, self._bytes_per_string)
-
-        def parts(rows: int) -> int:
-            of_a_row = max(math.prod(shape) * item // max(rows, 1), 1)
-            wanted = -(-rows // max(self._max_shard_bytes // of_a_row, 1))
-            return wanted if self._max_shards is None else min(wanted, self._max_shards)
-
-        return _along(shape, axis, parts)
-
-
-def _along(shape: Sequence[int], axis: int, parts: Callable[[int], int]) -> list[int]:
-    """1 for each dimension, but along `axis` what `parts` says of its length."""
-    lengths = several_whole(shape)
-    if lengths is None:
-        raise TypeError(
-            f"`shape` was {shown(shape)}; a list of whole numbers was wanted."
-        )
-    numbers = [1] * len(lengths)
-    if not numbers:
-        return numbers
-    along = whole(axis)
-    if along is None or not -len(lengths) <= along < len(lengths):
-        raise ValueError(
-            f"`axis` was {shown(axis)}, but the shape is {lengths}; the number of one "
-            "of its dimensions was wanted."
-        )
-    numbers[along] = max(1, min(parts(lengths[along]), lengths[along]))
-    return numbers
-
-
-def _item_size(dtype: DTypeLike, of_text: int) -> int:
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"`dtype` was {shown(dtype)}; a dtype was wanted.") from None
-    return of_text if known.kind in "OSUT" else known.itemsize
+    def _parts(self, rows: int, size: int) -> int:
+        of_a_row = max(size // max(rows, 1), 1)
+        wanted = -(-rows // max(self._max_shard_bytes // of_a_row, 1))
+        return wanted if self._max_shards is None else min(wanted, self._max_shards)
 
 
 def _positive(given: object, name: str) -> int:
@@ -364,14 +345,7 @@ class ShardingChoice:
             return LeafSharding(None, "it has no dimension to divide")
         if is_key(leaf.dtype):
             return LeafSharding(None, "random keys stay whole")
-        answer = partitioner(shape, leaf.dtype)
-        numbers = several_whole(answer)
-        told = f"The partitioner of variable {self.name!r} of shape {shape} returned"
-        if numbers is None:
-            raise TypeError(
-                f"{told} {shown(answer)}; a list of whole numbers was wanted, how many "
-                "parts there are to be along each dimension."
-            )
+        numbers, told = asked(partitioner, shape, leaf.dtype, self.name, "parts")
         divided = [i for i, number in enumerate(numbers) if number > 1]
         is_wrong = len(numbers) > len(shape) or any(number < 1 for number in numbers)
         if is_wrong or len(divided) > 1:
@@ -391,6 +365,25 @@ class ShardingChoice:
                 None, f"{parts} replicas cannot divide dimension {dimension} of {shape}"
             )
         return _unless_alone_or_empty(LeafSharding(dimension), leaf, parts)
+
+
+def asked(
+    partitioner: PartitionFunction,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    name: str,
+    what: str,
+) -> tuple[Sequence[int], str]:
+    """What a partitioner says of a variable, and the beginning of a message of it."""
+    answer = partitioner(shape, dtype)
+    numbers = several_whole(answer)
+    told = f"The partitioner of variable {name!r} of shape {shape} returned"
+    if numbers is None:
+        raise TypeError(
+            f"{told} {shown(answer)}; a list of whole numbers was wanted, how many "
+            f"{what} there are to be along each dimension."
+        )
+    return numbers, told
 
 
 def _unless_alone_or_empty(

@@ -53,7 +53,7 @@ from jaxstrategy._src.variables.initial_value import (
     start_of,
 )
 from jaxstrategy._src.variables.kinds import check_aggregation
-from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy
+from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy, WantedVariable
 from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of, server_kind_of
 from jaxstrategy._src.variables.rows import checked_ids, looked_up
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
@@ -235,8 +235,9 @@ class Variable(AbstractVariable):
         self.number = next(_numbers)
         policy = _policy()
         self._strategy = context.current().strategy if policy.are_owned else None
+        per_worker, owner = per_worker_variable, self._strategy
         kind = policy.kind(
-            name, on_read, self._aggregation, self._strategy, per_worker_variable
+            WantedVariable(name, on_read, self._aggregation, owner, per_worker)
         )
         step = access.tracing()
         if step is not None and not step.may_create:
