@@ -314,47 +314,73 @@ def _type(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
+class _Ahead:
+    """What the thread that reads ahead shares with who reads; it refers to neither."""
+
+    def __init__(self, depth: int) -> None:
+        # Of this kind because its methods may be interrupted by the collector, which
+        # may call `end` in the midst of any of them.
+        self.results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self.wanted.put(None)
+        self.stop = threading.Event()
+
+    def work(self, make: Callable[[], object], worker: object) -> None:
+        """Put what `make` returns there, as often as it is wanted, until it raises."""
+        while True:
+            self.wanted.get()
+            if self.stop.is_set():
+                return
+            try:
+                with context.entered(worker=worker):
+                    result = make(), None
+            except BaseException as error:
+                # Of any kind: who waits for the result would otherwise wait for ever.
+                result = None, error
+            self.results.put(result)
+            if result[1] is not None:
+                return
+
+    def end(self, thread: threading.Thread) -> None:
+        """End the thread; also called at the end of the program."""
+        self.stop.set()
+        self.wanted.put(None)  # the thread may wait for it
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.results.get_nowait()
+        # Somebody may wait for it in another thread.
+        self.results.put((None, StopIteration()))
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(_PATIENCE_SECONDS)
+
+
 class Prefetcher(Iterator[_T]):
     """The results of a function, one after the other, called some calls ahead."""
 
     def __init__(self, make: Callable[[], _T], depth: int) -> None:
-        # Of this kind because its methods may be interrupted by the collector, which
-        # may call `_end` in the midst of any of them.
-        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(depth):
-            self._wanted.put(None)
-        self._stop = threading.Event()
+        self._shared = _Ahead(depth)
         self._raised: BaseException | None = None
         self._thread = threading.Thread(
-            target=_work,
-            args=(
-                make,
-                self._wanted,
-                self._results,
-                self._stop,
-                context.current().worker,
-            ),
+            target=self._shared.work,
+            args=(make, context.current().worker),
             name="jaxstrategy input",
             daemon=True,
         )
-        # Also called at the end of the program.
-        self._finalizer = weakref.finalize(
-            self, _end, self._thread, self._wanted, self._results, self._stop
-        )
+        self._finalizer = weakref.finalize(self, self._shared.end, self._thread)
 
     def __next__(self) -> _T:
         if self._raised is not None:
             raise self._raised
-        if self._stop.is_set():
+        if self._shared.stop.is_set():
             raise StopIteration
         self.start()
-        result, error = self._results.get()
+        result, error = self._shared.results.get()
         if error is not None:
             self._raised = error
             self.close()
             raise error
-        self._wanted.put(None)
+        self._shared.wanted.put(None)
         return result
 
     def start(self) -> None:
@@ -366,41 +392,3 @@ class Prefetcher(Iterator[_T]):
         """End the thread. It may be called twice."""
         self._finalizer()
         return not self._thread.is_alive()
-
-
-def _work(
-    make: Callable[[], _T],
-    wanted: queue.SimpleQueue[None],
-    results: queue.SimpleQueue[Any],
-    stop: threading.Event,
-    worker: object,
-) -> None:
-    while True:
-        wanted.get()
-        if stop.is_set():
-            return
-        try:
-            with context.entered(worker=worker):
-                result = make(), None
-        except BaseException as error:
-            # Of any kind: who waits for the result would otherwise wait for ever.
-            result = None, error
-        results.put(result)
-        if result[1] is not None:
-            return
-
-
-def _end(
-    thread: threading.Thread,
-    wanted: queue.SimpleQueue[None],
-    results: queue.SimpleQueue[Any],
-    stop: threading.Event,
-) -> None:
-    stop.set()
-    wanted.put(None)  # the thread may wait for it
-    with contextlib.suppress(queue.Empty):
-        while True:
-            results.get_nowait()
-    results.put((None, StopIteration()))  # somebody may wait for it in another thread
-    if thread.ident is not None and thread is not threading.current_thread():
-        thread.join(_PATIENCE_SECONDS)

@@ -22,9 +22,6 @@ from jaxstrategy._src.replicas.inner_axes import own_copy
 from jaxstrategy._src.replicas.replica_placements import (
     SAME,
 )
-from jaxstrategy._src.replicas.replicas import (
-    Replicas,
-)
 from jaxstrategy._src.text import html as _html
 from jaxstrategy._src.text.shown import array_type, shown, with_noun
 from jaxstrategy._src.values import arrays
@@ -58,28 +55,6 @@ from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of, server_k
 from jaxstrategy._src.variables.rows import checked_ids, looked_up
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice, VariableSharding
-
-
-def html_of_copies(
-    title: str, replicas: Replicas, copies: Sequence[np.ndarray], are_equal: bool
-) -> str:
-    """The copies of this process, or one of them if all are equal."""
-    if are_equal:
-        equal = f"equal on {with_noun(replicas.count, 'replica')}, "
-        where = f"{equal if replicas.count > 1 else 'on '}{replicas.device_names}"
-        text = html.escape(value_text(copies[0]))
-        value = f'<pre style="margin:.3em 0;color:inherit">{text}</pre>'
-        return _html.page(title, [_html.paragraph(where), value])
-    rows = [
-        (number, replicas.device_names_of(number), _line(copy))
-        for number, copy in zip(replicas.own, copies, strict=True)
-    ]
-    return _html.rows_of(title, ("replica", "device", "copy"), rows)
-
-
-def _line(copy: np.ndarray) -> str:
-    return line_of_value(copy) or array_type(copy.dtype, copy.shape)
-
 
 _numbers = itertools.count()
 _ON_READ = VariableSynchronization.ON_READ
@@ -439,15 +414,10 @@ class Variable(AbstractVariable):
         if (eager := context.current().eager) is not None:
             own = value_text(np.asarray(self.numpy()))
             return f"<{head}{kind}, on replica {eager.number}: {own}>"
-        if access.tracing() is not None:
-            return f"<{head}{kind}, being traced>"
-        if not self._kind.is_readable:
-            return f"<{head}{kind}>"
-        with access.one_at_a_time:
-            value = self._cell[...]
-        if isinstance(value, Tracer):
-            return f"<{head}{kind}, being traced>"
-        copies = self._kind.host_copies(value)
+        copies = self._copies_here()
+        if copies is None:
+            is_traced = access.tracing() is not None or self._kind.is_readable
+            return f"<{head}{kind}{', being traced' if is_traced else ''}>"
         if self._strategy is None:
             return f"<{head} {value_text(copies[0])}>"
         if self._are_equal(copies):
@@ -465,22 +435,36 @@ class Variable(AbstractVariable):
             return False
         return len({copy.tobytes() for copy in copies}) == 1
 
-    def _repr_html_(self) -> str:
+    def _copies_here(self) -> list[np.ndarray] | None:
+        """The copies of this process; None in a trace, or if it has none."""
         if access.tracing() is not None or not self._kind.is_readable:
-            return f"<code>{html.escape(repr(self))}</code>"
+            return None
         with access.one_at_a_time:
-            value = self._cell[...]
-        if isinstance(value, Tracer):
+            held = self._cell[...]
+        return None if isinstance(held, Tracer) else self._kind.host_copies(held)
+
+    def _repr_html_(self) -> str:
+        copies, replicas = self._copies_here(), self.replicas
+        if copies is None:
             return f"<code>{html.escape(repr(self))}</code>"
         kind = self._kind.describe if self._strategy else "of no strategy"
         type_ = array_type(self._dtype.name, self._shape)
-        copies = self._kind.host_copies(value)
-        return html_of_copies(
-            f"Variable `{self._name}` {type_}, {kind}",
-            self.replicas,
-            copies,
-            self._strategy is None or self._are_equal(copies),
-        )
+        title = f"Variable `{self._name}` {type_}, {kind}"
+        if self._strategy is None or self._are_equal(copies):
+            equal = f"equal on {with_noun(replicas.count, 'replica')}, "
+            where = f"{equal if replicas.count > 1 else 'on '}{replicas.device_names}"
+            text = html.escape(value_text(copies[0]))
+            value = f'<pre style="margin:.3em 0;color:inherit">{text}</pre>'
+            return _html.page(title, [_html.paragraph(where), value])
+        rows = [
+            (
+                number,
+                replicas.device_names_of(number),
+                line_of_value(copy) or array_type(copy.dtype, copy.shape),
+            )
+            for number, copy in zip(replicas.own, copies, strict=True)
+        ]
+        return _html.rows_of(title, ("replica", "device", "copy"), rows)
 
     def __hash__(self) -> int:
         return id(self)
