@@ -344,3 +344,20 @@ def test_a_source_that_raises(two, options):
             next(iterator)
     with pytest.raises(OSError, match="the disk is gone"):
         iterator.get_next_as_optional()
+
+
+def test_batches_that_differ_from_the_first_in_what_holds_them():
+    rows = [
+        np.arange(4.0, dtype="float32"),
+        np.ma.masked_array(np.arange(4, 8, dtype="float32"), mask=[1, 0, 0, 1]),
+        jnp.arange(8.0, 12.0),
+    ]
+    strategy = mirrored(2)
+    batches = [{"x": each} for each in rows]
+    dataset = strategy.experimental_distribute_dataset(batches)
+    found = [batch["x"].values for batch in dataset]
+    assert [type(each) for one in found for each in one] == [type(jnp.ones(1))] * 6
+    assert np.ravel(found).tolist() == list(range(12))
+    dataset = strategy.experimental_distribute_dataset([rows[0], np.float32(1)])
+    with pytest.raises(ValueError, match="batch` of batch 1 is a scalar"):
+        list(dataset)

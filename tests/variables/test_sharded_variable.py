@@ -309,6 +309,13 @@ def test_entries_of_several_dimensions(table):
     assert rows(table) == [[[0, 1]], [[5, 5], [8, 9]], [[6, 7]]]
 
 
+def test_entries_by_indices_of_several_dimensions():
+    table, want = sharded(TABLE, CUTS), TABLE.copy()
+    table.scatter_nd_add([[[0, 0]], [[2, 1]]], [[1.0], [2.0]])
+    np.add.at(want, ([0, 2], [0, 1]), [1, 2])
+    np.testing.assert_array_equal(table.numpy(), want)
+
+
 # As an array.
 
 

@@ -201,6 +201,14 @@ def test_random_keys(two):
         key.assign(1.0)
 
 
+def test_random_keys_outside_of_steps(two):
+    key, other = variable(two, jax.random.key(0)), jax.random.key(3)
+    key.assign(other)
+    assert jax.random.key_data(key.value()).tolist() == [0, 3]
+    with pytest.raises(TypeError, match="holds key<fry> and was given uint32"):
+        key.assign(jax.random.key_data(other))
+
+
 # As TensorFlow's own tests use them.
 
 
