@@ -278,7 +278,10 @@ def _placed(
     def place(step: HostBatch) -> tuple[PyTree, State | TypeError]:
         return transfer.place(step, steps), step.state
 
-    if not options.ahead or _is_at_hand(steps, transfer):
+    in_memory = all(each.is_in_memory for each in steps.passes)
+    is_alone = steps.agreement.topic is None
+    # Of batches at hand nothing is gained by reading ahead.
+    if not options.ahead or (in_memory and is_alone and transfer.is_on_host):
         return None, map(place, steps)
     if options.experimental_fetch_to_device:
         ahead = Prefetcher(lambda: place(next(steps)), options.ahead)
@@ -291,12 +294,6 @@ def _placed(
 
     ahead = Prefetcher(copied, options.ahead)
     return ahead, map(place, ahead)
-
-
-def _is_at_hand(steps: Steps, transfer: Transfer) -> bool:
-    """Whether nothing is gained by reading ahead."""
-    in_memory = all(each.is_in_memory for each in steps.passes)
-    return in_memory and transfer.is_on_host and steps.agreement.topic is None
 
 
 def _within_trace() -> ContextError:

@@ -74,7 +74,9 @@ def embedding_lookup(
         is_none |= each <= 0
     # Row 0 in the place of none: a server refuses what is no row.
     asked = jnp.where(is_none, 0, numbers) if has_groups else numbers
-    rows = _shortened(_rows(table, asked), len(shape) - 1, max_norm)
+    is_sharded = isinstance(table, ShardedVariable)
+    rows = table.rows_at(asked) if is_sharded else looked_up((table,), asked)
+    rows = _shortened(rows, len(shape) - 1, max_norm)
     if combiner is None:
         return rows
     mask = is_none.reshape(*is_none.shape, *(1,) * (len(shape) - 1))
@@ -97,12 +99,6 @@ def _checked_table(params: Value) -> Table:
             "`params` has no dimensions, and so no rows; [rows, ...] was wanted."
         )
     return table
-
-
-def _rows(table: Table, ids: jax.Array) -> jax.Array:
-    if isinstance(table, ShardedVariable):
-        return table.rows_at(ids)
-    return looked_up((table,), ids)
 
 
 def _shortened(rows: jax.Array, rank: int, max_norm: float | None) -> jax.Array:

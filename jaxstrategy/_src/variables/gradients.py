@@ -157,7 +157,9 @@ def value_and_grad(
     >>> loss_and_grad(2.0)
     (Array(36., dtype=float32), [Array(24., dtype=float32)])
     """
-    leaves, treedef = jax.tree.flatten(variables, is_leaf=_is_source)
+    leaves, treedef = jax.tree.flatten(
+        variables, is_leaf=lambda node: isinstance(node, _Source)
+    )
     for leaf in leaves:
         if not isinstance(leaf, _Source):
             raise TypeError(
@@ -247,30 +249,22 @@ def value_and_grad_of_read(
             result, grads = value_and_grad(fn, found, has_aux=True)(*args)
         made = [v for v in _trainable(strategy) if all(v is not each for each in found)]
         if made:
-            raise ValueError(_made_in_it(made[0].name))
+            raise ValueError(
+                f"Variable {made[0].name!r} was made inside the function that is "
+                "differentiated with respect to the variables that it reads. Make "
+                "variables before: call the function once by itself, in a step, or "
+                "make them in the strategy's `scope()`."
+            )
         pairs = zip(grads, found, strict=True)
         return result, [(grad, each) for grad, each in pairs if id(each) in read]
 
     return differentiated
 
 
-def _made_in_it(name: str) -> str:
-    return (
-        f"Variable {name!r} was made inside the function that is differentiated with "
-        "respect to the variables that it reads. Make variables before: call the "
-        "function once by itself, in a step, or make them in the strategy's `scope()`."
-    )
-
-
 def _trainable(strategy: AbstractStrategy) -> list[Variable]:
     """The variables with respect to which something in a step may be differentiated."""
     usable = cast("list[Variable]", abstract_variable.usable_by(strategy))
     return [v for v in usable if v.trainable and jnp.issubdtype(v.dtype, jnp.inexact)]
-
-
-def _is_source(node: object) -> bool:
-    """Whether a gradient with respect to `node` can be taken."""
-    return isinstance(node, _Source)
 
 
 def _parts_of(source: _Source) -> Sequence[Handle]:

@@ -275,7 +275,10 @@ class Variable(AbstractVariable):
         return np.asarray(value)
 
     def __getitem__(self, index: Index) -> VariablePart:
-        return VariablePart(_part_at(self.value(), index), index, self._write)
+        try:
+            return VariablePart(self.value()[index], index, self._write)
+        except OverflowError:
+            raise ValueError(f"The index {mesh.too_large(index)}") from None
 
     def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
         """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
@@ -574,10 +577,3 @@ def _policy() -> VariablePolicy:
     policy = ORDINARY if strategy is None else strategy._variable_policy
     assert isinstance(policy, VariablePolicy), "which contexts know in part only"
     return policy
-
-
-def _part_at(value: jax.Array, index: Index) -> jax.Array:
-    try:
-        return value[index]
-    except OverflowError:
-        raise ValueError(f"The index {mesh.too_large(index)}") from None
