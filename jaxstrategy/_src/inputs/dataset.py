@@ -51,7 +51,7 @@ class DistributedDataset:
     def __init__(
         self,
         start: Callable[[], Steps],
-        transfer: Transfer,
+        transfer: Transfer | None,
         options: InputOptions,
         name: str,
         sized: Source | None,
@@ -70,7 +70,9 @@ class DistributedDataset:
         return self._iterator() if begun is None else begun
 
     def _iterator(self) -> DistributedIterator:
-        return DistributedIterator(self._start, self._transfer, self._options)
+        steps = self._start()
+        assert self._transfer is not None, "a deferred one does not start"
+        return DistributedIterator(self._start, self._transfer, self._options, steps)
 
     @property
     def element_spec(self) -> PyTree:
@@ -119,7 +121,7 @@ class DistributedDataset:
     def __repr__(self) -> str:
         length = None if self._sized is None else self._sized.length
         steps = "" if length is None else f", {with_noun(length, 'step')}"
-        return f"DistributedDataset({self._name}{steps})"
+        return f"{type(self).__name__}({self._name}{steps})"
 
 
 @final
@@ -151,11 +153,13 @@ class DeferredDataset(DistributedDataset):
         is_function: bool,
         options: InputOptions,
     ) -> None:
+        if is_function:
+            name = getattr(given, "__name__", type(given).__name__)
+        else:
+            name = as_source(given).name  # it complains now, and not on each worker
+        super().__init__(_not_here, None, options, name, None)
         self._given = given
         self._is_function = is_function
-        self._options = options
-        if not is_function:
-            as_source(given)  # which complains now, and not on each worker
 
     @property
     def only_once(self) -> Iterator[Any] | None:
@@ -173,46 +177,20 @@ class DeferredDataset(DistributedDataset):
         make = feeding.of_function if self._is_function else feeding.of_dataset
         return make(self._given, self._options)
 
-    def __iter__(self) -> NoReturn:
-        raise self._refusal()
-
-    @property
-    def element_spec(self) -> NoReturn:
-        """None: workers may have another one.
-
-        Raises:
-          ValueError: always; the per-worker dataset made of it has one.
-        """
-        raise self._refusal()
-
     def __len__(self) -> NoReturn:
         raise TypeError(
             "How many steps a dataset of a ParameterServerStrategy has is known on the "
             "workers only."
         )
 
-    def reduce(self, initial_state: object, reduce_func: object) -> NoReturn:
-        """None: the batches are not here.
 
-        Raises:
-          ValueError: always.
-        """
-        raise self._refusal()
-
-    def _refusal(self) -> ValueError:
-        return ValueError(
-            "A dataset of a ParameterServerStrategy was read directly, but its batches "
-            "are for the workers. Pass it, or a function that makes it, to "
-            "`ClusterCoordinator.create_per_worker_dataset`, and schedule functions of "
-            "an iterator over what that returns."
-        )
-
-    def __repr__(self) -> str:
-        if self._is_function:
-            name = getattr(self._given, "__name__", type(self._given).__name__)
-        else:
-            name = as_source(self._given).name
-        return f"DeferredDataset({name})"
+def _not_here() -> NoReturn:
+    raise ValueError(
+        "A dataset of a ParameterServerStrategy was read directly, but its batches are "
+        "for the workers. Pass it, or a function that makes it, to "
+        "`ClusterCoordinator.create_per_worker_dataset`, and schedule functions of an "
+        "iterator over what that returns."
+    )
 
 
 class Feeding:

@@ -111,11 +111,12 @@ class DistributedIterator(AbstractInputIterator):
         start: Callable[[], Steps],
         transfer: Transfer,
         options: InputOptions,
+        steps: Steps,
     ) -> None:
         self._start = start
         self._transfer = transfer
         self._options = options
-        self._open(start())
+        self._open(steps)
 
     def _open(self, steps: Steps) -> None:
         self._steps = steps
