@@ -158,14 +158,6 @@ class Access(NamedTuple):
     in_step: bool
 
 
-def side() -> Side:
-    """The side on which the code that asks is."""
-    context = _context.current()
-    if context.replica is not None:
-        return Side.REPLICA
-    return Side.UPDATE if context.updated else Side.CROSS
-
-
 class StepVariables:
     """The variables of one trace of a step.
 

@@ -527,7 +527,9 @@ class Variable(AbstractVariable):
         Raises:
           ContextError: in another strategy's scope or `run`.
         """
-        has_one = access.side() is not access.Side.CROSS or self._kind.has_one_value
+        now = context.current()
+        is_of_all = now.replica is None and not now.updated
+        has_one = not is_of_all or self._kind.has_one_value
         return (self.value() if has_one else self.distributed(),), None
 
     @classmethod
