@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager, MismatchError

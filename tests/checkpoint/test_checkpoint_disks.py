@@ -17,7 +17,7 @@ import time
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.states import is_state_of, state_of
 
 from jaxstrategy.checkpoint import CheckpointError, CheckpointManager

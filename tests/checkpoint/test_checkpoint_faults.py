@@ -26,7 +26,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.threads import Started
 
 import jaxstrategy as js

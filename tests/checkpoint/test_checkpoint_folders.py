@@ -7,7 +7,7 @@ import shutil
 import zlib
 
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.states import is_state_of, state_of
 
 from jaxstrategy.checkpoint import (

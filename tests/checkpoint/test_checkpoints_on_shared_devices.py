@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager, MismatchError

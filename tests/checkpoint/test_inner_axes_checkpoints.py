@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.cores import COLUMNS, cored, drawn, lies, over
-from helpers.loops import each_of
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js

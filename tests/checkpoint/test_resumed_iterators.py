@@ -5,8 +5,8 @@ import re
 
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.inputs import PER_REPLICA, ranged, real, ways
-from helpers.loops import each_of
 
 import jaxstrategy as js
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager

@@ -8,7 +8,7 @@ have `tf.data`.
 import textwrap
 
 import numpy as np
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 from jaxstrategy._src.compat.port.rewriting import ported
 

@@ -1,7 +1,10 @@
 """Tables of cases of which `make test` runs the most important alone."""
 
 import copy
+import functools
 import inspect
+import re
+import warnings
 
 import pytest
 
@@ -19,41 +22,42 @@ def chosen(table, *names):
     return [*names, *slow(*(name for name in table if name not in names))]
 
 
-def looped(names, rows, anew=False):
+def each_of(names, rows, anew=False):
     """As `pytest.mark.parametrize`, in one test; what a row raises names the row.
 
-    `anew`: each row has strategies of its own, which have warned of nothing yet.
+    Each row has a `tmp_path` of its own, and with `anew` strategies too, which have
+    warned of nothing yet. That each defines its steps anew is meant.
     """
-    names = names.split(",") if isinstance(names, str) else names
-    names, rows = [name.strip() for name in names], list(rows)
+    names = names if isinstance(names, (list, tuple)) else re.findall(r"\w+", names)
+    rows = list(rows)
 
     def decorated(test):
         signature = inspect.signature(test)
+        left = [p for name, p in signature.parameters.items() if name not in names]
 
-        def loop(**fixtures):
-            for row in rows:
+        @functools.wraps(test)
+        def in_turn(*args, **fixtures):
+            for number, row in enumerate(rows):
                 values = row if len(names) > 1 else (row,)
-                given = {
-                    name: copy.deepcopy(each)
-                    if anew and isinstance(each, js.Strategy)
-                    else each
-                    for name, each in fixtures.items()
-                }
+                given = fixtures | dict(zip(names, values, strict=True))
+                if "tmp_path" in fixtures:
+                    given["tmp_path"] = fixtures["tmp_path"] / f"row {number}"
+                    given["tmp_path"].mkdir()
+                for name, value in fixtures.items():
+                    if anew and isinstance(value, js.Strategy):
+                        given[name] = copy.deepcopy(value)
                 try:
-                    test(**given, **dict(zip(names, values, strict=True)))
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", js.errors.RecompilationWarning)
+                        test(*args, **given)
                 except BaseException as error:
                     shown = ", ".join(getattr(x, "__name__", str(x)) for x in values)
-                    error.add_note(f"In the row {shown[:200]}.")
+                    error.add_note(f"In the row {shown[:300]}.")
                     raise
 
-        loop.__name__, loop.__doc__ = test.__name__, test.__doc__
-        loop.__module__, loop.pytestmark = (
-            test.__module__,
-            getattr(test, "pytestmark", []),
-        )
-        kept = [p for name, p in signature.parameters.items() if name not in names]
-        loop.__signature__ = signature.replace(parameters=kept)
-        return loop
+        del in_turn.__wrapped__  # or pytest would ask for the names as fixtures
+        in_turn.__signature__ = signature.replace(parameters=left)
+        return in_turn
 
     return decorated
 

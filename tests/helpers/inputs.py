@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers.cases import each_of
 from helpers.replicas import replica
-from helpers.rows import each_of
 
 import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationOptions

@@ -14,7 +14,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.threads import INPUT, SECONDS, Started, until
 
 import jaxstrategy as js

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.sources import Source, assert_resumes, assert_same, taken
 from helpers.threads import Started, until
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.sources import Source, assert_resumes, assert_same, cut, taken
 
 

@@ -6,8 +6,8 @@ The oracle is NumPy: replica i gets the i-th part of each global batch.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers.cases import each_of
 from helpers.cores import COLUMNS, cored, drawn, lies, over
-from helpers.loops import each_of
 from helpers.replicas import replica
 from jax.sharding import PartitionSpec as P
 

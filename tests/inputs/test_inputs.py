@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.inputs import AT_ONCE, PER_REPLICA, each_way, ranged, real, ways
-from helpers.loops import each_of
 from helpers.replicas import mirrored
 from hypothesis import given, settings
 

@@ -7,8 +7,8 @@ import threading
 
 import hypothesis.strategies as st
 import numpy as np
+from helpers.cases import each_of
 from helpers.inputs import SECONDS, ranged
-from helpers.loops import each_of
 from hypothesis import given, settings
 
 import jaxstrategy as js

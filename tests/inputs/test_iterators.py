@@ -6,8 +6,8 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.inputs import AT_ONCE, SECONDS, each_way, ranged, real, ways
-from helpers.loops import each_of
 from helpers.replicas import mirrored
 
 import jaxstrategy as js

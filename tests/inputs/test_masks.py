@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.replicas import mirrored
 from hypothesis import given, settings
 

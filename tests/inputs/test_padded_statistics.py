@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

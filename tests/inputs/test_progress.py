@@ -9,7 +9,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.threads import INPUT, Started
 
 import jaxstrategy as js

@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.inputs import each_way, ranged, real
-from helpers.loops import each_of
 from helpers.replicas import mirrored
 
 import jaxstrategy as js

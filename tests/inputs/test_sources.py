@@ -7,7 +7,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.sources import Source, assert_resumes, assert_same, taken
 
 import jaxstrategy as js

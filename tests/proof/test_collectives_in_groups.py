@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax import lax
 
 import jaxstrategy as js
@@ -122,7 +122,7 @@ ALONE = {
 }  # fmt: skip
 
 
-@looped("name", ALONE)
+@each_of("name", ALONE)
 def test_members_that_may_decide_otherwise_are_refused(four, name):
     # JAX promises nowhere to leave out a collective whose result nobody needs.
     with pytest.raises(

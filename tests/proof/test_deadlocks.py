@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.lines import AXIS, SEVERAL, ids, place
 from helpers.replicas import replica
 from jax import lax
@@ -207,7 +207,7 @@ HIDDEN = {
 
 
 @SEVERAL
-@looped("case", HIDDEN)
+@each_of("case", HIDDEN)
 def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
     what, control, _ = HIDDEN[case]
     marked = in_cond if case is in_a_cond_that_does_not_vary else case
@@ -263,7 +263,7 @@ COLLECTIVES = [
 ]
 
 
-@looped("name, collective", COLLECTIVES)
+@each_of("name, collective", COLLECTIVES)
 def test_every_collective_counts_and_is_called_by_its_name(two, name, collective):
     def step(x):
         return lax.cond(x > 1, lambda: collective(jnp.ones(2)).sum(), lambda: 0.0)
@@ -409,7 +409,7 @@ ORIGINS = [
 ORIGINS += [through_a_scan, born_in_a_scan, through_jit_and_remat]
 
 
-@looped("origin", ORIGINS)
+@each_of("origin", ORIGINS)
 def test_the_line_where_the_predicate_began_to_vary_is_named(two, origin):
     argument = None
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.lines import AXIS, SEVERAL, ids, place
 from helpers.replicas import replica
 from jax import lax
@@ -98,7 +98,7 @@ TWICE += [scattered, in_a_branch, in_a_differentiated_function]
 TWICE += [several_on_one_line]
 
 
-@looped("step", TWICE)
+@each_of("step", TWICE)
 def test_a_sum_of_what_is_reduced_already_warns_once_with_both_lines(two, step):
     with pytest.warns(js.errors.DoubleReductionWarning) as warned:
         two.run(step, (ids(two), 2.0))

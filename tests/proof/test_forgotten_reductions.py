@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax import lax
 
 import jaxstrategy as js
@@ -95,7 +95,7 @@ def linen_state(optimizer):
 
 
 @pytest.mark.slow
-@looped("reduces", [False, True], anew=True)
+@each_of("reduces", [False, True], anew=True)
 def test_a_train_state_is_told_of_unless_all_of_it_is_reduced(two, reduces):
     def step(state, x):
         def loss(params):
@@ -160,7 +160,7 @@ PLACES = ["alone", "first of two", "in a dict", "by keyword"]
 STATES = [*KINDS.values()]
 
 
-@looped(("state", "place"), zip(STATES, PLACES + PLACES[:2], strict=True), anew=True)
+@each_of(("state", "place"), zip(STATES, PLACES + PLACES[:2], strict=True), anew=True)
 def test_state_of_any_kind_is_known_wherever_it_is_returned(two, state, place):
     def step(state, x):
         new = jax.tree.map(lambda s: s * 0.9 + x.mean() * 0.1, state)
@@ -176,7 +176,7 @@ def test_state_of_any_kind_is_known_wherever_it_is_returned(two, state, place):
     assert len(texts) == 1
 
 
-@looped(
+@each_of(
     "inside",
     [
         lambda new, old: jax.jit(lambda: old - new)(),
@@ -227,12 +227,12 @@ MEANT = {
 }
 
 
-@looped("step, state", MEANT.values(), anew=True)
+@each_of("step, state", MEANT.values(), anew=True)
 def test_results_that_are_meant_to_differ_give_no_warning(two, step, state):
     assert told(two.run, step, (state, rows(two)))[0] == []
 
 
-@looped("first", [True, False], anew=True)
+@each_of("first", [True, False], anew=True)
 def test_state_of_each_replica_beside_a_common_one_stays_so(two, first):
     """As each replica's parameters that are drawn towards those of all."""
 
@@ -266,7 +266,7 @@ EXPECTED = {
 }
 
 
-@looped("expected", EXPECTED.values(), anew=True)
+@each_of("expected", EXPECTED.values(), anew=True)
 def test_saying_what_is_expected_turns_it_off(two, expected):
     options = js.RunOptions(expect_mirrored=expected)
     texts, params = told(two.run, sgd, (PARAMS, rows(two)), None, options)
@@ -303,7 +303,7 @@ def test_going_on_with_it_is_told_too(two):
     assert told(step, params, rows(two))[0] == []
 
 
-@looped("w", [0.5, np.float32(0.5), np.ones((2, 2), np.float32)], anew=True)
+@each_of("w", [0.5, np.float32(0.5), np.ones((2, 2), np.float32)], anew=True)
 def test_a_bare_array_is_told_of_when_it_comes_back(two, w):
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: ((w * x - 1) ** 2).mean())(w)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.reductions import OPS, assert_same_bits, on, ordered, reduced, stacked
 
 import jaxstrategy as js
@@ -19,8 +19,8 @@ def levels(found):
 
 
 @pytest.mark.slow
-@looped("op", OPS)
-@looped("options", [LEVELS, ACROSS], anew=True)
+@each_of("op", OPS)
+@each_of("options", [LEVELS, ACROSS], anew=True)
 def test_results_are_numpys(four, op, options):
     tree = ordered(stacked(4))
     del tree["small"]  # whose sum wraps, and mean does not
@@ -57,7 +57,7 @@ def test_one_part_of_each_array_goes_between_the_groups(four):
     assert line.file == __file__
 
 
-@looped("other", ["ring", "nccl"])
+@each_of("other", ["ring", "nccl"])
 def test_options_of_a_call_go_before_those_of_the_strategy(other):
     strategy = on(4, options=LEVELS)
     options = CommunicationOptions(implementation=other)

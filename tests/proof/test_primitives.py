@@ -12,7 +12,7 @@ import jax.scipy.special
 import jax.scipy.stats
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax import export, lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive, primitives
@@ -128,13 +128,13 @@ def moved(x):
     return lax.ppermute(x, AXIS, [(0, 1)])
 
 
-@looped("lowered", [own_place, scattered, from_host, noise, moved])
+@each_of("lowered", [own_place, scattered, from_host, noise, moved])
 def test_a_primitive_that_looks_around_is_not_mirrored(four, lowered):
     bind = primitive(lowered).bind
     assert not is_mirrored(four.run(lambda s: bind(s), (jnp.ones(4),)))
 
 
-@looped("name", ["sin", "psum"])
+@each_of("name", ["sin", "psum"])
 def test_the_name_of_jaxs_own_does_not_make_a_primitive_jaxs(four, name):
     bind = primitive(own_place, name).bind
     assert not is_mirrored(four.run(lambda s: bind(s), (jnp.ones(4),)))
@@ -152,7 +152,7 @@ def keyed(x):
     return x + jax.random.normal(jax.random.key(3), (4,))
 
 
-@looped("lowered", [arithmetic, looping, keyed])
+@each_of("lowered", [arithmetic, looping, keyed])
 def test_a_primitive_that_only_computes_is_as_its_operands_are(four, lowered):
     bind = primitive(lowered).bind
     assert is_mirrored(four.run(lambda s: bind(s), (jnp.ones(4),)))
@@ -211,7 +211,7 @@ def test_a_declaration_does_not_hide_a_deadlock(four):
         four.run(lambda x: total(x), (local(four),))
 
 
-@looped(
+@each_of(
     ("given", "error", "message"),
     [
         (primitives.sin_p, ValueError, "`sin` is one of JAX's own primitives"),
@@ -226,7 +226,7 @@ def test_what_cannot_be_declared(given, error, message):
 # Exported functions.
 
 
-@looped(("function", "expected"), [(jnp.sin, True), (noise, False)])
+@each_of(("function", "expected"), [(jnp.sin, True), (noise, False)])
 def test_an_exported_function_is_looked_into(four, function, expected):
     call = export.export(jax.jit(function))(F4).call
     assert is_mirrored(four.run(lambda s: call(s), (jnp.ones(4),))) == expected
@@ -255,7 +255,7 @@ def in_run_state(x):
     return pl.run_state(body)(x)
 
 
-@looped("step", [in_linear_call, in_run_state])
+@each_of("step", [in_linear_call, in_run_state])
 def test_a_collective_in_a_hidden_branch_is_refused(four, step):
     with pytest.raises(
         js.errors.DivergentCollectiveError, match="inside a `cond` whose pred"
@@ -283,7 +283,7 @@ def test_a_collective_of_a_lowering_in_a_branch_is_refused(four):
         four.run(lambda x: lax.cond(x[0] > 1, total, lambda x: x, x), (local(four),))
 
 
-@looped("is_lowered", [True, False])
+@each_of("is_lowered", [True, False])
 def test_a_jaxpr_in_a_parameter_is_looked_into(four, is_lowered):
     """Even that of a primitive of which it is not known what it becomes."""
     holding = Primitive("holding")

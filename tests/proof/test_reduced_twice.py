@@ -5,7 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import replica
 from jax import lax
 
@@ -53,13 +53,13 @@ TWICE = {
 }
 
 
-@looped("name", TWICE, anew=True)
+@each_of("name", TWICE, anew=True)
 def test_a_sum_of_it_is_told(four, name):
     assert is_told(four, lambda x: replica().all_reduce("sum", TWICE[name](x)))
     assert not is_told(four, lambda x: replica().all_reduce("mean", TWICE[name](x)))
 
 
-@looped("kind", ["RING", "hierarchical"])
+@each_of("kind", ["RING", "hierarchical"])
 def test_a_sum_by_any_algorithm_is_told(four, kind):
     if kind == "RING":
         options = js.experimental.CommunicationOptions(implementation=kind)
@@ -83,7 +83,7 @@ def test_a_sum_of_it_is_told_although_it_goes_in_one_pack_with_others(four):
     assert not is_told(four, lambda x: replica().all_reduce("sum", {"a": x, "b": x}))
 
 
-@looped("size", [3, 24])
+@each_of("size", [3, 24])
 def test_a_sum_of_it_is_told_in_a_pack_of_many(four, size):
     """In such a pack short arrays lie in a table, which is joined with the others."""
 
@@ -116,7 +116,7 @@ ONCE = {
 }
 
 
-@looped("name", ONCE, anew=True)
+@each_of("name", ONCE, anew=True)
 def test_no_false_alarm_for(four, name):
     assert not is_told(four, ONCE[name])
 
@@ -126,7 +126,7 @@ def test_no_false_alarm_for(four, name):
 RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
 
 
-@looped(
+@each_of(
     ("step", "varies"),
     [
         (lambda x: lax.ppermute(lax.pmean(x, AXIS), AXIS, RING), False),

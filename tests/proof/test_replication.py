@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import linen as nn, nnx
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import replica
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from jax import lax
@@ -425,7 +425,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@looped(
+@each_of(
     ("net", "name"),
     [(Deep(kind), "adam") for kind in ("scan", "jit", "remat")]
     + [(nn.Dense(3), name) for name in OPTIMIZERS],

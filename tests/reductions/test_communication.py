@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.reductions import (
     ALGORITHMS,
     AXIS,
@@ -22,7 +23,6 @@ from helpers.reductions import (
     stacked,
 )
 from helpers.replicas import replica
-from helpers.rows import each_of
 from jax import lax
 
 import jaxstrategy as js

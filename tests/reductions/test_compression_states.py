@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import each_of
 from helpers.reductions import on
 from helpers.replicas import replica
-from helpers.rows import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager, MismatchError

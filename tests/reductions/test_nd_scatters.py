@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.rows import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.rows import each_of
+from helpers.cases import each_of
 from jax.extend.core import Literal
 
 import jaxstrategy as js
@@ -134,10 +134,10 @@ def test_the_order_is_found_through(where):
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / 3, grads)
         return js.get_replica_context().all_reduce("sum", grads)
 
-    def looped(params, x):
+    def each_of(params, x):
         return jax.lax.scan(lambda p, _: (step(p, x), None), params, None, length=2)[0]
 
-    run = looped if where == "a loop" else step
+    run = each_of if where == "a loop" else step
     jaxpr = replica_jaxpr_deep(strategy, run, parameters(), batches(strategy))
     sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "psum"]
     results = [var for eqn in sums for var in eqn.outvars]

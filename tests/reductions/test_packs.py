@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.reductions import (
     OPS,
     assert_same_bits,
@@ -17,7 +18,6 @@ from helpers.reductions import (
     stacked,
 )
 from helpers.replicas import replica
-from helpers.rows import each_of
 from jax import lax
 
 import jaxstrategy as js
@@ -118,7 +118,7 @@ def test_packs_in_transformed_steps(four):
     def mapped(x):
         return jax.vmap(both)(x)
 
-    def looped(x):
+    def each_of(x):
         return lax.scan(lambda c, v: (c + both(v)["a"], both(v)), jnp.zeros(2), x)
 
     for options in (None, CommunicationOptions(implementation="ring")):
@@ -126,7 +126,7 @@ def test_packs_in_transformed_steps(four):
         out = strategy.run(jax.jit(mapped), (x,))
         np.testing.assert_allclose(out["a"], total, rtol=1e-5)
         np.testing.assert_allclose(out["b"], 2 * total[:, 0], rtol=1e-5)
-        carry, rest = strategy.run(looped, (x,))
+        carry, rest = strategy.run(each_of, (x,))
         np.testing.assert_allclose(carry, total.sum(0), rtol=1e-5)
         np.testing.assert_allclose(rest["a"], total, rtol=1e-5)
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.replicas import replica
-from helpers.rows import each_of
 
 import jaxstrategy as js
 
@@ -142,8 +142,8 @@ def test_slices_in_transformed_functions():
     x = jnp.arange(8.0).reshape(4, 2)
     many = jax.vmap(sliced)(x)
     assert many.values.shape == (4, 1, 2) and many.indices.shape == (4, 1)
-    looped = jax.lax.scan(lambda c, x: (c, sliced(x)), 0, x)[1]
-    for stacked in (many, looped, jax.tree.map(lambda *v: jnp.stack(v), many, many)):
+    each_of = jax.lax.scan(lambda c, x: (c, sliced(x)), 0, x)[1]
+    for stacked in (many, each_of, jax.tree.map(lambda *v: jnp.stack(v), many, many)):
         assert isinstance(stacked, js.IndexedSlices)
     dense = jax.vmap(js.IndexedSlices.to_dense)(many)
     np.testing.assert_array_equal(dense[:, 1], x)

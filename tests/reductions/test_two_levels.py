@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.reductions import ALGORITHMS, AXIS, OPS, algorithms, on, reduced
 from helpers.replicas import replica
-from helpers.rows import each_of
 from hypothesis import given, seed, settings, strategies as st
 from jax import lax
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax import lax
 
 import jaxstrategy as js
@@ -76,7 +76,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@looped("layout", LAYOUTS)
+@each_of("layout", LAYOUTS)
 def test_one_model_trains_alike_wherever_replicas_are(layout, expected):
     strategy = js.MirroredStrategy(**LAYOUTS[layout])
     count = strategy.num_replicas_in_sync

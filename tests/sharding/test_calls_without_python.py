@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.profiled import each_call
 
 import jaxstrategy as js
@@ -97,7 +97,7 @@ def captured(strategy):
 KINDS = [plain, donated, with_variable, captured]
 
 
-@looped("kind", KINDS)
+@each_of("kind", KINDS)
 def test_a_step_for_batches_of_two_sizes(two, kind, compilations):
     call, large, small = kind(two), trained(two, 4), trained(two, 2)
     for x in (large, small, large, small, small, small, large, large):

@@ -3,16 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
 
-@looped(
+@each_of(
     "devices, layout",
     [(8, {"logical_axes": {"core": 2}}), (1, {"replicas_per_device": 4})],
 )
-@looped("home", ["CPU:0", "CPU:7"])
+@each_of("home", ["CPU:0", "CPU:7"])
 def test_variables_stay_on_their_device_and_steps_change_them(devices, layout, home):
     strategy = js.experimental.CentralStorageStrategy(
         jax.devices()[:devices], home, **layout

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -69,7 +69,7 @@ STATE = jax.eval_shape(ADAGRAD.init, jax.random.key(0))
 EACH_ID, EACH_ROW = REPLICAS * IDS * 4, REPLICAS * IDS * FEATURES * 4
 
 
-@looped(
+@each_of(
     "step, state, sent",
     [
         (trained, TABLE, {"all-to-all": 2 * (EACH_ID + EACH_ROW)}),
@@ -89,7 +89,7 @@ def test_what_is_sent_is_in_proportion_to_the_ids(eight, step, state, sent):
     assert memory.temp_size_in_bytes < 2_000_000  # of 134 MB of the table
 
 
-@looped("step, state, times", [(trained, TABLE, 2), (updated, STATE, 1)])
+@each_of("step, state, times", [(trained, TABLE, 2), (updated, STATE, 1)])
 def test_explain_tells_of_rows_and_of_no_table(eight, step, state, times):
     ids = js.PerReplica(jax.ShapeDtypeStruct((REPLICAS, IDS), "int32"))
     found = eight.explain(step, (state, ids), compiled=False)

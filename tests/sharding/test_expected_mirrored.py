@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.lines import AXIS, SEVERAL, fails_with, forgets, ids, place
 from jax import lax
 
@@ -20,7 +20,7 @@ def about_params(path, leaf):
 
 
 @SEVERAL
-@looped(
+@each_of(
     "expected",
     [
         True,
@@ -43,7 +43,7 @@ def test_a_result_that_may_differ_is_named_with_the_line(strategy, expected):
     )
 
 
-@looped(
+@each_of(
     "expected",
     [
         False,
@@ -68,7 +68,7 @@ def test_all_results_that_differ_are_told(two):
     )
 
 
-@looped(
+@each_of(
     "expected, shown",
     [
         ([True, False], "[True, False]"),
@@ -88,7 +88,7 @@ def test_a_prefix_that_does_not_fit_is_an_error(two, expected, shown):
     assert not js.in_cross_replica_context()
 
 
-@looped(
+@each_of(
     "expected, entry",
     [
         (1, "1"),

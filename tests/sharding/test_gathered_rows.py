@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -83,7 +83,7 @@ def test_under_jit_it_is_told_that_they_stay(four):
         assert [rows.shape for rows in local(batch)] == [(2,)] * 4
 
 
-@looped("remainder", ["drop", "error"])
+@each_of("remainder", ["drop", "error"])
 def test_where_all_rows_are_real_it_is_not(four, remainder):
     batch = full(four, np.arange(8.0), remainder=remainder)
     assert batch.mask is None
@@ -99,7 +99,7 @@ def test_where_all_rows_are_real_it_is_not(four, remainder):
 LOSSES = np.arange(30.0).reshape(10, 3).astype(np.float32) ** 2
 
 
-@looped("n", [1, 2, 4])
+@each_of("n", [1, 2, 4])
 def test_means_over_time_count_examples_right(n):
     strategy = js.MirroredStrategy(jax.devices()[:n])
     x = last(strategy, LOSSES)
@@ -115,7 +115,7 @@ def test_means_over_time_count_examples_right(n):
     )
 
 
-@looped("n", [1, 2, 4])
+@each_of("n", [1, 2, 4])
 def test_a_mask_of_tokens_counts_those_of_real_rows(n):
     strategy = js.MirroredStrategy(jax.devices()[:n])
     lengths = np.arange(10) % 3 + 1
@@ -132,7 +132,7 @@ def test_a_mask_of_tokens_counts_those_of_real_rows(n):
     np.testing.assert_allclose(strategy.reduce("sum", total), real.sum(), rtol=1e-6)
 
 
-@looped("axis", [1, -1, True, (0, 1)])
+@each_of("axis", [1, -1, True, (0, 1)])
 def test_other_axes_are_refused(two, axis):
     for mean in (js.masked_mean, js.masked_sum):
         words = f"`axis` of `{mean.__name__}` was .*; 0 for the rows or None for all"
@@ -140,7 +140,7 @@ def test_other_axes_are_refused(two, axis):
             two.run(lambda x, mean=mean: mean(x, axis=axis), (np.ones((2, 3)),))
 
 
-@looped("axis", [True, [1], 1.0, None])
+@each_of("axis", [True, [1], 1.0, None])
 def test_gather_refuses_another_axis_than_a_number_whatever_came_before(axis):
     strategy = js.MirroredStrategy(jax.devices()[:2])
     x = strategy.per_replica(np.ones((2, 3, 4), np.float32))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import replica
 from jax import lax
 
@@ -64,7 +64,7 @@ def barriers_last():
 
 # XLA takes the two gathers of one weight for the same, unless a barrier keeps them
 # apart: the weight would then stay whole from the forward pass to the backward one.
-@looped(("layer", "times"), [(jax.checkpoint(layer), 2), (layer, 1)])
+@each_of(("layer", "times"), [(jax.checkpoint(layer), 2), (layer, 1)])
 def test_a_layer_that_is_computed_again_gathers_its_weight_again(reader, layer, times):
     program = lowered(layer)
     text = program.as_text()

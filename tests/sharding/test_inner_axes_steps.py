@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.cores import COLUMNS, cored, drawn, over
 from helpers.replicas import ids, replica
 from jax import lax
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxstrategy as js
 
 
-@looped("dtype", [np.float32, jnp.bfloat16, np.float16])
+@each_of("dtype", [np.float32, jnp.bfloat16, np.float16])
 def test_to_say_how_a_value_lies_changes_nothing_of_it(dtype):
     """LOG-2: value, gradient and dtype, bit by bit."""
     strategy = cored()
@@ -41,7 +41,7 @@ def test_to_say_how_a_value_lies_changes_nothing_of_it(dtype):
     assert len({each.tobytes() for each in gradients}) == 4  # each replica has its own
 
 
-@looped("axis", [0, 1])
+@each_of("axis", [0, 1])
 def test_each_core_has_its_rows_or_columns(axis):
     """LOG-5: divided into four, core k holds row k, or column k."""
     strategy = cored(2, 4)
@@ -57,7 +57,7 @@ def test_each_core_has_its_rows_or_columns(axis):
         np.testing.assert_array_equal(np.squeeze(shard.data), np.take(x, core, axis))
 
 
-@looped("cores", [1, 2])
+@each_of("cores", [1, 2])
 def test_a_branch_that_replicas_take_differently_is_refused(cores):
     """LOG-23."""
     strategy = cored(4, cores)

@@ -6,7 +6,7 @@ The oracle is NumPy; where an array lies is asked of JAX.
 import jax
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.cores import COLUMNS, all_gathers, cored, drawn, lies, over
 from helpers.replicas import replica
 from jax.sharding import PartitionSpec as P
@@ -38,7 +38,7 @@ def test_versions_are_joined_on_the_devices_of_their_replica():
     np.testing.assert_array_equal(value.local(2), STACKED[2])
 
 
-@looped("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)])
+@each_of("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)])
 def test_versions_are_those_that_were_given(sizes):
     strategy = cored(*sizes)
     given = drawn(sizes[0], 3, 8)
@@ -60,7 +60,7 @@ def test_a_donated_value_leaves_the_versions_it_was_made_of():
     np.testing.assert_array_equal(np.stack(doubled.values), 2 * STACKED)
 
 
-@looped("op", ["sum", "mean", "min", "max"])
+@each_of("op", ["sum", "mean", "min", "max"])
 def test_reduce_leaves_a_value_over_the_cores(op):
     strategy = cored()
     value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))

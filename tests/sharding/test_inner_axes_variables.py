@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.cores import COLUMNS, all_gathers, cored, drawn, lies, over
 from helpers.replicas import replica
 from jax.sharding import PartitionSpec as P
@@ -54,7 +54,7 @@ def test_assigning_outside_of_steps_leaves_it_over_the_cores():
 
 
 @pytest.mark.slow
-@looped("cores", [1, 2, 4])
+@each_of("cores", [1, 2, 4])
 def test_assignments_in_steps(cores):
     """Of TensorFlow's `test_spmd_variable_update`: N x, N (x - d), N (x - d + e)."""
     strategy = cored(8 // cores, cores)
@@ -98,7 +98,7 @@ def test_a_variable_that_is_made_anywhere_can_say_how_it_lies():
     assert js.Variable(W, sharding=COLUMNS).numpy().tolist() == W.tolist()  # ordinary
 
 
-@looped(
+@each_of(
     ("spec", "error", "words"),
     [
         (P("expert"), ValueError, "names an axis 'expert', but a replica has 'core'"),
@@ -141,7 +141,7 @@ def test_a_step_gathers_nothing_over_the_cores():
 
 
 @pytest.mark.slow
-@looped("aggregation", ["sum", "mean", "only_first_replica"])
+@each_of("aggregation", ["sum", "mean", "only_first_replica"])
 def test_copies_that_are_combined_when_read(aggregation):
     strategy = cored()
     v = variable(strategy, synchronization="on_read", aggregation=aggregation)
@@ -167,7 +167,7 @@ EVERYTHING = js.StateSharding("state", min_bytes=0)
 
 
 @pytest.mark.slow
-@looped(
+@each_of(
     ("choice", "lies_as"),
     [
         (None, P("replica", "core")),

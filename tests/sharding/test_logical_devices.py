@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -65,7 +65,7 @@ def test_values_gradients_and_dtypes_stay(pairs):
     np.testing.assert_array_equal(plain[2].stacked, 3 * x)
 
 
-@looped(
+@each_of(
     ("splits", "text"),
     [
         ([2], "Length of `partition_dimensions` must equal.*it was .2., and the shape"),
@@ -95,7 +95,7 @@ def test_splits_that_are_no_numbers_are_refused(pairs):
         pairs.experimental_replicate_to_logical_devices({"a": 1.0})
 
 
-@looped(
+@each_of(
     ("splits", "tile"),
     [
         ([4, 1], lambda x, core: x[core : core + 1]),

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -29,8 +29,8 @@ CONSTRAINTS = {
 
 
 @pytest.mark.slow
-@looped("sharding", [None, STATE])
-@looped("way", CONSTRAINTS)
+@each_of("sharding", [None, STATE])
+@each_of("way", CONSTRAINTS)
 def test_training_with_a_constraint_is_that_of_one_device(way, sharding):
     strategy = js.TPUStrategy(cores_per_replica=2, sharding=sharding)
     constrain, tx = CONSTRAINTS[way], optax.adam(1e-2)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.cores import cored
 from helpers.random_steps import RandomStep
 from helpers.replicas import replica
@@ -50,14 +50,14 @@ def strategy_of(layout, kept):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
-@looped(("seed", "layout", "kept"), QUICK)
+@each_of(("seed", "layout", "kept"), QUICK)
 def test_random_steps_are_those_of_a_loop_in_numpy(seed, layout, kept):
     assert_as_in_numpy(seed, layout, kept)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
-@looped(("seed", "layout", "kept"), SLOW)
+@each_of(("seed", "layout", "kept"), SLOW)
 def test_so_they_are_in_all_layouts(seed, layout, kept):
     assert_as_in_numpy(seed, layout, kept)
 
@@ -89,8 +89,8 @@ def drawn():
 
 
 @pytest.mark.slow
-@looped("cores", [1, 2])
-@looped("way", NUMBERED)
+@each_of("cores", [1, 2])
+@each_of("way", NUMBERED)
 def test_a_replica_of_several_devices_knows_its_number_in_loops(way, cores):
     strategy = cored(8 // cores, cores, sharding=ALL["state"])
     kernel = strategy.init(lambda: jnp.ones(8))

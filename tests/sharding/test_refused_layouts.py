@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -19,7 +19,7 @@ def multi_worker(**options):
     return js.MultiWorkerMirroredStrategy(alone, **options)
 
 
-@looped(
+@each_of(
     "given, told",
     [
         (2, "was 2; the names of axes and their sizes were wanted"),
@@ -30,13 +30,13 @@ def multi_worker(**options):
         ({"core": 2, 1: 2}, "has 1 as the name of an axis; a text was wanted"),
     ],
 )
-@looped("kind", KINDS)
+@each_of("kind", KINDS)
 def test_logical_axes_are_names_and_whole_numbers(kind, given, told):
     with pytest.raises(TypeError, match=f"^`logical_axes` {told}"):
         kind(logical_axes=given)
 
 
-@looped(
+@each_of(
     "given, told",
     [
         ({"core": 0}, "has 0 as the size of 'core'; at least 1 was wanted"),
@@ -50,20 +50,20 @@ def test_logical_axes_are_names_and_whole_numbers(kind, given, told):
         ({"core": 2**70}, "was .*: a replica has 1180591620717411303424 devices"),
     ],
 )
-@looped("kind", KINDS)
+@each_of("kind", KINDS)
 def test_logical_axes_fit_the_devices(kind, given, told):
     with pytest.raises(ValueError, match=f"^`logical_axes` {told}"):
         kind(logical_axes=given)
 
 
-@looped("given", [2.0, True, False, None, "2", [2], {"core": 2}, np.float32(2)])
-@looped("kind", KINDS)
+@each_of("given", [2.0, True, False, None, "2", [2], {"core": 2}, np.float32(2)])
+@each_of("kind", KINDS)
 def test_replicas_of_a_device_are_a_whole_number(kind, given):
     with pytest.raises(TypeError, match="^`replicas_per_device` was .* whole number"):
         kind(replicas_per_device=given)
 
 
-@looped(
+@each_of(
     "given, told",
     [
         (0, "was 0; at least 1 was wanted"),
@@ -74,7 +74,7 @@ def test_replicas_of_a_device_are_a_whole_number(kind, given):
         (2**28, "was 268435456: there would be 2147483648 replicas"),
     ],
 )
-@looped("kind", KINDS)
+@each_of("kind", KINDS)
 def test_replicas_of_a_device_can_be_numbered(kind, given, told):
     with pytest.raises(ValueError, match=f"^`replicas_per_device` .*{told}"):
         kind(replicas_per_device=given)
@@ -88,7 +88,7 @@ def test_a_replica_has_several_devices_or_shares_one_and_not_both():
             multi_worker(logical_axes=sizes, replicas_per_device=2)
 
 
-@looped(
+@each_of(
     "given, shape",
     [
         (None, {"replica": 8}),
@@ -101,7 +101,7 @@ def test_a_replica_has_several_devices_or_shares_one_and_not_both():
         (collections.OrderedDict(b=2, a=4), {"replica": 1, "b": 2, "a": 4}),
     ],
 )
-@looped("kind", [*KINDS, multi_worker])
+@each_of("kind", [*KINDS, multi_worker])
 def test_what_is_a_mapping_of_whole_numbers_is_taken(kind, given, shape):
     strategy = kind(logical_axes=given)
     assert list(strategy.mesh.shape.items()) == list(shape.items())
@@ -109,8 +109,8 @@ def test_what_is_a_mapping_of_whole_numbers_is_taken(kind, given, shape):
     np.testing.assert_array_equal(strategy.mesh.devices.ravel(), jax.devices())
 
 
-@looped("given", [1, 3, np.int64(3), jnp.int32(3)])
-@looped("kind", [*KINDS, multi_worker])
+@each_of("given", [1, 3, np.int64(3), jnp.int32(3)])
+@each_of("kind", [*KINDS, multi_worker])
 def test_what_is_a_whole_number_of_replicas_is_taken(kind, given):
     strategy = kind(replicas_per_device=given)
     assert dict(strategy.mesh.shape) == {"replica": 8}

@@ -12,14 +12,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.divided import SHARDS, assert_alike, drawn, lies, sharded, whole
 from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
 
-each_shard = looped("shard", SHARDS)
+each_shard = each_of("shard", SHARDS)
 ADAM = optax.adam(0.1)
 
 
@@ -122,7 +122,7 @@ AROUND = [
 
 
 @pytest.mark.slow
-@looped("around", AROUND)
+@each_of("around", AROUND)
 def test_all_that_may_be_around_a_call(around):
     assert_as_whole(around, "state", 1e-5)
 
@@ -208,7 +208,7 @@ INSIDE = [
 
 
 @pytest.mark.slow
-@looped("step", INSIDE)
+@each_of("step", INSIDE)
 def test_all_that_steps_may_do(step):
     assert_as_whole(lambda s: s.run(step, (start(), rows_of(s))), "state")
 

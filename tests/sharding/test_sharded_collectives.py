@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import replica
 from jax import lax
 
@@ -122,7 +122,7 @@ def test_explain_tells_the_bytes_of_the_compiled_program(reader):
 
 
 @pytest.mark.slow
-@looped("case", [case for name, case in COUNTED.items() if name != "optimizer"])
+@each_of("case", [case for name, case in COUNTED.items() if name != "optimizer"])
 def test_explain_tells_the_bytes_of_loops_and_branches(reader, case):
     assert_told(reader, *case)
 

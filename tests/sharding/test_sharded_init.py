@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 from jaxstrategy._src.tracing import init
@@ -100,7 +100,7 @@ def train_state(key):
 
 
 @pytest.mark.slow
-@looped("shard", ["state", "optimizer"])
+@each_of("shard", ["state", "optimizer"])
 def test_a_train_state_is_built_in_parts(shard):
     strategy = sharded(shard=shard)
     state = check_like_whole(strategy, train_state, jax.random.key(0))
@@ -123,7 +123,7 @@ def nnx_state():
 
 
 @pytest.mark.slow
-@looped("shard", ["state", "optimizer"])
+@each_of("shard", ["state", "optimizer"])
 def test_objects_of_nnx_are_built_in_parts(shard):
     strategy = sharded(shard=shard)
     model, optimizer = check_like_whole(strategy, nnx_state)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.divided import assert_alike, bytes_of, drawn, sharded, whole
 from helpers.replicas import replica
 
@@ -112,7 +112,7 @@ def assert_trains_alike(name):
 
 
 @pytest.mark.slow
-@looped("name", ["clipped adamw", "apply_if_finite"])
+@each_of("name", ["clipped adamw", "apply_if_finite"])
 def test_the_optimizers_memory_alone_is_divided(name):
     params, memory = trained(OPTIMIZERS[name], sharded(4, "optimizer"), BATCHES)
     want = trained(OPTIMIZERS[name], whole(4), BATCHES)
@@ -123,8 +123,8 @@ def test_the_optimizers_memory_alone_is_divided(name):
 
 
 @pytest.mark.slow
-@looped("shard", ["state", "optimizer"])
-@looped("name", ["sgd", "adam", "MultiSteps"])
+@each_of("shard", ["state", "optimizer"])
+@each_of("name", ["sgd", "adam", "MultiSteps"])
 def test_what_is_computed_by_element_has_the_same_bits(name, shard):
     optimizer = OPTIMIZERS[name]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import ids, replica
 from jax import lax
 
@@ -82,7 +82,7 @@ def _has_mu(node):
 
 
 @pytest.mark.slow
-@looped("again", [False, True])
+@each_of("again", [False, True])
 def test_layers_in_a_loop(divided, again):
     rng = np.random.default_rng(1)
     layers = rng.normal(size=(3, 4, 4)).astype(np.float32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.divided import (
     SHARDS,
     assert_alike,
@@ -26,7 +26,7 @@ from jax import lax
 import jaxstrategy as js
 
 AXIS = "replica"
-each_shard = looped("shard", SHARDS)
+each_shard = each_of("shard", SHARDS)
 ADAM = optax.adam(0.1)
 W = np.arange(16, dtype=np.float32)
 
@@ -196,7 +196,7 @@ def trained_alone():
     return state, losses
 
 
-@looped("replicas", [1, 4])
+@each_of("replicas", [1, 4])
 @each_shard
 def test_training_is_that_of_one_device_with_all_rows(shard, replicas):
     strategy, step, state = sharded(replicas, shard), train(ADAM), start(ADAM)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -67,7 +67,7 @@ GROUPS = {
 }
 
 
-@looped("combiner", GROUPS)
+@each_of("combiner", GROUPS)
 def test_groups_of_several_lengths(combiner):
     table = np.arange(1, 21, dtype=np.float32).reshape(10, 2)
     ids = [[0, -1, -1], [3, 4, -1], [-1, -1, -1]]
@@ -76,7 +76,7 @@ def test_groups_of_several_lengths(combiner):
 
 
 @pytest.mark.slow
-@looped("combiner", GROUPS)
+@each_of("combiner", GROUPS)
 def test_weights_and_their_gradients_are_those_of_a_loop(combiner):
     table = np.random.default_rng(0).normal(size=(10, 2)).astype(np.float32)
     ids = np.array([[0, 4, 4], [3, -1, -1], [-1, -1, -1]])

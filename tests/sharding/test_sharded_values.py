@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxstrategy as js
@@ -50,8 +50,8 @@ def test_each_device_gets_its_part_of_what_is_mirrored():
         np.testing.assert_array_equal(part, whole[:, 2 * i : 2 * i + 2])
 
 
-@looped("limit", [mesh._AT_ONCE_BYTES, 16])
-@looped("before", ["host", "one device", "every device", "rows"])
+@each_of("limit", [mesh._AT_ONCE_BYTES, 16])
+@each_of("before", ["host", "one device", "every device", "rows"])
 def test_all_placements_are_divided_without_a_share_in_their_memory(
     before, limit, monkeypatch
 ):
@@ -106,7 +106,7 @@ def test_a_mirrored_strategy_refuses_to_run_on_parts():
         np.testing.assert_array_equal(found, 2 * np.arange(8.0))
 
 
-@looped("size", [8, 40_000])
+@each_of("size", [8, 40_000])
 def test_steps_may_refer_to_parts_from_outside(size):
     strategy, whole = sharded(), np.arange(float(size), dtype=np.float32)
     w = strategy.mirror(whole)
@@ -193,8 +193,8 @@ OPTIMIZERS = {
 }
 
 
-@looped("name", OPTIMIZERS)
-@looped("kind", ["dict", "named tuples", "TrainState", "pair"])
+@each_of("name", OPTIMIZERS)
+@each_of("kind", ["dict", "named tuples", "TrainState", "pair"])
 def test_all_of_an_optimizers_state_is_divided_and_no_parameter(name, kind):
     params, optimizer = {"w": jnp.ones((8, 4)), "b": jnp.ones(8)}, OPTIMIZERS[name]()
     if kind == "named tuples" and name not in ("several", "masked"):
@@ -283,7 +283,7 @@ def tampered(array, replica):
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
-@looped("shard", ["state", "optimizer"])
+@each_of("shard", ["state", "optimizer"])
 def test_whole_leaves_are_compared_and_parts_are_not(shard):
     strategy = sharded(4, shard)
     whole = js.MirroredStrategy(jax.devices()[:4]).mirror

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -53,7 +53,7 @@ def on_one_device(optimizer, table, ids, steps, op="mean"):
 
 
 @pytest.mark.slow
-@looped("name", OPTIMIZERS)
+@each_of("name", OPTIMIZERS)
 def test_sparse_steps_are_those_of_the_whole_gradient(eight, name):
     sparse, dense = OPTIMIZERS[name]
     embedding = js.sharded.Embedding(ROWS, FEATURES, sparse)
@@ -76,7 +76,7 @@ def test_sparse_steps_are_those_of_the_whole_gradient(eight, name):
         np.testing.assert_array_equal(changed, np.isin(np.arange(ROWS), ids))
 
 
-@looped("op", ["mean", "sum"])
+@each_of("op", ["mean", "sum"])
 def test_the_replicas_rows_are_reduced_as_is_said(op):
     two = js.MirroredStrategy(jax.devices()[:2])
     embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.SGD(0.1))
@@ -105,7 +105,7 @@ def test_outside_of_a_strategy_there_is_one_replica():
         np.testing.assert_allclose(update(state).table, wanted, rtol=1e-5, atol=1e-6)
 
 
-@looped("combiner", ["sum", "mean", "sqrtn"])
+@each_of("combiner", ["sum", "mean", "sqrtn"])
 def test_groups_are_updated_as_they_are_looked_up(combiner):
     embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.SGD(0.1))
     state = embedding.from_rows(some_rows())

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
@@ -76,14 +76,14 @@ WRONG = {
 }
 
 
-@looped("case", WRONG)
+@each_of("case", WRONG)
 def test_specs_that_cannot_be_are_refused(cores, case):
     wrong, text = WRONG[case]
     with pytest.raises(ValueError, match=text):
         make(cores, specs={"up": {"kernel": wrong, "bias": None}, "down": None})
 
 
-@looped("wrong", ["core", (None, "core"), 3])
+@each_of("wrong", ["core", (None, "core"), 3])
 def test_what_is_no_spec_is_refused(cores, wrong):
     with pytest.raises((TypeError, ValueError), match=r"jax\.P|PartitionSpec"):
         cores.init(lambda: jnp.zeros((2, 4)), specs=wrong)
@@ -216,7 +216,7 @@ def test_annotated_objects_are_made_in_any_scope(cores, two):
 
 
 @pytest.mark.slow
-@looped("shard", ["state", "optimizer"])
+@each_of("shard", ["state", "optimizer"])
 def test_replicas_and_their_devices_divide_different_dimensions(shard):
     strategy = js.MirroredStrategy(
         sharding=js.StateSharding(shard, min_bytes=0), logical_axes={"core": 2}

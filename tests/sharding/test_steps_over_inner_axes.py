@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -112,7 +112,7 @@ DIVIDED = {
 
 
 @pytest.mark.slow
-@looped("shard", [None, "optimizer", "state"])
+@each_of("shard", [None, "optimizer", "state"])
 def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(shard):
     sharding = None if shard is None else js.StateSharding(shard, min_bytes=0)
     strategy = strategy_of(2, sharding=sharding)
@@ -153,7 +153,7 @@ def layers_step(strategy):
 
 
 @pytest.mark.slow
-@looped("shard", ["optimizer", "state"])
+@each_of("shard", ["optimizer", "state"])
 def test_what_replicas_gather_and_scatter_stays_over_cores(shard):
     sharding = js.StateSharding(shard, min_bytes=0)
     found = []
@@ -229,7 +229,7 @@ def test_a_constraint_along_the_replicas_is_refused():
             strategy_of(2, sharding=sharding).run(step, (np.ones(8, F32),))
 
 
-@looped(
+@each_of(
     "arguments",
     [{}, {"replicas_per_device": 2}, {"sharding": js.StateSharding(min_bytes=0)}],
 )
@@ -281,7 +281,7 @@ def test_who_names_the_mesh_in_a_step_is_told_to_name_axes_only():
         strategy.run(step, (np.ones(8, F32),))
 
 
-@looped("call", [jax.pure_callback, io_callback])
+@each_of("call", [jax.pure_callback, io_callback])
 def test_callbacks_of_the_host_are_refused_and_printing_is_not(call, capfd):
     def step(x):
         jax.debug.print("sum {}", x.sum())

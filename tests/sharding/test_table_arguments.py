@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 from jaxstrategy.sharded import SGD, Adagrad, Embedding, lookup
@@ -110,7 +110,7 @@ REFUSED = [
 ]
 
 
-@looped("call, error, text", REFUSED)
+@each_of("call, error, text", REFUSED)
 def test_odd_arguments_are_refused_with_what_was_wanted(call, error, text):
     with pytest.raises(error, match=text):
         call()

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 from jaxstrategy.profiling import Topology
 
@@ -161,9 +161,9 @@ def played(algorithm, kind, n):
     return wire, data[0].nbytes
 
 
-@looped("n", REPLICAS)
-@looped("kind", KINDS)
-@looped("algorithm", ALGORITHMS)
+@each_of("n", REPLICAS)
+@each_of("kind", KINDS)
+@each_of("algorithm", ALGORITHMS)
 def test_a_step_pays_latency_once_and_bandwidth_for_its_largest_message(
     algorithm, kind, n
 ):
@@ -199,8 +199,8 @@ BY_HAND = {
 }
 
 
-@looped("n, nbytes", BY_HAND)
-@looped("kind", KINDS)
+@each_of("n, nbytes", BY_HAND)
+@each_of("kind", KINDS)
 def test_times_are_those_worked_out_by_hand(kind, n, nbytes):
     topology = Topology(bandwidth=10, latency=1, replicas=n)
     times = [topology.ring(kind, nbytes), topology.tree(kind, nbytes)]
@@ -210,13 +210,13 @@ def test_times_are_those_worked_out_by_hand(kind, n, nbytes):
     )
 
 
-@looped("kind", KINDS)
-@looped("method", ["ring", "tree", "fastest"])
+@each_of("kind", KINDS)
+@each_of("method", ["ring", "tree", "fastest"])
 def test_one_replica_waits_for_nobody(method, kind):
     assert getattr(Topology(1.0, 1.0, 1), method)(kind, 1e9) == 0
 
 
-@looped("n", [2**60 - 1, 2**60, 2**60 + 1])
+@each_of("n", [2**60 - 1, 2**60, 2**60 + 1])
 def test_the_depth_of_a_tree_is_not_rounded(n):
     depth = 60 if n <= 2**60 else 61
     topology = Topology(bandwidth=1.0, latency=1.0, replicas=n)
@@ -267,8 +267,8 @@ def test_numbers_of_links_that_cannot_be_are_refused():
             Topology(1.0, 0.0, given)
 
 
-@looped("kind", ["broadcast", "all-reduce", "ALL_REDUCE", None, []])
-@looped("method", ["ring", "tree", "fastest"])
+@each_of("kind", ["broadcast", "all-reduce", "ALL_REDUCE", None, []])
+@each_of("method", ["ring", "tree", "fastest"])
 def test_an_unknown_kind_is_told_the_known_ones(method, kind):
     with pytest.raises(ValueError, match="a collective was wanted") as caught:
         getattr(Topology(1.0, 0.0, 1), method)(kind, 8)
@@ -279,9 +279,9 @@ def test_an_unknown_kind_is_told_the_known_ones(method, kind):
 # Links of which the times of some messages are known.
 
 
-@looped("n", REPLICAS)
-@looped("kind", KINDS)
-@looped("algorithm", ALGORITHMS)
+@each_of("n", REPLICAS)
+@each_of("kind", KINDS)
+@each_of("algorithm", ALGORITHMS)
 def test_messages_on_a_line_are_latency_and_bandwidth(algorithm, kind, n):
     line = Topology(bandwidth=7.0, latency=3.0, replicas=n)
     points = tuple((float(size), 3.0 + size / 7) for size in (0, 1, 10, 40))
@@ -291,7 +291,7 @@ def test_messages_on_a_line_are_latency_and_bandwidth(algorithm, kind, n):
         assert getattr(known, algorithm)(kind, nbytes) == pytest.approx(wanted)
 
 
-@looped("nbytes", [0, 5, 40, 60, 80, 100, 400, 4000])
+@each_of("nbytes", [0, 5, 40, 60, 80, 100, 400, 4000])
 def test_a_message_takes_what_lies_between_those_that_are_known(nbytes):
     points = ((10.0, 2.0), (20.0, 3.0), (25.0, 13.0))
     links = Topology(1.0, 1.0, 4, messages=points)
@@ -302,7 +302,7 @@ def test_a_message_takes_what_lies_between_those_that_are_known(nbytes):
     assert links.with_replicas(1).ring("all_reduce", nbytes) == 0
 
 
-@looped(("given", "error"), [
+@each_of(("given", "error"), [
     (3, TypeError), (((1, 2), 3), TypeError), (((1, 2, 3),), TypeError),
     (((1, "a"), (2, 3)), TypeError), (((1, 2),), ValueError),
     (((1, 2), (1, 3)), ValueError), (((2, 2), (1, 3)), ValueError),

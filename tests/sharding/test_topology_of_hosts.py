@@ -1,7 +1,7 @@
 """Links of two levels: the predicted seconds are those of the stages, played out."""
 
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from test_topology import KINDS
 
 from jaxstrategy.profiling import Topology
@@ -26,7 +26,7 @@ HOST = Topology(bandwidth=100, latency=1, replicas=4)
 TWO_HOSTS = Topology(bandwidth=10, latency=5, replicas=8, inside=HOST)
 
 
-@looped("kind", KINDS)
+@each_of("kind", KINDS)
 def test_times_are_those_worked_out_by_hand(kind):
     methods = (TWO_HOSTS.ring, TWO_HOSTS.tree, TWO_HOSTS.fastest)
     assert [method(kind, 80) for method in methods] == pytest.approx(BY_HAND[kind])
@@ -59,7 +59,7 @@ def test_the_links_among_some_replicas():
     assert Topology(1.0, 2.0, 8).among([3, 3, 7]) == Topology(1.0, 2.0, 2)
 
 
-@looped("members", [[], [8], [-1, 0]])
+@each_of("members", [[], [8], [-1, 0]])
 def test_replicas_that_are_not_there_are_refused(members):
     with pytest.raises(ValueError, match=r"numbers from 0 to 7 were wanted, at least"):
         TWO_HOSTS.among(members)
@@ -74,7 +74,7 @@ def test_devices_with_several_replicas_each():
         TWO_HOSTS.with_replicas_per_device(0)
 
 
-@looped("given", [8, "host", (1.0, 1.0, 8)])
+@each_of("given", [8, "host", (1.0, 1.0, 8)])
 def test_what_is_no_topology_is_refused_inside(given):
     with pytest.raises(TypeError, match=r"`inside` was .*; a `Topology` was wanted"):
         Topology(1.0, 1.0, 8, inside=given)

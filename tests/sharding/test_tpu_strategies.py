@@ -8,7 +8,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 from jaxstrategy._src.tpu import topology
@@ -63,7 +63,7 @@ def test_without_a_tpu_each_device_is_a_replica():
     assert repr(strategy) == "TPUStrategy(8 replicas on cpu:0..7)"
 
 
-@looped(
+@each_of(
     ("cores", "axes"),
     [
         (2, {"core": 2}),
@@ -106,7 +106,7 @@ def test_replicas_in_another_order():
     assert reads == [{0: 1, 1: 42}, {1: 1, 0: 42}]
 
 
-@looped(
+@each_of(
     ("arguments", "error", "text"),
     [
         ({"cores_per_replica": 3}, ValueError, "was 3, and 8 devices are no multiple"),
@@ -202,7 +202,7 @@ def test_variables_on_logical_devices(pairs, tmp_path):
     assert step(5.0) == 30 * n
 
 
-@looped("number", [2, -1, 1.0, None])
+@each_of("number", [2, -1, 1.0, None])
 def test_logical_devices_that_are_not_there(pairs, number):
     text = f"`logical_device_id` not in range: it was {number}, and a replica has 2"
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -5,7 +5,7 @@
 
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.oracle import recorded
 
 import jaxstrategy as js
@@ -75,7 +75,7 @@ def test_a_replica_for_each_chip():
     assert repr(found) == "DeviceAssignment(4 replicas of 2 cores)"
 
 
-@looped(
+@each_of(
     ("arguments", "text"),
     [
         (([1, 1, 1, 2], None, 5), "requested 5 replicas but only 4 replicas fit"),
@@ -128,7 +128,7 @@ def test_assignments_of_what_is_left_are_in_the_order_of_tasks():
         DeviceAssignment.build(lacking, [1, 1, 1, 2], num_replicas=4)
 
 
-@looped(
+@each_of(
     ("cores", "text"),
     [
         ([[0, 0, 0, 0]], "must be a rank 3 numpy array"),
@@ -145,7 +145,7 @@ def test_cores_that_cannot_be_assigned_are_refused(cores, text):
         DeviceAssignment(topology(), cores)
 
 
-@looped("make", [DeviceAssignment.build, DeviceAssignment])
+@each_of("make", [DeviceAssignment.build, DeviceAssignment])
 def test_something_else_than_a_topology_is_refused(make):
     others = ["x", None, js.profiling.Topology(bandwidth=1e9, latency=1e-6, replicas=8)]
     for other in others:
@@ -166,7 +166,7 @@ def test_replicas_are_looked_up_by_task_and_core():
     assert twice.lookup_replicas(0, 0) == [0, 1]
 
 
-@looped("numbers", [(4, 0), (0, 2), (-1, 0), (0, -1), (0.0, 0)])
+@each_of("numbers", [(4, 0), (0, 2), (-1, 0), (0, -1), (0.0, 0)])
 def test_cores_that_are_not_there_are_refused(numbers):
     found = DeviceAssignment.build(topology(), [1, 1, 1, 2], num_replicas=4)
     for ask in (found.coordinates, found.tpu_ordinal, found.tpu_device):
@@ -187,7 +187,7 @@ def test_a_topology_of_two_tasks():
     )
 
 
-@looped("mesh", [[2, 2], [2, 2, 0, 2], None, [2, 2, 1, 2.0], 8])
+@each_of("mesh", [[2, 2], [2, 2, 0, 2], None, [2, 2, 1, 2.0], 8])
 def test_meshes_that_cannot_be_are_refused(mesh):
     with pytest.raises(
         ValueError, match="`mesh_shape` must be a sequence of 4 positive entries"
@@ -195,7 +195,7 @@ def test_meshes_that_cannot_be_are_refused(mesh):
         Topology(mesh_shape=mesh, device_coordinates=topology().device_coordinates)
 
 
-@looped(
+@each_of(
     ("coordinates", "text"),
     [
         ([[0, 0, 0, 0]], r"must be a rank 3 array of whole numbers, \[task, device, 4"),
@@ -223,7 +223,7 @@ def test_serialized_topologies_are_tensorflows():
         assert again.serialized() == one.serialized()
 
 
-@looped(
+@each_of(
     ("serialized", "text"),
     [
         (b"\xff", "A serialized topology was wanted.*got b"),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -244,7 +244,7 @@ def by_hand(v):
     }
 
 
-@looped("use", by_hand(START["w"]))
+@each_of("use", by_hand(START["w"]))
 def test_every_use_is_right_and_leaves_it_divided(strategy, use):
     variable = made(strategy, START["w"])
     wanted = START["w"]
@@ -257,8 +257,8 @@ def test_every_use_is_right_and_leaves_it_divided(strategy, use):
         assert variable.value().sharding == variable.sharding
 
 
-@looped("use", [in_scan, of_a_part])
-@looped("around", ["jit", "scan"])
+@each_of("use", [in_scan, of_a_part])
+@each_of("around", ["jit", "scan"])
 def test_steps_in_functions_that_jax_traces(use, around):
     strategy, options = BOTH[around]
     variable = made(strategy, START["w"], **options)
@@ -292,7 +292,7 @@ def filled(variable, x):
     variable.assign(jnp.full(variable.shape, x))
 
 
-@looped(
+@each_of(
     ("aggregation", "wanted"),
     [("sum", 10.0), ("mean", 2.5), ("only_first_replica", 1.0)],
 )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -35,7 +35,7 @@ def compiled(reader, name, body, count, donate=False):
     return jitted, out, reader.compiled(name)
 
 
-@looped("count", [2, 8])
+@each_of("count", [2, 8])
 def test_one_of_each(reader, count):
     def counted_once(x):
         part = lax.psum_scatter(x, AXIS, tiled=True)

@@ -6,7 +6,7 @@ import sys
 
 import jax
 import pytest
-from helpers.rows import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import replica
 from jax import lax
 
@@ -196,7 +196,7 @@ def test_a_group_is_as_slow_as_its_members(four):
     )
 
 
-@looped("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 3], [2]]])
+@each_of("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 3], [2]]])
 def test_a_group_of_several_hosts_uses_the_links_between_them(four, groups):
     def step(x):
         return lax.pmax(x, AXIS, axis_index_groups=groups)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers.rows import each_of
+from helpers.cases import each_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js

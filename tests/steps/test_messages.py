@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import replica
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -24,7 +24,7 @@ def total(x):
 # Devices.
 
 
-@looped("make", [js.MirroredStrategy, js.experimental.CentralStorageStrategy])
+@each_of("make", [js.MirroredStrategy, js.experimental.CentralStorageStrategy])
 def test_a_number_of_devices_is_no_list_of_them(make):
     told = r"`devices` was 4; a list of devices.*`jax.devices\(\)\[:4\]`.*simulate\(4\)"
     with pytest.raises(TypeError, match=told):
@@ -39,7 +39,7 @@ def test_a_mesh_has_devices_to_be_given(two):
     assert js.MirroredStrategy(list(two.mesh.devices.flat)).devices == two.devices
 
 
-@looped("wrong", [1.5, True, object()])
+@each_of("wrong", [1.5, True, object()])
 def test_anything_else_is_no_devices(wrong):
     with pytest.raises(
         TypeError, match="`devices` was .* Give entries of `jax.devices"
@@ -74,7 +74,7 @@ class Net(nn.Module):
         return nn.BatchNorm(use_running_average=False, momentum=0.0, axis_name=axis)(x)
 
 
-@looped("axis", ["replica", None])
+@each_of("axis", ["replica", None])
 def test_flaxs_batchnorm_has_global_statistics_with_the_name(two, axis):
     rows = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     net = Net(axis)
@@ -110,7 +110,7 @@ USES = {
 }
 
 
-@looped("name", USES)
+@each_of("name", USES)
 def test_the_context_of_no_strategy_is_not_for_a_step(two, name):
     kept = replica()
     told = (
@@ -187,7 +187,7 @@ def test_names_of_tensorflow_that_are_not_here_say_what_to_use():
         assert not hasattr(module, name)
 
 
-@looped("module", [js, js.experimental, js.cluster_resolver])
+@each_of("module", [js, js.experimental, js.cluster_resolver])
 def test_other_names_are_told_as_python_does(module):
     told = f"^module '{module.__name__}' has no attribute 'nothing'$"
     with pytest.raises(AttributeError, match=told):
@@ -202,7 +202,7 @@ STRATEGIES = {
 }
 
 
-@looped("name", STRATEGIES)
+@each_of("name", STRATEGIES)
 def test_wrong_arguments_of_a_method_name_the_strategy(name):
     strategy = STRATEGIES[name]()
     methods = [m for m in dir(strategy) if not m.startswith("_")]
@@ -215,7 +215,7 @@ def test_wrong_arguments_of_a_method_name_the_strategy(name):
             getattr(strategy, method)(no_such_argument=1)
 
 
-@looped(
+@each_of(
     "change",
     [
         lambda v, a: v.assign_add(a),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

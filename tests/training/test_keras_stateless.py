@@ -9,7 +9,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

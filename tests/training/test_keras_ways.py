@@ -12,8 +12,8 @@ import jax
 import keras
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.keras_models import compiled
-from helpers.loops import each_of
 
 import jaxstrategy as js
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

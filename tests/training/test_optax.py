@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers.loops import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.replicas import mirrored
 
 import jaxstrategy as js

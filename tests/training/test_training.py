@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training import train_state
-from helpers.loops import each_of
+from helpers.cases import each_of
 from helpers.oracle import recorded
 
 import jaxstrategy as js

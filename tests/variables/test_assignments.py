@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.rows import each_of
+from helpers.cases import each_of
 from helpers.variables import copies, variable
 
 import jaxstrategy as js

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from helpers.rows import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 from jaxstrategy.experimental import partitioners

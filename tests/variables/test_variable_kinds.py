@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.oracle import recorded
 from helpers.replicas import ids
-from helpers.rows import each_of
 from helpers.variables import copies, variable
 
 import jaxstrategy as js

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.replicas import ids
-from helpers.rows import each_of
 from helpers.variables import copies, variable
 
 import jaxstrategy as js

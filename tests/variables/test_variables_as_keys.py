@@ -3,7 +3,7 @@
 import types
 
 import numpy as np
-from helpers.rows import each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import ids
 from jax import lax
 from jax.experimental import io_callback
@@ -74,7 +74,7 @@ def with_effects(tell, x):
     return io_callback(tell, FLOAT, x)
 
 
-@looped("call", [callback, pure, with_effects])
+@each_of("call", [callback, pure, with_effects])
 def test_a_branch_calls_for_those_that_take_it(eight, call):
     def step(x, tell):
         def yes():

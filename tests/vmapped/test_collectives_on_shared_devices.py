@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import ids, replica
 from jax import lax
 
@@ -195,7 +195,7 @@ def test_collectives_that_send(eight):
     )
 
 
-@looped(
+@each_of(
     ("collective", "kind", "shape"),
     [
         # A device sends one sum of its lanes, and gets the parts of its lanes.
@@ -337,14 +337,14 @@ def test_groups_that_decide_alike(eight):
             return replica().all_reduce("sum", value, groups=groups)
 
         limit = total(x)  # 6, 22
-        looped = lax.while_loop(
+        each_of = lax.while_loop(
             lambda c: c < limit, lambda c: c + total(jnp.ones_like(c)), 0.0
         )
         branch = lax.cond(limit > 10, lambda: total(2 * x), lambda: x)
-        return looped, branch
+        return each_of, branch
 
-    looped, branch = stacked(eight.run(step, (ids(eight),)))
-    np.testing.assert_array_equal(looped, [8] * 4 + [24] * 4)
+    each_of, branch = stacked(eight.run(step, (ids(eight),)))
+    np.testing.assert_array_equal(each_of, [8] * 4 + [24] * 4)
     np.testing.assert_array_equal(branch, [0, 1, 2, 3, 44, 44, 44, 44])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import ids, mirrored, replica
 
 import jaxstrategy as js
@@ -62,7 +62,7 @@ def nnx_layer(x, mask):
 
 
 @pytest.mark.slow
-@looped("layer", [linen_layer, nnx_layer])
+@each_of("layer", [linen_layer, nnx_layer])
 def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
     x = drawn(8, 4, 3) + np.arange(8, dtype=np.float32)[:, None, None]
     mask = np.random.default_rng(1).random((8, 4, 1)) < 0.6
@@ -98,7 +98,7 @@ def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
 
 
 @pytest.mark.slow
-@looped("options", [INT8, RANK2])
+@each_of("options", [INT8, RANK2])
 def test_compressed_sums_are_those_of_own_devices(eight, options):
     grads = [{"b": drawn(8, 3, seed=i), "w": drawn(8, 16, 20, seed=i)} for i in (1, 2)]
 

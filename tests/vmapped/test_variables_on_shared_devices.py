@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import looped
+from helpers.cases import each_of
 from helpers.replicas import ids, replica, versions
 from jax import lax
 
@@ -115,7 +115,7 @@ def compiled(strategy, step, *given):
     return jax.jit(lambda *given: strategy.run(step, given)).lower(*given).compile()
 
 
-@looped("inside_jit", [False, True])
+@each_of("inside_jit", [False, True])
 def test_a_weight_is_multiplied_once_for_all_replicas_of_a_device(inside_jit):
     """Its copies would be 8 matrices, and the product a batched one."""
     strategy = js.MirroredStrategy(jax.devices()[:1], replicas_per_device=8)
