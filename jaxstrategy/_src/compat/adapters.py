@@ -133,6 +133,11 @@ class Adapter:
     # What this generation calls the members of others, and where today's are.
     _names: ClassVar[Mapping[str, str]]
     _way: ClassVar[str]
+    _key: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._key = f"{cls.__module__}.{cls.__name__}"
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -140,12 +145,13 @@ class Adapter:
     @classmethod
     def known(cls, core: Any, make: Callable[[Any], Any] | None = None) -> Self:
         """The object of this class over `core`, the same each time."""
-        with _lock:
-            # A table that is not the core's own would keep both for ever.
-            key = f"{cls.__module__}.{cls.__name__}"
-            if (found := vars(core).get(key)) is None:
-                found = vars(core)[key] = (make or cls)(core)
-            return found
+        # A table that is not the core's own would keep both for ever.
+        table = vars(core)
+        if (found := table.get(cls._key)) is None:
+            with _lock:
+                if (found := table.get(cls._key)) is None:
+                    found = table[cls._key] = (make or cls)(core)
+        return found
 
     if not TYPE_CHECKING:  # type checkers would find any name
 

@@ -368,10 +368,14 @@ class Strategy(OlderStrategy):
     _names = NAMES_IN_V1
     _extended_class: ClassVar[type[StrategyExtended]] = StrategyExtended
 
+    def _put_over(self, core: _strategy.Strategy) -> Self:
+        self._extended = self._extended_class(core)
+        return super()._put_over(core)
+
     @property
     def extended(self) -> StrategyExtended:
         """The additional methods, for library code and optimizers."""
-        return self._extended_class.known(self._core)
+        return self._extended
 
     num_replicas_in_sync: int = same(_strategy.Strategy.num_replicas_in_sync)
     cluster_resolver: ClusterResolver | None = same(_strategy.Strategy.cluster_resolver)
