@@ -200,9 +200,9 @@ def test_a_killed_server_is_an_error_for_ever():
         with cluster.strategy.scope():
             elsewhere = js.Variable(5.0, name="elsewhere")
         (server,) = [
-            child.pid
-            for child in cluster.backend._server_children
-            if child.name == "parameter server 0"
+            task.process.pid
+            for task in cluster.backend._tasks.servers
+            if task.name == "parameter server 0"
         ]
         os.kill(server, signal.SIGKILL)
         cluster.coordinator.schedule(cluster.add, (0.0,))

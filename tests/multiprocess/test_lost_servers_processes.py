@@ -22,8 +22,8 @@ def kill(pid):
 
 def pids_of(backend):
     """All processes of a backend, by their names."""
-    living = backend._close.__self__._living
-    return {child.name: child.pid for child in living if child.end is None}
+    living = backend._tasks._living
+    return {task.name: task.process.pid for task in living if task.end is None}
 
 
 def test_all_variables_go_back_together_when_servers_are_killed(tmp_path):

@@ -14,159 +14,21 @@ from jax import export
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, GivenTasks
 from jaxstrategy._src.errors import ClusterError
-from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.backends import cluster_tasks
-from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
-    Hello,
-    checked_secret,
-    joined,
-)
 from jaxstrategy._src.parameter_servers.peer import (
     Answer,
-    ReconnectingPeer,
-    RemoteServer,
-    Responder,
     answers_of_server,
     answers_of_worker,
 )
-from jaxstrategy._src.parameter_servers.store.store import Store
-from jaxstrategy._src.parameter_servers.stream import (
-    FrameError,
-    Listener,
-    Stream,
+from jaxstrategy._src.parameter_servers.sessions import (
+    Hello,
+    SessionHost,
+    remote_server,
 )
+from jaxstrategy._src.parameter_servers.store.store import Store
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.processes.job import TrainingTask
 from jaxstrategy._src.processes.secret import Secret
-
-_SECONDS = 10.0  # for the first word of who has proved to be of the job
-
-
-@final
-class SessionHost:
-    """Answers connections for the newest coordinator, and for no earlier one."""
-
-    def __init__(
-        self,
-        begin: Callable[[Hello], Answer],
-        told: Callable[[], Mapping[str, Any]],
-        is_kept: bool,
-        say: Callable[[str], None],
-    ) -> None:
-        self._begin = begin
-        self._told = told
-        self._is_kept = is_kept
-        self._say = say
-        self._lock = threading.Lock()
-        self._coordinator = ""
-        self._past: set[str] = set()
-        self._begun: dict[tuple[str, str], _Begun] = {}
-
-    def take(self, stream: Stream) -> None:
-        """Serve a connection, in a thread of its own."""
-        threading.Thread(
-            target=self._serve, args=(stream,), name="session", daemon=True
-        ).start()
-
-    def close(self) -> None:
-        """Drop everything."""
-        with self._lock:
-            dropped, self._begun = self._begun, {}
-        _close_all(dropped)
-
-    def _serve(self, stream: Stream) -> None:
-        try:
-            hello = _received(stream)
-            begun = self._answered(stream, hello)
-        except (EOFError, OSError, FrameError):
-            stream.close()
-            return
-        if begun is None:
-            stream.close()
-            return
-        begun.responder.serve(stream)
-        self._left(hello, begun, stream)
-
-    def _answered(self, stream: Stream, hello: Hello) -> _Begun | None:
-        if hello.wants in ("devices", "end"):
-            if hello.wants == "end":
-                self._end(hello)
-            stream.send(("done", self._told()))
-            return None
-        try:
-            begun = self._found(hello, stream)
-        except ClusterError as error:
-            stream.send_packed(peer.failed(error))
-            return None
-        stream.send(("done", self._told()))
-        return begun
-
-    def _found(self, hello: Hello, stream: Stream) -> _Begun:
-        dropped: dict[tuple[str, str], _Begun] = {}
-        with self._lock:
-            if hello.coordinator in self._past:
-                raise ClusterError("it works for another coordinator, which came later")
-            if hello.wants == "begin" and hello.coordinator != self._coordinator:
-                dropped, self._begun = self._begun, {}
-                if self._coordinator:
-                    self._past.add(self._coordinator)
-                self._coordinator = hello.coordinator
-                self._say("a new coordinator has come")
-            begun = self._begun.get(hello.key)
-            if begun is None or hello.coordinator != self._coordinator:
-                if hello.wants != "begin":
-                    raise ClusterError(
-                        "it was started anew and has nothing of what was there before"
-                    )
-                begun = self._begun[hello.key] = _Begun(self._begin(hello))
-            begun.streams.add(stream)
-        _close_all(dropped)
-        return begun
-
-    def _end(self, hello: Hello) -> None:
-        with self._lock:
-            is_there = hello.coordinator == self._coordinator
-            begun = self._begun.pop(hello.key, None) if is_there else None
-        if begun is not None:
-            begun.close()
-
-    def _left(self, hello: Hello, begun: _Begun, stream: Stream) -> None:
-        with self._lock:
-            begun.streams.discard(stream)
-            is_over = not begun.streams and not self._is_kept
-            if is_over and self._begun.get(hello.key) is begun:
-                del self._begun[hello.key]
-        if is_over:
-            begun.close()
-
-
-@final
-class _Begun:
-    """Something that was begun, and the connections for it."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.responder = Responder(answer)
-        self.streams: set[Stream] = set()
-
-    def close(self) -> None:
-        for stream in tuple(self.streams):
-            stream.close()
-        self.responder.close()
-
-
-def _close_all(dropped: Mapping[tuple[str, str], _Begun]) -> None:
-    for begun in dropped.values():
-        begun.close()
-
-
-def _received(stream: Stream) -> Hello:
-    stream.limit_silence(_SECONDS)
-    hello = stream.receive()
-    stream.limit_silence(None)
-    if not isinstance(hello, Hello):
-        raise FrameError(f"{hello!r} before any hello")
-    return hello
-
 
 SERVED = ("worker", "ps")
 
@@ -179,36 +41,30 @@ class ServedTask:
         self._address = spec.task_address(job, index)
         self._name = f"{job} {index}"
         self._is_worker = job == "worker"
-        self._listener: Listener | None = None
         self._host: SessionHost | None = None
         self._closed = threading.Event()
 
     def start(self) -> None:
         """Listen at its address; a second call does nothing."""
-        if self._listener is not None:
+        if self._host is not None:
             return
-        secret = checked_secret(self._address)
-        if not self._is_worker:
+        secret = cluster_tasks.checked_secret(self._address)
+        if self._is_worker:
+            host = worker_host(secret, self._say)
+        else:
             # GPUs of the host are those of workers.
             jax.config.update("jax_platforms", "cpu")
+            host = SessionHost(
+                lambda _: answers_of_server(Store()), told, True, self._say
+            )
         try:
-            listener = Listener(self._address, secret)
+            host.listen(self._address, secret)
         except OSError as error:
             raise ClusterError(
                 f"{self._name} cannot listen at its address {self._address}: {error}. "
                 "It must be one of this host, with a free port."
             ) from error
-
-        def begin(hello: Hello) -> Answer:
-            return (
-                _worker(secret, hello)
-                if self._is_worker
-                else answers_of_server(Store())
-            )
-
-        self._host = SessionHost(begin, told, not self._is_worker, self._say)
-        self._listener = listener
-        listener.start(self._host.take)
+        self._host = host
         self._say(f"waits for a coordinator at {self._address}")
 
     def join(self) -> None:
@@ -219,8 +75,6 @@ class ServedTask:
     def close(self) -> None:
         """Listen no more, and drop what is held."""
         self._closed.set()
-        if self._listener is not None:
-            self._listener.close()
         if self._host is not None:
             self._host.close()
 
@@ -237,20 +91,20 @@ def told() -> Mapping[str, Any]:
     }
 
 
-def _worker(secret: Secret, hello: Hello) -> Answer:
-    """A worker that reaches the parameter servers at the addresses it was told."""
-    joining = Hello("join", hello.coordinator, hello.strategy)
-    servers = [
-        RemoteServer(
-            ReconnectingPeer(
-                f"Parameter server {number} at {address}",
-                lambda address=address: joined(address, secret, joining)[0],
-                peer.PATIENCE,
-            )
-        )
-        for number, address in enumerate(hello.servers)
-    ]
-    return answers_of_worker(WorkerEngine(hello.index, servers, jax.local_devices()))
+def worker_host(
+    secret: Secret | None, say: Callable[[str], None] = lambda text: None
+) -> SessionHost:
+    """Sessions with workers of this process."""
+
+    def begin(hello: Hello) -> Answer:
+        servers = [
+            remote_server(f"Parameter server {number}", address, secret, hello)
+            for number, address in enumerate(hello.servers)
+        ]
+        engine = WorkerEngine(hello.index, servers, jax.local_devices())
+        return answers_of_worker(engine)
+
+    return SessionHost(begin, told, False, say)
 
 
 _T = TypeVar("_T")

@@ -16,13 +16,12 @@ from jaxstrategy._src.errors import ClusterError, ParameterServerLost
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputContext, InputOptions
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
-    Hello,
     checked_cluster,
     checked_secret,
-    joined,
 )
 from jaxstrategy._src.parameter_servers.peer import Peer, RemoteServer
 from jaxstrategy._src.parameter_servers.protocol import JointPool
+from jaxstrategy._src.parameter_servers.sessions import Hello, joined
 from jaxstrategy._src.parameter_servers.stream import Stream
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import secrets
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, host_and_port
@@ -19,16 +20,16 @@ from jaxstrategy._src.errors import (
     WorkerLost,
 )
 from jaxstrategy._src.parameter_servers import peer as _peer
-from jaxstrategy._src.parameter_servers.peer import (
-    Peer,
-    ReconnectingPeer,
-    RemoteServer,
-    RemoteWorker,
+from jaxstrategy._src.parameter_servers.peer import Peer, RemoteServer, RemoteWorker
+from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
+from jaxstrategy._src.parameter_servers.sessions import (
+    COORDINATOR,
+    Hello,
+    Wish,
+    joined,
+    remote_server,
 )
-from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractWorkerBackend,
-)
-from jaxstrategy._src.parameter_servers.stream import FrameError, Stream, dialled
+from jaxstrategy._src.parameter_servers.stream import Stream
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
 
@@ -116,78 +117,12 @@ def _addresses(spec: ClusterSpec, job: str) -> list[str]:
     return addresses
 
 
-COORDINATOR = secrets.token_hex(16)
-"""The name of this process as a coordinator; another one has another name."""
-
-_Wish = Literal["begin", "join", "end", "devices"]
-_SECONDS = 10.0  # for an answer to it
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Hello:
-    """Who calls a worker or parameter server, and for what.
-
-    Attributes:
-      wants: "begin" something with this name; "join" it, as another connection; "end"
-        it; or only to know which "devices" there are.
-      coordinator: the name of its process.
-      strategy: the name of one strategy of it.
-      life: of a worker, the name of one life; empty for a server.
-      index: of the worker.
-      servers: the addresses of all parameter servers, for a worker.
-    """
-
-    wants: _Wish
-    coordinator: str
-    strategy: str
-    life: str = ""
-    index: int = 0
-    servers: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The name of what is begun or joined, within one coordinator."""
-        return self.strategy, self.life
-
-    def with_wish(self, wants: Literal["join", "end"]) -> Self:
-        """The same with another wish."""
-        return dataclasses.replace(self, wants=wants)
-
-
-def joined(
-    address: str, secret: Secret, hello: Hello
-) -> tuple[Stream, Mapping[str, Any]]:
-    """A stream to a task of a cluster, and what it says of itself."""
-    try:
-        stream = dialled(address, secret)
-    except ConnectionError as error:
-        if isinstance(error.__cause__, ConnectionRefusedError):
-            raise ConnectionRefusedError(f"nobody listens at {address}") from error
-        raise
-    try:
-        stream.limit_silence(_SECONDS)
-        stream.send(hello)
-        answer = stream.receive()
-        stream.limit_silence(None)
-        why = _peer.raised_by(answer, address)
-    except (EOFError, OSError, FrameError) as error:
-        stream.close()
-        raise ConnectionError(f"{address} does not answer ({error})") from error
-    if why is not None:
-        stream.close()
-        raise ConnectionAbortedError(str(why))
-    return stream, answer[1]
-
-
-_PAUSE = 0.2  # between two tries to reach a task
+_PAUSE, _SHORT_PAUSE = 0.2, 0.02  # between two tries to reach a task; on this host
 _SAID_SECONDS = 15.0  # without one, after which a line says so
 
 _lives = itertools.count()
 
 
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
 class CalledTask:
     """A process that listens, or will.
 
@@ -195,45 +130,79 @@ class CalledTask:
       name: what it is, for people.
       address: where.
       over: set when it is known to have ended.
-      kill: ends it; None where only who has started it can.
-      last_output: what it wrote last, for errors.
     """
 
-    name: str
-    address: str
-    over: threading.Event = dataclasses.field(default_factory=threading.Event)
-    kill: Callable[[], None] | None = None
-    last_output: Callable[[], str | None] | None = None
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self.over = threading.Event()
+
+    @property
+    def shown(self) -> str:
+        """What it is and where, as a sentence begins; a path says nobody anything."""
+        name, is_path = self.name.capitalize(), self.address.startswith("/")
+        return name if is_path else f"{name} at {self.address}"
+
+    def kill(self) -> None:
+        """End it, if this process has started it."""
+
+    def last_output(self) -> str:
+        """What it wrote last, if that is known."""
+        return ""
+
+    def why(self, what: str, error: Exception) -> str:
+        """Why something is so, for people."""
+        said = self.last_output()
+        more = f"\nThe last that it wrote:\n{said}" if said else ""
+        return f"{self.shown} {what}: {error}.{more}"
 
 
 @final
 class CalledTasks:
-    """Workers and parameter servers at addresses, for one strategy of this process."""
+    """Workers and parameter servers at addresses, for one strategy of this process.
+
+    Args:
+      workers: those to ask which devices they have.
+      servers: the servers.
+      renewed: the task of a worker that is to begin a new life.
+      secret: of the job; None if all are of this host, at paths.
+      start_seconds: the time in which all must be there.
+      patience: seconds without a sign of life after which one is lost.
+      told: what workers have to say of their devices, if that is known.
+
+    Attributes:
+      servers: the servers.
+      told: what the first worker that is there says of its devices.
+    """
 
     def __init__(
         self,
         workers: Sequence[CalledTask],
         servers: Sequence[CalledTask],
         renewed: Callable[[int], CalledTask],
-        secret: Secret,
+        secret: Secret | None,
         start_seconds: float,
         patience: float = _peer.PATIENCE,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tasks = servers
+        self._tasks = list(servers)
         self._renewed = renewed
-        self._addresses = tuple(task.address for task in servers)
         self._secret = secret
-        self._coordinator = COORDINATOR
         self._strategy = secrets.token_hex(8)
+        self._start_seconds = start_seconds
         self._patience = patience
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._lives: dict[int, RemoteWorker] = {}
-        end = time.monotonic() + start_seconds
         self.servers: list[RemoteServer] = []
+        end = time.monotonic() + start_seconds
         try:
-            self._connect_servers(end)
-            self.told = self._first_worker(workers, end)
+            with ThreadPoolExecutor(len(servers)) as pool:
+                made = [pool.submit(self._server, task, end) for task in servers]
+            # All that were made are kept, also if another one fails, to be closed.
+            self.servers += [each.result() for each in made if not each.exception()]
+            for each in made:
+                each.result()
+            self.told = told or self._first_worker(workers, end)
         except BaseException:
             self.close()
             raise
@@ -241,23 +210,40 @@ class CalledTasks:
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
         """A new life of a worker, as soon as its process is there."""
         task = self._renewed(worker)
-        name_of_life = f"{incarnation}.{next(_lives)}"
-        hello = self._hello("begin", name_of_life, worker, self._addresses)
+        addresses = tuple(each.address for each in self._tasks)
+        life = f"{incarnation}.{next(_lives)}"
+        hello = self._hello("begin", life, worker, addresses)
+        # A process of this host ends if it does not start; others somebody else starts.
+        is_here = self._secret is None
+        end = time.monotonic() + self._start_seconds if is_here else None
         try:
-            stream, _ = self._when_there(task, hello, None)
+            stream, _ = self._when_there(task, hello, end)
         except ConnectionError as error:
-            raise WorkerLost(_why(task, "is lost", error)) from error
-        life = RemoteWorker(self._peer(task, hello, stream), task.kill)
-        self._begin(worker, life)
-        return life
+            task.kill()
+            raise WorkerLost(task.why("is lost", error)) from error
+        begun = RemoteWorker(self._peer(task, hello, stream), task.kill)
+        self._begin(worker, begun)
+        return begun
+
+    def replace(self, server: int, task: CalledTask) -> None:
+        """Go on with a process in the place of a lost server, which has nothing."""
+        self._tasks[server] = task
+        end = time.monotonic() + self._start_seconds
+        self.servers[server].peer = self._server(task, end).peer
 
     def close(self) -> None:
         """Let go of the tasks, which wait for another coordinator."""
         if self._closed.is_set():
             return
         self.hang_up()
-        with ThreadPoolExecutor(len(self._addresses)) as pool:
-            list(pool.map(self._end, self._addresses))
+
+        def end(task: CalledTask) -> None:
+            # One that cannot be reached holds nothing any more.
+            with contextlib.suppress(ConnectionError, ClusterError):
+                joined(task.address, self._secret, self._hello("end"))[0].close()
+
+        with ThreadPoolExecutor(len(self._tasks)) as pool:
+            list(pool.map(end, self._tasks))
 
     def hang_up(self) -> None:
         """Close all connections, to tasks that will be ended."""
@@ -266,13 +252,6 @@ class CalledTasks:
             self._begin(worker, None)
         for server in self.servers:
             server.close()
-
-    def _end(self, address: str) -> None:
-        """Let a server drop what it holds."""
-        try:
-            joined(address, self._secret, self._hello("end"))[0].close()
-        except (ConnectionError, ClusterError):
-            return  # it holds nothing any more
 
     def _begin(self, worker: int, life: RemoteWorker | None) -> None:
         """Let go of the life before, which its task then forgets."""
@@ -285,59 +264,50 @@ class CalledTasks:
                 each.close()
 
     def _hello(
-        self, wants: Any, life: str = "", index: int = 0, servers: tuple[str, ...] = ()
+        self, wants: Wish, life: str = "", index: int = 0, servers: tuple[str, ...] = ()
     ) -> Hello:
-        return Hello(wants, self._coordinator, self._strategy, life, index, servers)
-
-    def _connect_servers(self, end: float) -> None:
-        with ThreadPoolExecutor(len(self._tasks)) as pool:
-            made = [pool.submit(self._server, task, end) for task in self._tasks]
-        # All that were made are kept, also if another one fails, to be closed.
-        self.servers = [each.result() for each in made if each.exception() is None]
-        for each in made:
-            each.result()
+        return Hello(wants, COORDINATOR, self._strategy, life, index, servers)
 
     def _server(self, task: CalledTask, end: float) -> RemoteServer:
+        hello = self._hello("begin")
         try:
-            stream, _ = self._when_there(task, self._hello("begin"), end)
+            self._when_there(task, hello, end)[0].close()
         except ConnectionError as error:
-            raise ClusterError(_why(task, "cannot be reached", error)) from error
-        stream.close()
-        joining = self._hello("join")
+            raise ClusterError(task.why("cannot be reached", error)) from error
+        return remote_server(
+            task.shown,
+            task.address,
+            self._secret,
+            hello,
+            self._patience,
+            task.last_output,
+        )
+
+    def _peer(self, task: CalledTask, hello: Hello, first: Stream) -> Peer:
+        joining = dataclasses.replace(hello, wants="join")
 
         def dial() -> Stream:
             return joined(task.address, self._secret, joining)[0]
 
-        name = f"{task.name} at {task.address}"
-        return RemoteServer(
-            ReconnectingPeer(name, dial, self._patience, task.last_output)
-        )
-
-    def _peer(self, task: CalledTask, hello: Hello, first: Stream) -> Peer:
-        def dial() -> Stream:
-            return joined(task.address, self._secret, hello.with_wish("join"))[0]
-
-        name = f"{task.name} at {task.address}"
-        return Peer(name, dial, WorkerLost, self._patience, task.last_output, first)
+        name, output = task.shown, task.last_output
+        return Peer(name, dial, WorkerLost, self._patience, output, first)
 
     def _first_worker(
         self, workers: Sequence[CalledTask], end: float
-    ) -> dict[str, Any]:
-        """What the first worker that is there says of its devices."""
-        found: list[dict[str, Any]] = []
+    ) -> Mapping[str, Any]:
+        found: list[Mapping[str, Any]] = []
         failures: list[str] = []
         there = threading.Event()
+        hello = self._hello("devices")
 
         def ask(task: CalledTask) -> None:
             try:
-                stream, answer = self._when_there(
-                    task, self._hello("devices"), end, there
-                )
+                stream, answer = self._when_there(task, hello, end, there)
             except ConnectionError as error:
-                failures.append(_why(task, "cannot be reached", error))
+                failures.append(task.why("cannot be reached", error))
                 return
             stream.close()
-            found.append(dict(answer))
+            found.append(answer)
             there.set()
 
         with ThreadPoolExecutor(len(workers)) as pool:
@@ -357,9 +327,10 @@ class CalledTasks:
         hello: Hello,
         end: float | None,
         given_up: threading.Event | None = None,
-    ) -> tuple[Stream, Any]:
+    ) -> tuple[Stream, Mapping[str, Any]]:
         """A connection to a task, once it is there."""
         since, is_said = time.monotonic(), False
+        pause = _SHORT_PAUSE if self._secret is None else _PAUSE
         while True:
             try:
                 return joined(task.address, self._secret, hello)
@@ -371,24 +342,15 @@ class CalledTasks:
                     raise
             if not is_said and now - since > _SAID_SECONDS:
                 is_said = True
-                _say(
-                    f"{task.name} at {task.address} does not answer, and is waited for"
-                )
+                if sys.stderr is not None:
+                    text = (
+                        f"jaxstrategy: {task.shown} does not answer, and is waited for."
+                    )
+                    print(text, file=sys.stderr, flush=True)
             if task.over.is_set():
                 raise ConnectionError("it has ended")
-            if (given_up or self._closed).wait(_PAUSE) or self._closed.is_set():
+            if (given_up or self._closed).wait(pause) or self._closed.is_set():
                 raise ConnectionError("nobody waits for it any more")
-
-
-def _why(task: CalledTask, what: str, error: Exception) -> str:
-    said = task.last_output() if task.last_output is not None else None
-    more = f"\nThe last that it wrote:\n{said}" if said else ""
-    return f"{task.name} at {task.address} {what}: {error}.{more}"
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        print(f"jaxstrategy: {text}.", file=sys.stderr, flush=True)
 
 
 @final
@@ -407,7 +369,7 @@ class ClusterTasks(AbstractWorkerBackend):
         workers, servers = (
             [CalledTask(f"{name} {number}", each) for number, each in enumerate(given)]
             for name, given in zip(
-                ("Worker", "Parameter server"), addresses, strict=True
+                ("worker", "parameter server"), addresses, strict=True
             )
         )
         self._calls = CalledTasks(

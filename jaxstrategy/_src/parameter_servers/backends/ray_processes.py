@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import math
 import os
 import sys
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of
 from jaxstrategy._src.cluster.resolvers.environment import VARIABLE as TF_CONFIG
-from jaxstrategy._src.errors import ClusterError, WorkerLost
-from jaxstrategy._src.launch.child_process import OutputThread, described
 from jaxstrategy._src.launch.options import PLACEMENTS
 from jaxstrategy._src.launch.ray import (
     HANDED_ON,
@@ -27,113 +21,20 @@ from jaxstrategy._src.launch.ray import (
 )
 from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.backends import local_processes
-from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
-    CalledTask,
-    CalledTasks,
-)
-from jaxstrategy._src.parameter_servers.backends.local_processes import (
+from jaxstrategy._src.parameter_servers.backends.started_processes import (
+    NAMES,
     Ended,
-    WorkerPlace,
-    show,
-)
-from jaxstrategy._src.parameter_servers.peer import RemoteWorker
-from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractWorkerBackend,
+    Job,
+    StartedProcesses,
+    StartedTask,
+    StartedTasks,
 )
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.text.shown import positive, shown
 
-Job = Literal["worker", "ps"]
 _PROGRAM = ("-m", "jaxstrategy.parameter_servers")
-_NAMES = {"worker": "Worker", "ps": "Parameter server"}
-_DRAIN_SECONDS = 1.0
 _NEWS_SECONDS = 5.0  # until it is heard of an end; under load, Ray takes more than one
-
-
-@final
-class RayTask:
-    """A process of `python -m jaxstrategy.parameter_servers` on a machine of Ray's."""
-
-    def __init__(
-        self,
-        actors: RayActors,
-        bundle: int,
-        job: Job,
-        index: int,
-        variables: Mapping[str, str],
-        host: str | None,
-        seconds: float,
-        ended: Callable[[RayTask], None],
-    ) -> None:
-        self._actors = actors
-        self._name = f"{_NAMES[job]} {index}"
-        self._own_lines = f"jaxstrategy: {job} {index}: ".encode()
-        self._code: int | None = None
-        self._over = threading.Event()
-        self._building = threading.Lock()
-        self._actor = actors.start(bundle)
-        try:
-            where = self._address(host, seconds)
-            own = {TF_CONFIG: json.dumps(_config(job, index, where))}
-            arguments = _PROGRAM, {**variables, **own}, None, None, True
-            actors.ask(lambda: self._actor.start.remote(*arguments), seconds)
-        except BaseException:
-            actors.end(self._actor)
-            raise
-        with self._building:
-            self._process = RayStartedProcess(
-                actors, self._actor, self._name, lambda code: self._end(code, ended)
-            )
-            self._output = OutputThread(
-                self._name, functools.partial(self._process.read, 0), self._show
-            )
-        self.called = CalledTask(
-            self._name, where, self._over, self.kill, self.last_output
-        )
-
-    @property
-    def end(self) -> str | None:
-        """How it has ended, in words; None while it has not."""
-        return None if self._code is None else f"it ended with {described(self._code)}"
-
-    def last_output(self) -> str:
-        """The last lines that it wrote, and how it has ended if it has."""
-        # Its connections break before it is known that it is over.
-        if self._over.wait(_NEWS_SECONDS):
-            self._output.finish(_DRAIN_SECONDS)
-        lines = [line.decode(errors="replace") for line in self._output.tail]
-        lines += [f"({self.end})"] if self.end else []
-        return "\n".join(lines)
-
-    def kill(self) -> None:
-        """End it now, and what it has started."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """Wait for its end, and give its place to the next one."""
-        self._process.close()
-        self._output.finish(_DRAIN_SECONDS)
-        self._actors.end(self._actor)
-
-    def _address(self, host: str | None, seconds: float) -> str:
-        ask = self._actors.ask
-        _, found = ask(lambda: self._actor.machine.remote(), seconds)
-        chosen = host or found
-        port = ask(lambda: self._actor.free_port.remote(chosen), seconds)
-        return address_of(chosen, port)
-
-    def _show(self, line: bytes) -> None:
-        # Who waits for whom is news where people start tasks, and none here.
-        if not line.startswith(self._own_lines):
-            show(self._name.lower(), line)
-
-    def _end(self, code: int, ended: Callable[[RayTask], None]) -> None:
-        with self._building:  # some end at once
-            self._code = code
-        self._over.set()
-        self.close()
-        ended(self)
 
 
 def _config(job: Job, index: int, address: str) -> dict[str, object]:
@@ -147,8 +48,8 @@ _LOOPBACK = "127.0.0.1"
 
 
 @final
-class RayTasks:
-    """Workers and parameter servers, each in a bundle of its own."""
+class RayTasks(StartedTasks):
+    """Processes of `python -m jaxstrategy.parameter_servers`, each in its bundle."""
 
     def __init__(
         self,
@@ -156,14 +57,14 @@ class RayTasks:
         bundles: Sequence[Mapping[str, float]],
         placement: str,
         seconds: float,
+        environments: Mapping[Job, Mapping[str, str]],
+        servers: int,
     ) -> None:
-        self.places: list[WorkerPlace[RayTask]] = []
+        super().__init__()
         self._cluster = cluster
         self._seconds = seconds
-        self._servers: list[RayTask] = []
-        self._calls: CalledTasks | None = None
-        self._is_closed = False
-        self._failures: dict[tuple[Job, int], str] = {}
+        self._environments = environments
+        self._first_bundles = {"ps": 0, "worker": servers}
         try:
             # Nobody has to call from elsewhere if there is no other machine.
             self._host = _LOOPBACK if len(cluster.machines()) == 1 else None
@@ -174,93 +75,50 @@ class RayTasks:
             cluster.close()
             raise
 
-    def start(
-        self,
-        servers: Sequence[Mapping[str, str]],
-        workers: Sequence[Mapping[str, str]],
-    ) -> None:
-        """Start processes with these environments."""
-
-        def serving(number: int) -> RayTask | None:
-            return self._started("ps", number, number, servers[number], lambda _: None)
-
-        def working(number: int) -> WorkerPlace[RayTask]:
-            def start(ended: Ended) -> RayTask | None:
-                bundle = len(servers) + number
-                return self._started("worker", number, bundle, workers[number], ended)
-
-            return WorkerPlace(start)
-
-        with ThreadPoolExecutor(len(servers) + len(workers)) as pool:
-            serve = pool.map(serving, range(len(servers)))
-            self.places = list(pool.map(working, range(len(workers))))
-            self._servers = [task for task in serve if task is not None]
-        if self._failures:
-            raise ClusterError(" ".join(self._failures.values()))
-
-    def call(self, secret: Secret, patience: float) -> CalledTasks:
-        """The connections to them."""
-        workers = (place.current for place in self.places)
-        self._calls = CalledTasks(
-            [task.called for task in workers if task is not None],
-            [task.called for task in self._servers],
-            self._renewed,
-            secret,
-            self._seconds,
-            patience,
+    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask | None:
+        actors, name = self._actors, f"{NAMES[job]} {number}"
+        try:
+            actor = actors.start(self._first_bundles[job] + number)
+            try:
+                address = self._address(actor)
+                config = json.dumps(_config(job, number, address))
+                variables = {**self._environments[job], TF_CONFIG: config}
+                arguments = _PROGRAM, variables, None, None, True
+                actors.ask(lambda: actor.start.remote(*arguments), self._seconds)
+            except BaseException:
+                actors.end(actor)
+                raise
+        except self._cluster.ray.exceptions.RayError as error:
+            *_, last = str(error).strip().splitlines()
+            self.failures[job, number] = f"Ray does not start it: {last.strip()}."
+            return None
+        self.failures.pop((job, number), None)
+        return StartedTask(
+            name,
+            address,
+            lambda over: RayStartedProcess(actors, actor, name, over),
+            ended,
+            release=lambda: actors.end(actor),
+            # Who waits for whom is news where people start tasks, and none here.
+            hidden=f"jaxstrategy: {job} {number}: ",
+            news_seconds=_NEWS_SECONDS,
         )
-        return self._calls
 
-    def close(self) -> None:
-        """End all, and let go of the cluster; may be called twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def _address(self, actor: Any) -> str:
+        ask = self._actors.ask
+        _, found = ask(lambda: actor.machine.remote(), self._seconds)
+        host = self._host or found
+        port = ask(lambda: actor.free_port.remote(host), self._seconds)
+        return address_of(host, port)
+
+    def _close(self) -> None:
         atexit.unregister(self.close)
-        if self._calls is not None:
-            self._calls.hang_up()
         self._actors.close()
         self._cluster.close()
 
-    def _renewed(self, worker: int) -> CalledTask:
-        task = self.places[worker].fresh()
-        if task is None:
-            why = self._failures.get(("worker", worker), "All processes were ended.")
-            raise WorkerLost(f"Worker {worker} is lost. {why}")
-        return task.called
-
-    def _started(
-        self,
-        job: Job,
-        number: int,
-        bundle: int,
-        variables: Mapping[str, str],
-        ended: Ended,
-    ) -> RayTask | None:
-        """A process; None, with the reason kept, if there is none."""
-        if self._is_closed or not threading.main_thread().is_alive():
-            return None
-        try:
-            task = RayTask(
-                self._actors,
-                bundle,
-                job,
-                number,
-                variables,
-                self._host,
-                self._seconds,
-                ended,
-            )
-        except self._cluster.ray.exceptions.RayError as error:
-            *_, last = str(error).strip().splitlines()
-            self._failures[job, number] = f"Ray does not start it: {last.strip()}."
-            return None
-        self._failures.pop((job, number), None)
-        return task
-
 
 @final
-class RayProcesses(AbstractWorkerBackend):
+class RayProcesses(StartedProcesses):
     """Starts workers and parameter servers on the machines of a Ray cluster.
 
     Ray finds room for them, starts them and sees when they end; a worker that ends is
@@ -313,10 +171,9 @@ class RayProcesses(AbstractWorkerBackend):
         start_seconds: float = 300.0,
         patience: float = peer.PATIENCE,
     ) -> None:
-        self.num_workers = positive("workers", workers)
+        workers = positive("workers", workers)
         servers = positive("parameter_servers", parameter_servers)
         simulated = positive("devices_per_worker", devices_per_worker)
-        devices = None if gpus_per_worker else simulated
         if placement not in PLACEMENTS:
             raise ValueError(
                 f"`placement` was {shown(placement)}; one of {', '.join(PLACEMENTS)} "
@@ -327,41 +184,17 @@ class RayProcesses(AbstractWorkerBackend):
         bundles = [_bundle({"CPU": cpus_per_server})] * servers + [bundle] * workers
         secret = Secret.random()
         environment = _environment(secret, with_modules=working_dir is None)
+        devices = None if gpus_per_worker else simulated
+        environments: dict[Job, dict[str, str]] = {
+            "ps": _of_worker(environment, cpus_per_server, 1),
+            "worker": _of_worker(environment, cpus_per_worker, devices),
+        }
         cpus = math.ceil(sum(each.get("CPU", 0.0) for each in bundles))
         cluster = RayCluster(address, cpus, working_dir)
-        tasks = RayTasks(cluster, bundles, placement, start_seconds)
-        self._close = weakref.finalize(self, tasks.close)
-        try:
-            tasks.start(
-                [_of_server(environment, cpus_per_server)] * servers,
-                [_of_worker(environment, cpus_per_worker, devices)] * workers,
-            )
-            self._calls = tasks.call(secret, patience)
-        except BaseException:
-            self._close()
-            raise
-        self._tasks, self.servers = tasks, self._calls.servers
-        self.replicas_per_worker = self._calls.told["devices"]
-        self.platforms = (self._calls.told["platform"],)
-
-    def start(self, worker: int, incarnation: int) -> RemoteWorker:
-        """A new process of a worker; the one before is ended, if it has not.
-
-        Raises:
-          WorkerLost: it did not start; the message has the last lines that it wrote.
-        """
-        return self._calls.start(worker, incarnation)
-
-    def kill(self, worker: int) -> None:
-        """End a worker's process, as a crash would; another one is started.
-
-        Callable from any thread.
-        """
-        self._tasks.places[worker].kill()
-
-    def close(self) -> None:
-        """End all processes, and a Ray that was started for them."""
-        self._close()
+        tasks = RayTasks(
+            cluster, bundles, placement, start_seconds, environments, servers
+        )
+        self._begin(tasks, workers, servers, secret, start_seconds, patience)
 
 
 def _bundle(resources: Mapping[str, float]) -> dict[str, float]:
@@ -384,10 +217,6 @@ def _environment(secret: Secret, with_modules: bool) -> dict[str, str]:
         own = [entry for entry in own if not entry.startswith(installed)]
         kept["PYTHONPATH"] = os.pathsep.join(own)
     return kept | secret.variables()
-
-
-def _of_server(environment: Mapping[str, str], cpus: float) -> dict[str, str]:
-    return _of_worker(environment, cpus, 1)
 
 
 def _of_worker(
