@@ -15,8 +15,6 @@ from pathlib import Path
 
 def main() -> None:
     """Serve a coordinator at an address, until a signal says that it is over."""
-    over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: over.set())
     task = json.loads(sys.argv[1])
     sys.path[:] = task["path"]
     if task["job"] == "ps":
@@ -34,6 +32,9 @@ def main() -> None:
 
         host = worker_host(None)
     host.listen(task["address"])
+    # Before, the signal ends it at once: one that is starting has nothing to end.
+    over = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: over.set())
     over.wait()
 
 
