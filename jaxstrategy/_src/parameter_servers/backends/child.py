@@ -28,8 +28,11 @@ def main() -> None:
 
         host = SessionHost(lambda _: answers_of_server(Store()), dict, is_kept=True)
     else:
+        import jax
+
         from jaxstrategy._src.parameter_servers.server import worker_host
 
+        jax.local_devices()  # who calls waits for an answer, which this would delay
         host = worker_host(None)
     host.listen(task["address"])
     # Before, the signal ends it at once: one that is starting has nothing to end.
