@@ -23,7 +23,13 @@ from jaxstrategy._src.profiling.metric_logger import MetricLogger
 from jaxstrategy._src.profiling.step_analysis import StepAnalysis, StepFacts
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import html
-from jaxstrategy._src.text.shown import whole, with_bytes, with_prefix, with_seconds
+from jaxstrategy._src.text.shown import (
+    columns,
+    whole,
+    with_bytes,
+    with_prefix,
+    with_seconds,
+)
 from jaxstrategy._src.tracing.explanation.facts import Memory
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import is_per_replica
@@ -170,10 +176,7 @@ class Report:
             yield "processes", self.late
 
     def __str__(self) -> str:
-        rows = list(self._rows())
-        width = max(len(what) for what, _ in rows)
-        lines = [f"  {what.ljust(width)}  {value}" for what, value in rows]
-        return "\n".join([f"`{self.name}`", *lines])
+        return "\n".join([f"`{self.name}`", *columns(list(self._rows()))])
 
     __repr__ = __str__
 

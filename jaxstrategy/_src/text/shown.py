@@ -73,6 +73,16 @@ def and_more(count: int, shown: int, before: str = " ") -> str:
     return f"{before}and {count - shown} more" if count > shown else ""
 
 
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines, moved in, with each column as wide as its longest cell.
+
+    >>> columns([("a", "1"), ("long", "2")])
+    ['  a     1', '  long  2']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
+
+
 def first_few(items: Iterable[object], most: int) -> str:
     """The first `most` items, and dots if there are more.
 

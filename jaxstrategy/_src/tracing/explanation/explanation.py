@@ -11,6 +11,7 @@ from jaxstrategy._src.text import html
 from jaxstrategy._src.text.shown import (
     and_more,
     array_type,
+    columns,
     with_bytes,
     with_noun,
     with_prefix,
@@ -189,11 +190,7 @@ class Explanation:
         for section in _sections(self):
             lines += ["", section.heading]
             if section.rows:
-                table = [section.header, *section.rows]
-                widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-                for row in table:
-                    cells = map(str.ljust, row, widths)
-                    lines.append(f"  {'  '.join(cells)}".rstrip())
+                lines += columns([section.header, *section.rows])
             for problem in section.problems:
                 lines += (f"  {line}".rstrip() for line in problem.split("\n"))
         return "\n".join(lines)
@@ -394,11 +391,11 @@ def _values(
         rows.append((value.path, array_type(value.dtype, value.shape), why))
     if more := and_more(len(values), _MOST_VALUES, before=""):
         rows.append((more, "", ""))
-    columns = 3 if with_why else 2
+    width = 3 if with_why else 2
     return _Section(
         f"{heading}: {amount}{advice}",
-        (what, "type", "differs since")[:columns],
-        [row[:columns] for row in rows],
+        (what, "type", "differs since")[:width],
+        [row[:width] for row in rows],
     )
 
 
