@@ -447,6 +447,43 @@ def test_restarts_may_take_fewer_processes(launch):
     ]
 
 
+def test_a_job_that_has_lost_a_process_grows_again(launch):
+    """Processes that save when they are asked, and one that does not."""
+    script = """
+    import signal, time
+    print(f"attempt {attempt}: {count}", flush=True)
+    if attempt == 0 and rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(77))
+    if attempt < 2:
+        time.sleep(50)
+    """
+    result = launch("-n 2:3 --max-restarts 1 --grace 0.1 --grow-every 2", script)
+    wanted = [f"[{rank}] attempt {a}: 3" for rank in range(3) for a in (0, 2)]
+    wanted += [f"[{rank}] attempt 1: 2" for rank in range(2)]
+    assert result.lines == sorted(wanted), result
+    said = [line for line in result.err.splitlines() if "jaxstrategy.launch: " in line]
+    assert said[-3:] == [
+        "jaxstrategy.launch: starting 2 processes again: attempt 1",
+        "jaxstrategy.launch: ended for more processes to take part",
+        "jaxstrategy.launch: starting 3 processes again: attempt 2",
+    ], result
+
+
+def test_a_job_that_is_done_when_it_is_to_grow_does_not_start_again(launch):
+    script = """
+    import signal, time
+    print(f"attempt {attempt}: {count}", flush=True)
+    if attempt == 0:
+        sys.exit(6)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    time.sleep(50)
+    """
+    result = launch("-n 1:2 --max-restarts 1 --grace 5 --grow-every 1", script)
+    assert result.code == 0 and "attempt 2" not in result.out + result.err, result
+
+
 def test_our_own_exit_codes_are_explained_and_followed(launch):
     for code, attempts, meaning in [
         (75, 2, "the watchdog ended it: no step made progress for the time allowed"),

@@ -283,9 +283,13 @@ def _left_after(code: int, left: int) -> int | None:
 class Attempt(Processes):
     """All processes of a job from their start to the last one's end."""
 
-    def __init__(self, options: Options, events: Events, screens: Screens) -> None:
+    def __init__(
+        self, options: Options, events: Events, screens: Screens, is_small: bool
+    ) -> None:
         super().__init__(options, events, screens)
         self.begun = time.monotonic()
+        self._was_asked_to_grow = False
+        self._grow_at = self.begun + options.grow_every if is_small else math.inf
         self.seconds: dict[int, float] = {}
         self.codes: dict[int, int] = {}  # in the order of their ends
         self.killed: list[int] = []
@@ -293,8 +297,11 @@ class Attempt(Processes):
     def wait(self) -> None:
         """Watch them until the last has ended, and clear up after them."""
         while len(self.seconds) < len(self.workers):
-            if (end := self.next()) is None:
+            if (end := self.next(self._grow_at)) is None:
+                if time.monotonic() >= self._grow_at and self.asked is None:
+                    self._grow()
                 continue
+            self._grow_at = math.inf  # the end of the others, too, or they are too few
             self.seconds[end.rank] = time.monotonic() - self.begun
             if end.code == -signal.SIGKILL and self.workers[end.rank].process.killed:
                 self.killed = sorted([*self.killed, end.rank])
@@ -304,6 +311,18 @@ class Attempt(Processes):
                 self.end_within(self._options.grace)
         for worker in self.workers.values():
             worker.close()
+
+    def _grow(self) -> None:
+        self._was_asked_to_grow, self._grow_at = True, math.inf
+        self.end_within(self._options.stop_grace)
+        for worker in self.workers.values():
+            worker.process.send(signal.SIGTERM)
+
+    @property
+    def grows(self) -> bool:
+        """Whether they ended for all to start again, and not because all was done."""
+        is_done = not self.killed and not any(self.codes.values())
+        return self._was_asked_to_grow and not is_done
 
     @property
     def failed(self) -> dict[int, int]:
@@ -315,7 +334,8 @@ class Attempt(Processes):
 
         failed = [end for end in self.codes.items() if not is_good(end[1])]
         first = [end for end in failed if not is_consequence(end[1])]
-        if (asked := self.asked) is not None:  # to end without saving is no failure
+        asked = signal.SIGTERM if self._was_asked_to_grow else self.asked
+        if asked is not None:  # to end without saving is no failure
             return {k: code for k, code in first if code not in (-asked, 128 + asked)}
         return dict(first) | dict(failed)
 
@@ -368,6 +388,8 @@ class Attempt(Processes):
         elif self.asked is not None:
             after = f", {_ranks(self.killed)} killed" if self.killed else ""
             say(f"stopped by {signal_name(self.asked)}{after}")
+        elif self.grows:
+            say("ended for more processes to take part")
         elif self.code in ALWAYS_AGAIN:
             say("preempted, the state is saved")
 
@@ -394,7 +416,9 @@ class Job:
         attempts = [self._attempt(0, processes)]
         while self._goes_on(attempts[-1]):
             least = self._options.min_processes
-            if least is not None and attempts[-1].failed:
+            if attempts[-1].grows:
+                processes = self._options.processes
+            elif least is not None and attempts[-1].failed:
                 processes = max(processes - 1, least)
             number = len(attempts)
             started = with_noun(processes, "process")
@@ -417,7 +441,8 @@ class Job:
             told |= self._secret.variables()
         try:
             started = self._machines.start(processes, told)
-            attempt = Attempt(self._options, self._events, self._screens)
+            is_small = processes < self._options.processes
+            attempt = Attempt(self._options, self._events, self._screens, is_small)
             for rank, process in started.items():
                 attempt.add(rank, JobTask("process", rank), process)
             attempt.wait()
@@ -430,7 +455,7 @@ class Job:
         if attempt.asked is not None or not self._events.empty():
             return False
         if (cause := attempt.cause) is None:
-            return attempt.code in ALWAYS_AGAIN
+            return attempt.grows or attempt.code in ALWAYS_AGAIN
         left = _left_after(attempt.failed[cause], self._restarts)
         self._restarts = left or 0
         return left is not None

@@ -78,7 +78,9 @@ Otherwise, when a process fails, the others have --grace seconds to end, then th
 killed with all that they started. SIGINT and SIGTERM are handed on to every process, so
 that it can save its state; what has not ended after --stop-grace seconds is killed, and
 by a second signal at once. With --min-processes every restart after a
-failure takes one process fewer, and never fewer than that.
+failure takes one process fewer, and never fewer than that. After --grow-every
+seconds the others get SIGTERM, so that they save their state, and all are started
+again.
 
 With --on ray, an actor on a machine of the cluster starts each process, in the folder
 of the same path, and with the environment of that machine; from here it gets what
@@ -124,6 +126,12 @@ _seconds = _number(float, 0.0, "a time in seconds")
 positive_seconds = _number(float, 0.0, "a time above 0 seconds", is_more=True)
 
 
+def _range(text: str) -> int | tuple[int, int]:
+    """A number of processes, or the least and the most."""
+    least, colon, most = text.partition(":")
+    return (count(least), count(most)) if colon else count(text)
+
+
 def _address(text: str) -> str:
     try:
         host_and_port(text)
@@ -157,8 +165,8 @@ class Options:
     """The command line."""
 
     # fmt: off
-    processes: int = _option("-n", "--processes", default=1, type=count, metavar="N",
-        help="processes on this machine (default: 1)")
+    processes: int = _option("-n", "--processes", default=1, type=_range, metavar="N",
+        help="processes on this machine (default: 1); M:N also means --min-processes M")
     devices_per_process: int | None = _option(type=count, metavar="K",
         help="simulated CPU devices of each process")
     gpus_per_process: int | None = _option(type=count, metavar="K",
@@ -167,6 +175,9 @@ class Options:
         help="start all again up to K times after a failure (default: 0)")
     min_processes: int | None = _option(type=count, metavar="M",
         help="a restart takes one process fewer, down to M")
+    grow_every: float = _option(default=600.0, type=positive_seconds, metavar="S",
+        help="seconds after which a job with fewer processes saves its state, and "
+        "starts with all again (default: 600)")
     workers: int | None = _option(type=count, metavar="W",
         help="workers of the script's ParameterServerStrategy")
     parameter_servers: int | None = _option(type=count, metavar="P",
@@ -245,6 +256,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     """Options from the command line; prints and exits with 2 where they are wrong."""
     parser = _parser()
     options = parser.parse_args(arguments, Options())
+    if isinstance(options.processes, tuple):
+        options.min_processes, options.processes = options.processes
     if options.command[:1] == ["--"]:
         options.command = options.command[1:]
     if options.check:
