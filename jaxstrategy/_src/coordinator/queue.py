@@ -29,7 +29,6 @@ from jaxstrategy._src.parameter_servers.protocol import (
     CallNumber,
     ElementChanged,
     RecentlyUsed,
-    ShippedProgram,
 )
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.scheduled.arguments import function_name
@@ -184,7 +183,10 @@ class ClosureQueue:
                 if tag is not None and self._tagged.get(tag):
                     return self._tagged[tag].popleft()
                 if self._queued and not (self._pauses or self._is_held):
-                    return self._start(self._queued.popleft(), tag)
+                    closure = self._queued.popleft()
+                    self._running[id(closure)] = closure, tag
+                    self._room.notify()
+                    return closure
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     return None
@@ -252,11 +254,6 @@ class ClosureQueue:
             return
         self._tagged.setdefault(tag, collections.deque()).append(closure)
         self._work.notify_all()
-
-    def _start(self, closure: Closure, tag: Hashable | None) -> Closure:
-        self._running[id(closure)] = closure, tag
-        self._room.notify()
-        return closure
 
     def _end(self, closure: Closure) -> None:
         del self._running[id(closure)]
@@ -397,7 +394,14 @@ class WorkerSession:
             nonlocal prepared
             with contextlib.suppress(OutOfRangeError):
                 while True:
-                    _check_changes_nothing(prepared.program)
+                    program = prepared.program
+                    if program.pushes or program.own:
+                        raise ValueError(
+                            f"`{program.name}` is evaluated on each batch of a "
+                            "dataset, and changes variables: what a shard is read for "
+                            "again would count again. Return what is to be added up "
+                            "instead."
+                        )
                     prepared, arrays = self.call(prepared, number)
                     # Not the arrays: a number of rows may be part of the program.
                     yield prepared.rebuild(arrays)
@@ -456,15 +460,6 @@ class WorkerSession:
                 self._failed[number] = error
         error = self._failed[number]
         raise ClosureInputError(error) from error
-
-
-def _check_changes_nothing(program: ShippedProgram) -> None:
-    if program.pushes or program.own:
-        raise ValueError(
-            f"`{program.name}` is evaluated on each batch of a dataset, and changes "
-            "variables: what a shard is read for again would count again. Return what "
-            "is to be added up instead."
-        )
 
 
 class Closure:

@@ -206,7 +206,6 @@ class ShippedProgram:
       own: the worker's own variables that change, each with the output that it becomes.
       pushes: in their order.
       iterators: the type of each element that it takes of each iterator.
-      updates: programs of the servers: the server, the key, and the program.
       homes: the server of each variable that is read or changed.
       replicas: how many replicas the worker has.
     """
@@ -223,7 +222,6 @@ class ShippedProgram:
     own: tuple[tuple[int, int], ...]
     pushes: tuple[Push, ...]
     iterators: tuple[tuple[ElementType, ...], ...]
-    updates: tuple[tuple[int, str, bytes], ...]
     homes: Mapping[int, int]
     replicas: int = 1
 
@@ -421,16 +419,6 @@ def aligned(array: np.ndarray) -> np.ndarray:
 _numbers = itertools.count()
 
 
-class Exported(Protocol):
-    """A program in the form of `jax.export`, with a key of its own."""
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def exported(self) -> bytes: ...
-
-
 class ServerPool:
     """The servers of a strategy."""
 
@@ -477,11 +465,11 @@ class ServerPool:
         for server, numbers in by_server.items():
             self.servers[server].drop(numbers)
 
-    def define(self, server: int, program: Exported) -> None:
+    def define(self, server: int, key: str, exported: bytes) -> None:
         """Send a program for updates to a server, once."""
-        if (server, program.key) not in self._defined:
-            self.servers[server].define(program.key, program.exported)
-            self._defined[server, program.key] = program.exported
+        if (server, key) not in self._defined:
+            self.servers[server].define(key, exported)
+            self._defined[server, key] = exported
 
     def define_again(self, server: int) -> None:
         """Send all programs for updates to a server that was started again."""

@@ -274,8 +274,6 @@ class WorkerEngine(AbstractWorker):
                 f"`{program.name}` was traced for {program.replicas} devices, and "
                 f"worker {self.index} has {self._replicas.count}."
             )
-        for server, key, exported in program.updates:
-            self._servers[server].define(key, exported)
         if isinstance(program.main, bytes):
             ids = program.ids
             code = LoadedCode(

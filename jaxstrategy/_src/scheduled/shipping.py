@@ -53,7 +53,6 @@ from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.variables.changes import SCATTERS, changed
 from jaxstrategy._src.variables.remote_kinds import (
     PREFIX as SERVER_PREFIX,
-    ExportedUpdate,
     ServerKind,
     exported_update,
     per_worker_kind_of,
@@ -571,10 +570,6 @@ def shipped(
         own=tuple(changes.own),
         pushes=tuple(changes.pushes),
         iterators=tuple(map(tuple, iterators)),
-        updates=tuple(
-            (server, key, each.exported)
-            for (server, key), each in changes.updates.items()
-        ),
         homes={number: pool.home(number) for number in sorted(numbers)},
         replicas=replicas.count,
     )
@@ -592,7 +587,6 @@ class _Changes:
       outputs: of the main one: the results, and operands of what is pushed.
       pushes: in their order.
       own: the worker's own variables that change, each with the output it becomes.
-      updates: programs of the servers, by server and key.
     """
 
     def __init__(
@@ -604,7 +598,6 @@ class _Changes:
         self._found = tables_of(trace, self._operations)
         self.parts = FunctionParts(trace, self._found, replicas)
         self.outputs: list[Output] = list(trace.jaxpr.outvars[: len(trace.varies)])
-        self.updates: dict[tuple[int, str], ExportedUpdate] = {}
         self.pushes = list(self._pushes())
         self.own = list(self._own())
 
@@ -668,10 +661,9 @@ class _Changes:
             avals = [atom.aval for atom in operation.eqn.invars]
             types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
             update = exported_update(core.jaxpr_as_fun(called), types)
-            server, program = self._pool.home(numbers[0]), update.key
-            self.updates[server, program] = update
-            # Here, as the servers must have it before any worker asks for it.
-            self._pool.define(server, update)
+            program = update.key
+            # The servers must have it before any worker asks for it.
+            self._pool.define(self._pool.home(numbers[0]), program, update.exported)
         starts = self._starts(operation.variables) if operation.is_of_rows else ()
         outputs = tuple(map(self._output, operands))
         return Push(operation.name, numbers, outputs, lookup, starts, program=program)

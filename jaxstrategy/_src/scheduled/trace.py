@@ -263,9 +263,7 @@ def trace_function(
     environment = StepEnvironment(strategy._replicas, call, variables)
     step = ReplicaStep(lambda: fn, environment, signature, lambda: False)
     trace = step.trace(leaves, (with_masks,))
-    _check_variables(trace, set(pending), step.name)
-    if as_step is not None:
-        _check_here(trace, step.name)
+    _check_variables(trace, set(pending), step.name, is_here=as_step is not None)
     if recorder.had_masks:
         stages.check_traced(recorder.masks, step.name)
     traced = TracedStep(step, trace)
@@ -313,10 +311,19 @@ def _across(
     return jax.tree.map(wrap, roles, (tuple(args), kwargs))
 
 
-def _check_variables(trace: Trace, pending: set[Handle], name: str) -> None:
+def _check_variables(
+    trace: Trace, pending: set[Handle], name: str, is_here: bool
+) -> None:
     for variable in trace.used:
-        kept = server_kind_of(variable) or per_worker_kind_of(variable)
-        if variable in pending or kept is not None:
+        is_workers = per_worker_kind_of(variable) is not None
+        if is_here and is_workers:
+            raise ContextError(
+                f"`{name}` runs in this process, as it is no part of a scheduled "
+                f"function, and uses variable {variable.name!r}, of which only workers "
+                "have copies (`per_worker_variable=True`). Schedule it with a "
+                "`ClusterCoordinator`; `read_all()` reads the copies."
+            )
+        if variable in pending or is_workers or server_kind_of(variable) is not None:
             continue
         raise ContextError(
             f"`{name}` was scheduled, and uses variable {variable.name!r}, which was "
@@ -324,18 +331,6 @@ def _check_variables(trace: Trace, pending: set[Handle], name: str) -> None:
             "of the coordinator, which no worker reaches. Make it in "
             "`strategy.scope()`, or pass `variable.value()` as an argument."
         )
-
-
-def _check_here(trace: Trace, name: str) -> None:
-    """Raise if a step that runs in this process uses what only workers have."""
-    for variable in trace.used:
-        if per_worker_kind_of(variable) is not None:
-            raise ContextError(
-                f"`{name}` runs in this process, as it is no part of a scheduled "
-                f"function, and uses variable {variable.name!r}, of which only workers "
-                "have copies (`per_worker_variable=True`). Schedule it with a "
-                "`ClusterCoordinator`; `read_all()` reads the copies."
-            )
 
 
 def _of_trace(

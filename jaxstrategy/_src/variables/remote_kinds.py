@@ -330,7 +330,7 @@ class ServerKind(VariableKind):
         others: Sequence[int] = (),
     ) -> None:
         """Has the server change the variable, and those of these numbers with it."""
-        self._pool.define(self.server, program)
+        self._pool.define(self.server, program.key, program.exported)
         self.cell.push("update", operands, program.key, others)
 
     def _changed(self, at: Access, change: Change, given: jax.Array) -> jax.Array:
