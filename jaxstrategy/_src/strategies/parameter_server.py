@@ -9,6 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
+from jaxstrategy._src.cluster.resolvers.environment import (
+    VARIABLE as TF_CONFIG,
+    TFConfigClusterResolver,
+)
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.inputs.dataset import DeferredDataset, refuse_for_each_replica
@@ -18,8 +22,13 @@ from jaxstrategy._src.inputs.input_options import (
     checked_input_options,
 )
 from jaxstrategy._src.parameter_servers import worker
-from jaxstrategy._src.parameter_servers.backends.chosen_backend import chosen_backend
-from jaxstrategy._src.parameter_servers.backends.threads import WorkerSide
+from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
+    ClusterTasks,
+    is_for_servers,
+)
+from jaxstrategy._src.parameter_servers.backends.local_processes import LocalProcesses
+from jaxstrategy._src.parameter_servers.backends.ray_processes import RayProcesses
+from jaxstrategy._src.parameter_servers.backends.threads import Threads, WorkerSide
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractWorkerBackend,
     ServerPool,
@@ -30,7 +39,7 @@ from jaxstrategy._src.scheduled.server_executor import ServerExecutor
 from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.placing_values import require_function
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.shown import listed, shown
 from jaxstrategy._src.values.arrays import PyTree, TreeStructure, Value
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
@@ -362,7 +371,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         self.coordinator: Closing | None = None
         self._cluster_resolver = cluster_resolver
-        self._backend = chosen_backend(
+        self._backend = _chosen_backend(
             cluster_resolver, workers, parameter_servers, backend
         )
         replicas = Replicas.on(_stand_ins(self._backend.replicas_per_worker))
@@ -518,3 +527,63 @@ def _stand_ins(count: int) -> list[_devices.Device]:
             "makes some of the CPU."
         )
     return list(devices[:count])
+
+
+def _chosen_backend(
+    resolver: ClusterResolver | None,
+    workers: int | None,
+    parameter_servers: int | None,
+    backend: str | AbstractWorkerBackend | None,
+) -> AbstractWorkerBackend:
+    """What starts the workers and servers."""
+    if isinstance(backend, AbstractWorkerBackend):
+        _check_said_once(resolver, workers, parameter_servers, "`backend` is an object")
+        return backend
+    if backend == "threads":
+        return Threads(workers or 1, parameter_servers or 1)
+    if backend == "ray":
+        if workers is None or resolver is not None:
+            raise ValueError(
+                "backend='ray' starts workers and parameter servers by itself: say how "
+                "many, as in workers=4, parameter_servers=2, and give no cluster."
+            )
+        return RayProcesses(workers, parameter_servers or 1)
+    if backend not in (None, "processes"):
+        raise TypeError(
+            f"`backend` was {shown(backend)}; 'processes', 'threads', 'ray' or an "
+            "object that starts workers was wanted."
+        )
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
+        raise TypeError(
+            f"`cluster_resolver` was {shown(resolver)}; one of "
+            "`jaxstrategy.cluster_resolver` was wanted, such as a "
+            "`SimpleClusterResolver`."
+        )
+    of_environment = TFConfigClusterResolver()
+    if resolver is None and is_for_servers(of_environment.cluster_spec()):
+        resolver = of_environment
+    if resolver is None and workers is not None:
+        servers = 1 if parameter_servers is None else parameter_servers
+        return LocalProcesses(workers, servers)
+    _check_said_once(None, workers, parameter_servers, "there is a cluster")
+    return ClusterTasks(resolver or of_environment)
+
+
+def _check_said_once(
+    resolver: ClusterResolver | None,
+    workers: int | None,
+    parameter_servers: int | None,
+    how: str,
+) -> None:
+    given = {
+        "cluster_resolver": resolver,
+        "workers": workers,
+        "parameter_servers": parameter_servers,
+    }
+    names = [f"`{name}`" for name, value in given.items() if value is not None]
+    if names:
+        raise ValueError(
+            f"{how[0].upper()}{how[1:]}, which says which workers and parameter "
+            f"servers there are, and {listed(names, 3)} was given too. Leave one out; "
+            f"a cluster may be that of {TF_CONFIG} in the environment."
+        )
