@@ -24,11 +24,7 @@ class Generation(enum.Enum):
 
     @property
     def said(self) -> str:
-        return {
-            "tf2": "`tf.distribute` of TensorFlow 2",
-            "tf1": "`tf.compat.v1.distribute` of TensorFlow 1.13 to 1.15",
-            "2018": "`tf.contrib.distribute` of TensorFlow 1.7 to 1.12",
-        }[self.value]
+        return DATA["messages"][self.value]
 
 
 _V1, _CONTRIB = "tf.compat.v1.distribute", "tf.contrib.distribute"
@@ -96,20 +92,9 @@ def keras_row(name: str, rewritten: bool) -> Name:
     """The row of a name of `tf.keras`."""
     if name == REDUCTION and rewritten:  # imported: its members have rows
         return Name(name, "keras.losses", exact=True)
-    if not is_in_keras(name):
-        return Name(
-            name,
-            None,
-            "Keras 3 has no such name; without it, `tf.keras` becomes `keras` on the "
-            "JAX backend",
-        )
-    if not rewritten:
-        return Name(
-            name,
-            None,
-            "becomes `keras`, on the JAX backend, once the program uses only names of "
-            "`tf.keras` that Keras 3 has",
-        )
+    if not rewritten or not is_in_keras(name):
+        message = "waits" if is_in_keras(name) else "missing"
+        return Name(name, None, DATA["messages"][message])
     if name.startswith(REDUCTION):
         return Name(name, _REDUCTIONS[name.rpartition(".")[2]], exact=True)
     row = NAMES["tf.keras"]
@@ -143,16 +128,13 @@ def tape_advice(program: Program, tape: cst.CSTNode) -> str | None:
     outputs, given = (call[1] or "outputs", call[2]) if call else ("outputs", "...")
     applied = re.search(r"([\w.]+)\.apply_gradients\(", outer)
     optimizer = applied[1] if applied else "optimizer"
-    return (
-        "write the block as `def loss_of(trainable, others)`, with "
-        f"`{outputs}, others = js.keras.stateless_call({model}, trainable, others, "
-        f"{given})` first and `return {loss}, others` last; then `({loss}, others), "
-        f"{gradients} = jax.value_and_grad(loss_of, has_aux=True)(trainable, others)`, "
-        f"`{gradients} = js.get_replica_context().all_reduce('sum', {gradients})` and "
-        f"`trainable, slots = {optimizer}.stateless_apply(slots, {gradients}, "
-        "trainable)`. The step is given the lists, of the values in "
-        f"`{model}.trainable_variables`, `{model}.non_trainable_variables` and "
-        f"`{optimizer}.variables`, and returns them"
+    return DATA["messages"]["tape"].format(
+        outputs=outputs,
+        model=model,
+        given=given,
+        loss=loss,
+        gradients=gradients,
+        optimizer=optimizer,
     )
 
 
