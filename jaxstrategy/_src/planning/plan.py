@@ -52,10 +52,6 @@ class _Step:
     function: Function
     options: RunOptions | None
 
-    @property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.function).parameters
-
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +162,8 @@ class PlannedLayout:
         batch = jax.tree.map(divided, step.batch)
         last = batch if self.several == 1 else (batch,) * self.several
         state = InnerState(step.specs, (), strategy._replicas).typed(step.types)
-        required = [p for p in step.parameters.values() if p.default is p.empty]
+        parameters = inspect.signature(step.function).parameters.values()
+        required = [p for p in parameters if p.default is p.empty]
         is_spread = isinstance(state, tuple) and len(required) == len(state) + 1 > 2
         args = (*state, last) if is_spread else (state, last)
         return strategy, self.step(strategy), args
@@ -194,27 +191,29 @@ class PlannedLayout:
         strategy, step, args = self._call()
         program = strategy.compile(step, args).compiled
         text, memory = program.as_text() or "", compiled_program.figures(program).memory
-        machine, each = self._step.machine, 1 / self.several
+        machine = self._step.machine
         operations, moved = compiled_program.work(program)
         if machine.devices[0].platform == "cpu":
             if self.several > 1 and " convolution(" in text:
-                raise NotImplementedError(
-                    "XLA on CPUs is slow at convolutions in loops"
-                )
+                raise NotImplementedError("XLA on CPUs is slow at them in loops")
             # Memory for what is in between is fresh in each call.
             moved += 0 if memory is None else memory.temporary
-        # Measured links are those of which a ring takes the measured time.
-        algorithm = "ring" if machine.topology.messages else "fastest"
         sent = compiled_program.compiled_collectives(
             text, strategy._replicas, outermost=__file__
         )
+        # Measured links are those of which a ring takes the measured time. On TPUs XLA
+        # does not say how often loops turn, and the trace does.
+        algorithm = "ring" if machine.topology.messages else "fastest"
         sending = sum(found.seconds(machine.topology, algorithm) for found in sent)
+        traffic = 2 * self.state_bytes / machine.memory_bandwidth
         seconds = {
-            "operations": operations * each / machine.flops,
-            "memory traffic": moved * each / machine.memory_bandwidth,
-            "communication": sending * each,
-            "calls": machine.call_seconds * each,
+            "operations": operations / machine.flops,
+            "memory traffic": moved / machine.memory_bandwidth,
+            "communication": max(sending, self._least - traffic),
+            "calls": machine.call_seconds / self.several,
         }
+        if self.several > 1:  # of the same step
+            seconds = {**self.seconds, "calls": seconds["calls"]}
         return dataclasses.replace(self, memory=memory, seconds=seconds, reason="")
 
     def _tried(self, compiled: bool = True) -> PlannedLayout:
@@ -383,7 +382,8 @@ def _searched(step: _Step) -> Iterator[PlannedLayout]:
 def _in_parts(layout: PlannedLayout) -> PlannedLayout:
     """The same with the fewest parts of a batch that fit, or that take the least."""
     between = layout.memory.temporary if layout.memory is not None else 0
-    if "accumulate" not in layout._step.parameters or layout.left + between <= 0:
+    parameters = inspect.signature(layout._step.function).parameters
+    if "accumulate" not in parameters or layout.left + between <= 0:
         return layout
     best, parts = layout, 2
     # What is needed in between seldom shrinks by more than the number of parts.
@@ -406,10 +406,10 @@ _HEADER = ("", "layout", "memory of a device", "left", "step", "limited by")
 
 @final
 class Plan:
-    """The layouts in which a step could run, best first. Made by `js.plan`.
+    """The layouts in which a step could run, a sequence. Made by `js.plan`.
 
     Prints as a table: what fits, the fastest first (of about equal ones the simplest);
-    then what does not, and what was not compiled. It is a sequence of `PlannedLayout`s.
+    then what does not, and what was not compiled.
 
     Attributes:
       machine: the devices.
@@ -468,14 +468,13 @@ class Plan:
         left.barh(names, [x.memory.peak / 2**20 for x in known if x.memory])
         left.axvline((self.machine.memory or 0) / 2**20, color="tab:red")
         left.set_xlabel("MiB on a device; red: what it has")
-        rest = [x.seconds["communication"] + x.seconds["calls"] for x in known]
-        calls = [x.seconds["calls"] for x in known]
-        for label, of in (
-            ("operations, memory traffic", [x.step_seconds for x in known]),
-            ("communication", rest),
-            ("calls", calls),
-        ):
-            right.barh(names, [1e3 * each for each in of], label=label)
+        # Each bar covers the one before, but for its own part.
+        times = {"operations, memory traffic": [x.step_seconds for x in known]}
+        parts = ("communication", "calls")
+        times[parts[0]] = [sum(x.seconds[each] for each in parts) for x in known]
+        times[parts[1]] = [x.seconds["calls"] for x in known]
+        for label, seconds in times.items():
+            right.barh(names, [1e3 * each for each in seconds], label=label)
         right.set_xlabel("predicted ms of a step")
         right.legend(loc="upper left", bbox_to_anchor=(1, 1))
         figure.tight_layout()
