@@ -21,8 +21,8 @@ from jaxstrategy._src.processes.messages import (
     RefusedError,
     RemoteError,
     Server,
-    packed,
-    unpacked,
+    chunks,
+    joined,
 )
 from jaxstrategy._src.processes.secret import Secret
 
@@ -79,32 +79,32 @@ def test_requests_news_and_errors_at_all_kinds_of_addresses(serve, call):
         def handle(request, news=news, peers=peers):
             peers.append(request.peer)
             if request.is_news:
-                news.append(unpacked(request.frames))
-            elif unpacked(request.frames) == "fail":
+                news.append(bytes(request.frames[0]))
+            elif bytes(request.frames[0]) == b"fail":
                 raise ValueError("as you say")
             else:
                 request.reply(*request.frames)
 
         server, replies = serve(handle, address=address), []
-        client = call(server, news=lambda frames, h=replies: h.append(unpacked(frames)))
-        for size in (0, 3, messages.CHUNK // 8, 3 * messages.CHUNK // 8 + 1):
-            value = {"name": address, "array": np.arange(float(size)), "none": None}
-            got = unpacked(client.request(*packed(value), timeout_seconds=20))
-            assert got.keys() == value.keys() and got["name"] == address
-            np.testing.assert_array_equal(got["array"], value["array"])
+        client = call(server, news=lambda frames, h=replies: h.append(bytes(frames[0])))
+        for size in (0, 3, messages.CHUNK, 3 * messages.CHUNK + 1):
+            array = np.arange(size) % 251
+            sent = memoryview(array.astype(np.uint8))
+            name, *got = client.request(b"name", *chunks(sent), timeout_seconds=20)
+            assert bytes(name) == b"name" and joined(size, iter(got)) == sent
         with pytest.raises(RemoteError, match="ValueError: as you say"):
-            client.request(*packed("fail"), timeout_seconds=20)
-        client.send(*packed(["of the client"]))
-        until(lambda news=news: news == [["of the client"]])
-        server.send(peers[0], *packed("of the server"))
-        until(lambda replies=replies: replies == ["of the server"])
+            client.request(b"fail", timeout_seconds=20)
+        client.send(b"of the client")
+        until(lambda news=news: news == [b"of the client"])
+        server.send(peers[0], b"of the server")
+        until(lambda replies=replies: replies == [b"of the server"])
         assert len(set(peers)) == 1
 
 
 def test_arrays_are_sent_without_a_copy():
-    array = np.arange(10.0)
-    frames = packed([array])
-    assert any(np.shares_memory(np.frombuffer(f, np.uint8), array) for f in frames[1:])
+    array = np.arange(3 * messages.CHUNK, dtype=np.uint8)
+    frames = chunks(memoryview(array))
+    assert len(frames) == 3 and all(np.shares_memory(f, array) for f in frames)
 
 
 def test_many_threads_and_clients_each_get_their_own_replies_in_order(serve, call):

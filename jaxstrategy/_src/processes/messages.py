@@ -5,7 +5,7 @@ TCP with CURVE (Curve25519): both sides have keys that are derived from the job'
 secret, so that who does not know it gets no message through, sees nothing, and can
 neither change nor replay what others say. Within a host they may meet at a socket in a
 folder of mode 0700 instead, which only processes of the same user reach, at the speed
-of memory. Nothing is given to a handler, or unpickled, before one of both is proved.
+of memory. Nothing is given to a handler before one of both is proved.
 
 One thread of the process, here called the loop, receives for all servers and clients
 and calls their handlers, which must not block. Everything else may be called from any
@@ -19,7 +19,6 @@ import contextlib
 import hmac
 import itertools
 import os
-import pickle
 import shutil
 import socket
 import stat
@@ -28,9 +27,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeAlias, cast, final
+from typing import TypeAlias, cast, final
 
 import numpy as np
 import zmq
@@ -66,30 +65,8 @@ class RemoteError(RuntimeError):
     """The server could not answer; the text is the server's."""
 
 
-def packed(value: Any) -> list[Buffer]:
-    """A value as frames, its arrays without a copy: leave them as they are until sent.
-
-    >>> unpacked(packed({"a": [1, 2]}))
-    {'a': [1, 2]}
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(value, 5, buffer_callback=buffers.append)
-    views = [buffer.raw() for buffer in buffers]
-    sizes = struct.pack(f"<{len(views) + 1}Q", len(views), *map(len, views))
-    return [sizes + body, *itertools.chain.from_iterable(map(chunks, views))]
-
-
-def unpacked(frames: Sequence[Buffer]) -> Any:
-    """The value that was packed."""
-    head, rest = memoryview(frames[0]), iter(frames[1:])
-    (count,) = struct.unpack_from("<Q", head)
-    sizes = struct.unpack_from(f"<{count}Q", head, 8)
-    buffers = [joined(size, rest) for size in sizes]
-    return pickle.loads(head[8 * (count + 1) :], buffers=buffers)
-
-
 def chunks(view: memoryview) -> list[memoryview]:
-    """The frames as which so many bytes are sent."""
+    """The frames as which bytes are sent, without a copy: change nothing until then."""
     starts = range(0, max(len(view), 1), CHUNK)
     return [view[start : start + CHUNK] for start in starts]
 
