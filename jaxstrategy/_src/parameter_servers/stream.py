@@ -156,17 +156,12 @@ class ReceiveBuffers:
 
     def __init__(self, most: int = 1 << 29) -> None:
         self._most = most
-        self._idle_bytes = 0
+        self.idle_bytes = 0  # that nobody uses now
         self._lock = threading.Lock()
         self._idle: OrderedDict[int, list[np.ndarray]] = OrderedDict()
         self._returned: deque[np.ndarray] = deque()
         # By identity: a weak reference compares and hashes as what it refers to.
         self._borrowed: dict[int, _BorrowedArray] = {}
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that nobody uses now."""
-        return self._idle_bytes
 
     def take(self, size: int) -> np.ndarray:
         """A vector of so many bytes, whatever they are."""
@@ -179,7 +174,7 @@ class ReceiveBuffers:
             self._sort_returned()
             memory = None
             if memories := self._idle.get(room):
-                self._idle_bytes -= room
+                self.idle_bytes -= room
                 self._idle.move_to_end(room)
                 memory = memories.pop()
         if memory is None:
@@ -205,12 +200,12 @@ class ReceiveBuffers:
         while self._returned:
             memory = self._returned.popleft()
             self._idle.setdefault(memory.nbytes, []).append(memory)
-            self._idle_bytes += memory.nbytes
-        while self._idle_bytes > self._most:
+            self.idle_bytes += memory.nbytes
+        while self.idle_bytes > self._most:
             # Free some of the size that was not wanted for the longest time.
             room = next(iter(self._idle))
             if memories := self._idle[room]:
-                self._idle_bytes -= memories.pop().nbytes
+                self.idle_bytes -= memories.pop().nbytes
             else:
                 del self._idle[room]
 
@@ -471,11 +466,14 @@ class Listener:
             family, *_, where = found[0]
             self._sock = socket.create_server(where, family=family)
         self._lock = threading.Lock()
-        self._threads: dict[threading.Thread, socket.socket | None] = {}
+        self._threads: dict[threading.Thread, socket.socket] = {}
         self._is_closed = False
 
     def start(self, take: Callable[[Stream], None]) -> None:
-        """Call a function with the stream of each that connects, in threads."""
+        """Call a function with the stream of each that connects.
+
+        With a secret that is done in a thread of its own, which the function may keep.
+        """
         self._in_thread(self._sock, lambda: self._accept(take))
 
     def close(self) -> None:
@@ -486,8 +484,7 @@ class Listener:
             self._is_closed = True
             left = dict(self._threads)
         for sock in (self._sock, *left.values()):
-            if sock is not None:
-                _shut(sock)  # wakes who waits for it
+            _shut(sock)  # wakes who waits for it
         for thread in left:
             if thread is not threading.current_thread():
                 thread.join()
@@ -506,10 +503,9 @@ class Listener:
                 take(Stream(sock))
                 continue
             with self._lock:
-                strangers = list(filter(None, self._threads.values()))
+                strangers = list(self._threads.values())[1:]  # and the own socket
             if len(strangers) > _MOST_STRANGERS:
-                # The one who came first; before it is the listener's own socket.
-                _shut(strangers[1])
+                _shut(strangers[0])  # who came first
             self._in_thread(
                 sock, functools.partial(self._welcome, sock, self._secret, take)
             )
@@ -524,8 +520,8 @@ class Listener:
             sock.close()
             return
         with self._lock:
-            # `close` must not end what is no stranger's any more.
-            self._threads[threading.current_thread()] = None
+            # `close` must not end what is no stranger's any more, nor wait for it.
+            del self._threads[threading.current_thread()]
         take(stream)
 
     def _in_thread(self, sock: socket.socket, work: Callable[[], None]) -> None:
