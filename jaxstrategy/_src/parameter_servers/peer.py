@@ -175,7 +175,7 @@ class _Served:
 
 @final
 class Responder:
-    """Answers what comes over streams, each with a thread of its own.
+    """Answers what comes over streams, each in the thread that serves it.
 
     One more thread tells those who wait for an answer that it is being worked at.
     """
@@ -183,24 +183,12 @@ class Responder:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._lock = threading.Condition()
-        self._threads: dict[threading.Thread, Stream] = {}
         self._served: set[_Served] = set()
         self._heartbeat: threading.Thread | None = None
         self._is_closed = False
 
-    def add(self, stream: Stream) -> None:
-        """Answer what comes over a stream, in a thread, until that is closed."""
-        thread = threading.Thread(
-            target=self._run, args=(stream,), name="jaxstrategy responder", daemon=True
-        )
-        with self._lock:
-            if self._is_closed or not started(thread):
-                stream.close()
-            else:
-                self._threads[thread] = stream
-
     def serve(self, stream: Stream) -> None:
-        """Answer what comes over a stream, in this thread, until that is closed."""
+        """Answer what comes over a stream, until that is closed."""
         served = _Served(stream)
         try:
             while not stream.is_closed:
@@ -213,23 +201,13 @@ class Responder:
             stream.close()
 
     def close(self) -> None:
-        """Close all streams, and wait for what is being answered."""
+        """Tell nobody any more; the streams are closed by who serves them."""
         with self._lock:
             self._is_closed = True
             self._lock.notify()
-            left = dict(self._threads)
-        for stream in left.values():
-            stream.close()
-        for thread in (*left, self._heartbeat):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join()
-
-    def _run(self, stream: Stream) -> None:
-        try:
-            self.serve(stream)
-        finally:
-            with self._lock:
-                self._threads.pop(threading.current_thread(), None)
+            heartbeat = self._heartbeat
+        if heartbeat is not None and heartbeat is not threading.current_thread():
+            heartbeat.join()
 
     def _serve_one(self, served: _Served) -> None:
         method, *arguments = served.stream.receive()

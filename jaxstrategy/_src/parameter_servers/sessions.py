@@ -142,13 +142,8 @@ class SessionHost:
     def listen(self, address: str, secret: Secret | None = None) -> None:
         """Serve those who connect, in threads."""
 
-        def take(stream: Stream) -> None:
-            threading.Thread(
-                target=self._serve, args=(stream,), name="session", daemon=True
-            ).start()
-
         self._listener = Listener(address, secret)
-        self._listener.start(take)
+        self._listener.start(self._serve)
 
     def close(self) -> None:
         """Listen no more, and drop everything."""

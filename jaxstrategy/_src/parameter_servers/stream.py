@@ -470,10 +470,7 @@ class Listener:
         self._is_closed = False
 
     def start(self, take: Callable[[Stream], None]) -> None:
-        """Call a function with the stream of each that connects.
-
-        With a secret that is done in a thread of its own, which the function may keep.
-        """
+        """Call a function with the stream of each that connects, in its own thread."""
         self._in_thread(self._sock, lambda: self._accept(take))
 
     def close(self) -> None:
@@ -499,23 +496,19 @@ class Listener:
                     return
                 time.sleep(_PAUSE)
                 continue
-            if self._secret is None:
-                take(Stream(sock))
-                continue
             with self._lock:
                 strangers = list(self._threads.values())[1:]  # and the own socket
             if len(strangers) > _MOST_STRANGERS:
                 _shut(strangers[0])  # who came first
-            self._in_thread(
-                sock, functools.partial(self._welcome, sock, self._secret, take)
-            )
+            self._in_thread(sock, functools.partial(self._welcome, sock, take))
 
-    def _welcome(
-        self, sock: socket.socket, secret: Secret, take: Callable[[Stream], None]
-    ) -> None:
+    def _welcome(self, sock: socket.socket, take: Callable[[Stream], None]) -> None:
         try:
-            _tune(sock)
-            stream = _proven(sock, secret, is_host=True)
+            if self._secret is None:
+                stream = Stream(sock)
+            else:
+                _tune(sock)
+                stream = _proven(sock, self._secret, is_host=True)
         except (EOFError, OSError, ValueError):
             sock.close()
             return
