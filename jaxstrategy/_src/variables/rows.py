@@ -91,20 +91,9 @@ def _read(ids: jax.Array, *shards: jax.Array) -> jax.Array:
     return rows_of_tables(ids, shards, _filled)
 
 
+# What is no row, a negative number too, gives what `jnp.take` fills in (NaN), and no
+# gradient; where a server reads, it is an error.
 _reader = row_reader(named(READ, _read), _read)
-
-
-def read_rows(ids: jax.Array, shards: Sequence[jax.Array]) -> jax.Array:
-    """The rows with these numbers, by an equation; shards can be differentiated.
-
-    Shapes: ids `[n]`, shards `[length, ...]` -> `[n, ...]`.
-
-    Args:
-      ids: numbers of rows. What is no row, a negative one too, gives what `jnp.take`
-        fills in (NaN), and no gradient; where a server reads, it is an error.
-      shards: one or more.
-    """
-    return _reader(row_numbers(ids, row_starts(shards)[-1]), *shards)
 
 
 def changed_rows(
@@ -244,14 +233,18 @@ def _of_variables(shards: Sequence[AbstractVariable], ids: jax.Array) -> jax.Arr
         with recording(None):  # a lookup is no use of the whole
             values = [shard.value() for shard in shards]
         is_remote = all(shard._kind.has_remote_rows for shard in shards)
-        rows = read_rows(ids, values) if is_remote else _of_arrays(values, ids)
+        rows = _of_arrays(values, ids, is_remote)
     tape = cast("RowTape | None", context.current().lookups)
     return rows if tape is None else tape.looked_up(shards, ids, rows)
 
 
-def _of_arrays(values: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
-    """Rows of arrays, which go between replicas that have some rows each."""
+def _of_arrays(
+    values: Sequence[jax.Array], ids: jax.Array, are_remote: bool = False
+) -> jax.Array:
+    """Rows of arrays, from replicas that have some each, or by an equation."""
     ids = row_numbers(ids, row_starts(values)[-1])
+    if are_remote:
+        return _reader(ids, *values)
     return rows_of_tables(ids, values, table_rows)
 
 
