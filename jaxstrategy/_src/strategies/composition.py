@@ -74,7 +74,9 @@ class CrossReplicaValues:
         self._functions = TreeFunctions(strategy._reduction)
         # Where mirrored variables are, if they are elsewhere: both compute together.
         home, own = strategy._parameter_replicas, strategy._replicas
-        self._beside = None if home == own else home.sharding(SAME)
+        # Comparing asks the default strategy for its devices, which would start JAX.
+        is_same = home is own or home == own
+        self._beside = None if is_same else home.sharding(SAME)
 
     def reduced(
         self,
