@@ -35,7 +35,7 @@ from jaxstrategy._src.values.trees import annotated_leaves
 
 # Of layouts that take about as long, the one that says less is better.
 _SIMPLER = 1.02
-# Where so many fit, the others, which move more, are not compiled.
+# Where so many fit, the others are not compiled.
 _ENOUGH = 6
 # Steps in a call, tried where starting a program is so much of a step.
 _SEVERAL, _CALLS = 8, 0.2
@@ -362,10 +362,12 @@ def _searched(step: _Step) -> Iterator[PlannedLayout]:
     if not any(layout.state_bytes for layout in (plain, *others)):
         plain._traced()  # raises
     fitting: list[PlannedLayout] = []
-    for layout in (plain, *sorted(others, key=lambda layout: layout._least)):
+    # What the devices of a replica exchange is known of programs only.
+    others.sort(key=lambda layout: ("logical_axes" in layout.arguments, layout._least))
+    for layout in (plain, *others):
         made, reason = layout, layout.reason
         if not reason and len(fitting) >= _ENOUGH:
-            reason = f"{_ENOUGH} that move less fit"
+            reason = f"{_ENOUGH} that seem better fit"
         if not reason and any(made._least > other.step_seconds for other in fitting):
             reason = f"what it moves takes {with_seconds(made._least)}"
         made = dataclasses.replace(made, reason=reason) if reason else made._tried()
