@@ -7,6 +7,7 @@ them are of dicts, lists, tuples and None, so that a structure is data.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -318,6 +319,7 @@ class _Answers:
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads; below 0: requests without one
         self._lock = threading.Lock()
+        _all_answers.add(self)
 
     def start(self) -> None:
         with self._lock:
@@ -378,6 +380,22 @@ class _Answers:
         if method is None:
             raise InvalidArgumentError(f"{name} is not registered.")
         return _framed({"code": 0, "message": ""}, method(arrays))
+
+
+_all_answers = weakref.WeakSet[_Answers]()
+_EXIT_SECONDS = 0.5
+
+
+@atexit.register
+def _finish() -> None:
+    """Let threads end that have just answered, before the interpreter does.
+
+    Python ends a daemon thread wherever it asks for the interpreter then; in JAX's code
+    that aborts the process.
+    """
+    end = time.monotonic() + _EXIT_SECONDS
+    for thread in [each for known in list(_all_answers) for each in known.finish()]:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _end(server: Server, answers: _Answers) -> None:
