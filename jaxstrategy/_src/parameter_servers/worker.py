@@ -194,9 +194,16 @@ class Elements:
         self._program = program
         optional = {(i.number, i.turn) for i in program.inputs if i.kind == "present"}
         self._found: dict[tuple[int, int], list[Any] | None] = {}
-        for number in range(len(program.iterators)):
-            for turn, leaves in enumerate(self._of(number)):
-                if leaves is None and (number, turn) not in optional:
+        for number, wanted in enumerate(program.iterators):
+            seen = [iterators[number].at(turn) for turn in range(len(wanted))]
+            types = [
+                last if each is None else each[1]
+                for each, last in zip(seen, wanted, strict=True)
+            ]
+            if types != list(wanted):
+                raise ElementChanged(number, types)
+            for turn, each in enumerate(seen):
+                if each is None and (number, turn) not in optional:
                     self.take()
                     raise OutOfRangeError(
                         f"`{program.name}` took an element of an iterator that has no "
@@ -204,19 +211,7 @@ class Elements:
                         "elements, repeat the dataset, or ask with "
                         "`get_next_as_optional()`."
                     )
-                self._found[number, turn] = leaves
-
-    def _of(self, number: int) -> list[list[Any] | None]:
-        """The leaves of each element of one iterator; None after its end."""
-        wanted = self._program.iterators[number]
-        found = [self._iterators[number].at(turn) for turn in range(len(wanted))]
-        types = [
-            each[1] if each is not None else last
-            for each, last in zip(found, wanted, strict=True)
-        ]
-        if types != list(wanted):
-            raise ElementChanged(number, types)
-        return [None if each is None else each[0] for each in found]
+                self._found[number, turn] = None if each is None else each[0]
 
     def leaf(self, given: Input) -> Any:
         """One leaf of an element, or whether the element is there."""
