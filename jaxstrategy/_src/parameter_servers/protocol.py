@@ -55,9 +55,7 @@ class CallNumber(NamedTuple):
     incarnation: int = 0
 
 
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
-class ServerOperation:
+class ServerOperation(NamedTuple):
     """One change of a variable, which nobody sees half done.
 
     Attributes:
@@ -226,9 +224,7 @@ class ShippedProgram:
     replicas: int = 1
 
 
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """One run of a program.
 
     Attributes:
