@@ -170,12 +170,18 @@ class PlannedLayout:
 
     def _traced(self) -> PlannedLayout:
         """With what is known before it is compiled."""
-        found, machine = self.explain(compiled=False), self._step.machine
+        machine, leaves = self._step.machine, jax.tree.leaves(self._step.types)
+        sizes = self.arguments.get("logical_axes", {}).values()
+        parts = len(machine.devices) // math.prod(sizes)
+        whole = "no array of the state is large enough to be divided"
+        if (sharding := self.arguments.get("sharding")) is not None:
+            if not any(sharding.is_divisible(leaf, parts) for leaf in leaves):
+                return dataclasses.replace(self, reason=whole)
+        found = self.explain(compiled=False)
         reason, state = "", _nbytes(self._step.types)
         if found.sharding is not None:
             state = found.sharding.state_bytes
-            if "sharding" in self.arguments and not found.sharding.divided:
-                reason = "no array of the state is large enough to be divided"
+            reason = whole if sharding and not found.sharding.divided else ""
         if not reason and state > (machine.memory or 0):
             reason = f"the state alone takes {with_bytes(state)}"
         # Without latencies, as XLA may join what is sent; where the devices of a
