@@ -137,7 +137,7 @@ class Adapter:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._key = f"{cls.__module__}.{cls.__name__}"
+        cls._key = f"_{cls.__module__}.{cls.__name__}"
 
     def __init__(self, core: Any) -> None:
         self._core = core

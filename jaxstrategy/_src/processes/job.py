@@ -26,7 +26,6 @@ from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
 from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     ClusterSpec,
     address_of,
-    endpoint,
 )
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.processes import (
@@ -377,7 +376,7 @@ def found(
     otherwise: ClusterResolver | None = None,
     num_replicas: int | None = None,
 ) -> Processes:
-    """The processes, which have met; those too many for `num_replicas` never return."""
+    """The processes, which have met; those too many for `num_replicas` end."""
     if resolver is not None:
         process = _with_replicas(resolver.process(), num_replicas)
     elif (hindrance := _join()) is None:
@@ -399,26 +398,13 @@ def _with_replicas(process: Process, num_replicas: int | None) -> Process:
     if process.index < count:
         return Process(process.index, count, process.coordinator)
     print(
-        f"jaxstrategy: process {process.index} of {process.count} stands by until the "
-        f"job ends: {num_replicas} replicas are on {with_noun(count, 'process')}, "
-        "equally many on each.",
+        f"jaxstrategy: process {process.index} of {process.count} ends, and takes no "
+        f"part: {num_replicas} replicas are on {with_noun(count, 'process')}, equally "
+        "many on each.",
         file=sys.stderr,
         flush=True,
     )
-    _wait_for_end(endpoint(process.coordinator))
     raise SystemExit(0)
-
-
-def _wait_for_end(coordinator: tuple[str, int]) -> None:
-    """Return when nobody listens any more where process 0 listens first, then JAX."""
-    end, missed = time.monotonic() + _START_SECONDS, 0
-    while missed < _MISSED:
-        try:
-            socket.create_connection(coordinator, _STANDBY_SECONDS).close()
-            missed, end = 0, 0.0
-        except OSError:
-            missed += time.monotonic() > end
-        time.sleep(_STANDBY_SECONDS)
 
 
 def agree_on_replicas(processes: Processes | None, replicas: str) -> None:
@@ -535,9 +521,6 @@ def _number(name: str) -> int | None:
 
 _POLL_SECONDS = 0.5
 _JOINED = "Server.join of process {}"
-_START_SECONDS = 300.0
-# Between process 0's listening and JAX's nobody listens for a moment.
-_STANDBY_SECONDS, _MISSED = 1.0, 3
 
 
 @final

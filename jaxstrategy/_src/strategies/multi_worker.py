@@ -62,7 +62,7 @@ class MultiWorkerMirroredStrategy(Strategy):
       num_replicas: how many replicas there are, whatever the processes and devices: as
         many share each device as it takes, so that a job with fewer processes computes
         the same. If the number of processes does not divide it, those that are too many
-        stand by until the job ends; devices that are too many stay idle.
+        end at once with exit code 0; devices that are too many stay idle.
 
     Raises:
       ClusterError: the processes could not start together, or have other replicas each,
