@@ -31,6 +31,7 @@ from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 # What functions of one code did that are gone: as when they are choices of a few.
 _FORMS_KEPT = 8
+_CHANGED_KEPT = 256
 
 
 class FunctionKey(NamedTuple):
@@ -86,6 +87,8 @@ class Programs:
         self._histories: dict[int, recompilation.History] = {}
         self._table: dict[FunctionKey, SharedPrograms] = {}
         self._codes: set[int] = set()
+        # The numbers of what functions change that they refer to, while traced.
+        self._changed: dict[FunctionKey, tuple[int, ...]] = {}
         self.asking: set[Identity] = set()
 
     def of(self, fn: Function, options: RunOptions | None = None) -> FunctionPrograms:
@@ -125,6 +128,25 @@ class Programs:
         self._watch(_code.code_of(fn))
         return made
 
+    def share_changed(
+        self,
+        key: FunctionKey,
+        references: References,
+        changed: tuple[int, ...],
+        programs: SharedPrograms,
+    ) -> None:
+        """Lets functions with this key share programs that have changed the same."""
+        if len(self._changed) >= _CHANGED_KEPT:
+            del self._changed[next(iter(self._changed))]
+        self._changed[key] = changed
+        self._table.setdefault(self.known(key, references), programs)
+
+    def known(self, key: FunctionKey, references: References) -> FunctionKey:
+        """The key; of functions whose trace changes something, with what that is."""
+        numbers = self._changed.get(key, ())
+        owners = (Identity(references.reached[i].value) for i in numbers)
+        return key._replace(form=(*key.form, *owners)) if numbers else key
+
     def unshare(self, key: FunctionKey, programs: SharedPrograms) -> None:
         """Lets no other function share programs by this key."""
         if self._table.get(key) is programs:
@@ -160,6 +182,8 @@ class Programs:
         """Forgets the programs of a code that is gone."""
         self._codes.discard(code)
         self._drop([k for k in list(self._table) if k.code.is_gone])
+        for key in [k for k in list(self._changed) if k.code.is_gone]:
+            self._changed.pop(key, None)
 
     def _drop(self, keys: Sequence[FunctionKey]) -> None:
         for key in keys:
@@ -192,6 +216,9 @@ class FunctionPrograms:
         self._table = table
         self._key: FunctionKey | None = None
         self._programs: SharedPrograms | None = None
+        # What it referred to at the last look (during a call), and what of it counts.
+        self._before: References | None = None
+        self._form: tuple[Hashable, ...] = ()
         # What its programs are given besides, by label, and the places that lead there.
         self._captured: dict[str, Leaf] = {}
         self._ways_to_captured: list[tuple[Place, object]] = []
@@ -234,11 +261,13 @@ class FunctionPrograms:
         self._call(self._look_at(fn), args, kwargs, prepare)
         if self._programs is not None:
             self._look_again(self._programs)
+        self._before = None
 
     def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
         """The function with these first arguments, which are looked into only now."""
         fn = self._fn
-        return self._look_at(fn).bound(fn, objects, self._captured)
+        programs, self._before = self._look_at(fn), None
+        return programs.bound(fn, objects, self._captured)
 
     @property
     def _fn(self) -> Function:
@@ -273,6 +302,7 @@ class FunctionPrograms:
         finally:
             if programs.traces != traces:
                 self._look_again(programs)
+            self._before = None
 
     def _call(
         self,
@@ -326,7 +356,9 @@ class FunctionPrograms:
             self._key = FunctionKey(form_of_itself(fn), code, self._options)
         else:
             references = rebinding.references(fn, is_changed_in_place)
-            self._captured, self._key = self._key_of(fn, references)
+            self._captured, key = self._key_of(fn, references)
+            self._key = self._table.known(key, references)
+            self._before, self._form = references, key.form
             self._ways_to_captured = references.watched() if self._captured else []
         self._look_at_variables(fn)
         self._attributes = self._attributes_of(fn)
@@ -365,10 +397,13 @@ class FunctionPrograms:
         if self._key is None or not self._key.is_shared:
             return
         references = rebinding.references(fn, is_changed_in_place)
-        form = self._key_of(fn, references)[1].form
-        if not is_alike(form, self._key.form):
-            self._table.unshare(self._key, programs)
-            programs.sole = self  # others of these functions may have them already
+        key = self._key_of(fn, references)[1]
+        if is_alike(key.form, self._form):
+            return
+        self._table.unshare(self._key, programs)
+        programs.sole = self  # others of these functions may have them already
+        if self._before and (changed := references.changed_since(self._before)):
+            self._table.share_changed(key, references, changed, programs)
 
     def _let_go(self) -> None:
         """The function is gone."""

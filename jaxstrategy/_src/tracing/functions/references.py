@@ -431,6 +431,26 @@ class References:
         """Equal for functions that do the same with the same objects and arrays."""
         return tuple(self._tokens)
 
+    def changed_since(self, before: References) -> tuple[int, ...]:
+        """The numbers of values that hold others than at another look."""
+        was = {id(value): held for value, held in before._contents().values()}
+        return tuple(
+            number
+            for number, (value, held) in self._contents().items()
+            if was.get(id(value), held) != held
+        )
+
+    def _contents(self) -> dict[int, tuple[object, list[Hashable]]]:
+        """By its number each value that holds others, and what stands for those."""
+        found: dict[int, tuple[object, list[Hashable]]] = {}
+        for number, each in enumerate(self.reached):
+            found[number] = each.value, []
+            if each.parent >= 0:
+                is_plain = are_plain([each.value])
+                token = self._tokens[number] if is_plain else id(each.value)
+                found[each.parent][1].append(token)
+        return found
+
     def holders(self, values: Collection[int]) -> list[Referred]:
         """The places that hold values, or a tuple with one in it, in their order."""
         carriers = set(values)
