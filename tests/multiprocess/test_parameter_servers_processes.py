@@ -105,6 +105,7 @@ def test_what_a_worker_prints_comes_behind_its_name(shared, capsys, monkeypatch)
 
 @pytest.mark.slow
 def test_a_worker_that_computes_for_long_is_not_lost(shared):
+    on_workers(shared, lambda: 0)  # they have started
     before = [state.starts for state in shared.workers]
     # A clock that the worker waits for, and not the test.
     on_workers(shared, lambda: time.sleep(2 * PATIENCE) or 0)
