@@ -57,23 +57,18 @@ class FrameError(ValueError):
 class Packed(NamedTuple):
     """A message as it is sent: head and pickle, and the contents of its arrays."""
 
-    start: bytes
+    start: bytes | bytearray
     contents: list[memoryview]
 
 
 def packed(value: object, largest: int = LARGEST) -> Packed:
     """A message; its arrays must not change before it is sent."""
-    file = io.BytesIO()
-    file.write(_NO_HEAD)
-    contents: list[memoryview] = []
-    pickler = pickle.Pickler(file, 5)
-    # By type: `persistent_id` is asked about each object, which took 3 us a message.
-    pickler.dispatch_table = {
-        **copyreg.dispatch_table,
-        np.ndarray: functools.partial(_reduced, contents),
-    }
-    pickler.dump(value)
-    start = file.getbuffer()
+    free = _packers.free
+    packer = free.pop() if free else _Packer()  # packing may come to pack another
+    try:
+        start, contents = packer.packed(value)
+    finally:
+        free.append(packer)
     pickled, size = len(start) - _HEAD.size, sum(map(len, contents))
     if pickled > _LARGEST_PICKLE or pickled + size > largest:
         raise FrameError(
@@ -82,21 +77,57 @@ def packed(value: object, largest: int = LARGEST) -> Packed:
             "Send it in parts."
         )
     _HEAD.pack_into(start, 0, _MARK, pickled, size)
-    return Packed(bytes(start), contents)
+    return Packed(start, contents)
 
 
-def _reduced(contents: list[memoryview], array: np.ndarray) -> Any:
-    """How an array is pickled: a large one of numbers or truth values without them."""
-    if (name := _raw_name(array.dtype)) is None:
-        return array.__reduce__()
-    if not array.dtype.isnative:
-        array = array.astype(name)
-    if array.nbytes <= _SMALL:
-        return _small_array, (name, array.shape, array.tobytes())
-    # `memoryview` refuses the dtypes of ml_dtypes, so the bytes are shown.
-    flat = np.ascontiguousarray(array).reshape(-1)
-    contents.append(flat.view(np.uint8).data)
-    return _large_array, (name, array.shape)
+@final
+class _Packer:
+    """Pickles messages; to make it takes longer than a message does."""
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+        self._contents: list[memoryview] = []
+        self._pickler = pickle.Pickler(self._file, 5)
+        # By type: `persistent_id` is asked about each object, which takes 1 us more.
+        self._pickler.dispatch_table = {
+            **copyreg.dispatch_table,
+            np.ndarray: self._reduced,
+        }
+
+    def packed(self, value: object) -> tuple[bytearray, list[memoryview]]:
+        """Room for a head, and the pickle; and what it leaves out."""
+        self._file.write(_NO_HEAD)
+        try:
+            self._pickler.dump(value)
+            return bytearray(self._file.getbuffer()), self._contents
+        finally:  # nothing of it is kept
+            self._contents = []
+            self._pickler.clear_memo()
+            self._file.seek(0)
+            self._file.truncate()
+
+    def _reduced(self, array: np.ndarray) -> Any:
+        """An array, of numbers or truth values; without its contents if it is large."""
+        if (name := _raw_name(array.dtype)) is None:
+            return array.__reduce__()
+        if not array.dtype.isnative:
+            array = array.astype(name)
+        if array.nbytes <= _SMALL:
+            return _small_array, (name, array.shape, array.tobytes())
+        # `memoryview` refuses the dtypes of ml_dtypes, so the bytes are shown.
+        flat = np.ascontiguousarray(array).reshape(-1)
+        self._contents.append(flat.view(np.uint8).data)
+        return _large_array, (name, array.shape)
+
+
+class _Packers(threading.local):
+    """Those that this thread does not use now."""
+
+    def __init__(self) -> None:
+        self.free: list[_Packer] = []
+
+
+_packers = _Packers()
 
 
 def _small_array(name: str, shape: tuple[int, ...], data: bytes) -> np.ndarray:
@@ -342,7 +373,7 @@ class Stream:
             _shut(self._sock)
         self._sock.close()
 
-    def _sealed(self, start: bytes) -> bytes:
+    def _sealed(self, start: bytes | bytearray) -> bytes | bytearray:
         """What is sent before the contents; it must be sent next."""
         sequence = self._sent
         self._sent += 1
@@ -356,7 +387,7 @@ class Stream:
             raise ConnectionResetError("the connection ended within a message")
         return data
 
-    def _write(self, parts: list[bytes | memoryview]) -> None:
+    def _write(self, parts: list[bytes | bytearray | memoryview]) -> None:
         size = sum(map(len, parts))
         while True:
             try:
@@ -373,7 +404,7 @@ class Stream:
             parts = [parts[done][sent:], *parts[done + 1 :]]
 
 
-def _seal(key: bytes, sequence: int, data: bytes) -> bytes:
+def _seal(key: bytes, sequence: int, data: bytes | bytearray) -> bytes:
     return hmac.digest(key, _SEQUENCE.pack(sequence) + data, "sha256")
 
 
