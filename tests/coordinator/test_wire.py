@@ -642,11 +642,10 @@ def test_packing_keeps_nothing_of_a_message_sent_or_failed():
 
     large = np.arange(10_000)
     gone = weakref.ref(large)
-    message = stream.packed(["first", large])
+    stream.packed(["first", large])
     with pytest.raises(RuntimeError, match="not this one"):
         stream.packed([large, Unpicklable()])
     del large
-    message = None
     assert gone() is None
     with connected() as (here, there):
         for value in (["after"], [np.arange(9_000), "more"]):
