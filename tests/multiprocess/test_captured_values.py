@@ -62,3 +62,12 @@ def test_a_captured_value_that_differs_is_told_before_the_step_begins(job):
             assert text.startswith("The processes are about to do different things")
             assert re.search(pattern, text), (kind, text)
         assert kept["same: large"] == [5] * 4 and kept["same: in a loop"] == [3] * 4
+
+
+@pytest.mark.slow
+def test_processes_may_keep_other_variables_alive(job):
+    # The collector of each has its own time.
+    env = {"PYTHONPATH": workers.PATH}
+    script = "from workers.captures import collect_in_one\ncollect_in_one()"
+    with job(script, env=env, started=False) as running:
+        assert running.wait(60) == [0, 0]

@@ -490,9 +490,14 @@ class _Socket:
         with self.lock:
             if self.is_closed:
                 return
-            # The connection may have ended; of that the loop tells in a moment.
-            with contextlib.suppress(zmq.Again):
+            try:
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                # To send looks for new connections at most each millisecond; to ask
+                # for events always does.
+                if cast(int, self.socket.events) & zmq.POLLOUT:
+                    self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                # Else it has ended, of which the loop tells in a moment.
             # Sending takes in what came meanwhile, of which nothing else would tell.
             is_readable = cast(int, self.socket.events) & zmq.POLLIN
         if is_readable:

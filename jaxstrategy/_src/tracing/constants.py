@@ -99,7 +99,10 @@ def constants(jaxpr: ClosedJaxpr) -> Iterator[ProgramValue]:
 
 
 def fingerprint(
-    name: str, jaxpr: ClosedJaxpr, given: Mapping[int, ProgramValue] | None = None
+    name: str,
+    jaxpr: ClosedJaxpr,
+    given: Mapping[int, ProgramValue] | None = None,
+    code: bytes | None = None,
 ) -> ProgramPrint:
     """A print of a program, equal in all processes that have made the same, as JSON.
 
@@ -107,15 +110,16 @@ def fingerprint(
       name: the program's.
       jaxpr: what it computes.
       given: what it is called with, by the places of the inputs.
+      code: what stands for its code; by default the whole.
     """
     found = list(constants(jaxpr))
     for index, each in (given or {}).items():
         site = _site(_first_use(jaxpr, plain(jaxpr).invars[index]), ())
         found.append(dataclasses.replace(each, site=site))
-    code = zlib.crc32(code_of(plain(jaxpr)))
+    bits = zlib.crc32(code or code_of(plain(jaxpr)))
     return {
         "name": name,
-        "prints": [f"{code:08x}", *(each.print for each in found)],
+        "prints": [f"{bits:08x}", *(each.print for each in found)],
         "captured": [each.description for each in found],
     }
 

@@ -25,7 +25,7 @@ from jaxstrategy._src.replicas.devices import Device, names as device_names
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text.shown import array_type, shown
 from jaxstrategy._src.tracing.constants import code_of, constants
-from jaxstrategy._src.tracing.jaxprs.visit import all_eqns, variables
+from jaxstrategy._src.tracing.jaxprs.visit import all_eqns
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -267,12 +267,7 @@ def _processor() -> str:
 
 def _hash_of(step: TracedStep) -> str:
     """Equal for steps that compute the same, whatever their code is called."""
-    # Without variables that it does not use.
-    read = (atom for eqn in step.jaxpr.eqns for atom in eqn.invars)
-    used = set(variables([*read, *step.jaxpr.outvars]))
-    inputs = zip(step.jaxpr.invars, step.inputs, strict=True)
-    invars = [var for var, place in inputs if place is not None or var in used]
-    text = hashlib.sha256(code_of(step.jaxpr.replace(invars=invars)))
+    text = hashlib.sha256(code_of(step.own_jaxpr))
     for constant in constants(step.trace.closed):
         text.update(constant.print.encode())
     text.update(repr(step.trace.varies).encode())

@@ -116,14 +116,13 @@ class AgreedProgram(Stage):
 
     def traced(self, step: TracedStep) -> None:
         """Compares a new trace with those of the other processes."""
-        closed, dispatched = step.trace.closed, self._is_dispatched
         if self._preparation is not None:
-            self._preparation.traced(step.name, closed)
+            self._preparation.traced(step)
             return
         # Another thread's call may have ended, which has cleared them.
         leaves = self._leaves
         same = self._step.same(leaves) if leaves else {}
-        self._agreement.traced(step.name, self._where, closed, same, dispatched)
+        self._agreement.traced(step, self._where, same, self._is_dispatched)
 
 
 def program_of(

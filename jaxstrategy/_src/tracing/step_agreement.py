@@ -19,10 +19,10 @@ from jaxstrategy._src.processes.agreement import Operation, ProgramPrint
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.processes.watchdog import COMPILES, Watchdog
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.tracing.constants import ProgramValue, fingerprint
-from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr
+from jaxstrategy._src.tracing.constants import ProgramValue, code_of, fingerprint
 from jaxstrategy._src.tracing.saved_step import Obtain, Preparation
 from jaxstrategy._src.tracing.stages import stages
+from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Leaf
 
 # Measured with JAX 0.10 and 0.12; its argument `fun_name` is `jit(name)`. Without such
@@ -74,9 +74,9 @@ class AgreedPreparation:
         self._programs: list[ProgramPrint] = []
         self._common: Exception | None = None  # of which all processes know
 
-    def traced(self, name: str, closed: ClosedJaxpr) -> None:
+    def traced(self, step: TracedStep) -> None:
         """Takes note of the step's trace, which is compared before it is compiled."""
-        self._programs = [fingerprint(name, closed)]
+        self._programs = [_print_of(step)]
 
     def run(
         self,
@@ -207,31 +207,39 @@ class StepAgreement:
 
     def traced(
         self,
-        name: str,
+        step: TracedStep,
         where: str,
-        closed: ClosedJaxpr,
         same: dict[int, ProgramValue],
         is_dispatched: bool,
     ) -> None:
         """Compare a new program with those of the other processes."""
         known = self._known if is_dispatched else self._known_inside
-        # Without what it is called with: that may be something else by now.
-        key = (name, *fingerprint(name, closed)["prints"])
+        # Without what it is called with: that may be something else by now. Nor may it
+        # depend on what else lives here: the collector of each process has its own
+        # time, and one that compares what another knows waits for it for ever.
+        key = (step.name, *_print_of(step)["prints"])
         if key not in known:
-            program = fingerprint(name, closed, same)
+            program = _print_of(step, same)
             if is_dispatched:
-                self._compare_new(name, where, program)
+                self._compare_new(step.name, where, program)
             else:
                 self._made.append(program)
             known.add(key)
         if is_dispatched:
-            self.compiles(name)
+            self.compiles(step.name)
 
     def _compare_new(self, name: str, where: str, program: ProgramPrint) -> None:
         # Who has traced it waits for who has not.
         self._watchdog.step_busy(None)
         operation = Operation(f"a new program of {name}", where, (), [program])
         self._processes.operations.compare(operation, _ADVICE)
+
+
+def _print_of(
+    step: TracedStep, given: dict[int, ProgramValue] | None = None
+) -> ProgramPrint:
+    code = code_of(step.own_jaxpr) + repr(step.replica_step.roles).encode()
+    return fingerprint(step.name, step.trace.closed, given, code)
 
 
 def _described(leaf: Leaf, given: ProgramValue | None) -> str:

@@ -10,7 +10,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxstrategy._src.text.user_code import Line
-from jaxstrategy._src.tracing.jaxprs.visit import ArrayType, Jaxpr, KeyPath
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    ArrayType,
+    Jaxpr,
+    KeyPath,
+    variables,
+)
 from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.replication.types import Findings, Replication
 from jaxstrategy._src.tracing.results import Results
@@ -97,6 +102,15 @@ class TracedStep:
     def jaxpr(self) -> Jaxpr:
         """The computation of one replica."""
         return self.trace.jaxpr
+
+    @property
+    def own_jaxpr(self) -> Jaxpr:
+        """The same, of no variables but those that it uses: others come and go."""
+        read = (atom for eqn in self.jaxpr.eqns for atom in eqn.invars)
+        used = set(variables([*read, *self.jaxpr.outvars]))
+        inputs = zip(self.jaxpr.invars, self.inputs, strict=True)
+        invars = [var for var, place in inputs if place is not None or var in used]
+        return self.jaxpr.replace(invars=invars)
 
     @property
     def results(self) -> Results:

@@ -1,5 +1,6 @@
 """Two processes that capture different values in one step, and what they are told."""
 
+import gc
 import json
 
 import jax
@@ -90,3 +91,24 @@ def main():
     except js.NonFiniteError as error:
         told["a NaN"] = [*error.replicas, error.line]
     print("told", json.dumps([told, kept]))
+
+
+def collect_in_one():
+    """Steps on new variables; one process keeps the old ones, the other does not."""
+    s = js.MultiWorkerMirroredStrategy()
+    alive = []
+    for turn in range(6):
+        with s.scope():
+            weight = js.Variable(jnp.full(3, float(turn)))
+
+        @s.step
+        def double(weight=weight):
+            weight.assign(weight.read_value() * 2)
+
+        double()
+        assert weight.numpy().tolist() == [2.0 * turn] * 3
+        if s.process_index == 0:
+            alive.append((weight, double))
+        else:
+            del weight, double
+            gc.collect()
