@@ -21,6 +21,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import jaxstrategy as js
+from jaxstrategy import planning
 
 PyTree = Any
 WORDS, LENGTH, CLASSES = 512, 32, 16
@@ -172,7 +173,7 @@ CASES = {
 }
 
 
-def measured(devices: Sequence[Any]) -> js.profiling.Machine:
+def measured(devices: Sequence[Any]) -> planning.Machine:
     """The devices by numbers, with what short programs take on all of them at once."""
     strategy = js.MirroredStrategy(devices)
     side, large, turns = 256, 2**21, 8
@@ -193,7 +194,7 @@ def measured(devices: Sequence[Any]) -> js.profiling.Machine:
         return statistics.median(seconds_of(call) for _ in range(9))
 
     call = seconds(lambda x: x + 1)
-    return js.describe(
+    return planning.describe(
         devices,
         memory="16GiB",
         flops=turns * 2 * side**3 / max(seconds(product) - call, 1e-6),

@@ -9,11 +9,6 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.planning.machine import Machine as Machine
-    from jaxstrategy._src.planning.plan import (
-        Plan as Plan,
-        PlannedLayout as PlannedLayout,
-    )
     from jaxstrategy._src.profiling.comparison import (
         Comparison as Comparison,
         compare as compare,

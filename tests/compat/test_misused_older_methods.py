@@ -69,3 +69,14 @@ def test_a_variable_of_a_negative_size_is_refused():
             v1.get_variable("w", shape)
         with s.scope():
             assert v1.get_variable("w", [0, 2]).shape == (0, 2)
+
+
+def test_an_extended_object_is_made_of_a_strategy_of_either_generation():
+    s, _ = strategies()
+    for strategy in (s, s.core):
+        extended = v1.StrategyExtended(strategy)
+        assert extended.worker_devices == tuple(jax.devices()[:2])
+        with s.scope():
+            assert extended.reduce_to("sum", 2.0, jax.devices()[0]) == 4.0
+    with pytest.raises(TypeError, match="`container_strategy` was 3; a strategy was"):
+        v1.StrategyExtended(3)

@@ -114,7 +114,7 @@ for thread in threads:
     thread.join()
 assert len(found) == 12, "some have failed"
 assert all(each[name] is found[0][name] for each in found for name in names)
-print(61 >= len(names) > 50)
+print(60 >= len(names) > 50)
 """
     assert in_a_fresh_process(code) == ["True"]
 
@@ -152,3 +152,17 @@ def test_names_that_were_at_the_top_say_where_they_are():
         js.pipeline  # noqa: B018
     with pytest.raises(AttributeError, match=r"`jaxstrategy\.errors\.ObjectError`"):
         js.ObjectError  # noqa: B018
+
+
+def test_modules_that_are_imported_by_themselves_say_so():
+    code = """
+import jaxstrategy as js
+try:
+    js.planning
+except AttributeError as error:
+    print(error)
+from jaxstrategy import planning
+assert js.planning is planning and "planning" not in dir(js)
+"""
+    said = " ".join(in_a_fresh_process(code))
+    assert said.endswith("it is a module: `import jaxstrategy.planning`")

@@ -20,6 +20,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxstrategy as js
+from jaxstrategy import planning
 
 SIDE, ROWS, RATE = 512, 64, 0.1
 DONATE = js.RunOptions(donate_argnums=0)
@@ -359,11 +360,13 @@ def test_advice_where_not_even_the_state_fits():
 
 
 def test_machines_by_numbers():
-    machine = js.describe("H100", count=8)
+    machine = planning.describe("H100", count=8)
     assert (machine.memory, machine.flops) == (80 * 10**9, 989e12)
     assert machine.topology.replicas == 8 and not machine.is_here
     assert str(machine) == "8 H100 of 74.5 GiB"
-    slow = js.describe("A100", count=2, memory="40GB", topology=links(1e9, 1e-6, 2))
+    slow = planning.describe(
+        "A100", count=2, memory="40GB", topology=links(1e9, 1e-6, 2)
+    )
     assert (slow.memory, slow.topology) == (40 * 10**9, links(1e9, 1e-6, 2))
     plan = js.plan(build, step, BATCH, devices=machine, options=DONATE)
     assert by_name(plan)["replicated"].fits
@@ -372,7 +375,9 @@ def test_machines_by_numbers():
 
 
 def test_numbers_of_devices_that_are_here():
-    machine = js.describe(["CPU:0", "CPU:1"], memory="1GiB", flops=3.0, bandwidth=2.0)
+    machine = planning.describe(
+        ["CPU:0", "CPU:1"], memory="1GiB", flops=3.0, bandwidth=2.0
+    )
     assert (machine.flops, machine.topology.bandwidth) == (3.0, 2.0)
     assert machine.is_here and str(machine) == "2 cpu of 1 GiB"
     plan = js.plan(build, step, BATCH, devices=machine)
@@ -381,7 +386,7 @@ def test_numbers_of_devices_that_are_here():
 
 def test_the_slower_the_links_the_more_a_step_takes():
     def slowest(bandwidth):
-        machine = js.describe("H100", count=8, bandwidth=bandwidth)
+        machine = planning.describe("H100", count=8, bandwidth=bandwidth)
         plan = js.plan(build, step, BATCH, devices=machine, options=DONATE)
         return plan[0]
 
@@ -407,7 +412,7 @@ def test_the_slower_the_links_the_more_a_step_takes():
 )
 def test_wrong_machines(arguments, error, text):
     with pytest.raises(error, match=text):
-        js.describe(**arguments)
+        planning.describe(**arguments)
 
 
 def test_a_slice_of_tpus_needs_libtpu():
@@ -415,9 +420,9 @@ def test_a_slice_of_tpus_needs_libtpu():
         import libtpu  # noqa: F401
     except ImportError:
         with pytest.raises(RuntimeError, match="XLA cannot compile for 'v5e-8' here"):
-            js.describe("v5e-8")
+            planning.describe("v5e-8")
         return
-    machine = js.describe("v5e-8")
+    machine = planning.describe("v5e-8")
     assert machine.memory == 16 * 2**30 and machine.topology.replicas == 8
     assert js.plan(build, step, BATCH, devices=machine, options=DONATE).best.fits
 
@@ -465,6 +470,30 @@ def test_the_command_prints_a_plan(tmp_path):
     assert "no array of the state is large enough to be divided" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("train", "'train' is not module:function"),
+        ("trian:planned", "there is no module 'trian'"),
+        ("train:plan", "module 'train' has no function 'plan'"),
+        ("train:two", "'train:two' returned (1, 2); the arguments of `js.plan`"),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_a_function(
+    function, text, tmp_path, monkeypatch, capsys
+):
+    from jaxstrategy.planning import __main__ as command
+
+    (tmp_path / "train.py").write_text(f"{PROGRAM}\ndef two():\n    return 1, 2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "argv", ["planning", function])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert text in capsys.readouterr().err
+
+
 # Mistakes.
 
 
@@ -474,7 +503,18 @@ def test_the_command_prints_a_plan(tmp_path):
         ({"step": 3}, TypeError, "`plan` was given 3 as the step, which cannot"),
         ({"memory": None}, ValueError, "How much memory 8 cpu have is not known"),
         ({"memory": "many"}, ValueError, "`memory` was 'many'; the bytes of one"),
+        ({"memory": "0.5"}, ValueError, "`memory` was '0.5'; the bytes of one"),
+        ({"memory": "9" * 400}, ValueError, "`memory` was '9999"),
         ({"batch": {"x": 3}}, ValueError, r"`batch\['x'\]` was 3; an array of shape"),
+        ({"batch": {"x": None}}, ValueError, "whose arrays have no rows. One array"),
+        ({"batch": np.zeros((0, SIDE))}, ValueError, "an array of shape"),
+        ({"batch": [np.ones(8), np.ones(4)]}, ValueError, "arrays have 4 or 8 rows"),
+        ({"batch": np.array(["a"] * 8)}, TypeError, "`batch` was array.*JAX can hold"),
+        ({"build": "model"}, TypeError, "`build` was 'model'; an array that JAX can"),
+        ({"build": lambda key: key}, TypeError, r"such as `functools.partial\(build"),
+        ({"specs": 3}, TypeError, r"`specs` for `result\['m'\]` is 3; a `jax.shard"),
+        ({"devices": []}, ValueError, "An empty list of devices was given"),
+        ({"devices": js.MirroredStrategy}, TypeError, "`devices` was <class"),
         ({"topology": links(replicas=4)}, ValueError, "that of 4 replicas, but there"),
     ],
 )

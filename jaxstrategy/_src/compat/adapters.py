@@ -143,7 +143,7 @@ class Adapter:
         self._core = core
 
     @classmethod
-    def known(cls, core: Any, make: Callable[[Any], Any] | None = None) -> Self:
+    def _known(cls, core: Any, make: Callable[[Any], Any] | None = None) -> Self:
         """The object of this class over `core`, the same each time."""
         # A table that is not the core's own would keep both for ever.
         table = vars(core)
@@ -192,7 +192,7 @@ class OlderStrategy(Adapter, StrategyAdapter):
                 "one of them, such as `MirroredStrategy()`; or of a strategy of "
                 f"`jaxstrategy`: `{name}.over(strategy)`."
             )
-        self._common.known(core, self._put_over)
+        self._common._known(core, self._put_over)
 
     def _put_over(self, core: Strategy) -> Self:
         super().__init__(core)
@@ -216,7 +216,7 @@ class OlderStrategy(Adapter, StrategyAdapter):
                 "for example `jaxstrategy.MirroredStrategy()`."
             )
         kind: Any = cls._classes.get(type(found), cls._common)
-        made: Any = cls._common.known(found, lambda c: kind.__new__(kind)._put_over(c))
+        made: Any = cls._common._known(found, lambda c: kind.__new__(kind)._put_over(c))
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -121,7 +121,7 @@ def get_tower_context() -> TowerContext | Any:
     True
     """
     context = _current.get_replica_context()
-    return None if context is None else TowerContext.known(context)
+    return None if context is None else TowerContext._known(context)
 
 
 def get_cross_tower_context() -> DistributionStrategy | Any:

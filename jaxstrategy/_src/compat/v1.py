@@ -143,8 +143,14 @@ class StrategyExtended(Adapter):
     _core: _extended.StrategyExtended
 
     def __init__(self, container_strategy: _strategy.Strategy) -> None:
-        super().__init__(container_strategy.extended)
-        self._strategy = container_strategy
+        core = replica_context.core_of(container_strategy)
+        if not isinstance(core, _strategy.Strategy):
+            raise TypeError(
+                f"`container_strategy` was {shown(container_strategy)}; a strategy was "
+                "wanted. `strategy.extended` is the one that it has."
+            )
+        super().__init__(core.extended)
+        self._strategy = core
 
     worker_devices: tuple[Device, ...] = same(_extended.StrategyExtended.worker_devices)
     parameter_devices: tuple[Device, ...] = same(
@@ -789,7 +795,7 @@ def get_replica_context() -> ReplicaContext | Any:
     1
     """
     context = current.get_replica_context()
-    return None if context is None else ReplicaContext.known(context)
+    return None if context is None else ReplicaContext._known(context)
 
 
 def get_loss_reduction() -> ReduceOp:

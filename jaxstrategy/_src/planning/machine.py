@@ -39,7 +39,7 @@ _CORE_FLOPS, _CORES_BANDWIDTH = 1e11, 4e10
 @final
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices by numbers, for `js.plan`. Made by `js.describe`.
+    """Devices by numbers, for `js.plan`. Made by `planning.describe`.
 
     Attributes:
       kind: what they are called.
@@ -52,8 +52,9 @@ class Machine:
       is_here: whether they are devices of this process.
 
     >>> import jaxstrategy as js
+    >>> from jaxstrategy import planning
     >>> _ = js.simulate(8)
-    >>> js.describe("A100", count=2).topology.bandwidth
+    >>> planning.describe("A100", count=2).topology.bandwidth
     300000000000.0
     """
 
@@ -122,8 +123,9 @@ def describe(
       RuntimeError: `libtpu` is missing, or cannot make such a slice.
 
     >>> import jaxstrategy as js
+    >>> from jaxstrategy import planning
     >>> _ = js.simulate(8)
-    >>> print(js.describe("H100", count=8))
+    >>> print(planning.describe("H100", count=8))
     8 H100 of 74.5 GiB
     """
     size = None if memory is None else bytes_of(memory)
@@ -170,14 +172,18 @@ def bytes_of(size: object) -> int:
     """A size such as `"16GiB"`, in bytes."""
     if (number := whole(size)) is not None and number > 0:
         return number
-    match = re.fullmatch(r"(\d*\.?\d+) *([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
-    if not isinstance(size, str) or match is None:
+    text = size.strip() if isinstance(size, str) else ""
+    pattern = r"(\d{0,15}\.?\d{1,15}) *([KMGT]?)(i?)B?"
+    match, found = re.fullmatch(pattern, text, re.IGNORECASE), 0
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        found = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if found < 1:
         raise (ValueError if isinstance(size, (int, str)) else TypeError)(
             f"`memory` was {shown(size)}; the bytes of one device were wanted, as a "
             'whole number or a text such as "16GiB".'
         )
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    return found
 
 
 def _tpus(name: str) -> Sequence[Any]:

@@ -264,22 +264,24 @@ def plan(
     host's part: it says which layout is faster, not how long a step will take.
 
     Args:
-      build: makes the state, as for `strategy.init`; or a pytree of types.
+      build: makes the state, as for `strategy.init`, but takes no arguments; or a
+        pytree of types.
       step: the unchanged step, of the state and a batch, as one replica sees it; or
         what `@strategy.run` made of one. Of a tuple of states it may take each by
         itself. A parameter `accumulate=1` is for `js.get_strategy().accumulate`.
       batch: a global batch, of all replicas together, `[rows, ...]`; arrays or types,
         or the `element_spec` of a dataset.
-      devices: what `js.describe` returns, or takes as its first argument.
+      devices: what `planning.describe` returns, or takes as its first argument.
       memory: bytes of one device, such as `"16GiB"`; by default what it has.
       topology: the links between devices.
       specs: as for `strategy.init`.
       options: how the step is compiled; by default as it was decorated.
 
     Raises:
-      ValueError: the memory of the devices is not known; `batch` has an array without
-        rows; `topology` is of another number of devices.
-      TypeError: `step` cannot be called; `memory` is no size, `topology` none.
+      ValueError: the memory of the devices is not known; the arrays of `batch` have no
+        rows, or not as many; `topology` is of another number of devices.
+      TypeError: `step` cannot be called, `build` needs arguments; `memory` is no size,
+        `topology` none.
       Exception: whatever the step raises in every layout.
 
     >>> import jaxstrategy as js
@@ -314,13 +316,42 @@ def plan(
     links = machine.topology if topology is None else topology
     machine = dataclasses.replace(machine, memory=size, topology=links)
     is_function = callable(build) and jax.tree_util.all_leaves([build])
-    types = jax.eval_shape(build) if is_function else _types(build)
+    types = _built(build) if is_function else _types("build", build)
     rows = jax.tree.map_with_path(_all_rows, batch, is_leaf=is_per_replica)
-    return Plan(_Step(machine, types, _types(rows), specs, step, options))
+    types_of_batch = _types("batch", rows)
+    if len(counts := {x.shape[0] for x in jax.tree.leaves(types_of_batch)}) != 1:
+        raise ValueError(
+            f"`batch` was {shown(batch)}, whose arrays have "
+            f"{' or '.join(map(str, sorted(counts))) or 'no'} rows. One array at least "
+            "was wanted, and as many rows in all of them."
+        )
+    return Plan(_Step(machine, types, types_of_batch, specs, step, options))
 
 
-def _types(tree: PyTree) -> PyTree:
-    return jax.eval_shape(lambda leaves: leaves, tree)
+def _built(build: Callable[[], PyTree]) -> PyTree:
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"`build` was {shown(build)}, which takes arguments. Give it with them, "
+            "such as `functools.partial(build, key)`."
+        ) from error
+    except ValueError:  # it has no signature
+        pass
+    return jax.eval_shape(build)
+
+
+def _types(name: str, tree: PyTree) -> PyTree:
+    def typed(path: tuple[Any, ...], leaf: Any) -> Any:
+        try:
+            return jax.eval_shape(lambda x: x, leaf)
+        except TypeError as error:
+            raise TypeError(
+                f"`{name}{jax.tree_util.keystr(path)}` was {shown(leaf)}; an array "
+                "that JAX can hold was wanted, or its type."
+            ) from error
+
+    return jax.tree.map_with_path(typed, tree)
 
 
 def _typed(leaf: Leaf, *shape: int) -> jax.ShapeDtypeStruct:
@@ -337,7 +368,7 @@ def _all_rows(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
     if isinstance(leaf, PerReplica):
         replicas, rows, *rest = contents(leaf).shape
         return _typed(leaf, replicas * rows, *rest)
-    if not getattr(leaf, "shape", ()):
+    if not (getattr(leaf, "shape", None) or [0])[0]:
         raise ValueError(
             f"`batch{jax.tree_util.keystr(path)}` was {shown(leaf)}; an array of shape "
             "[rows, ...] was wanted, or its type, with the rows of all replicas."
@@ -348,7 +379,7 @@ def _all_rows(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
 def _candidates(step: _Step) -> Iterator[PlannedLayout]:
     """The layouts to look at, the simplest first."""
     specs: list[Any] = [spec for _, _, spec in annotated_leaves(step.types)]
-    specs += jax.tree.leaves(step.specs, is_leaf=is_spec)
+    specs += filter(is_spec, jax.tree.leaves(step.specs, is_leaf=is_spec))
     entries = [entry for spec in specs for entry in spec or ()]
     axes = list(dict.fromkeys(name for entry in entries for name in names(entry)))
     count, inner = len(step.machine.devices), [{}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 _OF_TENSORFLOW_2 = (
     "coordinator",
     "DistributedDataset",
@@ -45,6 +47,7 @@ _MOVED = {
         "compilation_cache grouped "
     ),
     "profiling": ("Explanation Topology "),
+    "planning": ("describe "),
 }
 
 
@@ -103,6 +106,8 @@ def missing(module: str, name: str) -> AttributeError:
     if module == "jaxstrategy":
         homes = [home for home, names in _MOVED.items() if name in names.split()]
         text += "".join(f"; it is `jaxstrategy.{home}.{name}`" for home in homes)
+        if name.isidentifier() and find_spec(f"{module}.{name}"):
+            text += f"; it is a module: `import {module}.{name}`"
     if full in ADVICE:
         text = f"{text}, which TensorFlow has. {ADVICE[full]}"
     return AttributeError(text, name=name)
