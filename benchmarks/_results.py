@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -406,3 +407,107 @@ def _target(each: Mapping[str, Any]) -> str:
     if each["least"] and target:
         return f"{each['least']:.2f} to {target}"
     return target
+
+
+# The picture.
+
+# The colour and the marker of a program, in all panels.
+STYLES = {
+    "run": ("#3b82c4", "o"),
+    "shard_map": ("#d9730d", "s"),
+    "pmap": ("#2e9e4f", "^"),
+    "jit": ("#9467bd", "D"),
+    "tensorflow": ("#d64545", "v"),
+    "torch": ("#8a8a8a", "P"),
+    "best other way in JAX": ("#159aa8", "*"),
+}
+PANELS = {
+    "ratios": ("Training steps, by number of devices", "time of run, by that of"),
+    "times": ("A step on 8 devices, which share the cores", "ms"),
+    "step": ("A step of 30 x 32, by number of replicas", "ms"),
+    "start": ("Start of run, 60 arrays, by number of replicas", "processor seconds"),
+    "arrays": ("Start on 8 replicas, by number of arrays", "processor seconds"),
+}
+
+
+def drawn_of(results: Results) -> dict[str, list[list[Any]]]:
+    """Returns the points of each panel: label, style, place, median and quartiles."""
+    found: dict[str, list[list[Any]]] = {name: [] for name in PANELS}
+    names = {"JAX": "best other way in JAX", "tensorflow": "tensorflow"}
+    for each in results.of("train_step"):
+        task, devices = each["case"].rsplit(", ", 1)
+        if name := names.get(each["quantity"]):
+            place = f"{task}\n{devices.split()[0]}"
+            found["ratios"].append([name, name, place, *each["ratio"]])
+        for form, spread in each["programs"].items():
+            row = [form, form, task, *(us / 1e3 for us in spread)]
+            known = (old[:3] for old in found["times"])
+            if form in STYLES and devices == "8 devices" and row[:3] not in known:
+                found["times"].append(row)
+    for each in results.of("scaling"):
+        number, noun = each["case"].split()[:2]
+        programs, quantity = each["programs"], each["quantity"]
+        for form, spread in programs.items() if None not in programs.values() else ():
+            style = form if form in STYLES else "run"
+            point = [style, number, *spread]
+            if noun.startswith("array"):
+                if quantity in ("trace", "compile"):
+                    found["arrays"].append([f"{quantity}, {form}", *point])
+            elif quantity == "step":
+                found["step"].append([form, *point])
+            elif form == "run" and quantity in ("trace", "compile"):
+                found["start"].append([quantity, *point])
+    return found
+
+
+def draw(results: Results, path: pathlib.Path) -> None:
+    """Writes the picture; a panel of which nothing was measured stays empty."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    with plt.style.context("jaxstrategy.demo.pictures"):
+        figure = plt.figure(figsize=(11, 10), layout="constrained")
+        rows: Any = [["ratios", "ratios"], ["times", "step"], ["start", "arrays"]]
+        panels = figure.subplot_mosaic(rows)
+        for name, points in drawn_of(results).items():
+            axes, (title, unit) = panels[name], PANELS[name]
+            if not points:
+                axes.set_axis_off()
+                continue
+            places = list(dict.fromkeys(place for _, _, place, *_ in points))
+            labels = list(dict.fromkeys(label for label, *_ in points))
+            for i, label in enumerate(labels):
+                own = [point for point in points if point[0] == label]
+                x = [places.index(point[2]) for point in own]
+                middle, low, high = zip(*(point[3:] for point in own), strict=True)
+                errors = [
+                    [abs(a - b) for a, b in zip(middle, ends, strict=True)]
+                    for ends in (low, high)
+                ]
+                color, marker = STYLES[own[0][1]]
+                if name in ("ratios", "times"):  # beside each other, and no line
+                    x = [each + 0.1 * (i - (len(labels) - 1) / 2) for each in x]
+                else:
+                    is_dashed = label.startswith(("trace", "without"))
+                    marker += "--" if is_dashed else "-"
+                style = {"color": color, "markersize": 5, "capsize": 2}
+                axes.errorbar(x, middle, errors, fmt=marker, label=label, **style)
+            axes.set(ylabel=unit)
+            axes.set_xticks(range(len(places)), places, fontsize=8)
+            axes.set_title(title, loc="left")
+            axes.legend(fontsize=7, ncols=2)
+            if name == "start":
+                axes.set_ylim(bottom=0)
+                continue
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        plt.close(figure)
+        metadata = {"Description": digest(results)}
+        figure.savefig(path, dpi=110, transparent=True, metadata=metadata)
+
+
+def digest(results: Results) -> str:
+    """Of what a picture is drawn from; it is in the picture's file."""
+    return hashlib.sha256(json.dumps(drawn_of(results)).encode()).hexdigest()

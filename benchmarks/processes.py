@@ -130,8 +130,8 @@ def compare_steps(
         weights, rows = perceptron(*model)
         path = pathlib.Path(folder, "arrays.npz")
         batch = np.stack([rows] * count)
-        kernels = {f"{i}/kernel": w for i, w in enumerate(weights)}
-        np.savez(path, **{"batch x": batch, "batch y": batch, **kernels})
+        arrays: dict[str, Any] = {f"{i}/kernel": w for i, w in enumerate(weights)}
+        np.savez(path, **{"batch x": batch, "batch y": batch, **arrays})
         about = {"kind": "mlp", "optimizer": "sgd", "file": str(path)}
         groups["torch"][0].ask("prepare", about, 1)
     measures = {
@@ -158,8 +158,8 @@ def trainings(layers: int, units: int) -> Callable[[str, int], float]:
     if jax.process_count() > 1:
         usual, step_agreement._EACH = step_agreement._EACH, 1
         every = js.MultiWorkerMirroredStrategy()
-        assert every._executor.agreement is not None
-        every._executor.agreement._each = 1
+        executor: Any = every._executor
+        executor.agreement._each = 1
         step_agreement._EACH = usual
         forms["compared"] = timed(*with_run(every, layers, units))
     return lambda form, steps: forms[form](steps)
@@ -196,7 +196,7 @@ def timed(step: Callable[..., Any], weights: Any, x: Any) -> Callable[[int], flo
     state = [weights]
 
     def burst(steps: int) -> float:
-        start = time.perf_counter()
+        start, value = time.perf_counter(), x
         for i in range(steps):
             state[0], value = step(state[0], x)
             if i % 8 == 7:  # more in flight hang where JAX is older than 0.12
@@ -312,7 +312,8 @@ def predictor() -> Callable[[str, str], float]:
         return 1e6 * float(np.median(found)) / IN_A_ROW
 
     for name in cases:  # compiles
-        answer(name, "measured"), answer(name, "local")
+        answer(name, "measured")
+        answer(name, "local")
     return answer
 
 

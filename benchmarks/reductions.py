@@ -1,6 +1,6 @@
 """Reductions of trees of arrays over replicas.
 
-    python benchmarks/reductions.py [allreduce] [wide] [reduction_limits] [compressed]
+    python benchmarks/reductions.py [allreduce] [wide] [compressed]
     python benchmarks/reductions.py overlap    # needs `pip install libtpu`
 
 On simulated CPU devices, which share the computer's memory: nothing is slow to send.
@@ -13,13 +13,11 @@ import functools
 import importlib.util
 import itertools
 import math
-import operator
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 # Before JAX is imported, for `overlap`: no TPU is looked for.
@@ -33,7 +31,7 @@ from _harness import Comparison, benchmark, in_turn, main, scaled, seconds_of
 from _training import AXIS, Devices, PyTree, all_reduce_mean, mapped, pmean_of_each
 from jax import lax
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy._src.options import RunOptions
@@ -287,164 +285,6 @@ def wide(args: Any) -> Iterator[Comparison]:
         )
 
 
-# What a reduction must take.
-
-
-def in_a_chain(arrays: list[jax.Array]) -> list[jax.Array]:
-    """All-reduces one after the other, so that XLA does not join them."""
-    done: list[jax.Array] = []
-    for array in arrays:
-        if done:
-            array, _ = lax.optimization_barrier((array, done[-1]))
-        done.append(lax.psum(array, AXIS))
-    return done
-
-
-def packed(reduce: Reduce) -> Reduce:
-    """`reduce` of all arrays as one."""
-
-    def reduced(arrays: list[jax.Array]) -> list[jax.Array]:
-        flat = reduce(jnp.concatenate([array.reshape(-1) for array in arrays]))
-        parts = jnp.split(flat, np.cumsum([array.size for array in arrays])[:-1])
-        return [part.reshape(a.shape) for part, a in zip(parts, arrays, strict=True)]
-
-    return reduced
-
-
-def exchanged(flat: jax.Array) -> jax.Array:
-    """Each device adds one part of all arrays, by an all-to-all."""
-    parts = lax.all_to_all(flat.reshape(lax.axis_size(AXIS), -1), AXIS, 0, 0)
-    part = functools.reduce(operator.add, list(parts))
-    return lax.all_gather(part, AXIS, tiled=True)
-
-
-def in_pairs(flat: jax.Array) -> jax.Array:
-    """Sums of two, four, eight: in as many rounds each device adds another's."""
-    count, distance = lax.axis_size(AXIS), 1
-    while distance < count:
-        swap = [(i, i ^ distance) for i in range(count)]
-        flat = flat + lax.ppermute(flat, AXIS, swap)
-        distance *= 2
-    return flat
-
-
-def by_one(flat: jax.Array) -> jax.Array:
-    """The first device adds all arrays, and sends the sum to the others."""
-    count, index, distance, total = lax.axis_size(AXIS), lax.axis_index(AXIS), 1, flat
-    for source in range(1, count):
-        total = total + lax.ppermute(flat, AXIS, [(source, 0)])
-    while distance < count:  # to as many again in each round
-        pairs = [(i, i + distance) for i in range(distance)]
-        sent = lax.ppermute(total, AXIS, pairs)
-        total = jnp.where((index >= distance) & (index < 2 * distance), sent, total)
-        distance *= 2
-    return total
-
-
-WAYS: dict[str, Reduce] = {
-    "psum": lambda arrays: [lax.psum(array, AXIS) for array in arrays],
-    "psum, not joined": in_a_chain,
-    "psum, packed": packed(lambda flat: lax.psum(flat, AXIS)),
-    "scatter + gather": packed(
-        lambda flat: lax.all_gather(
-            lax.psum_scatter(flat, AXIS, tiled=True), AXIS, tiled=True
-        )
-    ),
-    "all to all + gather": packed(exchanged),
-    "gather + sum": packed(
-        lambda flat: functools.reduce(operator.add, list(lax.all_gather(flat, AXIS)))
-    ),
-    "pairs": packed(in_pairs),
-    "one device sums": packed(by_one),
-}
-LAYERS, WIDTH = 30, 128
-
-
-@benchmark(dict(devices=(2, 8), steps=20, rounds=12, seconds=8.0))
-def reduction_limits(args: Any) -> Iterator[Comparison]:
-    """A reduction of 2 MB on simulated devices takes little longer than its memory.
-
-    Ways to reduce the gradients of 30 layers of 128 x 128 numbers, each with the same
-    update after it, beside what has to be read and written: every replica's gradients
-    are read once and the sum is written, by as many threads as there are cores
-    (`least`), and written on every device, which has an array of its own (`least,
-    copied`).
-    """
-    simulated = js.simulate(max(args.devices))
-    for count in args.devices:
-        mesh = js.MirroredStrategy(simulated[:count]).mesh
-        ways: dict[str, Reduce | None] = {**WAYS, "update alone": None}
-        calls = {k: reductions_in_a_row(v, mesh, args.steps) for k, v in ways.items()}
-        expected = calls["psum"]()
-        for name, call in calls.items():
-            found = call()
-            for ours, theirs in zip(found, expected, strict=True):
-                if name in WAYS:
-                    np.testing.assert_allclose(ours, theirs, rtol=1e-5, err_msg=name)
-
-        def best_of_three(call: Callable[[], object]) -> float:
-            return 1e3 * min(seconds_of(call) for _ in range(3))
-
-        calls |= {"least": least(count, 1), "least, copied": least(count, count)}
-        forms = {k: functools.partial(best_of_three, v) for k, v in calls.items()}
-        found = in_turn(forms, args.rounds, args.seconds)
-        best = {name: min(values) for name, values in found.items()}
-        base = best.pop("update alone") / args.steps
-        own = {name: [best[name] / args.steps - base] for name in WAYS}
-        own |= {name: [best[name]] for name in ("least", "least, copied")}
-        fastest = min(WAYS, key=lambda name: own[name][0])
-        note = f"fastest: {fastest}; the update alone {base:.3f} ms"
-        case, quantity = (
-            f"{LAYERS} x {WIDTH}, {count} devices",
-            "one reduction, at best",
-        )
-        yield Comparison(case, quantity, "ms", own, note=note, tolerance=1.0)
-
-
-def reductions_in_a_row(
-    reduce: Reduce | None, mesh: jax.sharding.Mesh, steps: int
-) -> Callable[[], Sequence[jax.Array]]:
-    """A call of so many reductions of gradients, each followed by an update."""
-
-    def step(params: list[jax.Array], _: None) -> tuple[list[jax.Array], None]:
-        grads = [p * 0.5 for p in params]
-        sums = grads if reduce is None else reduce(grads)
-        count = lax.axis_size(AXIS)
-        return [p - s / count for p, s in zip(params, sums, strict=True)], None
-
-    def replica(params: list[jax.Array]) -> list[jax.Array]:
-        return lax.scan(step, params, None, length=steps)[0]
-
-    jitted = jax.jit(mapped(replica, mesh, P()))
-    draw = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH))
-    place = NamedSharding(mesh, P())
-    params = [jax.device_put(each, place) for each in draw.astype(np.float32)]
-    return lambda: jax.block_until_ready(jitted(params))
-
-
-def least(devices: int, copies: int) -> Callable[[], None]:
-    """Adds the arrays of all devices, in threads, and writes the sum so many times."""
-    size, threads = LAYERS * WIDTH * WIDTH, os.cpu_count() or 1
-    pool = ThreadPoolExecutor(threads)
-    given = [np.ones(size, np.float32) for _ in range(devices)]
-    results = [np.empty(size, np.float32) for _ in range(copies)]
-    # Parts that fit into the cache, so that nothing is read twice from memory.
-    step = min(16 * 1024, -(-size // threads))
-    parts = [slice(start, start + step) for start in range(0, size, step)]
-
-    def add(own: Sequence[slice]) -> None:
-        for part in own:
-            total = results[0][part]
-            np.add(given[0][part], given[1][part], out=total)
-            for other in given[2:]:
-                np.add(total, other[part], out=total)
-            for result in results[1:]:
-                result[part] = total
-
-    shares = [parts[i::threads] for i in range(threads)]
-    return lambda: [*pool.map(add, shares)].clear()
-
-
 # Compressed.
 
 REPLICAS = 8
@@ -461,7 +301,7 @@ OPTIONS = {
 STEPS, SIZE = 200, 64
 
 
-@benchmark(dict(only=("",), time=False, rounds=20, seconds=5.0), dict(only=("MLP",)))
+@benchmark(dict(only=("",)), dict(only=("MLP",)))
 def compressed(args: Any) -> Iterator[Comparison]:
     """8 bits send 0.27 of what exact gradients do, thin matrices far less.
 
@@ -471,8 +311,7 @@ def compressed(args: Any) -> Iterator[Comparison]:
     - missed: how far the mean of one reduction is from the exact one, and parameters
       from the target after 200 steps of SGD, with what was not sent added to the next
       gradients and without; for one matrix whose columns have sizes between 0.001 and
-      10;
-    - time (`--time`): of a reduction by itself, in turn with the exact one.
+      10.
     """
     # A step for each form is what is asked for.
     warnings.simplefilter("ignore", js.errors.RecompilationWarning)
@@ -492,27 +331,6 @@ def compressed(args: Any) -> Iterator[Comparison]:
                 target = 0.27 if is_claimed else None
                 yield Comparison(f"{name}, {form}", quantity, "MB", values, target)
     yield from compare_missed(strategy)
-    for name, shapes in networks.items() if args.time else ():
-        draw = np.random.default_rng(0)
-        grads = [
-            strategy.per_replica(draw.random((REPLICAS, *shape), np.float32))
-            for shape in shapes
-        ]
-        like = [np.zeros(shape, np.float32) for shape in shapes]
-
-        def seconds(step: Any, state: PyTree, grads: PyTree = grads) -> float:
-            return seconds_of(lambda: jax.block_until_ready(step(grads, state)))
-
-        programs = {}
-        for form, options in OPTIONS.items():
-            state = compression_state(strategy, like, options)
-            step = strategy.run(reduction(options))
-            programs[form] = functools.partial(seconds, step, state)
-            programs[form]()  # compiles it
-        times = scaled(in_turn(programs, args.rounds, args.seconds), 1e3)
-        for form in [*times][1:]:
-            values = {"run": times[form], "exact": times["exact"]}
-            yield Comparison(f"{name}, {form}", "time", "ms", values)
 
 
 def reduction(options: CommunicationOptions) -> Callable[..., PyTree]:
@@ -732,7 +550,7 @@ def reductions_of(program: str) -> Reductions:
     return found
 
 
-BENCHMARKS = [allreduce, wide, reduction_limits, compressed, overlap]
+BENCHMARKS = [allreduce, wide, compressed, overlap]
 
 if __name__ == "__main__":
     main(BENCHMARKS)

@@ -75,7 +75,6 @@ SUITE = (
     Script("sharded", "meshes", 45, 25),
     Script("sharded", "sharded", 85),
     Script("input", "checkpoint", 22),
-    Script("reductions", "reduction_limits", 42),
     Script("reductions", "compressed", 30, 15),
     Script("processes", "coordinator", 55, others=True, needs_others=True),
     Script("reliability", "soak", 18),
@@ -217,11 +216,9 @@ def write_page(results: Results, path: pathlib.Path) -> None:
     """Writes the page and its picture, beside the file of results."""
     path.with_name("FIGURES.md").write_text(_results.page(results))
     try:
-        import _picture
-    except ImportError as error:
+        _results.draw(results, path.with_name("figures.png"))
+    except ImportError as error:  # of matplotlib
         print(f"The picture stays as it was: {error}", file=sys.stderr)
-        return
-    _picture.save(results, path.with_name("figures.png"))
 
 
 def check(last: Results, run: Run, scripts: Sequence[Script]) -> bool:

@@ -705,7 +705,7 @@ def median_times(form: Training) -> float:
 LANES = {"perceptron": (squares, 4), "convolutions": (convolutions, 1)}
 
 
-def lanes(model: str, n: int, units: int, rows: int, device: jax.Device) -> Training:
+def lanes(model: str, n: int, units: int, rows: int, device: Any) -> Training:
     """Training of replicas that share a device."""
     make, more = LANES[model]
     params, loss, shape = make(units)

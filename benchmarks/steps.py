@@ -340,10 +340,11 @@ def nnx_step(form: str, network: str) -> Callable[[], Any]:
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     rows = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x = jax.device_put(rows, NamedSharding(strategy.mesh, P()))
+    run: Any = strategy.run(train)
     if form == "bind":
-        return functools.partial(strategy.run(train).bind(model, optimizer), x)
+        return functools.partial(run.bind(model, optimizer), x)
     if form != "functional":
-        step: Any = strategy.run(train) if form == "run" else nnx.jit(train)
+        step: Any = run if form == "run" else nnx.jit(train)
         return functools.partial(step, model, optimizer, x)
     graph, state = nnx.split([model, optimizer])
     leaves, structure = jax.tree.flatten(state)
@@ -351,7 +352,7 @@ def nnx_step(form: str, network: str) -> Callable[[], Any]:
     @strategy.run
     def merged(leaves: list[jax.Array], x: jax.Array) -> Any:
         objects: Any = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-        loss = train(*objects, x)
+        loss = train(objects[0], objects[1], x)
         return loss, jax.tree.leaves(nnx.state(objects))
 
     def call() -> Any:

@@ -196,7 +196,8 @@ def warm_start(args: Any) -> Iterator[Comparison]:
     env = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         call = functools.partial(in_process, first_call, folder, **env)
-        call("save"), call("cache")
+        for how in ("save", "cache"):
+            call(how)
         ways = {how: functools.partial(call, how) for how in ("saved", "cache", "cold")}
         found = in_turn(ways, args.rounds)
     losses = {loss for each in found.values() for _, loss in each}

@@ -280,7 +280,9 @@ def compare(
         check_losses(case, {"run": losses["run"], other: found}, TOLERANCE_OF_OTHERS)
     trainings["run"].burst(2)
     steps = int(min(max(TURN / trainings["run"].burst(2), 2), MOST_STEPS))
-    bursts = {form: lambda t=t: t.burst(steps) for form, t in trainings.items()}
+    bursts: dict[str, Any] = {
+        form: lambda t=t: t.burst(steps) for form, t in trainings.items()
+    }
     bursts |= {k: lambda w=w: w.ask("burst", steps)[0] for k, w in others.items()}
     for burst in bursts.values():
         burst()  # whatever a framework does only once

@@ -18,7 +18,6 @@ from helpers.benchmarks import FOLDER, load
 
 harness = load("_harness")
 results = load("_results")
-picture = load("_picture")
 run_all = load("run_all")
 Results, Script, Comparison = results.Results, run_all.Script, harness.Comparison
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
@@ -82,7 +81,7 @@ def test_page_and_picture_are_of_the_committed_results():
     assert ratios and np.isfinite(ratios).all()
     content = (FOLDER / "figures.png").read_bytes()
     (found,) = re.findall(rb"tEXtDescription\x00([0-9a-f]{64})", content)
-    assert found.decode() == picture.digest(committed), again
+    assert found.decode() == results.digest(committed), again
 
 
 ABOUT = {
@@ -263,7 +262,7 @@ class Runner:
 @pytest.fixture
 def runner(tmp_path):
     # The picture is drawn in another test: matplotlib takes a second to import.
-    (tmp_path / "_picture.py").write_text("raise ImportError('not here')")
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     for name in ("first", "second"):
         script(tmp_path, name)
     return Runner(tmp_path)
