@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from flax import nnx
 from helpers.threads import until
 
 import jaxstrategy as js
@@ -393,7 +394,18 @@ def test_loops_that_make_no_sense(two):
     dataset = two.experimental_distribute_dataset([np.ones(2)])
     with pytest.raises(TypeError, match="`dataset` was \\[1\\]; what `strategy"):
         js.training.training_loop([1], 0, steps=1)
-    with pytest.raises(ValueError, match="`steps` was 0; a positive"):
+    with pytest.raises(ValueError, match="`steps` was 0; 1 or more"):
         js.training.training_loop(dataset, 0, steps=0)
-    with pytest.raises(ValueError, match="`every` was -1; a positive"):
+    with pytest.raises(ValueError, match="`every` was -1; 1 or more"):
         js.training.training_loop(dataset, 0, steps=1, every=-1)
+    for name in ("steps", "every", "in_sync_every"):
+        with pytest.raises(TypeError, match=f"`{name}` was 1.5; a whole number was"):
+            js.training.training_loop(dataset, 0, **{"steps": 1, name: 1.5})
+
+
+def test_the_state_of_a_loop_may_be_a_module(two):
+    """Which can be called, and makes no state then."""
+    dataset = two.experimental_distribute_dataset([np.ones((2, 3))])
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    with js.training.training_loop(dataset, model, steps=1, strategy=two) as loop:
+        assert loop.state is model

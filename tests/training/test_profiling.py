@@ -160,6 +160,7 @@ def test_what_cannot_be_logged_or_written():
     for metrics, error, words in (
         ({"a": np.ones((2, 2))}, ValueError, "`a` has shape (2, 2); a scalar was wan"),
         ({"a": np.ones(2), "b": np.ones(3)}, ValueError, "`a` of 2 and `b` of 3 steps"),
+        ({"a/b": 1, "a": {"b": 2}}, ValueError, "Two metrics are called `a/b`"),
         ({"a": "text"}, TypeError, "`a` is 'text'; a number or an array was wanted"),
         ({"a": jnp.complex64(1)}, TypeError, "a number or an array was wanted"),
         ({"a": js.PerReplica(np.ones(2))}, TypeError, "`a` is a PerReplica, with a"),
@@ -970,10 +971,12 @@ def test_comparisons_that_mean_nothing(one, four):
     for change, error, words in (
         ({"examples": 6}, ValueError, "`examples` was 6, which 4 replicas cannot"),
         ({"examples": 0}, ValueError, "`examples` was 0, which 4 replicas cannot"),
-        ({"repeats": 0}, ValueError, "`repeats` was 0; at least 1 was wanted"),
+        ({"repeats": 0}, ValueError, "`repeats` was 0; 1 or more was wanted"),
+        ({"repeats": 1.5}, TypeError, "`repeats` was 1.5; a whole number was wanted"),
+        ({"many": 4}, TypeError, "`strategy` was 4; a strategy was wanted"),
         ({"make": lambda s, n: 3}, TypeError, "`make` returned 3; a function that"),
         ({"one": four}, ValueError, "`one` has 4 replicas; a strategy of one was"),
     ):
-        given = {"make": lambda s, n: lambda: None, "one": one, "examples": 8, **change}
+        given = {"make": lambda s, n: lambda: None, "one": one, "many": four}
         with pytest.raises(error, match=re.escape(words)):
-            compare(many=four, **given)
+            compare(**given | {"examples": 8} | change)

@@ -13,7 +13,8 @@ from typing import TypeAlias, TypeVar, final
 import jax
 
 from jaxstrategy._src.contexts.context import AbstractStrategy
-from jaxstrategy._src.text.shown import with_noun, with_seconds
+from jaxstrategy._src.contexts.replica_context import checked_core
+from jaxstrategy._src.text.shown import at_least, positive, with_noun, with_seconds
 from jaxstrategy._src.values.arrays import PyTree
 
 S = TypeVar("S", bound=AbstractStrategy)
@@ -138,7 +139,8 @@ def compare(
     Raises:
       ValueError: the examples cannot be divided, or `one` has several replicas, or
         `repeats` is less than 1.
-      TypeError: `make` did not return a function.
+      TypeError: `make` did not return a function; `one` or `many` is no strategy; a
+        number is not whole.
 
     >>> import jaxstrategy as js
     >>> import numpy as np
@@ -156,19 +158,20 @@ def compare(
     >>> found.replicas, found.examples
     (4, 64)
     """
-    n = many.num_replicas_in_sync
+    checked_core(one)
+    n = checked_core(many).num_replicas_in_sync
     if one.num_replicas_in_sync != 1:
         raise ValueError(
             f"`one` has {one.num_replicas_in_sync} replicas; a strategy of one was "
             'wanted, such as `OneDeviceStrategy("CPU:0")`.'
         )
-    if examples < 1 or examples % n:
+    examples = at_least(0, "examples", examples)
+    if not examples or examples % n:
         raise ValueError(
             f"`examples` was {examples}, which {n} replicas cannot share equally. "
             f"Give a multiple of {n}."
         )
-    if repeats < 1:
-        raise ValueError(f"`repeats` was {repeats}; at least 1 was wanted.")
+    repeats = positive("repeats", repeats)
     calls = []
     for strategy, rows in ((one, examples), (one, examples // n), (many, examples)):
         call = make(strategy, rows)

@@ -80,7 +80,8 @@ class MetricLogger:
 
         Raises:
           TypeError: a value is not a number, or a `PerReplica`.
-          ValueError: an array is no scalar, and no row of scalars as long as others.
+          ValueError: an array is no scalar, and no row of scalars as long as others;
+            two metrics have one name.
           DonatedValueError: one that was logged before has been given to a step that
             overwrites its arguments.
         """
@@ -151,6 +152,8 @@ class _Entry:
         for path, leaf in found:
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
             _check(name, leaf)
+            if name in self._leaves:
+                raise ValueError(f"Two metrics are called `{name}`. Rename one.")
             self._leaves[name] = leaf
             if np.ndim(leaf) == 1:
                 lengths.setdefault(len(leaf), name)

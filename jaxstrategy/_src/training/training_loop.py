@@ -17,6 +17,8 @@ from jaxstrategy._src.preemption.preemption import (
 )
 from jaxstrategy._src.strategies.current import get_strategy
 from jaxstrategy._src.strategies.strategy import Strategy, checked_strategy
+from jaxstrategy._src.text.shown import at_least, positive
+from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import PyTree
 
 
@@ -37,7 +39,10 @@ class TrainingLoop:
         show_progress: bool,
         termination_config: TerminationConfig | None,
     ) -> None:
-        self.state = state() if callable(state) else state
+        is_object = isinstance(
+            state, trees.object_kinds()
+        )  # many of which are callable
+        self.state = state() if callable(state) and not is_object else state
         self.step = 0
         self.manager = manager
         self._dataset = dataset
@@ -163,7 +168,8 @@ def training_loop(
 
     Raises:
       ValueError: a number is not positive; the dataset has no batches.
-      TypeError: `dataset` is not a `DistributedDataset`, or `strategy` no strategy.
+      TypeError: `dataset` is not a `DistributedDataset`, or `strategy` no strategy; a
+        number is not whole.
 
     >>> import tempfile
     >>> import jaxstrategy as js
@@ -192,9 +198,9 @@ def training_loop(
             f"`dataset` was {dataset!r}; what "
             "`strategy.experimental_distribute_dataset` returns was wanted."
         )
-    for name, number in (("steps", steps), ("every", every)):
-        if number < 1:
-            raise ValueError(f"`{name}` was {number}; a positive number was wanted.")
+    steps, every = positive("steps", steps), positive("every", every)
+    if in_sync_every is not None:
+        in_sync_every = at_least(0, "in_sync_every", in_sync_every)
     core = get_strategy() if strategy is None else checked_strategy(strategy)
     manager = checkpoint
     if checkpoint is not None and not isinstance(checkpoint, CheckpointManager):
