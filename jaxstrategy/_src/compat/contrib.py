@@ -14,6 +14,7 @@ import jax
 from jax.core import Tracer
 
 from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
+from jaxstrategy._src.compat import multi_steps
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_2018,
     AdapterScope,
@@ -25,7 +26,6 @@ from jaxstrategy._src.compat.adapters import (
     waited,
 )
 from jaxstrategy._src.compat.inputs import OF_GROUPS, GetsNext, OlderDataset
-from jaxstrategy._src.compat.multi_steps import AbstractMultiStepContext
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.input_options import InputContext
@@ -151,7 +151,7 @@ class MapOutput:
 
 
 @final
-class MultiStepContext(AbstractMultiStepContext):
+class MultiStepContext(multi_steps.MultiStepContext):
     """Named outputs of the last of several steps.
 
     Made by `run_steps_on_dataset`, which passes it to the function first.
@@ -164,7 +164,7 @@ class MultiStepContext(AbstractMultiStepContext):
     _operation_example = "`aggregation=VariableAggregation.MEAN`"
     _several = list
 
-    def set_last_step_output(
+    def set_last_step_output(  # pyright: ignore[reportIncompatibleMethodOverride] - 2018
         self,
         name: str,
         output: PyTree,

@@ -16,26 +16,27 @@ from jaxstrategy._src.text.shown import at_least, shown
 from jaxstrategy._src.values.arrays import PyTree
 
 
-class AbstractMultiStepContext(_step_outputs.Sender):
+class MultiStepContext(_step_outputs.Sender):
     """Named outputs of the last of several steps, set while the steps run.
 
+    Made by `experimental_run_steps_on_iterator`, which passes it to the function first.
     Outside of steps what is set is there at once; what a step of `run` sets is there
     when the step was started.
+
+    >>> from jaxstrategy.compat import v1
+    >>> context = v1.MultiStepContext()
+    >>> context.last_step_outputs, context.non_tensor_outputs, context.run_op
+    ({}, {}, None)
     """
 
     # How the argument with the operation is written in this generation, and what the
     # different values of the replicas are in.
-    _operation_example: ClassVar[str]
+    _operation_example: ClassVar[str] = "`reduce_op=ReduceOp.MEAN`"
     _several: ClassVar[type[tuple[Any, ...]] | type[list[Any]]] = tuple
 
     def __init__(self) -> None:
         self._last_step_outputs: dict[str, PyTree] = {}
         self._non_tensor_outputs: dict[str, Any] = {}
-
-    @classmethod
-    def of_steps(cls) -> AbstractMultiStepContext:
-        """The context that steps are given."""
-        return _of_steps(cls)
 
     @property
     def last_step_outputs(self) -> dict[str, PyTree]:
@@ -50,6 +51,13 @@ class AbstractMultiStepContext(_step_outputs.Sender):
     @property
     def run_op(self) -> None:
         """The operation that a session would have to run: none."""
+
+    def set_last_step_output(
+        self, name: str, output: PyTree, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Sets an output of this step; those of the last one stay."""
+        op = None if reduce_op is None else ReduceOp(reduce_op)
+        self._set_output(name, output, op)
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Sets an output that is no array."""
@@ -138,11 +146,6 @@ class AbstractMultiStepContext(_step_outputs.Sender):
                 "`run`, and pass what the step needs as an argument."
             )
         return outputs
-
-
-@functools.cache
-def _of_steps(cls: type[AbstractMultiStepContext]) -> AbstractMultiStepContext:
-    return cls()
 
 
 def _named(values: Any) -> Mapping[str, Any]:

@@ -37,8 +37,12 @@ from jaxstrategy._src.compat.inputs import (
     numpy_dataset,
     require_iterator,
 )
-from jaxstrategy._src.compat.multi_steps import AbstractMultiStepContext
-from jaxstrategy._src.contexts import context as _context, replica_context
+from jaxstrategy._src.compat.multi_steps import MultiStepContext
+from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.contexts.replica_context import (
+    ReplicaContext as _ReplicaContext,
+    core_of,
+)
 from jaxstrategy._src.inputs.input_options import (
     InputContext,
     InputOptions,
@@ -50,7 +54,6 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import (
     between_graph,
     current,
-    extended as _extended,
     mirrored,
     multi_worker,
     strategy as _strategy,
@@ -58,6 +61,7 @@ from jaxstrategy._src.strategies import (
 )
 from jaxstrategy._src.strategies.choices import check_function
 from jaxstrategy._src.strategies.destinations import Destinations, check_reduced
+from jaxstrategy._src.strategies.extended import StrategyExtended as _Extended
 from jaxstrategy._src.text.shown import positive, shown
 from jaxstrategy._src.tpu.device_assignment import DeviceAssignment
 from jaxstrategy._src.values.arrays import Function, PyTree
@@ -101,27 +105,6 @@ def _options_of(
     return hints
 
 
-@final
-class MultiStepContext(AbstractMultiStepContext):
-    """Named outputs of the last of several steps.
-
-    Made by `experimental_run_steps_on_iterator`, which passes it to the function first.
-
-    >>> context = MultiStepContext()
-    >>> context.last_step_outputs, context.non_tensor_outputs, context.run_op
-    ({}, {}, None)
-    """
-
-    _operation_example = "`reduce_op=ReduceOp.MEAN`"
-
-    def set_last_step_output(
-        self, name: str, output: PyTree, reduce_op: ReduceOp | str | None = None
-    ) -> None:
-        """Sets an output of this step; those of the last one stay."""
-        op = None if reduce_op is None else ReduceOp(reduce_op)
-        self._set_output(name, output, op)
-
-
 class StrategyExtended(Adapter):
     """The methods of `tf.compat.v1.distribute.StrategyExtended`.
 
@@ -140,10 +123,10 @@ class StrategyExtended(Adapter):
 
     _names = NAMES_IN_V1
     _way = "strategy.core.extended"
-    _core: _extended.StrategyExtended
+    _core: _Extended
 
     def __init__(self, container_strategy: _strategy.Strategy) -> None:
-        core = replica_context.core_of(container_strategy)
+        core = core_of(container_strategy)
         if not isinstance(core, _strategy.Strategy):
             raise TypeError(
                 f"`container_strategy` was {shown(container_strategy)}; a strategy was "
@@ -152,27 +135,19 @@ class StrategyExtended(Adapter):
         super().__init__(core.extended)
         self._strategy = core
 
-    worker_devices: tuple[Device, ...] = same(_extended.StrategyExtended.worker_devices)
-    parameter_devices: tuple[Device, ...] = same(
-        _extended.StrategyExtended.parameter_devices
-    )
-    should_checkpoint: bool = same(_extended.StrategyExtended.should_checkpoint)
-    should_save_summary: bool = same(_extended.StrategyExtended.should_save_summary)
-    experimental_between_graph: bool = same(
-        _extended.StrategyExtended.experimental_between_graph
-    )
-    experimental_should_init: bool = same(
-        _extended.StrategyExtended.experimental_should_init
-    )
+    worker_devices: tuple[Device, ...] = same(_Extended.worker_devices)
+    parameter_devices: tuple[Device, ...] = same(_Extended.parameter_devices)
+    should_checkpoint: bool = same(_Extended.should_checkpoint)
+    should_save_summary: bool = same(_Extended.should_save_summary)
+    experimental_between_graph: bool = same(_Extended.experimental_between_graph)
+    experimental_should_init: bool = same(_Extended.experimental_should_init)
     experimental_require_static_shapes: bool = same(
-        _extended.StrategyExtended.experimental_require_static_shapes
+        _Extended.experimental_require_static_shapes
     )
-    update = same(_extended.StrategyExtended.update)
-    value_container = same(_extended.StrategyExtended.value_container)
-    variable_created_in_scope = same(
-        _extended.StrategyExtended.variable_created_in_scope
-    )
-    colocate_vars_with = same(_extended.StrategyExtended.colocate_vars_with)
+    update = same(_Extended.update)
+    value_container = same(_Extended.value_container)
+    variable_created_in_scope = same(_Extended.variable_created_in_scope)
+    colocate_vars_with = same(_Extended.colocate_vars_with)
 
     def call_for_each_replica(
         self,
@@ -499,7 +474,7 @@ class Strategy(OlderStrategy):
 
     # Variables, and sessions, which JAX has not.
 
-    colocate_vars_with = same(_extended.StrategyExtended.colocate_vars_with, "extended")
+    colocate_vars_with = same(_Extended.colocate_vars_with, "extended")
 
     def configure(
         self,
@@ -709,21 +684,19 @@ class ReplicaContext(Adapter):
     _names = NAMES_IN_V1
     _way = "jaxstrategy.get_replica_context()"
 
-    def __init__(self, core: replica_context.ReplicaContext) -> None:
-        if not isinstance(core, replica_context.ReplicaContext):
+    def __init__(self, core: _ReplicaContext) -> None:
+        if not isinstance(core, _ReplicaContext):
             raise TypeError(
                 f"`core` was {shown(core)}; what `jaxstrategy.get_replica_context()` "
                 "returns in a step was wanted."
             )
         super().__init__(core)
 
-    num_replicas_in_sync: int = same(
-        replica_context.ReplicaContext.num_replicas_in_sync
-    )
+    num_replicas_in_sync: int = same(_ReplicaContext.num_replicas_in_sync)
     replica_id_in_sync_group: jax.Array | int = same(
-        replica_context.ReplicaContext.replica_id_in_sync_group
+        _ReplicaContext.replica_id_in_sync_group
     )
-    devices: tuple[Device, ...] = same(replica_context.ReplicaContext.devices)
+    devices: tuple[Device, ...] = same(_ReplicaContext.devices)
 
     def __enter__(self) -> Self:
         """Enters the context where code already is: `run` enters replicas."""
@@ -736,7 +709,7 @@ class ReplicaContext(Adapter):
         """Leaves the block; code stays where it is."""
 
     @property
-    def core(self) -> replica_context.ReplicaContext:
+    def core(self) -> _ReplicaContext:
         """The replica context of today."""
         return self._core
 

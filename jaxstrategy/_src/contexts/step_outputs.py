@@ -7,7 +7,6 @@ receives them afterwards, each time the program runs.
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, PyTree
 
 
-class Sender(abc.ABC):
+class Sender:
     """An object with methods that steps call to hand something out.
 
     To a program one is as good as another, because it keeps nothing itself: whichever
@@ -31,9 +30,14 @@ class Sender(abc.ABC):
     """
 
     @classmethod
-    @abc.abstractmethod
     def of_steps(cls) -> Sender:
         """The one that steps are given in place of another."""
+        return _of_steps(cls)
+
+
+@functools.cache
+def _of_steps(kind: type[Sender]) -> Sender:
+    return kind()
 
 
 @final
@@ -96,7 +100,10 @@ def require_open(sender: Sender, method: str) -> None:
             "to. Call it in the function that is run, or in a step that this starts."
         )
     if sender is not step_outputs.sender and sender is not type(sender).of_steps():
-        raise ContextError(_of_others(method))
+        raise ContextError(
+            f"`{method}` was called on the context of other steps than those that run "
+            "now. Use the context that the function of these steps is given."
+        )
 
 
 def post(message: PyTree, method: str) -> None:
@@ -142,13 +149,6 @@ def without_sender(step_outputs: StepOutputs, tree: PyTree) -> PyTree:
 
 def _is_traced(message: PyTree) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(message))
-
-
-def _of_others(method: str) -> str:
-    return (
-        f"`{method}` was called on the context of other steps than those that run now. "
-        "Use the context that the function of these steps is given."
-    )
 
 
 def _inner(method: str) -> str:
