@@ -413,6 +413,10 @@ class Deep(nn.Module):
 OPTIMIZERS = {
     "adam": optax.adam(1e-3),
     "scheduled adamw": optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
+    "adafactor": optax.adafactor(1e-3),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3)),
+    "d-adapted": optax.contrib.dadapt_adamw(1e-3),
+    "in steps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
     "lamb": optax.lamb(1e-3),
     "lion": optax.lion(1e-3),
     "if finite": optax.apply_if_finite(optax.sgd(1e-3), 5),
@@ -428,6 +432,7 @@ OPTIMIZERS = {
 @each_of(
     ("net", "name"),
     [(Deep(kind), "adam") for kind in ("scan", "jit", "remat")]
+    + [(nn.RNN(nn.LSTMCell(8)), "adam")]
     + [(nn.Dense(3), name) for name in OPTIMIZERS],
 )
 def test_no_part_of_the_state_varies_without_need(four, net, name):
