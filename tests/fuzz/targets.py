@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxstrategy as js
+from jaxstrategy import planning
 
 # These wait for other processes, or change the process for what comes after.
 LEFT_OUT = {
@@ -21,8 +22,13 @@ LEFT_OUT = {
     "LaunchedClusterResolver",
     "profile",  # waits for a profiler
     # Made by us alone, and JAX's own way into a variable.
+    "DistributedDataset",
     "DistributedIterator",
     "Explanation",
+    "PerDeviceDataset",
+    "PlannedLayout",
+    "Plan",
+    "Machine",
     "tree_flatten",
     "tree_unflatten",
 }
@@ -171,7 +177,9 @@ def resolved(kind, variable):
     return call
 
 
-MODULES = ("experimental", "cluster_resolver", "checkpoint", "optax", "sharded")
+MODULES = (
+    "experimental cluster_resolver checkpoint optax sharded profiling training"
+).split()
 
 
 def targets(strategy):
@@ -184,6 +192,7 @@ def targets(strategy):
     for name, make in MAKERS.items():
         found.update(methods(make, name, strategy))
     found.update(functions(js.compat.contrib, "contrib"))
+    found.update(functions(planning, "planning"))
     found.update(functions(js.compat.v1, "v1"))
     older = js.compat.v1.Strategy.over(strategy)
     found.update(methods(lambda _: older, "v1_strategy", strategy))

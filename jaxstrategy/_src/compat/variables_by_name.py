@@ -89,7 +89,9 @@ def _called(
         return make(shape, dtype)
     if next(iter(parameters), None) in ("key", "rng"):
         # Of the name alone: all processes of a job make the same, in any order.
-        key = jax.random.key(zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        key = jax.random.key(
+            zlib.crc32(name.encode(errors="surrogatepass")) & 0x7FFFFFFF
+        )
         return make(key, shape, dtype)
     kinds = {parameter.kind for parameter in parameters.values()}
     if "dtype" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
