@@ -13,7 +13,7 @@ import jaxstrategy as js
 from jaxstrategy import profiling
 from jaxstrategy._src.inputs import origins
 from jaxstrategy._src.profiling import links as _links
-from jaxstrategy._src.profiling.step_analysis import StepFacts
+from jaxstrategy._src.profiling.step_analysis import StepAnalysis, StepFacts
 from jaxstrategy._src.tracing.explanation.facts import Memory
 from jaxstrategy.profiling import (
     Comparison,
@@ -229,7 +229,9 @@ class Analysis:
     """Knows what it is told of a call, and keeps what was called."""
 
     def __init__(self, seconds=0.0, **facts):
-        self.facts, self.seconds, self.calls = StepFacts(**facts), seconds, []
+        analysis = StepAnalysis(None, None)
+        analysis._found.append(StepFacts(**facts))
+        self.facts, self.seconds, self.calls = analysis.facts, seconds, []
 
     @contextlib.contextmanager
     def during(self, step, args, kwargs):

@@ -98,15 +98,13 @@ class Comparison:
                 f"longer than one with its {own}."
             )
         lines += [self.note] if self.note else []
-        wrapped = []
-        for line in lines:
-            indent = "  " if wrapped else ""
-            more = indent + "  "
-            text = textwrap.fill(
-                line, 80, initial_indent=indent, subsequent_indent=more
+        indents = ["", *["  "] * (len(lines) - 1)]
+        return "\n".join(
+            textwrap.fill(
+                line, 80, initial_indent=begin, subsequent_indent=f"{begin}  "
             )
-            wrapped.append(text)
-        return "\n".join(wrapped)
+            for begin, line in zip(indents, lines, strict=True)
+        )
 
     __repr__ = __str__
 

@@ -307,7 +307,7 @@ class Profile:
         self._result = _smallest(results)
         self._calls, self._steps = call + 1, self._steps + steps
         if call == 0:
-            self._facts = self._analysis.facts.by_step(steps)
+            self._facts = self._analysis.facts(steps)
             self._first = self._time_alone(start)
         elif is_traced:
             self._begun = 0  # tracing takes time

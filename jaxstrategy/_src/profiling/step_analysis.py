@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import jax
@@ -33,27 +33,11 @@ class StepFacts:
     is_least: bool = False
     memory: Memory | None = None
 
-    def by_step(self, steps: int) -> StepFacts:
-        """Those of one step, where one call makes so many."""
-        # In a loop over the steps, one of them has been counted.
-        flops = self.flops if self.is_least else _product(self.flops, 1 / steps)
-        communication = _product(self.communication, 1 / steps)
-        return dataclasses.replace(self, communication=communication, flops=flops)
 
-    def __add__(self, other: StepFacts) -> StepFacts:
-        def total(one: float | None, two: float | None) -> float | None:
-            return None if one is None or two is None else one + two
-
-        return StepFacts(
-            total(self.communication, other.communication),
-            total(self.flops, other.flops),
-            self.is_least or other.is_least,
-            max(self.memory, other.memory, key=lambda m: m.peak if m else -1),
-        )
-
-
-def _product(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def _total(values: Sequence[float | None], factor: float) -> float | None:
+    """The sum times `factor`; None if one of them is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) * factor if len(known) == len(values) else None
 
 
 @final
@@ -83,10 +67,18 @@ class StepAnalysis:
         self._found: list[StepFacts] = []
         self.seconds = 0.0  # that the analysis took
 
-    @property
-    def facts(self) -> StepFacts:
-        """Those of all that was run, one after the other."""
-        return functools.reduce(StepFacts.__add__, self._found or [StepFacts()])
+    def facts(self, steps: int) -> StepFacts:
+        """Those of a step, of all that one call has run, which made so many steps."""
+        found = self._found or [StepFacts()]
+        is_least = any(each.is_least for each in found)
+        # In a loop over the steps, one of them has been counted.
+        counted = 1 if is_least else steps
+        return StepFacts(
+            _total([each.communication for each in found], 1 / steps),
+            _total([each.flops for each in found], 1 / counted),
+            is_least,
+            max((each.memory for each in found), key=lambda m: m.peak if m else -1),
+        )
 
     @contextlib.contextmanager
     def during(
@@ -99,7 +91,7 @@ class StepAnalysis:
                 shardings = jax.tree.leaves(executable.output_shardings)
                 devices = max((each.num_devices for each in shardings), default=1)
                 of_xla = compiled_program.figures(executable)
-                flops = _product(of_xla.flops, devices)
+                flops = _total([of_xla.flops], devices)
                 communication = 0.0 if devices == 1 else None
                 self._found.append(
                     StepFacts(communication, flops, of_xla.has_loops, of_xla.memory)
@@ -141,7 +133,7 @@ class StepAnalysis:
             if self._compiled and ahead is not None:
                 of_xla = compiled_program.figures(ahead.compiled)
                 found = dataclasses.replace(found, **of_xla._asdict())
-            flops = _product(found.flops, len(self._replicas.all_devices))
+            flops = _total([found.flops], len(self._replicas.all_devices))
             # In a function that is traced, nobody knows how often it is run.
             is_least = found.has_loops or arrays.is_traced()
             communication = 0.0
