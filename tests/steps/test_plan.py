@@ -524,6 +524,17 @@ def test_wrong_plans(changed, error, text):
         js.plan(**arguments | changed)
 
 
+def test_the_current_strategy_changes_nothing():
+    plan = js.plan(build, step, BATCH, memory="1GiB")
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        inside = js.plan(build, step, BATCH, memory="1GiB")
+        assert str(inside[0].explain()) == str(plan[0].explain())
+    assert str(inside) == str(plan)
+    with pytest.raises(js.errors.ContextError, match="`plan` was called in a step"):
+        strategy.run(lambda x: js.plan(build, step, BATCH) and x, (1.0,))
+
+
 def test_what_the_step_raises_in_every_layout_is_raised():
     def wrong(state, x):
         raise KeyError("a mistake of the user's")

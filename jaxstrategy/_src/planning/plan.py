@@ -12,6 +12,8 @@ from typing import Any, final
 
 import jax
 
+from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.compiled import CompiledStep, ReplicatedFunction
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.planning.machine import Machine, bytes_of, describe
@@ -147,7 +149,8 @@ class PlannedLayout:
         """The report of `strategy.explain`; the step is traced and compiled anew."""
         strategy, step, args = self._call()
         links = self._step.machine.topology.with_replicas(strategy.num_replicas_in_sync)
-        return strategy.explain(step, args, topology=links, compiled=compiled)
+        with _context.outside():
+            return strategy.explain(step, args, topology=links, compiled=compiled)
 
     def _call(self) -> tuple[Strategy, ReplicatedFunction, tuple[PyTree, ...]]:
         """A strategy, the step, and the types of its arguments."""
@@ -195,7 +198,8 @@ class PlannedLayout:
     def _compiled(self) -> PlannedLayout:
         """With what XLA says of it."""
         strategy, step, args = self._call()
-        program = strategy.compile(step, args).compiled
+        with _context.outside():
+            program = strategy.compile(step, args).compiled
         text, memory = program.as_text() or "", compiled_program.figures(program).memory
         machine = self._step.machine
         operations, moved = compiled_program.work(program)
@@ -282,6 +286,7 @@ def plan(
         rows, or not as many; `topology` is of another number of devices.
       TypeError: `step` cannot be called, `build` needs arguments; `memory` is no size,
         `topology` none.
+      ContextError: it is called in a step.
       Exception: whatever the step raises in every layout.
 
     >>> import jaxstrategy as js
@@ -306,6 +311,8 @@ def plan(
             f"`plan` was given {shown(step)} as the step, which cannot be called. Give "
             "the function itself: `js.plan(build, step, batch)`."
         )
+    if _context.current().in_step:
+        raise ContextError("`plan` was called in a step. Call it outside of `run`.")
     machine = devices if isinstance(devices, Machine) else describe(devices)
     size = machine.memory if memory is None else bytes_of(memory)
     if size is None:
