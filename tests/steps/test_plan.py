@@ -181,6 +181,17 @@ def test_parts_of_a_batch_where_the_whole_does_not_fit():
     np.testing.assert_allclose(js.to_host(state["w"]), wanted["w"], atol=1e-6)
 
 
+def test_parts_are_divisors_of_the_rows_of_a_replica():
+    for rows, fits in ((1035, True), (1033, False)):  # 9 * 115, and a prime
+        batch = jax.ShapeDtypeStruct((8 * rows, SIDE), np.float32)
+        plan = js.plan(build, step_in_parts, batch, memory="8MiB", options=DONATE)
+        assert plan[0].fits is fits
+        if fits:
+            assert plan.best.accumulate > 1 and rows % plan.best.accumulate == 0
+        else:
+            assert "- Rows with more divisors, or `jax.checkpoint`" in str(plan)
+
+
 def test_several_steps_in_a_call_where_calls_take_most_of_a_step():
     def tiny():
         return {"w": jnp.zeros((4, 4)), "m": jnp.zeros((4, 4))}

@@ -54,6 +54,11 @@ class _Step:
     function: Function
     options: RunOptions | None
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether the step can take its batch in parts."""
+        return "accumulate" in inspect.signature(self.function).parameters
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -428,22 +433,23 @@ def _searched(step: _Step) -> Iterator[PlannedLayout]:
 def _in_parts(layout: PlannedLayout) -> PlannedLayout:
     """The same with the fewest parts of a batch that fit, or that take the least."""
     between = layout.memory.temporary if layout.memory is not None else 0
-    parameters = inspect.signature(layout._step.function).parameters
-    if "accumulate" not in parameters or layout.left + between <= 0:
+    if not layout._step.has_parts or layout.left + between <= 0:
         return layout
-    best, parts = layout, 2
     # What is needed in between seldom shrinks by more than the number of parts.
-    while parts < between / (layout.left + between):
-        parts *= 2
-    rows = [leaf.shape[1] for leaf in jax.tree.leaves(layout._call()[-1][-1])]
-    while all(each % parts == 0 for each in rows) and not best.fits:
+    best, least = layout, max(between / (layout.left + between), 2)
+    rows = jax.tree.leaves(layout._call()[-1][-1])[0].shape[1]
+    for parts in range(2, rows + 1):
+        if rows % parts or parts < least:
+            continue
+        if best.fits or parts > 16 * least:
+            break
         made = dataclasses.replace(layout, accumulate=parts)._tried()
         # The first parts need a sum of gradients, which may be more than they save.
         if made.memory is None or (best is not layout and made.left <= best.left):
             break
         # Nothing is faster in parts.
         slower = {x: max(made.seconds[x], layout.seconds[x]) for x in layout.seconds}
-        best, parts = dataclasses.replace(made, seconds=slower), 2 * parts
+        best, least = dataclasses.replace(made, seconds=slower), 2 * parts
     return best
 
 
@@ -588,8 +594,10 @@ def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
         fewer -= fewer % found.num_replicas
         if fewer and (needed := peak_of(fewer)) <= limit:
             yield f"- {fewer} rows in place of {rows}: {with_bytes(needed)}."
+    parts = "A parameter `accumulate` of the step"
+    parts = "Rows with more divisors" if step.has_parts else parts
     yield (
-        "- A parameter `accumulate` of the step, or `jax.checkpoint` around layers: "
+        f"- {parts}, or `jax.checkpoint` around layers: "
         f"{with_bytes(growing)} grow with the rows, {with_bytes(fixed)} do not."
     )
     # On each of n devices there are 1/n of the rows, and of what is divided.
