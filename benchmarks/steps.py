@@ -91,9 +91,8 @@ def dispatch(args: Any) -> Iterator[Comparison]:
     """A call of `run` costs at most 1.03 of a hand-written `shard_map`, a step 1.01.
 
     A step of a perceptron of many small leaves: until the call returns on idle devices,
-    and until it is done (steps); with new functions and empty caches (first-call); and
-    by how much the step of a large model raises the largest resident memory, in
-    processes of their own (memory).
+    and until it is done (steps); and by how much the step of a large model raises the
+    largest resident memory, in processes of their own (memory).
     """
     n = max(args.devices)
     if "memory" in args.only:  # first: children may count what their parent holds
@@ -103,27 +102,15 @@ def dispatch(args: Any) -> Iterator[Comparison]:
         case = f"64 MiB, {counted(n, 'device')}"
         yield Comparison(case, "peak memory", "MiB", in_turn(measures, 3), 1.05)
     simulated = js.simulate(n)
-
-    def first_call(form: str, task: Task, n: int) -> float:
-        loop = FORMS[form](task, simulated[:n], donates=False)
-        jax.clear_caches()
-        return loop.times()[1]
-
-    for form in FORMS:
-        first_call(form, perceptron(1), n)  # whatever JAX does only once
-    for count in args.leaves:
+    for count in args.leaves if "steps" in args.only else ():
         for n in args.devices:
-            case = f"{count} leaves, {counted(n, 'device')}"
-            task = perceptron(count // 2)
-            if "first-call" in args.only:
-                times = in_turn(
-                    {f: functools.partial(first_call, f, task, n) for f in FORMS}, 3
-                )
-                yield Comparison(case, "first call", "s", times, 1.50)
-            if "steps" in args.only:
-                made = {f: FORMS[f](task, simulated[:n], donates=False) for f in FORMS}
-                targets = {"dispatch": 1.03, "end to end": 1.01}
-                yield from compare_times(case, made, targets, args)
+            case, task = (
+                f"{count} leaves, {counted(n, 'device')}",
+                perceptron(count // 2),
+            )
+            made = {f: FORMS[f](task, simulated[:n], donates=False) for f in FORMS}
+            targets = {"dispatch": 1.03, "end to end": 1.01}
+            yield from compare_times(case, made, targets, args)
 
 
 def peak(form: str, num_devices: int) -> float:
