@@ -29,6 +29,8 @@ LEFT_OUT = {
     "PlannedLayout",
     "Plan",
     "Machine",
+    "Report",
+    "Comparison",
     "tree_flatten",
     "tree_unflatten",
 }
