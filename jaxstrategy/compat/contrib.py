@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.compat.contrib import (
+    from jaxstrategy._src.compat.adapters import (
         AllReduceCrossTowerOps as AllReduceCrossTowerOps,
+    )
+    from jaxstrategy._src.compat.contrib import (
         CollectiveAllReduceStrategy as CollectiveAllReduceStrategy,
         DistributionStrategy as DistributionStrategy,
         MirroredStrategy as MirroredStrategy,
         MultiStepContext as MultiStepContext,
         OneDeviceStrategy as OneDeviceStrategy,
         ParameterServerStrategy as ParameterServerStrategy,
-        PerDeviceDataset as PerDeviceDataset,
         TPUStrategy as TPUStrategy,
     )
     from jaxstrategy._src.compat.contrib_contexts import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         StandardSingleLossStep as StandardSingleLossStep,
         Step as Step,
     )
+    from jaxstrategy._src.compat.inputs import PerDeviceDataset as PerDeviceDataset
     from jaxstrategy._src.compat.variables_by_name import (
         AUTO_REUSE as AUTO_REUSE,
         get_variable as get_variable,

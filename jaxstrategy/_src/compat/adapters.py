@@ -28,9 +28,14 @@ from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.replica_context import StrategyAdapter, core_of
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import VariableSynchronization
+from jaxstrategy._src.reductions.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+)
 from jaxstrategy._src.strategies.choices import name_methods_after
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text.shown import at_least, shown
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.variable import Variable
@@ -300,3 +305,42 @@ def first_named(variables: Sequence[Variable], method: str) -> Variable:
             "of the variable whose name comes first."
         )
     return min(variables, key=lambda variable: variable.name)
+
+
+def require_function(method: str, fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"`{method}` was given {shown(fn)}, which cannot be called. Its arguments "
+            f"follow the function: `{method}(..., fn, *args, **kwargs)`."
+        )
+
+
+def AllReduceCrossTowerOps(  # noqa: N802 - a class in TensorFlow
+    all_reduce_alg: str = "nccl",
+    num_packs: int = 1,
+    agg_small_grads_max_bytes: int = 0,
+    agg_small_grads_max_group: int = 10,
+) -> CrossDeviceOps:
+    """Today's `NcclAllReduce`, or `HierarchicalCopyAllReduce`.
+
+    Args:
+      all_reduce_alg: "nccl" or "hierarchical_copy".
+      num_packs: in how many packs arrays of one dtype are joined; 0 for none.
+      agg_small_grads_max_bytes: changes nothing, as packs join small arrays.
+      agg_small_grads_max_group: likewise.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> ops = contrib.AllReduceCrossTowerOps("hierarchical_copy")
+    >>> contrib.MirroredStrategy(js.simulate(8)[:4], cross_tower_ops=ops).num_towers
+    4
+    """
+    kinds = {"nccl": NcclAllReduce, "hierarchical_copy": HierarchicalCopyAllReduce}
+    if all_reduce_alg not in kinds:
+        raise ValueError(
+            f"`all_reduce_alg` was {all_reduce_alg!r}; 'nccl' or 'hierarchical_copy' "
+            "was wanted."
+        )
+    at_least(0, "agg_small_grads_max_bytes", agg_small_grads_max_bytes)
+    at_least(0, "agg_small_grads_max_group", agg_small_grads_max_group)
+    return kinds[all_reduce_alg](at_least(0, "num_packs", num_packs))

@@ -22,10 +22,11 @@ from jaxstrategy._src.compat.adapters import (
     first_named,
     read_variable,
     refused,
+    require_function,
     same,
     waited,
 )
-from jaxstrategy._src.compat.inputs import OF_GROUPS, GetsNext, OlderDataset
+from jaxstrategy._src.compat.inputs import OF_GROUPS, GetsNext, PerDeviceDataset
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.input_options import InputContext
@@ -37,8 +38,6 @@ from jaxstrategy._src.options import (
 )
 from jaxstrategy._src.reductions.cross_device_ops import (
     CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
 )
 from jaxstrategy._src.reductions.operations import OPERATIONS
 from jaxstrategy._src.replicas import devices as _devices
@@ -104,14 +103,6 @@ def _operation_of(aggregation: VariableAggregation | str) -> ReduceOp:
     )
 
 
-def require_function(method: str, fn: object) -> None:
-    if not callable(fn):
-        raise TypeError(
-            f"`{method}` was given {shown(fn)}, which cannot be called. Its arguments "
-            f"follow the function: `{method}(..., fn, *args, **kwargs)`."
-        )
-
-
 def _require_equal(method: str, arguments: PyTree) -> None:
     """Raise if an argument differs between towers, outside of steps."""
     if _context.current().in_step:
@@ -173,22 +164,6 @@ class MultiStepContext(multi_steps.MultiStepContext):
         """Sets an output of this step; those of the last one stay."""
         is_none = aggregation is VariableAggregation.NONE
         self._set_output(name, output, None if is_none else _operation_of(aggregation))
-
-
-@final
-class PerDeviceDataset(OlderDataset):
-    """Elements for all towers: each is for one tower, in turn.
-
-    Made by `distribute_dataset` of a `DistributionStrategy`. Elements are not divided.
-    At the end, elements that are fewer than the towers are left out.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
-    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
-    >>> dataset = strategy.distribute_dataset(lambda: range(5))
-    >>> [[int(x) for x in element.values] for element in dataset]
-    [[0, 1], [2, 3]]
-    """
 
 
 class DistributionStrategy(OlderStrategy):
@@ -528,37 +503,6 @@ class DefaultDistributionStrategy(
         _operation_of(aggregation)
         pairs = checked_pairs(value_destination_pairs)
         return [self.reduce(aggregation, value) for value, _ in pairs]
-
-
-def AllReduceCrossTowerOps(  # noqa: N802 - a class in TensorFlow
-    all_reduce_alg: str = "nccl",
-    num_packs: int = 1,
-    agg_small_grads_max_bytes: int = 0,
-    agg_small_grads_max_group: int = 10,
-) -> CrossDeviceOps:
-    """Today's `NcclAllReduce`, or `HierarchicalCopyAllReduce`.
-
-    Args:
-      all_reduce_alg: "nccl" or "hierarchical_copy".
-      num_packs: in how many packs arrays of one dtype are joined; 0 for none.
-      agg_small_grads_max_bytes: changes nothing, as packs join small arrays.
-      agg_small_grads_max_group: likewise.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
-    >>> ops = contrib.AllReduceCrossTowerOps("hierarchical_copy")
-    >>> contrib.MirroredStrategy(js.simulate(8)[:4], cross_tower_ops=ops).num_towers
-    4
-    """
-    kinds = {"nccl": NcclAllReduce, "hierarchical_copy": HierarchicalCopyAllReduce}
-    if all_reduce_alg not in kinds:
-        raise ValueError(
-            f"`all_reduce_alg` was {all_reduce_alg!r}; 'nccl' or 'hierarchical_copy' "
-            "was wanted."
-        )
-    at_least(0, "agg_small_grads_max_bytes", agg_small_grads_max_bytes)
-    at_least(0, "agg_small_grads_max_group", agg_small_grads_max_group)
-    return kinds[all_reduce_alg](at_least(0, "num_packs", num_packs))
 
 
 @final

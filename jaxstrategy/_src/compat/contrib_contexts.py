@@ -9,8 +9,8 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxstrategy._src.compat.adapters import NAMES_IN_2018, Adapter
-from jaxstrategy._src.compat.contrib import DistributionStrategy, require_function
+from jaxstrategy._src.compat.adapters import NAMES_IN_2018, Adapter, require_function
+from jaxstrategy._src.compat.contrib import DistributionStrategy
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError

@@ -152,6 +152,22 @@ class OlderDataset(DistributedDataset):
         return InputIterator(self)
 
 
+@final
+class PerDeviceDataset(OlderDataset):
+    """Elements for all towers: each is for one tower, in turn.
+
+    Made by `distribute_dataset` of a `DistributionStrategy`. Elements are not divided.
+    At the end, elements that are fewer than the towers are left out.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.distribute_dataset(lambda: range(5))
+    >>> [[int(x) for x in element.values] for element in dataset]
+    [[0, 1], [2, 3]]
+    """
+
+
 # A batch for one replica with too few rows is filled up, as everywhere; a last group of
 # batches that is not full has no step.
 OF_GROUPS = InputOptions(remainder="drop_empty")
