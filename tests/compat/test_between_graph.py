@@ -1,23 +1,15 @@
 """Asynchronous training in which each worker runs the whole program."""
 
 import copy
-import socket
 import threading
 
 import jax
 import numpy as np
 import pytest
+from helpers.served import servers_of
 
 import jaxstrategy as js
-from jaxstrategy._src.parameter_servers.server import ServedTask
 from jaxstrategy.compat import v1
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
 
 BetweenGraphStrategy = js.compat.v1.experimental.ParameterServerStrategy
 
@@ -26,25 +18,16 @@ BetweenGraphStrategy = js.compat.v1.experimental.ParameterServerStrategy
 def cluster(monkeypatch):
     """Two parameter servers in this process, and a worker's strategy by its number."""
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "a secret of enough characters")
-    spec = js.cluster_resolver.ClusterSpec(
-        {
-            "worker": [f"127.0.0.1:{free_port()}" for _ in range(3)],
-            "ps": [f"127.0.0.1:{free_port()}" for _ in range(2)],
-        }
-    )
-    servers = [ServedTask(spec, "ps", index) for index in range(2)]
-    for server in servers:
-        server.start()
+    with servers_of(workers=3) as tasks:
+        spec = js.cluster_resolver.ClusterSpec(tasks)
 
-    def strategy(index):
-        resolver = js.cluster_resolver.SimpleClusterResolver(
-            spec, task_type="worker", task_id=index
-        )
-        return BetweenGraphStrategy(resolver)
+        def strategy(index):
+            resolver = js.cluster_resolver.SimpleClusterResolver(
+                spec, task_type="worker", task_id=index
+            )
+            return BetweenGraphStrategy(resolver)
 
-    yield strategy
-    for server in servers:
-        server.close()
+        yield strategy
 
 
 def variables_of(strategy):

@@ -9,8 +9,7 @@ import textwrap
 
 import numpy as np
 from helpers.cases import each_of
-
-from jaxstrategy._src.compat.port.rewriting import ported
+from helpers.porting import ported
 
 DEVICES = 'devices=["CPU:0", "CPU:1"]'
 

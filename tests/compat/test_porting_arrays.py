@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from jaxstrategy._src.compat.port.rewriting import ported
-from jaxstrategy._src.compat.port.tables import ARRAYS
+from helpers.porting import ported, tables
 
 ORACLE = Path(__file__).parents[1] / "oracle" / "array_functions.json"
 CALLS = json.loads(ORACLE.read_text())["calls"]
@@ -51,7 +49,7 @@ NOT_RECORDED = {"tf.log", "tf.argmax", "tf.nest.map_structure", "tf.nest.flatten
 
 
 def test_each_function_is_recorded():
-    for row in [r for r in ARRAYS if r.form]:
+    for row in [r for r in tables.ARRAYS if r.form]:
         public = row.old.replace("tf.math.", "tf.")
         called = {
             each["call"].partition("(")[0].replace("tf.math.", "tf.") for each in CALLS

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from jaxstrategy._src.compat.port.port_command import main
+from helpers.porting import main
 
 OLD = "import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n"
 NEW = "import jaxstrategy as js\ns = js.MirroredStrategy()\n"

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
-
-from jaxstrategy._src.compat.port.port_command import main, table
+from helpers.porting import main, table
 
 GUIDE = Path(__file__).parents[2] / "notebooks" / "porting.md"
 TEXT = GUIDE.read_text()

@@ -5,8 +5,7 @@ import importlib
 import inspect
 
 from helpers.oracle import recorded
-
-from jaxstrategy._src.compat.port.tables import NAMES, ROWS, row_of
+from helpers.porting import tables
 
 SYMBOLS = recorded("tf_surface.json")["symbols"]
 # What `tf.contrib.distribute` of TensorFlow 1.12 exports, and functions of its modules.
@@ -33,27 +32,27 @@ def found_at(place):
 
 def test_each_public_name_of_tensorflow_has_a_row():
     names = [*SYMBOLS, *(f"tf.contrib.distribute.{name}" for name in OF_2018)]
-    assert [name for name in names if name not in NAMES] == []
+    assert [name for name in names if name not in tables.NAMES] == []
 
 
 def test_names_lead_to_what_is_here():
-    for row in ROWS:
+    for row in tables.ROWS:
         if row.new is not None:
             assert found_at(row.new) is not None, row
 
 
 def test_no_name_has_two_rows():
-    assert len({row.old for row in ROWS}) == len(ROWS)
+    assert len({row.old for row in tables.ROWS}) == len(tables.ROWS)
 
 
 def test_what_is_not_here_has_advice():
-    for row in ROWS:
+    for row in tables.ROWS:
         assert row.new is not None or len(row.text) > 15, row
         assert "\n" not in row.text and not row.text.endswith("."), row
 
 
 def test_forms_of_calls_are_those_of_the_new_function():
-    for row in ROWS:
+    for row in tables.ROWS:
         if row.form is None or row.new is None:
             continue
         try:
@@ -78,7 +77,7 @@ def test_forms_of_calls_are_those_of_the_new_function():
 
 
 def test_the_nearest_row_counts():
-    assert row_of("tf.optimizers.Adam").old == "tf.optimizers"
-    assert row_of("tf.distribute.MirroredStrategy.run").new is not None
-    assert row_of("tf.distribute.NoSuchName").old == "tf"
-    assert row_of("tf.float32.max").old == "tf"
+    assert tables.row_of("tf.optimizers.Adam").old == "tf.optimizers"
+    assert tables.row_of("tf.distribute.MirroredStrategy.run").new is not None
+    assert tables.row_of("tf.distribute.NoSuchName").old == "tf"
+    assert tables.row_of("tf.float32.max").old == "tf"

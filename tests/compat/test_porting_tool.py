@@ -6,11 +6,8 @@ import sys
 import textwrap
 
 import pytest
+from helpers.porting import Generation, NoPythonError, ported
 from hypothesis import example, given, settings, strategies as st
-
-from jaxstrategy._src.compat.port.name_uses import Generation
-from jaxstrategy._src.compat.port.program import NoPythonError
-from jaxstrategy._src.compat.port.rewriting import ported
 
 
 def text_of(program):

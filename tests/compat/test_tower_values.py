@@ -1,17 +1,16 @@
 """Values of 2018: `broadcast`, `reduce`, `unwrap`, `group`, `map`, `fetch`."""
 
 import json
-import socket
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.replicas import ids
+from helpers.served import servers_of
 from helpers.towers import in_default, mirrored, unwrapped
 
 import jaxstrategy as js
-from jaxstrategy._src.parameter_servers.server import ServedTask
 from jaxstrategy.compat import contrib
 from jaxstrategy.compat.contrib import VariableAggregation
 
@@ -189,24 +188,10 @@ def test_names_that_are_not_here_say_what_to_use():
 def cluster(monkeypatch):
     """Two parameter servers in this process, which is one of two workers."""
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "a secret of enough characters")
-    tasks = {
-        job: [f"127.0.0.1:{free_port()}" for _ in range(2)] for job in ("worker", "ps")
-    }
-    spec = js.cluster_resolver.ClusterSpec(tasks)
-    servers = [ServedTask(spec, "ps", index) for index in range(2)]
-    for server in servers:
-        server.start()
     task = {"type": "worker", "index": 0}
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": tasks, "task": task}))
-    yield
-    for server in servers:
-        server.close()
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    with servers_of(workers=2) as tasks:
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": tasks, "task": task}))
+        yield
 
 
 def test_parameter_servers_of_a_cluster(cluster):

@@ -242,7 +242,7 @@ def test_importing_it_touches_no_device_and_no_extra(tmp_path):
     code = f"""
 import sys
 import jax
-import jaxstrategy._src.demo.demo
+import {demo.__name__}
 assert not set({list(demo.EXTRAS)}) & set(sys.modules)
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched
 assert len(jax.devices("cpu")) == 3

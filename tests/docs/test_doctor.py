@@ -9,7 +9,9 @@ import jax
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy._src.doctor import doctor
 
+IMPORT = f"import sys, time; from {doctor.__package__} import doctor; "
 CLUSTER = {
     "cluster": {"chief": ["10.0.0.1:1"], "worker": ["10.0.0.2:1", "10.0.0.3:1"]},
     "task": {"type": "worker", "index": 1},
@@ -26,9 +28,9 @@ SET = {
 }
 
 
-def ran(*options, code="from jaxstrategy._src.doctor import doctor", **variables):
-    """The doctor in a process of its own, after some code."""
-    program = f"{code}; import sys; sys.exit(doctor.main())"
+def ran(*options, change="", **variables):
+    """The doctor in a process of its own, after some change."""
+    program = f"{IMPORT}{change}\nsys.exit(doctor.main())"
     done = subprocess.run(
         [sys.executable, "-c", program, *options],
         capture_output=True,
@@ -67,8 +69,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("change", PROBLEMS)
 def test_problems_make_the_exit_code_1(change):
     options, told = PROBLEMS[change]
-    code = f"import sys; from jaxstrategy._src.doctor import doctor; {change}"
-    ended, said = ran(*options.split(), code=code, TF_CONFIG="[]")
+    ended, said = ran(*options.split(), change=change, TF_CONFIG="[]")
     assert ended == 1 and told in said.partition("Problems\n")[2]
     assert "  TF_CONFIG=(malformed)\n" in said
     assert "  TF_CONFIG is not JSON with a `cluster` and a `task`" in said
@@ -76,10 +77,7 @@ def test_problems_make_the_exit_code_1(change):
 
 @pytest.mark.slow
 def test_a_wrong_sum_and_a_device_that_hangs_are_told():
-    begin = (
-        "from jaxstrategy._src.doctor import doctor; import time; "
-        "total = doctor._total; "
-    )
+    begin = f"{IMPORT}total = doctor._total; "
     for change, told in (
         ("doctor._total = lambda x: 2 * total(x)", "The sum is wrong: 2 repl"),
         ("doctor._total = lambda x: time.sleep(60)", "Timeout ("),
@@ -94,8 +92,6 @@ def test_a_wrong_sum_and_a_device_that_hangs_are_told():
 
 
 def test_options_that_make_no_sense(capsys):
-    from jaxstrategy._src.doctor import doctor
-
     for options, told in (
         (["--simulate", "0"], "'0' is not a whole number above 0"),
         (["--seconds", "0"], "'0' is not a time above 0 seconds"),

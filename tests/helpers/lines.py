@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 
 import jaxstrategy as js
+from jaxstrategy._src.text.user_code import Line
 
 AXIS = "replica"
 # One replica has nobody to wait for, and nothing differs there.
@@ -18,6 +19,13 @@ def ids(strategy):
     """1, 2, ... on the replicas."""
     count = strategy.num_replicas_in_sync
     return strategy.per_replica([float(i + 1) for i in range(count)])
+
+
+def marked(fn, mark):
+    """The line of `fn` that ends with the comment `# <- mark`, as reports have it."""
+    lines, start = inspect.getsourcelines(fn)
+    (offset,) = (i for i, line in enumerate(lines) if line.endswith(f"# <- {mark}\n"))
+    return Line(inspect.unwrap(fn).__code__.co_filename, start + offset)
 
 
 def place(fn, marker):

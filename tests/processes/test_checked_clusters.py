@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     checked_cluster,
     is_for_servers,
 )
+from jaxstrategy.cluster_resolver import ClusterSpec
 
 
 def tasks(**counts):

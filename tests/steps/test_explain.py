@@ -1,7 +1,6 @@
 """`strategy.explain`: what a step would do, told without running it."""
 
 import dataclasses
-import inspect
 import re
 from xml.etree import ElementTree
 
@@ -10,20 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
+from helpers.lines import marked
 from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy._src.text.user_code import Line
 
 AXIS = "replica"
-
-
-def marked(fn, mark):
-    """The line of `fn` that ends with the comment `# <- mark`."""
-    lines, start = inspect.getsourcelines(fn)
-    (offset,) = (i for i, line in enumerate(lines) if line.endswith(f"# <- {mark}\n"))
-    return Line(__file__, start + offset)
 
 
 def training_step(state, batch, training=True):

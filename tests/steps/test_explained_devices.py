@@ -1,6 +1,5 @@
 """`strategy.explain`: what devices exchange inside a replica, and over replicas."""
 
-import inspect
 import itertools
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.lines import Line, marked
 from helpers.replicas import replica
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -15,17 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxstrategy as js
 from jaxstrategy._src.profiling import links as _links
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.explanation.compiled_program import compiled_collectives
 
 AXIS = "replica"
-
-
-def marked(fn, mark):
-    """The line of `fn` that ends with the comment `# <- mark`."""
-    lines, start = inspect.getsourcelines(fn)
-    (offset,) = (i for i, line in enumerate(lines) if line.endswith(f"# <- {mark}\n"))
-    return Line(__file__, start + offset)
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,19 @@
 """`explain` says how state lies, why, and what a step gathers and scatters."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.lines import marked
 from helpers.replicas import replica
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy._src.text.user_code import Line
 
 N = 8
 F4 = np.dtype("f4")
-
-
-def marked(fn, mark):
-    """The line of `fn` that ends with the comment `# <- mark`."""
-    lines, start = inspect.getsourcelines(fn)
-    (offset,) = (i for i, line in enumerate(lines) if line.endswith(f"# <- {mark}\n"))
-    return Line(__file__, start + offset)
 
 
 def strategy(shard="state", min_bytes=0, **more):
