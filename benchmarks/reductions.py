@@ -40,8 +40,8 @@ from jaxstrategy._src.reductions.packing import Packing
 from jaxstrategy._src.reductions.plan import Plan
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.program import Program
-from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.stages.stages import stages_of
+from jaxstrategy._src.tracing.traced_step import ReplicaStep
 from jaxstrategy.experimental import CommunicationOptions
 
 Shape = tuple[int, ...]

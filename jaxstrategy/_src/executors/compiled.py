@@ -27,7 +27,6 @@ from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing.programs import Programs
-from jaxstrategy._src.tracing.replica_step import name_of
 from jaxstrategy._src.tracing.saved_step import (
     Facts,
     Obtain,
@@ -37,6 +36,7 @@ from jaxstrategy._src.tracing.saved_step import (
 )
 from jaxstrategy._src.tracing.shared_programs import FrozenSignatures
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
+from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values.arrays import Function, PyTree
 
 

@@ -18,8 +18,8 @@ from jaxstrategy._src.tracing.explanation.explain import explain
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.functions import code
 from jaxstrategy._src.tracing.nnx import object_calls
-from jaxstrategy._src.tracing.replica_step import StepEnvironment
 from jaxstrategy._src.tracing.saved_step import Obtain
+from jaxstrategy._src.tracing.traced_step import StepEnvironment
 from jaxstrategy._src.values import building, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica

@@ -30,7 +30,7 @@ from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.explanation.facts import Memory
 from jaxstrategy._src.tracing.init import InnerState
-from jaxstrategy._src.tracing.replica_step import name_of
+from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica, contents, is_per_replica
 from jaxstrategy._src.values.trees import annotated_leaves

@@ -35,12 +35,15 @@ from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr
 from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.partition import flattened
-from jaxstrategy._src.tracing.replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy._src.tracing.results import Results, is_one_leaf
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.tracing.trace import Trace
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import (
+    ReplicaStep,
+    StepEnvironment,
+    TracedStep,
+)
 from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import (

@@ -55,8 +55,8 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     jaxpr_of,
     plain,
 )
-from jaxstrategy._src.tracing.replica_step import name_of
-from jaxstrategy._src.tracing.unknown_axes import needs_mesh, unknown_axis, without_axes
+from jaxstrategy._src.tracing.traced_step import name_of
+from jaxstrategy._src.tracing.translation import needs_mesh, unknown_axis, without_axes
 from jaxstrategy._src.values import arrays as _arrays, building, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.building import shardings_of

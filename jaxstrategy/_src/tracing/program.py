@@ -26,7 +26,6 @@ from jaxstrategy._src.tracing.functions import weak_references
 from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr
 from jaxstrategy._src.tracing.partition.divided_step import DividedStep
 from jaxstrategy._src.tracing.partition.layout import kept_placements
-from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.saved_step import (
     Obtain,
     OutdatedCall,
@@ -37,7 +36,7 @@ from jaxstrategy._src.tracing.saved_step import (
 from jaxstrategy._src.tracing.stages.placement import Placement
 from jaxstrategy._src.tracing.stages.stage import Stage, overridden
 from jaxstrategy._src.tracing.stages.variables import VariableArguments
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.variables import access
 

@@ -22,10 +22,10 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
 from jaxstrategy._src.tracing.nnx.object_form import (
     is_changed_in_place,
 )
-from jaxstrategy._src.tracing.replica_step import StepEnvironment
 from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.shared_programs import FrozenSignatures, SharedPrograms
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
+from jaxstrategy._src.tracing.traced_step import StepEnvironment
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 

@@ -25,7 +25,6 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
     options_of,
 )
 from jaxstrategy._src.tracing.program import Program
-from jaxstrategy._src.tracing.replica_step import ReplicaStep, StepEnvironment, name_of
 from jaxstrategy._src.tracing.roles import (
     Role,
     Signature,
@@ -36,7 +35,12 @@ from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.stages.stage import Checked, Counted, Stage
 from jaxstrategy._src.tracing.stages.stages import stages_of
 from jaxstrategy._src.tracing.step_agreement import AgreedPreparation, StepAgreement
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import (
+    ReplicaStep,
+    StepEnvironment,
+    TracedStep,
+    name_of,
+)
 from jaxstrategy._src.values import per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import Handle

@@ -55,7 +55,7 @@ from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.replication.rules import analyse
 from jaxstrategy._src.tracing.replication.types import Findings, Replication, Site
 from jaxstrategy._src.tracing.results import Results
-from jaxstrategy._src.tracing.unknown_axes import UnknownAxis
+from jaxstrategy._src.tracing.translation import UnknownAxis
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables import access

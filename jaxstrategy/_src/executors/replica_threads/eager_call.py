@@ -47,11 +47,11 @@ from jaxstrategy._src.tracing.nnx.object_form import (
     AttributeChange,
     is_changed_in_place,
 )
-from jaxstrategy._src.tracing.replica_step import ReplicaStep, StepEnvironment, name_of
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.stages.placement import Placement
 from jaxstrategy._src.tracing.stages.stages import MaskArguments
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, StepEnvironment, name_of
 from jaxstrategy._src.tracing.translation import translated
 from jaxstrategy._src.values import (
     arrays as _arrays,

@@ -49,7 +49,7 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.functions import code as _code
-from jaxstrategy._src.tracing.replica_step import StepEnvironment
+from jaxstrategy._src.tracing.traced_step import StepEnvironment
 from jaxstrategy._src.values import arrays as _arrays, trees as _trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica

@@ -59,13 +59,16 @@ from jaxstrategy._src.tracing.partition.global_part import UNKNOWN
 from jaxstrategy._src.tracing.partition.per_replica_part import Exchange
 from jaxstrategy._src.tracing.partition.reduce_scatters import is_sum_of_all
 from jaxstrategy._src.tracing.program import Program
-from jaxstrategy._src.tracing.replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Collective, Site
 from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.stages.stages import stages_of
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import (
+    ReplicaStep,
+    StepEnvironment,
+    TracedStep,
+)
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 

@@ -32,12 +32,11 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     is_along,
     plain,
 )
-from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Value
 
 _INLINED = frozenset(

@@ -28,11 +28,10 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )
 from jaxstrategy._src.tracing.constants import constants
-from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.roles import are_looked_for
 from jaxstrategy._src.tracing.stages.stages import check_once
 from jaxstrategy._src.tracing.trace import divides_state
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values import arrays
 from jaxstrategy._src.values.arrays import Leaf
 

@@ -28,12 +28,11 @@ from jaxstrategy._src.tracing.nnx.object_form import (
     holders_of,
     structure_of,
 )
-from jaxstrategy._src.tracing.replica_step import ReplicaStep
 from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.stages.finite import finite
 from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values import arrays as _arrays
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.trees import is_object

@@ -18,8 +18,7 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )
 from jaxstrategy._src.tracing.functions import weak_references
-from jaxstrategy._src.tracing.replica_step import ReplicaStep
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import Cell
