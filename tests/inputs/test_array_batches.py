@@ -205,6 +205,7 @@ BAD = {
     ),
     r"`arrays\['n'\]` is 3, which has no rows": ({"n": 3, "x": np.zeros(3)}, 2),
     r"`arrays\[0\]` is 1, .*`np.array": ([1, 2, 3], 2),
+    r"`arrays\['x'\]` is a masked array": ({"x": np.ma.masked_less([1, 2], 2)}, 1),
     "has no rows, so there is nothing": (np.zeros((0, 2)), 2),
     "`batch_size` is 0; it is to be at least 1": (np.zeros(3), 0),
     "`batch_size` is -2; it is to be at least 1": (np.zeros(3), -2),

@@ -298,6 +298,10 @@ BAD = {
         "`batch['y']` of batch 2 is array([{}, 1, 2, 3], dtype=object), which is not "
         "an array of numbers and cannot be placed on a device. Leave it out",
     ),
+    "masked": (
+        {**GOOD, "y": np.ma.masked_equal(np.arange(4, dtype=np.int32), 2)}, ValueError,
+        "`batch['y']` of batch 2 is a masked array of NumPy, and its mask would be lo",
+    ),
     "text": ({**GOOD, "y": "text"}, TypeError, "`batch['y']` of batch 2 is 'text', wh"),
 }  # fmt: skip
 
@@ -349,7 +353,7 @@ def test_a_source_that_raises(two, options):
 def test_batches_that_differ_from_the_first_in_what_holds_them():
     rows = [
         np.arange(4.0, dtype="float32"),
-        np.ma.masked_array(np.arange(4, 8, dtype="float32"), mask=[1, 0, 0, 1]),
+        np.ma.masked_array(np.arange(4, 8, dtype="float32")),
         jnp.arange(8.0, 12.0),
     ]
     strategy = mirrored(2)

@@ -164,6 +164,23 @@ def test_integers_that_no_dtype_holds_are_told(two):
             use()
 
 
+def test_masks_of_numpy_are_not_dropped(two):
+    masked = np.ma.masked_equal(np.arange(2.0), 1)
+    for make in (
+        lambda: two.per_replica(masked),
+        lambda: two.per_replica([masked, masked]),
+        lambda: two.experimental_distribute_values_from_function(lambda _: masked),
+    ):
+        with pytest.raises(
+            ValueError, match="is a masked array of NumPy, and its mask"
+        ):
+            make()
+    nothing_masked = two.per_replica(np.ma.masked_equal(np.arange(2.0), 5))
+    np.testing.assert_array_equal(
+        two.experimental_local_results(nothing_masked), [0, 1]
+    )
+
+
 def test_a_number_is_placed_anew_where_64_bits_are_on(two):
     def same(x):
         return x

@@ -643,6 +643,7 @@ def _array(leaf: Leaf, keys: Any, number: int) -> Array:
             "global batches, which are divided over the replicas here, or pass the "
             "value to `run` as it is."
         )
+    _arrays.check_unmasked(leaf, f"`{path}` of batch {number}")
     try:
         return _arrays.as_array(leaf, path)
     except mesh.NotHeldError as error:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxstrategy._src.inputs import origins, sources
 from jaxstrategy._src.inputs.sources import Source, SourceIterator, State
 from jaxstrategy._src.text.shown import whole
-from jaxstrategy._src.values import per_replica
+from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure, Value
 
 # Where memory of the host begins that a device takes over instead of copying it. It is
@@ -325,6 +325,7 @@ def _contents(arrays: Sequence[np.ndarray], structure: TreeStructure, rows: int)
 
 
 def _on_host(leaf: Leaf, what: str) -> np.ndarray:
+    _arrays.check_unmasked(leaf, f"`{what}`")
     array = np.asarray(leaf)
     if array.ndim == 0:
         raise ValueError(

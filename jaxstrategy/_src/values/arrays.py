@@ -105,6 +105,7 @@ def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
     """`value` as an array that devices can hold; 64-bit types as JAX is set up."""
     if isinstance(value, jax.Array):
         return value
+    check_unmasked(value, f"`{what}`")
     array = np.asarray(value)
     if array.dtype == object and isinstance(value, int):
         raise mesh.NotHeldError(mesh.too_large(value))
@@ -115,6 +116,16 @@ def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
         )
     mesh.check_held(array)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def check_unmasked(value: object, what: str) -> None:
+    """Raise if some numbers of `value` are masked, which arrays of JAX cannot say."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise ValueError(
+            f"{what} is a masked array of NumPy, and its mask would be lost. Choose "
+            "the numbers there, `array.filled(0)`, and pass `array.mask` as an array "
+            "of its own where it is needed."
+        )
 
 
 def is_placed(value: object) -> TypeGuard[jax.Array]:
