@@ -247,6 +247,3 @@ def test_tower_local_variables(d):
     words = 'Need to be inside "with distribution_strategy.scope'
     with pytest.raises(RuntimeError, match=words), d.tower_local_var_scope("sum"):
         pass
-
-
-# Several generations in one program.

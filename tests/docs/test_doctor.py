@@ -78,12 +78,12 @@ def test_problems_make_the_exit_code_1(change):
 @pytest.mark.slow
 def test_a_wrong_sum_and_a_device_that_hangs_are_told():
     begin = f"{IMPORT}total = doctor._total; "
-    for change, told in (
-        ("doctor._total = lambda x: 2 * total(x)", "The sum is wrong: 2 repl"),
-        ("doctor._total = lambda x: time.sleep(60)", "Timeout ("),
+    for change, seconds, told in (
+        ("doctor._total = lambda x: 2 * total(x)", 60, "The sum is wrong: 2 repl"),
+        ("doctor._total = lambda x: time.sleep(60)", 8, "Timeout ("),
     ):
         done = subprocess.run(
-            [sys.executable, "-c", f"{begin}{change}; doctor.look(20, 2)"],
+            [sys.executable, "-c", f"{begin}{change}; doctor.look({seconds}, 2)"],
             capture_output=True,
             text=True,
             timeout=240,

@@ -350,6 +350,3 @@ def test_equal_primitives_of_other_operands(four):
     np.testing.assert_array_equal(filled, [1, 3, 7])
     np.testing.assert_array_equal(short, [1, 7, 7])
     np.testing.assert_array_equal(wheres, [[1], [3], [9]])
-
-
-# Sums in groups.

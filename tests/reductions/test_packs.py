@@ -23,9 +23,6 @@ from jax import lax
 import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationOptions
 
-# Which arrays go together.
-
-
 # What comes out of packs.
 
 PACKINGS = {

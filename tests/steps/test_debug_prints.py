@@ -272,6 +272,3 @@ def test_prints_of_values_that_lie_over_inner_axes(printed):
     strategy.run(step, (x,))
     rows = np.arange(16.0).reshape(4, 4)
     assert printed() == numbered(strategy, lambda i: str(rows[i]))
-
-
-# What else replicas that share a device decide for themselves.

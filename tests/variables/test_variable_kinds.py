@@ -16,11 +16,6 @@ ORACLE = recorded("variables.json")
 # TensorFlow's table.
 
 
-def row_id(row):
-    parts = [row["synchronization"], row["aggregation"], row["op"], row["context"]]
-    return "-".join(parts).lower()
-
-
 def deviation(row):
     """What we do instead of TensorFlow in this row, or None: error text or copies."""
     kind, aggregation = row["synchronization"], row["aggregation"]

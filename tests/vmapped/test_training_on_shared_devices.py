@@ -91,9 +91,6 @@ def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
     )
 
 
-# Batches.
-
-
 # Reductions with less than all bits.
 
 
