@@ -28,11 +28,6 @@ def strategy(request):
     return KINDS[request.param]()
 
 
-@pytest.fixture
-def two():
-    return KINDS["mirrored"]()
-
-
 def on(value):
     """The devices that have all of `value`."""
     assert value.is_fully_replicated

@@ -33,11 +33,6 @@ def strategy(request):
     return KINDS[request.param]()
 
 
-@pytest.fixture
-def two():
-    return KINDS["mirrored"]()
-
-
 def everywhere(strategy):
     return strategy.extended.parameter_devices
 

@@ -501,11 +501,6 @@ def test_the_device_that_used_most_memory_counts():
 # With a strategy.
 
 
-@pytest.fixture
-def two():
-    return js.MirroredStrategy(jax.devices()[:2])
-
-
 def mean(batch):
     return js.get_replica_context().all_reduce("mean", js.masked_mean(batch))
 
@@ -909,11 +904,6 @@ def test_it_says_what_it_is(two):
 @pytest.fixture
 def one():
     return js.OneDeviceStrategy("CPU:0")
-
-
-@pytest.fixture
-def four():
-    return js.MirroredStrategy(jax.devices()[:4])
 
 
 class Steps:
