@@ -33,11 +33,9 @@ MODULES = [
     "jaxstrategy.optax",
     "jaxstrategy._src.preemption",
     "jaxstrategy.profiling",
-    "jaxstrategy.experimental.rpc",
     "jaxstrategy.sharded",
     "jaxstrategy.tpu.experimental",
     "jaxstrategy.training",
-    "jaxstrategy.experimental.partitioners",
 ]
 
 
