@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy._src.profiling import links as _links
-from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing.explanation.compiled_program import compiled_collectives
 
 AXIS = "replica"
@@ -280,7 +279,8 @@ def test_what_called_explain_is_no_line_of_the_step(written):
 
 
 def test_groups_by_axes_of_any_order():
-    replicas = Replicas.on(jax.devices(), logical_axes={"a": 2, "b": 2})
+    axes = {"a": 2, "b": 2}
+    replicas = js.MirroredStrategy(jax.devices(), logical_axes=axes)._replicas
     text = (
         PROGRAM.read_text()
         .replace("FILE", __file__)
