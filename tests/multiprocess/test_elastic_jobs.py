@@ -35,6 +35,11 @@ def test_killed_to_three_and_two_and_grown_to_four_the_bits_are_the_same(tmp_pat
     # On a busy machine it may grow before the second process is killed.
     for text in ("starting 3 processes again: attempt 1", "starting 4 processes again"):
         assert text in done.stderr, done.stdout + done.stderr
+    # The loss cost two steps or, if the last snapshot was not whole, five.
+    found = re.search(
+        r"goes on after step (\d), from a snapshot in memory", done.stderr
+    )
+    assert found and found[1] in ("3", "6"), done.stderr
     counts = {count for _, count, _, _ in curve}
     assert {"4"} < counts, done.stdout
     # Steps that are made again have the same bits, too.

@@ -287,6 +287,36 @@ def test_two_machines_and_the_loss_of_one(ray, start):
     assert second == [("0", "0", "127.0.0.1"), ("1", "1", "127.0.0.1")], said
 
 
+def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
+    script = """
+    print(f"attempt {attempt} of {count}", flush=True)
+    assert "JAXSTRATEGY_MEMORY" not in os.environ
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(77))
+    write(f"pid{attempt}{rank}")
+    if not os.path.exists("over"):
+        wait()
+    """
+    options = "-n 1:2 --ray-placement STRICT_SPREAD --grace 0.2 --max-restarts 2"
+    options += " --wait-for-replacement 4 --grow-every 3"
+    with ray.another_machine() as machine:
+        launched = start(options, script, JAXSTRATEGY_MEMORY="/of/another/job")
+        launched.pids("pid00", "pid01")
+        machine.kill()
+        waits = "waiting for room on Ray for 2 processes"
+        until(lambda: waits in launched.said(), waits)
+    # No other comes in time, nor until the job is asked to grow.
+    launched.pids("pid10", "pid20")
+    with ray.another_machine():
+        launched.pids("pid31")
+        (tmp_path / "over").touch()
+        os.kill(launched.pids("pid31")[0], signal.SIGTERM)
+        os.kill(launched.pids("pid30")[0], signal.SIGTERM)
+        said = launched.finish()
+    counts = dict(re.findall(r"attempt (\d) of (\d)", said))
+    assert counts == {"0": "2", "1": "1", "2": "1", "3": "2", "4": "2"}, said
+    assert said.count("there is no room for 2 processes, starting one fewer") == 2
+
+
 def test_without_an_address_a_ray_is_started_and_ended(start):
     script = """
     write("actor", str(os.getppid()))

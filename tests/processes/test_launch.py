@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -447,6 +448,56 @@ def test_restarts_may_take_fewer_processes(launch):
     ]
 
 
+def test_a_lost_process_is_replaced_unless_that_fails_soon(launch):
+    """With less patience than an attempt takes, each loss is a new one."""
+    script = """
+    print(f"attempt {attempt}: {count}") if rank == 0 else None
+    time.sleep(0.5)
+    sys.exit(6 if attempt < 3 else 0)
+    """
+    for seconds, counts in [(60, [3, 3, 2, 1]), (0.1, [3, 3, 3, 3])]:
+        options = f"-n 1:3 --max-restarts 3 --grace 5 --wait-for-replacement {seconds}"
+        result = launch(options, script)
+        wanted = [f"[0] attempt {k}: {count}" for k, count in enumerate(counts)]
+        assert result.out.splitlines() == wanted, result
+
+
+def test_more_losses_than_restarts_end_the_job_and_say_so(launch):
+    script = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else wait()"
+    result = launch("-n 2 --max-restarts 1 --grace 0.1", script, code=137)
+    assert "the 1 restart of --max-restarts have been made" in result.err, result
+    assert result.last == "jaxstrategy.launch: rank 1 failed with signal SIGKILL"
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs files in memory")
+def test_what_is_in_memory_outlives_the_processes_but_not_the_job(start):
+    script = """
+    folder = os.environ["JAXSTRATEGY_MEMORY"]
+    name = os.path.join(folder, str(rank))
+    if attempt == 0:
+        open(name, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(os.path.exists(name), oct(os.stat(folder).st_mode & 0o777))
+    write(f"pid{rank}")
+    print(folder, flush=True) if rank == 0 else None
+    wait()
+    """
+    for end in signal.SIGTERM, signal.SIGKILL:
+        launched = start("-n 2 --max-restarts 1 --grace 5", script)
+        launched.pids("pid0", "pid1")
+        lines = [launched.process.stdout.readline().strip() for _ in range(3)]
+        assert [line[4:] for line in lines].count("True 0o700") == 2, lines
+        (folder,) = (line[4:] for line in lines if "/dev/shm" in line)
+        launched.process.send_signal(end)
+        launched.process.wait(DEADLINE)
+        deadline = time.monotonic() + DEADLINE
+        while os.path.exists(folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.path.exists(folder)
+        for name in "pid0", "pid1":
+            (Path(launched.folder) / name).unlink()
+
+
 def test_a_job_that_has_lost_a_process_grows_again(launch):
     """Processes that save when they are asked, and one that does not."""
     script = """
@@ -533,6 +584,22 @@ def test_wrong_arguments_are_refused(tmp_path, monkeypatch):
         (
             "-n 2 --max-restarts 1 --min-processes 1 --nodes 2 x.py",
             "--min-processes works on one machine only",
+        ),
+        (
+            "-n 1:2 --max-restarts 1 --print slurm x.py",
+            "--min-processes has no meaning with --print",
+        ),
+        (
+            "-n 2 --max-restarts 1 --wait-for-replacement 5 x.py",
+            "--wait-for-replacement needs --min-processes",
+        ),
+        (
+            "-n 1:2 --max-restarts 1 --wait-for-replacement=-1 x.py",
+            "argument --wait-for-replacement: '-1' is not a time in seconds",
+        ),
+        (
+            "-n 1:2 --max-restarts 1 --wait-for-replacement inf x.py",
+            "--wait-for-replacement: 'inf' is not a time in seconds",
         ),
         (
             "--devices-per-process 2 --gpus-per-process 1 x.py",

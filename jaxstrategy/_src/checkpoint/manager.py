@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import operator
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self, final, overload
 
 import jax
@@ -26,6 +28,7 @@ from jaxstrategy._src.checkpoint.record import (
     verify,
 )
 from jaxstrategy._src.checkpoint.state import State
+from jaxstrategy._src.cluster.resolvers import environment
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.replica_context import AnyStrategy, checked_core
 from jaxstrategy._src.errors import ContextError, MissingExtraError
@@ -51,6 +54,7 @@ class Restored:
       missing: names of values that it had not, which stayed as they were.
       unexpected: names of values that only it has.
       damaged: for each later checkpoint that could not be used: why.
+      from_memory: whether it was a snapshot in memory (`memory_every`).
 
     >>> import tempfile
     >>> import jaxstrategy as js
@@ -68,6 +72,7 @@ class Restored:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     damaged: dict[int, str] = dataclasses.field(default_factory=dict)
+    from_memory: bool = False
 
 
 @final
@@ -101,10 +106,18 @@ class CheckpointManager:
       every: save only at multiples of so many steps.
       asynchronous: whether `save` returns while the files are still written. The state
         may be changed and donated then.
+      memory_every: also keep the last snapshot in the memory of the host, taken by
+        `save` and `training.training_loop` at multiples of so many steps. It outlives
+        the processes, all of them, and not the host or the job: whatever restores the
+        latest checkpoint after `python -m jaxstrategy.launch` has started processes of
+        one host again, takes the snapshot if it is of a later step, with the same
+        checks. It costs memory of the host: the bytes of a checkpoint, twice as many
+        while the next one is taken. Where other launchers or several hosts run the job,
+        or the memory is full, a RuntimeWarning says that there are no snapshots.
 
     Raises:
       MissingExtraError: Orbax is not installed.
-      ValueError: `keep`, `best` or `every` is not as described.
+      ValueError: `keep`, `best`, `every` or `memory_every` is not as described.
       TypeError: `strategy` is no strategy.
 
     >>> import tempfile
@@ -131,8 +144,10 @@ class CheckpointManager:
         best: tuple[str, str] | None = None,
         every: int | None = None,
         asynchronous: bool = True,
+        memory_every: int | None = None,
     ) -> None:
-        for name, number in {"keep": keep, "every": every}.items():
+        numbers = {"keep": keep, "every": every, "memory_every": memory_every}
+        for name, number in numbers.items():
             if number is not None and operator.index(number) < 1:
                 raise ValueError(f"`{name}` was {number}; at least 1 was wanted.")
         match best:
@@ -161,8 +176,25 @@ class CheckpointManager:
         self._writing = 0
         self._unfinished = ""  # the folder that is written into
         self._failure: Exception | None = None
+        self._memory_every = memory_every
+        self._memory = None if memory_every is None else self._in_memory()
         if asynchronous:
             _finish_at_exit(self)
+
+    def _in_memory(self) -> CheckpointManager | None:
+        """Of this job's snapshots in memory of what is saved to this directory."""
+        if not (folder := os.environ.get(environment.MEMORY)):
+            user_code.warn(
+                "`memory_every` has no effect: the processes are not on one host, "
+                "started there by `python -m jaxstrategy.launch`. Only checkpoints in "
+                f"`{self._folder.path}` are restored.",
+                RuntimeWarning,
+            )
+            return None
+        name = hashlib.sha256(str(self._folder.path).encode()).hexdigest()
+        found = CheckpointManager(f"{folder}/{name}", self._strategy, keep=1)
+        found._backend = type(self._backend)(in_memory=True)
+        return found
 
     # Saving.
 
@@ -186,7 +218,7 @@ class CheckpointManager:
 
         Returns:
           Whether it was saved: not if it is no multiple of `every`, or was saved or
-          restored before by this manager.
+          restored before by this manager. Snapshots in memory do not count.
 
         Raises:
           ContextError: inside a step.
@@ -201,6 +233,7 @@ class CheckpointManager:
         _check_host("save")
         step = _checked_step(step)
         self._raise_failure()
+        self.snapshot(step, state, metrics, extra)
         if not force and self._every is not None and step % self._every:
             return False
         numbers = self._checked_metrics(metrics)
@@ -212,7 +245,7 @@ class CheckpointManager:
                 "arrays and other values into the state."
             ) from error
         what = self._what("save", step)
-        self.wait()
+        self._join()
         if self._is_saved(step, what):
             return False
         written = State(state)
@@ -235,8 +268,45 @@ class CheckpointManager:
             )
             self._thread.start()
         if not self._asynchronous:
-            self.wait()
+            self._join()
         return True
+
+    def snapshot(
+        self,
+        step: int,
+        state: PyTree,
+        metrics: Mapping[str, float] | None = None,
+        extra: Json = None,
+    ) -> bool:
+        """Keep the state in memory, and nothing on disk; `save` does so by itself.
+
+        Args:
+          step, state, metrics, extra: as for `save`.
+
+        Returns:
+          Whether it was kept: not if `step` is no multiple of `memory_every`.
+
+        Raises:
+          ContextError, DonatedValueError, ParameterServerLost, TypeError, ValueError:
+            as for `save`.
+        """
+        if self._memory is None or _checked_step(step) % (self._memory_every or 1):
+            return False
+        with self._or_without_memory():
+            return self._memory.save(step, state, metrics, extra)
+        return False
+
+    @contextlib.contextmanager
+    def _or_without_memory(self) -> Iterator[None]:
+        """A block in which snapshots may fail, which all processes hear of."""
+        try:
+            yield
+        except CheckpointError as error:
+            user_code.warn(
+                f"There are no snapshots in memory any more: {first_line(error)}",
+                RuntimeWarning,
+            )
+            self._memory = None
 
     def _checked_metrics(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
         try:
@@ -333,6 +403,12 @@ class CheckpointManager:
         Raises:
           CheckpointError: what was being written could not be.
         """
+        if self._memory is not None:
+            with self._or_without_memory():
+                self._memory._join()
+        self._join()
+
+    def _join(self) -> None:
         if self._thread is not None:
             what = f"checkpoint {self._writing} in `{self._folder.path}` to be written"
             agreement.join(self._thread, what)
@@ -392,6 +468,13 @@ class CheckpointManager:
         damaged: dict[int, str] = {}
         if step is not None:
             step = _checked_step(step)
+            if self._memory is not None and step not in self._named(
+                self._what("restore", step)
+            ):
+                if self._memory._named(self._what("restore", step))[-1:] == [step]:
+                    found = self._from_memory(state_like, partial, [])
+                    if found is not None:
+                        return found
             self._require(step, self._what("restore", step))
             reason = self._damage(step)
             if reason is not None:
@@ -401,14 +484,44 @@ class CheckpointManager:
                 )
         else:
             named = self._named(self._what("restore"))
+            found = self._from_memory(state_like, partial, named)
+            if found is not None:
+                return found
             if not named:
                 raise FileNotFoundError(
                     f"There is no checkpoint in `{self._folder.path}`. Save one, "
                     "or begin with `restore_or_init`."
                 )
             step, damaged = self._latest_good(named)
+            if damaged:
+                found = self._from_memory(state_like, partial, [step])
+                if found is not None:
+                    return found
         state = self._read(state_like, step, partial, damaged)
         self._own.add(step)
+        if self._memory is not None:  # these are of a course that is left
+            for each in self._memory._named(self._memory._what("restore")):
+                self._memory.delete(each)
+        return state
+
+    def _from_memory(
+        self, state_like: PyTree, partial: bool, named: list[int]
+    ) -> PyTree | None:
+        """The state of a snapshot later than checkpoints of these steps."""
+        if self._memory is None:
+            return None
+        if max(self._memory._named(self._what("restore")), default=-1) <= max(
+            named, default=-1
+        ):
+            return None
+        try:
+            state = self._memory.restore(state_like, partial=partial)
+        except CheckpointError as error:
+            user_code.warn(str(error), DamagedCheckpointWarning)
+            return None
+        found = self._memory._restored
+        assert found is not None, "it has just restored"
+        self._restored = dataclasses.replace(found, from_memory=True)
         return state
 
     def _named(self, what: str) -> list[int]:
@@ -513,11 +626,16 @@ class CheckpointManager:
         """
         state = init() if _is_function(init) else init
         self.wait()
-        if not self._named(self._what("restore")):
+        if not self._has_any():
             return State(state, self._replicas()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
         return state, self._restored.step
+
+    def _has_any(self) -> bool:
+        """Whether there is something to restore, good or not."""
+        managers = [self] if self._memory is None else [self._memory, self]
+        return any(each._named(each._what("restore")) for each in managers)
 
     @property
     def restored(self) -> Restored | None:
@@ -540,9 +658,14 @@ class CheckpointManager:
         return agreement.agree(self._what("list the checkpoints"), found)[0]
 
     def latest_step(self) -> int | None:
-        """The last step whose checkpoint is complete; None if there is none."""
+        """The last step whose checkpoint is complete; None if there is none.
+
+        It may be that of a snapshot in memory, which `all_steps` does not have.
+        """
         latest = self._folder.latest()
-        return agreement.agree(self._what("find the latest checkpoint"), latest)[0]
+        found = agreement.agree(self._what("find the latest checkpoint"), latest)[0]
+        kept = None if self._memory is None else self._memory.latest_step()
+        return max((each for each in (found, kept) if each is not None), default=None)
 
     def best_step(self) -> int | None:
         """The step that is best by the metric; None if no checkpoint has it.
@@ -584,6 +707,8 @@ class CheckpointManager:
             self.wait()
         finally:
             self._backend.close()
+            if self._memory is not None:
+                self._memory.close()
 
     def __enter__(self) -> Self:
         return self

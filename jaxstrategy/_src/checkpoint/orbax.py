@@ -40,7 +40,8 @@ class ElsewhereError(OSError):
 class OrbaxBackend:
     """Writes and reads arrays with Orbax, whose tools can read them, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_memory: bool = False) -> None:
+        self._in_memory = in_memory
         # Made with the first checkpoint, because it asks JAX for the devices: until
         # then the processes may not know each other.
         self._handler: ocp.PyTreeCheckpointHandler | None = None
@@ -55,8 +56,7 @@ class OrbaxBackend:
     def begin(self, folder: Path, arrays: Mapping[str, Array]) -> None:
         """Begin to write; `arrays` may be donated and overwritten when this returns."""
         self._began = time.time_ns()
-        if (processes := agreement.current()) is not None:
-            processes.watchdog.writes = f"checkpoint {folder}"
+        self._announce(f"checkpoint {folder}")
         if self._handler is None:
             # Of trained numbers zstd, Orbax's default, saves less than a tenth, and to
             # save and to restore them takes the processor 1.8 and 1.6 times as long
@@ -65,6 +65,8 @@ class OrbaxBackend:
         args = ocp.args.PyTreeSave(dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)})
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._end)
+            if self._in_memory:  # where training goes on without: `finish` tells all
+                unless_begun.push(self._fail_later)
             copied = self._handler.async_save(epath.Path(folder), args=args)
             try:
                 asyncio.get_running_loop()
@@ -113,13 +115,13 @@ class OrbaxBackend:
         if (processes := agreement.current()) is not None:
             name = f"checkpoint {folder}"
             said = None if failure is None else first_line(failure)
-            processes.watchdog.writes = None  # it waits for those that still do
+            self._announce(None)  # it waits for those that still do
             try:
                 told = processes.agreement(name).exchange(said, _MOST_SECONDS)
             except ClusterError:
                 if failure is None:
                     raise
-            processes.watchdog.writes = name
+            self._announce(name)
         if failure is not None:
             raise failure
         for process, reason in enumerate(told):
@@ -128,8 +130,20 @@ class OrbaxBackend:
 
     def _end(self) -> None:
         self._commits = ()
-        if (processes := agreement.current()) is not None:
-            processes.watchdog.writes = None
+        self._announce(None)
+
+    def _fail_later(self, kind: object, error: object, *trace: object) -> bool:
+        """Let `finish` raise it."""
+        if not isinstance(error, OSError | ValueError):
+            return False
+        failed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        failed.set_exception(error)
+        self._commits = [failed]
+        return True
+
+    def _announce(self, what: str | None) -> None:
+        if not self._in_memory and (processes := agreement.current()) is not None:
+            processes.watchdog.writes = what
 
     def read(self, folder: Path, readings: Mapping[str, Reading]) -> dict[str, Array]:
         """Arrays by name, each read by each device as far as it holds it."""

@@ -50,8 +50,12 @@ def main():
         except (ProcessLookupError, PermissionError):
             continue  # it has ended already
     for folder in sys.argv[1:]:
-        import shutil
-        shutil.rmtree(folder, ignore_errors=True)
+        import shutil, time
+        for _ in range(50):  # one of them may still write while it dies
+            shutil.rmtree(folder, ignore_errors=True)
+            if not os.path.exists(folder):
+                break
+            time.sleep(0.1)
 
 main()
 """

@@ -11,6 +11,7 @@ import os
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Protocol, final
 
 from jaxstrategy._src.cluster.resolvers import environment as _environment
 from jaxstrategy._src.cluster.resolvers.environment import VARIABLE as TF_CONFIG
+from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.launch.child_process import (
     TAIL,
     Guard,
@@ -47,6 +49,8 @@ from jaxstrategy._src.text.shown import plural, with_noun, with_seconds
 LOOPBACK = "127.0.0.1"
 
 _DRAIN_SECONDS = 2.0
+_SHARED_MEMORY = "/dev/shm"  # files in memory, on Linux
+_ROOM_SECONDS = 2.0  # that a cluster gets to find room that is there
 
 
 @final
@@ -69,6 +73,10 @@ class Asked:
 Events = queue.SimpleQueue[Ended | Asked]  # its `put` may be called by signal handlers
 
 
+class NoRoomError(ClusterError):
+    """There is no room for so many processes."""
+
+
 # Where processes run.
 
 
@@ -76,9 +84,13 @@ class Machines(Protocol):
     """Where the processes of a `Job` run."""
 
     def start(
-        self, processes: int, attempt: Mapping[str, str]
+        self, processes: int, attempt: Mapping[str, str], room_seconds: float
     ) -> Mapping[int, StartedProcess]:
-        """Start processes, whose ends are events; by rank."""
+        """Start processes, whose ends are events; by rank.
+
+        Raises:
+          NoRoomError: there is none for them within that time.
+        """
         ...
 
     def release(self) -> None:
@@ -95,11 +107,14 @@ class ThisMachine:
     def __init__(self, options: Options, events: Events) -> None:
         self._options = options
         self._events = events
-        self._guard = Guard()
+        # What processes leave there outlives them, and neither this job nor a crash.
+        memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+        self._memory = tempfile.mkdtemp(prefix="jaxstrategy-", dir=memory)
+        self._guard = Guard(self._memory)
         self._ports: list[HeldPort] = []
 
     def start(
-        self, processes: int, attempt: Mapping[str, str]
+        self, processes: int, attempt: Mapping[str, str], room_seconds: float
     ) -> Mapping[int, StartedProcess]:
         coordinator = self._options.coordinator or self.address()
         first = (self._options.node_rank or 0) * processes
@@ -120,11 +135,13 @@ class ThisMachine:
     ) -> GuardedProcess:
         """Start one process, whose end is an event."""
         # Of what this process itself is in other jobs, nothing is handed on.
-        others = {TF_CONFIG}
+        others = {TF_CONFIG, _environment.MEMORY}
         if self._options.nodes == 1:
             others.update(_environment.OF_PROCESS)
         inherited = {k: v for k, v in os.environ.items() if k not in others}
         own = task.variables(self._options) | dict(variables)
+        if self._options.nodes == 1:
+            own[_environment.MEMORY] = self._memory
         if gpus := task.gpus(self._options):
             own[GPUS] = share(gpus, task.index)
         return GuardedProcess(
@@ -407,6 +424,7 @@ class Job:
         self._events = events
         self._machines = machines
         self._restarts = options.max_restarts
+        self._replaced_until = -math.inf  # else what replaced a lost process held
         self._secret = Secret.random()
         self._screens = Screens()
 
@@ -415,11 +433,7 @@ class Job:
         processes = self._options.processes
         attempts = [self._attempt(0, processes)]
         while self._goes_on(attempts[-1]):
-            least = self._options.min_processes
-            if attempts[-1].grows:
-                processes = self._options.processes
-            elif least is not None and attempts[-1].failed:
-                processes = max(processes - 1, least)
+            processes = self._next_count(attempts[-1])
             number = len(attempts)
             started = with_noun(processes, "process")
             self._screens.say(f"starting {started} again: attempt {number}")
@@ -432,32 +446,64 @@ class Job:
                 self._screens.say(f"the summary was not written: {error}")
         return attempts[-1].code
 
-    def _attempt(self, number: int, processes: int) -> Attempt:
-        told = {
-            _environment.NUM_PROCESSES: str(self._options.nodes * processes),
-            _environment.ATTEMPT: str(number),
-        }
-        if self._options.nodes == 1:  # else it is the same one for all launchers
+    def _next_count(self, last: Attempt) -> int:
+        """How many processes the next attempt is to have."""
+        processes, least = len(last.workers), self._options.min_processes
+        if last.grows:
+            return self._options.processes
+        if least is None or not last.failed:
+            return processes
+        now = time.monotonic()
+        if now >= self._replaced_until and self._options.wait_for_replacement:
+            self._replaced_until = now + self._options.wait_for_replacement
+            return processes
+        return max(processes - 1, least)
+
+    def _started(self, number: int, processes: int) -> Mapping[int, StartedProcess]:
+        """The processes, or as many fewer as there is room for and as may be."""
+        options, told = self._options, {_environment.ATTEMPT: str(number)}
+        if options.nodes == 1:  # else it is the same one for all launchers
             told |= self._secret.variables()
+        least = processes if number == 0 else options.min_processes or processes
+        wait = max(options.wait_for_replacement, _ROOM_SECONDS)
+        while processes > least:
+            told[_environment.NUM_PROCESSES] = str(options.nodes * processes)
+            try:
+                return self._machines.start(processes, told, wait)
+            except NoRoomError:
+                self._screens.say(
+                    f"there is no room for {with_noun(processes, 'process')}, starting "
+                    "one fewer"
+                )
+            processes, wait = processes - 1, _ROOM_SECONDS
+        told[_environment.NUM_PROCESSES] = str(options.nodes * processes)
+        return self._machines.start(processes, told, options.ray_wait)
+
+    def _attempt(self, number: int, processes: int) -> Attempt:
         try:
-            started = self._machines.start(processes, told)
-            is_small = processes < self._options.processes
+            started = self._started(number, processes)
+            is_small = len(started) < self._options.processes
             attempt = Attempt(self._options, self._events, self._screens, is_small)
             for rank, process in started.items():
                 attempt.add(rank, JobTask("process", rank), process)
             attempt.wait()
         finally:
             self._machines.release()
-        attempt.tell()
         return attempt
 
     def _goes_on(self, attempt: Attempt) -> bool:
-        if attempt.asked is not None or not self._events.empty():
-            return False
-        if (cause := attempt.cause) is None:
-            return attempt.grows or attempt.code in ALWAYS_AGAIN
-        left = _left_after(attempt.failed[cause], self._restarts)
+        left: int | None = None
+        if attempt.asked is None and self._events.empty():
+            if (cause := attempt.cause) is None:
+                attempt.tell()
+                return attempt.grows or attempt.code in ALWAYS_AGAIN
+            code = attempt.failed[cause]
+            left = _left_after(code, self._restarts)
+            if left is None and code not in NEVER_AGAIN and self._options.max_restarts:
+                used = with_noun(self._options.max_restarts, "restart")
+                self._screens.say(f"the {used} of --max-restarts have been made")
         self._restarts = left or 0
+        attempt.tell()
         return left is not None
 
 

@@ -78,7 +78,10 @@ Otherwise, when a process fails, the others have --grace seconds to end, then th
 killed with all that they started. SIGINT and SIGTERM are handed on to every process, so
 that it can save its state; what has not ended after --stop-grace seconds is killed, and
 by a second signal at once. With --min-processes every restart after a
-failure takes one process fewer, and never fewer than that. After --grow-every
+failure takes one process fewer, and never fewer than that. With
+--wait-for-replacement it takes as many first: on this machine a new process in place of
+the lost one, on Ray what finds room within that time. If one fails within that time
+again, or there is no room, the job goes on with one fewer. After --grow-every
 seconds the others get SIGTERM, so that they save their state, and all are started
 again.
 
@@ -175,6 +178,9 @@ class Options:
         help="start all again up to K times after a failure (default: 0)")
     min_processes: int | None = _option(type=count, metavar="M",
         help="a restart takes one process fewer, down to M")
+    wait_for_replacement: float = _option(default=0.0, type=_seconds, metavar="S",
+        help="seconds after a loss in which a replacement is to come and to hold, "
+        "before the job goes on with one process fewer (default: 0)")
     grow_every: float = _option(default=600.0, type=positive_seconds, metavar="S",
         help="seconds after which a job with fewer processes saves its state, and "
         "starts with all again (default: 600)")
@@ -322,6 +328,16 @@ def _complaints(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
             )
         if not o.max_restarts:
             yield "--min-processes needs restarts: add --max-restarts"
+        if o.print_for:
+            yield (
+                "--min-processes has no meaning with --print: what a cluster starts "
+                "has as many processes as it is told"
+            )
+    elif o.wait_for_replacement:
+        yield (
+            "--wait-for-replacement needs --min-processes: with how many may the job "
+            "go on where no replacement comes?"
+        )
     if o.devices_per_process and o.gpus_per_process:
         yield (
             "--devices-per-process simulates devices on the CPU, --gpus-per-process "

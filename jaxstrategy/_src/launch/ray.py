@@ -35,7 +35,7 @@ from jaxstrategy._src.launch.child_process import (
     StartedProcess,
     Stream,
 )
-from jaxstrategy._src.launch.local import LOOPBACK, Ended, Events
+from jaxstrategy._src.launch.local import LOOPBACK, Ended, Events, NoRoomError
 from jaxstrategy._src.launch.options import RAY_ADDRESS, Options
 from jaxstrategy._src.launch.tasks import JobTask, place
 from jaxstrategy._src.text.shown import with_noun
@@ -45,7 +45,13 @@ HANDED_ON = ("JAX_", "JAXSTRATEGY_", "XLA_")
 
 _THREADS = 8  # of an actor: two for its output, one for its end, the rest to be asked
 # What Ray sets for its own workers, or what names another process of a job.
-_NOT_HANDED_ON = ("PYTHONBREAKPOINT", "RAY_JOB_ID", "RAY_RAYLET_PID", "TF_CONFIG")
+_NOT_HANDED_ON = (
+    "JAXSTRATEGY_MEMORY",
+    "PYTHONBREAKPOINT",
+    "RAY_JOB_ID",
+    "RAY_RAYLET_PID",
+    "TF_CONFIG",
+)
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _QUIET_SECONDS = 2.0  # on a free cluster there is room within 10 ms
 _END_SECONDS = 10.0  # until those who ask hear that an actor was ended
@@ -287,7 +293,7 @@ class RayActors:
             for bundle in bundles:
                 needed.update(bundle)
             if any(there.get(name, 0) < number for name, number in needed.items()):
-                raise ClusterError(
+                raise NoRoomError(
                     f"This machine has no room for {self._described}: Ray finds "
                     f"{self._there()} here. Ask for less, or give the address of a "
                     "larger Ray."
@@ -381,7 +387,7 @@ class RayActors:
             if is_stopped():
                 raise ClusterError("The launcher was asked to stop.")
             if time.monotonic() > end:
-                raise ClusterError(
+                raise NoRoomError(
                     f"Ray has no room for {self._described} ({placement}). The "
                     f"cluster has {self._there()} in all, on "
                     f"{with_noun(len(self._cluster.machines()), 'machine')}; what "
@@ -478,13 +484,13 @@ class RayMachines:
         self._actors: RayActors | None = None
 
     def start(
-        self, processes: int, attempt: Mapping[str, str]
+        self, processes: int, attempt: Mapping[str, str], room_seconds: float
     ) -> dict[int, StartedProcess]:
         end = time.monotonic() + self._options.ray_wait
         lost = self._cluster.ray.exceptions.RayActorError
         while True:
             try:
-                return self._started(processes, attempt)
+                return self._started(processes, attempt, room_seconds)
             except lost as error:  # a machine went as soon as it was found
                 self.release()
                 if time.monotonic() > end or not self._events.empty():
@@ -502,7 +508,7 @@ class RayMachines:
         self._cluster.close()
 
     def _started(
-        self, processes: int, attempt: Mapping[str, str]
+        self, processes: int, attempt: Mapping[str, str], room_seconds: float
     ) -> dict[int, StartedProcess]:
         options, get = self._options, self._cluster.ray.get
         bundle = {
@@ -514,7 +520,7 @@ class RayMachines:
             self._cluster,
             [{name: number for name, number in bundle.items() if number}] * processes,
             options.ray_placement,
-            options.ray_wait,
+            room_seconds,
             lambda: not self._events.empty(),
             lambda text: print(f"jaxstrategy.launch: {text}", file=sys.stderr),
         )
@@ -536,7 +542,8 @@ class RayMachines:
         shared = {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(HANDED_ON) or name in named
+            if name not in _NOT_HANDED_ON
+            and (name.startswith(HANDED_ON) or name in named)
         } | JobTask("process", 0).variables(options)
         script = None if options.module else options.program[0]
         folder = None if options.ray_working_dir is not None else os.getcwd()

@@ -354,7 +354,7 @@ class PreemptionCheckpointHandler:
             self._config.save_fn(*args, **kwargs)
             return
         assert self._manager is not None
-        if self._manager.latest_step() == self._calls:
+        if self._manager.all_steps()[-1:] == [self._calls]:
             return
         state = self._state() if callable(self._state) else self._state
         self._manager.save(self._calls, state, force=True)

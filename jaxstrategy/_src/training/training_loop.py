@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self, final
 
+import jax
+
 from jaxstrategy._src.checkpoint.manager import CheckpointManager
+from jaxstrategy._src.cluster.resolvers import environment
 from jaxstrategy._src.contexts.replica_context import AnyStrategy
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.iterator import DistributedIterator
@@ -17,7 +24,7 @@ from jaxstrategy._src.preemption.preemption import (
 )
 from jaxstrategy._src.strategies.current import get_strategy
 from jaxstrategy._src.strategies.strategy import Strategy, checked_strategy
-from jaxstrategy._src.text.shown import at_least, positive
+from jaxstrategy._src.text.shown import at_least, positive, with_noun, with_seconds
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import PyTree
 
@@ -55,12 +62,16 @@ class TrainingLoop:
         self._data: DistributedIterator = iter(dataset)
         self._saved: int | None = None
         self._handler: PreemptionCheckpointHandler | None = None
+        self._count: _StepCount | None = None
 
     def __enter__(self) -> Self:
         if self.manager is not None:
             restored, self.step = self.manager.restore_or_init(self._kept)
             self.state = restored["state"]
-            self._saved = self.step or None
+            told = self.manager.restored
+            is_on_disk = told is not None and not told.from_memory
+            self._saved = (self.step or None) if is_on_disk else None
+            self._count = _StepCount(self.manager, self.step)
             self._handler = PreemptionCheckpointHandler(
                 None, None, termination_config=self._termination
             )
@@ -71,6 +82,8 @@ class TrainingLoop:
             closing.callback(self._data.close)
             if self._handler is not None:
                 closing.callback(self._handler.close)
+            if self._count is not None:
+                closing.callback(self._count.close)
             if self.manager is not None:
                 closing.callback(self.manager.close)
                 if kind is None:
@@ -84,6 +97,8 @@ class TrainingLoop:
         for batch in batches:
             yield self.step, batch
             self.step += 1
+            if self._count is not None:
+                self._count.set(self.step)
             self._between()
 
     def save(self) -> None:
@@ -111,6 +126,8 @@ class TrainingLoop:
             self._strategy.assert_in_sync(self.state, "state")
         if self.step % self._every == 0:
             self.save()
+        elif self.manager is not None:
+            self.manager.snapshot(self.step, self._kept)
         if self._handler is not None:
             self._handler.save_checkpoint_if_preempted()
 
@@ -127,6 +144,42 @@ class TrainingLoop:
         return TerminationConfig(
             given.termination_watcher_fn, given.exit_fn, given.grace_period, save
         )
+
+
+@final
+class _StepCount:
+    """How far process 0 is, where its end does not lose it; says what a loss cost."""
+
+    def __init__(self, manager: CheckpointManager, step: int) -> None:
+        self._file: int | None = None
+        folder = os.environ.get(environment.MEMORY)
+        if folder is None or jax.process_index():
+            return
+        name = hashlib.sha256(repr(manager).encode()).hexdigest()
+        self._file = os.open(f"{folder}/{name}.steps", os.O_RDWR | os.O_CREAT, 0o600)
+        before, ended = os.read(self._file, 20), os.fstat(self._file).st_mtime
+        is_again = os.environ.get(environment.ATTEMPT, "0") != "0"
+        if before and is_again:
+            restored = manager.restored
+            in_memory = restored is not None and restored.from_memory
+            where = "a snapshot in memory" if in_memory else "a checkpoint"
+            where = where if step else "the beginning"
+            repeated = with_noun(max(int(before) - step, 0), "step")
+            print(
+                f"jaxstrategy: goes on after step {step}, from {where}, repeating "
+                f"{repeated}; {with_seconds(time.time() - ended)} since the last one",
+                file=sys.stderr,
+            )
+
+    def set(self, step: int) -> None:
+        """So many steps are done."""
+        if self._file is not None:
+            os.pwrite(self._file, b"%20d" % step, 0)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def training_loop(

@@ -16,7 +16,7 @@ from workers import digits
 
 STEPS = 30
 # By attempt: who is killed before which step.
-KILLED = {0: (1, 8), 1: (2, 14)}
+KILLED = {0: (0, 8), 1: (2, 14)}
 
 
 def main(folder, is_disturbed):
@@ -29,20 +29,22 @@ def main(folder, is_disturbed):
     step, _ = digits.programs(strategy)
     batches = js.batches(digits.digits(), 240, shuffle=3)
     dataset = strategy.experimental_distribute_dataset(batches)
+    manager = js.checkpoint.CheckpointManager(folder, strategy, memory_every=3)
     attempt, count = int(os.environ["JAXSTRATEGY_ATTEMPT"]), jax.process_count()
     rank, at = KILLED.get(attempt, (-1, 0)) if is_disturbed else (-1, 0)
     loop = js.training.training_loop(
         dataset,
         lambda: strategy.init(digits.create),
         steps=STEPS,
-        checkpoint=folder,
-        every=4,
+        checkpoint=manager,
+        every=20,
         progress=False,
         strategy=strategy,
     )
     with loop:
         for done, batch in loop:
             if jax.process_index() == rank and done == at:
+                manager.wait()
                 os.kill(os.getpid(), 9)
             loop.state, loss = step(loop.state, batch)
             if jax.process_index() == 0:

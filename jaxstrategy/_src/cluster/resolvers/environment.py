@@ -253,6 +253,7 @@ LOCAL_RANK = "JAXSTRATEGY_LOCAL_RANK"
 ATTEMPT = "JAXSTRATEGY_ATTEMPT"
 COMPILATION_CACHE = "JAXSTRATEGY_COMPILATION_CACHE"  # a folder
 JOB = "JAXSTRATEGY_JOB"  # the same for all processes that belong together
+MEMORY = "JAXSTRATEGY_MEMORY"  # a folder in memory that lasts as long as the job
 
 LATE = "jaxstrategy: at the end: "
 """The beginning of process 0's line about late processes; the launcher repeats it."""
