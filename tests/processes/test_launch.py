@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -522,6 +523,83 @@ def test_a_job_that_has_lost_a_process_grows_again(launch):
     ], result
 
 
+WHOLE = [sys.executable, "-m", "jaxstrategy.launch"]  # with ZeroMQ
+
+
+def free_ports():
+    """A port, and the one above it, of which nobody seems to use either."""
+    while True:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as first,
+            contextlib.suppress(OSError, OverflowError),
+        ):
+            port = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
+def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(start):
+    script = """
+    print(f"attempt {attempt}: {rank} of {count}", flush=True)
+    def asked(*_):
+        open(f"stop{attempt}", "w").close()
+    signal.signal(signal.SIGTERM, asked)
+    write(f"pid{attempt}{rank}")
+    ends = {f"lost{attempt}": 76, f"stop{attempt}": 77, "over": 0}
+    while not (there := [name for name in ends if os.path.exists(name)]):
+        time.sleep(0.01)
+    sys.exit(ends[there[0]])
+    """
+    options = f"--nodes 1:3 --coordinator 127.0.0.1:{free_ports()} --max-restarts 1"
+    options += " --grace 0.1 --grow-every 1 --node-rank"
+    env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
+    nodes = [start(f"{options} {k}", script, program=WHOLE, env=env) for k in range(3)]
+    nodes[0].pids("pid00", "pid01", "pid02")
+    nodes[1].process.kill()
+    (nodes[0].folder / "lost0").touch()
+    nodes[0].pids("pid10", "pid11")  # of nodes 0 and 2
+    nodes[1] = start(f"{options} 1", script, program=WHOLE, env=env)
+    nodes[0].pids("pid20", "pid21", "pid22")
+    (nodes[0].folder / "over").touch()
+    results = [node.finish(0) for node in nodes]
+    for k, wanted in enumerate(
+        [
+            ["0: 0 of 3", "1: 0 of 2", "2: 0 of 3"],
+            ["2: 1 of 3"],
+            ["0: 2 of 3", "1: 1 of 2", "2: 2 of 3"],
+        ]
+    ):
+        ranks = [line.partition("attempt ")[2] for line in results[k].lines]
+        assert sorted(ranks) == wanted, results
+    assert "attempt 1 is on 2 of 3 machines" in results[2].err
+    assert "attempt 2 is on 3 of 3 machines" in results[0].err
+
+
+def test_a_launcher_with_another_secret_or_rank_takes_no_part(start):
+    script = "wait_for('over')"
+    options = f"--nodes 2:3 --coordinator 127.0.0.1:{free_ports()} --max-restarts 1"
+    envs = [os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": 16 * each} for each in "ab"]
+
+    def node(rank, env):
+        options_of = f"{options} --node-rank {rank}"
+        return start(options_of, script, program=WHOLE, env=env)
+
+    first, second = node(0, envs[0]), node(1, envs[0])
+    refused = node(2, envs[1]).finish(1)
+    assert "The launcher of node 0 refuses this one" in refused.err
+    again = node(1, envs[0])
+    ended = [second.process, again.process]
+    deadline = time.monotonic() + DEADLINE
+    while all(each.poll() is None for each in ended) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (lost,) = [each for each in (second, again) if each.process.poll() is not None]
+    text = "another launcher came with --node-rank 1"
+    assert text in lost.finish(1).err
+    third = node(2, envs[0])
+    (first.folder / "over").touch()
+    assert first.finish(0) and third.finish(0)
+
+
 def test_a_job_that_is_done_when_it_is_to_grow_does_not_start_again(launch):
     script = """
     import signal, time
@@ -600,6 +678,12 @@ def test_wrong_arguments_are_refused(tmp_path, monkeypatch):
         (
             "-n 1:2 --max-restarts 1 --wait-for-replacement inf x.py",
             "--wait-for-replacement: 'inf' is not a time in seconds",
+        ),
+        ("--nodes 3:2 x.py", "--nodes 3:2 has its larger number first"),
+        ("--nodes 1:2 x.py", "--nodes M:N needs restarts: add --max-restarts"),
+        (
+            "--nodes 1:2 --max-restarts 1 --print k8s x.py",
+            "--nodes M:N has no meaning with --print",
         ),
         (
             "--devices-per-process 2 --gpus-per-process 1 x.py",

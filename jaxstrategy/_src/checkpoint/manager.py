@@ -111,9 +111,11 @@ class CheckpointManager:
         the processes, all of them, and not the host or the job: whatever restores the
         latest checkpoint after `python -m jaxstrategy.launch` has started processes of
         one host again, takes the snapshot if it is of a later step, with the same
-        checks. It costs memory of the host: the bytes of a checkpoint, twice as many
-        while the next one is taken. Where other launchers or several hosts run the job,
-        or the memory is full, a RuntimeWarning says that there are no snapshots.
+        checks. So a loss costs at most so many steps, and those during which the next
+        snapshot was being written. It costs memory of the host: the bytes of a
+        checkpoint, twice as many while the next one is written. Where other launchers
+        or several hosts run the job, or the memory is full, a RuntimeWarning says that
+        there are no snapshots.
 
     Raises:
       MissingExtraError: Orbax is not installed.

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, final
 
 from jaxstrategy._src.cluster.resolvers import environment as _environment
@@ -301,9 +301,15 @@ class Attempt(Processes):
     """All processes of a job from their start to the last one's end."""
 
     def __init__(
-        self, options: Options, events: Events, screens: Screens, is_small: bool
+        self,
+        options: Options,
+        events: Events,
+        screens: Screens,
+        is_small: bool,
+        can_grow: Callable[[], bool],
     ) -> None:
         super().__init__(options, events, screens)
+        self._can_grow = can_grow
         self.begun = time.monotonic()
         self._was_asked_to_grow = False
         self._grow_at = self.begun + options.grow_every if is_small else math.inf
@@ -330,6 +336,9 @@ class Attempt(Processes):
             worker.close()
 
     def _grow(self) -> None:
+        if not self._can_grow():
+            self._grow_at = time.monotonic() + self._options.grow_every
+            return
         self._was_asked_to_grow, self._grow_at = True, math.inf
         self.end_within(self._options.stop_grace)
         for worker in self.workers.values():
@@ -427,9 +436,23 @@ class Job:
         self._replaced_until = -math.inf  # else what replaced a lost process held
         self._secret = Secret.random()
         self._screens = Screens()
+        self._most_nodes = options.nodes
+        self._nodes = None
+        if options.min_nodes is not None:
+            # ZeroMQ, which other jobs of the launcher do not need.
+            from jaxstrategy._src.launch.nodes import Nodes
+
+            self._nodes = Nodes(options, lambda: not events.empty())
 
     def run(self) -> int:
         """The exit code of the last attempt."""
+        try:
+            return self._run()
+        finally:
+            if self._nodes is not None:
+                self._nodes.close()
+
+    def _run(self) -> int:
         processes = self._options.processes
         attempts = [self._attempt(0, processes)]
         while self._goes_on(attempts[-1]):
@@ -480,10 +503,18 @@ class Job:
         return self._machines.start(processes, told, options.ray_wait)
 
     def _attempt(self, number: int, processes: int) -> Attempt:
+        options, can_grow = self._options, lambda: True
+        if (nodes := self._nodes) is not None:
+            options.nodes, options.node_rank, number = nodes.meet(number)
+            if number:
+                there = f"{options.nodes} of {self._most_nodes} machines"
+                self._screens.say(f"attempt {number} is on {there}")
+            can_grow = lambda: nodes.someone_waits  # noqa: E731
         try:
             started = self._started(number, processes)
-            is_small = len(started) < self._options.processes
-            attempt = Attempt(self._options, self._events, self._screens, is_small)
+            is_small = len(started) < options.processes
+            is_small |= options.nodes < self._most_nodes and not options.node_rank
+            attempt = Attempt(options, self._events, self._screens, is_small, can_grow)
             for rank, process in started.items():
                 attempt.add(rank, JobTask("process", rank), process)
             attempt.wait()

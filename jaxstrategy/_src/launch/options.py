@@ -81,9 +81,12 @@ by a second signal at once. With --min-processes every restart after a
 failure takes one process fewer, and never fewer than that. With
 --wait-for-replacement it takes as many first: on this machine a new process in place of
 the lost one, on Ray what finds room within that time. If one fails within that time
-again, or there is no room, the job goes on with one fewer. After --grow-every
+again, or there is no room, the job goes on with one fewer. With
+--nodes M:N the launcher of node 0, which must stay, waits one port above the
+coordinator's for the others, after a loss for --wait-for-replacement, at least --grace
+and 2 seconds, and the job goes on with those that came. After --grow-every
 seconds the others get SIGTERM, so that they save their state, and all are started
-again.
+again; with --nodes M:N if a launcher has come that takes no part yet.
 
 With --on ray, an actor on a machine of the cluster starts each process, in the folder
 of the same path, and with the environment of that machine; from here it gets what
@@ -194,8 +197,9 @@ class Options:
         help="seconds that the others have after a failure (default: 3)")
     stop_grace: float = _option(default=300.0, type=_seconds, metavar="S",
         help="seconds to save and end after a signal (default: 300)")
-    nodes: int = _option(default=1, type=count, metavar="N",
-        help="machines of the job (default: 1); run the launcher on each")
+    nodes: int = _option(default=1, type=_range, metavar="N",
+        help="machines of the job (default: 1); run the launcher on each. M:N lets the "
+        "job go on with as few as M")
     node_rank: int | None = _option(type=_whole, metavar="R",
         help="which of the machines this is: 0, 1, ...")
     coordinator: str | None = _option(type=_address, metavar="HOST:PORT",
@@ -235,6 +239,7 @@ class Options:
         help="seconds to wait for room on the cluster (default: 300)")
     # fmt: on
     command: Sequence[str] = ()
+    min_nodes: int | None = None
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -264,6 +269,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     options = parser.parse_args(arguments, Options())
     if isinstance(options.processes, tuple):
         options.min_processes, options.processes = options.processes
+    if isinstance(options.nodes, tuple):
+        options.min_nodes, options.nodes = options.nodes
     if options.command[:1] == ["--"]:
         options.command = options.command[1:]
     if options.check:
@@ -323,8 +330,8 @@ def _complaints(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
             )
         if o.nodes > 1:
             yield (
-                "--min-processes works on one machine only: several launchers cannot "
-                "agree on how many processes remain; leave it out with --nodes"
+                "--min-processes works on one machine only: on several, as many "
+                "processes are on each; leave it out, and give --nodes M:N"
             )
         if not o.max_restarts:
             yield "--min-processes needs restarts: add --max-restarts"
@@ -333,11 +340,18 @@ def _complaints(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
                 "--min-processes has no meaning with --print: what a cluster starts "
                 "has as many processes as it is told"
             )
-    elif o.wait_for_replacement:
+    elif o.wait_for_replacement and o.min_nodes is None:
         yield (
-            "--wait-for-replacement needs --min-processes: with how many may the job "
-            "go on where no replacement comes?"
+            "--wait-for-replacement needs --min-processes, or --nodes M:N: with how "
+            "many may the job go on where no replacement comes?"
         )
+    if o.min_nodes is not None:
+        if o.min_nodes > o.nodes:
+            yield f"--nodes {o.min_nodes}:{o.nodes} has its larger number first"
+        if not o.max_restarts:
+            yield "--nodes M:N needs restarts: add --max-restarts"
+        if o.print_for:
+            yield "--nodes M:N has no meaning with --print: give one number"
     if o.devices_per_process and o.gpus_per_process:
         yield (
             "--devices-per-process simulates devices on the CPU, --gpus-per-process "
