@@ -44,9 +44,9 @@ PHASES = (
 )
 
 
-@benchmark(dict(processes=(2,)))
+@benchmark(dict(processes=(2, 4)))
 def recovery(args: Any) -> Iterator[Comparison]:
-    """A job trains again within 10 s of the kill of one of its processes.
+    """A job trains again within 6 s of the kill of one of its processes.
 
     The launcher starts a small training, one process of which kills itself; it starts
     all again, and they go on from the last checkpoint. Seconds from the kill to
@@ -58,7 +58,7 @@ def recovery(args: Any) -> Iterator[Comparison]:
             values = {"found": [marks[end] - marks[begin]]}
             target = 1.0 if name == "all" else None
             if name == "all":
-                values["at most"] = [10.0]
+                values["at most"] = [6.0]
             # Single times, of processes that start, differ by much.
             case = f"{processes} processes"
             yield Comparison(case, name, "s", values, target, tolerance=0.5)
