@@ -541,6 +541,7 @@ def free_ports():
 def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(start):
     script = """
     print(f"attempt {attempt}: {rank} of {count}", flush=True)
+    assert "JAXSTRATEGY_MEMORY" not in os.environ  # the others would not see it
     def asked(*_):
         open(f"stop{attempt}", "w").close()
     signal.signal(signal.SIGTERM, asked)

@@ -140,7 +140,8 @@ class ThisMachine:
             others.update(_environment.OF_PROCESS)
         inherited = {k: v for k, v in os.environ.items() if k not in others}
         own = task.variables(self._options) | dict(variables)
-        if self._options.nodes == 1:
+        # Of several machines, even if one is left, the others do not see it.
+        if self._options.nodes == 1 and self._options.min_nodes is None:
             own[_environment.MEMORY] = self._memory
         if gpus := task.gpus(self._options):
             own[GPUS] = share(gpus, task.index)

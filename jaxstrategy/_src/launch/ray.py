@@ -542,8 +542,8 @@ class RayMachines:
         shared = {
             name: value
             for name, value in os.environ.items()
-            if name not in _NOT_HANDED_ON
-            and (name.startswith(HANDED_ON) or name in named)
+            if name in named
+            or (name.startswith(HANDED_ON) and name not in _NOT_HANDED_ON)
         } | JobTask("process", 0).variables(options)
         script = None if options.module else options.program[0]
         folder = None if options.ray_working_dir is not None else os.getcwd()
