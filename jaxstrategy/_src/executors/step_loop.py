@@ -398,7 +398,7 @@ class StepLoop:
         args, kwargs, objects = self._filled(states, parts)
         # Those that the step captured stand among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
-        with rebinding.rebound(self._fn, replaced, is_changed_in_place) as fn:
+        with rebinding.rebound(self._fn, replaced) as fn:
             with self._synchronization.step():
                 returned = _with_values(fn(*args, batch, **kwargs))
         if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):

@@ -41,8 +41,8 @@ from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
 from jaxstrategy._src.tracing import results as _results, roles
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
+from jaxstrategy._src.tracing.functions.places import ClosureCell
 from jaxstrategy._src.tracing.functions.references import References
-from jaxstrategy._src.tracing.functions.walk import ClosureCell
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weakly
 from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr, all_eqns
 from jaxstrategy._src.tracing.nnx.object_form import (
@@ -370,7 +370,7 @@ class FunctionTracer:
         if key not in self._table:
             self._make_room(key.code)
         programs = self._table.setdefault(key, {})
-        alive = weakly(fn, lambda: self._functions.pop(number, None))
+        alive = weakly(fn, lambda _: self._functions.pop(number, None))
         found = _Function(alive, key, programs, looks_again, now)
         self._functions[number] = found
         return found
@@ -474,7 +474,7 @@ def _closure(own: Any) -> list[object]:
 def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[FunctionKey, bool]:
     """The key of functions that do the same, and whether it changes unnoticed."""
     with rebinding.one_at_a_time:
-        references = References(own, lambda value: False)
+        references = References(own, finds_objects=False)
     form = references.form
     if references.opaque:  # it is known by itself alone
         function = getattr(own, "__func__", own)

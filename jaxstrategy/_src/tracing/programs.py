@@ -13,8 +13,8 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.tracing import recompilation
 from jaxstrategy._src.tracing.functions import code as _code, rebinding, weak_references
 from jaxstrategy._src.tracing.functions.code import attributes_of
+from jaxstrategy._src.tracing.functions.places import ClosureCell, Place
 from jaxstrategy._src.tracing.functions.references import References, is_alike
-from jaxstrategy._src.tracing.functions.walk import ClosureCell, Place
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weakly
 from jaxstrategy._src.tracing.nnx.object_calls import (
     came_from_step,
@@ -97,10 +97,15 @@ class Programs:
         programs = self._functions.get(key)
         if programs is None:
             programs = FunctionPrograms(
-                fn, options, self, lambda: self._functions.pop(key, None)
+                fn, options, self, weak_references.of(self, Programs._gone, key)
             )
             self._functions[key] = programs
         return programs
+
+    def _gone(self, key: Hashable, *_: object) -> None:
+        """A function is gone, and with it what no other can use."""
+        if (programs := self._functions.pop(key, None)) is not None:
+            programs.let_go()
 
     def find(
         self, key: FunctionKey, fn: Function, calls: Callable[[], recompilation.Calls]
@@ -203,15 +208,9 @@ class FunctionPrograms:
         fn: Function,
         options: RunOptions | None,
         table: Programs,
-        forget: Callable[[], object],
+        gone: Callable[[object], object],
     ) -> None:
-        let_go = weak_references.of(self, FunctionPrograms._let_go)
-
-        def died() -> None:
-            let_go()
-            forget()
-
-        self._get_fn = weakly(fn, died)
+        self._get_fn = weakly(fn, gone)
         self._options = options
         self._table = table
         self._key: FunctionKey | None = None
@@ -355,7 +354,7 @@ class FunctionPrograms:
             code = Identity(_code.code_of(fn))
             self._key = FunctionKey(form_of_itself(fn), code, self._options)
         else:
-            references = rebinding.references(fn, is_changed_in_place)
+            references = rebinding.references(fn)
             self._captured, key = self._key_of(fn, references)
             self._key = self._table.known(key, references)
             self._before, self._form = references, key.form
@@ -396,7 +395,7 @@ class FunctionPrograms:
         self._attributes = self._attributes_of(fn)
         if self._key is None or not self._key.is_shared:
             return
-        references = rebinding.references(fn, is_changed_in_place)
+        references = rebinding.references(fn)
         key = self._key_of(fn, references)[1]
         if is_alike(key.form, self._form):
             return
@@ -405,8 +404,8 @@ class FunctionPrograms:
         if self._before and (changed := references.changed_since(self._before)):
             self._table.share_changed(key, references, changed, programs)
 
-    def _let_go(self) -> None:
-        """The function is gone."""
+    def let_go(self) -> None:
+        """Forgets the programs that only this function could use."""
         programs, key = self._programs, self._key
         if programs is not None and key is not None and not key.is_shared:
             self._table.forget(programs)

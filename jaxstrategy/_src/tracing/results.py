@@ -111,11 +111,6 @@ class Results:
     treedef: TreeStructure
 
     @property
-    def has_arrays(self) -> bool:
-        """Whether some leaf is an array."""
-        return any(leaf is None for leaf in self.leaves)
-
-    @property
     def has_plain(self) -> bool:
         """Whether some leaf is not an array."""
         return any(leaf is not None for leaf in self.leaves)

@@ -29,7 +29,6 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     variables,
 )
 from jaxstrategy._src.tracing.nnx.object_calls import takes_arrays
-from jaxstrategy._src.tracing.nnx.object_form import is_changed_in_place
 from jaxstrategy._src.tracing.replication.types import Findings, Replication
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Role, Signature
@@ -168,7 +167,7 @@ class ReplicaStep:
             (self.signature.label(self.fn, index).strip("`"), value)
             for index, value in self.signature.with_statics()
         ]
-        return rebinding.refused(self.fn, self.name, is_changed_in_place, statics)
+        return rebinding.refused(self.fn, self.name, statics)
 
 
 def name_of(fn: Function) -> str:

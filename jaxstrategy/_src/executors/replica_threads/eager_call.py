@@ -45,7 +45,6 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
 )
 from jaxstrategy._src.tracing.nnx.object_form import (
     AttributeChange,
-    is_changed_in_place,
 )
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Role
@@ -500,7 +499,7 @@ class EagerCall:
         self.options = options
         self._replicas = environment.replicas
         self._changes: list[AttributeChange] = []
-        found = rebinding.references(fn, is_changed_in_place)
+        found = rebinding.references(fn)
         try:
             self._begin(args, kwargs, {**found.objects, **found.arrays}, environment)
         except PlacementError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -18,14 +18,8 @@ from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.shown import and_more
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.functions import code
-from jaxstrategy._src.tracing.functions.references import References
-from jaxstrategy._src.tracing.functions.walk import (
-    GONE,
-    Index,
-    Place,
-    Referred,
-    rebuilt,
-)
+from jaxstrategy._src.tracing.functions.places import GONE, Index, Place, rebuilt
+from jaxstrategy._src.tracing.functions.references import References, Referred
 from jaxstrategy._src.values.arrays import Function
 
 # A Keras model of a hundred layers has about twenty thousand.
@@ -95,13 +89,12 @@ def _line_of(tracer: Tracer) -> Line | None:
 def refused(
     fn: Function,
     name: str,
-    is_object: Callable[[object], bool],
     given: Sequence[tuple[str, object]] = (),
 ) -> Iterator[None]:
     """A `with` block in which a step may leave no values of its trace."""
 
     def look() -> References:
-        return References(fn, is_object, _LIMIT, with_form=False, more=given)
+        return References(fn, limit=_LIMIT, with_form=False, more=given)
 
     before = look()
     try:
@@ -182,17 +175,17 @@ _version = object()
 _MOST_LOOKS = 5
 
 
-def references(fn: Function, is_object: Callable[[object], bool]) -> References:
+def references(fn: Function) -> References:
     """What `fn` refers to, and nothing that another thread's trace has rebound."""
     for _ in range(_MOST_LOOKS):
         version, active = _version, list(_active)
-        found = References(fn, is_object)
+        found = References(fn)
         if version is _version:
             if any(rebindings.are_met_in(found) for rebindings in active):
                 break
             return found
     with one_at_a_time:
-        return References(fn, is_object)
+        return References(fn)
 
 
 def callers_value(place: Place) -> object:
@@ -206,21 +199,19 @@ def callers_value(place: Place) -> object:
 
 
 @contextlib.contextmanager
-def rebound(
-    fn: Function, replaced: Mapping[str, object], is_object: Callable[[object], bool]
-) -> Iterator[Function]:
+def rebound(fn: Function, replaced: Mapping[str, object]) -> Iterator[Function]:
     """`fn`, which refers to other values for the length of the `with` block."""
     if not replaced:
         yield fn
         return
     if (eager := context.current().eager) is not None:
         # Others of its threads wait meanwhile, and may ask for the lock.
-        rebindings = FunctionRebindings(fn, replaced, is_object)
+        rebindings = FunctionRebindings(fn, replaced)
         with eager.rebinding(rebindings):
             yield rebindings.function
         return
     with one_at_a_time:
-        rebindings = FunctionRebindings(fn, replaced, is_object)
+        rebindings = FunctionRebindings(fn, replaced)
         try:
             rebindings.set()
             yield rebindings.function
@@ -236,11 +227,10 @@ class FunctionRebindings:
         self,
         fn: Function,
         replaced: Mapping[str, object],
-        is_object: Callable[[object], bool],
     ) -> None:
-        labelled = references(fn, is_object)  # as when the values were taken
+        labelled = references(fn)  # as when the values were taken
         known = {**labelled.objects, **labelled.arrays}
-        self._references = References(fn, is_object, with_form=False)
+        self._references = References(fn, with_form=False)
         self._others = {id(known[label]): new for label, new in replaced.items()}
         self.function: Function = rebuilt(self._references.root, self._others)
         self._rebound: list[tuple[Place, object, object]] | None = None

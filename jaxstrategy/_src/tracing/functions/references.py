@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,23 +25,18 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.step_outputs import Sender
 from jaxstrategy._src.tracing.functions import code as _code
 from jaxstrategy._src.tracing.functions.code import Reach, as_method
-from jaxstrategy._src.tracing.functions.walk import (
+from jaxstrategy._src.tracing.functions.places import (
     GONE,
-    ITS_CLASS,
     Attribute,
     ClosureCell,
     Index,
     Key,
     Place,
-    ReferenceWalk,
-    Referred,
-    Token,
-    are_plain,
     is_container,
     one_level,
-    path_to,
 )
 from jaxstrategy._src.tracing.functions.weak_references import Identity
+from jaxstrategy._src.tracing.nnx.object_form import is_changed_in_place
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.variables.abstract_variable import Reference
@@ -59,19 +62,55 @@ _WHOLE = (
     types.MemberDescriptorType,  # of a slot
 )
 _COMPILED = ("jax", "jaxlib")
+# The name by which an object has its class.
+ITS_CLASS = "__class__"
+
+# What stands for a value in the form of a function.
+Token = Hashable
 _DELETED: Token = ("deleted",)
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    str,
+    bytes,
+    range,
+    type(Ellipsis),
+    type(NotImplemented),
+)
+
+
+class Referred(NamedTuple):
+    """One value that a walk came to."""
+
+    label: str
+    place: Place | None
+    value: Any
+    parent: int
+
+
+def are_plain(values: Iterable[object]) -> bool:
+    """Whether each of `values` is known by its value alone."""
+    return all(type(value) in _PLAIN for value in values)
+
+
+def path_to(reached: Sequence[Referred], number: int) -> Iterator[int]:
+    """The number of a value, of what refers to it, and so on up to the function."""
+    while number >= 0:
+        yield number
+        number = reached[number].parent
 
 
 def look_into(
-    is_object: Callable[[object], bool],
-    walk: ReferenceWalk,
+    walk: References,
     label: str,
     value: Any,
     number: int,
 ) -> Token:
     """Goes on with what `value` refers to; returns what stands for it in the form."""
     kind = type(value)
-    if is_object(value):
+    if walk.finds_objects and is_changed_in_place(value):
         walk.objects[walk.unused(label)] = value
         return ("object", len(walk.objects))
     if issubclass(kind, (jax.Array, Tracer)):
@@ -90,7 +129,7 @@ def look_into(
     return _other(walk, label, value, kind, number)
 
 
-def _unknown(walk: ReferenceWalk, label: str, value: object) -> Token:
+def _unknown(walk: References, label: str, value: object) -> Token:
     walk.opaque = walk.opaque or label
     return Identity(value)
 
@@ -98,7 +137,7 @@ def _unknown(walk: ReferenceWalk, label: str, value: object) -> Token:
 # Arrays.
 
 
-def _array(walk: ReferenceWalk, label: str, value: jax.Array | Tracer) -> Token:
+def _array(walk: References, label: str, value: jax.Array | Tracer) -> Token:
     if not isinstance(value, Tracer) and value.is_deleted():
         return _DELETED
     # One that is divided otherwise may be captured along with what the function does
@@ -115,9 +154,7 @@ def _array(walk: ReferenceWalk, label: str, value: jax.Array | Tracer) -> Token:
     return Identity(value)
 
 
-def _host_array(
-    walk: ReferenceWalk, label: str, value: np.ndarray | np.generic
-) -> Token:
+def _host_array(walk: References, label: str, value: np.ndarray | np.generic) -> Token:
     if not walk.with_form:
         return Identity(value)
     # The bytes of an array of objects are their addresses.
@@ -131,7 +168,7 @@ def _host_array(
 
 
 def _function(
-    walk: ReferenceWalk, label: str, fn: types.FunctionType, number: int
+    walk: References, label: str, fn: types.FunctionType, number: int
 ) -> Token:
     code = fn.__code__
     about = _code.about(code)
@@ -151,7 +188,7 @@ def _function(
 
 
 def _defaults(
-    walk: ReferenceWalk, label: str, fn: types.FunctionType, number: int
+    walk: References, label: str, fn: types.FunctionType, number: int
 ) -> None:
     if fn.__defaults__:
         parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
@@ -167,7 +204,7 @@ def _defaults(
 
 
 def _globals(
-    walk: ReferenceWalk, scope: dict[str, object], names: Collection[str], number: int
+    walk: References, scope: dict[str, object], names: Collection[str], number: int
 ) -> None:
     with walk.in_the_open():
         for name in names:
@@ -178,7 +215,7 @@ def _globals(
 
 
 def _method(
-    walk: ReferenceWalk, label: str, method: types.MethodType, number: int
+    walk: References, label: str, method: types.MethodType, number: int
 ) -> Token:
     label = "captured self" if label == "captured" else label
     name = _code.first_name(method.__func__)
@@ -188,7 +225,7 @@ def _method(
 
 
 def _builtin(
-    walk: ReferenceWalk, label: str, function: types.BuiltinFunctionType, number: int
+    walk: References, label: str, function: types.BuiltinFunctionType, number: int
 ) -> Token:
     owner = function.__self__
     if owner is None or isinstance(owner, (types.ModuleType, type)):
@@ -198,7 +235,7 @@ def _builtin(
 
 
 def _partial(
-    walk: ReferenceWalk, label: str, fn: functools.partial[object], number: int
+    walk: References, label: str, fn: functools.partial[object], number: int
 ) -> Token:
     walk.visit("captured", None, fn.func, number)
     for index, value in enumerate(fn.args):
@@ -211,14 +248,14 @@ def _partial(
 # Containers.
 
 
-def _list(walk: ReferenceWalk, label: str, items: list[object], number: int) -> Token:
+def _list(walk: References, label: str, items: list[object], number: int) -> Token:
     for i, item in enumerate(items):
         walk.visit(f"{label}[{i}]", Index(items, i), item, number)
     return (type(items), len(items))
 
 
 def _tuple(
-    walk: ReferenceWalk, label: str, items: tuple[object, ...], number: int
+    walk: References, label: str, items: tuple[object, ...], number: int
 ) -> Token:
     names = getattr(type(items), "_fields", None)
     for i, item in enumerate(items):
@@ -228,7 +265,7 @@ def _tuple(
 
 
 def _dict(
-    walk: ReferenceWalk, label: str, items: dict[Hashable, object], number: int
+    walk: References, label: str, items: dict[Hashable, object], number: int
 ) -> Token:
     for key, item in list(items.items()):
         walk.visit(label, None, key, number)
@@ -247,7 +284,7 @@ def _named(key: Hashable) -> str:
 
 
 def _view(
-    walk: ReferenceWalk,
+    walk: References,
     label: str,
     items: types.MappingProxyType[Hashable, object],
     number: int,
@@ -258,7 +295,7 @@ def _view(
 
 
 def _set(
-    walk: ReferenceWalk,
+    walk: References,
     label: str,
     items: set[Hashable] | frozenset[Hashable],
     number: int,
@@ -268,7 +305,7 @@ def _set(
     return _unknown(walk, label, items)
 
 
-def _tree(walk: ReferenceWalk, label: str, value: PyTree, number: int) -> Token:
+def _tree(walk: References, label: str, value: PyTree, number: int) -> Token:
     """A container that somebody has registered with JAX."""
     try:
         children, structure = one_level(value)
@@ -284,7 +321,7 @@ def _tree(walk: ReferenceWalk, label: str, value: PyTree, number: int) -> Token:
 
 
 def _module(
-    walk: ReferenceWalk, label: str, module: types.ModuleType, number: int
+    walk: References, label: str, module: types.ModuleType, number: int
 ) -> Token:
     if _code.is_users_module(module):
         scope = vars(module)
@@ -296,7 +333,7 @@ def _module(
     return Identity(module)
 
 
-def _class(walk: ReferenceWalk, label: str, kind: type, number: int) -> Token:
+def _class(walk: References, label: str, kind: type, number: int) -> Token:
     if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
         with walk.in_the_open():
             for base in filter(_code.is_users_class, kind.__mro__):
@@ -307,21 +344,19 @@ def _class(walk: ReferenceWalk, label: str, kind: type, number: int) -> Token:
     return Identity(kind)
 
 
-def _descriptor(walk: ReferenceWalk, label: str, value: object, number: int) -> Token:
+def _descriptor(walk: References, label: str, value: object, number: int) -> Token:
     for name in ("__func__", "fget", "func"):
         if (function := getattr(value, name, None)) is not None:
             walk.visit(label, None, function, number)
     return type(value)
 
 
-def _enumerated(
-    walk: ReferenceWalk, label: str, value: enum.Enum, number: int
-) -> Token:
+def _enumerated(walk: References, label: str, value: enum.Enum, number: int) -> Token:
     return (Identity(type(value)), value.name)
 
 
 def _other(
-    walk: ReferenceWalk, label: str, value: object, kind: type, number: int
+    walk: References, label: str, value: object, kind: type, number: int
 ) -> Token:
     package = kind.__module__.partition(".")[0]
     is_ours = package == "jaxstrategy" and not _code.is_layer(kind)
@@ -341,7 +376,7 @@ def _other(
 
 
 def _object(
-    walk: ReferenceWalk, label: str, value: object, kind: type, number: int
+    walk: References, label: str, value: object, kind: type, number: int
 ) -> Token:
     in_part = walk.is_in_part(value)
     walk.visit(label, None, kind, number, ITS_CLASS if in_part else None)
@@ -363,7 +398,7 @@ def _object(
 
 # `Any`: each function takes values of its own kinds alone. The first that fits counts.
 _FOLLOWED: list[
-    tuple[type | tuple[type, ...], Callable[[ReferenceWalk, str, Any, int], Token]]
+    tuple[type | tuple[type, ...], Callable[[References, str, Any, int], Token]]
 ] = [
     (types.FunctionType, _function),
     (types.MethodType, _method),
@@ -393,38 +428,118 @@ _LIMIT = 5000
 
 
 class References:
-    """All that a function refers to."""
+    """All that a function refers to, in an order that is always the same."""
 
     def __init__(
         self,
         fn: Function,
-        is_object: Callable[[object], bool],
+        *,
+        finds_objects: bool = True,
         limit: int = _LIMIT,
         with_form: bool = True,
         more: Sequence[tuple[str, object]] = (),
     ) -> None:
         self.root = as_method(fn)
-        go_on = functools.partial(look_into, is_object)
-
-        def walked(reach: Reach, whole: set[int]) -> ReferenceWalk:
-            walk = ReferenceWalk(go_on, limit, with_form, reach, whole)
-            walk.visit("captured", None, self.root, -1)
-            for label, value in more:
-                walk.visit(label, None, value, -1)
-            return walk
-
+        self.finds_objects = finds_objects
+        self.with_form = with_form
+        self._limit = limit
+        self.is_enclosed = True
+        self.reach = Reach()
+        self.whole: set[int] = set()
         # What code can ask for decides where a walk goes, and a walk comes to more
         # code: until nothing is added.
-        known = Reach(), set[int]()
-        walk = walked(*known)
-        while (found := (walk.reach, walk.whole)) != known:
+        known = None
+        while known != (found := (self.reach, frozenset(self.whole))):
             known = found
-            walk = walked(*known)
-        self.reached = walk.reached
-        self.objects = walk.objects
-        self.arrays = walk.arrays
-        self.opaque = walk.opaque
-        self._tokens = walk.tokens
+            # By identity; `reached` keeps the values, so that no `id` is used again.
+            self._seen: dict[int, int] = {}
+            self._in_part: set[int] = set()
+            self.reached: list[Referred] = []
+            self._tokens: list[Token] = []
+            self.objects: dict[str, object] = {}
+            self.arrays: dict[str, jax.Array | Tracer] = {}
+            self.opaque: str | None = None
+            self.visit("captured", None, self.root, -1)
+            for label, value in more:
+                self.visit(label, None, value, -1)
+
+    def visit(
+        self,
+        label: str,
+        place: Place | None,
+        value: object,
+        parent: int,
+        name: str | None = None,
+    ) -> None:
+        """Looks into a value; `name` is what the user's code calls it, if it does."""
+        kind = type(value)
+        if kind in _PLAIN:  # with its class: True is equal to 1
+            self.add(label, place, value, parent, (kind, value))
+        elif kind in (float, complex):  # -0.0 is not 0.0, and nan is nan
+            self.add(label, place, value, parent, (kind, repr(value)))
+        elif id(value) in self._seen:
+            again = self._seen[id(value)]
+            if id(value) in self._in_part and not self._is_part(value, name):
+                self.whole.add(id(value))
+            self.add(label, place, value, parent, ("again", again))
+        elif len(self.reached) >= self._limit:
+            self.opaque = self.opaque or label
+        else:
+            self._seen[id(value)] = len(self.reached)
+            number = self.add(label, place, value, parent, None)
+            if self._is_part(value, name):
+                self._in_part.add(id(value))
+            self._tokens[number] = look_into(self, label, value, number)
+
+    def add(
+        self, label: str, place: Place | None, value: object, parent: int, token: Token
+    ) -> int:
+        """Takes note of a value; returns its number."""
+        self.reached.append(Referred(label, place, value, parent))
+        self._tokens.append(token)
+        return len(self.reached) - 1
+
+    def member(
+        self, owner: object, label: str, place: Place, number: int, name: str
+    ) -> None:
+        """Looks into the attribute `name` of `owner`."""
+        # Who is handed the owner as a whole may hand on what it has.
+        own = name if self.is_in_part(owner) else None
+        self.visit(label, place, place.get(), number, own)
+
+    def named(self, value: object, names: Iterable[str]) -> list[str]:
+        """The names of attributes that count, of all these names."""
+        if not self.is_in_part(value):
+            return list(names)
+        return [name for name in names if name in self.reach.used]
+
+    def is_in_part(self, value: object) -> bool:
+        """Whether of `value` only what the code names counts."""
+        return id(value) in self._in_part
+
+    def _is_part(self, value: object, name: str | None) -> bool:
+        """Whether of `value`, come by as `name`, only what the code names counts."""
+        if not self.with_form or name is None or id(value) in self.whole:
+            return False
+        if isinstance(value, type):
+            return name == ITS_CLASS
+        return self.reach.only_asks(value, name)
+
+    def unused(self, label: str) -> str:
+        """`label`, or one like it that no object and no array has."""
+        number, free = 2, label
+        while free in self.objects or free in self.arrays:
+            free, number = f"{label} ({number})", number + 1
+        return free
+
+    @contextlib.contextmanager
+    def in_the_open(self) -> Iterator[None]:
+        """A `with` block for values that other code of the user's can come to, too."""
+        was, self.is_enclosed = self.is_enclosed, False
+        try:
+            yield
+        finally:
+            self.is_enclosed = was
 
     @property
     def form(self) -> tuple[Token, ...]:

@@ -46,18 +46,14 @@ def asked(
 
 
 def weakly(
-    fn: Function, forget: Callable[[], object] = lambda: None
+    fn: Function, gone: Callable[[object], object] | None = None
 ) -> Callable[[], Function | None]:
-    """A function that returns `fn` while it lives; `forget` is called when it dies."""
-
-    def died(_: object) -> None:
-        forget()
-
+    """A function that returns `fn` while it lives; `gone` is called when it dies."""
     try:
         if isinstance(fn, types.MethodType):
             # A method is made at each access: a plain reference would be dead at once.
-            return weakref.WeakMethod(fn, died)
-        return weakref.ref(fn, died)
+            return weakref.WeakMethod(fn, gone)
+        return weakref.ref(fn, gone)
     except TypeError:  # its type allows no weak references
         return lambda: fn
 

@@ -52,8 +52,8 @@ def step_of_arrays(
         leaves = [next(following) if is_parts(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         replaced = {name: kwargs.pop(name) for name in captured}
-        with rebinding.rebound(fn, replaced, is_changed_in_place) as own:
-            with rebinding.refused(own, step.__name__, is_changed_in_place):
+        with rebinding.rebound(fn, replaced) as own:
+            with rebinding.refused(own, step.__name__):
                 returned = own(*args, **kwargs)
         if form is None:
             return returned, []
@@ -224,7 +224,7 @@ def captured_by(fn: Function) -> dict[str, object]:
     """The objects that a function refers to, by label."""
     if not trees.object_kinds():
         return {}
-    return rebinding.references(fn, is_changed_in_place).objects
+    return rebinding.references(fn).objects
 
 
 def as_arrays(

@@ -15,7 +15,7 @@ import jax
 from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.text.shown import listed
 from jaxstrategy._src.tracing.functions import weak_references
-from jaxstrategy._src.tracing.functions.walk import are_same
+from jaxstrategy._src.tracing.functions.places import are_same
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.trees import is_object, object_kinds
