@@ -211,6 +211,15 @@ class TracedStep:
         self.donated = donated
         self.name = step.name
         self.signature: Signature = step.signature
+        # The computation of one replica, and the types of its inputs and outputs.
+        self.jaxpr: Jaxpr = trace.jaxpr
+        self.types: Sequence[ArrayType] = [var.aval for var in self.jaxpr.invars]
+        self.outputs: Sequence[ArrayType] = [x.aval for x in self.jaxpr.outvars]
+        self.findings: Findings = trace.findings
+        self.results: Results = trace.results
+        # Whether it returns the new arrays of objects besides its own results.
+        self.has_objects: bool = step.takes_arrays
+        self.num_replicas: int = trace.replicas.count
         self.division: AbstractDivision | None = None
         self.placements: Mapping[int, NamedSharding] = {}
 
@@ -238,21 +247,6 @@ class TracedStep:
         return arrays
 
     @property
-    def has_objects(self) -> bool:
-        """Whether it returns the new arrays of objects besides its own results."""
-        return self.replica_step.takes_arrays
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of replicas that take it together."""
-        return self.trace.replicas.count
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The computation of one replica."""
-        return self.trace.jaxpr
-
-    @property
     def own_jaxpr(self) -> Jaxpr:
         """The same, of no variables but those that it uses: others come and go."""
         read = (atom for eqn in self.jaxpr.eqns for atom in eqn.invars)
@@ -261,53 +255,25 @@ class TracedStep:
         invars = [var for var, place in inputs if place is not None or var in used]
         return self.jaxpr.replace(invars=invars)
 
-    @property
-    def results(self) -> Results:
-        """The pytree that it returned."""
-        return self.trace.results
-
-    @property
-    def findings(self) -> Findings:
-        """The knowledge of the analysis about the outputs."""
-        return self.trace.findings
-
     @cached_property
     def inputs(self) -> Sequence[int | None]:
         """For each input of `jaxpr` which argument it is."""
-        return [i if i is not None and i < self._count else None for i in self._places]
+        count = len(self.signature.dynamic)
+        return [i if i is not None and i < count else None for i in self.trace.inputs]
 
     @cached_property
     def held_by(self) -> Sequence[str | None]:
         """For each input of `jaxpr` the name of the variable it is; None for others."""
-        variables, first = self.trace.variables, self._count
+        variables, first = self.trace.variables, len(self.signature.dynamic)
         return [
             None if i is None or i < first else variables[i - first].name
-            for i in self._places
+            for i in self.trace.inputs
         ]
-
-    @cached_property
-    def _places(self) -> list[int | None]:
-        return self.trace.inputs
-
-    @property
-    def _count(self) -> int:
-        """The number of arguments that are traced."""
-        return len(self.signature.dynamic)
-
-    @property
-    def types(self) -> Sequence[ArrayType]:
-        """The types of the inputs of `jaxpr`."""
-        return [var.aval for var in self.jaxpr.invars]
 
     @cached_property
     def _types_of_arguments(self) -> dict[int, ArrayType]:
         pairs = zip(self.inputs, self.types, strict=True)
         return {argument: aval for argument, aval in pairs if argument is not None}
-
-    @property
-    def outputs(self) -> Sequence[ArrayType]:
-        """The types of the arrays that one replica returns."""
-        return [atom.aval for atom in self.jaxpr.outvars]
 
     @property
     def variables(self) -> Sequence[tuple[str, bool, Replication | None]]:

@@ -527,7 +527,7 @@ class EagerCall:
             lambda: self._step_fn, environment, self._signature, lambda: False
         )
         self._roles = step.roles
-        self._masks = MaskArguments(step, self.options)
+        self._masks = MaskArguments(step)
         self.leaves = leaves
         self._placed = Placement(step, frozenset()).placed(leaves)
 

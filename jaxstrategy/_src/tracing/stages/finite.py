@@ -21,7 +21,6 @@ from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.errors import ContextError, NonFiniteError
-from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.text.shown import array_type, first_few, plural
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
@@ -167,13 +166,6 @@ def _on(replicas: Sequence[int], count: int) -> str:
 
 def _type(aval: ArrayType) -> str:
     return array_type(getattr(aval, "dtype", aval), getattr(aval, "shape", ()), ", ")
-
-
-def finite(step: ReplicaStep, options: RunOptions) -> Finite | None:
-    """The search that a program makes with these options, None if it makes none."""
-    if not options.check_finite:
-        return None
-    return Finite(step, with_infinities=options.check_finite != "nan")
 
 
 class _Turn:

@@ -1,4 +1,4 @@
-"""All stages that a program may have: a new one is a file, and a line here."""
+"""All stages that a program may have, in the order of `stages_of`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxstrategy._src.tracing.nnx.object_form import (
     structure_of,
 )
 from jaxstrategy._src.tracing.roles import Role
-from jaxstrategy._src.tracing.stages.finite import finite
+from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
@@ -42,14 +42,9 @@ from jaxstrategy._src.values.trees import is_object
 class Donation(Stage):
     """The donated arguments of a program; none may be passed twice."""
 
-    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
-        self.donated = frozenset(step.signature.donated(options.donated))
+    def __init__(self, step: ReplicaStep, donated: frozenset[int]) -> None:
+        self.donated = donated
         self._step = step
-
-    @property
-    def is_active(self) -> bool:
-        """Whether an argument is donated."""
-        return bool(self.donated)
 
     def before(self, leaves: Sequence[Leaf]) -> None:
         """Raises if a donated array is passed twice."""
@@ -78,7 +73,7 @@ def check_once(
 class MaskArguments(Stage):
     """The masks among a program's arguments, and what its traces did with them."""
 
-    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
+    def __init__(self, step: ReplicaStep) -> None:
         self._places = [i for i, role in enumerate(step.roles) if role is Role.MASK]
         self._step = step
         # What the step asked, known once it is traced.
@@ -195,14 +190,6 @@ _running: collections.deque[jax.Array] = collections.deque()
 class InFlight(Stage):
     """Counts the calls of a program, and waits until few enough are running."""
 
-    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
-        self._is_needed = needed(step.replicas.all_devices)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether there is a bound."""
-        return self._is_needed
-
     def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
         """Adds an output that is ready when the step is done."""
 
@@ -266,7 +253,7 @@ def _version(text: str) -> tuple[int, ...]:
 class ConstantObjects(Stage):
     """The objects whose arrays are constants of a program."""
 
-    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
+    def __init__(self, step: ReplicaStep) -> None:
         self._name = step.name
         self._variables: list[tuple[Leaf, Leaf]] = []
         self._owners: list[tuple[weakref.ref[object], object]] = []
@@ -314,17 +301,17 @@ def _is_as_it_was(known: tuple[weakref.ref[object], object]) -> bool:
     return owner is None or structure_of(owner) == known[1]
 
 
-# In this order they look at a call, and at what comes of it.
-_STAGES: tuple[Callable[[ReplicaStep, RunOptions], Stage | None], ...] = (
-    Donation,
-    MaskArguments,
-    ConstantObjects,
-    InFlight,
-    finite,
-)
-
-
 def stages_of(step: ReplicaStep, options: RunOptions) -> list[Stage]:
-    """The stages of the program of a step that is compiled with these options."""
-    made = (make(step, options) for make in _STAGES)
-    return [stage for stage in made if stage is not None]
+    """The stages of the program of a step that is compiled with these options.
+
+    In this order they look at a call, and at what comes of it.
+    """
+    stages: list[Stage] = []
+    if donated := frozenset(step.signature.donated(options.donated)):
+        stages.append(Donation(step, donated))
+    stages += (MaskArguments(step), ConstantObjects(step))
+    if needed(step.replicas.all_devices):
+        stages.append(InFlight())
+    if options.check_finite:
+        stages.append(Finite(step, with_infinities=options.check_finite != "nan"))
+    return stages
