@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -317,22 +318,11 @@ class CompiledExecutor(AbstractExecutor):
         context = _context.require_cross_replica(self._strategy, "run")
         if context.in_step:
             return self._run_in_step(fn, args, kwargs)
-        if context.around is None or context.strategy is None:
-            return self._run_outside(context, fn, args, kwargs, options)
-        with context.around():
-            return self._run_outside(context, fn, args, kwargs, options)
-
-    def _run_outside(
-        self,
-        context: Context,
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        options: RunOptions | None,
-    ) -> PyTree:
-        if context.runs_eagerly is not None:
-            return self._eager_steps.run(fn, args, kwargs, options)
-        return self._programs.of(fn, options)(args, kwargs)
+        around = context.around if context.strategy is not None else None
+        with contextlib.nullcontext() if around is None else around():
+            if context.runs_eagerly is not None:
+                return self._eager_steps.run(fn, args, kwargs, options)
+            return self._programs.of(fn, options)(args, kwargs)
 
     @functools.cached_property
     def _eager_steps(self) -> EagerSteps:

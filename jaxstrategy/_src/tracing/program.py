@@ -289,7 +289,7 @@ class Program:
             return
         carried = self._variables.carried
         layout = self.layout
-        rebound = (layout.count + i for i in carried.rebound)
+        rebound = range(layout.count, layout.count + len(carried.lent))
         # A call that is refused afterwards leaves arguments and variables as they were.
         is_refused_late = bool(overridden(self._stages, "check"))
         taken = () if is_refused_late else (*sorted(self._donated), *rebound)

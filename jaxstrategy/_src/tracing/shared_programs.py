@@ -129,18 +129,6 @@ class AgreedProgram(Stage):
         self._agreement.traced(step, self._where, same, self._is_dispatched)
 
 
-def program_of(
-    step: ReplicaStep,
-    checked: Stage,
-    stages: Sequence[Stage],
-    agreement: StepAgreement | None,
-) -> Program | AgreedProgram:
-    """The program of `step`, an agreed one if there are other processes."""
-    if agreement is None:
-        return Program(step, [checked, *stages])
-    return AgreedProgram(step, checked, stages, agreement)
-
-
 @final
 class FrozenSignatures:
     """Says whether a step may have further programs."""
@@ -454,7 +442,9 @@ class SharedPrograms:
         checked = Checked(self._options.expect_mirrored, self._history.told)
         counted = Counted(functools.partial(self._note, signature))
         stages = [*stages_of(step, self._options), counted]
-        return program_of(step, checked, stages, self._agreement), checked
+        if self._agreement is None:
+            return Program(step, [checked, *stages]), checked
+        return AgreedProgram(step, checked, stages, self._agreement), checked
 
     def _gone(
         self, signature: Signature, gone: weakref.ref[per_replica.Handle]

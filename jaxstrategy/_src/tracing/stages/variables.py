@@ -49,28 +49,14 @@ class VariableBuffers:
         self._replicas = replicas
         self._here = here or {}
         self._away = away or {}
-        self._cells = list(self._here)
+        # Those that live on all replicas: the first `values`, which may be overwritten.
+        self.lent = list(self._here)
         self.is_empty = not self._here and not self._away
 
     @property
     def cells(self) -> list[Cell]:
         """Where each of the `values` is kept."""
         return [*self._here, *self._away]
-
-    @property
-    def has_lent(self) -> bool:
-        """Whether some live on all replicas."""
-        return bool(self._cells)
-
-    @property
-    def has_references(self) -> bool:
-        """Whether some of these have become references."""
-        return any([cell.array is None for cell in self._cells])
-
-    @property
-    def rebound(self) -> range:
-        """The places of those `values` that may be overwritten."""
-        return range(len(self._cells))
 
     @property
     def shardings(self) -> list[NamedSharding]:
@@ -111,9 +97,9 @@ class VariableBuffers:
     def values(self) -> list[jax.Array]:
         """For the program."""
         # Written out, because it is done for every variable at every step.
-        here = [cell.array for cell in self._cells if cell.is_alone]
-        if len(here) < len(self._cells):
-            here = [cell.lend() for cell in self._cells]
+        here = [cell.array for cell in self.lent if cell.is_alone]
+        if len(here) < len(self.lent):
+            here = [cell.lend() for cell in self.lent]
         if not self._away:
             return here
         return here + [self._fetched(cell, home) for cell, home in self._away.items()]
@@ -131,9 +117,9 @@ class VariableBuffers:
 
     def store(self, values: Sequence[jax.Array]) -> None:
         """Keep what a step made of them."""
-        for cell, value in zip(self._cells, values, strict=False):
+        for cell, value in zip(self.lent, values, strict=False):
             cell.array = value
-        away = values[len(self._cells) :]
+        away = values[len(self.lent) :]
         for (cell, home), value in zip(self._away.items(), away, strict=True):
             first = value.addressable_data(0)
             cell[...] = jax.device_put(first, home.sharding)
@@ -195,8 +181,9 @@ class VariableArguments:
     def settle(self) -> bool:
         """Before a call: leaves out what is a reference now; whether there was any."""
         self.caller_is_traced = access.is_traced()
-        traced = self.carried.has_lent and self.caller_is_traced
-        if not traced and not self.carried.has_references:
+        lent = self.carried.lent
+        traced = bool(lent) and self.caller_is_traced
+        if not traced and not any([cell.array is None for cell in lent]):
             return False
         self.by_reference = True
         self.carried = self.carried.without_references(traced)
