@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -48,12 +49,10 @@ def serve():
 
         options = {"address": "127.0.0.1:0", **options}
         made.append(Server(SECRET, handle or echo, **options))
-        made[-1].seen = seen
+        vars(made[-1])["seen"] = seen
         return made[-1]
 
-    Server.seen = None
     yield started
-    del Server.seen
     for server in made:
         server.close(0)
 
@@ -273,6 +272,70 @@ def test_a_folder_that_others_may_enter_is_not_trusted(serve):
     os.chmod(os.path.dirname(path), 0o755)
     with pytest.raises(RefusedError, match="Other users may enter"):
         Client(f"ipc://{path}", SECRET, timeout_seconds=5)
+
+
+def test_a_link_that_is_changed_after_the_check_leads_nowhere_else(
+    serve, call, tmp_path, monkeypatch
+):
+    own, other, link = tmp_path / "own", tmp_path / "other", tmp_path / "link"
+    own.mkdir(0o700)
+    other.mkdir(0o700)
+    link.symlink_to(own)
+    serve(lambda request: request.reply(b"own"), address=f"ipc://{own}/socket")
+    serve(lambda request: request.reply(b"other"), address=f"ipc://{other}/socket")
+    address = f"ipc://{link}/socket"
+    assert bytes(call(address).request()[0]) == b"own"
+    stat = os.stat
+
+    def changed(path, *args, **kwargs):
+        found = stat(path, *args, **kwargs)
+        if os.readlink(link) == str(own):
+            link.unlink()
+            link.symlink_to(other)
+        return found
+
+    monkeypatch.setattr(os, "stat", changed)
+    assert bytes(call(address).request()[0]) == b"own"
+
+
+def test_a_path_that_is_in_use_stays_whose_it_is(serve, call, tmp_path):
+    tmp_path.chmod(0o700)
+    address = f"ipc://{tmp_path}/socket"
+    serve(lambda request: request.reply(b"first"), address=address)
+    with pytest.raises(OSError, match="in use") as refused:
+        Server(SECRET, lambda request: request.reply(b"second"), address=address)
+    assert refused.value.errno == errno.EADDRINUSE
+    assert bytes(call(address).request(timeout_seconds=20)[0]) == b"first"
+
+    notes = tmp_path / "notes"
+    notes.write_text("not to be lost")
+    (tmp_path / "link").symlink_to(notes)
+    for name in "notes", "link":
+        with pytest.raises(OSError, match="in use"):
+            Server(SECRET, print, address=f"ipc://{tmp_path}/{name}")
+    assert notes.read_text() == "not to be lost" and (tmp_path / "link").is_symlink()
+
+    with socket.socket(socket.AF_UNIX) as killed:  # which leaves its file
+        killed.bind(str(tmp_path / "left"))
+    server = serve(address=f"ipc://{tmp_path}/left")
+    assert bytes(call(server).request(b"x", timeout_seconds=20)[0]) == b"x"
+
+
+def test_a_message_that_fails_does_not_hold_up_those_behind_it(call, capsys):
+    context = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    server.curve_server, server.linger = True, 0
+    server.curve_secretkey = messages.keys(SECRET, b"server")[1]
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    client = call(f"127.0.0.1:{port}", news=lambda frames: 1 / 0)
+    answer = client.submit(b"x")
+    peer, header, _ = server.recv_multipart()
+    news, reply = bytes(9), bytes([2]) + header[1:]
+    for frames in [b""], [b"short"], [bytes([3]) * 9], [news], [reply, b"y"]:
+        server.send_multipart([peer, *frames])
+    assert [bytes(frame) for frame in answer.result(20)] == [b"y"]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    context.destroy()
 
 
 # Ends of processes

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
+import functools
 import hmac
 import itertools
 import os
@@ -165,9 +167,10 @@ class Server:
             if address is None:
                 sock.bind(f"ipc://{self._folder}/messages")
             elif address.startswith("ipc://"):
-                _check_folder(address)
-                sock.bind(address)
-                self._path = address.removeprefix("ipc://")
+                path = _private_path(address)
+                _check_free(path)
+                sock.bind(f"ipc://{path}")
+                self._path = path
             else:
                 host, _, port = address.rpartition(":")
                 (first, *_) = _addresses(host.strip("[]"), int(port))
@@ -183,9 +186,9 @@ class Server:
                 raise
             raise OSError(error.errno, error.strerror) from error
         bound = cast(bytes, sock.last_endpoint).decode().rstrip("\0")
-        self.address = bound
+        self.address = address or bound
         if not bound.startswith("ipc://"):
-            host = (address or "").rpartition(":")[0]
+            host = self.address.rpartition(":")[0]
             self.address = f"{host}:{bound.rpartition(':')[2]}"
         self._socket.start()
 
@@ -439,15 +442,33 @@ def _endpoints(address: str) -> list[str]:
     if not address.startswith("ipc://"):
         host, _, port = address.rpartition(":")
         return [_tcp(*each) for each in _addresses(host.strip("[]"), int(port))]
-    _check_folder(address)
-    return [address]
+    return [f"ipc://{_private_path(address)}"]
 
 
-def _check_folder(address: str) -> None:
-    folder = os.path.dirname(address.removeprefix("ipc://"))
-    found = os.stat(folder)
+def _private_path(address: str) -> str:
+    """The path of a socket without symbolic links, in a folder of this user alone.
+
+    Who owns a link could let it point elsewhere once the folder has been checked.
+    """
+    folder, name = os.path.split(address.removeprefix("ipc://"))
+    found = os.stat(real := os.path.realpath(folder))
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RefusedError(f"Other users may enter {folder}, so it is no server's.")
+    return os.path.join(real, name)
+
+
+def _check_free(path: str) -> None:
+    """Nothing if a server may have the path: ZeroMQ removes what it finds there."""
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        # What a server left that was killed refuses.
+        if is_socket and probe.connect_ex(path) == errno.ECONNREFUSED:
+            return
+    raise OSError(errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}: {path}")
 
 
 class _Socket:
@@ -512,7 +533,8 @@ class _Socket:
                 if self.is_closed or not cast(int, self.socket.events) & zmq.POLLIN:
                     return
                 frames = self.socket.recv_multipart(copy=False)
-            self.received(frames)
+            # What fails is one message; ZeroMQ does not tell again of those behind it.
+            self.loop.tried(functools.partial(self.received, frames))
 
     def look(self) -> None:
         """Take in what has become of connections, in the loop's thread."""
@@ -621,15 +643,16 @@ class _Loop:
             for polled, _ in self._poller.poll():
                 # One that was handled before may have removed it.
                 if (handler := self._handlers.get(polled)) is not None:
-                    self._tried(handler)
+                    self.tried(handler)
 
     def _called(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
         while self._calls:
-            self._tried(self._calls.popleft())
+            self.tried(self._calls.popleft())
 
-    def _tried(self, function: Callable[[], object]) -> None:
+    def tried(self, function: Callable[[], object]) -> None:
+        """Call a function, in the loop's thread, and print what it raises."""
         try:
             function()
         except Exception:  # of one server or client, by which the others do not end
