@@ -1,5 +1,14 @@
-"""The version of the package that is installed."""
+"""Versions of installed packages."""
 
-from importlib.metadata import version
+from importlib import metadata
 
-__version__ = version("jaxstrategy")
+
+def version_of(name: str) -> str:
+    """The version of a package; a source tree that is not installed has none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+__version__ = version_of("jaxstrategy")

@@ -400,6 +400,15 @@ def test_methods_of_layers_stay_while_keras_is_tensorflow():
     )
 
 
+@pytest.mark.parametrize(
+    "line", ["from tensorflow import keras", "import tensorflow.keras as keras"]
+)
+def test_a_keras_that_nothing_uses_needs_no_backend(line):
+    program = f"import tensorflow as tf\n{line}\ns = tf.distribute.MirroredStrategy()\n"
+    assert "KERAS_BACKEND" not in ported(program).text
+    assert "KERAS_BACKEND" in ported(f"{program}keras.layers.Dense(3)\n").text
+
+
 def test_keras_becomes_keras_3_on_jax():
     done = becomes(
         """

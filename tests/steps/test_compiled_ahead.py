@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import stat
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -293,6 +294,19 @@ def test_what_else_it_captures_may_not_change():
     assert compiled(np.float32(3)) == 18
 
 
+def test_a_source_tree_that_is_not_installed_compiles_and_saves(tmp_path, monkeypatch):
+    def version(name, found=metadata.version):
+        if name == "jaxstrategy":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    strategy = replicas(2)
+    strategy.compile(step, (START, ROWS)).save(tmp_path / "step")
+    loaded = strategy.load_compiled(tmp_path / "step", step, (START, ROWS))
+    np.testing.assert_allclose(loaded(START, ROWS)[0], stepped(START), rtol=1e-5)
+
+
 def test_a_step_that_is_one_only_by_its_strategy_is_refused(tmp_path):
     strategy = replicas(2)
     with pytest.raises(TypeError, match="`compile` was given 3, which cannot be call"):
@@ -303,6 +317,8 @@ def test_a_step_that_is_one_only_by_its_strategy_is_refused(tmp_path):
         strategy.compile(step, 1.0)
     with pytest.raises(FileNotFoundError):
         strategy.load_compiled(tmp_path / "none", step, (START, ROWS))
+    with pytest.raises(js.errors.CompiledStepError, match=r"'\\ud800' is no path: "):
+        strategy.load_compiled("\ud800", step, (START, ROWS))
 
     def inside(x):
         strategy.compile(step, (x,))

@@ -156,6 +156,15 @@ def test_arrays_too_small_to_be_divided_are_not_compiled_again():
     assert plan.best.arguments == {} and len(plan) >= 3
 
 
+def test_a_plan_on_one_device_says_that_there_is_one_replica():
+    device = jax.devices()[:1]
+    plan = js.plan(build, functools.partial(step), BATCH, devices=device, memory="1GiB")
+    assert str(plan).startswith("Plan of `step` on 1 cpu of 1 GiB\n")
+    assert by_name(plan)["sharding='state'"].reason == "there is one replica"
+    with pytest.raises(ValueError, match="How much memory 1 cpu has is not known"):
+        js.plan(build, step, BATCH, devices=device)
+
+
 def test_parts_of_a_batch_where_the_whole_does_not_fit():
     batch = jax.ShapeDtypeStruct((8 * 1024, SIDE), np.float32)
     plans = {

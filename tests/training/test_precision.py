@@ -34,6 +34,8 @@ def test_casts_to_other_types_are_refused(dtype):
         TypeError, match=f"`dtype` is {dtype}; a type of floating-point"
     ):
         js.training.cast_floating({}, dtype)
+    with pytest.raises(TypeError, match=r"`dtype` is '\\ud800'; a type of floating"):
+        js.training.cast_floating({}, "\ud800")
 
 
 # What is finite.

@@ -20,7 +20,7 @@ from jaxstrategy._src.contexts.context import (
     Context,
     current,
 )
-from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.errors import CompiledStepError, ContextError
 from jaxstrategy._src.executors.executor import AbstractExecutor, FunctionProgram
 from jaxstrategy._src.executors.replica_threads.eager_steps import EagerSteps
 from jaxstrategy._src.options import RunOptions
@@ -195,7 +195,13 @@ class CompiledStep:
         """The program of the step that was traced, from the file or by XLA."""
         if self._file is not None:
             # Only now, when other processes hear of it if there is no such file.
-            saved = SavedStep.read(self._file)
+            try:
+                saved = SavedStep.read(self._file)
+            except UnicodeEncodeError as error:
+                raise CompiledStepError(
+                    f"{self._file!r} is no path: {error}. Give the path that `save` "
+                    "was given."
+                ) from error
             self.compiled = saved.loaded(self._file, preparation)
             self._facts = saved.facts
             return self.compiled

@@ -182,6 +182,7 @@ class PlannedLayout:
         sizes = self.arguments.get("logical_axes", {}).values()
         parts = len(machine.devices) // math.prod(sizes)
         whole = "no array of the state is large enough to be divided"
+        whole = "there is one replica" if parts == 1 else whole
         if (sharding := self.arguments.get("sharding")) is not None:
             if not any(sharding.is_divisible(leaf, parts) for leaf in leaves):
                 return dataclasses.replace(self, reason=whole)
@@ -321,8 +322,9 @@ def plan(
     machine = devices if isinstance(devices, Machine) else describe(devices)
     size = machine.memory if memory is None else bytes_of(memory)
     if size is None:
+        have = "has" if len(machine.devices) == 1 else "have"
         raise ValueError(
-            f"How much memory {machine} have is not known. Give that of one device: "
+            f"How much memory {machine} {have} is not known. Give that of one device: "
             '`memory="16GiB"`.'
         )
     links = machine.topology if topology is None else topology
@@ -480,7 +482,10 @@ class Plan:
         self.machine = step.machine
         self.layouts = tuple(sorted(_searched(step), key=PlannedLayout._rank))
         self.advice = () if self.layouts[0].fits else tuple(_advice(self.layouts))
-        self._title = f"Plan of `{name_of(step.function)}` on {step.machine}"
+        function = step.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        self._title = f"Plan of `{name_of(function)}` on {step.machine}"
 
     def __getitem__(self, index: int) -> PlannedLayout:
         return self.layouts[index]

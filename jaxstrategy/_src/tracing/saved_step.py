@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import all_eqns
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.version import version_of
 
 
 @final
@@ -208,7 +208,7 @@ def facts_of(preparation: Preparation) -> Facts:
                 "`js.experimental.compilation_cache(directory)`."
             )
     facts = {
-        f"the version of {name}": importlib.metadata.version(name)
+        f"the version of {name}": version_of(name)
         for name in ("jaxstrategy", "jax", "jaxlib")
     }
     devices = devices_of(step)

@@ -48,8 +48,11 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     >>> js.training.cast_floating(params, "bfloat16")
     {'b': Array([1, 1], dtype=bfloat16), 'n': np.int32(3)}
     """
-    wanted = jnp.dtype(dtype)
-    if not jnp.issubdtype(wanted, jnp.floating):
+    try:
+        wanted = jnp.dtype(dtype)
+    except UnicodeEncodeError:
+        wanted = shown(dtype)
+    if isinstance(wanted, str) or not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(
             f"`dtype` is {wanted}; a type of floating-point numbers is wanted, such as "
             "'bfloat16' or 'float32'."

@@ -377,6 +377,9 @@ def _with_imports(program: Program, before: set[tuple[int, str]], keras: bool) -
     ]
     names, lines = _module_names(program, unused)
     edits = _removals(program, unused)
+    if keras:  # and it is imported, not only by an import that nothing uses
+        rest = (each for each in program.imports if each not in unused)
+        keras = "keras" in names or any(is_in(each.full, "keras") for each in rest)
     if lines or keras:
         edits.append(_insertion(program, lines, keras))
     text = edited(program.text, edits)
