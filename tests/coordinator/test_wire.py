@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import os
 import pickle
 import random
@@ -105,7 +106,7 @@ def job():
         proxy.close()
 
 
-GREETING = f"jaxstrategy-frames/4 {sys.byteorder}\n".encode()
+GREETING = f"jaxstrategy-frames/5 {sys.byteorder} {stream.CONTENTS_SEAL}\n".encode()
 GARBAGE = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
@@ -462,32 +463,67 @@ def test_contents_larger_than_the_memory_are_an_error():
 def test_changed_and_cut_off_messages_never_do_worse_than_an_error():
     """Of streams with keys: within a host the kernel changes nothing."""
     chance = random.Random(1)
-    value = [{"a": [1, 2]}, b"blob", np.arange(5), np.ones((2, 3), bool)]
+    value = [{"a": [1, 2]}, b"blob", np.arange(5), np.ones((90, 70)), np.arange(9000)]
     out = stream.packed(value, 1 << 20)
-    for turn in range(150):
+    for turn in range(200):
         with connected(KEYS, largest=1 << 20) as (here, there):
-            start, rest = here._sealed(out.start), b"".join(out.contents)
-            data = bytearray(start + rest)
-            if turn < 100:
-                at = chance.randrange(len(start) if turn % 2 else len(data))
+            parts = here._sealed(out)
+            data = bytearray(b"".join(parts))
+            if turn < 150:
+                at = chance.randrange(len(parts[0]) if turn % 2 else len(data))
                 data[at] ^= 1 << chance.randrange(8)
             else:
                 del data[chance.randrange(1, len(data)) :]
-            here._sock.sendall(data)
-            here.close()
-            try:
+
+            def send(here=here, data=data):
+                with contextlib.suppress(OSError):
+                    here._sock.sendall(data)
+                here.close()
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            with pytest.raises((EOFError, FrameError, ConnectionResetError)):
                 there.receive()
-            except (EOFError, FrameError, ConnectionResetError):
-                continue
-            # What is sealed has not changed; contents of arrays are not sealed.
-            assert turn < 100 and at >= len(start)
+            there.close()
+            sender.join()
+
+
+def test_contents_of_arrays_cannot_be_replayed_or_taken_from_another_message():
+    def parts_of(number):
+        with connected(KEYS) as (here, _):
+            here._sent = number
+            return here._sealed(stream.packed([np.full(1000, number)]))
+
+    (start, _, seal), other = parts_of(0), parts_of(1)
+    for data in ([start, *other[1:]], [start, other[1], seal]):
+        with connected(KEYS) as (here, there):
+            here._sock.sendall(b"".join(data))
+            with pytest.raises(FrameError, match="another seal than the job's"):
+                there.receive()
+
+
+def test_without_cryptography_contents_are_sealed_all_the_same(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    spec = importlib.util.spec_from_file_location("plain_stream", stream.__file__)
+    plain = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "plain_stream", plain)
+    spec.loader.exec_module(plain)
+    assert (stream.CONTENTS_SEAL, plain.CONTENTS_SEAL) == ("aes-gmac", "hmac-sha256")
+    for change in (0, 1):
+        left, right = socket.socketpair()
+        here, there = plain.Stream(left, KEYS[0]), plain.Stream(right, KEYS[1])
+        start, contents, seal = here._sealed(plain.packed(np.arange(1000)))
+        left.sendall(start + bytes([change]) + contents[1:] + seal)
+        with pytest.raises(plain.FrameError) if change else contextlib.nullcontext():
+            assert there.receive().tolist() == list(range(1000))
+        here.close(), there.close()
 
 
 def test_seals_are_checked_before_anything_is_unpickled(monkeypatch):
     unpickled = []
     monkeypatch.setattr(stream, "_unpickled", lambda *given: unpickled.append(given))
     with connected(KEYS) as (here, there):
-        data = bytearray(here._sealed(stream.packed(["x"]).start))
+        data = bytearray(here._sealed(stream.packed(["x"]))[0])
         data[20] ^= 1
         here._sock.sendall(data)
         with pytest.raises(FrameError, match="another seal than the job's"):

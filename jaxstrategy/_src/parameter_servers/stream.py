@@ -2,16 +2,20 @@
 
 A message is a pickled value; the contents of its arrays follow as raw bytes, into
 memory that is used again once nothing refers to it. Between hosts both sides prove
-first that they know the secret of the job, and each pickle has a seal that is checked
-before it is loaded. Within a host a socket lies in a folder that only its user enters.
+first that they know the secret of the job. Each pickle has a seal that is checked
+before it is loaded, and the contents of the arrays have another one, checked before
+anybody gets the message. Within a host a socket lies in a folder that only its user
+enters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import errno
 import functools
 import hmac
+import importlib
 import io
 import math
 import os
@@ -43,11 +47,11 @@ _LARGEST_PICKLE = 1 << 31  # bytes of it without its arrays
 _HEAD = struct.Struct("<BIQ")  # mark, bytes of the pickle, bytes of the arrays
 _MARK = 0xA7
 _NO_HEAD = bytes(_HEAD.size)
-_SEAL_BYTES = 32
 _SEQUENCE = struct.Struct(">Q")
 _SMALL = 1 << 12  # bytes of which a copy is faster than a view
 _AHEAD = 1 << 16  # bytes that one call of the kernel may read of small messages
 _MOST_PARTS = 1000  # of one `sendmsg`; Linux allows 1024
+_PIECE = 1 << 20  # bytes that are sealed while they are in the processor's cache
 
 
 class FrameError(ValueError):
@@ -144,7 +148,7 @@ def _large_array(name: str, shape: tuple[int, ...]) -> np.ndarray:
         raise FrameError("its arrays have another size than was announced")
     stream: Stream = _reading.stream
     memory = stream.buffers.take(size)
-    stream.read_into(memory.data)
+    stream.read_contents(memory.data)
     return np.ndarray(shape, dtype, memory)
 
 
@@ -251,6 +255,33 @@ class ReceiveBuffers:
 _buffers = ReceiveBuffers()
 
 
+_ciphers: Any = None
+with contextlib.suppress(ImportError):
+    _ciphers = importlib.import_module("cryptography.hazmat.primitives.ciphers")
+CONTENTS_SEAL = "aes-gmac" if _ciphers else "hmac-sha256"
+
+
+@final
+class _ContentsSeal:
+    """The seal of the contents of one message's arrays.
+
+    GMAC takes 7 to 14 GB/s, HMAC with SHA-256 0.7 to 1.7 on the same processor.
+    """
+
+    def __init__(self, key: bytes, number: int) -> None:
+        own = hmac.digest(key, b"contents", "sha256")
+        sequence = _SEQUENCE.pack(number)
+        if _ciphers is None:
+            sealing = hmac.new(own, sequence, "sha256")
+            self.update: Callable[[Any], None] = sealing.update
+            self.digest: Callable[[], bytes] = sealing.digest
+            return
+        mode = _ciphers.modes.GCM(sequence.rjust(12, b"\0"))
+        gmac = _ciphers.Cipher(_ciphers.algorithms.AES(own), mode).encryptor()
+        self.update = gmac.authenticate_additional_data
+        self.digest = lambda: gmac.finalize() or gmac.tag
+
+
 class Keys(NamedTuple):
     """Keys of the seals of both directions, of one connection."""
 
@@ -295,6 +326,7 @@ class Stream:
         self._largest = largest
         self._sending = threading.Lock()
         self._sent = self._received = 0
+        self._seal: _ContentsSeal | None = None  # of the message that is received
         self._incoming = io.BufferedReader(_Incoming(sock), _AHEAD)
         self._is_closed = False
         self._process = os.getpid()
@@ -320,14 +352,14 @@ class Stream:
     def send_packed(self, message: Packed) -> None:
         """Send a message that was packed before."""
         with self._sending:
-            self._write([self._sealed(message.start), *message.contents])
+            self._write(self._sealed(message))
 
     def send_if_idle(self, message: Packed) -> None:
         """Send a small message, or nothing if this would have to wait."""
         if not self._sending.acquire(blocking=False):
             return
         try:
-            data = self._sealed(message.start)
+            (data,) = self._sealed(message)
             try:
                 sent = self._sock.send(data, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -351,18 +383,26 @@ class Stream:
         if size > _LARGEST_PICKLE or size + contents > self._largest:
             raise FrameError(f"a message of {size + contents} bytes was announced")
         data = self._exactly(size)
-        if self._keys is not None:
-            seal = _seal(self._keys.incoming, self._received, head + data)
-            # In constant time: that of `==` tells how many bytes of a guess are right.
-            if not hmac.compare_digest(seal, self._exactly(_SEAL_BYTES)):
-                raise FrameError("a message has another seal than the job's")
-            self._received += 1
-        return _unpickled(data, contents, self)
+        if self._keys is None:
+            return _unpickled(data, contents, self)
+        key, number = self._keys.incoming, self._received
+        self._received += 1
+        self._check_seal(_seal(key, number, head + data))
+        if not contents:
+            return _unpickled(data, contents, self)
+        self._seal = _ContentsSeal(key, number)
+        value = _unpickled(data, contents, self)
+        self._check_seal(self._seal.digest())
+        return value
 
-    def read_into(self, target: memoryview) -> None:
+    def read_contents(self, target: memoryview) -> None:
         """Fill memory with the contents of an array."""
-        if self._incoming.readinto(target) < len(target):
-            raise ConnectionResetError("the connection ended within a message")
+        for start in range(0, len(target), _PIECE):
+            piece = target[start : start + _PIECE]
+            if self._incoming.readinto(piece) < len(piece):
+                raise ConnectionResetError("the connection ended within a message")
+            if self._seal is not None:
+                self._seal.update(piece)
 
     def close(self) -> None:
         """End the connection, also for threads that send or receive; once is enough."""
@@ -373,13 +413,26 @@ class Stream:
             _shut(self._sock)
         self._sock.close()
 
-    def _sealed(self, start: bytes | bytearray) -> bytes | bytearray:
-        """What is sent before the contents; it must be sent next."""
-        sequence = self._sent
+    def _sealed(self, message: Packed) -> list[bytes | bytearray | memoryview]:
+        """The parts of a message with their seals; it must be sent next."""
+        start, contents = message
+        number = self._sent
         self._sent += 1
         if self._keys is None:
-            return start
-        return start + _seal(self._keys.outgoing, sequence, start)
+            return [start, *contents]
+        sealed = start + _seal(self._keys.outgoing, number, start)
+        if not contents:
+            return [sealed]
+        seal = _ContentsSeal(self._keys.outgoing, number)
+        for each in contents:
+            for first in range(0, len(each), _PIECE):
+                seal.update(each[first : first + _PIECE])
+        return [sealed, *contents, seal.digest()]
+
+    def _check_seal(self, seal: bytes) -> None:
+        # In constant time: that of `==` tells how many bytes of a guess are right.
+        if not hmac.compare_digest(seal, self._exactly(len(seal))):
+            raise FrameError("a message has another seal than the job's")
 
     def _exactly(self, size: int) -> bytes:
         data = self._incoming.read(size)
@@ -413,7 +466,7 @@ def _seal(key: bytes, sequence: int, data: bytes | bytearray) -> bytes:
 SECONDS = 10.0
 """The time for a handshake."""
 
-_GREETING = f"jaxstrategy-frames/4 {sys.byteorder}\n".encode()
+_GREETING = f"jaxstrategy-frames/5 {sys.byteorder} {CONTENTS_SEAL}\n".encode()
 """The first bytes on each connection, both ways, before a nonce."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
