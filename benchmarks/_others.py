@@ -1,9 +1,8 @@
-"""Training steps and the coordinator's cases in TensorFlow and PyTorch, to be timed.
+"""Training steps and the coordinator's cases in TensorFlow, to be timed.
 
-Needs NumPy and the framework, not JAX: `_harness.Workers` runs this in processes of
-another environment. TensorFlow is one process with as many logical CPU devices as there
-are replicas, PyTorch one process per replica, which share a folder to find each other.
-Both get the parameters and the batch from a file, and may use all cores.
+Needs NumPy and TensorFlow, not JAX: `_harness.Workers` runs this in a process of
+another environment, with as many logical CPU devices as there are replicas. Parameters
+and the batch come from a file.
 """
 
 from __future__ import annotations
@@ -28,54 +27,39 @@ GROUPS = 8
 EPSILON = 1e-6
 RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3}
 MOMENTUM = 0.9
-# Adam's, in all three frameworks.
+# Adam's, in both frameworks.
 BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
 
-def started(name: str, replicas: int, folder: str, python: str) -> Workers:
-    """Starts the processes of a framework, to train with so many replicas.
+def started(replicas: int, python: str) -> Workers:
+    """Starts TensorFlow, to train with so many replicas.
 
-    They answer `"prepare", description, k` with the first losses of a new training, and
+    It answers `"prepare", description, k` with the first losses of a new training, and
     `"burst", k` with the seconds that each of `k` more steps takes.
     """
-    ranks = range(replicas) if name == "torch" else range(1)
     quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    args = [(name, rank, replicas, folder) for rank in ranks]
-    return Workers(trainings, args, [quiet] * len(args), python)
+    return Workers(trainings, [(replicas,)], [quiet], python)
 
 
-def trainings(name: str, rank: int, replicas: int, folder: str) -> Callable[..., Any]:
-    """Returns what answers in one of the processes."""
-    framework: Any = importlib.import_module(name)
-    strategy: Any = None
-    if name == "tensorflow":
-        (cpu,) = framework.config.list_physical_devices("CPU")
-        logical = [framework.config.LogicalDeviceConfiguration()] * replicas
-        framework.config.set_logical_device_configuration(cpu, logical)
-        devices = [f"CPU:{i}" for i in range(replicas)]
-        strategy = framework.distribute.MirroredStrategy(devices)
-    else:
-        framework.set_num_threads(max(1, len(os.sched_getaffinity(0)) // replicas))
-        address = f"file://{folder}/torch"
-        framework.distributed.init_process_group(
-            "gloo", init_method=address, rank=rank, world_size=replicas
-        )
+def trainings(replicas: int) -> Callable[..., Any]:
+    tf: Any = importlib.import_module("tensorflow")
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    logical = [tf.config.LogicalDeviceConfiguration()] * replicas
+    tf.config.set_logical_device_configuration(cpu, logical)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
     training: Any = None
 
     def answer(request: str, *args: Any) -> Any:
         nonlocal training
         if request == "prepare":
             description, steps = args
-            if name == "tensorflow":
-                training = TensorFlowTraining(framework, strategy, description)
-            else:
-                training = TorchTraining(framework, rank, replicas, description)
+            training = TensorFlowTraining(tf, strategy, description)
             return [training.loss(training.step()) for _ in range(steps)]
         (steps,) = args
         start = time.perf_counter()
         for _ in range(steps - 1):
             training.step()
-        training.wait(training.step())
+        training.loss(training.step())
         return (time.perf_counter() - start) / steps
 
     return answer
@@ -93,14 +77,6 @@ def strides(params: Any) -> list[int]:
     """The stride of each block of a residual network."""
     count = sum(name.endswith(" second/kernel") for name in params)
     return [2 if f"{i} skip/kernel" in params else 1 for i in range(count)]
-
-
-def blocks(params: Any) -> int:
-    """The number of blocks of a transformer."""
-    return sum(name.endswith(" qkv/kernel") for name in params)
-
-
-# TensorFlow.
 
 
 class TensorFlowTraining:
@@ -192,9 +168,6 @@ class TensorFlowTraining:
         local = self._strategy.experimental_local_results(returned)
         return float(np.mean([each.numpy() for each in local]))
 
-    def wait(self, returned: Any) -> None:
-        self.loss(returned)
-
 
 def _tensorflow_mlp(tf: Any, params: Mapping[str, Any], x: Any, y: Any) -> Any:
     out = x
@@ -250,7 +223,7 @@ def _tensorflow_transformer(tf: Any, params: Mapping[str, Any], x: Any, y: Any) 
         return dense(tf.reshape(out, x.shape), f"{i} out")
 
     x = tf.gather(params["embedding"], x) + params["positions"]
-    for i in range(blocks(params)):
+    for i in range(sum(name.endswith(" qkv/kernel") for name in params)):
         x = x + attention(norm(x, f"{i} first norm"), i)
         out = dense(norm(x, f"{i} second norm"), f"{i} up")
         x = x + dense(tf.nn.gelu(out, approximate=True), f"{i} down")
@@ -263,130 +236,6 @@ TENSORFLOW_LOSSES: Mapping[str, Callable[..., Any]] = {
     "mlp": _tensorflow_mlp,
     "resnet": _tensorflow_resnet,
     "transformer": _tensorflow_transformer,
-}
-
-
-# PyTorch.
-
-
-class TorchTraining:
-    """With `DistributedDataParallel`, gloo and a fused optimizer."""
-
-    def __init__(
-        self, torch: Any, rank: int, replicas: int, description: Mapping[str, Any]
-    ) -> None:
-        self._torch, self._replicas = torch, replicas
-        params, x, y = load(description)
-        forward = TORCH_LOSSES[description["kind"]]
-
-        class Model(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                tensors = {name: oriented(array) for name, array in params.items()}
-                self.params = torch.nn.ParameterDict(tensors)
-
-            def forward(self, x: Any, y: Any) -> Any:
-                return forward(torch, self.params, x, y)
-
-        def oriented(array: np.ndarray) -> Any:
-            tensor = torch.from_numpy(array)
-            # Kernels are [height, width, in, out] elsewhere, [out, in, ...] here.
-            return (
-                tensor.permute(3, 2, 0, 1).contiguous() if array.ndim == 4 else tensor
-            )
-
-        x, y = torch.from_numpy(x[rank]), torch.from_numpy(y[rank])
-        if x.ndim == 4:
-            x = x.permute(0, 3, 1, 2).contiguous()
-        self._batch = x, y.long() if y.dtype == torch.int32 else y
-        wrap = torch.nn.parallel.DistributedDataParallel
-        self._model = wrap(Model(), gradient_as_bucket_view=True)
-        self._optimizer = self._optimizer_of(description["optimizer"])
-
-    def _optimizer_of(self, name: str) -> Any:
-        optim, params = self._torch.optim, self._model.parameters()
-        if name == "adam":
-            kind, options = optim.Adam, {"betas": BETAS, "eps": ADAM_EPSILON}
-        else:
-            kind, options = optim.SGD, {"momentum": MOMENTUM * (name == "momentum")}
-        return kind(params, lr=RATES[name], fused=True, **options)
-
-    def step(self) -> Any:
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = self._model(*self._batch)
-        loss.backward()
-        self._optimizer.step()
-        return loss
-
-    def loss(self, returned: Any) -> float:
-        total = returned.detach().clone()
-        self._torch.distributed.all_reduce(total)
-        return float(total) / self._replicas
-
-    def wait(self, returned: Any) -> None:
-        returned.item()
-
-
-def _torch_mlp(torch: Any, params: Any, x: Any, y: Any) -> Any:
-    out = x
-    for i in range(sum(name.endswith("kernel") for name in params)):
-        out = out @ params[f"{i}/kernel"]
-        bias = f"{i}/bias"
-        out = (out + params[bias] if bias in params else out).tanh()
-    return (out - y).square().mean()
-
-
-def _torch_resnet(torch: Any, params: Any, x: Any, y: Any) -> Any:
-    functional = torch.nn.functional
-
-    def conv(x: Any, name: str, stride: int = 1) -> Any:
-        kernel = params[f"{name}/kernel"]
-        return functional.conv2d(x, kernel, None, stride, kernel.shape[-1] // 2)
-
-    def norm(x: Any, name: str) -> Any:
-        scale, bias = params[f"{name}/scale"], params[f"{name}/bias"]
-        return functional.group_norm(x, GROUPS, scale, bias, EPSILON)
-
-    x = norm(conv(x, "stem"), "stem norm").relu()
-    for i, stride in enumerate(strides(params)):
-        out = norm(conv(x, f"{i} first", stride), f"{i} first norm").relu()
-        out = norm(conv(out, f"{i} second"), f"{i} second norm")
-        skipped = conv(x, f"{i} skip", stride) if stride > 1 else x
-        x = (skipped + out).relu()
-    out = torch.addmm(params["head/bias"], x.mean((2, 3)), params["head/kernel"])
-    return functional.cross_entropy(out, y)
-
-
-def _torch_transformer(torch: Any, params: Any, x: Any, y: Any) -> Any:
-    functional = torch.nn.functional
-
-    def dense(x: Any, name: str) -> Any:
-        return x @ params[f"{name}/kernel"] + params[f"{name}/bias"]
-
-    def norm(x: Any, name: str) -> Any:
-        scale, bias = params[f"{name}/scale"], params[f"{name}/bias"]
-        return functional.layer_norm(x, x.shape[-1:], scale, bias, EPSILON)
-
-    def attention(x: Any, i: int) -> Any:
-        rows, length, width = x.shape
-        heads = dense(x, f"{i} qkv").view(rows, length, 3, HEADS, width // HEADS)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
-        out = functional.scaled_dot_product_attention(q, k, v)
-        return dense(out.transpose(1, 2).reshape(x.shape), f"{i} out")
-
-    x = functional.embedding(x.long(), params["embedding"]) + params["positions"]
-    for i in range(blocks(params)):
-        x = x + attention(norm(x, f"{i} first norm"), i)
-        out = dense(norm(x, f"{i} second norm"), f"{i} up")
-        x = x + dense(functional.gelu(out, approximate="tanh"), f"{i} down")
-    out = dense(norm(x, "norm"), "head")
-    return functional.cross_entropy(out.flatten(0, 1), y.flatten())
-
-
-TORCH_LOSSES: Mapping[str, Callable[..., Any]] = {
-    "mlp": _torch_mlp,
-    "resnet": _torch_resnet,
-    "transformer": _torch_transformer,
 }
 
 

@@ -11,10 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-import pathlib
 import random
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,7 +33,6 @@ from _harness import (
 from _training import PyTree, all_reduce_mean, mapped, pmean
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from train_step import installed
 
 import jaxstrategy as js
 from jaxstrategy._src.tracing import step_agreement
@@ -90,7 +86,6 @@ def step_with(mean: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
         processes=(2,),
         models=tuple(MODELS),
         steps=64,
-        others_python=sys.executable,
         rounds=8,
         seconds=math.inf,
     ),
@@ -101,19 +96,17 @@ def multiprocess(args: Any) -> Iterator[Comparison]:
 
     Perceptrons (layers x units), one device a process, as `run`; as `shard_map` by hand
     in the same processes, with one `lax.pmean` of raveled loss and gradients; as `run`
-    in one process on as many simulated devices; as `run` with every step compared
-    between the processes (usually one of 64 is); and by PyTorch's
-    `DistributedDataParallel` with gloo.
+    in one process on as many simulated devices; and as `run` with every step compared
+    between the processes (usually one of 64 is).
     """
-    has_torch = "torch" in installed(args.others_python)
     for name in args.models:
         for count in args.processes:
             with contextlib.ExitStack() as stack:
-                yield from compare_steps(name, count, has_torch, stack, args)
+                yield from compare_steps(name, count, stack, args)
 
 
 def compare_steps(
-    name: str, count: int, has_torch: bool, stack: contextlib.ExitStack, args: Any
+    name: str, count: int, stack: contextlib.ExitStack, args: Any
 ) -> Iterator[Comparison]:
     """Microseconds of a step on `count` processes, of the slowest of them."""
     groups, model = {}, MODELS[name]
@@ -123,17 +116,6 @@ def compare_steps(
     if count > 1:
         one = stack.enter_context(job(trainings, model, 1, count))
         groups["one process"] = one, "run"
-    if has_torch:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        start = _others.started("torch", count, folder, args.others_python)
-        groups["torch"] = stack.enter_context(start), "burst"
-        weights, rows = perceptron(*model)
-        path = pathlib.Path(folder, "arrays.npz")
-        batch = np.stack([rows] * count)
-        arrays: dict[str, Any] = {f"{i}/kernel": w for i, w in enumerate(weights)}
-        np.savez(path, **{"batch x": batch, "batch y": batch, **arrays})
-        about = {"kind": "mlp", "optimizer": "sgd", "file": str(path)}
-        groups["torch"][0].ask("prepare", about, 1)
     measures = {
         form: lambda group=group, what=what: max(group.ask(what, args.steps))
         for form, (group, what) in groups.items()
@@ -141,11 +123,12 @@ def compare_steps(
     for measure in measures.values():
         measure()  # compiles
     found = scaled(in_turn(measures, args.rounds, args.seconds), 1e6)
-    targets = {"shard_map": 1.05, "torch": 1.0}
     for other in [*found][1:]:
         values = {"run": found["run"], other: found[other]}
         case, quantity = f"{name}, {counted(count, 'process')}", f"run / {other}"
-        yield Comparison(case, quantity, "us", values, targets.get(other))
+        yield Comparison(
+            case, quantity, "us", values, 1.05 if other == "shard_map" else None
+        )
 
 
 def trainings(layers: int, units: int) -> Callable[[str, int], float]:

@@ -5,7 +5,7 @@
     python benchmarks/run_all.py --check          the same, held against the last page
 
 Each benchmark is a process of its own, with a limit of time. What they measured goes
-into `results.json`, of which `FIGURES.md` and `figures.png` are made. Of one that fails
+into `results.json`, of which `FIGURES.md` is made. Of one that fails
 or is ended, and after Ctrl-C, what was measured is kept, and the page says so.
 
 A machine on which others have more than a tenth of the cores is refused, unless it is
@@ -26,23 +26,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-import _results
-from _harness import HERE
-from _results import BUSY, DONE, Record, Results
+import psutil
+from _harness import HERE, Spread, ratio_text, target_text, write_whole
 
+# What a run has measured of a comparison, of a script; or what the machine is.
+Record = dict[str, Any]
+
+DONE, INTERRUPTED = "done", "was interrupted"
+# More of the machine than this share in other processes, and figures are uncertain.
+BUSY = 0.10
 # Seconds that a benchmark has to end its own processes.
 GRACE = 15.0
-INTERRUPTED = "was interrupted"
 WHOLE, QUICK = 20 * 60, 5 * 60
 
 
@@ -54,8 +63,8 @@ class Script:
     name: str
     seconds: int  # a limit, on two idle cores, at which it is ended
     quick: int = 0  # the same in a quick run, which leaves it out where this is 0
-    others: bool = False  # whether it compares with other frameworks
-    needs_others: bool = False  # whether it is left out without them
+    others: bool = False  # whether it compares with TensorFlow
+    needs_others: bool = False  # whether it is left out without it
 
 
 # In the order in which they run: what matters most comes first.
@@ -70,7 +79,7 @@ SUITE = (
     Script("tracing", "analysis", 25),
     Script("steps", "in_sync", 22, 12),
     Script("input", "input", 50, 13),
-    Script("processes", "multiprocess", 50, 20, others=True),
+    Script("processes", "multiprocess", 50, 20),
     Script("processes", "predictions", 90, 20),
     Script("sharded", "meshes", 45, 25),
     Script("sharded", "sharded", 85),
@@ -84,83 +93,430 @@ SUITE = (
 )
 
 
-class Run:
-    """Benchmarks that run one after the other.
+# Results: one file with the runs (when, on which machine), the scripts (by which
+# command, how long, how it ended) and the comparisons, each with the number of its run.
+
+
+def key(comparison: Record) -> tuple[str, str, str]:
+    return comparison["script"], comparison["case"], comparison["quantity"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What the file has.
 
     Attributes:
-      machine: what `about_machine` says, and what others had before.
-      measured: the record and comparisons of each, also of those that failed.
-      is_interrupted: whether Ctrl-C has ended it.
+      runs: what `about_machine` said, and which share others had.
+      scripts: the last run of each.
+      comparisons: of all scripts.
     """
 
-    def __init__(self, args: argparse.Namespace, folder: pathlib.Path) -> None:
-        self._args = args
-        self._folder = folder
-        self.machine = {**_results.about_machine(), "others": None}
-        self.measured: list[tuple[Record, list[Record]]] = []
-        self.is_interrupted = False
+    runs: Sequence[Record] = ()
+    scripts: Sequence[Record] = ()
+    comparisons: Sequence[Record] = ()
 
-    @property
-    def results(self) -> Results:
-        """Of this run alone."""
-        return Results().after(self.machine, self.measured)
+    @classmethod
+    def read(cls, path: pathlib.Path) -> Results:
+        """Of a file; none at all if there is no file."""
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
-    def is_refused(self) -> bool:
-        """Whether others use the machine, and nobody has said that they may."""
-        others = self.machine["others"] = _results.others_now()
-        if others is None or others <= BUSY:
-            return False
-        wanted = f"at most {BUSY:.0%} are nothing to worry about"
-        told = f"Other processes use {others:.0%} of the {self.machine['cores']} cores"
-        end = "times would be wrong. End them, or measure anyway with `--busy`."
-        end = "the page says so." if self._args.busy else end
-        print(f"{told} ({wanted}): {end}", file=sys.stderr)
-        return not self._args.busy
+    def write(self, path: pathlib.Path) -> None:
+        """With a line for each run, script and comparison."""
+        parts = []
+        for field in dataclasses.fields(self):
+            rows = ",\n".join(
+                f"  {json.dumps(row)}" for row in getattr(self, field.name)
+            )
+            parts.append(f' "{field.name}": [' + (f"\n{rows}\n ]" if rows else "]"))
+        write_whole(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
-    def take(self, scripts: Sequence[Script]) -> None:
-        """Runs these; Ctrl-C ends the one that runs, and no further one begins."""
-        for number, script in enumerate(scripts, 1):
-            print(f"\n=== {script.name} ({number} of {len(scripts)})", flush=True)
-            try:
-                self._take(script)
-            except KeyboardInterrupt:  # between two
-                self.is_interrupted = True
-            if self.is_interrupted:
-                return
+    def of(self, script: str) -> list[Record]:
+        """The comparisons of a script."""
+        return [each for each in self.comparisons if each["script"] == script]
 
-    def _take(self, script: Script) -> None:
-        arguments = [f"{script.file}.py"]
-        arguments += [script.name] * (script.name != script.file)
-        arguments += ["--quick"] * bool(self._args.quick and script.quick)
-        told = " ".join(arguments)
-        if script.others and self._args.others_python:
-            arguments += ["--others-python", self._args.others_python]
-            told += " --others-python PYTHON"  # without the path of this machine
-        limit = script.quick if self._args.quick and script.quick else script.seconds
-        watch, begun, before = _results.Watch(), time.perf_counter(), os.times()
-        with tempfile.TemporaryDirectory() as folder:
-            file = pathlib.Path(folder, "comparisons.json")
-            path = self._folder / arguments[0]
-            command = [sys.executable, str(path), *arguments[1:], "--json", str(file)]
-            outcome = ended(command, limit * self._args.patience)
-            found = json.loads(file.read_text()) if file.exists() else []
-        after, others = os.times(), watch.others()
-        processor = after.children_user - before.children_user
-        processor += after.children_system - before.children_system
-        record = {
-            "script": script.name,
-            "command": told,
-            "seconds": round(time.perf_counter() - begun, 1),
-            "processor": round(processor, 1),
-            "others": others if others is None else round(others, 3),
-            "outcome": outcome or (DONE if found else "wrote no comparisons"),
-        }
-        if record["outcome"] != DONE:
-            print(f"{script.name} {record['outcome']}", file=sys.stderr)
-        for each in found:
-            del each["values"]
-        self.measured.append((record, found))
-        self.is_interrupted = outcome == INTERRUPTED
+    def after(
+        self, run: Record, measured: Sequence[tuple[Record, Sequence[Record]]]
+    ) -> Results:
+        """These results with those of a new run: scripts and their comparisons.
+
+        Of a script that was done, cases that it no longer has are left out, except for
+        quantities of which it measured nothing now: other frameworks may be missing
+        today. Of one that failed, what it did not come to stays as it was.
+        """
+        scripts = {each["script"]: each for each in self.scripts}
+        kept = {key(each): each for each in self.comparisons}
+        for script, comparisons in measured:
+            name = script["script"]
+            scripts[name] = {**script, "run": len(self.runs)}
+            if script["outcome"] == DONE:
+                again = {(name, each["quantity"]) for each in comparisons}
+                kept = {k: v for k, v in kept.items() if (k[0], k[2]) not in again}
+            for each in comparisons:
+                new = {"script": name, "run": len(self.runs), **each}
+                kept[key(new)] = new
+        rows = [*scripts.values()], [*kept.values()]
+        # Runs of which nothing is left go, and the others are numbered anew.
+        used = sorted({each["run"] for of in rows for each in of})
+        renumbered = [
+            [{**each, "run": used.index(each["run"])} for each in of] for of in rows
+        ]
+        return Results([[*self.runs, run][number] for number in used], *renumbered)
+
+
+# The comparison of two runs.
+
+
+def regressions(last: Results, new: Results) -> list[tuple[Record, Record]]:
+    """Returns the comparisons whose ratio has grown, of the last page and of now.
+
+    The ratio is that of ours to the baseline that was measured in the same run, so that
+    another machine or another load changes both. It has grown if its median is larger
+    by more than the comparison's tolerance (10 %, if the script says nothing else), and
+    the new quartiles do not overlap the old ones; or if ours was stopped and was not
+    before. Where the ratio must lie between two limits: if it did, and does not now.
+    Where another baseline was measured than on the page, nothing is compared.
+    """
+    before = {key(each): each for each in last.comparisons}
+    pairs = ((before[key(new)], new) for new in new.comparisons if key(new) in before)
+    return [(then, now) for then, now in pairs if _has_grown(then, now)]
+
+
+def _has_grown(then: Record, now: Record) -> bool:
+    if then["ratio"] is None or [*then["programs"]][:2] != [*now["programs"]][:2]:
+        return False
+    if now["ratio"] is None:
+        # Stopped: whether that was ours, which is the first.
+        return next(iter(now["programs"].values())) is None
+    if now["least"]:
+        return then["verdict"] == "met" and now["verdict"] == "missed"
+    (old, _, old_high), (median, low, _) = then["ratio"], now["ratio"]
+    return median > old * (1 + now["tolerance"]) and low > old_high
+
+
+def regression_text(then: Record, now: Record) -> str:
+    texts = []
+    for ratio in (then["ratio"], now["ratio"]):
+        median, low, high = ratio or (0, 0, 0)
+        texts.append(f"{median:.3f} ({low:.2f}-{high:.2f})" if ratio else "stopped")
+    return "{}: {}, {}: ".format(*key(now)) + ", now ".join(texts)
+
+
+def differences(last: Results, new: Results) -> list[str]:
+    """Returns what is another machine or version in two runs, a line each."""
+    names = ("processor", "cores", "memory_gib", "system", "machine", "python")
+    found = {}
+    for then in last.runs:
+        now = new.runs[-1]
+        pairs = {name: (then.get(name), now.get(name)) for name in names}
+        versions = [run.get("versions", {}) for run in (then, now)]
+        for name in sorted({*versions[0], *versions[1]}):
+            pairs[name] = (versions[0].get(name), versions[1].get(name))
+        lines = (f"  {name}: {a}, now {b}" for name, (a, b) in pairs.items() if a != b)
+        found |= dict.fromkeys(lines)
+    return [*found]
+
+
+# The machine, and what else runs there.
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def about_machine() -> Record:
+    """Returns the machine, the versions of what is measured, date and commit."""
+    info = pathlib.Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "processor": model[1] if model else platform.processor() or platform.machine(),
+        "cores": len(cores()),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "load": round(psutil.getloadavg()[0], 2),
+    }
+
+
+def cores() -> list[int]:
+    """Returns those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
+
+
+def _commit() -> str:
+    """The commit, and whether files differ from it; nothing outside of a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(HERE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    try:
+        found = git("rev-parse", "--short", "HEAD")
+        return f"{found}, changed" if git("status", "--porcelain", "-uno") else found
+    except OSError:
+        return ""
+
+
+class Watch:
+    """Tells which share of the cores other processes have had since it was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def others(self) -> float:
+        """The share of all cores.
+
+        Children of this process count as its own once it has waited for them.
+        """
+        pairs = zip(self._start, self._now(), strict=True)
+        seconds, busy, own = (b - a for a, b in pairs)
+        return max(0.0, (busy - own) / (seconds * len(cores())))
+
+    def _now(self) -> tuple[float, float, float]:
+        of_each = psutil.cpu_times(percpu=True)
+        # Guests are part of other columns; what waits for a disk does not work.
+        idle = ("idle", "iowait", "guest", "guest_nice")
+        busy = sum(
+            value
+            for core in cores()
+            for name, value in of_each[core]._asdict().items()
+            if name not in idle
+        )
+        return time.perf_counter(), busy, sum(os.times()[:4])
+
+
+def others_now(seconds: float = 3.0) -> float:
+    """Returns the share of all cores that others have while this process waits."""
+    watch = Watch()
+    time.sleep(seconds)
+    return watch.others()
+
+
+# The page.
+
+HEAD = """# Figures
+
+<!-- `python benchmarks/run_all.py` writes this page, from results.json. -->
+
+Numbers are medians of turns (quartiles in brackets); a ratio is of the first program to
+the second, turn by turn. [What each benchmark claims](README.md).
+"""
+
+
+def page(results: Results) -> str:
+    """Returns the page."""
+    parts = [HEAD, *_machines(results), _summary(results), _missed(results)]
+    for script in results.scripts:
+        parts += _section(script, results)
+    return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    told = ("| " + " | ".join(line) + " |" for line in lines)
+    return "".join(f"{re.sub(r' +', ' ', line)}\n" for line in told)
+
+
+def _machines(results: Results) -> Iterator[str]:
+    """A table of the machine for each run of which there are figures."""
+
+    def listed(*parts: str) -> str:
+        return ", ".join(part for part in parts if part)
+
+    for number, run in reversed([*enumerate(results.runs)]):
+        count = sum(each["run"] == number for each in results.comparisons)
+        part = f"{count} of {len(results.comparisons)} comparisons"
+        memory = f"{run['memory_gib']:g} GiB" if run["memory_gib"] else ""
+        processor = run["processor"], f"{run['cores']} cores"
+        packages = (f"{name} {version}" for name, version in run["versions"].items())
+        several = len(results.runs) > 1
+        rows = [
+            ("measured", listed(run["date"], run["commit"], part if several else "")),
+            ("machine", listed(*processor, memory, run["system"])),
+            ("software", listed(f"Python {run['python']}", *packages)),
+            ("other processes before", f"{run['others']:.0%} of the cores"),
+        ]
+        yield _table(("", ""), rows)
+
+
+def _summary(results: Results) -> str:
+    rows = []
+    for script in results.scripts:
+        name = script["script"]
+        claimed = [each for each in results.of(name) if each["verdict"]]
+        met = sum(each["verdict"] == "met" for each in claimed)
+        rows.append(
+            (
+                f"[{name}](#{name})",
+                str(len(results.of(name))),
+                f"{met} of {len(claimed)}" if claimed else "",
+                f"{script['seconds']:.0f}",
+                f"{script['others']:.0%}",
+                "" if script["outcome"] == DONE else script["outcome"],
+            )
+        )
+    heads = ("benchmark", "comparisons", "targets met", "seconds", "others had", "")
+    return "## All benchmarks\n\n" + _table(heads, rows)
+
+
+def _missed(results: Results) -> str:
+    """What is not as it should be, farthest first."""
+
+    def excess(each: Record) -> float:
+        if each["ratio"] is None:
+            return float("inf")
+        median, least = each["ratio"][0], each["least"]
+        over = median / each["target"] if each["target"] else float("inf")
+        return max(over, least / median if median else 0.0)
+
+    missed = [each for each in results.comparisons if each["verdict"] == "missed"]
+    missed.sort(key=excess, reverse=True)
+    rows = [(*key(each), _ratio(each), _target(each)) for each in missed]
+    heads = ("benchmark", "case", "quantity", "ratio", "target")
+    return "## Missed targets\n\n" + _table(heads, rows) if rows else ""
+
+
+def _section(script: Record, results: Results) -> Iterator[str]:
+    name, others = script["script"], script["others"]
+    told = f"`python benchmarks/{script['command']}`, "
+    told += f"{results.runs[script['run']]['date']}."
+    if others > BUSY:
+        told += f" **Other processes had {others:.0%} of the cores.**"
+    if script["outcome"] != DONE:
+        told += f" **It {script['outcome']}.**"
+    yield f"## {name}\n\n{told}\n"
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for each in results.of(name):
+        kind = (each["quantity"], each["unit"], *each["programs"])
+        groups.setdefault(kind, []).append(each)
+    for (quantity, unit, *programs), group in groups.items():
+        heads = ["case", *programs]
+        if len(programs) > 1:
+            heads += ["ratio", "target", ""]
+        elif any(each["note"] for each in group):
+            heads += [""]
+        title = f"{quantity}, {unit}" if unit else quantity
+        yield f"{title[0].upper()}{title[1:]}:\n"
+        yield _table(heads, [_row(each, heads, script, results) for each in group])
+
+
+def _row(
+    each: Record, heads: Sequence[str], script: Record, results: Results
+) -> list[str]:
+    numbers = [_number(spread) for spread in each["programs"].values()]
+    notes = [each["verdict"], each["note"]]
+    if each["run"] != script["run"]:
+        notes.append(f"measured {results.runs[each['run']]['date'].split()[0]}")
+    told = ", ".join(note for note in notes if note)
+    row = [each["case"], *numbers]
+    if len(numbers) > 1:
+        return [*row, _ratio(each), _target(each), told]
+    if len(heads) > len(row):
+        return [*row, told]
+    return [f"{each['case']} ({told})" if told else each["case"], *numbers]
+
+
+def _number(spread: Sequence[float] | None) -> str:
+    """Three digits that count, without an exponent where it can be read."""
+    if spread is None:
+        return "stopped"
+
+    def digits(number: float) -> str:
+        if number == 0 or abs(number) >= 100:
+            return f"{number:,.0f}"
+        return f"{number:.2g}" if abs(number) < 0.001 else f"{number:.3g}"
+
+    median, low, high = map(digits, spread)
+    return median if spread[1] == spread[2] else f"{median} ({low}-{high})"
+
+
+def _ratio(each: Record) -> str:
+    ratio = None if each["ratio"] is None else Spread(*each["ratio"])
+    return ratio_text(ratio, each["in_percent"])
+
+
+def _target(each: Record) -> str:
+    target = target_text(each["target"], each["in_percent"])
+    if each["least"] and target:
+        return f"{each['least']:.2f} to {target}"
+    return target
+
+
+# A run.
+
+# The record of each benchmark and its comparisons, also of those that failed.
+Measured = list[tuple[Record, list[Record]]]
+
+
+def is_refused(machine: Record, args: argparse.Namespace) -> bool:
+    """Whether others use the machine, and nobody has said that they may."""
+    others = machine["others"] = others_now()
+    if others <= BUSY:
+        return False
+    wanted = f"at most {BUSY:.0%} are nothing to worry about"
+    told = f"Other processes use {others:.0%} of the {machine['cores']} cores"
+    end = "times would be wrong. End them, or measure anyway with `--busy`."
+    end = "the page says so." if args.busy else end
+    print(f"{told} ({wanted}): {end}", file=sys.stderr)
+    return not args.busy
+
+
+def measure(
+    scripts: Sequence[Script],
+    args: argparse.Namespace,
+    folder: pathlib.Path,
+    measured: Measured,
+) -> bool:
+    """Runs benchmarks one after the other; whether Ctrl-C has ended that."""
+    for number, script in enumerate(scripts, 1):
+        print(f"\n=== {script.name} ({number} of {len(scripts)})", flush=True)
+        try:
+            measured.append(measured_of(script, args, folder))
+        except KeyboardInterrupt:  # between two
+            return True
+        if measured[-1][0]["outcome"] == INTERRUPTED:
+            return True
+    return False
+
+
+def measured_of(
+    script: Script, args: argparse.Namespace, folder: pathlib.Path
+) -> tuple[Record, list[Record]]:
+    """Runs a benchmark."""
+    arguments = [f"{script.file}.py"]
+    arguments += [script.name] * (script.name != script.file)
+    arguments += ["--quick"] * bool(args.quick and script.quick)
+    told = " ".join(arguments)
+    if script.others and args.others_python:
+        arguments += ["--others-python", args.others_python]
+        told += " --others-python PYTHON"  # without the path of this machine
+    limit = script.quick if args.quick and script.quick else script.seconds
+    watch, begun, before = Watch(), time.perf_counter(), os.times()
+    with tempfile.TemporaryDirectory() as temporary:
+        file = pathlib.Path(temporary, "comparisons.json")
+        command = [sys.executable, str(folder / arguments[0]), *arguments[1:]]
+        outcome = ended([*command, "--json", str(file)], limit * args.patience)
+        found = json.loads(file.read_text()) if file.exists() else []
+    for each in found:
+        del each["values"]
+    record = {
+        "script": script.name,
+        "command": told,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "processor": round(sum(os.times()[2:4]) - sum(before[2:4]), 1),
+        "others": round(watch.others(), 3),
+        "outcome": outcome or (DONE if found else "wrote no comparisons"),
+    }
+    if record["outcome"] != DONE:
+        print(f"{script.name} {record['outcome']}", file=sys.stderr)
+    return record, found
 
 
 def ended(command: Sequence[str], limit: float) -> str | None:
@@ -212,39 +568,17 @@ def chosen(suite: Sequence[Script], args: argparse.Namespace) -> list[Script]:
     return found
 
 
-def write_page(results: Results, path: pathlib.Path) -> None:
-    """Writes the page and its picture, beside the file of results."""
-    path.with_name("FIGURES.md").write_text(_results.page(results))
-    try:
-        _results.draw(results, path.with_name("figures.png"))
-    except ImportError as error:  # of matplotlib
-        print(f"The picture stays as it was: {error}", file=sys.stderr)
-
-
-def check(last: Results, run: Run, scripts: Sequence[Script]) -> bool:
-    """Whether nothing got worse; what seems to have is measured once more."""
-    found = _results.regressions(last, run.results)
-    names = {now["script"] for _, now in found}
-    if names and scripts and not run.is_interrupted:
-        print(f"\nMeasured once more, as it seems slower: {', '.join(sorted(names))}")
-        first = {_results.key(now) for _, now in found}
-        run.take([script for script in scripts if script.name in names])
-        found = _results.regressions(last, run.results)
-        found = [pair for pair in found if _results.key(pair[1]) in first]
-    return tell(last, run.results, found)
-
-
 def tell(last: Results, new: Results, found: Sequence[tuple[Record, Record]]) -> bool:
     """Prints what got worse and what was not compared; whether nothing got worse."""
     print()
     if not last.runs:
         print("There is no page yet: nothing is compared.")
-    elif lines := _results.differences(last, new):
+    elif lines := differences(last, new):
         print("The page is of another machine or other versions; ratios are compared:")
         print("\n".join(lines))
-    now = {_results.key(each) for each in new.comparisons}
+    now = {key(each) for each in new.comparisons}
     names = {each["script"] for each in new.scripts}
-    then = {_results.key(e) for e in last.comparisons if e["script"] in names}
+    then = {key(e) for e in last.comparisons if e["script"] in names}
     if missing := then - now:
         print(f"{len(missing)} comparisons of the page were not made now.")
     if not found:
@@ -252,7 +586,7 @@ def tell(last: Results, new: Results, found: Sequence[tuple[Record, Record]]) ->
         return True
     print(f"Slower than on the page, by the ratio to its baseline: {len(found)}")
     for pair in found:
-        print(f"  {_results.regression_text(*pair)}")
+        print(f"  {regression_text(*pair)}")
     return False
 
 
@@ -266,9 +600,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--check", action="store_true", help="fail if a ratio has grown")
     add("--given", type=pathlib.Path, help="results to check; nothing is run")
     add("--busy", action="store_true", help="measure though others use the machine")
-    add("--others-python", help="of an environment with TensorFlow and PyTorch")
+    add("--others-python", help="of an environment with TensorFlow")
     add("--patience", type=float, default=1.0, help="times the limits of time")
-    add("--draw", action="store_true", help="only write page and picture again")
+    add("--draw", action="store_true", help="only write the page again")
     page, other = HERE / "results.json", HERE.parent / "build" / "benchmarks.json"
     add("--results", type=pathlib.Path, default=page, help="of the page beside it")
     told = "for results that the page does not take"
@@ -289,29 +623,40 @@ def main(
         signal.signal(number, signal.default_int_handler)
     last = Results.read(args.results)
     if args.draw:
-        write_page(last, args.results)
+        args.results.with_name("FIGURES.md").write_text(page(last))
         return 0
     if args.given is not None:
         given = Results.read(args.given)
-        return 0 if tell(last, given, _results.regressions(last, given)) else 1
-    scripts = chosen(suite, args)
-    run = Run(args, folder)
-    if run.is_refused():
+        return 0 if tell(last, given, regressions(last, given)) else 1
+    scripts, measured = chosen(suite, args), []
+    machine = about_machine()
+    if is_refused(machine, args):
         return 2
-    run.take(scripts)
-    is_right = check(last, run, scripts) if args.check else True
+    is_interrupted = measure(scripts, args, folder, measured)
+    new, is_right = Results().after(machine, measured), True
+    if args.check:
+        found = regressions(last, new)
+        names = {now["script"] for _, now in found}
+        if again := [s for s in scripts if s.name in names and not is_interrupted]:
+            told = ", ".join(sorted(names))
+            print(f"\nMeasured once more, as it seems slower: {told}")
+            is_interrupted = measure(again, args, folder, measured)
+            new = Results().after(machine, measured)
+            first = {key(now) for _, now in found}
+            found = [pair for pair in regressions(last, new) if key(pair[1]) in first]
+        is_right = tell(last, new, found)
     if args.quick or args.check:
-        run.results.write(args.output)
+        new.write(args.output)
         print(f"\n{args.output} is written; the page stays as it was.")
     else:
-        results = last.after(run.machine, run.measured)
+        results = last.after(machine, measured)
         results.write(args.results)
-        write_page(results, args.results)
+        args.results.with_name("FIGURES.md").write_text(page(results))
         print(f"\n{args.results} and FIGURES.md beside it are written.")
-    failed = [script for script, _ in run.measured if script["outcome"] != DONE]
+    failed = [script for script, _ in measured if script["outcome"] != DONE]
     for script in failed:
         print(f"{script['script']} {script['outcome']}", file=sys.stderr)
-    if run.is_interrupted:
+    if is_interrupted:
         return 130
     return 0 if is_right and not failed else 1
 

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import operator
-import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _compiled import Compiled, compiled
 from _harness import (
     Comparison,
-    Workers,
     benchmark,
     in_turn,
     main,
@@ -41,11 +39,8 @@ from _training import (
     PyTree,
     Training,
     all_reduce_mean,
-    by_hand,
     check_losses,
-    perceptron,
     unchanged,
-    with_run,
 )
 from flax import linen as nn
 from flax.training.train_state import TrainState
@@ -53,6 +48,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
+from jaxstrategy._src.tracing.explanation.compiled_program import compiled_collectives
 
 # Makes weights whole where they are used. Told is of how many stacked ones these are.
 Whole = Callable[[PyTree, int], PyTree]
@@ -64,6 +60,42 @@ def named(step: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a step a name of its own, by which its program is found."""
     step.__name__ = step.__qualname__ = f"step{next(numbers)}"
     return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The only living program of a name: its memory and collectives of a device."""
+
+    name: str
+
+    @functools.cached_property
+    def _module(self) -> tuple[Any, Any]:
+        modules = {
+            module.name: (module, executable)
+            for executable in jax.devices()[0].client.live_executables()
+            for module in executable.hlo_modules()
+            if re.search(rf"(?:^|_|\W){self.name}\W*$", module.name)
+        }
+        assert len(modules) == 1, f"programs of {self.name}: {[*modules]}"
+        return next(iter(modules.values()))
+
+    @property
+    def peak(self) -> int:
+        stats = self._module[1].get_compiled_memory_stats()
+        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+
+    @functools.cached_property
+    def collectives(self) -> list[tuple[str, float, int]]:
+        """Kind, bytes that a device sends in a ring, and how often."""
+        replicas = js.MirroredStrategy(jax.devices())._replicas
+        links = js.profiling.Topology(1.0, 0.0, replicas.count)
+        found = compiled_collectives(self._module[0].to_string(), replicas, __file__)
+        return [(c.kind, c.seconds(links, "ring"), c.least_times) for c in found]
+
+    @property
+    def sent(self) -> float:
+        return sum(nbytes for _, nbytes, _ in self.collectives)
 
 
 def bytes_on_a_device(tree: PyTree) -> int:
@@ -369,15 +401,13 @@ gather.defvjp(
 class Form:
     """The first steps of trainings that are made anew."""
 
-    compile_seconds: dict[str, float] = {}
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self.training: Any = None
         self.explained: float | None = None
 
     def begin(self) -> dict[str, float]:
-        """Processor seconds of a new step's first call, and XLA's part of them."""
+        """Processor seconds of a new step's first call."""
         self.training = None  # or two states were there
         made = self._make()
         training, self.explained = made if isinstance(made, tuple) else (made, None)
@@ -387,12 +417,11 @@ class Form:
             training.times()
             seconds.append(time.process_time() - start)
         self.training = training
-        compiling = self.compile_seconds[training.name]
-        return {"start": seconds[0] - seconds[1], "compile": compiling}
+        return {"start": seconds[0] - seconds[1]}
 
     def look(self) -> None:
         """Keeps what the training shows after its first steps."""
-        self.program: Compiled = compiled(self.training.name)
+        self.program = Compiled(self.training.name)
         self.params = jax.tree.map(np.asarray, self.training.state.params)
 
     def exact(self) -> dict[str, float]:
@@ -404,21 +433,6 @@ class Form:
             "sent": self.program.sent,
         }
         return {quantity: size / 2**20 for quantity, size in sizes.items()}
-
-
-def listen() -> None:
-    """Has the processor seconds that XLA compiles recorded, by name of the function."""
-    begun = 0.0
-
-    def listener(event: str, duration_secs: float, **about: Any) -> None:
-        nonlocal begun
-        if event.endswith("/jaxpr_to_mlir_module_duration"):
-            begun = time.process_time()
-        if event.endswith("/backend_compile_duration"):
-            name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
-            Form.compile_seconds[name] = time.process_time() - begun
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
 
 
 @benchmark(
@@ -441,14 +455,13 @@ def sharded(args: Any) -> Iterator[Comparison]:
     JAX the weights of a layer are gathered where it is computed, and their gradients
     constrained. Of one device: bytes of the state at rest, the peak of memory as XLA
     tells, bytes sent in a step if devices stand in a ring (these are exact); processor
-    seconds of the first call without its step, and XLA's part of them; and the step.
+    seconds of the first call without its step; and the step.
     Parameters are compared with those of `replicated`, and the bytes sent with what
     `explain` says. `--small --min-bytes 512` compiles fast; `--exact` leaves out what
     takes time.
     """
     mesh = js.MirroredStrategy(js.simulate(args.devices)[: args.devices]).mesh
     sizes = Sizes(2, 16, 32, 8, 32) if args.small else Sizes()
-    listen()
     for name in args.models:
         model = MODELS[name](sizes)
         forms = {"replicated": Form(lambda m=model: with_sharding(m, mesh, None))}
@@ -476,7 +489,7 @@ def sharded(args: Any) -> Iterator[Comparison]:
                 k: functools.partial(v.training.burst, 3) for k, v in forms.items()
             }
             values["step"] = scaled(in_turn(bursts, args.rounds, args.seconds), 1e3)
-        units = {"start": "cpu s", "compile": "cpu s", "step": "ms"}
+        units = {"start": "cpu s", "step": "ms"}
         for (quantity, of), kind in itertools.product(
             values.items(), ("optimizer", "state")
         ):
@@ -495,7 +508,6 @@ def target_of(quantity: str, kind: str, name: str) -> float:
         # Layers are gathered for the backward pass, too; numbers such as norms besides.
         "sent": 1.51 if gathers_layers else 1.01,
         "start": 2.0,
-        "compile": 2.0,
         "step": 0.7,
     }[quantity]
 
@@ -508,10 +520,10 @@ def check_forms(name: str, forms: Mapping[str, Form]) -> None:
     for form, each in forms.items():
         pairs = zip(jax.tree.leaves(each.params), whole, strict=True)
         apart = max(float(np.abs(a - b).max()) for a, b in pairs) / largest
-        moved = ", ".join(
-            f"{kind} {nbytes / 2**20:.2f}"
-            for kind, nbytes in sorted(each.program.whole_by_kind().items())
-        )
+        totals = collections.defaultdict[str, float](float)
+        for kind, nbytes, _ in each.program.collectives:
+            totals[kind] += nbytes
+        moved = ", ".join(f"{k} {v / 2**20:.2f}" for k, v in sorted(totals.items()))
         equal = "equal bit by bit" if apart == 0 else f"apart by {apart:.1e}"
         said, sent = each.explained, each.program.sent
         told = "" if said is None else f"; explain: sends {said / 2**20:.2f} MB"
@@ -614,20 +626,16 @@ def ours(strategy: js.Strategy, loss: Any, state: PyTree, rows: np.ndarray) -> T
 
 @benchmark(
     dict(
-        only=("dispatch", "lanes", "first-call", "cores"),
-        before=None,
+        only=("lanes", "first-call", "cores"),
         small=False,
         rounds=16,
         seconds=2.0,
     ),
-    dict(only=("dispatch", "cores"), rounds=5, seconds=1.0),
+    dict(only=("cores",), rounds=5, seconds=1.0),
 )
 def meshes(args: Any) -> Iterator[Comparison]:
     """Replicas of several devices, and several on a device, cost what they must.
 
-    - dispatch: the call of a step on one device for each replica, against `shard_map`
-      by hand; with `--before PATH`, the folder of another version, against the call
-      there;
     - lanes: a step of 64 replicas that share one device, against one `jax.jit` of the
       step on all their rows. Each replica has a gradient of its own, which is written
       before all are added up: of a quarter of the rows that takes as long as the rest
@@ -642,49 +650,12 @@ def meshes(args: Any) -> Iterator[Comparison]:
     """
     devices = js.simulate(8)
     parts = {
-        "dispatch": compare_dispatch,
         "lanes": compare_lanes,
         "first-call": compare_first_calls,
         "cores": compare_cores,
     }
     for part in args.only:
         yield from parts[part](devices, args)
-
-
-def compare_dispatch(devices: Devices, args: Any) -> Iterator[Comparison]:
-    """Microseconds until a call returns, of one replica on each device."""
-    for leaves in (4,) if args.small else (20, 300):
-        case = f"{leaves} leaves, {len(devices)} devices"
-        if args.before is None:
-            task = perceptron(leaves // 2)
-            forms = {"run": with_run, "shard_map": by_hand}
-            made = {k: make(task, devices, donates=False) for k, make in forms.items()}
-            bursts = {k: lambda x=x: 1e6 * x.median_times()[0] for k, x in made.items()}
-            for burst in bursts.values():
-                burst()
-            times = in_turn(bursts, args.rounds, args.seconds)
-            yield Comparison(case, "dispatch", "us", times, 1.10)
-            continue
-        here = pathlib.Path(js.__file__).parent.parent
-        folders = [str(each) for each in (here, pathlib.Path(args.before).resolve())]
-        given = [
-            ([(folder, leaves, len(devices))], [{"PYTHONPATH": folder}])
-            for folder in folders
-        ]
-        with Workers(version, *given[0]) as now, Workers(version, *given[1]) as then:
-            bursts = {"run": lambda: now.ask()[0], "before": lambda: then.ask()[0]}
-            times = in_turn(bursts, 5 * args.rounds, args.seconds)
-        yield Comparison(case, "dispatch", "us", times, 1.02)
-
-
-def version(folder: str, leaves: int, devices: int) -> Callable[[], float]:
-    """Takes steps with one version of the package, when it is told to."""
-    found = pathlib.Path(js.__file__).resolve()
-    if not found.is_relative_to(folder):
-        sys.exit(f"jaxstrategy was imported from {found}, not from {folder}")
-    loop = with_run(perceptron(leaves // 2), js.simulate(devices), donates=False)
-    loop.median_times()  # compiles it
-    return lambda: 1e6 * loop.median_times()[0]
 
 
 def compare_steps(
@@ -783,10 +754,10 @@ def compare_cores(devices: Devices, args: Any) -> Iterator[Comparison]:
         compared = compare_steps(case, "step", forms, 1.10, args)
         for name, form in forms.items():
             counts = collections.Counter[str]()
-            for each in compiled(form.name).collectives:
-                counts[each.kind] += each.times
+            for kind, _, times in Compiled(form.name).collectives:
+                counts[kind] += times
             print(f"{case}: {name} has {dict(counts) or 'no collectives'}")
-            if name == "run" and "all-gather" in counts:
+            if name == "run" and "all_gather" in counts:
                 sys.exit(f"{case}: nothing needs an all-gather.")
         held = {k: [bytes_on_a_device(v.state) / 2**20] for k, v in forms.items()}
         yield Comparison(case, "state on a device", "MiB", held, 1.0)

@@ -2,14 +2,13 @@
 
     python benchmarks/train_step.py [--others-python PYTHON]
 
-The other frameworks run in processes of their own on the same cores (`_others.py`).
+TensorFlow runs in a process of its own on the same cores (`_others.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import statistics
 import subprocess
@@ -42,8 +41,8 @@ from flax import linen as nn, traverse_util
 import jaxstrategy as js
 
 # How many losses are compared, and how far they may be apart: rounding in JAX, which
-# grows from step to step, and in other frameworks also other formulas.
-LOSSES, TOLERANCE, TOLERANCE_OF_OTHERS = 4, 1e-4, 2e-3
+# grows from step to step, and in TensorFlow also other formulas.
+LOSSES, TOLERANCE, TOLERANCE_OF_TENSORFLOW = 4, 1e-4, 2e-3
 # Seconds of a turn, and the most steps of it: before 0.12 JAX hangs with 64 in flight.
 TURN, MOST_STEPS = 0.03, 16
 
@@ -197,25 +196,20 @@ FORMS: Mapping[str, Callable[[Task, Devices], Training]] = {
     "pmap": lambda *args: with_pmap(*args, mean=pmean_of_each),
     "jit": with_jit,
 }
-FRAMEWORKS = ("tensorflow", "torch")
 
 
-def installed(python: str) -> dict[str, str]:
-    """The versions of the other frameworks that this interpreter has."""
+def has_tensorflow(python: str) -> bool:
+    """Whether this interpreter has it."""
     code = (
-        "import importlib.metadata as m, json\n"
-        "by = m.packages_distributions()\n"
-        f"found = {{n: m.version(by[n][0]) for n in {FRAMEWORKS} if n in by}}\n"
-        "print(json.dumps(found))"
+        "import importlib.util as i, sys; sys.exit(i.find_spec('tensorflow') is None)"
     )
-    done = subprocess.run([python, "-c", code], check=True, capture_output=True)
-    return json.loads(done.stdout)
+    return subprocess.run([python, "-c", code]).returncode == 0
 
 
 def prepared(
     framework: Workers, described: Described, replicas: int, folder: str
 ) -> Sequence[float]:
-    """Has processes make a new training; returns its first losses."""
+    """Has TensorFlow make a new training; returns its first losses."""
     path = pathlib.Path(folder, "arrays.npz")
     x, y = described.batch(replicas)
     params = traverse_util.flatten_dict(described.state()[0], sep="/")
@@ -228,7 +222,7 @@ def prepared(
     dict(
         tasks=tuple(TASKS),
         devices=(2, 8),
-        only=(*FORMS, *FRAMEWORKS),
+        only=(*FORMS, "tensorflow"),
         others_python=sys.executable,
         rounds=60,
         seconds=2.0,
@@ -241,33 +235,29 @@ def train_step(args: Any) -> Iterator[Comparison]:
     Perceptrons (layers x units), a small residual network and a small transformer in
     Flax and Optax, as `run`; `shard_map` and `pmap` by hand, with `lax.pmean` of each
     leaf; `jit` of the whole batch, split over the mesh; and `tensorflow`
-    (`MirroredStrategy`) and `torch` (`DistributedDataParallel` with gloo) where
-    installed, which do not average the loss. The state is donated. A turn is some tens
+    (`MirroredStrategy`) where installed, which does not average the loss. The state is
+    donated. A turn is some tens
     of milliseconds of steps, dispatched one after the other, up to the result of the
     last one. Before that the first losses of all forms are compared.
     """
-    versions = installed(args.others_python)
-    wanted = [name for name in FRAMEWORKS if name in args.only]
-    for name in wanted:
-        told = versions.get(name, "not installed; pip install '.[benchmarks-others]'")
-        print(f"{name}: {told}")
-    names = [name for name in wanted if name in versions]
+    with_tensorflow = "tensorflow" in args.only
+    if with_tensorflow and not has_tensorflow(args.others_python):
+        with_tensorflow = False
+        print("without TensorFlow; pip install '.[benchmarks-others]'")
     simulated = js.simulate(max(args.devices))
     for n in args.devices:
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            others = {
-                name: stack.enter_context(
-                    _others.started(name, n, folder, args.others_python)
-                )
-                for name in names
-            }
+            other = None
+            if with_tensorflow:
+                start = _others.started(n, args.others_python)
+                other = stack.enter_context(start)
             for task in args.tasks:
-                yield from compare(task, simulated[:n], others, folder, args)
+                yield from compare(task, simulated[:n], other, folder, args)
                 jax.clear_caches()
 
 
 def compare(
-    name: str, devices: Devices, others: Mapping[str, Workers], folder: str, args: Any
+    name: str, devices: Devices, other: Workers | None, folder: str, args: Any
 ) -> Iterator[Comparison]:
     """All forms of one task, turn by turn, after a comparison of their losses."""
     described, case = TASKS[name], f"{name}, {len(devices)} devices"
@@ -275,17 +265,19 @@ def compare(
     trainings = {form: FORMS[form](described.task, devices) for form in forms}
     losses = {form: each.losses(LOSSES) for form, each in trainings.items()}
     check_losses(case, losses, TOLERANCE)
-    for other, framework in others.items():
-        found = prepared(framework, described, len(devices), folder)
-        check_losses(case, {"run": losses["run"], other: found}, TOLERANCE_OF_OTHERS)
+    if other is not None:
+        found = prepared(other, described, len(devices), folder)
+        both = {"run": losses["run"], "tensorflow": found}
+        check_losses(case, both, TOLERANCE_OF_TENSORFLOW)
     trainings["run"].burst(2)
     steps = int(min(max(TURN / trainings["run"].burst(2), 2), MOST_STEPS))
     bursts: dict[str, Any] = {
         form: lambda t=t: t.burst(steps) for form, t in trainings.items()
     }
-    bursts |= {k: lambda w=w: w.ask("burst", steps)[0] for k, w in others.items()}
+    if other is not None:
+        bursts["tensorflow"] = lambda: other.ask("burst", steps)[0]
     for burst in bursts.values():
-        burst()  # whatever a framework does only once
+        burst()  # whatever is done only once
     times = scaled(in_turn(bursts, args.rounds, args.seconds), 1e6)
     print(f"measured: {case}", file=sys.stderr)
     of_jax = {form: times[form] for form in forms}
@@ -293,13 +285,10 @@ def compare(
         best = min(forms[1:], key=lambda form: statistics.median(times[form]))
         values = {"run": times["run"], "best other": times[best], **of_jax}
         yield Comparison(case, "JAX", "us", values, 1.02, note=f"best: {best}")
-    for other in others:
-        values = {"run": times["run"], other: times[other]}
-        if other == "tensorflow":
-            target = 0.5 if name in SMALL_TASKS else 1.0
-            yield Comparison(case, other, "us", values, target)
-        else:  # PyTorch is for comparison: it decides nothing.
-            yield Comparison(case, other, "us", values, tolerance=1.0)
+    if other is not None:
+        values = {name: times[name] for name in ("run", "tensorflow")}
+        target = 0.5 if name in SMALL_TASKS else 1.0
+        yield Comparison(case, "tensorflow", "us", values, target)
 
 
 BENCHMARKS = [train_step]

@@ -17,9 +17,8 @@ import pytest
 from helpers.benchmarks import FOLDER, load
 
 harness = load("_harness")
-results = load("_results")
-run_all = load("run_all")
-Results, Script, Comparison = results.Results, run_all.Script, harness.Comparison
+results = run_all = load("run_all")
+Results, Script, Comparison = run_all.Results, run_all.Script, harness.Comparison
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
@@ -68,10 +67,10 @@ def test_what_benchmarks_take_from_the_package_is_there():
                 assert hasattr(owner, attribute), f"{module} {name}.{attribute}"
 
 
-# The page and the picture of the committed results.
+# The page of the committed results.
 
 
-def test_page_and_picture_are_of_the_committed_results():
+def test_the_page_is_of_the_committed_results():
     again = "run `python benchmarks/run_all.py --draw`"
     committed = Results.read(FOLDER / "results.json")
     assert (FOLDER / "FIGURES.md").read_text() == results.page(committed), again
@@ -79,9 +78,6 @@ def test_page_and_picture_are_of_the_committed_results():
     assert re.findall(r"(?<![\w.])/(?:home|tmp|work|opt|root|usr)/", text) == []
     ratios = [each["ratio"] for each in committed.comparisons if each["ratio"]]
     assert ratios and np.isfinite(ratios).all()
-    content = (FOLDER / "figures.png").read_bytes()
-    (found,) = re.findall(rb"tEXtDescription\x00([0-9a-f]{64})", content)
-    assert found.decode() == results.digest(committed), again
 
 
 ABOUT = {
@@ -214,10 +210,10 @@ main([{name}])
 FIRST = '    yield Comparison("small", "step", "us", {values}, 1.0)\n'
 MAIN = """
 import pathlib, sys
-import _results, run_all
+import run_all
 from run_all import Script
 scripts, others, *arguments = sys.argv[1:]
-_results.others_now = lambda: float(others)
+run_all.others_now = lambda: float(others)
 sys.exit(run_all.main(arguments, eval(scripts), pathlib.Path.cwd()))
 """
 
@@ -261,8 +257,6 @@ class Runner:
 
 @pytest.fixture
 def runner(tmp_path):
-    # The picture is drawn in another test: matplotlib takes a second to import.
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     for name in ("first", "second"):
         script(tmp_path, name)
     return Runner(tmp_path)
@@ -497,8 +491,7 @@ def test_meshes_compares_all_forms(tmp_path):
             "5",
             "--json",
             file,
-        ]
-        + ["--before", FOLDER.parent],
+        ],
         capture_output=True,
         text=True,
     )
@@ -513,7 +506,6 @@ def test_meshes_compares_all_forms(tmp_path):
     assert held["8 x 1"] == {"run": [whole], "jit": [whole]}
     assert held["4 x 2"] == {"run": [whole / 2], "jit": [whole / 2]}
     assert {r["quantity"] for r in found} == {
-        "dispatch",
         "step, one device",
         "first call, to 1",
         "state on a device",
