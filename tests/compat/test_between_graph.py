@@ -70,31 +70,6 @@ def test_the_others_wait_for_the_chief(cluster):
     assert float(made[0]) == float(own) == 1.0
 
 
-def test_asynchronous_descent_approaches_the_minimum(cluster):
-    strategies = [cluster(0), cluster(1)]
-    variables = []
-    for strategy in strategies:
-        with strategy.scope():
-            variables.append(js.Variable(0.0))
-
-    def descend(strategy, k):
-        def step():
-            k.assign_sub(0.05 * js.grad(lambda: (k.value() - 1.0) ** 2, k)())
-
-        for _ in range(10):
-            strategy.run(step)
-
-    threads = [
-        threading.Thread(target=descend, args=each)
-        for each in zip(strategies, variables, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert abs(float(variables[0]) - 1.0) < 0.5
-
-
 def test_who_saves_and_which_data_it_reads(cluster):
     chief, other = cluster(0), cluster(1)
     for strategy, is_chief in ((chief, True), (other, False)):

@@ -34,13 +34,10 @@ def on(value):
     return {shard.device for shard in value.addressable_shards}
 
 
-@pytest.mark.parametrize(
-    "make", [float, np.float32, lambda x: np.full(4, x), lambda x: jnp.full(4, x)]
-)
-def test_a_value_is_copied_to_each_device(strategy, make):
-    value, copy_to = make(3.0), strategy.extended.copy_to
+def test_a_value_is_copied_to_each_device(strategy):
+    copy_to = strategy.extended.copy_to
     v, devices = variable(strategy), jax.devices()
-    for destinations, wanted in [
+    cases = [
         ("CPU:1", {devices[1]}),
         (devices[3], {devices[3]}),
         (["CPU:1", devices[6]], {devices[1], devices[6]}),
@@ -49,17 +46,14 @@ def test_a_value_is_copied_to_each_device(strategy, make):
         (ids(strategy), strategy._replicas.all_devices),
         (strategy.reduce("sum", ids(strategy)), v.replicas.all_devices),
         (jax.device_put(1.0, devices[2]), {devices[2]}),
-    ]:
-        copy = copy_to(value, destinations)
-        assert on(copy) == wanted
-        np.testing.assert_array_equal(copy, np.full(np.shape(value), 3.0))
-
-
-def test_copies_on_replicas_compute_with_mirrored_values(strategy):
-    v = variable(strategy, [1.0, 2.0])
-    x = strategy.extended.copy_to(np.float32([10.0, 20.0]), v)
-    np.testing.assert_array_equal(v + x, [11.0, 22.0])
-    assert isinstance(x, js.Mirrored)
+    ]
+    for value in (3.0, np.float32(3), np.full(4, 3.0), jnp.full(4, 3.0)):
+        for destinations, wanted in cases:
+            copy = copy_to(value, destinations)
+            assert on(copy) == wanted
+            np.testing.assert_array_equal(copy, np.full(np.shape(value), 3.0))
+    on_replicas = copy_to(3.0, v)
+    assert v + on_replicas == v.numpy() + 3 and isinstance(on_replicas, js.Mirrored)
 
 
 def test_a_python_number_takes_the_dtype_of_what_it_changes(two):
@@ -68,7 +62,8 @@ def test_a_python_number_takes_the_dtype_of_what_it_changes(two):
     assert v.numpy() == 6 and v.dtype == np.int16
 
 
-def test_while_a_step_is_traced_the_value_is_on_all_replicas(strategy):
+def test_while_a_step_is_traced_the_value_is_on_all_replicas(two):
+    strategy = two
     v = variable(strategy, 5.0)
 
     def merge(s, x):

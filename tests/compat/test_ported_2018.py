@@ -82,8 +82,7 @@ def dataset():
     return [(ROWS[i : i + 4], TARGETS[i : i + 4]) for i in range(0, 24, 4)]
 
 
-@pytest.mark.parametrize("towers", [1, 2])
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("towers, at_once", [(1, False), (2, True)])
 def test_training_with_slots_and_others(towers, at_once, compilations):
     distribution = distribute.MirroredStrategy(num_gpus=towers)
     with distribution.scope():

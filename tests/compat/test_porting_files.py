@@ -160,12 +160,6 @@ def run_tool(*arguments, code="", **options):
     )
 
 
-def test_it_runs_as_a_module(file):
-    done = run_tool("--check", str(file))
-    assert done.returncode == 1, done.stderr
-    assert "+s = js.MirroredStrategy()" in done.stdout
-
-
 def test_without_the_extra_it_says_what_to_install(file):
     code = (
         "import sys, runpy; sys.modules['libcst'] = None; "

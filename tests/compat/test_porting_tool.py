@@ -1,8 +1,5 @@
 """What `python -m jaxstrategy.compat.port` makes of programs, and what it says."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -467,38 +464,6 @@ def test_keras_becomes_keras_3_on_jax():
     assert ported(before).text == f"{backend}keras.Model()\n"
 
 
-@pytest.mark.slow
-def test_a_ported_program_of_fit_runs(tmp_path):
-    program = text_of("""
-        import numpy as np
-        import tensorflow as tf
-        s = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        class Net(tf.keras.Model):
-            def __init__(self):
-                super().__init__()
-                self.out = tf.keras.layers.Dense(1)
-            def call(self, x):
-                return self.out(tf.nn.relu(x))
-        with s.scope():
-            net = Net()
-            net.compile("sgd", tf.keras.losses.MeanSquaredError())
-        x = np.ones((8, 3), np.float32)
-        net.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
-        print(net.out.kernel.value.sharding.num_devices, tf.keras.backend.backend())
-        """)
-    (tmp_path / "program.py").write_text(ported(program).text)
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "KERAS_BACKEND": "numpy"}
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout == "2 jax\n", done.stderr
-
-
 def test_a_tape_is_told_in_the_programs_own_names():
     program = text_of("""
         import tensorflow as tf
@@ -585,23 +550,6 @@ def test_graphs_and_sessions_are_told():
     assert "Optax does not" in texts(done)
 
 
-def test_variables_by_name():
-    becomes(
-        """
-        import tensorflow as tf
-        s = tf.compat.v1.distribute.MirroredStrategy()
-        with s.scope(), tf.variable_scope("a", reuse=tf.AUTO_REUSE):
-            v = tf.get_variable("w", initializer=1.0)
-        """,
-        """
-        from jaxstrategy.compat import v1 as distribute
-        s = distribute.MirroredStrategy()
-        with s.scope(), distribute.variable_scope("a", reuse=distribute.AUTO_REUSE):
-            v = distribute.get_variable("w", initializer=1.0)
-        """,
-    )
-
-
 def test_programs_of_tensorflow_2_with_names_of_1():
     done = ported(
         "import tensorflow as tf\ntf.compat.v1.logging.info(1)\n"
@@ -681,7 +629,7 @@ js = 3; jnp = 4""".replace("\\n", "\n").split("\n")
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @example(
     [
         "import tensorflow as tf",

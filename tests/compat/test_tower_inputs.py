@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.towers import STRATEGIES, mirrored, unwrapped
+from helpers.towers import mirrored, unwrapped
 
 import jaxstrategy as js
 from jaxstrategy.compat import contrib, v1
 
 SUM, MEAN = contrib.VariableAggregation.SUM, contrib.VariableAggregation.MEAN
-each_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
 
 def all_of(d, iterator):
@@ -26,25 +25,20 @@ def all_of(d, iterator):
 # Elements.
 
 
-def check_one_element_for_each_tower(count, steps):
-    d = mirrored(2)
-    dataset = d.distribute_dataset(lambda: range(count))
-    assert isinstance(dataset, contrib.PerDeviceDataset)
-    iterator = dataset.make_one_shot_iterator()
-    assert all_of(d, iterator) == np.arange(2 * steps).reshape(steps, 2).tolist()
-    for _ in range(2):
-        with pytest.raises(js.OutOfRangeError):
-            iterator.get_next()
-
-
 def test_one_element_for_each_tower():
+    d = mirrored(2)
     for count, steps in [(10, 5), (5, 2), (1, 0)]:
-        check_one_element_for_each_tower(count, steps)
+        dataset = d.distribute_dataset(lambda count=count: range(count))
+        assert isinstance(dataset, contrib.PerDeviceDataset)
+        iterator = dataset.make_one_shot_iterator()
+        assert all_of(d, iterator) == np.arange(2 * steps).reshape(steps, 2).tolist()
+        for _ in range(2):
+            with pytest.raises(js.OutOfRangeError):
+                iterator.get_next()
 
 
-@each_strategy
-def test_elements_are_not_divided(name):
-    d = STRATEGIES[name]()
+def test_elements_are_not_divided():
+    d = mirrored(2)
     n = d.num_towers
     rows = np.arange(8 * n).reshape(2, n, 4)
     dataset = d.distribute_dataset(lambda: [*rows.reshape(-1, 4)])
@@ -69,17 +63,13 @@ def test_the_example_of_the_documentation(make):
             assert d.group(result) is None
 
 
-def check_what_is_no_dataset(returned):
+def test_what_is_no_dataset():
     text = (
         "dataset_fn() must return a tf.data.Dataset when using a DistributionStrategy"
     )
-    with pytest.raises(ValueError, match=re.escape(text)):
-        mirrored(2).distribute_dataset(lambda: returned)
-
-
-def test_what_is_no_dataset():
     for returned in [3, None, {"x": np.ones(3)}, np.ones(3)]:
-        check_what_is_no_dataset(returned)
+        with pytest.raises(ValueError, match=re.escape(text)):
+            mirrored(2).distribute_dataset(lambda returned=returned: returned)
 
 
 # Steps.
@@ -113,9 +103,8 @@ def test_outputs_of_the_last_step(in_tower):
     assert isinstance(context, contrib.MultiStepContext) and context.run_op is None
 
 
-@each_strategy
-def test_a_tuple_is_unpacked(name):
-    d = STRATEGIES[name]()
+def test_a_tuple_is_unpacked():
+    d = mirrored(2)
     seen = []
 
     def fn(context, x, y):
@@ -162,19 +151,8 @@ def test_ten_calls_trace_a_step_once():
     assert len(traces) == 1
 
 
-def check_aggregations_without_meaning(aggregation, text):
-    d = mirrored(2)
-
-    def step(context, x):
-        context.set_last_step_output("x", x, aggregation)
-
-    with d.scope(), pytest.raises(ValueError, match=re.escape(text)):
-        d.run_steps_on_dataset(
-            lambda context, x: d.call_for_each_tower(step, context, x), elements(d)
-        )
-
-
 def test_aggregations_without_meaning():
+    d = mirrored(2)
     for aggregation, text in [
         (
             contrib.VariableAggregation.NONE,
@@ -183,7 +161,15 @@ def test_aggregations_without_meaning():
         ),
         (contrib.VariableAggregation.ONLY_FIRST_REPLICA, "VariableAggregation.SUM` or"),
     ]:
-        check_aggregations_without_meaning(aggregation, text)
+
+        def step(context, x, aggregation=aggregation):
+            context.set_last_step_output("x", x, aggregation)
+
+        with d.scope(), pytest.raises(ValueError, match=re.escape(text)):
+            d.run_steps_on_dataset(
+                lambda context, x, step=step: d.call_for_each_tower(step, context, x),
+                elements(d),
+            )
 
 
 def test_generations_may_be_mixed():

@@ -45,30 +45,22 @@ def test_reduce(d):
             assert v == 7.0
 
 
-def check_other_aggregations_are_refused(d, aggregation):
+def test_other_aggregations_are_refused(d):
     words = "`aggregation` was .*; `VariableAggregation.SUM` or `VariableAggregation.M"
 
     def uses(d):
-        with pytest.raises(ValueError, match=words):
-            d.reduce(aggregation, 1.0)
-        with pytest.raises(ValueError, match=words):
-            d.batch_reduce(aggregation, [(1.0, None)])
+        for aggregation in [
+            VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA, "max",
+            js.ReduceOp.MAX, "total", None,
+        ]:  # fmt: skip
+            with pytest.raises(ValueError, match=words):
+                d.reduce(aggregation, 1.0)
+            with pytest.raises(ValueError, match=words):
+                d.batch_reduce(aggregation, [(1.0, None)])
 
     in_default(uses)
     with d.scope():
         uses(d)
-
-
-def test_other_aggregations_are_refused(d):
-    for aggregation in [
-        VariableAggregation.NONE,
-        VariableAggregation.ONLY_FIRST_REPLICA,
-        "max",
-        js.ReduceOp.MAX,
-        "total",
-        None,
-    ]:
-        check_other_aggregations_are_refused(d, aggregation)
 
 
 def test_cross_tower_ops_change_no_sum():
@@ -132,7 +124,7 @@ def test_group(d):
 
 
 def test_map_and_reduce():
-    for n in [1, 2, 4]:
+    for n in [1, 2]:
         d = mirrored(n)
         with d.scope():
             found = d.map(range(10), lambda x, y: x * y, 2)

@@ -4,7 +4,6 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.replicas import ids
 from helpers.towers import STRATEGIES, in_default, mirrored, unwrapped
@@ -52,28 +51,6 @@ def test_arguments_that_differ_between_towers_are_refused(d):
                 getattr(d, method)(where, 3)
 
 
-@pytest.mark.parametrize(("n", "w"), [(1, 0.1), (2, 0.2), (4, 0.4)])
-def test_the_standard_update_pattern(n, w):
-    d = mirrored(n)
-    with d.scope():
-        v = js.Variable(0.0)
-
-    def apply(d, gradient):
-        gradient = d.reduce(contrib.VariableAggregation.SUM, gradient, destinations=v)
-        d.update(v, lambda v, g: v.assign_sub(0.05 * g), gradient)
-
-    def step():
-        gradient = js.grad(lambda: (v - 1.0) ** 2, v)()
-        contrib.get_tower_context().merge_call(apply, gradient)
-
-    with d.scope():
-        found = []
-        for _ in range(3):
-            d.call_for_each_tower(step)
-            found.append(float(v))
-    np.testing.assert_allclose(found, 1 - (1 - w) ** np.arange(1, 4), rtol=1e-5)
-
-
 # Updates of no variable.
 
 
@@ -110,22 +87,6 @@ def test_non_slot_devices_of_the_default_strategy():
 # Where code is, in an update.
 
 
-def test_after_an_error_of_an_update_all_is_as_before(d):
-    def fn(*_):
-        raise KeyError("update")
-
-    with d.scope():
-        v = js.Variable(1.0)
-        with pytest.raises(KeyError, match="update"):
-            d.update(v, fn)
-        with pytest.raises(KeyError, match="update"):
-            d.update_non_slot(d.non_slot_devices([v]), fn)
-        assert contrib.get_update_device() is None
-        assert contrib.get_cross_tower_context() is d
-        assert v == 1.0
-    assert contrib.get_cross_tower_context() is None
-
-
 def test_update_contexts_are_nested_and_of_their_thread(d):
     found = []
     cpu = jax.devices()
@@ -154,24 +115,6 @@ def test_update_contexts_are_nested_and_of_their_thread(d):
         contrib.UpdateContext(3.5)
 
 
-# Beside others.
-
-
-def test_variables_beside_another(d):
-    with d.scope():
-        with d.colocate_vars_with(["CPU:1"]):
-            v1 = js.Variable(1.0)
-        with d.colocate_vars_with(v1):
-            v2, v3 = js.Variable(2.0), js.Variable(3.0)
-        assert v1.devices == v2.devices == v3.devices == (jax.devices()[1],)
-
-        def fn(v1, v2, v3):
-            assert isinstance(v2, js.Variable) and isinstance(v3, js.Variable)
-            return v1.assign_add(v2 + 10 * v3)
-
-        assert float(d.update(v1, fn, v2, v3)) == 33.0
-
-
 # Reading, counting.
 
 
@@ -189,7 +132,8 @@ def test_read_var(any_strategy):
         d.read_var(3)
 
 
-def check_increment_var(n):
+def test_increment_var():
+    n = 2
     d = mirrored(n)
     with d.scope():
         v = js.Variable(6)
@@ -204,11 +148,6 @@ def check_increment_var(n):
     w = js.Variable(1)
     assert contrib.increment_var(w, 3) == 4 and w == 4
     assert in_default(lambda d: d.call_for_each_tower(contrib.increment_var, w)) == 5
-
-
-def test_increment_var():
-    for n in [2, 4]:
-        check_increment_var(n)
 
 
 # Tower-local.

@@ -92,50 +92,43 @@ NEED_A_SCOPE = {
 }
 
 
-def check_methods_want_to_be_inside_the_scope(method):
-    d, other, call = mirrored(2), mirrored(4), NEED_A_SCOPE[method]
+def test_methods_want_to_be_inside_the_scope():
+    d, other = mirrored(2), mirrored(4)
     with d.scope():
         v = js.Variable(1.0)
-    needs = (
-        rf'Need to be inside "with distribution_strategy.scope\(\)" for .*`{method}`'
-    )
-    with pytest.raises(RuntimeError, match=needs):
-        call(d, v)
-    with pytest.raises(RuntimeError, match=needs):
-        in_default(lambda _: call(d, v))
-    mixed = f"Mixing different DistributionStrategy objects: .*`{method}`"
-    with other.scope(), pytest.raises(RuntimeError, match=mixed):
-        call(d, v)
+    for method, call in NEED_A_SCOPE.items():
+        needs = (
+            r'Need to be inside "with distribution_strategy.scope\(\)" for '
+            rf".*`{method}`"
+        )
+        with pytest.raises(RuntimeError, match=needs):
+            call(d, v)
+        with pytest.raises(RuntimeError, match=needs):
+            in_default(lambda _, call=call: call(d, v))
+        mixed = f"Mixing different DistributionStrategy objects: .*`{method}`"
+        with other.scope(), pytest.raises(RuntimeError, match=mixed):
+            call(d, v)
     assert v == 1.0
 
 
-def test_methods_want_to_be_inside_the_scope():
-    for method in NEED_A_SCOPE:
-        check_methods_want_to_be_inside_the_scope(method)
-
-
-def check_methods_are_not_for_towers(method):
-    d = mirrored(2)
+def test_methods_are_not_for_towers():
+    d, default = mirrored(2), contrib.get_distribution_strategy()
     with d.scope():
         v = js.Variable(1.0)
-
     words = "Method requires being in cross-tower context, use get_tower_context"
+    methods = {k: call for k, call in NEED_A_SCOPE.items() if k != "colocate_vars_with"}
 
     def fn():
-        with pytest.raises(RuntimeError, match=rf"{words}.*`{method}`"):
-            NEED_A_SCOPE[method](d, v)
+        for method, call in methods.items():
+            with pytest.raises(RuntimeError, match=rf"{words}.*`{method}`"):
+                call(d, v)
 
     with d.scope():
         d.call_for_each_tower(fn)
-    default = contrib.get_distribution_strategy()
-    if method != "worker_device_index":
+    del methods["worker_device_index"]
+    for call in methods.values():
         with pytest.raises(RuntimeError, match=words):
-            NEED_A_SCOPE[method](default, v)
-
-
-def test_methods_are_not_for_towers():
-    for method in sorted({*NEED_A_SCOPE} - {"colocate_vars_with"}):
-        check_methods_are_not_for_towers(method)
+            call(default, v)
 
 
 def test_the_default_strategy_merges():
@@ -253,20 +246,19 @@ def in_merge_call(merge_fn):
 
 
 def test_errors_come_out_as_they_are():
-    for n in [1, 2]:
-        for fn in [
-            raised,
-            in_merge_call(raised),
-            in_merge_call(lambda d: d.call_for_each_tower(raised)),
-            in_merge_call(lambda d: d.call_for_each_tower(in_merge_call(raised))),
-        ]:
-            d = mirrored(n)
-            with d.scope(), pytest.raises(Mine):
-                d.call_for_each_tower(fn)
-            assert_default()
-            with pytest.raises(Mine):
-                fn()
-            assert_default()
+    for fn in [
+        raised,
+        in_merge_call(raised),
+        in_merge_call(lambda d: d.call_for_each_tower(raised)),
+        in_merge_call(lambda d: d.call_for_each_tower(in_merge_call(raised))),
+    ]:
+        d = mirrored(2)
+        with d.scope(), pytest.raises(Mine):
+            d.call_for_each_tower(fn)
+        assert_default()
+        with pytest.raises(Mine):
+            fn()
+        assert_default()
 
 
 def test_towers_take_the_same_path():

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.cases import slow
 from helpers.replicas import ids
 from helpers.variables import copies, variable
 
@@ -24,11 +23,7 @@ KINDS = {
 }
 
 
-# Devices that replicas share, or that one has several of, and parts of state.
-RARE = ("shared", "wide", "divided")
-
-
-@pytest.fixture(params=[*(k for k in KINDS if k not in RARE), *slow(*RARE)])
+@pytest.fixture
 def strategy(request):
     return KINDS[request.param]()
 
@@ -63,8 +58,11 @@ def called(strategy, how, fn):
     return fn(strategy)
 
 
-@pytest.mark.parametrize("strategy", KINDS, indirect=True)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [*((kind, "outside") for kind in KINDS), *(("mirrored", how) for how in HOW[1:])],
+    indirect=["strategy"],
+)
 def test_a_captured_variable_changes_once_on_each_copy(strategy, how):
     v, w = variable(strategy, 0.5), variable(strategy, 5.0)
 
@@ -82,9 +80,9 @@ def test_a_captured_variable_changes_once_on_each_copy(strategy, how):
     assert copies(strategy, w) == [6.0] * len(v.devices)
 
 
-def test_each_copys_result_if_asked(strategy):
-    v = variable(strategy)
-    update_on, on = strategy.extended.update_on, everywhere(strategy)
+def test_each_copys_result_if_asked(two):
+    v = variable(two)
+    update_on, on = two.extended.update_on, everywhere(two)
     n = len(v.devices)
     assert update_on(on, lambda a: a + 1, (2,), group=False) == (3,)
     assert update_on(on, lambda: jnp.float32(3.0), group=False) == (3.0,) * n
@@ -135,7 +133,8 @@ def test_copies_that_would_differ_are_refused_in_a_step(two):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_an_error_leaves_the_contexts_as_they_were(strategy, how):
+def test_an_error_leaves_the_contexts_as_they_were(two, how):
+    strategy = two
     v = variable(strategy)
 
     def fail():

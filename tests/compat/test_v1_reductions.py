@@ -11,7 +11,6 @@ from helpers.first_generation import (
     of_each_kind,
     one,
     replica_id,
-    sharded,
     shared,
 )
 
@@ -96,11 +95,8 @@ def test_options_by_their_older_name():
     ("make", "expected"),
     [
         (mirrored, [2, 2]),
-        (lambda: mirrored(4), [4, 4, 4, 4]),
         (central, [2]),
-        (one, [1]),
         (shared, [4, 4, 4, 4]),
-        (sharded, [2, 2]),
     ],
 )
 @pytest.mark.parametrize("batched", [False, True])
@@ -123,9 +119,6 @@ def test_the_documented_reduction_in_a_merge_function(make, expected, batched):
 
     s.run(step)
     assert copies(v) == expected
-
-
-# Local results.
 
 
 # broadcast_to.
