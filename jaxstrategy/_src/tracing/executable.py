@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -34,17 +34,22 @@ class InputLayout:
     """The form in which one jitted function takes the arguments of its step."""
 
     def __init__(
-        self, signature: Signature, donated: Collection[int], is_flat: bool = False
+        self, signature: Signature, donated: frozenset[int], is_flat: bool = False
     ) -> None:
         count = len(signature.dynamic)
-        self.structure = None if donated or is_flat else _structure_of(signature)
+        self.structure = None if is_flat else _structure_of(signature)
+        # For each argument of the jitted function its leaves.
         self._places = [[index] for index in range(count)]
         self.has_keywords = False
         if self.structure is not None:
             args, kwargs = jax.tree.unflatten(self.structure, range(count))
-            self.has_keywords = bool(kwargs)
-            # For each argument of the jitted function its leaves.
-            self._places = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
+            places = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
+            # JAX takes whole arguments as donated ones.
+            if any(donated & {*own} not in (set(), {*own}) for own in places):
+                self.structure = None
+            else:
+                self._places, self.has_keywords = places, bool(kwargs)
+        self.donated = [i for i, own in enumerate(self._places) if donated & {*own}]
         inputs = self.inputs(range(count))
         self._expected = jax.tree.structure(tuple(inputs))
         roles = [role for role in signature.roles if role is not Role.STATIC]

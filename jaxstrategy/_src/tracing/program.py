@@ -26,6 +26,7 @@ from jaxstrategy._src.tracing.functions import weak_references
 from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr
 from jaxstrategy._src.tracing.partition.divided_step import DividedStep
 from jaxstrategy._src.tracing.partition.layout import kept_placements
+from jaxstrategy._src.tracing.roles import must_look_first
 from jaxstrategy._src.tracing.saved_step import (
     Obtain,
     OutdatedCall,
@@ -92,6 +93,7 @@ class Program:
         self._must_place = False
         # Whether it was compiled before it was called, and is not to be compiled again.
         self._is_prepared = False
+        self.looks_first = must_look_first(len(step.replicas.all_devices))
         self._name = step.name
         self._compile()
 
@@ -106,6 +108,9 @@ class Program:
             return self._dispatch(leaves, inputs)
         except (NotTraced, Retraced):
             pass  # and out of the block, or this were the context of later errors
+        except jax.errors.JaxRuntimeError:
+            self.check_once(leaves)  # of which JAX 0.10 tells so
+            raise
         except ValueError:
             # It may be JAX's, about an array that is split in another way. Such an
             # array is moved, or refused with our advice.
@@ -116,6 +121,10 @@ class Program:
     def is_placed(self, leaves: Sequence[Leaf]) -> bool:
         """Whether live arrays lie where the program needs them."""
         return not _differ(self._placement.placed(leaves), leaves)
+
+    def check_once(self, leaves: Sequence[Leaf]) -> None:
+        """Raises if a donated array is passed twice."""
+        self._placement.check_once(leaves)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
         """The same, for leaves of any kind and in any place."""
@@ -292,7 +301,7 @@ class Program:
         rebound = range(layout.count, layout.count + len(carried.lent))
         # A call that is refused afterwards leaves arguments and variables as they were.
         is_refused_late = bool(overridden(self._stages, "check"))
-        taken = () if is_refused_late else (*sorted(self._donated), *rebound)
+        taken = () if is_refused_late else (*layout.donated, *rebound)
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments; so
         # it does where they may lie in several ways.

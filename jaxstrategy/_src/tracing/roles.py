@@ -244,10 +244,14 @@ def are_live_arrays(leaves: Sequence[Leaf]) -> bool:
     return False
 
 
+def must_look_first(num_devices: int) -> bool:
+    """Whether calls look for deleted and for twice donated arrays before JAX does."""
+    # On several devices JAX 0.10 ends the process for these; else JAX raises.
+    return num_devices > 1 and _is_before_012()
+
+
 @functools.cache
-def are_looked_for() -> bool:
-    """Whether calls must look for deleted arrays, because JAX does not refuse them."""
-    # On JAX 0.10, dispatching one on several devices ends the process; 0.12 raises.
+def _is_before_012() -> bool:
     major, minor, *_ = metadata.version("jaxlib").split(".")
     return (int(major), int(minor)) < (0, 12)
 

@@ -25,12 +25,7 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
     options_of,
 )
 from jaxstrategy._src.tracing.program import Program
-from jaxstrategy._src.tracing.roles import (
-    Role,
-    Signature,
-    are_live_arrays,
-    are_looked_for,
-)
+from jaxstrategy._src.tracing.roles import Role, Signature, are_live_arrays
 from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.stages.stage import Checked, Counted, Stage
 from jaxstrategy._src.tracing.stages.stages import stages_of
@@ -318,7 +313,7 @@ class SharedPrograms:
             inputs = (*args, kwargs) if kwargs else args
         results = program(leaves, inputs)
         if self._refused < _MOST_REFUSED and isinstance(program, Program):
-            self._direct = None if are_looked_for() else program
+            self._direct = None if program.looks_first else program
         return results
 
     def _is_for_others(
@@ -330,6 +325,7 @@ class SharedPrograms:
     ) -> bool:
         """Whether a call that JAX alone has refused is to be made in another way."""
         if isinstance(error, jax.errors.JaxRuntimeError):
+            direct.check_once(jax.tree.leaves((args, kwargs)))
             return False  # the devices have begun
         if not isinstance(error, (NotTraced, Retraced)):
             trees.object_kinds()

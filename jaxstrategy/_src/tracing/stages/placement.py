@@ -28,7 +28,7 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )
 from jaxstrategy._src.tracing.constants import constants
-from jaxstrategy._src.tracing.roles import are_looked_for
+from jaxstrategy._src.tracing.roles import must_look_first
 from jaxstrategy._src.tracing.stages.stages import check_once
 from jaxstrategy._src.tracing.trace import divides_state
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
@@ -62,7 +62,8 @@ class Placement:
             i: None for i, s in enumerate(self._split) if s or self.is_open
         }
         # With an old jaxlib, where all arguments were seen to lie.
-        self._lay: tuple[Sharding, ...] | None = () if are_looked_for() else None
+        looks = must_look_first(len(self._replicas.all_devices))
+        self._lay: tuple[Sharding, ...] | None = () if looks else None
         # The dimension along which state of this place and shape is divided.
         self._dimensions: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._numbers: dict[Hashable, jax.Array] = {}
@@ -117,9 +118,13 @@ class Placement:
 
     def placed(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`leaves` where the program needs them; the same objects where they are."""
-        if self._donated:  # moved twice, an array may lie in one memory twice
-            check_once(self._step, leaves, self._donated)
+        self.check_once(leaves)  # moved twice, an array may lie in one memory twice
         return [self._place(index, leaf) for index, leaf in enumerate(leaves)]
+
+    def check_once(self, leaves: Sequence[Leaf]) -> None:
+        """Raises if a donated array is passed twice."""
+        if self._donated:
+            check_once(self._step, leaves, self._donated)
 
     def _place(self, index: int, leaf: Leaf) -> jax.Array:
         if self._split[index]:

@@ -28,7 +28,7 @@ from jaxstrategy._src.tracing.nnx.object_form import (
     holders_of,
     structure_of,
 )
-from jaxstrategy._src.tracing.roles import Role
+from jaxstrategy._src.tracing.roles import Role, must_look_first
 from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
@@ -45,6 +45,12 @@ class Donation(Stage):
     def __init__(self, step: ReplicaStep, donated: frozenset[int]) -> None:
         self.donated = donated
         self._step = step
+        self._looks_first = must_look_first(len(step.replicas.all_devices))
+
+    @property
+    def is_active(self) -> bool:
+        """Whether calls look for such an array before JAX does."""
+        return self._looks_first
 
     def before(self, leaves: Sequence[Leaf]) -> None:
         """Raises if a donated array is passed twice."""
@@ -66,7 +72,7 @@ def check_once(
                 f"{step.label(other)} and {step.label(index)} are one array, and "
                 "it is donated: the step cannot both overwrite and read it. Pass a "
                 "copy (`jnp.copy`) in one place, or do not donate."
-            )
+            ) from None
 
 
 @final
