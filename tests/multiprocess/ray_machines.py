@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 DEADLINE = 150  # seconds; what takes longer has hung
+# With the host's own address, Ray might connect a launcher to the added machine and not
+# to the first one; it would then be lost with that machine.
+ADDED = ["--node-ip-address=127.0.0.2"]
 HEAD = """
 import ray, sys
 quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -90,7 +93,7 @@ class Ray:
         command = [sys.executable, "-c", program, "start", f"--address={address}"]
         with tempfile.TemporaryFile() as said:
             added = subprocess.Popen(
-                [*command, "--block", "--num-cpus=4", *options],
+                [*command, "--block", "--num-cpus=4", *ADDED, *options],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
