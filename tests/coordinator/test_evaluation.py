@@ -95,18 +95,6 @@ def test_the_next_evaluation_is_not_traced_again(coordinator, strategy):
     assert len(calls) == len(set(calls)) <= 4  # once for each number of rows
 
 
-def test_what_a_function_refers_to_is_seen_by_the_next_evaluation(coordinator):
-    factor = jnp.float32(1)
-
-    @coordinator.function
-    def loss(batch):
-        return factor * batch.sum()
-
-    assert coordinator.evaluate(loss, 2, batches) == DATA.sum()
-    factor = jnp.float32(3)
-    assert coordinator.evaluate(loss, 2, batches) == 3 * DATA.sum()
-
-
 def test_a_shard_counts_once_although_its_worker_is_lost(strategy, coordinator):
     lost = []
 

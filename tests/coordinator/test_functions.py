@@ -32,14 +32,10 @@ def shared():
 
 
 @pytest.fixture(scope="module")
-def of_two_devices():
+def cluster():
+    """Two workers of two devices, and two servers."""
     with Cluster(2, servers=2, devices=2) as made:
         yield made
-
-
-@pytest.fixture(params=["shared", "of_two_devices"])
-def cluster(request):
-    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -157,19 +153,6 @@ def test_numbers_are_inputs_and_bools_and_strings_part_of_the_program(coordinato
         assert traces(coordinator) - before == expected, name
         for found, given in zip(values, arguments, strict=True):
             np.testing.assert_array_equal(found.fetch()[0], given, err_msg=name)
-
-
-def test_a_function_is_traced_in_the_callers_thread_once_for_all_workers(coordinator):
-    calls = []
-
-    @coordinator.function
-    def f(x):
-        calls.append(threading.current_thread())
-        return x
-
-    values = [coordinator.schedule(f, (float(i),)) for i in range(12)]
-    assert calls == [threading.current_thread()]
-    assert coordinator.fetch(values) == list(range(12)) and len(calls) == 1
 
 
 class Scaled:
@@ -424,40 +407,6 @@ def test_all_that_is_scheduled_counts(shared, coordinator):
     assert set(v.numpy().tolist()) == {100.0} and float(w) == 100.0
 
 
-def test_several_steps_in_a_function_are_as_many_functions(shared, coordinator):
-    """CCO-64"""
-    at_once, one_by_one = shared.variable(1.0), shared.variable(1.0)
-
-    def step(variable):
-        variable.assign(variable.value() * 1.5 + 1)
-
-    @coordinator.function
-    def four():
-        for _ in range(4):
-            step(at_once)
-
-    one = coordinator.function(lambda: step(one_by_one))
-    coordinator.schedule(four)
-    for _ in range(4):
-        coordinator.schedule(one)
-        coordinator.join()
-    assert float(at_once) == float(one_by_one) == 1.5**4 + 1.5**3 + 1.5**2 + 1.5 + 1
-
-
-def test_training_on_workers_approaches_the_minimum(shared, coordinator):
-    k = shared.variable(0.0)
-
-    def function():
-        gradient = js.grad(lambda: (k.value() - 1.0) ** 2, k)()
-        k.assign_sub(0.05 * gradient)
-
-    scheduled = coordinator.function(function)
-    for _ in range(40):
-        coordinator.schedule(scheduled)
-    coordinator.join()
-    assert abs(float(k) - 1) < 0.2
-
-
 # Results.
 
 
@@ -535,28 +484,6 @@ def test_results_may_be_random_keys_and_half_precision(coordinator):
     assert number.dtype == jnp.bfloat16
 
 
-# Tables.
-
-
-def test_rows_are_read_and_changed(shared, coordinator):
-    t = shared.variable(np.arange(10.0, dtype="float32").reshape(5, 2))
-
-    def function(ids):
-        rows = embedding_lookup(t, ids)
-        t.scatter_sub(js.IndexedSlices(jnp.ones_like(rows), ids))
-        return rows
-
-    rows = shared(function, np.array([0, 4, 4]))
-    assert rows.tolist() == [[0, 1], [8, 9], [8, 9]]
-    expected = np.arange(10.0).reshape(5, 2)
-    np.subtract.at(expected, [0, 4, 4], 1)
-    np.testing.assert_array_equal(t.numpy(), expected)
-    for wrong in (5, -1):
-        shared.schedule(lambda i: embedding_lookup(t, i), np.array([wrong]))
-        with pytest.raises(IndexError, match=rf"Row {wrong} .* \[0, 5\)"):
-            coordinator.join()
-
-
 # Functions that call Python have no exported form.
 
 
@@ -589,25 +516,22 @@ def test_an_error_of_a_host_callback_is_of_its_own_type(shared, coordinator):
     assert coordinator.schedule(f, (0.5,)).fetch() == 0.5
 
 
-def callback_function(strategy, v, t):
+def test_functions_may_call_python(shared, capfd):
+    v = shared.variable(1.0)
+    t = shared.variable(np.arange(8.0, dtype="float32").reshape(4, 2))
+
+    @shared.coordinator.function
     def function(x, ids, key):
         jax.debug.print("x = {}", x)
         v.assign_add(x)
         sine = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), np.float32), x)
         rows = embedding_lookup(t, ids)
-        doubled = strategy.reduce("sum", strategy.run(lambda: 2 * x))
+        doubled = shared.strategy.reduce("sum", shared.strategy.run(lambda: 2 * x))
         return sine, v.value(), rows, jax.random.normal(key), doubled
 
-    return function
-
-
-def check_callbacks(cluster):
-    v = cluster.variable(1.0)
-    t = cluster.variable(np.arange(8.0, dtype="float32").reshape(4, 2))
-    function = cluster.coordinator.function(callback_function(cluster.strategy, v, t))
     given = np.float32(2.0), np.array([1, 3]), jax.random.key(1)
-    results = [cluster.coordinator.schedule(function, given) for _ in range(3)]
-    cluster.coordinator.join()
+    results = [shared.coordinator.schedule(function, given) for _ in range(3)]
+    shared.coordinator.join()
     assert float(v) == 7.0
     sine, value, rows, normal, doubled = results[0].fetch()
     assert sine == np.sin(np.float32(2.0))
@@ -615,21 +539,7 @@ def check_callbacks(cluster):
     assert rows.tolist() == [[2, 3], [6, 7]]
     assert normal == jax.random.normal(given[2])
     assert doubled == 4.0
-
-
-def test_functions_may_call_python(shared, capfd):
-    check_callbacks(shared)
     assert capfd.readouterr().out.count("x = 2.0") == 3
-
-
-@pytest.mark.slow
-def test_functions_may_call_python_in_other_processes():
-    strategy = js.ParameterServerStrategy(workers=2, parameter_servers=1)
-    cluster = object.__new__(Cluster)
-    cluster.strategy = strategy
-    with ClusterCoordinator(strategy) as cluster.coordinator:
-        check_callbacks(cluster)
-    strategy.close()
 
 
 # What a coordinator says of itself, and its end.

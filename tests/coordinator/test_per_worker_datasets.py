@@ -226,23 +226,6 @@ def test_the_same_iterator_twice_is_one(one):
     assert one.schedule(step, ([iterator, 1],), {"again": iterator}).fetch() == (7, 8)
 
 
-def test_a_variable_adds_up_what_workers_read(three):
-    """5 functions that add 2 make 10, 5 more 20."""
-    with three.strategy.scope():
-        total = js.Variable(0.0)
-    iterator = iter(three.create_per_worker_dataset(lambda: itertools.repeat(2.0, 100)))
-
-    @three.function
-    def add(iterator):
-        total.assign_add(next(iterator))
-
-    for expected in (10, 20):
-        for _ in range(5):
-            three.schedule(add, (iterator,))
-        three.join()
-        assert total.value() == expected
-
-
 def test_an_exhausted_dataset_gives_each_element_once_per_worker(three):
     iterator = iter(three.create_per_worker_dataset(lambda: range(5)))
     step = three.function(lambda iterator: next(iterator))
@@ -287,24 +270,6 @@ def test_optional_elements_say_whether_there_is_one(three):
     for own in found.values():
         expected = [(True, 1), (True, 2), *[(False, 0)] * len(own)]
         assert own == expected[: len(own)]
-
-
-def test_the_worker_index_divides_a_dataset():
-    """range(10) in 5 parts: the parts' sums are 5, 7, 9, 11 and 13."""
-    with coordinated(5) as five:
-
-        def make():
-            return range(10)[index() :: 5]
-
-        iterator = iter(five.create_per_worker_dataset(make))
-
-        @five.function
-        def total(iterator):
-            found = [iterator.get_next_as_optional() for _ in range(2)]
-            return index(), sum(x.get_value() for x in found)
-
-        found = until_each_has(five, total, (iterator,))
-        assert sorted(int(own[0]) for own in found.values()) == [5, 7, 9, 11, 13]
 
 
 def test_a_generator_knows_its_worker_while_it_reads(three):

@@ -51,15 +51,12 @@ def test_an_iterator_begins_again(one):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", [False, True])
-def test_an_iterator_resumes_where_functions_had_used_it(one, distributed):
+def test_an_iterator_resumes_where_functions_had_used_it(one):
     """What was read ahead and not used comes again; the oracle is the list."""
 
     def make():
         rows = [np.full(2, i) for i in range(20)]
-        if distributed:
-            return one.strategy.experimental_distribute_dataset(rows)
-        return rows
+        return one.strategy.experimental_distribute_dataset(rows)
 
     iterator = iter(one.create_per_worker_dataset(make, resume=True))
     step = one.function(lambda iterator: next(iterator)[0] + 0 * next(iterator)[0])

@@ -38,8 +38,7 @@ def trained_by_optax(tx, value, gradients):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adam", "schedule"])
-@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("name, shards", [("adam", 3), ("schedule", None)])
 def test_it_updates_as_optax_does(name, shards):
     strategy, tx = strategy_of(shards), TRANSFORMATIONS[name]
     v = variable(strategy, ROWS)
@@ -71,9 +70,8 @@ def lazily(value, steps):
     return value
 
 
-@pytest.mark.parametrize("shards", [None, 3])
-def test_gradients_of_rows_change_their_rows_only(shards):
-    strategy = strategy_of(shards)
+def test_gradients_of_rows_change_their_rows_only():
+    strategy = strategy_of(shards=3)
     v = variable(strategy, ROWS)
     optimizer = strategy.optimizer(optax.adam(0.1), v)
     steps = [([0, 4, 4], np.ones((3, 2))), ([6, 2, 0], np.full((3, 2), 0.5))]
@@ -86,10 +84,9 @@ def test_gradients_of_rows_change_their_rows_only(shards):
     np.testing.assert_allclose(np.asarray(v), lazily(ROWS, steps), rtol=1e-4)
 
 
-@pytest.mark.parametrize("shards", [None, 3])
-def test_rows_that_are_there_twice_are_added_up(shards):
+def test_rows_that_are_there_twice_are_added_up():
     # With Adam alone nobody would see it: its first step has the same size anyway.
-    strategy = strategy_of(shards)
+    strategy = strategy_of()
     v = variable(strategy, ROWS)
     optimizer = strategy.optimizer(optax.sgd(1.0), v)
     ids, values = np.array([4, 0, 4]), np.array([[1, 2], [3, 4], [5, 6]], "float32")

@@ -285,13 +285,6 @@ STEPS = [
         ),
         None,
     ),
-    (
-        lambda t, ids: (
-            t.assign_add(jnp.ones((10, 2))),
-            embedding_lookup(t, ids),
-        )[1],
-        None,
-    ),
 ]
 
 

@@ -108,7 +108,8 @@ DTYPES = "float32 bfloat16 float8_e4m3fn float64 int4 uint8 int32 int64 bool com
 
 
 @pytest.mark.slow
-def test_operations_of_all_dtypes_are_numpys(server):
+def test_operations_of_all_dtypes_are_numpys(here):
+    server = here
     for dtype, is_table in itertools.product(DTYPES.split(), (False, True)):
         dtype = jnp.dtype(dtype)
         for name in WHOLE:
@@ -144,7 +145,7 @@ def test_operations_of_all_dtypes_are_numpys(server):
             assert_same(stored.read(), wanted, (name, table.shape))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(["scatter_add", "scatter_div", "scatter_update"]),
     rows=st.lists(st.integers(0, 3), max_size=8),
@@ -388,7 +389,7 @@ ANY = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(is_table=st.booleans(), steps=st.lists(ANY, max_size=20))
 def test_any_operations_leave_what_was_read(here, is_table, steps):
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
