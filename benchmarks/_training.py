@@ -79,6 +79,11 @@ class Training:
 # The means over replicas.
 
 
+def devices_of(platform: str, count: int) -> Devices:
+    """Devices of this machine; simulated ones of the processor."""
+    return js.simulate(count) if platform == "cpu" else jax.devices(platform)[:count]
+
+
 def all_reduce_mean(tree: PyTree) -> PyTree:
     """That of `run`."""
     return js.get_replica_context().all_reduce("mean", tree)

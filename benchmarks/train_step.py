@@ -31,14 +31,13 @@ from _training import (
     Training,
     by_hand,
     check_losses,
+    devices_of,
     pmean_of_each,
     with_jit,
     with_pmap,
     with_run,
 )
 from flax import linen as nn, traverse_util
-
-import jaxstrategy as js
 
 # How many losses are compared, and how far they may be apart: rounding in JAX, which
 # grows from step to step, and in TensorFlow also other formulas.
@@ -222,6 +221,7 @@ def prepared(
     dict(
         tasks=tuple(TASKS),
         devices=(2, 8),
+        platform="cpu",
         only=(*FORMS, "tensorflow"),
         others_python=sys.executable,
         rounds=60,
@@ -244,7 +244,7 @@ def train_step(args: Any) -> Iterator[Comparison]:
     if with_tensorflow and not has_tensorflow(args.others_python):
         with_tensorflow = False
         print("without TensorFlow; pip install '.[benchmarks-others]'")
-    simulated = js.simulate(max(args.devices))
+    devices = devices_of(args.platform, max(args.devices))
     for n in args.devices:
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             other = None
@@ -252,7 +252,7 @@ def train_step(args: Any) -> Iterator[Comparison]:
                 start = _others.started(n, args.others_python)
                 other = stack.enter_context(start)
             for task in args.tasks:
-                yield from compare(task, simulated[:n], other, folder, args)
+                yield from compare(task, devices[:n], other, folder, args)
                 jax.clear_caches()
 
 
