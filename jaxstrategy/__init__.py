@@ -14,7 +14,6 @@ Array(3.5, dtype=float32)
 from typing import TYPE_CHECKING
 
 from jaxstrategy._src import lazy_names
-from jaxstrategy._src.contexts import scope_blocks
 
 if TYPE_CHECKING:
     from jaxstrategy import (
@@ -114,4 +113,4 @@ else:
     __getattr__, __dir__ = lazy_names.of(__name__)
 
 # Keras in scopes needs no call of `js.keras`.
-scope_blocks.add("jaxstrategy._src.keras.keras_scope")
+lazy_names.add_to_scopes("jaxstrategy._src.keras.keras_scope")

@@ -28,11 +28,9 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.keras.batch_normalization import (
+    from jaxstrategy._src.keras.keras_models import (
         BatchNormalization as BatchNormalization,
-    )
-    from jaxstrategy._src.keras.keras_models import distribution as distribution
-    from jaxstrategy._src.keras.stateless_calls import (
+        distribution as distribution,
         stateless_call as stateless_call,
         stateless_update_state as stateless_update_state,
     )

@@ -14,10 +14,12 @@ when it is imported itself.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import sys
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 _importing = threading.RLock()
@@ -37,9 +39,7 @@ def of(
         if name == "__all__":  # which `from jaxstrategy import *` asks for
             return [each for each in listed if not each.startswith("_")]
         if name not in listed:
-            from jaxstrategy._src.text import absent
-
-            raise absent.missing(package, name)
+            raise _absent(package, name)
         home, defined = listed[name]
         try:
             with _importing:
@@ -92,3 +92,106 @@ def _missing_extra(name: str, library: str, title: str) -> ImportError:
         f"`{name}` needs {title}, which is not installed. Install the extra: pip "
         f"install 'jaxstrategy[{library}]'"
     )
+
+
+# Names of `tf.distribute` that are not here, and what to use instead.
+
+# Names of 2019 and later, by those of 2018.
+_NAMES_OF_2018 = {
+    "get_replica_context": "get_tower_context",
+    "get_strategy": "get_distribution_strategy",
+    "has_strategy": "has_distribution_strategy",
+    "in_cross_replica_context": "get_cross_tower_context",
+    "ReplicaContext": "TowerContext",
+    "Strategy": "DistributionStrategy",
+    "CrossDeviceOps": "CrossTowerOps",
+    "NcclAllReduce": "AllReduceCrossTowerOps",
+    "ReductionToOneDevice": "ReductionToOneDeviceCrossTowerOps",
+    "PerReplica": "PerDevice",
+    "ReduceOp": "VariableAggregation",
+}
+
+ADVICE = {
+    "compat.v1.distribute": (
+        "Here its names are those of `compat.v1` itself: `from jaxstrategy.compat "
+        "import v1 as distribute`."
+    ),
+    **{
+        f"compat.v1.{name}": f"It is one of 2.x, and here `jaxstrategy.{name}`."
+        for name in (
+            "coordinator",
+            "DistributedDataset",
+            "DistributedIterator",
+            "DistributedValues",
+            "InputOptions",
+        )
+    },
+    **{
+        f"compat.v1.{name}": f"There it is `compat.v1.experimental.{name}`, and here."
+        for name in (
+            "CentralStorageStrategy",
+            "MultiWorkerMirroredStrategy",
+            "ParameterServerStrategy",
+            "TPUStrategy",
+        )
+    },
+    **{
+        f"compat.v1.{older}": (
+            f"It is of 2018, and in `compat.contrib`; since 1.13 it is `{name}`."
+        )
+        for name, older in _NAMES_OF_2018.items()
+        if name not in ("NcclAllReduce", "PerReplica")
+    },
+    "compat.contrib.MultiWorkerAllReduce": (
+        "Here it is `jaxstrategy.HierarchicalCopyAllReduce`, which sums inside each "
+        "process first."
+    ),
+    "compat.contrib.DistributeConfig": (
+        "It is for Estimators. `jaxstrategy.training.training_loop` trains with any "
+        "strategy."
+    ),
+    "compat.contrib.run_standard_tensorflow_server": (
+        "It is for parameter servers: `jaxstrategy.Server(cluster_spec, ...).join()`."
+    ),
+    **{
+        f"compat.contrib.{name}": (
+            f"In 2018 it was `{older}`, which is here; it is `jaxstrategy.{name}` now."
+        )
+        for name, older in _NAMES_OF_2018.items()
+    },
+}
+
+
+_HOMES = ("errors", "training", "experimental", "profiling", "planning")
+
+
+def _absent(module: str, name: str) -> AttributeError:
+    full = f"{module}.{name}".removeprefix("jaxstrategy.")
+    text = f"module {module!r} has no attribute {name!r}"
+    if module == "jaxstrategy":
+        for home in (f"{module}.{each}" for each in _HOMES):
+            importlib.import_module(home)
+            text += f"; it is `{home}.{name}`" * (name in _listed(home))
+        if name.isidentifier() and find_spec(f"{module}.{name}"):
+            text += f"; it is a module: `import {module}.{name}`"
+    if full in ADVICE:
+        text = f"{text}, which TensorFlow has. {ADVICE[full]}"
+    return AttributeError(text, name=name)
+
+
+# `with` blocks that each scope enters too, for libraries with state of their own. They
+# are named by their modules, which the first scope imports.
+_scope_modules: list[str] = []
+
+
+def add_to_scopes(module: str) -> None:
+    """Have each scope enter `block(strategy)` of that module."""
+    _scope_modules.append(module)
+
+
+def entered_for(strategy: Any) -> contextlib.ExitStack:
+    """The blocks of all modules, entered for the scope of `strategy`."""
+    with contextlib.ExitStack() as blocks:
+        for module in _scope_modules:
+            blocks.enter_context(importlib.import_module(module).block(strategy))
+        return blocks.pop_all()

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
         ParameterServerStrategy as ParameterServerStrategy,
         TPUStrategy as TPUStrategy,
     )
-    from jaxstrategy._src.compat.contrib_contexts import (
+    from jaxstrategy._src.compat.contrib_steps import (
+        Monitor as Monitor,
+        StandardInputStep as StandardInputStep,
+        StandardSingleLossStep as StandardSingleLossStep,
+        Step as Step,
         TowerContext as TowerContext,
         UpdateContext as UpdateContext,
         get_cross_tower_context as get_cross_tower_context,
@@ -32,12 +36,6 @@ if TYPE_CHECKING:
         has_distribution_strategy as has_distribution_strategy,
         increment_var as increment_var,
         require_tower_context as require_tower_context,
-    )
-    from jaxstrategy._src.compat.contrib_steps import (
-        Monitor as Monitor,
-        StandardInputStep as StandardInputStep,
-        StandardSingleLossStep as StandardSingleLossStep,
-        Step as Step,
     )
     from jaxstrategy._src.compat.inputs import PerDeviceDataset as PerDeviceDataset
     from jaxstrategy._src.compat.variables_by_name import (

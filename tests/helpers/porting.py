@@ -1,12 +1,7 @@
 """The porting tool: `ported(program)`, its command, and its tables."""
 
-from jaxstrategy._src.compat.port import (
-    name_uses,
-    port_command,
-    program,
-    rewriting,
-    tables as tables,
-)
+from jaxstrategy._src.compat.port import names as names, program, rewriting
 
-main, table, ported = port_command.main, port_command.table, rewriting.ported
-Generation, NoPythonError = name_uses.Generation, program.NoPythonError
+tables = names
+main, table, ported = rewriting.main, rewriting.table, rewriting.ported
+Generation, NoPythonError = names.Generation, program.NoPythonError

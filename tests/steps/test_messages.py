@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy._src.text import absent
+from jaxstrategy._src import lazy_names
 
 
 def total(x):
@@ -175,7 +175,7 @@ def test_run_inside_vmap_is_run_for_each(two):
 
 
 def test_names_of_tensorflow_that_are_not_here_say_what_to_use():
-    for full, advice in absent.ADVICE.items():
+    for full, advice in lazy_names.ADVICE.items():
         *modules, name = full.split(".")
         module = functools.reduce(getattr, modules, js)
         with pytest.raises(AttributeError) as caught:

@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 
 from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
-from jaxstrategy._src.compat import multi_steps
+from jaxstrategy._src.compat import inputs
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_2018,
     AdapterScope,
@@ -142,7 +142,7 @@ class MapOutput:
 
 
 @final
-class MultiStepContext(multi_steps.MultiStepContext):
+class MultiStepContext(inputs.MultiStepContext):
     """Named outputs of the last of several steps.
 
     Made by `run_steps_on_dataset`, which passes it to the function first.

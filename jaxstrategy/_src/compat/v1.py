@@ -31,13 +31,13 @@ from jaxstrategy._src.compat.inputs import (
     OF_GROUPS,
     GetsNext,
     InputIterator,
+    MultiStepContext,
     NumpyDataset,
     OlderDataset,
     as_dataset,
     numpy_dataset,
     require_iterator,
 )
-from jaxstrategy._src.compat.multi_steps import MultiStepContext
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.replica_context import (
     core_of,

@@ -14,8 +14,8 @@ from typing import Any, Protocol, final
 
 import jax
 
+from jaxstrategy._src import lazy_names
 from jaxstrategy._src.communication_options import CommunicationOptions
-from jaxstrategy._src.contexts import scope_blocks
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import (
     ReduceOp,
@@ -416,7 +416,7 @@ class Scope:
         # would be an error then (JAX 0.10 and 0.12).
         if jax.sharding.get_abstract_mesh().empty:
             blocks.enter_context(without_eager_sharding())
-        blocks.enter_context(scope_blocks.entered(self._strategy))
+        blocks.enter_context(lazy_names.entered_for(self._strategy))
         self._entered.append((context, before, blocks))
         _current.set(context)
         return self._strategy

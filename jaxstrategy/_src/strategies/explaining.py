@@ -14,8 +14,7 @@ from jaxstrategy._src.executors.compiled import CompiledStep, ReplicatedFunction
 from jaxstrategy._src.options import ReduceOp, RunOptions
 from jaxstrategy._src.profiling import links
 from jaxstrategy._src.profiling.metric_logger import MetricLogger
-from jaxstrategy._src.profiling.profile import Profile
-from jaxstrategy._src.profiling.step_analysis import StepAnalysis
+from jaxstrategy._src.profiling.profile import Profile, StepAnalysis
 from jaxstrategy._src.reductions.operations import OPERATIONS
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.strategies.choices import check_options

@@ -10,6 +10,6 @@ if __name__ == "__main__":
             "error: `jaxstrategy.compat.port` needs LibCST, which is not installed. "
             "Install the extra: pip install 'jaxstrategy[port]'"
         )
-    from jaxstrategy._src.compat.port.port_command import main
+    from jaxstrategy._src.compat.port.rewriting import main
 
     sys.exit(main())

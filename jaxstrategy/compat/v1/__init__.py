@@ -11,8 +11,10 @@ from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
     from jaxstrategy import cluster_resolver as cluster_resolver
-    from jaxstrategy._src.compat.inputs import InputIterator as InputIterator
-    from jaxstrategy._src.compat.multi_steps import MultiStepContext as MultiStepContext
+    from jaxstrategy._src.compat.inputs import (
+        InputIterator as InputIterator,
+        MultiStepContext as MultiStepContext,
+    )
     from jaxstrategy._src.compat.v1 import (
         MirroredStrategy as MirroredStrategy,
         OneDeviceStrategy as OneDeviceStrategy,
