@@ -22,7 +22,6 @@ def current() -> job.Processes | None:
 
 
 def agree(what: str, said: Json) -> list[Json]:
-    """Say something."""
     processes = current()
     if processes is None:
         return [said]
@@ -53,7 +52,6 @@ def compare_leaves(what: str, leaves: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def watched(what: str, busy: str | None = None) -> Iterator[None]:
-    """A block that waits for other processes."""
     processes = current()
     if processes is None:
         yield
@@ -63,7 +61,6 @@ def watched(what: str, busy: str | None = None) -> Iterator[None]:
 
 
 def join(thread: threading.Thread, what: str) -> None:
-    """Wait for the end of a thread that writes; as long as any process writes."""
     processes = current()
     if processes is None:
         thread.join()
@@ -81,6 +78,5 @@ def join(thread: threading.Thread, what: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]

@@ -111,12 +111,10 @@ class LocalFiles:
 
     @_patient
     def size(self, path: PathOrText) -> int:
-        """The size of a file in bytes."""
         return _regular(os.stat(path), path).st_size
 
     @_patient
     def text(self, path: PathOrText) -> str:
-        """The text in a file."""
         # To open a pipe otherwise would wait for its other end.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -192,7 +190,6 @@ class CloudFiles:
 
 
 def files_of(path: Path) -> LocalFiles | CloudFiles:
-    """The operations for a folder, by where it is."""
     return CloudFiles(type(path)) if "://" in os.fspath(path) else LocalFiles()
 
 
@@ -288,14 +285,12 @@ class Folder:
         return None
 
     def latest(self) -> int | None:
-        """The last step whose checkpoint is good."""
         for step in reversed(self.named()):
             if self.good_record(step) is not None:
                 return step
         return None
 
     def good(self) -> dict[int, Record]:
-        """The records of the good checkpoints, in order."""
         found = {step: self.good_record(step) for step in self.named()}
         return {step: record for step, record in found.items() if record is not None}
 
@@ -328,7 +323,6 @@ class Folder:
         return False
 
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of `step`; another writer may have done it."""
         self._read.pop(step, None)
         # Renamed first: what is left if this is killed is no checkpoint.
         left = self.path / f"{step}.{secrets.token_hex(4)}.deleted"

@@ -331,7 +331,6 @@ class CheckpointManager:
         return f"{doing}{which} in `{self._folder.path}`"
 
     def _is_saved(self, step: int, what: str) -> bool:
-        """Whether this manager has saved or restored it already."""
         is_own = step in self._own and self._folder.good_record(step) is not None
         is_own, latest = agreement.agree(what, [is_own, self._folder.latest()])[0]
         if not is_own and latest is not None and latest >= step:
@@ -531,7 +530,6 @@ class CheckpointManager:
         return agreement.agree(what, self._folder.named())[0]
 
     def _require(self, step: int, what: str) -> None:
-        """Raise FileNotFoundError unless there is something for `step`."""
         named = self._named(what)
         if step not in named:
             has = ", ".join(map(str, named)) if named else "none"
@@ -635,7 +633,6 @@ class CheckpointManager:
         return state, self._restored.step
 
     def _has_any(self) -> bool:
-        """Whether there is something to restore, good or not."""
         managers = [self] if self._memory is None else [self._memory, self]
         return any(each._named(each._what("restore")) for each in managers)
 
@@ -739,7 +736,6 @@ def _finish_at_exit(manager: CheckpointManager) -> None:
 
 
 def _check_host(method: str) -> None:
-    """Raise unless code runs outside of steps, eagerly."""
     if _arrays.is_traced():
         raise ContextError(
             f"`{method}` was called inside a step, or inside another function that JAX "
@@ -749,7 +745,6 @@ def _check_host(method: str) -> None:
 
 
 def _checked_step(step: object) -> int:
-    """`step` as a number of Python."""
     number = whole(step)
     if number is None or not 0 <= number < _STEPS:
         raise ValueError(

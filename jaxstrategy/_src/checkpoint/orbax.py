@@ -49,7 +49,6 @@ class OrbaxBackend:
         self._began = 0  # nanoseconds
 
     def path_of(self, directory: str | os.PathLike[str]) -> epath.Path:
-        """A folder here, or on cloud storage (`gs://...`)."""
         path = epath.Path(directory).expanduser()
         return path if "://" in str(directory) else path.absolute()
 
@@ -133,7 +132,6 @@ class OrbaxBackend:
         self._announce(None)
 
     def _fail_later(self, kind: object, error: object, *trace: object) -> bool:
-        """Let `finish` raise it."""
         if not isinstance(error, OSError | ValueError):
             return False
         failed: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -169,6 +167,5 @@ class OrbaxBackend:
             return dict(handler.restore(folder, args=args))
 
     def close(self) -> None:
-        """End the background threads."""
         if self._handler is not None:
             self._handler.close()

@@ -287,7 +287,6 @@ def is_entry(value: Any) -> bool:
 
 
 def described(entry: Entry) -> str:
-    """What was saved, in words."""
     match entry["kind"]:
         case "array":
             return array_type(entry["dtype"], entry["shape"])
@@ -309,7 +308,6 @@ def versions(dtype: object, shape: Any) -> str:
 
 
 def write(folder: Path, record: Record) -> None:
-    """Write the record of the files that are in `folder`."""
     names, folders = [], [folder]
     while folders:
         for path in folders.pop().iterdir():
@@ -325,7 +323,6 @@ def write(folder: Path, record: Record) -> None:
 
 
 def verify(folder: Path, record: Record, share: int, shares: int) -> None:
-    """Read the files again: those whose turn it is of so many `shares`."""
     names = sorted(record.files)[share::shares]
     for name, checksum in zip(names, _checksums(folder, names), strict=True):
         if checksum != record.files[name][1]:

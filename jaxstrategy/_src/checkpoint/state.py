@@ -74,8 +74,6 @@ class Leaf:
 
 @final
 class State:
-    """A state, and its values by name."""
-
     def __init__(self, tree: PyTree, replicas: Replicas | None = None) -> None:
         self._tree = tree
         self.leaves = leaves_of(tree, replicas)
@@ -92,7 +90,6 @@ class State:
             yield
 
     def saved(self) -> tuple[dict[str, Entry], dict[str, Array]]:
-        """The entry of each value, and the arrays to write."""
         entries, arrays = {}, {}
         for name, leaf in self.leaves.items():
             entries[name], array = self._handlers[name].save(leaf)
@@ -132,7 +129,6 @@ class State:
         return missing, unexpected
 
     def readings(self, entries: Mapping[str, Entry]) -> dict[str, Reading]:
-        """What the arrays of a checkpoint are to be read as."""
         found = {
             name: reading(leaf, entries[name])
             for name, leaf in self.leaves.items()
@@ -143,7 +139,6 @@ class State:
     def restored(
         self, entries: Mapping[str, Entry], arrays: Mapping[str, Array]
     ) -> PyTree:
-        """The state with what was saved."""
         values = {
             name: self._handlers[name].restore(leaf, entries[name], arrays.get(name))
             for name, leaf in self.leaves.items()
@@ -296,7 +291,6 @@ class Handler:
 
 
 def handler_of(leaf: Leaf) -> Handler:
-    """The handler of a value."""
     for handler in _HANDLERS:
         if handler.takes(leaf.value):
             return handler
@@ -345,7 +339,6 @@ def mismatch(leaf: Leaf, entry: Entry) -> str | None:
 
 
 def reading(leaf: Leaf, entry: Entry) -> Reading | None:
-    """What an entry's array is read as; None if it has none, or no elements."""
     if entry["kind"] not in ("array", "per_replica"):
         return None
     shape = (*entry["shape"], *entry.get("words", ()))
@@ -414,7 +407,6 @@ def _save_array(leaf: Leaf) -> tuple[Entry, Array | None]:
 
 
 def is_device_array(value: object) -> bool:
-    """Whether it is an array of JAX, or stands for one."""
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
 
 

@@ -251,8 +251,6 @@ S = TypeVar("S", bound=OlderStrategy)
 
 @final
 class AdapterScope(contextlib.AbstractContextManager[S]):
-    """The scope of a strategy, as a `with` block that is given its adapter."""
-
     def __init__(self, adapter: S) -> None:
         self._adapter = adapter
         self._scope = adapter.core.scope()
@@ -269,7 +267,6 @@ class AdapterScope(contextlib.AbstractContextManager[S]):
 
 
 def waited(value: PyTree, name: str | None) -> PyTree:
-    """None when all is computed; a single leaf itself, if it has no name."""
     leaves = jax.tree.leaves(value)
     jax.block_until_ready([leaf for leaf in leaves if not isinstance(leaf, Tracer)])
     return leaves[0] if len(leaves) == 1 and name is None else None
@@ -292,7 +289,6 @@ def read_variable(v: object, method: str, said: str) -> jax.Array:
 
 
 def first_named(variables: Sequence[Variable], method: str) -> Variable:
-    """The variable whose name comes first."""
     if not isinstance(variables, (list, tuple)) or not all(
         isinstance(variable, (Variable, ShardedVariable)) for variable in variables
     ):

@@ -60,7 +60,6 @@ from jaxstrategy._src.variables.variable import Variable
 
 
 def _require_scope(strategy: DistributionStrategy, method: str) -> None:
-    """Raise unless code is part of this strategy, on either side."""
     current = _current.get_strategy()
     if current is strategy.core:
         return
@@ -125,7 +124,6 @@ class MapOutput:
     num_towers: int
 
     def reduced(self, op: ReduceOp) -> PyTree:
-        """The sum or the mean over all elements."""
         if not self.results:
             raise ValueError(
                 "`map` was given no elements, so there is nothing to reduce."
@@ -387,7 +385,6 @@ class DistributionStrategy(OlderStrategy):
     def _checked_update(
         self, method: str, fn: object, args: PyTree, kwargs: dict[str, PyTree]
     ) -> bool:
-        """Whether results are grouped, which is taken out of `kwargs`."""
         _require_cross_tower(self, method)
         require_function(method, fn)
         grouped = bool(kwargs.pop("grouped", True))
@@ -690,7 +687,6 @@ def _check_all(number: int) -> None:
 
 
 def _first_devices(given: object, name: str) -> tuple[Device, ...]:
-    """So many of this host's devices."""
     number, found = positive(name, given), _devices.default_devices()
     if number > len(found):
         raise ValueError(

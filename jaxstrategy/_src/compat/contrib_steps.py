@@ -466,7 +466,6 @@ class StandardSingleLossStep(StandardInputStep):
         )
 
     def _update(self, context: MultiStepContext, *inputs: PyTree) -> None:
-        """One update of all variables."""
         update = _updating(self._loss_fn, self._optimizer, self._variables)
         self._variables, self._state = self._distribution.core.run(
             update, (context, self._state, *inputs)

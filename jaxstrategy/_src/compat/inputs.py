@@ -181,9 +181,7 @@ OF_GROUPS = InputOptions(remainder="drop_empty")
 class GetsNext(Protocol):
     """What steps read from: an `InputIterator`, or one of the core's."""
 
-    def get_next(self) -> PyTree:
-        """The next batch."""
-        ...
+    def get_next(self) -> PyTree: ...
 
 
 def require_iterator(iterator: Any) -> GetsNext:
@@ -335,7 +333,6 @@ class NumpyDataset(Iterable[PyTree]):
 
 
 def numpy_dataset(numpy_input: PyTree) -> NumpyDataset:
-    """The rows of a nest of arrays, one after the other."""
     tree = jax.tree.map(
         _array, numpy_input, is_leaf=lambda node: isinstance(node, list)
     )

@@ -88,7 +88,6 @@ class RunOptions(NamedTuple):
 def chosen_options(
     options: CommunicationOptions | None, hints: CommunicationOptions | None
 ) -> CommunicationOptions | None:
-    """The options by whichever name they were given."""
     if hints is None:
         return options
     if options is not None:
@@ -269,10 +268,7 @@ class StrategyExtended(Adapter):
 
 
 class _OfFirstVariable(StrategyExtended):
-    """Whose optimizers keep their state beside a variable."""
-
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
-        """The variable whose name comes first."""
         return first_named(var_list, "extended.non_slot_devices")
 
 

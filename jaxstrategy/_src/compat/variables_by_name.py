@@ -60,7 +60,6 @@ def _initial_value(
 
 
 def _shape_of(given: object) -> tuple[int, ...]:
-    """A shape, given as a number or several."""
     number = whole(given)
     found = several_whole(given) if number is None else (number,)
     if found is None:
@@ -74,7 +73,6 @@ def _shape_of(given: object) -> tuple[int, ...]:
 
 
 def _dtype_of(given: DTypeLike) -> np.dtype:
-    """The dtype that an array of it has, as JAX is set up."""
     given = getattr(given, "as_numpy_dtype", given)  # of TensorFlow's own
     return np.dtype(jax.dtypes.canonicalize_dtype(given))
 
@@ -274,7 +272,6 @@ _lock = threading.RLock()
 def _variable_of(
     strategy: Strategy, name: str, make: Callable[[], Variable]
 ) -> Variable:
-    """The variable of a name that a strategy has, by `make` if there is none."""
     reuse, trace = get_variable_scope().reuse, context.current().trace
     with _lock:
         # A variable holds its strategy: a table that is not the strategy's own would

@@ -59,13 +59,9 @@ class LocalSteps:
 class Rebindings(Protocol):
     """What a function refers to instead of what it refers to otherwise."""
 
-    def set(self) -> None:
-        """Let the function refer to it."""
-        ...
+    def set(self) -> None: ...
 
-    def take_back(self) -> None:
-        """Let it refer to what it referred to before."""
-        ...
+    def take_back(self) -> None: ...
 
 
 class EagerReplica(abc.ABC):
@@ -178,7 +174,6 @@ _numbers = itertools.count()
 
 
 def new_trace() -> int:
-    """A number that no other trace has."""
     return next(_numbers)
 
 
@@ -330,7 +325,6 @@ def entered(**changed: Any) -> Iterator[Context]:
 
 
 def outside() -> contextlib.AbstractContextManager[Context]:
-    """A `with` block of code that is part of no strategy."""
     return entered(
         strategy=None, replica=None, in_step=False, updated=(), colocated=None
     )

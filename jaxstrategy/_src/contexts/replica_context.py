@@ -30,7 +30,6 @@ from jaxstrategy._src.values.slices import is_slices
 
 
 def check_arguments(args: object, kwargs: object) -> None:
-    """Raise unless these are a sequence of arguments and a dict or None."""
     if not isinstance(args, (tuple, list)):
         raise TypeError(
             f"`args` was a {type(args).__name__}; a tuple of the function's arguments "
@@ -44,7 +43,6 @@ def check_arguments(args: object, kwargs: object) -> None:
 
 
 def check_merge_call(merge_fn: object, args: object, kwargs: object) -> None:
-    """Raise unless `merge_call` can call `merge_fn` with these."""
     if not callable(merge_fn):
         raise TypeError(
             f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "
@@ -76,7 +74,6 @@ def core_of(strategy: object) -> object:
 
 
 def checked_core(strategy: object) -> AbstractStrategy:
-    """The strategy that an argument `strategy` means."""
     core = core_of(strategy)
     if not isinstance(core, AbstractStrategy):
         raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")

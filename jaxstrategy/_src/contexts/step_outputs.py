@@ -56,7 +56,6 @@ class StepOutputs:
         self._posting: dict[Function, Function] = {}
 
     def opened(self) -> AbstractContextManager[object]:
-        """A `with` block whose steps hand out to this one."""
         return _context.entered(step_outputs=self)
 
     def with_outputs(self, fn: Function) -> Function:
@@ -107,7 +106,6 @@ def require_open(sender: Sender, method: str) -> None:
 
 
 def post(message: PyTree, method: str) -> None:
-    """Hands out a message, after `require_open`."""
     context = _context.current()
     if context.posted is not None:
         began, messages = context.posted

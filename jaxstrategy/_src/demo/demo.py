@@ -41,7 +41,6 @@ class Examples(NamedTuple):
     labels: np.ndarray
 
     def rows(self, which: np.ndarray | slice) -> Examples:
-        """Some of the examples."""
         return Examples(self.images[which], self.labels[which])
 
 
@@ -92,8 +91,6 @@ EXTRAS = {
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The options of the command line."""
-
     replicas: int | None
     epochs: int
     batch_size: int
@@ -102,7 +99,6 @@ class Arguments:
 
     @property
     def steps(self) -> int:
-        """Training steps in all epochs."""
         return self.epochs * (TRAIN_IMAGES // self.batch_size)
 
     @property
@@ -118,7 +114,6 @@ class Arguments:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options' names, defaults, limits and help."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxstrategy.demo",
         description="Train a small convolutional network on scikit-learn's handwritten "
@@ -174,7 +169,6 @@ def number(least: int, most: int, reason: str = "") -> Callable[[str], int]:
 
 
 def picture(text: str) -> Path:
-    """Reads where a picture can be written."""
     path = Path(text)
     written = path if path.exists() else path.parent
     if path.suffix.lower() != ".png":
@@ -218,7 +212,6 @@ def find_devices(wanted: int | None) -> list[Device]:
 
 
 def require_extras() -> None:
-    """Raises `MissingExtraError` if one of the demo's dependencies is missing."""
     for module, package in EXTRAS.items():
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(
@@ -257,8 +250,6 @@ def training_step(
 def counting_step(
     strategy: js.Strategy,
 ) -> Callable[[TrainState, jax.Array, jax.Array], jax.Array]:
-    """How many images are recognised: `count(state, images, labels)`."""
-
     @strategy.run
     def count(state: TrainState, images: jax.Array, labels: jax.Array) -> jax.Array:
         hits = state.apply_fn(state.params, images).argmax(axis=-1) == labels
@@ -309,12 +300,10 @@ class Epoch(NamedTuple):
 
 
 def loss_curve(history: list[Epoch]) -> np.ndarray:
-    """The loss at each step of all epochs."""
     return np.concatenate([epoch.losses for epoch in history])
 
 
 def percent(part: float) -> str:
-    """`98.6 %`."""
     return f"{100 * part:.1f} %"
 
 
@@ -428,7 +417,6 @@ def train_both(
 
 
 def failures(accuracy: float, difference: float, options: Arguments) -> Iterator[str]:
-    """Why the run counts as failed."""
     if not difference <= LARGEST_DIFFERENCE:
         yield (
             f"the loss curves differ by {difference:.1e}; at most "
@@ -442,7 +430,6 @@ def failures(accuracy: float, difference: float, options: Arguments) -> Iterator
 
 
 def run(strategy: js.Strategy, options: Arguments) -> int:
-    """Train, show what came out, and return the exit status."""
     from rich.console import Console
 
     console = Console()

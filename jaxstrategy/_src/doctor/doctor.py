@@ -78,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _asked(seconds: float, simulated: int | None) -> tuple[str, str | None]:
-    """What another process says of the devices, and what is wrong, if anything is."""
     program = f"from {__name__} import look; look({seconds}, {simulated})"
     try:
         done = subprocess.run(
@@ -126,7 +125,6 @@ def _total(x: jax.Array) -> jax.Array:
 
 
 def _has_unused_gpu() -> bool:
-    """Whether this host has a GPU that JAX was not told to leave alone."""
     has_gpu = shutil.which("nvidia-smi") and Path("/dev/nvidia0").exists()
     return bool(has_gpu) and os.environ.get("JAX_PLATFORMS", "").lower() != "cpu"
 

@@ -269,7 +269,6 @@ class CompiledExecutor(AbstractExecutor):
     def program(
         self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
-        """The compiled programs of `fn`, for each structure and type of arguments."""
         return self._programs.of(fn, options)
 
     def compile(
@@ -280,7 +279,6 @@ class CompiledExecutor(AbstractExecutor):
         options: RunOptions | None,
         obtain: Obtain,
     ) -> FunctionProgram:
-        """The program of one such call of `fn`, compiled before it is made."""
         seal = FrozenSignatures()
         # A table of its own: what is compiled ahead takes nothing from other calls of
         # the step, and refuses what these would compile.
@@ -296,7 +294,6 @@ class CompiledExecutor(AbstractExecutor):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """The results of what `compile` gave, wherever `run` may be called."""
         context: Context = _context.require_cross_replica(self._strategy, "run")
         if step_outputs.around_steps() is not None:
             raise ContextError(
@@ -320,7 +317,6 @@ class CompiledExecutor(AbstractExecutor):
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
-        """The results on all replicas; in `merge_call`, as part of the same step."""
         context = _context.require_cross_replica(self._strategy, "run")
         if context.in_step:
             return self._run_in_step(fn, args, kwargs)
@@ -348,7 +344,6 @@ class CompiledExecutor(AbstractExecutor):
             return replica.to_cross(returned)
 
     def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-        """`function` of each replica's version, as a program of its own if outside."""
         if _context.current().in_step:
             return function(replica_context.to_replica(value, read_variables=True))
         return self._programs.of(function)((value,), {})
@@ -360,11 +355,9 @@ class CompiledExecutor(AbstractExecutor):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """The results of `fn`, traced once as of one copy and compiled for all."""
         return self._updates(devices).of(fn)(args, kwargs)
 
     def _updates(self, devices: tuple[Device, ...]) -> Programs:
-        """The programs of functions that are told these devices."""
         found = self._updates_on.get(devices)
         if found is None:
             call = functools.partial(self._as_copy, devices)
@@ -378,7 +371,6 @@ class CompiledExecutor(AbstractExecutor):
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """A call of `fn` that updates one copy, while it is traced."""
         with _context.entered(
             strategy=self._strategy, replica=None, in_step=True, updated=devices
         ):

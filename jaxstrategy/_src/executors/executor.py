@@ -123,7 +123,6 @@ class AbstractExecutor(abc.ABC):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """The results of what `compile` gave, wherever `run` may be called."""
         raise NotImplementedError("`compile` gives nothing that could be run")
 
     def explain(
@@ -136,7 +135,6 @@ class AbstractExecutor(abc.ABC):
         topology: Topology,
         compiled: bool,
     ) -> Explanation:
-        """An explanation of `run` as one program, which is not run."""
         return explain(
             fn,
             args,
@@ -149,7 +147,6 @@ class AbstractExecutor(abc.ABC):
 
     @property
     def _environment(self) -> StepEnvironment:
-        """The replicas and the caller of functions that traces need."""
         replicas = self._strategy._replicas
         return StepEnvironment(
             replicas, self._as_replica, self._variables, self._strategy._overlap
@@ -172,7 +169,6 @@ class AbstractExecutor(abc.ABC):
             yield replica
 
     def _variables(self) -> list[Variable]:
-        """The variables that steps may use."""
         return cast("list[Variable]", abstract_variable.usable_by(self._strategy))
 
 
@@ -183,7 +179,6 @@ class EagerExecutor(AbstractExecutor):
     def program(
         self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
-        """The function itself, called with a tuple and a dict of arguments."""
         return EagerProgram(fn, functools.partial(self.run, fn, options=options))
 
     def _run(
@@ -193,14 +188,12 @@ class EagerExecutor(AbstractExecutor):
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
-        """The results of the function."""
         _context.require_same(_context.current(), self._strategy)
         args, kwargs = _alone((args, kwargs))
         with _context.outside():
             return fn(*args, **kwargs)
 
     def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-        """`function` of the only version."""
         return function(_alone(value))
 
     def update(
@@ -210,25 +203,20 @@ class EagerExecutor(AbstractExecutor):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """The results of `fn`, called for the only copy."""
         with _context.entered(updated=devices):
             return fn(*args, **kwargs)
 
 
 @final
 class EagerProgram:
-    """One function of an `EagerExecutor`."""
-
     def __init__(self, fn: Function, run: Callable[..., PyTree]) -> None:
         self._fn = fn
         self._run = run
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """The results of the function."""
         return self._run(tuple(args), kwargs)
 
     def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
-        """The function with these first arguments."""
         captured = object_calls.captured_by(self._fn)
         object_calls.require_objects(tuple(objects), captured)
 
@@ -240,8 +228,6 @@ class EagerProgram:
 
 
 def _alone(tree: PyTree) -> PyTree:
-    """`tree` with each `PerReplica` as its only version."""
-
     def unwrap(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, PerReplica):
             return leaf

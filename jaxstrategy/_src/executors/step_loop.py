@@ -1,8 +1,7 @@
-"""Several steps in one call: a loop on the devices; what replicas synchronize."""
+"""Several steps in one call, and one step in several parts of its batch."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import inspect
@@ -13,7 +12,10 @@ from typing import TypeAlias, cast, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
+from jaxstrategy._src import masks
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import LOCAL_SCOPE, LocalSteps
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
@@ -22,7 +24,8 @@ from jaxstrategy._src.masks import LoopMasks
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.reductions.reduction import HowReduced
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.replicas.mesh import is_key
+from jaxstrategy._src.text.shown import array_type, whole
 from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.nnx import object_calls
@@ -31,60 +34,16 @@ from jaxstrategy._src.tracing.nnx.object_form import (
     is_changed_in_place,
     is_parts,
 )
+from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import Handle
+from jaxstrategy._src.values.slices import is_slices
 from jaxstrategy._src.variables.variable import Variable
 
-# Arrays of the state, and others, which the loop returns.
-Ends: TypeAlias = tuple[Sequence[jax.Array], Sequence[jax.Array]]
-
-
-class AbstractSynchronization(abc.ABC):
-    """What the replicas have to do with each other in a loop of several steps."""
-
-    @abc.abstractmethod
-    def step(self) -> contextlib.AbstractContextManager[object]:
-        """A `with` block in which a step is traced."""
-
-    @abc.abstractmethod
-    def kept(self, rest: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """What the loop keeps of the arrays that a step returned beside its state."""
-
-    @abc.abstractmethod
-    def end(
-        self,
-        state: Sequence[jax.Array],
-        same: Sequence[bool],
-        rest: Sequence[jax.Array],
-    ) -> Ends:
-        """The state and the other arrays that the loop returns."""
-
 
 @final
-class InEachStep(AbstractSynchronization):
-    """The steps reduce what they want to."""
-
-    def step(self) -> contextlib.AbstractContextManager[object]:
-        """Nothing to do."""
-        return contextlib.nullcontext()
-
-    def kept(self, rest: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """All as it is."""
-        return rest
-
-    def end(
-        self,
-        state: Sequence[jax.Array],
-        same: Sequence[bool],
-        rest: Sequence[jax.Array],
-    ) -> Ends:
-        """All as it is."""
-        return state, rest
-
-
-@final
-class AfterTheLast(AbstractSynchronization):
+class AfterTheLast:
     """Each replica is by itself until the last step, and then they take means."""
 
     def __init__(self, replica: ReplicaContext) -> None:
@@ -99,7 +58,7 @@ class AfterTheLast(AbstractSynchronization):
         with context.entered(local=self._local), jax.named_scope(LOCAL_SCOPE):
             yield
 
-    def kept(self, rest: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def kept(self, rest: Sequence[jax.Array]) -> list[jax.Array]:
         """Of what the step has reduced, what it was before."""
         pairs = [self._local.reduction.before(array) for array in rest]
         self._local.reduction.forget()
@@ -111,7 +70,7 @@ class AfterTheLast(AbstractSynchronization):
         state: Sequence[jax.Array],
         same: Sequence[bool],
         rest: Sequence[jax.Array],
-    ) -> Ends:
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The means of floating-point arrays, and what the steps reduced, reduced."""
         variables = list(filter(_has_mean, self._local.assigned.values()))
         arrays = [*state, *rest, *(each.value() for each in variables)]
@@ -151,14 +110,6 @@ def _is_float(array: jax.Array) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
-def synchronization_after_the_last() -> AbstractSynchronization:
-    """That of the replicas of the step which is traced; with one there is none."""
-    replica = context.current().replica
-    if not isinstance(replica, ReplicaContext) or replica.num_replicas_in_sync == 1:
-        return InEachStep()
-    return AfterTheLast(replica)
-
-
 class ArrayTree:
     """A pytree as its arrays and the rest of it."""
 
@@ -173,7 +124,6 @@ class ArrayTree:
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """The arrays among the leaves."""
         leaves = zip(self.leaves, self._are_arrays, strict=True)
         return [jnp.asarray(leaf) for leaf, is_array in leaves if is_array]
 
@@ -185,7 +135,6 @@ class ArrayTree:
         return arrays
 
     def with_arrays(self, arrays: Sequence[jax.Array]) -> PyTree:
-        """The pytree with other arrays."""
         following = iter(arrays)
         leaves = zip(self.leaves, self._are_arrays, strict=True)
         return self.structure.unflatten(
@@ -214,10 +163,6 @@ def told(value: object) -> str:
     return repr(value) if is_leaf else f"a {type(value).__name__}"
 
 
-def name_of(fn: Function) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
 def signature_of(fn: Function) -> inspect.Signature | None:
     """The signature of the step, with batches instead of a batch."""
     try:
@@ -240,27 +185,13 @@ POSITIONAL = (
 
 
 def first_names(fn: Function, count: int) -> list[str]:
-    """The names of the first arguments in messages."""
     signature = signature_of(fn)
     parameters = [] if signature is None else signature.parameters.values()
     known = [p.name for p in parameters if p.kind in POSITIONAL]
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
 
 
-class BatchRun:
-    """Batches of one size, one after the other."""
-
-    def __init__(self, batches: Sequence[ArrayTree]) -> None:
-        self.form = batches[0]
-        rows = zip(*(batch.arrays for batch in batches), strict=True)
-        self.columns = [list(column) for column in rows]
-        self._number = len(batches)
-
-    def __len__(self) -> int:
-        return self._number
-
-
-def runs(name: str, given: object) -> list[BatchRun]:
+def runs(name: str, given: object) -> list[list[ArrayTree]]:
     """The batches of one call: one loop each for those of one size."""
     if not isinstance(given, (tuple, list)):
         raise TypeError(
@@ -277,7 +208,7 @@ def runs(name: str, given: object) -> list[BatchRun]:
     for number, batch in enumerate(batches):
         _check_kind(name, number, batch, batches[0])
     by_size = itertools.groupby(batches, lambda batch: [a.shape for a in batch.arrays])
-    return [BatchRun(list(run)) for _, run in by_size]
+    return [list(run) for _, run in by_size]
 
 
 def _check_kind(name: str, number: int, batch: ArrayTree, form: ArrayTree) -> None:
@@ -309,10 +240,10 @@ class StepLoop:
         fn: Function,
         args: list[PyTree],
         kwargs: dict[str, PyTree],
-        synchronization: AbstractSynchronization,
+        local: AfterTheLast | None,
     ) -> None:
         self._fn = fn
-        self._synchronization = synchronization
+        self._local = local
         self._name = name_of(fn)
         self._names = first_names(fn, len(args))
         self._going = [i for i, each in enumerate(args) if self._goes_on(i, each)]
@@ -342,19 +273,19 @@ class StepLoop:
         is_leaf = jax.tree_util.all_leaves([argument], is_leaf=trees.is_whole)
         return not is_leaf or _arrays.is_array(argument) or is_number(argument)
 
-    def over(self, runs: Sequence[BatchRun]) -> PyTree:
-        """The results of all steps."""
+    def over(self, runs: Sequence[Sequence[ArrayTree]]) -> PyTree:
         going, found = self._start.arrays, []
         for run in runs:
             going, rest = self._over(run, going)
             found.append((self._rest, rest))
-        ends = self._synchronization.end(going, self._same, self._joined(found))
-        return self._finish(*ends)
+        rest = self._joined(found)
+        if self._local is not None:
+            going, rest = self._local.end(going, self._same, rest)
+        return self._finish(going, rest)
 
     def _joined(
         self, found: list[tuple[ArrayTree, list[jax.Array]]]
     ) -> list[jax.Array]:
-        """The other arrays of all steps, stacked."""
         ((first, rest), *others) = found
         for form, arrays in others:
             pairs = zip(rest, arrays, strict=True)
@@ -375,31 +306,32 @@ class StepLoop:
         return [jnp.concatenate(column) for column in columns]
 
     def _over(
-        self, batches: BatchRun, going: list[jax.Array]
+        self, batches: Sequence[ArrayTree], going: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The end of what these steps go on with, and what else they returned."""
-        turns = LoopMasks(batches.columns)
+        rows = zip(*(batch.arrays for batch in batches), strict=True)
+        columns = [list(column) for column in rows]
+        turns = LoopMasks(columns)
 
         def turn(
             going: list[jax.Array], given: _Given
         ) -> tuple[list[jax.Array], list[jax.Array]]:
             arrays, masks = given
             with turns.turn(arrays, masks):
-                return self._step(going, batches.form.with_arrays(arrays))
+                return self._step(going, batches[0].with_arrays(arrays))
 
-        stacked = [jnp.stack(column) for column in batches.columns]
+        stacked = [jnp.stack(column) for column in columns]
         return jax.lax.scan(turn, going, (stacked, turns.masks), length=len(batches))
 
     def _step(
         self, going: list[jax.Array], batch: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """One step: what it goes on with, and the other arrays it returned."""
         states, parts = self._start.with_arrays(going)
         args, kwargs, objects = self._filled(states, parts)
         # Those that the step captured stand among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
         with rebinding.rebound(self._fn, replaced) as fn:
-            with self._synchronization.step():
+            local = self._local
+            with contextlib.nullcontext() if local is None else local.step():
                 returned = _with_values(fn(*args, batch, **kwargs))
         if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
@@ -412,12 +344,12 @@ class StepLoop:
         # What no step changes stays the same object: so the key of a replica is told.
         pairs = zip(self._same, going, new, strict=True)
         self._same = [known and old is now for known, old, now in pairs]
-        return new, list(self._synchronization.kept(self._rest.take()))
+        others = self._rest.take()
+        return new, others if self._local is None else self._local.kept(others)
 
     def _filled(
         self, states: Sequence[PyTree], parts: Sequence[Parts]
     ) -> tuple[list[PyTree], dict[str, PyTree], list[PyTree]]:
-        """The arguments of one step, and the objects among them."""
         args = list(self._args)
         for place, state in zip(self._going, states, strict=True):
             args[place] = state
@@ -433,7 +365,6 @@ class StepLoop:
         return args, kwargs, objects
 
     def _taken(self, objects: list[PyTree], before: Sequence[Parts]) -> Sequence[Parts]:
-        """The arrays of the objects after a step."""
         if self._objects is None:
             return []
         parts = self._objects.form.take_apart(objects, before)
@@ -474,7 +405,6 @@ class StepLoop:
         return list(returned[:count]), returned[count:]
 
     def _checked(self, states: list[PyTree], parts: Sequence[Parts]) -> list[jax.Array]:
-        """The arrays that the next step goes on with."""
         now = ArrayTree((states, parts))
         leaves = zip(now.paths, self._start.leaves, now.leaves, strict=True)
         for path, before, after in leaves:
@@ -528,9 +458,7 @@ def _structure(tree: PyTree) -> TreeStructure:
     return jax.tree.structure(tree, is_leaf=trees.is_whole)
 
 
-def several(
-    fn: Function, synchronization: Callable[[], AbstractSynchronization] = InEachStep
-) -> Function:
+def several(fn: Function, are_local: bool = False) -> Function:
     """A function that makes one step of `fn` after the other, with a batch for each."""
 
     @functools.wraps(fn)
@@ -541,7 +469,10 @@ def several(
                 "argument is the tuple of them: `many(state, (batch, next_batch))`."
             )
         *first, batches = args
-        loop = StepLoop(fn, first, kwargs, synchronization())
+        replica, local = context.current().replica, None
+        if are_local and isinstance(replica, ReplicaContext):
+            local = AfterTheLast(replica) if replica.num_replicas_in_sync > 1 else None
+        loop = StepLoop(fn, first, kwargs, local)
         return loop.over(runs(name_of(fn), batches))
 
     if (signature := signature_of(fn)) is not None:
@@ -552,5 +483,137 @@ def several(
 
 
 def number_of_steps(fn: Function, args: Sequence[PyTree]) -> int:
-    """The number of steps that a call of `fn` makes."""
     return len(args[-1]) if getattr(fn, "makes_several", False) else 1
+
+
+def accumulated(
+    fn: Callable[..., PyTree], k: int, mean: bool, has_aux: bool
+) -> Callable[..., PyTree]:
+    """`fn` called on `k` parts of its arguments, one after the other."""
+
+    @functools.wraps(fn)
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        parts = _split((args, kwargs), k)
+
+        def of_part(index: jax.Array) -> tuple[PyTree, PyTree]:
+            args, kwargs = parts(index)
+            with masks.part(index, k):
+                returned = fn(*args, **kwargs)
+            sums, aux = returned if has_aux else (returned, None)
+            return jax.tree.map(_summable, sums, is_leaf=is_slices), aux
+
+        def turn(total: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+            result, aux = of_part(index)
+            return jax.tree.map(jnp.add, total, jax.tree.map(_wide, result)), aux
+
+        if context.current().eager is not None:  # what is traced has no values
+            return _in_turn(of_part, k, mean, has_aux)
+        # This traces `fn` once more: the loop must be told of what type the sums are
+        # before it begins.
+        shapes, _ = jax.eval_shape(of_part, jnp.int32(0))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide_dtype(x.dtype)), shapes)
+        total, aux = jax.lax.scan(turn, zeros, jnp.arange(k))
+        result = jax.tree.map(lambda x, like: _narrow(x, like, k, mean), total, shapes)
+        return (result, aux) if has_aux else result
+
+    return call
+
+
+def _in_turn(
+    of_part: Callable[[jax.Array], tuple[PyTree, PyTree]],
+    k: int,
+    mean: bool,
+    has_aux: bool,
+) -> PyTree:
+    """The same by a loop in Python, for replicas that run eagerly."""
+    found = [of_part(jnp.int32(index)) for index in range(k)]
+    results = [result for result, _ in found]
+    total = jax.tree.map(lambda *each: sum(map(_wide, each)), *results)
+    result = jax.tree.map(lambda x, like: _narrow(x, like, k, mean), total, results[0])
+    aux = jax.tree.map(lambda *each: jnp.stack(each), *(aux for _, aux in found))
+    return (result, aux) if has_aux else result
+
+
+def checked_parts(k: object) -> int:
+    number = whole(k)
+    if number is None:
+        raise TypeError(
+            f"`k` was {k!r}; the number of parts of a batch was wanted, a whole number."
+        )
+    if number < 1:
+        raise ValueError(f"`k` was {number}; a batch has at least one part.")
+    return number
+
+
+def _split(tree: PyTree, k: int) -> Callable[[jax.Array], PyTree]:
+    """A function of `i` that returns part `i` of each array in `tree`."""
+    leaves, treedef = jax.tree.flatten_with_path(tree)
+    for path, leaf in leaves:
+        _check_rows(path, leaf, k)
+
+    def part(index: jax.Array) -> PyTree:
+        return treedef.unflatten([_part(leaf, index, k) for _, leaf in leaves])
+
+    return part
+
+
+def _is_array(leaf: Leaf) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _check_rows(path: KeyPath, leaf: Leaf, k: int) -> None:
+    if not _is_array(leaf) or leaf.ndim == 0:
+        return
+    (_, *inner) = path
+    where = f"argument {jax.tree_util.keystr(tuple(inner))}"
+    if leaf.shape == (2,) and leaf.dtype == jnp.uint32:
+        raise ValueError(
+            f"`accumulate`: {where} looks like a random key of the old kind, which "
+            "would be split as if it were two rows. Make it with `jax.random.key`, or "
+            "wrap it: `jax.random.wrap_key_data(key)`."
+        )
+    if leaf.shape[0] % k:
+        raise ValueError(
+            f"`accumulate`: {where} has {leaf.shape[0]} rows on each replica, which "
+            f"{k} parts cannot share equally. Use a batch that they can, or close over "
+            "what is not to be split."
+        )
+
+
+def _part(leaf: Leaf, index: jax.Array, k: int) -> Leaf:
+    if not _is_array(leaf):
+        return leaf
+    if leaf.ndim == 0:
+        # With the same key all parts would draw the same numbers.
+        return jax.random.fold_in(leaf, index) if is_key(leaf.dtype) else leaf
+    rows = leaf.shape[0] // k
+    return jax.lax.dynamic_slice_in_dim(leaf, index * rows, rows)
+
+
+def _summable(leaf: Leaf) -> jax.Array:
+    if is_slices(leaf):
+        raise TypeError(
+            "`accumulate` was given a function that returns IndexedSlices, which have "
+            "no sum of the same size. Return `slices.to_dense()`."
+        )
+    return mesh.array_of(leaf)
+
+
+def _wide_dtype(dtype: np.dtype) -> DTypeLike:
+    """The dtype that numbers of `dtype` are summed in: 16 bits are too few for it."""
+    is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+    return jnp.float32 if is_small else dtype
+
+
+def _wide(array: jax.Array) -> jax.Array:
+    return array.astype(_wide_dtype(array.dtype))
+
+
+def _narrow(
+    total: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, k: int, mean: bool
+) -> jax.Array:
+    if not mean:
+        return total.astype(like.dtype)
+    average = total / k
+    is_inexact = jnp.issubdtype(like.dtype, jnp.inexact)
+    return average.astype(like.dtype) if is_inexact else average

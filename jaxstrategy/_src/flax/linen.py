@@ -104,7 +104,6 @@ class BatchNorm(linen.BatchNorm):
         old_mean: linen.Variable,
         old_var: linen.Variable,
     ) -> tuple[jax.Array, jax.Array]:
-        """The batch's moments; they move the running averages, except in `init`."""
         dtype = self.dtype or jnp.result_type(x)
         if self.force_float32_reductions:
             dtype = jnp.promote_types(dtype, jnp.float32)

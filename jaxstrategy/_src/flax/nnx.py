@@ -137,7 +137,6 @@ def _real_rows(values: dict[str, Value], mask: Value) -> jax.Array | None:
 
 
 def _rows(values: dict[str, Value]) -> int:
-    """The number of rows of the arrays."""
     rows = {name: jnp.shape(v)[0] for name, v in values.items() if jnp.ndim(v)}
     if not rows:
         raise ValueError(
@@ -235,7 +234,6 @@ class BatchNorm(nnx.BatchNorm):
     def _of_batch(
         self, x: jax.Array, axes: tuple[int, ...], mask: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """The batch's moments; they move the running averages."""
         dtype = jnp.promote_types(self.dtype or jnp.result_type(x), jnp.float32)
         batch = moments(
             x.astype(dtype),

@@ -193,7 +193,6 @@ def split_axes(rank: int, axis: int | Sequence[int]) -> tuple[tuple[int, ...], .
 
 
 def refuse_axis_name(name: str | None) -> None:
-    """Raise unless `name` is None."""
     if name is not None:
         raise ValueError(
             f"`axis_name` is {name!r}; this BatchNorm finds the replica axis by "

@@ -43,7 +43,6 @@ class AnyRows(keras.distribution.DataParallel):
     def get_data_layout(
         self, data_shape: Sequence[int]
     ) -> keras.distribution.TensorLayout:
-        """The layout of a batch of this shape."""
         if data_shape and data_shape[0] % self.num_model_replicas == 0:
             return super().get_data_layout(data_shape)
         axes = [None] * len(data_shape)
@@ -117,8 +116,6 @@ _FUNCTIONS = ("train", "test", "predict")
 
 @final
 class _Owner:
-    """The strategy of a model, and how many of its loops run."""
-
     def __init__(self, strategy: AbstractStrategy) -> None:
         self.strategy = strategy
         self.loops = 0
@@ -129,7 +126,6 @@ _owners: weakref.WeakKeyDictionary[keras.Model, _Owner] = weakref.WeakKeyDiction
 
 @contextlib.contextmanager
 def scope(strategy: AbstractStrategy) -> Iterator[None]:
-    """A block in which variables get the layouts of `strategy`, if Keras can."""
     _add_to_models()
     try:
         chosen = distribution(strategy)
@@ -155,7 +151,6 @@ class _Entered(threading.local):
 
     @contextlib.contextmanager
     def block(self, chosen: keras.distribution.DataParallel) -> Iterator[None]:
-        """A block in which `chosen` is set."""
         if not self._blocks:
             self._before = keras.distribution.distribution()
         own = (object(), chosen)
@@ -238,7 +233,6 @@ def _check_scope(model: keras.Model, owner: _Owner | None, method: str) -> None:
 
 
 def _check_data(method: str, data: object) -> None:
-    """Raise for datasets of ours, of which Keras knows nothing."""
     if isinstance(data, DistributedDataset | DistributedIterator | Source):
         raise TypeError(
             f"`{method}` was given {data!r}. Keras divides batches over the devices "

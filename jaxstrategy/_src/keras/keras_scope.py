@@ -47,8 +47,6 @@ def _enter(strategy: AbstractStrategy, entered: contextlib.ExitStack) -> None:
 
 @final
 class _KerasFinder(importlib.abc.MetaPathFinder):
-    """Calls `then` when Keras was imported, and finds nothing itself."""
-
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
         self._is_looking = False

@@ -56,7 +56,6 @@ class _Step:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the step can take its batch in parts."""
         return "accumulate" in inspect.signature(self.function).parameters
 
 
@@ -158,7 +157,6 @@ class PlannedLayout:
             return strategy.explain(step, args, topology=links, compiled=compiled)
 
     def _call(self) -> tuple[Strategy, ReplicatedFunction, tuple[PyTree, ...]]:
-        """A strategy, the step, and the types of its arguments."""
         step = self._step
         strategy = Strategy(step.machine.devices, **self.arguments)
         count = strategy.num_replicas_in_sync
@@ -177,7 +175,6 @@ class PlannedLayout:
         return strategy, self.step(strategy), args
 
     def _traced(self) -> PlannedLayout:
-        """With what is known before it is compiled."""
         machine, leaves = self._step.machine, jax.tree.leaves(self._step.types)
         sizes = self.arguments.get("logical_axes", {}).values()
         parts = len(machine.devices) // math.prod(sizes)
@@ -202,7 +199,6 @@ class PlannedLayout:
         return dataclasses.replace(self, state_bytes=state, reason=reason, _least=least)
 
     def _compiled(self) -> PlannedLayout:
-        """With what XLA says of it."""
         strategy, step, args = self._call()
         with _context.outside():
             program = strategy.compile(step, args).compiled
@@ -378,7 +374,6 @@ def _nbytes(types: PyTree) -> int:
 
 
 def _all_rows(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
-    """An array of a batch, with the rows of all replicas."""
     if isinstance(leaf, PerReplica):
         replicas, rows, *rest = contents(leaf).shape
         return _typed(leaf, replicas * rows, *rest)
@@ -549,7 +544,6 @@ class Plan:
             yield str(i), x.name, peak, left, seconds, x.limited_by
 
     def _sentences(self) -> list[str]:
-        """Why the first layout is the first, or what would help."""
         if not (fitting := [each for each in self.layouts if each.fits]):
             size = with_bytes(self.machine.memory or 0)
             return [f"No layout fits into {size}.", *self.advice]
@@ -568,7 +562,6 @@ class Plan:
 
 
 def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
-    """What would help where nothing fits."""
     known = [each for each in layouts if each.state_bytes and each.accumulate == 1]
     smallest = min(known, key=lambda each: each.state_bytes)
     least = max((*known, smallest._tried()), key=lambda each: each.left)
@@ -585,7 +578,6 @@ def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
         yield f"- `options=js.RunOptions(donate_argnums=0)`: {told}"
 
     def peak_of(count: int) -> float:
-        """With so many rows."""
         batch = jax.tree.map(lambda x: _typed(x, count, *x.shape[1:]), step.batch)
         fewer = dataclasses.replace(step, batch=batch)
         memory = dataclasses.replace(least, _step=fewer)._tried().memory

@@ -79,7 +79,6 @@ def measured(
 
 
 def measured_together(replicas: Replicas) -> Topology:
-    """As `measured`, outside of steps."""
     if all(d.process_index == jax.process_index() for d in replicas.all_devices):
         return measured(replicas)
     with job.exchanging("the speed of the links"):
@@ -120,7 +119,6 @@ def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float
 
 
 def _seconds(replicas: Replicas, clock: Callable[[], float]) -> list[list[float]]:
-    """Of one all-reduce of each size, in each of some turns."""
     programs = []
     for nbytes, times in _SIZES:
         ones = np.ones((replicas.count, nbytes // 4), np.float32)

@@ -178,7 +178,6 @@ class _Entry:
         return all(array.is_deleted() or _is_ready(array) for array in arrays)
 
     def read(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """The number of each step that is written, and its scalars."""
         self._check_alive()
         values = {
             name: np.broadcast_to(np.asarray(leaf), (self._steps,))

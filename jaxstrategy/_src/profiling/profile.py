@@ -54,7 +54,6 @@ class StepFacts:
 
 
 def _total(values: Sequence[float | None], factor: float) -> float | None:
-    """The sum times `factor`; None if one of them is not known."""
     known = [value for value in values if value is not None]
     return sum(known) * factor if len(known) == len(values) else None
 
@@ -87,7 +86,6 @@ class StepAnalysis:
         self.seconds = 0.0  # that the analysis took
 
     def facts(self, steps: int) -> StepFacts:
-        """Those of a step, of all that one call has run, which made so many steps."""
         found = self._found or [StepFacts()]
         is_least = any(each.is_least for each in found)
         # In a loop over the steps, one of them has been counted.
@@ -103,7 +101,6 @@ class StepAnalysis:
     def during(
         self, step: Function, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
     ) -> Iterator[None]:
-        """A `with` block in which `step` is called with these arguments."""
         if self._compiled and isinstance(step, jax.stages.Wrapped):
             with self._timed():
                 executable = step.lower(*args, **kwargs).compile()
@@ -135,7 +132,6 @@ class StepAnalysis:
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> None:
-        """Before a step is run with these arguments."""
         if executor is not self._executor:
             return
         # What is compiled ahead of time is asked itself, and not compiled once more.
@@ -567,8 +563,6 @@ class Profile:
 
 
 class _Mean:
-    """Seconds by the step, over many."""
-
     def __init__(self) -> None:
         self._seconds, self._steps = 0.0, 0
 
@@ -582,7 +576,6 @@ class _Mean:
 
 
 def _least(*values: Sequence[float | None]) -> float | None:
-    """The least of the medians of what is known."""
     known = [[each for each in some if each is not None] for some in values]
     return min((statistics.median(some) for some in known if some), default=None)
 
@@ -595,7 +588,6 @@ def _smallest(results: PyTree) -> Leaf:
 
 
 def _rows(given: PyTree) -> int | None:
-    """The rows on all replicas of the first batch that comes from a dataset."""
     for leaf in jax.tree.leaves(given, is_leaf=is_per_replica):
         if origins.is_of_dataset(leaf):
             rows = number_of_examples(leaf)

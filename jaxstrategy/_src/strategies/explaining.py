@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.replica_context import check_arguments
 from jaxstrategy._src.errors import TracedValueError
-from jaxstrategy._src.executors.accumulate import accumulated, checked_parts
 from jaxstrategy._src.executors.compiled import CompiledStep, ReplicatedFunction
+from jaxstrategy._src.executors.step_loop import accumulated, checked_parts
 from jaxstrategy._src.options import ReduceOp, RunOptions
 from jaxstrategy._src.profiling import links
 from jaxstrategy._src.profiling.metric_logger import MetricLogger

@@ -14,12 +14,7 @@ from jaxstrategy._src.executors.compiled import (
     ReplicatedFunction,
     file_of,
 )
-from jaxstrategy._src.executors.step_loop import (
-    AbstractSynchronization,
-    InEachStep,
-    several,
-    synchronization_after_the_last,
-)
+from jaxstrategy._src.executors.step_loop import several
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.strategies.choices import (
     check_function,
@@ -244,7 +239,7 @@ class RunsSteps(ComposedStrategy):
           ValueError: there are no batches, or they differ in structure, shape or dtype.
           ObjectError: it returns an NNX object, or changes of one what is no variable.
         """
-        return self._looped(step, options, "several", InEachStep)
+        return self._looped(step, options, "several")
 
     @overload
     def local_steps(self, *, options: RunOptions | None = None) -> Decorator: ...
@@ -309,16 +304,13 @@ class RunsSteps(ComposedStrategy):
             replicas afterwards; elsewhere they come back as a `PerReplica`, and a
             warning says so.
         """
-        return self._looped(
-            step, options, "local_steps", synchronization_after_the_last
-        )
+        return self._looped(step, options, "local_steps")
 
     def _looped(
         self,
         step: Function,
         options: RunOptions | None,
         method: str,
-        synchronization: Callable[[], AbstractSynchronization],
     ) -> ReplicatedFunction | Decorator:
         """`step` several times in one call."""
         if step is NOT_GIVEN:
@@ -330,7 +322,7 @@ class RunsSteps(ComposedStrategy):
             )
         check_options(options)
         step, options = _undecorated(step, options)
-        return self._decorate(several(step, synchronization), options=options)
+        return self._decorate(several(step, method == "local_steps"), options=options)
 
     def _decorate(
         self, fn: Function, *, options: RunOptions | None = None

@@ -17,22 +17,18 @@ _CELL = 'style="text-align:left;white-space:pre-wrap"'
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """A whole report: what a `_repr_html_` returns."""
     return f"<div><p><b>{marked(title)}</b></p>{''.join(parts)}</div>"
 
 
 def section(heading: str, *parts: str) -> str:
-    """HTML under a heading, which is text."""
     return f"<p><b>{marked(heading)}</b></p>{''.join(parts)}"
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of text."""
     return f"<p>{marked(text)}</p>"
 
 
 def problem(text: str) -> str:
-    """A text of several lines, set apart from the rest."""
     return f"<pre>{marked(text)}</pre>"
 
 

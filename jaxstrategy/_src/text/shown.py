@@ -33,14 +33,10 @@ class Shaped(Protocol):
     """An array, or what stands for one, such as a variable."""
 
     @property
-    def dtype(self) -> np.dtype:
-        """Of its elements."""
-        ...
+    def dtype(self) -> np.dtype: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of it."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
 
 def array_type(dtype: object, shape: Iterable[object], comma: str = ",") -> str:

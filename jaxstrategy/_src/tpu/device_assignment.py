@@ -419,7 +419,6 @@ def checked_cores(assignment: object, cores_per_replica: object) -> int:
 def devices_of_replicas(
     devices: Sequence[Device], assignment: DeviceAssignment | None, cores: int
 ) -> list[Device]:
-    """The devices of all replicas, those of replica 0 first."""
     tasks = by_task(devices)
     if assignment is None:
         found = [device for task in tasks for device in task]

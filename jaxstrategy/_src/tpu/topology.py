@@ -174,7 +174,6 @@ class TPUTopology:
         return self._serialized
 
     def _at(self, coordinates: Sequence[int]) -> tuple[int, int]:
-        """The task and the ordinal of the device at these coordinates."""
         found = self._places.get(several_whole(coordinates) or ())
         if found is None:
             raise ValueError(
@@ -333,7 +332,6 @@ def shutdown_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> N
 
 
 def checked_resolver(given: object) -> TPUClusterResolver:
-    """The resolver that was given; by default of the TPU on which this runs."""
     if given is None:
         return TPUClusterResolver()
     if not isinstance(given, TPUClusterResolver):
@@ -372,7 +370,6 @@ def topology_of(devices: Sequence[Device]) -> TPUTopology:
 
 
 def by_task(devices: Sequence[Device]) -> list[list[Device]]:
-    """The devices of each process in the order of their ordinals."""
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     groups = itertools.groupby(ordered, key=lambda d: d.process_index)
     return [list(group) for _, group in groups]

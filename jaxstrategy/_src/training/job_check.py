@@ -62,7 +62,6 @@ def _meet(seconds: float, begun: float) -> None:
 
 
 def _exchange(seconds: float) -> bool:
-    """Whether a sum over all replicas is right."""
     options = CommunicationOptions(timeout_seconds=seconds)
     strategy = MultiWorkerMirroredStrategy(communication_options=options)
     replicas = strategy.num_replicas_in_sync

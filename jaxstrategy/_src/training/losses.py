@@ -100,7 +100,6 @@ def _real_examples(loss: jax.Array, mask: Value) -> RealRows | None:
 
 
 def _examples(loss: jax.Array, real: RealRows | None) -> jax.Array | int:
-    """The number of examples on all replicas."""
     replicas = _num_replicas("compute_average_loss")
     if real is None:
         _check_size(loss.shape[0] * replicas)
@@ -140,7 +139,6 @@ def _refuse_position(misplaced: tuple[Value, ...]) -> NoReturn:
 
 
 def _numbers(value: Value, name: str) -> jax.Array:
-    """`value` as an array of floats."""
     if is_per_replica(value):
         raise TypeError(
             f"`{name}` is a PerReplica, which stands for the losses of all replicas. "

@@ -169,8 +169,6 @@ def outer(
 @final
 @dataclasses.dataclass(frozen=True)
 class _OuterStep:
-    """A step of the outer optimizer."""
-
     outer: GradientTransformation
     options: CommunicationOptions | None
 
@@ -188,7 +186,6 @@ class _OuterStep:
 
 
 def _copy(param: Leaf) -> jax.Array:
-    """`param` as an array of its own: both may be donated."""
     return jnp.array(param, jnp.asarray(param).dtype, copy=True)
 
 
@@ -258,7 +255,6 @@ if TYPE_CHECKING:
 
 
 def optax_for(function: str) -> ModuleType:
-    """The module `optax`, for a function of `jaxstrategy.optax`."""
     try:
         import optax
     except ImportError as missing:
@@ -270,7 +266,6 @@ def optax_for(function: str) -> ModuleType:
 
 
 def check_transformation(name: str, given: GradientTransformation) -> None:
-    """Raise unless this is a transformation of Optax."""
     # A dict has an `update`, too.
     if not all(callable(getattr(given, n, None)) for n in ("init", "update")):
         raise TypeError(

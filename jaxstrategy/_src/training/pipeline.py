@@ -21,7 +21,6 @@ Layer: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 
 
 def in_turn(layer: Layer, params: PyTree, parts: PyTree) -> PyTree:
-    """What comes out of all layers, part by part."""
     return lax.map(lambda part: _through(layer, params, part), parts)
 
 
@@ -99,7 +98,6 @@ def _of_last(after: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def _along(dimension: int, flags: jax.Array, like: jax.Array) -> jax.Array:
-    """`flags` along one dimension of an array."""
     others = [i for i in range(like.ndim) if i != dimension]
     return lax.expand_dims(flags, others)
 

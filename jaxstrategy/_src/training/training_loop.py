@@ -102,7 +102,6 @@ class TrainingLoop:
             self._between()
 
     def save(self) -> None:
-        """Save now, if this step is not saved yet."""
         if self.manager is not None and self._saved != self.step:
             self.manager.save(self.step, self._kept, force=True)
             self._saved = self.step
@@ -121,7 +120,6 @@ class TrainingLoop:
             yield batch
 
     def _between(self) -> None:
-        """After each step."""
         if self._in_sync_every and self.step % self._in_sync_every == 0:
             self._strategy.assert_in_sync(self.state, "state")
         if self.step % self._every == 0:
@@ -172,7 +170,6 @@ class _StepCount:
             )
 
     def set(self, step: int) -> None:
-        """So many steps are done."""
         if self._file is not None:
             os.pwrite(self._file, b"%20d" % step, 0)
 

@@ -21,7 +21,6 @@ DATA: Mapping[str, Any] = tomllib.loads(
 
 
 def _pairs(words: str) -> dict[str, str]:
-    """`"a b=c d="` as `{"a": "a", "b": "c", "d": ""}`."""
     found = (word.partition("=") for word in words.split())
     return {old: new if sign else old for old, sign, new in found}
 
@@ -110,7 +109,6 @@ NAMES = {row.old: row for row in ROWS}
 
 
 def row_of(name: str) -> Name:
-    """The row of a name of TensorFlow: its own, or of the nearest thing above it."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
         row = NAMES.get(".".join(parts[:end]))
@@ -146,14 +144,11 @@ KERAS_METHODS = tuple(Method(**row) for row in DATA["keras_methods"])
 
 
 def words(name: str) -> frozenset[str]:
-    """One of the lists of names by which a program's generation is known."""
     return frozenset(DATA["words"][name].split())
 
 
 @final
 class Generation(enum.Enum):
-    """The three generations; `said` is how messages call them."""
-
     TF2 = "tf2"
     TF1 = "tf1"
     CONTRIB = "2018"
@@ -189,7 +184,6 @@ def generation_of(
 
 
 def is_in(name: str, *modules: str) -> bool:
-    """Whether a name is one of these modules, or something in one."""
     return f"{name}.".startswith(tuple(f"{module}." for module in modules))
 
 
@@ -225,7 +219,6 @@ def is_in_keras(name: str) -> bool:
 
 
 def keras_row(name: str, rewritten: bool) -> Name:
-    """The row of a name of `tf.keras`."""
     if name == REDUCTION and rewritten:  # imported: its members have rows
         return Name(name, "keras.losses", exact=True)
     if not rewritten or not is_in_keras(name):
@@ -310,7 +303,6 @@ _OF_KERAS = re.compile(r"^tf\.(initializers|losses|metrics|optimizers)(?=\.|$)")
 
 
 def in_generation(name: str, generation: Generation | None) -> str:
-    """The name that a program of this generation means."""
     if generation is Generation.TF2:
         return _OF_KERAS.sub(r"tf.keras.\1", name)
     if generation is None:
@@ -392,7 +384,6 @@ def _has_text(node: cst.BaseExpression) -> bool:
 
 
 def _without(program: Program, call: cst.Call, index: int) -> Edit:
-    """Leaves out an argument, with the comma before it, or the one behind."""
     start, end = program.span(call.args[index])
     if index > 0:
         start = program.span(call.args[index - 1].value)[1]
@@ -449,11 +440,9 @@ class KeptCode:
                 names |= _called(function.body)
 
     def holds(self, node: cst.CSTNode) -> bool:
-        """Whether a name stands in such code."""
         return self._within(node, self._spans)
 
     def holds_type(self, node: cst.CSTNode) -> bool:
-        """Whether a type is an argument of a function that stays TensorFlow's."""
         return self._within(node, self._types)
 
     def _within(self, node: cst.CSTNode, spans: list[tuple[int, int]]) -> bool:
@@ -461,7 +450,6 @@ class KeptCode:
         return any(start <= first and last <= end for start, end in spans)
 
     def _is_pipeline(self, call: cst.Call) -> bool:
-        """Whether it makes a dataset, or is a method of one."""
         begin = _innermost(call.func)
         if self._is(begin, "tf.data", "tf.contrib.data"):
             return True
@@ -489,6 +477,5 @@ def _innermost(node: cst.CSTNode) -> cst.CSTNode:
 
 
 def _called(node: cst.CSTNode) -> set[str]:
-    """The names of functions that code calls."""
     calls = matchers.findall(node, matchers.Call(func=matchers.Name()))
     return {call.func.value for call in calls}  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,15 +21,12 @@ from libcst import metadata
 @final
 @dataclasses.dataclass(frozen=True, order=True)
 class Edit:
-    """Bytes of a text in UTF-8, and the text that replaces them."""
-
     start: int
     end: int
     text: str
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all edits, of which no two overlap."""
     data, parts, at = text.encode(), [], 0
     for edit in sorted(set(edits)):
         assert edit.start >= at, "edits overlap"
@@ -72,7 +69,6 @@ class Finding:
         return f"{path}:{first}: {kind}: {', '.join(told)}: {self.text}"
 
     def moved(self, move: Callable[[CodePlace], CodePlace]) -> Finding:
-        """The same with other places."""
         names = tuple((n, tuple(map(move, places))) for n, places in self.names)
         return dataclasses.replace(self, names=names)
 
@@ -129,7 +125,6 @@ class ProgramFile:
                 raise ValueError("this is no notebook of Jupyter 4 or newer") from error
 
     def with_program(self, program: str) -> str:
-        """The file's text with another program."""
         if self._cells is None:
             return program
         if program == self.program:
@@ -159,7 +154,6 @@ class ProgramFile:
         return CodePlace(cell, place.line - last, place.column)
 
     def write(self, text: str) -> None:
-        """Replaces the file at once, so that it is never half written."""
         path = self.path.resolve()
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -246,7 +240,6 @@ class ImportedName:
 
 
 def root(node: cst.CSTNode) -> cst.Name | None:
-    """The name before all attributes; None if it is no name."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return node if isinstance(node, cst.Name) else None
@@ -302,7 +295,6 @@ class Program(cst.CSTVisitor):
         return sorted(name.name for name in found if name.source is imported)
 
     def reference(self, node: cst.CSTNode) -> NameUse | None:
-        """A name, if it is TensorFlow's."""
         base = root(node)
         if base is None or not isinstance(node, cst.Name | cst.Attribute):
             return None

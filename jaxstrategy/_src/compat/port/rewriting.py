@@ -52,8 +52,6 @@ from jaxstrategy._src.text.shown import with_noun
 @final
 @dataclasses.dataclass(frozen=True)
 class Ported:
-    """What became of a program."""
-
     text: str
     findings: tuple[Finding, ...]
     generation: Generation | None
@@ -119,7 +117,6 @@ class _Port:
         }
 
     def decide_all(self) -> None:
-        """What becomes of all names and imports."""
         for statement in self._program.statements:
             self._decide_import(statement)
         for reference in self._program.references:
@@ -256,7 +253,6 @@ class _Port:
             self._tell(name, row.text, node, False)
 
     def _decide_annotation(self, node: cst.SimpleString) -> None:
-        """Names in an annotation that is a string."""
         if node.prefix or "\\" in node.value:
             return
         # Of several imports under one name the last one counts.
@@ -328,13 +324,11 @@ def _module_of(new: str) -> str:
 
 
 def short(new: str) -> str:
-    """A new name as programs call it."""
     module = _module_of(new)
     return _MODULES[module][1][0] + new.removeprefix(module)
 
 
 def _place(module: str) -> str:
-    """Stands in the text for a module's name until it is known which is free."""
     return f"__port_{module.replace('.', '_')}__"
 
 
@@ -464,7 +458,6 @@ def _behind_imports(program: Program) -> int:
 
 
 def _removals(program: Program, unused: list[ImportedName]) -> list[Edit]:
-    """Takes names out of import statements, and statements that import nothing else."""
     edits: list[Edit] = []
     gone: list[cst.CSTNode] = []
     for statement in program.statements:
@@ -495,7 +488,6 @@ def _removals(program: Program, unused: list[ImportedName]) -> list[Edit]:
 
 
 def table(which: str) -> str:
-    """Old names, new names and what differs: names first, then methods."""
     names = [*TABLES[which], *(ARRAYS if which == "others" else ())]
     # Names of one module that move to one other, and do not differ, are one row.
     groups: dict[tuple[str, str, str], list[Name]] = {}
@@ -517,7 +509,6 @@ def table(which: str) -> str:
 
 
 def _group(name: Name) -> tuple[str, str, str]:
-    """What names of one row have in common."""
     old, _, last = name.old.rpartition(".")
     if name.new is None:
         return (old if name.text == "" else "", "", name.text)

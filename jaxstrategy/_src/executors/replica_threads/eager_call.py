@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.lax import convert_element_type_p
-from jax.sharding import NamedSharding
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import (
@@ -92,8 +91,7 @@ def eagerly_translated(
             "of `jax.lax.psum` and its like, and `replica_id_in_sync_group` instead of "
             "`jax.lax.axis_index`; or run this step compiled."
         )
-    is_checked = bool(options.check_finite)
-    if is_checked and type(error) is FloatingPointError:
+    if options.check_finite and type(error) is FloatingPointError:
         return NonFiniteError(
             f"`{name}` made a NaN in `eager_replicas()`:{where}{error}",
             line=line and str(line),
@@ -111,7 +109,6 @@ def apart(value: Leaf, replicas: Replicas) -> list[Leaf]:
 
 
 def versions(stacked: Leaf, replicas: Replicas) -> list[jax.Array]:
-    """The entries of an array `[replica, ...]`, each on its replica's devices."""
     placed = _per_replica.contents(building.place_stacked(stacked, replicas))
     return list(replicas.versions(placed))
 
@@ -146,11 +143,6 @@ def mirrored(array: Leaf, replicas: Replicas) -> jax.Array:
     return mesh.place(array, sharding_like(array, replicas))
 
 
-def mirrored_on(array: Leaf, sharding: NamedSharding) -> jax.Array:
-    """The same elsewhere."""
-    return mesh.place(array, sharding)
-
-
 def digest(array: Leaf) -> str:
     """Equal for arrays of the same type and bits."""
     if is_key(array.dtype):
@@ -175,12 +167,10 @@ class OneCopy:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what it holds."""
         return self.array.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what it holds."""
         return self.array.dtype
 
     def __getitem__(self, index: EllipsisType) -> jax.Array:
@@ -210,15 +200,12 @@ class ReplicaCopies:
         self._copies: dict[int, tuple[Variable, list[OneCopy]]] = {}
 
     def of(self, variable: Variable, place: int) -> OneCopy:
-        """The copy of one replica, by its place among those of this process."""
         return self._copies[id(variable)][1][place]
 
     def has(self, variable: Variable) -> bool:
-        """Whether the copies have been made."""
         return id(variable) in self._copies
 
     def make(self, variable: Variable) -> None:
-        """Makes the copies of what the variable holds now."""
         self._copies[id(variable)] = variable, self._made(variable)
 
     def _made(self, variable: Variable) -> list[OneCopy]:
@@ -235,7 +222,6 @@ class ReplicaCopies:
         return is_here and not variable.copies_must_agree
 
     def checked(self) -> list[tuple[Variable, list[OneCopy]]]:
-        """The variables that some replica has changed."""
         found = list(self._copies.values())
         changed = [
             [str(copy.array is not copy.before) for copy in copies]
@@ -267,7 +253,7 @@ class ReplicaCopies:
                     whole = _per_replica.contents(together(arrays, self._replicas))
                 else:
                     whole = copies[0].array
-                variable.cell[...] = mirrored_on(whole, variable.sharding)
+                variable.cell[...] = mesh.place(whole, variable.sharding)
         self._copies.clear()
 
 
@@ -295,7 +281,6 @@ def _drifted(
 def told_versions(
     arrays: Sequence[jax.Array | np.ndarray], column: Sequence[str], replicas: Replicas
 ) -> str:
-    """Which replicas have what, for messages."""
     texts = {column[i]: _short(a) for i, a in zip(replicas.own, arrays, strict=True)}
     groups: dict[str, list[int]] = {}
     for number, each in enumerate(column):
@@ -318,8 +303,6 @@ def _short(array: jax.Array | np.ndarray) -> str:
 
 @final
 class CopiesOfReplica(StepVariables):
-    """The variables of a step as one replica has them."""
-
     def __init__(
         self, copies: ReplicaCopies, place: int, thread: ReplicaThread
     ) -> None:
@@ -331,11 +314,9 @@ class CopiesOfReplica(StepVariables):
 
     @property
     def any(self) -> bool:
-        """Whether there are some that the step may use."""
         return True
 
     def reference(self, variable: Handle) -> OneCopy:
-        """This replica's copy."""
         context.check_unstaged(f"Variable {cast(Variable, variable).name!r}")
         self.used.setdefault(id(variable), variable)
         own = cast(Variable, variable)
@@ -346,9 +327,6 @@ class CopiesOfReplica(StepVariables):
     def create(self, variable: Handle, start: jax.Array) -> None:
         """Let the step make `variable`; its cell holds its copies."""
         self.created.append(variable)
-
-
-_NUMBERS = (int, float, complex, np.number)
 
 
 @final
@@ -362,18 +340,15 @@ class EagerBlock:
 
 @final
 class EagerResults:
-    """What the replicas of an eager step returned."""
-
     def __init__(
         self,
-        name: str,
-        has_objects: bool,
+        call: EagerCall,
         replicas: Replicas,
         own: Sequence[tuple[list[jax.Array], Results]],
         digests: Digests,
     ) -> None:
-        self.name = name
-        self.has_objects = has_objects
+        self.name = name = call.name
+        self.has_objects = call.objects is not None
         self.results = own[0][1]
         self._replicas = replicas
         for number, (_, other) in zip(replicas.own, own, strict=True):
@@ -391,7 +366,6 @@ class EagerResults:
         self._digests = list(zip(*rows, strict=True))
 
     def path(self, keys: KeyPath) -> str:
-        """The name of the result at `keys` in messages."""
         if self.is_of_object(keys):
             return f"`{jax.tree_util.keystr(keys[2:]).removeprefix('.')}`"
         return f"`{self.name}(...){jax.tree_util.keystr(keys[self.has_objects :])}`"
@@ -401,7 +375,6 @@ class EagerResults:
         return self.has_objects and bool(keys) and keys[0].idx == 1
 
     def check(self, expected: PyTree) -> None:
-        """Raises unless the results are equal that should be."""
         if expected is None:
             return
         is_expected = varying_results.expectation(self, expected)
@@ -417,14 +390,15 @@ class EagerResults:
                 if is_object
                 else f"{path} was expected to be mirrored, but the replicas differ."
             )
-            advice = varying_results.OF_OBJECTS if is_object else OF_RESULTS
+            advice = (
+                varying_results.OF_OBJECTS if is_object else varying_results.OF_RESULTS
+            )
             told = told_versions(column, digests, self._replicas)
             raise NotMirroredError(f"{what}\n{told}\n{advice}", path=path.strip("`"))
 
     def value(
         self, key: Hashable, block: EagerBlock, own: Sequence[Sequence[Leaf]]
     ) -> PyTree:
-        """The results, as `run` returns them."""
         numbered = self.results.treedef.unflatten(range(len(self._columns)))
         paths = [path for path, _ in jax.tree.leaves_with_path(numbered)]
         found = []
@@ -457,9 +431,6 @@ class EagerResults:
         return together(arrays, self._replicas)
 
 
-OF_RESULTS = varying_results.OF_RESULTS
-
-
 def _leaves(returned: tuple[list[jax.Array], Results]) -> list[Leaf]:
     arrays, rest = returned
     following = iter(arrays)
@@ -467,7 +438,8 @@ def _leaves(returned: tuple[list[jax.Array], Results]) -> list[Leaf]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, _NUMBERS) and not isinstance(value, bool)
+    kinds = (int, float, complex, np.number)
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _kind(leaf: Leaf) -> str:
@@ -515,65 +487,37 @@ class EagerCall:
         captured: dict[str, object],
         environment: StepEnvironment,
     ) -> None:
-        call = self._call = call_of(args, kwargs, captured)
+        call = self.objects = call_of(args, kwargs, captured)
         self._step_fn = self.fn
         given: tuple[Sequence[PyTree], dict[str, PyTree]] = args, kwargs
         if call is not None:
             form = None if call.objects is None else call.objects.form
             self._step_fn = step_of_arrays(lambda: self.fn, form, call.captured)
             given = call.args, call.kwargs
-        leaves, self._signature = _roles.take_apart(self._step_fn, *given)
+        self.leaves, self.signature = _roles.take_apart(self._step_fn, *given)
         step = ReplicaStep(
-            lambda: self._step_fn, environment, self._signature, lambda: False
+            lambda: self._step_fn, environment, self.signature, lambda: False
         )
-        self._roles = step.roles
-        self._masks = MaskArguments(step)
-        self.leaves = leaves
-        self._placed = Placement(step, frozenset()).placed(leaves)
-
-    @property
-    def has_objects(self) -> bool:
-        """Whether new arrays of objects stand behind the results."""
-        return self._call is not None
-
-    @property
-    def statics(self) -> tuple[Leaf, ...]:
-        """The static arguments."""
-        return self._signature.statics
+        self.roles = step.roles
+        self.masks = MaskArguments(step)
+        self._placed = Placement(step, frozenset()).placed(self.leaves)
 
     @property
     def expected(self) -> PyTree:
         """The results that should be mirrored, as `RunOptions` says it."""
-        options = options_of(self.options) if self.has_objects else self.options
+        options = self.options if self.objects is None else options_of(self.options)
         return options.expect_mirrored
 
-    @property
-    def per_replica(self) -> list[int]:
-        """The places of leaves of which each replica has its own version."""
-        roles = enumerate(self._roles)
-        return [i for i, role in roles if role is Role.PER_REPLICA]
-
     def columns(self, replicas: Replicas) -> list[list[Leaf]]:
-        """For each leaf what each replica of this process has of it."""
         return [
             versions(leaf, replicas)
             if role is Role.PER_REPLICA
             else copies(leaf, replicas)
-            for leaf, role in zip(self._placed, self._roles, strict=True)
+            for leaf, role in zip(self._placed, self.roles, strict=True)
         ]
 
-    def masked(self, own: Sequence[Leaf]) -> contextlib.AbstractContextManager[None]:
-        """A `with` block in which a replica with these leaves may ask for masks."""
-        return self._masks.tracing(own)
-
-    def check_masks(self) -> None:
-        """Warns if rows that only fill up the batch have counted."""
-        if self._masks.is_active:
-            self._masks.before(self.leaves)
-
     def of_replica(self, own: Sequence[Leaf]) -> PyTree:
-        """The function, called as one replica with these leaves."""
-        args, kwargs = self._signature.rebuild(own)
+        args, kwargs = self.signature.rebuild(own)
         try:
             return self._alike(self._step_fn(*args, **kwargs))
         except rebinding.Leak as leak:
@@ -586,7 +530,7 @@ class EagerCall:
 
     def _alike(self, returned: PyTree) -> PyTree:
         """`returned`, in which equal changes of objects are the first replica's."""
-        if self._call is None:
+        if self.objects is None:
             return returned
         results, parts = returned
         return results, [
@@ -603,10 +547,6 @@ class EagerCall:
                 return other
         self._changes.append(change)
         return change
-
-    def finish(self, found: PyTree) -> PyTree:
-        """The results; objects then hold their new arrays."""
-        return found if self._call is None else self._call.finish(found)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.functions import code as _code
+from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.traced_step import StepEnvironment
 from jaxstrategy._src.values import arrays as _arrays, trees as _trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -70,15 +71,11 @@ class AgreedRounds:
         self._replicas = replicas
         self._name = ""
 
-    @contextlib.contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """A `with` block in which a step of this name is taken."""
+    def begin(self, name: str) -> None:
         self._name = name
         self.agree("the beginning of an eager step")
-        yield
 
     def agree(self, what: str) -> None:
-        """Says what the replicas of this process do next."""
         if self._processes is not None:
             self._compare(what, None)
 
@@ -107,7 +104,6 @@ _rendezvous_p.multiple_results = True
 
 
 def rendezvous(collective: EagerCollective, arrays: Sequence[jax.Array]) -> PyTree:
-    """This replica's results of a collective for which all replicas meet."""
     thread = _this_replica(collective)
     types = thread.result_types(collective, arrays)
     found = _rendezvous_p.bind(*arrays, collective=collective)
@@ -201,6 +197,7 @@ mlir.register_lowering(_rendezvous_p, _compiled)
 
 
 _NUMBERS = (bool, int, float, complex)
+_DIFFERENT = object()
 
 
 @final
@@ -243,10 +240,10 @@ class OneOfReplicas:
 
     def tree(self, trees: Sequence[PyTree], what: str) -> PyTree:
         """One pytree of those that replicas give, with `PerReplica`s for arrays."""
-        paths, structure = jax.tree.flatten_with_path(trees[0], is_leaf=_is_leaf)
+        paths, structure = jax.tree.flatten_with_path(trees[0], is_leaf=_trees.is_whole)
         columns = [[leaf] for _, leaf in paths]
         for number, tree in enumerate(trees[1:], start=1):
-            leaves, other = jax.tree.flatten(tree, is_leaf=_is_leaf)
+            leaves, other = jax.tree.flatten(tree, is_leaf=_trees.is_whole)
             if other != structure:
                 raise ValueError(
                     f"`merge_call` was given `{what}` of other structures by the "
@@ -260,7 +257,6 @@ class OneOfReplicas:
         return structure.unflatten([self._leaf(each, label) for each, label in pairs])
 
     def _leaf(self, column: Sequence[Leaf], label: str) -> Leaf:
-        first = column[0]
         for leaf in column:
             if isinstance(leaf, PerReplica):
                 leaf._misused()
@@ -273,12 +269,8 @@ class OneOfReplicas:
                 )
         if all(map(_arrays.is_array, column)):
             return self._array(column, label)
-        if all(leaf is first for leaf in column):
-            return first
-        if callable(first):
-            return self.function(column, f"`{label}`")
-        if all(type(leaf) is type(first) and leaf == first for leaf in column):
-            return first
+        if (one := self._one(column, f"`{label}`")) is not _DIFFERENT:
+            return one
         if all(isinstance(leaf, _NUMBERS) or _arrays.is_array(leaf) for leaf in column):
             return self._array([jax.numpy.asarray(leaf) for leaf in column], label)
         raise ValueError(
@@ -368,13 +360,19 @@ class OneOfReplicas:
             if len(set(map(eager_call.digest, column))) > 1:
                 raise self._differs(what, name)
             return eager_call.mirrored(first, self._replicas)
+        if (one := self._one(column, what)) is not _DIFFERENT:
+            return one
+        raise self._differs(what, name)
+
+    def _one(self, column: Sequence[Leaf], what: str) -> Leaf:
+        """What is equal on all replicas, and no array."""
+        first = column[0]
         if all(leaf is first for leaf in column):
             return first
         if callable(first):
             return self.function(column, what)
-        if all(type(leaf) is type(first) and leaf == first for leaf in column):
-            return first
-        raise self._differs(what, name)
+        is_equal = all(type(leaf) is type(first) and leaf == first for leaf in column)
+        return first if is_equal else _DIFFERENT
 
     def _differs(self, what: str, name: str) -> ValueError:
         return ValueError(
@@ -397,10 +395,6 @@ def _contents(cell: types.CellType) -> object:
         return cell.cell_contents
     except ValueError:  # not set yet
         return cell
-
-
-def _is_leaf(node: object) -> bool:
-    return _trees.is_whole(node)
 
 
 RunProgram = Callable[[Function, tuple[PyTree, ...]], PyTree]
@@ -430,7 +424,6 @@ class EagerSteps:
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
-        """The results of `fn`, called once for each replica of this process."""
         call = EagerCall(fn, args, kwargs, options or RunOptions(), self._environment)
         _check_untraced(call.leaves, call.name)
         replicas = self._strategy._replicas
@@ -444,9 +437,9 @@ class EagerSteps:
             own = [column[place] for column in columns]
             device = replicas.devices_of(thread.number)[0]
             with settings(replicas, thread.number, device):
-                with self._as_replica(thread, copies, place), call.masked(own):
+                with self._as_replica(thread, copies, place), call.masks.tracing(own):
                     returned = call.of_replica(own)
-            return _results.take_apart(returned, call.statics, call.name)
+            return _results.take_apart(returned, call.signature.statics, call.name)
 
         ids = self._ids()
         threads = [
@@ -462,9 +455,8 @@ class EagerSteps:
                 return one.merged(self._strategy, cast("Sequence[MergeCall]", wanted))
             return self._reduced(cast("Sequence[EagerArrays]", wanted))
 
-        with self._rounds.step(call.name):
-            turns = ReplicaTurns(call.name, threads, answer, self._rounds.agree)
-            turns.run()
+        self._rounds.begin(call.name)
+        ReplicaTurns(call.name, threads, answer, self._rounds.agree).run()
         own = [
             cast("tuple[list[jax.Array], _results.Results]", t.result) for t in threads
         ]
@@ -478,21 +470,18 @@ class EagerSteps:
         copies: ReplicaCopies,
         columns: Sequence[Sequence[Leaf]],
     ) -> PyTree:
-        """The results of the call; variables and objects hold what was assigned."""
-        results = EagerResults(
-            call.name,
-            call.has_objects,
-            self._strategy._replicas,
-            own,
-            self._rounds.digests,
-        )
+        replicas = self._strategy._replicas
+        results = EagerResults(call, replicas, own, self._rounds.digests)
         results.check(call.expected)
         changes = copies.checked()
         key = id(self._strategy), id(_code.code_of(call.fn) or call.fn)
-        found = results.value(key, block, [columns[i] for i in call.per_replica])
+        roles = zip(columns, call.roles, strict=True)
+        given = [column for column, role in roles if role is Role.PER_REPLICA]
+        found = results.value(key, block, given)
         copies.store(changes)
-        call.check_masks()
-        return call.finish(found)
+        if call.masks.is_active:  # warns if rows that only fill up the batch counted
+            call.masks.before(call.leaves)
+        return found if call.objects is None else call.objects.finish(found)
 
     def _ids(self) -> list[jax.Array]:
         replicas = self._strategy._replicas
@@ -505,7 +494,6 @@ class EagerSteps:
     def _as_replica(
         self, thread: ReplicaThread, copies: ReplicaCopies, place: int
     ) -> Iterator[None]:
-        """A `with` block in which code is a step's, of one replica."""
         with context.entered(
             strategy=self._strategy,
             replica=ReplicaContext(self._strategy),
@@ -537,7 +525,6 @@ class EagerSteps:
 def _collective_step(
     collective: EagerCollective, *arrays: jax.Array
 ) -> list[jax.Array]:
-    """What one replica gets of a collective; a step of the strategy."""
     strategy = context.current().strategy
     assert strategy is not None, "it is a step's"
     return collective(cast(Reduction, strategy._reduction), arrays)

@@ -75,15 +75,12 @@ _ENDING_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class EagerArrays:
-    """A collective with one replica's arrays."""
-
     collective: EagerCollective
     arrays: tuple[jax.Array, ...]
     weak: tuple[bool, ...]
 
     @property
     def told(self) -> str:
-        """The call in words."""
         types = [array_type(each.dtype, each.shape) for each in self.arrays]
         return f"{self.collective.name} of {listed(types, 6)}"
 
@@ -95,8 +92,6 @@ class EagerArrays:
 
 @dataclasses.dataclass(frozen=True)
 class MergeCall:
-    """A `merge_call` of one replica."""
-
     merge_fn: Callable[..., PyTree]
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
@@ -167,7 +162,6 @@ class ReplicaThread(EagerReplica):
         return self._is_over.acquire(timeout=seconds)
 
     def give_up(self) -> None:
-        """Ends the thread, wherever it is."""
         if self._thread.ident is None or self.is_ended:
             self.is_ended = True
             return
@@ -181,7 +175,6 @@ class ReplicaThread(EagerReplica):
         self._thread.join(_ENDING_SECONDS)
 
     def join(self) -> None:
-        """Waits for the end of the thread, whose body has ended."""
         if self._thread.ident is not None:
             self._thread.join(_ENDING_SECONDS)
 
@@ -210,7 +203,6 @@ class ReplicaThread(EagerReplica):
     def meet(
         self, collective: EagerCollective, arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """This replica's results of a collective of all."""
         types = jax.tree.leaves(self.result_types(collective, arrays))
         weak = tuple(each.weak_type for each in types)
         found = self._wait(EagerArrays(collective, tuple(arrays), weak))
@@ -223,7 +215,6 @@ class ReplicaThread(EagerReplica):
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> PyTree:
-        """This replica's part of what `merge_fn`, called once for all, returns."""
         return self._wait(MergeCall(merge_fn, tuple(args), dict(kwargs)))
 
     def result_types(
@@ -237,7 +228,6 @@ class ReplicaThread(EagerReplica):
         return jax.eval_shape(results, *arrays)
 
     def in_caller(self, function: Callable[[], object]) -> object:
-        """What `function` returns, called in the thread of the caller."""
         self.request = function
         return self._pause()
 
@@ -267,7 +257,6 @@ class ReplicaThread(EagerReplica):
 
     @contextlib.contextmanager
     def rebinding(self, rebindings: Rebindings) -> Iterator[None]:
-        """A `with` block in which these rebindings hold while this replica runs."""
         rebindings.set()
         self._rebindings.append(rebindings)
         try:
@@ -311,7 +300,6 @@ class ReplicaTurns:
         self._is_told = False
 
     def run(self) -> None:
-        """Runs all replicas to their ends."""
         try:
             replies: Sequence[object] = [None] * len(self._threads)
             refusal = None
@@ -413,7 +401,6 @@ class ReplicaTurns:
 
 
 def is_in_debugger(frames: Sequence[tuple[str, int, str]]) -> bool:
-    """Whether a debugger has stopped the thread that is in these frames."""
     modules = {module.partition(".")[0] for _, _, module in frames}
     return not modules.isdisjoint(_DEBUGGERS)
 
