@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy._src.profiling import links as _links
-from jaxstrategy._src.tracing.explanation.compiled_program import compiled_collectives
+from jaxstrategy._src.tracing.explanation import compiled_program
 
 AXIS = "replica"
 
@@ -241,7 +241,9 @@ PROGRAM = Path(__file__).parents[1] / "helpers" / "compiled_program.hlo"
 @pytest.fixture(scope="module")
 def written(cores):
     text = PROGRAM.read_text().replace("FILE", __file__)
-    return list(compiled_collectives(text, cores._replicas, "/outermost.py"))
+    return list(
+        compiled_program.compiled_collectives(text, cores._replicas, "/outermost.py")
+    )
 
 
 def test_all_ways_to_write_groups_are_read(written):
@@ -289,6 +291,34 @@ def test_groups_by_axes_of_any_order():
             "mesh['replica'=2,'a'=2,'b'=2] {'replica','b'}",
         )
     )
-    found = list(compiled_collectives(text, replicas, "/outermost.py"))[2]
+    found = list(
+        compiled_program.compiled_collectives(text, replicas, "/outermost.py")
+    )[2]
     assert found.groups == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert found.axes == ("replica", "b")
+
+
+class OnGpu:
+    """A program of an H200 (JAX 0.11), of which XLA counts only -1 for each call."""
+
+    def as_text(self):
+        return PROGRAM.with_name("gpu_program.hlo").read_text()
+
+    def cost_analysis(self):
+        return {"flops": -5.0, "bytes accessed": -5.0}
+
+    def memory_analysis(self):
+        return None
+
+
+def test_products_and_convolutions_of_libraries_are_counted():
+    loop, batched = 2 * 64 * 32 * 32, 2 * 8 * 16 * 16 * 4
+    convolution = 2 * (2 * 4 * 4 * 6) * (3 * 3 * 3)
+    flops = compiled_program.figures(OnGpu()).flops
+    assert flops == loop + batched + 3 * convolution
+    arrays = 4 * (2 * 64 * 32 + 32 * 32), 2 * 8 * (2 * 16 * 4 + 16 * 16)
+    images = 4 * 3 * (2 * 9 * 9 * 3 + 6 * 3 * 3 * 3 + 2 * 4 * 4 * 6)
+    assert compiled_program.work(OnGpu()) == (
+        5 * loop + batched + 3 * convolution,
+        5 * arrays[0] + arrays[1] + images,
+    )

@@ -31,8 +31,12 @@ _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _KINDS_OF_NUMBER = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 
 
-# The dtype of an array, and its bytes.
-_Array: TypeAlias = tuple[str, int]
+class HloArray(NamedTuple):
+    """The type of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 class HloInstruction(NamedTuple):
@@ -41,8 +45,8 @@ class HloInstruction(NamedTuple):
     name: str
     computation: str
     opcode: str
-    operands: list[_Array]
-    results: list[_Array]
+    operands: list[HloArray]
+    results: list[HloArray]
     attributes: str
     loops: tuple[int | None, ...]
     in_branch: bool
@@ -85,7 +89,7 @@ class HloModule:
     def _of(
         self, name: str, loops: tuple[int | None, ...], in_branch: bool
     ) -> Iterator[HloInstruction]:
-        types: dict[str, list[_Array]] = {}
+        types: dict[str, list[HloArray]] = {}
         for found in self._computations.get(name, ()):
             types[found["name"]] = list(
                 itertools.starmap(_array, _ARRAY.findall(found["type"]))
@@ -156,7 +160,7 @@ def _operands(found: re.Match[str]) -> tuple[list[str], str]:
     return re.findall(r"%?([\w.\-]+)(?=\s*(?:,|$))", given), rest[end:]
 
 
-def _array(dtype: str, dimensions: str) -> _Array:
+def _array(dtype: str, dimensions: str) -> HloArray:
     found = re.fullmatch(r"(b?[a-z])(\d+)(\w*)", dtype)
     name, bits = dtype, 0  # a token holds nothing
     if dtype == "pred":
@@ -166,8 +170,8 @@ def _array(dtype: str, dimensions: str) -> _Array:
         letter = _KINDS_OF_NUMBER.get(kind[-1], kind[-1])
         name = f"{kind[:-1]}{letter}{size}" + (f"_{rest}" if rest else "")
         bits = int(size)
-    elements = math.prod(map(int, dimensions.split(","))) if dimensions else 1
-    return name, -(-elements * bits // 8)
+    shape = _numbers(dimensions) if dimensions else ()
+    return HloArray(name, shape, -(-math.prod(shape) * bits // 8))
 
 
 # What they are to a `Topology`. Of one that comes apart into a start and an end, the
@@ -207,8 +211,8 @@ def compiled_collectives(
         yield CompiledCollective(
             operation=operation,
             kind=_KINDS[operation],
-            nbytes=sum(nbytes for _, nbytes in each.operands),
-            dtypes=tuple(dict.fromkeys(dtype for dtype, _ in each.operands)),
+            nbytes=sum(array.nbytes for array in each.operands),
+            dtypes=tuple(dict.fromkeys(array.dtype for array in each.operands)),
             loops=each.loops,
             in_branch=each.in_branch,
             groups=groups,
@@ -257,6 +261,11 @@ def _numbers(written: str) -> tuple[int, ...]:
 
 
 _LOOP = re.compile(r"\bwhile\(")
+# Of a product of matrices and of a convolution, as instructions and as calls of cuBLAS
+# and cuDNN.
+_CONTRACTED = re.compile(r"\blhs_contracting_dim(?:ension)?s\W+([\d,\"]*)[\]}]")
+_KERNEL = re.compile(r"\bdim_labels=\w+_(\w+)->")
+_LIBRARY_CALL = re.compile(r'custom_call_target="__(?:cublas|cudnn\$conv)')
 
 
 class Figures(NamedTuple):
@@ -280,28 +289,65 @@ def figures(executable: Any) -> Figures:
         temporary=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
     )
-    has_loops = _LOOP.search(executable.as_text() or "") is not None
-    return Figures(memory, costs.get("flops") if costs else None, has_loops)
+    text, flops = executable.as_text() or "", None
+    if costs and "flops" in costs:
+        # It counts none of a library's, and -1 for the call.
+        calls = filter(_is_library_call, HloModule(text).instructions())
+        flops = max(costs["flops"], 0.0) + sum(map(_operations, calls))
+    return Figures(memory, flops, _LOOP.search(text) is not None)
 
 
 def work(executable: Any) -> tuple[float, float]:
     """The operations of one device and the bytes that it reads and writes.
 
     Those of XLA, with the body of a loop as often as it turns, where that is known: how
-    much of a program loops are is taken from its text.
+    much of a program loops are is taken from its text. So are calls of libraries.
     """
     costs = executable.cost_analysis() or {}
-    once, turned = np.zeros(2), np.zeros(2)
+    once, turned, libraries = np.zeros(2), np.zeros(2), np.zeros(2)
     for each in HloModule(executable.as_text() or "").instructions():
         if each.opcode in ("parameter", "tuple", "get-tuple-element", "while", "call"):
             continue
-        given, made = [[size for _, size in x] for x in (each.operands, each.results)]
-        operations = sum(made) / 4
-        if each.opcode in ("dot", "convolution", "custom-call") and len(given) > 1:
-            # Of a product of matrices in float32 it is that: 2 sqrt(mk kn mn).
-            operations = 2 * math.sqrt(given[0] / 4 * given[1] / 4 * operations)
-        counted = np.array([operations, sum(given) + sum(made)], float)
-        once += counted
-        turned += counted * math.prod(1 if n is None else n for n in each.loops)
-    more = np.divide(turned, once, out=np.ones(2), where=once > 0).tolist()
-    return costs.get("flops", 0.0) * more[0], costs.get("bytes accessed", 0.0) * more[1]
+        is_call = _is_library_call(each)
+        # The further results of a library are memory that it works in.
+        arrays = (*each.operands, *(each.results[:1] if is_call else each.results))
+        nbytes = sum(array.nbytes for array in arrays)
+        counted = np.array([_operations(each), nbytes], float)
+        often = math.prod(1 if n is None else n for n in each.loops)
+        if is_call:
+            libraries += counted * often
+        else:
+            once += counted
+            turned += counted * often
+    more = np.divide(turned, once, out=np.ones(2), where=once > 0)
+    told = np.maximum([costs.get("flops", 0.0), costs.get("bytes accessed", 0.0)], 0.0)
+    operations, moved = (told * more + libraries).tolist()
+    return operations, moved
+
+
+def _is_library_call(instruction: HloInstruction) -> bool:
+    """Whether it is a product or a convolution of which XLA counts nothing."""
+    return _LIBRARY_CALL.search(instruction.attributes) is not None
+
+
+def _operations(instruction: HloInstruction) -> float:
+    """Floating-point operations; of what is neither, one for each element."""
+    attributes, given = instruction.attributes, instruction.operands
+    elements = sum(math.prod(array.shape) for array in instruction.results)
+    if len(given) < 2:
+        return elements
+    result = instruction.results[0]
+    if (found := _CONTRACTED.search(attributes)) is not None:
+        contracted = [given[0].shape[int(i)] for i in re.findall(r"\d+", found[1])]
+        return 2.0 * math.prod(result.shape) * math.prod(contracted)
+    if (found := _KERNEL.search(attributes)) is not None:
+        # Each element of what the convolution makes is a sum over a kernel's elements
+        # for one feature. The gradients have it, or the kernel, elsewhere.
+        made, kernel = result, given[1]
+        if "convBackwardFilter" in attributes:
+            made, kernel = given[1], result
+        elif "convBackwardInput" in attributes:
+            made = given[0]
+        features = kernel.shape[found[1].index("o")]
+        return 2.0 * math.prod(made.shape) * math.prod(kernel.shape) / features
+    return elements
