@@ -1,8 +1,8 @@
 """Who asks over streams and who answers: servers and workers in other processes.
 
 A request is a tuple of the name of a method and its arguments; its answer is
-`("done", value)`, or `("failed", ...)` with what the method raised. Who is asked says
-`("alive",)` meanwhile, so that one that hangs is not waited for.
+`("done", value)`, or `("failed", ...)` with what the method raised. Who waits for long
+tries another connection meanwhile, so that a process that hangs is not waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 import numpy as np
 
 from jaxstrategy._src.errors import MissingExtraError, ParameterServerLost
-from jaxstrategy._src.launch.child_process import started
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractServer,
     AbstractWorker,
@@ -31,6 +30,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ShippedProgram,
 )
 from jaxstrategy._src.parameter_servers.stream import (
+    SECONDS,
     FrameError,
     Packed,
     Stream,
@@ -154,111 +154,31 @@ def _shown(error: BaseException) -> str:
 Answer: TypeAlias = Callable[..., object]
 """Answers a request, or raises what the other end shall raise."""
 
-LONGEST_PATIENCE = 1e6
-"""Seconds that somebody may wait for a sign of life."""
 
-_ALIVE = ("alive",)
-_PER_PATIENCE = 4  # signs within the time that the other end waits for one
-_SHORTEST = 0.02
-
-
-class _Served:
-    """A stream at whose other end somebody may wait."""
-
-    __slots__ = ("pause", "since", "stream")
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.pause = LONGEST_PATIENCE  # between two signs of life
-        self.since: float | None = None  # when the request came that is worked at
-
-
-@final
-class Responder:
-    """Answers what comes over streams, each in the thread that serves it.
-
-    One more thread tells those who wait for an answer that it is being worked at.
-    """
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._lock = threading.Condition()
-        self._served: set[_Served] = set()
-        self._heartbeat: threading.Thread | None = None
-        self._is_closed = False
-
-    def serve(self, stream: Stream) -> None:
-        """Answer what comes over a stream, until that is closed."""
-        served = _Served(stream)
-        try:
-            while not stream.is_closed:
-                self._serve_one(served)
-        except (EOFError, OSError, FrameError):
-            pass  # whoever asks is gone
-        finally:
-            with self._lock:
-                self._served.discard(served)
-            stream.close()
-
-    def close(self) -> None:
-        """Tell nobody any more; the streams are closed by who serves them."""
-        with self._lock:
-            self._is_closed = True
-            self._lock.notify()
-            heartbeat = self._heartbeat
-        if heartbeat is not None and heartbeat is not threading.current_thread():
-            heartbeat.join()
-
-    def _serve_one(self, served: _Served) -> None:
-        method, *arguments = served.stream.receive()
-        if method == "patience":
-            self._tell(served, *arguments)
-            return
-        served.since = time.monotonic()
-        try:
-            answer = packed(("done", self._answer(method, *arguments)))
-        except (Exception, SystemExit) as error:
-            # Code that was sent here ends nothing but itself.
-            answer = failed(error)
-        finally:
-            served.since = None
-        del arguments
-        served.stream.send_packed(answer)
-
-    def _tell(self, served: _Served, patience: float) -> None:
-        """Know that the other end waits so many seconds for a sign."""
-        with self._lock:
-            served.pause = max(patience / _PER_PATIENCE, _SHORTEST)
-            self._served.add(served)
-            if self._heartbeat is None and not self._is_closed:
-                thread = threading.Thread(
-                    target=self._beat, name="jaxstrategy heartbeat", daemon=True
-                )
-                if started(thread):
-                    self._heartbeat = thread
-            self._lock.notify()
-
-    def _beat(self) -> None:
-        alive = packed(_ALIVE)
+def serve(stream: Stream, answer: Answer) -> None:
+    """Answer what comes over a stream, until that is closed."""
+    try:
         while True:
-            with self._lock:
-                if self._is_closed:
-                    return
-                pauses = [each.pause for each in self._served]
-                self._lock.wait(min(pauses, default=None))
-                all_served = list(self._served)
-            for each in all_served:
-                since = each.since
-                if since is None or time.monotonic() - since < each.pause / 2:
-                    continue
-                try:
-                    each.stream.send_if_idle(alive)
-                except OSError:
-                    pass  # the thread that serves it finds out
+            method, *arguments = stream.receive()
+            try:
+                reply = packed(("done", answer(method, *arguments)))
+            except (Exception, SystemExit) as error:
+                # Code that was sent here ends nothing but itself.
+                reply = failed(error)
+            del arguments
+            stream.send_packed(reply)
+    except (EOFError, OSError, FrameError):
+        pass  # whoever asks is gone
+    finally:
+        stream.close()
 
 
 PATIENCE = 10.0
 """Seconds without a sign of life, after which a process is lost."""
+LONGEST_PATIENCE = 1e6
+
+Dial: TypeAlias = Callable[[float], Stream]
+"""A new connection, made within so many seconds."""
 
 _LINES = 20  # of a lost process's output
 
@@ -270,7 +190,7 @@ class Peer:
     def __init__(
         self,
         name: str,
-        dial: Callable[[], Stream],
+        dial: Dial,
         lost: type[Exception],
         patience: float = PATIENCE,
         last_output: Callable[[], str | None] | None = None,
@@ -293,7 +213,8 @@ class Peer:
         self._why: str | None = None
         weakref.finalize(self, _close, self._all)
         if first is not None:
-            self._all.add(self._begun(first))
+            first.limit_silence(patience)
+            self._all.add(first)
             self._idle.append(first)
 
     def ask(self, method: str, *arguments: object) -> Any:
@@ -303,8 +224,9 @@ class Peer:
         is_whole = False
         try:
             stream.send_packed(message)
-            while (answer := stream.receive()) == _ALIVE:
-                pass
+            while stream.is_silent():
+                self._check_alive()
+            answer = stream.receive()
             failure = raised_by(answer, self._name)
             is_whole = True
         except (EOFError, OSError, FrameError) as error:
@@ -349,22 +271,18 @@ class Peer:
 
     def _dialled(self) -> Stream:
         try:
-            stream = self._dial()
+            stream = self._dial(SECONDS)
         except (EOFError, OSError) as error:
             raise self._losing(f"it cannot be reached ({error})") from error
-        return self._begun(stream)
-
-    def _begun(self, stream: Stream) -> Stream:
-        """A stream whose other end knows how long it is waited for."""
-        try:
-            stream.limit_silence(self._patience)
-            stream.send(("patience", self._patience))
-        except BaseException as error:
-            stream.close()
-            if isinstance(error, OSError):
-                raise self._losing(_reason(error, self._patience)) from error
-            raise
+        stream.limit_silence(self._patience)
         return stream
+
+    def _check_alive(self) -> None:
+        """Nothing if the process answers another connection."""
+        try:
+            self._dial(self._patience / 2).close()
+        except (EOFError, OSError) as error:
+            raise TimeoutError from error
 
     def _put_back(self, stream: Stream, is_whole: bool) -> None:
         with self._lock:
@@ -420,7 +338,7 @@ class ReconnectingPeer:
     def __init__(
         self,
         name: str,
-        dial: Callable[[], Stream],
+        dial: Dial,
         patience: float,
         last_output: Callable[[], str | None] | None = None,
     ) -> None:
@@ -464,7 +382,7 @@ class ReconnectingPeer:
                 if self._is_closed or time.monotonic() >= end:
                     raise lost
                 try:
-                    stream = self._dial()
+                    stream = self._dial(SECONDS)
                 except (ConnectionAbortedError, ConnectionRefusedError) as error:
                     said = self._last_output() if self._last_output else None
                     more = f"\nThe last that it wrote:\n{said}" if said else ""

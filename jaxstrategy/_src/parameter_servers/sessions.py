@@ -19,9 +19,9 @@ from jaxstrategy._src.parameter_servers.peer import (
     Peer,
     ReconnectingPeer,
     RemoteServer,
-    Responder,
 )
 from jaxstrategy._src.parameter_servers.stream import (
+    SECONDS,
     FrameError,
     Listener,
     Stream,
@@ -31,7 +31,6 @@ from jaxstrategy._src.processes.secret import Secret
 
 COORDINATOR = secrets.token_hex(16)
 """The name of this process as a coordinator; another one has another name."""
-_SECONDS = 10.0  # for the first word, and for the answer to it
 Wish: TypeAlias = Literal["begin", "join", "end", "devices"]
 
 
@@ -64,18 +63,18 @@ class Hello:
 
 
 def joined(
-    address: str, secret: Secret | None, hello: Hello
+    address: str, secret: Secret | None, hello: Hello, seconds: float = SECONDS
 ) -> tuple[Stream, Mapping[str, Any]]:
     """A stream to a task of a cluster, and what it says of itself."""
     refused = ConnectionRefusedError, FileNotFoundError
     try:
-        stream = dialled(address, secret)
+        stream = dialled(address, secret, seconds)
     except OSError as error:
         if isinstance(error, refused) or isinstance(error.__cause__, refused):
             raise ConnectionRefusedError(f"nobody listens at {address}") from error
         raise ConnectionError(str(error)) from error
     try:
-        stream.limit_silence(_SECONDS)
+        stream.limit_silence(seconds)
         stream.send(hello)
         answer = stream.receive()
         stream.limit_silence(None)
@@ -101,8 +100,8 @@ def remote_server(
 
     joining = Hello("join", hello.coordinator, hello.strategy)
 
-    def dial() -> Stream:
-        return joined(address, secret, joining)[0]
+    def dial(seconds: float) -> Stream:
+        return joined(address, secret, joining, seconds)[0]
 
     if secret is None:  # on this host connections break with their processes only
         return RemoteServer(
@@ -156,7 +155,7 @@ class SessionHost:
 
     def _serve(self, stream: Stream) -> None:
         try:
-            stream.limit_silence(_SECONDS)
+            stream.limit_silence(SECONDS)
             hello = stream.receive()
             stream.limit_silence(None)
             if not isinstance(hello, Hello):
@@ -168,7 +167,7 @@ class SessionHost:
         if begun is None:
             stream.close()
             return
-        begun.responder.serve(stream)
+        _peer.serve(stream, begun.answer)
         with self._lock:
             begun.streams.discard(stream)
             is_over = not (begun.streams or self._is_kept)
@@ -227,10 +226,9 @@ class _Begun:
     """Something that was begun, and the connections for it."""
 
     def __init__(self, answer: Answer) -> None:
-        self.responder = Responder(answer)
+        self.answer = answer
         self.streams: set[Stream] = set()
 
     def close(self) -> None:
         for stream in tuple(self.streams):
             stream.close()
-        self.responder.close()

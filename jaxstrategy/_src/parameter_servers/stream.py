@@ -10,14 +10,12 @@ enters.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import errno
 import functools
 import hmac
-import importlib
+import importlib.util
 import io
-import math
 import os
 import pickle
 import secrets
@@ -44,9 +42,9 @@ from jaxstrategy._src.processes.secret import Secret
 LARGEST = 1 << 38
 """Bytes of a message, if nothing else is said."""
 _LARGEST_PICKLE = 1 << 31  # bytes of it without its arrays
-_HEAD = struct.Struct("<BIQ")  # mark, bytes of the pickle, bytes of the arrays
-_MARK = 0xA7
-_NO_HEAD = bytes(_HEAD.size)
+_MOST_ARRAYS = 1 << 20
+_HEAD = struct.Struct("<BQIQ")  # mark, bytes of the pickle, arrays, bytes of all arrays
+_MARK = 0xA8
 _SEQUENCE = struct.Struct(">Q")
 _SMALL = 1 << 12  # bytes of which a copy is faster than a view
 _AHEAD = 1 << 16  # bytes that one call of the kernel may read of small messages
@@ -59,101 +57,58 @@ class FrameError(ValueError):
 
 
 class Packed(NamedTuple):
-    """A message as it is sent: head and pickle, and the contents of its arrays."""
+    """A message as it is sent: head, sizes and pickle; and the contents of arrays."""
 
-    start: bytes | bytearray
+    start: bytes
     contents: list[memoryview]
 
 
 def packed(value: object, largest: int = LARGEST) -> Packed:
     """A message; its arrays must not change before it is sent."""
-    free = _packers.free
-    packer = free.pop() if free else _Packer()  # packing may come to pack another
-    try:
-        start, contents = packer.packed(value)
-    finally:
-        free.append(packer)
-    pickled, size = len(start) - _HEAD.size, sum(map(len, contents))
-    if pickled > _LARGEST_PICKLE or pickled + size > largest:
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickler = pickle.Pickler(file, 5, buffer_callback=buffers.append)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(value)
+    contents = [buffer.raw() for buffer in buffers]
+    sizes = list(map(len, contents))
+    pickled, total = file.tell(), sum(sizes)
+    if pickled > _LARGEST_PICKLE or pickled + total > largest:
         raise FrameError(
-            f"A message of {pickled + size} bytes was to be sent; the largest may have "
-            f"{min(largest, _LARGEST_PICKLE)}, or {largest} if most are in arrays. "
-            "Send it in parts."
+            f"A message of {pickled + total} bytes was to be sent; the largest may "
+            f"have {min(largest, _LARGEST_PICKLE)}, or {largest} if most are in "
+            "arrays. Send it in parts."
         )
-    _HEAD.pack_into(start, 0, _MARK, pickled, size)
-    return Packed(start, contents)
+    if len(sizes) > _MOST_ARRAYS:
+        raise FrameError(
+            f"A message of {len(sizes)} arrays was to be sent; the most is "
+            f"{_MOST_ARRAYS}. Send it in parts."
+        )
+    head = _HEAD.pack(_MARK, pickled, len(sizes), total)
+    lengths = struct.pack(f"<{len(sizes)}Q", *sizes)
+    return Packed(b"".join((head, lengths, file.getbuffer())), contents)
 
 
-@final
-class _Packer:
-    """Pickles messages; to make it takes longer than a message does."""
-
-    def __init__(self) -> None:
-        self._file = io.BytesIO()
-        self._contents: list[memoryview] = []
-        self._pickler = pickle.Pickler(self._file, 5)
-        # By type: `persistent_id` is asked about each object, which takes 1 us more.
-        self._pickler.dispatch_table = {
-            **copyreg.dispatch_table,
-            np.ndarray: self._reduced,
-        }
-
-    def packed(self, value: object) -> tuple[bytearray, list[memoryview]]:
-        """Room for a head, and the pickle; and what it leaves out."""
-        self._file.write(_NO_HEAD)
-        try:
-            self._pickler.dump(value)
-            return bytearray(self._file.getbuffer()), self._contents
-        finally:  # nothing of it is kept
-            self._contents = []
-            self._pickler.clear_memo()
-            self._file.seek(0)
-            self._file.truncate()
-
-    def _reduced(self, array: np.ndarray) -> Any:
-        """An array, of numbers or truth values; without its contents if it is large."""
-        if (name := _raw_name(array.dtype)) is None:
-            return array.__reduce__()
-        if not array.dtype.isnative:
-            array = array.astype(name)
-        if array.nbytes <= _SMALL:
-            return _small_array, (name, array.shape, array.tobytes())
-        # `memoryview` refuses the dtypes of ml_dtypes, so the bytes are shown.
-        flat = np.ascontiguousarray(array).reshape(-1)
-        self._contents.append(flat.view(np.uint8).data)
-        return _large_array, (name, array.shape)
+def _reduced(array: np.ndarray) -> Any:
+    """An array, of numbers or truth values; without its contents if it is large."""
+    if (name := _raw_name(array.dtype)) is None:
+        return array.__reduce__()
+    if not array.dtype.isnative:
+        array = array.astype(name)
+    if array.nbytes <= _SMALL:
+        return _array, (name, array.shape, bytearray(array.tobytes()))
+    # The dtypes of ml_dtypes have no buffers of their own, so the bytes are shown.
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return _array, (name, array.shape, pickle.PickleBuffer(flat))
 
 
-class _Packers(threading.local):
-    """Those that this thread does not use now."""
-
-    def __init__(self) -> None:
-        self.free: list[_Packer] = []
+# By type: `persistent_id` is asked about each object, which takes 1 us more.
+_REDUCERS = {**copyreg.dispatch_table, np.ndarray: _reduced}
 
 
-_packers = _Packers()
-
-
-def _small_array(name: str, shape: tuple[int, ...], data: bytes) -> np.ndarray:
-    """An array whose contents are pickled with it."""
-    return np.ndarray(shape, np.dtype(name), bytearray(data))
-
-
-def _large_array(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The array whose contents come next over the stream that is read."""
-    dtype = np.dtype(name)
-    size = math.prod(shape) * dtype.itemsize
-    _reading.left -= size
-    if _reading.left < 0:
-        raise FrameError("its arrays have another size than was announced")
-    stream: Stream = _reading.stream
-    memory = stream.buffers.take(size)
-    stream.read_contents(memory.data)
-    return np.ndarray(shape, dtype, memory)
-
-
-_reading = threading.local()
-"""The stream that this thread reads a message of, and the bytes of arrays left."""
+def _array(name: str, shape: tuple[int, ...], data: Any) -> np.ndarray:
+    # What was read-only where it was sent comes as such; the memory is this one's own.
+    memory = data.obj if isinstance(data, memoryview) else data
+    return np.ndarray(shape, np.dtype(name), memory)
 
 
 @functools.cache
@@ -161,24 +116,6 @@ def _raw_name(dtype: np.dtype) -> str | None:
     """The name of a dtype whose arrays are raw bytes that mean the same elsewhere."""
     is_raw = dtype.kind in "biufc" or dtype.type.__module__ == "ml_dtypes"
     return dtype.name if is_raw else None
-
-
-def _unpickled(data: bytes, contents: int, stream: Stream) -> Any:
-    """The value of a message, whose arrays are read from the stream."""
-    _reading.stream, _reading.left = stream, contents
-    try:
-        value = pickle.loads(data)
-    except OSError:  # of the connection
-        raise
-    except MemoryError:
-        raise FrameError("a message is larger than the memory") from None
-    except Exception as error:  # of whatever was pickled
-        raise FrameError(f"a message cannot be read: {error}") from error
-    finally:
-        _reading.stream = None
-    if _reading.left:
-        raise FrameError("the arrays of a message are fewer than was announced")
-    return value
 
 
 SMALLEST = 1 << 16
@@ -255,10 +192,8 @@ class ReceiveBuffers:
 _buffers = ReceiveBuffers()
 
 
-_ciphers: Any = None
-with contextlib.suppress(ImportError):
-    _ciphers = importlib.import_module("cryptography.hazmat.primitives.ciphers")
-CONTENTS_SEAL = "aes-gmac" if _ciphers else "hmac-sha256"
+_has_gmac = importlib.util.find_spec("cryptography") is not None
+CONTENTS_SEAL = "aes-gmac" if _has_gmac else "hmac-sha256"
 
 
 @final
@@ -271,15 +206,21 @@ class _ContentsSeal:
     def __init__(self, key: bytes, number: int) -> None:
         own = hmac.digest(key, b"contents", "sha256")
         sequence = _SEQUENCE.pack(number)
-        if _ciphers is None:
+        if not _has_gmac:
             sealing = hmac.new(own, sequence, "sha256")
-            self.update: Callable[[Any], None] = sealing.update
+            self._add: Callable[[Any], None] = sealing.update
             self.digest: Callable[[], bytes] = sealing.digest
             return
-        mode = _ciphers.modes.GCM(sequence.rjust(12, b"\0"))
-        gmac = _ciphers.Cipher(_ciphers.algorithms.AES(own), mode).encryptor()
-        self.update = gmac.authenticate_additional_data
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        mode = modes.GCM(sequence.rjust(12, b"\0"))
+        gmac = Cipher(algorithms.AES(own), mode).encryptor()
+        self._add = gmac.authenticate_additional_data
         self.digest = lambda: gmac.finalize() or gmac.tag
+
+    def add(self, contents: memoryview) -> None:
+        for start in range(0, len(contents), _PIECE):
+            self._add(contents[start : start + _PIECE])
 
 
 class Keys(NamedTuple):
@@ -294,11 +235,17 @@ class _Incoming(io.RawIOBase):
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self.is_idle = False  # between two messages
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        try:
+            return self._sock.recv_into(buffer)
+        except BlockingIOError:
+            if self.is_idle:
+                raise TimeoutError("the other end says nothing") from None
         try:
             return self._sock.recv_into(buffer)
         except BlockingIOError:
@@ -320,30 +267,24 @@ class Stream:
         buffers: ReceiveBuffers = _buffers,
     ) -> None:
         sock.settimeout(None)
-        self.buffers = buffers
         self._sock = sock
         self._keys = keys
         self._largest = largest
+        self._buffers = buffers
         self._sending = threading.Lock()
         self._sent = self._received = 0
-        self._seal: _ContentsSeal | None = None  # of the message that is received
-        self._incoming = io.BufferedReader(_Incoming(sock), _AHEAD)
-        self._is_closed = False
+        self._raw = _Incoming(sock)
+        self._incoming = io.BufferedReader(self._raw, _AHEAD)
         self._process = os.getpid()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._is_closed
 
     def limit_silence(self, seconds: float | None) -> None:
         """Let `send` and `receive` fail when no byte moves for so long."""
         # In the kernel: a timeout of Python's would cost another system call each time.
-        # Nothing is for ever, a microsecond is the shortest.
-        micro = 0 if seconds is None else max(1, int(seconds * 1e6))
-        value = struct.pack("ll", *divmod(micro, 1_000_000))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        # To receive is tried twice. Nothing is for ever, a microsecond is the shortest.
+        for option, share in ((socket.SO_RCVTIMEO, 2), (socket.SO_SNDTIMEO, 1)):
+            micro = 0 if seconds is None else max(1, int(seconds / share * 1e6))
+            value = struct.pack("ll", *divmod(micro, 1_000_000))
+            self._sock.setsockopt(socket.SOL_SOCKET, option, value)
 
     def send(self, value: object) -> None:
         """Send a message."""
@@ -354,21 +295,16 @@ class Stream:
         with self._sending:
             self._write(self._sealed(message))
 
-    def send_if_idle(self, message: Packed) -> None:
-        """Send a small message, or nothing if this would have to wait."""
-        if not self._sending.acquire(blocking=False):
-            return
+    def is_silent(self) -> bool:
+        """Whether nothing comes for half of the longest silence; it waits for that."""
+        self._raw.is_idle = True
         try:
-            (data,) = self._sealed(message)
-            try:
-                sent = self._sock.send(data, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                self._sent -= 1
-                return
-            if sent < len(data):
-                self._write([data[sent:]])
+            self._incoming.peek(1)
+        except TimeoutError:
+            return True
         finally:
-            self._sending.release()
+            self._raw.is_idle = False
+        return False
 
     def receive(self) -> Any:
         """The next message."""
@@ -377,43 +313,48 @@ class Stream:
             raise EOFError("the connection was closed")
         if len(head) < _HEAD.size:
             raise ConnectionResetError("the connection ended within a message")
-        mark, size, contents = _HEAD.unpack(head)
+        mark, pickled, count, total = _HEAD.unpack(head)
         if mark != _MARK:
             raise FrameError("what came is no message of this protocol")
-        if size > _LARGEST_PICKLE or size + contents > self._largest:
-            raise FrameError(f"a message of {size + contents} bytes was announced")
-        data = self._exactly(size)
-        if self._keys is None:
-            return _unpickled(data, contents, self)
-        key, number = self._keys.incoming, self._received
+        if (
+            pickled > _LARGEST_PICKLE
+            or count > _MOST_ARRAYS
+            or pickled + total > self._largest
+        ):
+            raise FrameError(
+                f"a message of {pickled + total} bytes in {count} arrays was announced"
+            )
+        data = memoryview(self._exactly(8 * count + pickled))
+        contents_seal, number = None, self._received
         self._received += 1
-        self._check_seal(_seal(key, number, head + data))
-        if not contents:
-            return _unpickled(data, contents, self)
-        self._seal = _ContentsSeal(key, number)
-        value = _unpickled(data, contents, self)
-        self._check_seal(self._seal.digest())
-        return value
-
-    def read_contents(self, target: memoryview) -> None:
-        """Fill memory with the contents of an array."""
-        for start in range(0, len(target), _PIECE):
-            piece = target[start : start + _PIECE]
-            if self._incoming.readinto(piece) < len(piece):
-                raise ConnectionResetError("the connection ended within a message")
-            if self._seal is not None:
-                self._seal.update(piece)
+        if self._keys is not None:
+            self._check_seal(_seal(self._keys.incoming, number, head + data))
+            if count:
+                contents_seal = _ContentsSeal(self._keys.incoming, number)
+        sizes = struct.unpack_from(f"<{count}Q", data)
+        if sum(sizes) != total:
+            raise FrameError("the arrays of a message have another size than announced")
+        try:
+            arrays = [self._contents(size, contents_seal) for size in sizes]
+            if contents_seal is not None:
+                self._check_seal(contents_seal.digest())
+            return pickle.loads(data[8 * count :], buffers=arrays)
+        except (OSError, FrameError):  # of the connection
+            raise
+        except MemoryError:
+            raise FrameError("a message is larger than the memory") from None
+        except Exception as error:  # of whatever was pickled
+            raise FrameError(f"a message cannot be read: {error}") from error
 
     def close(self) -> None:
         """End the connection, also for threads that send or receive; once is enough."""
-        self._is_closed = True
         # On Linux, `close` alone does not wake a thread that waits in `recv`. In a fork
         # it must not end the connection of the parent.
         if os.getpid() == self._process:
             _shut(self._sock)
         self._sock.close()
 
-    def _sealed(self, message: Packed) -> list[bytes | bytearray | memoryview]:
+    def _sealed(self, message: Packed) -> list[bytes | memoryview]:
         """The parts of a message with their seals; it must be sent next."""
         start, contents = message
         number = self._sent
@@ -425,8 +366,7 @@ class Stream:
             return [sealed]
         seal = _ContentsSeal(self._keys.outgoing, number)
         for each in contents:
-            for first in range(0, len(each), _PIECE):
-                seal.update(each[first : first + _PIECE])
+            seal.add(each)
         return [sealed, *contents, seal.digest()]
 
     def _check_seal(self, seal: bytes) -> None:
@@ -440,7 +380,19 @@ class Stream:
             raise ConnectionResetError("the connection ended within a message")
         return data
 
-    def _write(self, parts: list[bytes | bytearray | memoryview]) -> None:
+    def _contents(self, size: int, seal: _ContentsSeal | None) -> np.ndarray:
+        """The contents of the next array."""
+        memory = self._buffers.take(size)
+        step = max(size, 1) if seal is None else _PIECE
+        for start in range(0, size, step):
+            piece = memory[start : start + step].data
+            if self._incoming.readinto(piece) < len(piece):
+                raise ConnectionResetError("the connection ended within a message")
+            if seal is not None:
+                seal.add(piece)
+        return memory
+
+    def _write(self, parts: list[bytes | memoryview]) -> None:
         size = sum(map(len, parts))
         while True:
             try:
@@ -457,16 +409,16 @@ class Stream:
             parts = [parts[done][sent:], *parts[done + 1 :]]
 
 
-def _seal(key: bytes, sequence: int, data: bytes | bytearray) -> bytes:
+def _seal(key: bytes, sequence: int, data: bytes) -> bytes:
     return hmac.digest(key, _SEQUENCE.pack(sequence) + data, "sha256")
 
 
 # The handshake.
 
 SECONDS = 10.0
-"""The time for a handshake."""
+"""The time for a handshake, if nothing else is said."""
 
-_GREETING = f"jaxstrategy-frames/5 {sys.byteorder} {CONTENTS_SEAL}\n".encode()
+_GREETING = f"jaxstrategy-frames/6 {sys.byteorder} {CONTENTS_SEAL}\n".encode()
 """The first bytes on each connection, both ways, before a nonce."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -477,13 +429,15 @@ class _AnotherSecretError(ValueError):
     """The other side does not know the secret of this one."""
 
 
-def _proven(sock: socket.socket, secret: Secret, is_host: bool) -> Stream:
+def _proven(
+    sock: socket.socket, secret: Secret, is_host: bool, seconds: float = SECONDS
+) -> Stream:
     """The stream of a connection, once both sides have proved that they are of the job.
 
     The guest first, so that strangers get nothing that they could try words on.
     """
-    end = time.monotonic() + SECONDS
-    sock.settimeout(SECONDS)
+    end = time.monotonic() + seconds
+    sock.settimeout(seconds)
     own = secrets.token_bytes(_NONCE_BYTES)
     if not is_host:
         sock.sendall(_GREETING + own)
@@ -624,24 +578,26 @@ class Listener:
                 self._threads[thread] = sock
 
 
-def dialled(address: str, secret: Secret | None = None) -> Stream:
+def dialled(
+    address: str, secret: Secret | None = None, seconds: float = SECONDS
+) -> Stream:
     """The stream of a new connection to a `Listener`."""
     if secret is None:
         sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.settimeout(SECONDS)  # a process that is stopped takes some hundreds
+            sock.settimeout(seconds)  # a process that is stopped takes some hundreds
             sock.connect(address)
         except BaseException:
             sock.close()
             raise
         return Stream(sock)
     try:
-        sock = _connected(address, secret)
+        sock = _connected(address, secret, seconds)
     except OSError as error:
         why = error.strerror or error
         raise ConnectionError(f"{address} does not answer ({why})") from error
     try:
-        return _proven(sock, secret, is_host=False)
+        return _proven(sock, secret, False, seconds)
     except BaseException as error:
         sock.close()
         if isinstance(error, EOFError | OSError):
@@ -660,10 +616,10 @@ def dialled(address: str, secret: Secret | None = None) -> Stream:
         raise
 
 
-def _connected(address: str, secret: Secret) -> socket.socket:
+def _connected(address: str, secret: Secret, seconds: float) -> socket.socket:
     host, port = endpoint(address)
     _secret.check(secret, host)
-    sock = socket.create_connection((host, port), SECONDS)
+    sock = socket.create_connection((host, port), seconds)
     # While nobody listens, a call from this very port reaches itself.
     if sock.getsockname() == sock.getpeername():
         sock.close()

@@ -22,7 +22,7 @@ from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
 from jaxstrategy._src.parameter_servers.peer import Peer, RemoteServer
 from jaxstrategy._src.parameter_servers.protocol import JointPool
 from jaxstrategy._src.parameter_servers.sessions import Hello, joined
-from jaxstrategy._src.parameter_servers.stream import Stream
+from jaxstrategy._src.parameter_servers.stream import SECONDS, Stream
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor
@@ -154,13 +154,13 @@ def _connected(number: int, address: str, servers: Sequence[str]) -> RemoteServe
     hello = Hello("begin", job.hexdigest(), "between graph")
     name = f"Parameter server {number} at {address}"
 
-    def dial() -> Stream:
-        return joined(address, secret, hello)[0]
+    def dial(seconds: float) -> Stream:
+        return joined(address, secret, hello, seconds)[0]
 
     end = time.monotonic() + _START_SECONDS
     while True:
         try:
-            dial().close()
+            dial(SECONDS).close()
         except ConnectionAbortedError as error:
             raise ClusterError(f"{name} refuses: {error}.") from error
         except ConnectionError as error:

@@ -286,8 +286,8 @@ class CalledTasks:
     def _peer(self, task: CalledTask, hello: Hello, first: Stream) -> Peer:
         joining = dataclasses.replace(hello, wants="join")
 
-        def dial() -> Stream:
-            return joined(task.address, self._secret, joining)[0]
+        def dial(seconds: float) -> Stream:
+            return joined(task.address, self._secret, joining, seconds)[0]
 
         name, output = task.shown, task.last_output
         return Peer(name, dial, WorkerLost, self._patience, output, first)
