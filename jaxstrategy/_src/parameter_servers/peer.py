@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from jaxstrategy._src.errors import MissingExtraError, ParameterServerLost
+from jaxstrategy._src.errors import MissingExtraError
 from jaxstrategy._src.parameter_servers.protocol import (
     AbstractServer,
     AbstractWorker,
@@ -183,9 +183,18 @@ Dial: TypeAlias = Callable[[float], Stream]
 _LINES = 20  # of a lost process's output
 
 
+_RECONNECT_SECONDS = 20.0  # how long a server may be out of reach before it is lost
+_RECONNECT_PAUSE = 0.2
+_MOST_REPEATS = 3  # of one request; it may be what breaks the connection
+
+
 @final
 class Peer:
-    """Another process, of which any number of threads may ask something at once."""
+    """Another process, of which any number of threads may ask something at once.
+
+    One that `reconnects` is reached again when the network broke, as long as it still
+    has all; each request counts once.
+    """
 
     def __init__(
         self,
@@ -194,7 +203,8 @@ class Peer:
         lost: type[Exception],
         patience: float = PATIENCE,
         last_output: Callable[[], str | None] | None = None,
-        first: Stream | None = None,  # one that was dialled already
+        first: Stream | None = None,
+        reconnects: bool = False,
     ) -> None:
         if not 0 < patience <= LONGEST_PATIENCE:
             raise ValueError(
@@ -206,19 +216,39 @@ class Peer:
         self._lost = lost
         self._patience = patience
         self._last_output = last_output
+        self._most_repeats = _MOST_REPEATS if reconnects else 0
         self._process = os.getpid()
         self._lock = threading.Lock()
+        self._reconnecting = threading.Lock()
+        self._is_closed = False
         self._idle: list[Stream] = []
         self._all: set[Stream] = set()
-        self._why: str | None = None
+        self._why: str | None = None  # it is lost
         weakref.finalize(self, _close, self._all)
         if first is not None:
             first.limit_silence(patience)
             self._all.add(first)
             self._idle.append(first)
 
-    def ask(self, method: str, *arguments: object) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         """The answer to a request."""
+        for repeats in range(self._most_repeats + 1):
+            try:
+                if repeats and method == "create":
+                    self._asked("drop", arguments[:1])  # it may be there already
+                return self._asked(method, *arguments)
+            except self._lost as lost:
+                if repeats == self._most_repeats:
+                    raise
+                self._connect_again(lost)
+                if method == "push" and not _counts_once(*arguments):
+                    raise self._lost(
+                        f"{lost} It was reached again, but whether the change that "
+                        "was being made counts is not known."
+                    ) from lost
+        raise AssertionError  # the last one returns or raises
+
+    def _asked(self, method: str, *arguments: object) -> Any:
         message = packed((method, *arguments))
         stream = self._taken()
         is_whole = False
@@ -230,7 +260,11 @@ class Peer:
             failure = raised_by(answer, self._name)
             is_whole = True
         except (EOFError, OSError, FrameError) as error:
-            raise self._losing(_reason(error, self._patience)) from error
+            why = _reason(error, self._patience)
+            # Else it was reached again meanwhile, over others.
+            if stream in self._all:
+                self._drop(why)
+            raise self._error(self._why or why) from error
         finally:
             # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
             self._put_back(stream, is_whole)
@@ -238,8 +272,34 @@ class Peer:
             raise failure
         return answer[1]
 
+    def _connect_again(self, lost: Exception) -> None:
+        """Reach the process over new connections."""
+        with self._reconnecting:  # the first that finds it lost connects for all
+            end = time.monotonic() + _RECONNECT_SECONDS
+            while self._why is not None:
+                if self._is_closed or time.monotonic() >= end:
+                    raise lost
+                try:
+                    stream = self._dial(SECONDS)
+                except (ConnectionAbortedError, ConnectionRefusedError) as error:
+                    raise self._error(str(error)) from lost
+                except ConnectionError:
+                    time.sleep(_RECONNECT_PAUSE)
+                    continue
+                stream.limit_silence(self._patience)
+                with self._lock:
+                    self._all.add(stream)
+                    self._idle.append(stream)
+                    self._why = None
+                if self._is_closed:  # just now
+                    self._drop(str(lost))
+
     def close(self, why: str = "its connections were closed here") -> None:
         """Close all streams; who waits for an answer gets the error of a lost one."""
+        self._is_closed = True
+        self._drop(why)
+
+    def _drop(self, why: str) -> None:
         with self._lock:
             self._why = self._why or why
             streams = set(self._all)
@@ -273,7 +333,8 @@ class Peer:
         try:
             stream = self._dial(SECONDS)
         except (EOFError, OSError) as error:
-            raise self._losing(f"it cannot be reached ({error})") from error
+            self._drop(why := f"it cannot be reached ({error})")
+            raise self._error(self._why or why) from error
         stream.limit_silence(self._patience)
         return stream
 
@@ -291,12 +352,6 @@ class Peer:
                 return
             self._all.discard(stream)
         stream.close()
-
-    def _losing(self, why: str) -> Exception:
-        """The error of a process that is lost from now on."""
-        self.close(why)
-        assert self._why is not None
-        return self._error(self._why)
 
     def _error(self, why: str) -> Exception:
         # Without the lock, because `last_output` may wait for the process to end.
@@ -323,82 +378,6 @@ def _reason(error: Exception, patience: float) -> str:
             return f"the connection broke ({error})"
 
 
-_RECONNECT_SECONDS = 20.0  # how long a server may be out of reach before it is lost
-_RECONNECT_PAUSE = 0.2
-_MOST_REPEATS = 3  # of one request; it may be what breaks the connection
-
-
-@final
-class ReconnectingPeer:
-    """A parameter server that is reached again when the network broke.
-
-    That is tried as long as the server still has all; each request counts once.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        dial: Dial,
-        patience: float,
-        last_output: Callable[[], str | None] | None = None,
-    ) -> None:
-        self._name = name
-        self._dial = dial
-        self._patience = patience
-        self._last_output = last_output
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._now = self._connected()
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """The answer to a request."""
-        for repeats in range(_MOST_REPEATS + 1):
-            peer = self._now
-            try:
-                if repeats and method == "create":
-                    peer.ask("drop", arguments[:1])  # it may be there already
-                return peer.ask(method, *arguments)
-            except ParameterServerLost as lost:
-                if repeats == _MOST_REPEATS:
-                    raise
-                self._connect_again(peer, lost)
-                if method == "push" and not _counts_once(*arguments):
-                    raise ParameterServerLost(
-                        f"{lost} It was reached again, but whether the change that "
-                        "was being made counts is not known."
-                    ) from lost
-        raise AssertionError  # the last one returns or raises
-
-    def close(self) -> None:
-        """Close the connections; the server goes on."""
-        self._is_closed = True
-        self._now.close()
-
-    def _connect_again(self, broken: Peer, lost: ParameterServerLost) -> None:
-        """Reach the server over new connections."""
-        with self._lock:  # the first that finds it broken connects for all
-            end = time.monotonic() + _RECONNECT_SECONDS
-            while self._now is broken:
-                if self._is_closed or time.monotonic() >= end:
-                    raise lost
-                try:
-                    stream = self._dial(SECONDS)
-                except (ConnectionAbortedError, ConnectionRefusedError) as error:
-                    said = self._last_output() if self._last_output else None
-                    more = f"\nThe last that it wrote:\n{said}" if said else ""
-                    raise ParameterServerLost(
-                        f"{self._name} is lost: {error}.{more}"
-                    ) from lost
-                except ConnectionError:
-                    time.sleep(_RECONNECT_PAUSE)
-                else:
-                    self._now = self._connected(stream)
-
-    def _connected(self, first: Stream | None = None) -> Peer:
-        lost, output = ParameterServerLost, self._last_output
-        return Peer(self._name, self._dial, lost, self._patience, output, first)
-
-
 def _counts_once(
     operations: Sequence[ServerOperation], call: CallNumber | None
 ) -> bool:
@@ -414,7 +393,7 @@ class RemoteServer(AbstractServer):
       peer: the server's process, to be replaced when another one is started for it.
     """
 
-    def __init__(self, peer: Peer | ReconnectingPeer) -> None:
+    def __init__(self, peer: Peer) -> None:
         self.peer = peer
 
     def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:

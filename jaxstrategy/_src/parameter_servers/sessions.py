@@ -17,7 +17,6 @@ from jaxstrategy._src.parameter_servers import peer as _peer
 from jaxstrategy._src.parameter_servers.peer import (
     Answer,
     Peer,
-    ReconnectingPeer,
     RemoteServer,
 )
 from jaxstrategy._src.parameter_servers.stream import (
@@ -103,11 +102,12 @@ def remote_server(
     def dial(seconds: float) -> Stream:
         return joined(address, secret, joining, seconds)[0]
 
-    if secret is None:  # on this host connections break with their processes only
-        return RemoteServer(
-            Peer(name, dial, ParameterServerLost, patience, last_output)
-        )
-    return RemoteServer(ReconnectingPeer(name, dial, patience, last_output))
+    # On this host connections break with their processes only.
+    reconnects = secret is not None
+    lost = ParameterServerLost
+    return RemoteServer(
+        Peer(name, dial, lost, patience, last_output, reconnects=reconnects)
+    )
 
 
 @final
