@@ -49,6 +49,7 @@ _SEQUENCE = struct.Struct(">Q")
 _SMALL = 1 << 12  # bytes of which a copy is faster than a view
 _AHEAD = 1 << 16  # bytes that one call of the kernel may read of small messages
 _MOST_PARTS = 1000  # of one `sendmsg`; Linux allows 1024
+_TRIES = 4  # to receive something, before the other end is silent
 _PIECE = 1 << 20  # bytes that are sealed while they are in the processor's cache
 
 
@@ -241,15 +242,12 @@ class _Incoming(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            return self._sock.recv_into(buffer)
-        except BlockingIOError:
-            if self.is_idle:
-                raise TimeoutError("the other end says nothing") from None
-        try:
-            return self._sock.recv_into(buffer)
-        except BlockingIOError:
-            raise TimeoutError("the other end says nothing") from None
+        for _ in range(1 if self.is_idle else _TRIES):
+            try:
+                return self._sock.recv_into(buffer)
+            except BlockingIOError:
+                continue
+        raise TimeoutError("the other end says nothing")
 
 
 @final
@@ -280,9 +278,9 @@ class Stream:
     def limit_silence(self, seconds: float | None) -> None:
         """Let `send` and `receive` fail when no byte moves for so long."""
         # In the kernel: a timeout of Python's would cost another system call each time.
-        # To receive is tried twice. Nothing is for ever, a microsecond is the shortest.
-        for option, share in ((socket.SO_RCVTIMEO, 2), (socket.SO_SNDTIMEO, 1)):
-            micro = 0 if seconds is None else max(1, int(seconds / share * 1e6))
+        # Nothing is for ever, a microsecond is the shortest.
+        for option, tries in ((socket.SO_RCVTIMEO, _TRIES), (socket.SO_SNDTIMEO, 1)):
+            micro = 0 if seconds is None else max(1, int(seconds / tries * 1e6))
             value = struct.pack("ll", *divmod(micro, 1_000_000))
             self._sock.setsockopt(socket.SOL_SOCKET, option, value)
 
@@ -296,7 +294,7 @@ class Stream:
             self._write(self._sealed(message))
 
     def is_silent(self) -> bool:
-        """Whether nothing comes for half of the longest silence; it waits for that."""
+        """Whether nothing comes for a quarter of the longest silence."""
         self._raw.is_idle = True
         try:
             self._incoming.peek(1)
