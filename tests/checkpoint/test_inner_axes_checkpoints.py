@@ -20,10 +20,8 @@ W = drawn(16, 8)
 STRATEGIES = {
     "2 cores": lambda: cored(4, 2),
     "4 cores": lambda: cored(2, 4),
-    "1 core": lambda: cored(4, 1),
     "8 cores": lambda: cored(1, 8),
     "mirrored": lambda: js.MirroredStrategy(jax.devices()[:4]),
-    "one device": lambda: js.OneDeviceStrategy(jax.devices()[3]),
 }
 
 

@@ -96,8 +96,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@each_of("kind", ["placed", "free", "types"])
-@each_of("name", STRATEGIES)
+@each_of(
+    "name, kind",
+    [*((name, "placed") for name in STRATEGIES), ("8 parts", "free"),
+     ("optimizer in 2 parts", "types")],
+)  # fmt: skip
 def test_any_strategy_restores_what_any_other_saved(folder, name, kind):
     strategy = STRATEGIES[name]()
     like = jax.tree.map(jnp.zeros_like, {**state_of(9), "key": 0})
