@@ -230,7 +230,9 @@ def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
 
 
 @pytest.mark.slow
-def test_the_same_code_runs_where_all_replicas_decide_alike(strategy):
+def test_the_same_code_runs_where_all_replicas_decide_alike(two):
+    strategy = two
+
     def step(p, own, v):
         deciders = {
             "an argument": p,

@@ -163,6 +163,16 @@ CASES = {
         lambda x, s: (jnp.isfinite(s) & (s == s) & (s != 0) & (s <= 1), x >= s),
         [False, True]),
     "a written reference": (lambda x, s: written(jax.new_ref(s), x, s), [False, True]),
+    "a reference read before it varies": (
+        lambda x, s: read_before_it_varies(jax.new_ref(s), x, s), True),
+    "a reference written in a branch, and one read there": (
+        lambda x, s: in_branches(jax.new_ref(s), jax.new_ref(s), x), [False, True]),
+    "a reference written by a test that runs more often somewhere": (
+        lambda x, s: in_a_test(jax.new_ref(0.0), x), True),
+    "a reference that a loop only reads": (
+        lambda x, s: read_in_a_test(jax.new_ref(s), x), False),
+    "a value that goes through several references": (
+        lambda x, s: handed_on([jax.new_ref(s) for _ in range(4)], x), True),
     "gradients by rules": (
         lambda x, s: [jax.grad(lambda v: jnp.sum(by_rules(v)))(v) for v in (x, s)],
         [True, False]),
@@ -182,6 +192,45 @@ def written(ref, x, s):
     ref[...] = s
     jax.ref.addupdate(ref, ..., x)
     return before, jax.freeze(ref)
+
+
+def read_before_it_varies(ref, x, s):
+    def turn(i, carry):
+        seen = ref[...]
+        ref[...] = x
+        return seen
+
+    return lax.fori_loop(0, 3, turn, s)
+
+
+def in_branches(read, written, x):
+    lax.cond(x[0] > 2, lambda: read[...], lambda: read[...] + written[...])
+    lax.cond(x[0] > 2, lambda: written.__setitem__(..., 0 * x), lambda: None)
+    return read[...], written[...]
+
+
+def in_a_test(ref, x):
+    def goes_on(turn):
+        ref[...] += 1.0
+        return turn < x[0]
+
+    lax.while_loop(goes_on, lambda turn: turn + 1, 0.0)
+    return ref[...]
+
+
+def read_in_a_test(ref, x):
+    lax.while_loop(lambda c: c < x[0], lambda c: c + jnp.abs(ref[...]).sum(), 0.0)
+    return ref[...]
+
+
+def handed_on(refs, x):
+    def turn(i, carry):
+        for here, there in zip(refs[1:], refs, strict=False):
+            here[...], there[...] = there[...], x
+        return carry
+
+    lax.fori_loop(0, 5, turn, 0)
+    return refs[-1][...]
 
 
 @jax.custom_vjp
@@ -278,43 +327,6 @@ def test_references(four):
     assert out == [False, False, True, False, True, False, True]
 
 
-def test_a_reference_read_before_it_varies_in_the_next_turn(four):
-    def step(x):
-        ref = jax.new_ref(same(x))
-
-        def turn(i, carry):
-            seen = ref[...]
-            ref[...] = x
-            return seen
-
-        return lax.fori_loop(0, 3, turn, same(x))
-
-    assert varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))) == [True]
-
-
-def test_a_reference_written_in_a_branch_that_differs(four):
-    def step(x):
-        ref = jax.new_ref(same(x))
-        lax.cond(x > 2, lambda: ref.__setitem__(..., 0.0), lambda: None)
-        return ref[...]
-
-    assert varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))) == [True]
-
-
-def test_a_reference_written_by_a_test_that_runs_more_often_somewhere(four):
-    def step(x):
-        ref = jax.new_ref(0.0)
-
-        def goes_on(turn):
-            ref[...] += 1.0
-            return turn < x
-
-        lax.while_loop(goes_on, lambda turn: turn + 1, 0.0)
-        return ref[...]
-
-    assert varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))) == [True]
-
-
 def test_one_jitted_function_given_references_of_both_levels(four):
     @jax.jit
     def exchange(ref, new):
@@ -332,21 +344,6 @@ def test_one_jitted_function_given_references_of_both_levels(four):
     out = varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),)))
     # `a` held x once, and is overwritten; `c` holds x in one of two branches.
     assert out == [False, True, False, False, False, False, True]
-
-
-def test_a_value_that_goes_through_several_references_in_a_loop(four):
-    def step(x):
-        refs = [jax.new_ref(same(x)) for _ in range(4)]
-
-        def turn(i, carry):
-            for here, there in zip(refs[1:], refs, strict=False):
-                here[...], there[...] = there[...], x
-            return carry
-
-        lax.fori_loop(0, 5, turn, 0)
-        return refs[-1][...]
-
-    assert varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))) == [True]
 
 
 def test_a_nested_shard_map_over_another_axis():
@@ -411,19 +408,14 @@ class Deep(nn.Module):
 
 
 OPTIMIZERS = {
-    "adam": optax.adam(1e-3),
     "scheduled adamw": optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
     "adafactor": optax.adafactor(1e-3),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3)),
     "d-adapted": optax.contrib.dadapt_adamw(1e-3),
     "in steps": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
-    "lamb": optax.lamb(1e-3),
-    "lion": optax.lion(1e-3),
     "if finite": optax.apply_if_finite(optax.sgd(1e-3), 5),
     "injected": optax.inject_hyperparams(optax.sgd)(1e-3, momentum=0.9),
-    "averaged": optax.chain(optax.sgd(1e-3), optax.ema(0.9)),
-    "masked": optax.masked(optax.sgd(1e-3), lambda p: jax.tree.map(lambda _: True, p)),
-    "prodigy": optax.contrib.prodigy(1e-3),
+    "line search": optax.lbfgs(),
     "schedule free": optax.contrib.schedule_free_adamw(1e-3),
 }
 
@@ -431,19 +423,23 @@ OPTIMIZERS = {
 @pytest.mark.slow
 @each_of(
     ("net", "name"),
-    [(Deep(kind), "adam") for kind in ("scan", "jit", "remat")]
-    + [(nn.RNN(nn.LSTMCell(8)), "adam")]
+    [(Deep(kind), "adafactor") for kind in ("scan", "jit", "remat")]
+    + [(nn.RNN(nn.LSTMCell(8)), "adafactor")]
     + [(nn.Dense(3), name) for name in OPTIMIZERS],
 )
 def test_no_part_of_the_state_varies_without_need(four, net, name):
-    optimizer = OPTIMIZERS[name]
+    optimizer = optax.with_extra_args_support(OPTIMIZERS[name])
 
     def step(params, state, batch):
-        loss, grads = jax.value_and_grad(
-            lambda params: jnp.mean(net.apply(params, batch) ** 2)
-        )(params)
-        grads, loss = lax.pmean((grads, loss), AXIS)
-        updates, state = optimizer.update(grads, state, params)
+        def mean_loss(params):
+            return lax.pmean(jnp.mean(net.apply(params, batch) ** 2), AXIS)
+
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        grads = lax.pmean(grads, AXIS)
+        updates, state = optimizer.update(
+            grads, state, params, value=loss, grad=grads,
+            value_fn=lambda params: optax.tree.norm(params),  # needs no reduction
+        )  # fmt: skip
         return optax.apply_updates(params, updates), state, loss
 
     batch = jax.ShapeDtypeStruct((4, 2, 4), jnp.float32)
@@ -451,29 +447,6 @@ def test_no_part_of_the_state_varies_without_need(four, net, name):
     state = jax.eval_shape(optimizer.init, params)
     batches = js.PerReplica(jax.ShapeDtypeStruct((4, 4, 2, 4), jnp.float32))
     assert differing(four, step, params, state, batches) == []
-
-
-def test_a_line_search_on_the_reduced_loss_is_mirrored(four):
-    optimizer = optax.lbfgs()
-
-    def step(params, state, batch):
-        def mean_loss(params):
-            return lax.pmean(jnp.mean((batch @ params) ** 2), AXIS)
-
-        loss, grads = jax.value_and_grad(mean_loss)(params)
-        grads = lax.pmean(grads, AXIS)
-        updates, state = optimizer.update(
-            grads, state, params, value=loss, grad=grads, value_fn=linear
-        )
-        return optax.apply_updates(params, updates), state
-
-    def linear(params):  # its gradient needs no reduction
-        return jnp.sum(params**2)
-
-    params = jnp.ones(4)
-    state = jax.eval_shape(optimizer.init, params)
-    batch = js.PerReplica(jax.ShapeDtypeStruct((4, 4, 4), jnp.float32))
-    assert differing(four, step, params, state, batch) == []
 
 
 def test_a_model_of_nnx_is_mirrored(four):
@@ -734,14 +707,13 @@ def _last(body, a, b):
 
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
-@pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_what_is_called_mirrored_is_equal_on_all_replicas(four, examples):
+def test_what_is_called_mirrored_is_equal_on_all_replicas(four):
     x = four.per_replica([np.linspace(0, 0.7, 4, np.float32) * i for i in range(4)])
     s = jnp.linspace(0.2, 0.8, 4)
     outcomes = []
 
     @settings(
-        max_examples=examples,
+        max_examples=20,
         deadline=None,
         derandomize=True,
         database=None,
@@ -759,23 +731,3 @@ def test_what_is_called_mirrored_is_equal_on_all_replicas(four, examples):
     is_equal()
     assert outcomes.count("refused") < len(outcomes) / 3
     assert outcomes.count("mirrored") > len(outcomes) / 3
-
-
-def test_a_reference_that_branches_only_read_stays_the_same(four):
-    def step(x):
-        ref, written = jax.new_ref(same(x)), jax.new_ref(same(x))
-        lax.cond(x > 2, lambda: ref[...], lambda: ref[...] + written[...])
-        lax.cond(x > 2, lambda: written.__setitem__(..., 0.0), lambda: None)
-        return ref[...], written[...]
-
-    out = four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
-    assert varying(out) == [False, True]
-
-
-def test_a_reference_that_a_loop_only_reads_stays_the_same(four):
-    def step(x):
-        ref = jax.new_ref(same(x))
-        lax.while_loop(lambda c: c < x, lambda c: c + jnp.abs(ref[...]), 0.0)
-        return ref[...]
-
-    assert varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))) == [False]
