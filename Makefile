@@ -22,7 +22,8 @@ JOBS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 IN_VENV = $(VENV)/bin/python
-INSTALL = $(IN_VENV) -m pip install --quiet --disable-pip-version-check
+# Python compiles what is imported, a small part of what is installed.
+INSTALL = $(IN_VENV) -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test test-all lint format bench docs dist dist-extras fuzz clean
 

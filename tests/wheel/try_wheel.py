@@ -66,7 +66,7 @@ def run(*command: str | Path, cwd: Path) -> None:
 def install(python: Path, requirement: str, cwd: Path) -> None:
     """Install something into the environment of `python`."""
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    run(*pip, "--disable-pip-version-check", requirement, cwd=cwd)
+    run(*pip, "--disable-pip-version-check", "--no-compile", requirement, cwd=cwd)
 
 
 def main() -> None:
