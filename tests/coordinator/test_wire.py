@@ -669,33 +669,3 @@ def test_sockets_of_children_lie_in_a_folder_of_the_user_which_goes_with_them():
     assert os.stat(folder).st_mode & 0o777 == 0o700
     backend.close()
     assert not os.path.exists(folder)
-
-
-def test_packing_keeps_nothing_of_a_message_sent_or_failed():
-    class Unpicklable:
-        def __reduce__(self):
-            raise RuntimeError("not this one")
-
-    large = np.arange(10_000)
-    gone = weakref.ref(large)
-    stream.packed(["first", large])
-    with pytest.raises(RuntimeError, match="not this one"):
-        stream.packed([large, Unpicklable()])
-    del large
-    assert gone() is None
-    with connected() as (here, there):
-        for value in (["after"], [np.arange(9_000), "more"]):
-            here.send(value)
-            np.testing.assert_equal(there.receive(), value)
-
-
-def test_packing_a_message_may_pack_another():
-    class Nested:
-        def __reduce__(self):
-            return len, (bytes(stream.packed(["inner"]).start),)
-
-    inner = len(stream.packed(["inner"]).start)
-    with connected() as (here, there):
-        here.send([np.ones(2), Nested(), np.ones(2)])
-        first, size, last = there.receive()
-    assert size == inner and first.tolist() == last.tolist() == [1, 1]
