@@ -16,13 +16,15 @@ from jaxstrategy._src.errors import ClusterError, ParameterServerLost
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputContext, InputOptions
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
+    CalledTask,
     checked_cluster,
     checked_secret,
+    reached,
 )
 from jaxstrategy._src.parameter_servers.peer import Peer, RemoteServer
 from jaxstrategy._src.parameter_servers.protocol import JointPool
 from jaxstrategy._src.parameter_servers.sessions import Hello, joined
-from jaxstrategy._src.parameter_servers.stream import SECONDS, Stream
+from jaxstrategy._src.parameter_servers.stream import Stream
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor
@@ -32,7 +34,6 @@ from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.variables.policy import ReplicatedVariables, ServerVariables
 
 _START_SECONDS = 300.0
-_PAUSE = 0.2  # between two tries to reach a server
 
 
 @final
@@ -152,20 +153,15 @@ def _connected(number: int, address: str, servers: Sequence[str]) -> RemoteServe
     # All workers of a cluster are one coordinator to its servers.
     job = hashlib.sha256(b"between graph " + repr(tuple(servers)).encode())
     hello = Hello("begin", job.hexdigest(), "between graph")
-    name = f"Parameter server {number} at {address}"
+    task = CalledTask(f"parameter server {number}", address)
 
     def dial(seconds: float) -> Stream:
         return joined(address, secret, hello, seconds)[0]
 
-    end = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            dial(SECONDS).close()
-        except ConnectionAbortedError as error:
-            raise ClusterError(f"{name} refuses: {error}.") from error
-        except ConnectionError as error:
-            if time.monotonic() > end:
-                raise ClusterError(f"{name} cannot be reached: {error}.") from error
-            time.sleep(_PAUSE)
-        else:
-            return RemoteServer(Peer(name, dial, ParameterServerLost))
+    try:
+        stream, _ = reached(task, secret, hello, time.monotonic() + _START_SECONDS)
+    except ConnectionError as error:
+        refuses = isinstance(error, ConnectionAbortedError)
+        what = "refuses" if refuses else "cannot be reached"
+        raise ClusterError(task.why(what, error)) from error
+    return RemoteServer(Peer(task.shown, dial, ParameterServerLost, first=stream))

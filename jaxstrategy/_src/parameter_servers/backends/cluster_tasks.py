@@ -156,6 +156,37 @@ class CalledTask:
         return f"{self.shown} {what}: {error}.{more}"
 
 
+def reached(
+    task: CalledTask,
+    secret: Secret | None,
+    hello: Hello,
+    end: float | None = None,
+    *given_up: threading.Event,
+) -> tuple[Stream, Mapping[str, Any]]:
+    """A connection to a task, once it is there; and what it says of itself."""
+    since, is_said = time.monotonic(), False
+    pause = _SHORT_PAUSE if secret is None else _PAUSE
+    while True:
+        try:
+            return joined(task.address, secret, hello)
+        except ConnectionAbortedError:
+            raise
+        except ConnectionError:
+            now = time.monotonic()
+            if end is not None and now >= end:
+                raise
+        if not is_said and now - since > _SAID_SECONDS:
+            is_said = True
+            if sys.stderr is not None:
+                text = f"jaxstrategy: {task.shown} does not answer, and is waited for."
+                print(text, file=sys.stderr, flush=True)
+        if task.over.is_set():
+            raise ConnectionError("it has ended")
+        time.sleep(pause)
+        if any(each.is_set() for each in given_up):
+            raise ConnectionError("nobody waits for it any more")
+
+
 @final
 class CalledTasks:
     """Workers and parameter servers at addresses, for one strategy of this process.
@@ -217,7 +248,7 @@ class CalledTasks:
         is_here = self._secret is None
         end = time.monotonic() + self._start_seconds if is_here else None
         try:
-            stream, _ = self._when_there(task, hello, end)
+            stream, _ = reached(task, self._secret, hello, end, self._closed)
         except ConnectionError as error:
             task.kill()
             raise WorkerLost(task.why("is lost", error)) from error
@@ -271,7 +302,7 @@ class CalledTasks:
     def _server(self, task: CalledTask, end: float) -> RemoteServer:
         hello = self._hello("begin")
         try:
-            self._when_there(task, hello, end)[0].close()
+            reached(task, self._secret, hello, end, self._closed)[0].close()
         except ConnectionError as error:
             raise ClusterError(task.why("cannot be reached", error)) from error
         return remote_server(
@@ -302,7 +333,9 @@ class CalledTasks:
 
         def ask(task: CalledTask) -> None:
             try:
-                stream, answer = self._when_there(task, hello, end, there)
+                stream, answer = reached(
+                    task, self._secret, hello, end, self._closed, there
+                )
             except ConnectionError as error:
                 failures.append(task.why("cannot be reached", error))
                 return
@@ -321,40 +354,27 @@ class CalledTasks:
             )
         return found[0]
 
-    def _when_there(
-        self,
-        task: CalledTask,
-        hello: Hello,
-        end: float | None,
-        given_up: threading.Event | None = None,
-    ) -> tuple[Stream, Mapping[str, Any]]:
-        """A connection to a task, once it is there."""
-        since, is_said = time.monotonic(), False
-        pause = _SHORT_PAUSE if self._secret is None else _PAUSE
-        while True:
-            try:
-                return joined(task.address, self._secret, hello)
-            except ConnectionAbortedError:
-                raise
-            except ConnectionError:
-                now = time.monotonic()
-                if end is not None and now >= end:
-                    raise
-            if not is_said and now - since > _SAID_SECONDS:
-                is_said = True
-                if sys.stderr is not None:
-                    text = (
-                        f"jaxstrategy: {task.shown} does not answer, and is waited for."
-                    )
-                    print(text, file=sys.stderr, flush=True)
-            if task.over.is_set():
-                raise ConnectionError("it has ended")
-            if (given_up or self._closed).wait(pause) or self._closed.is_set():
-                raise ConnectionError("nobody waits for it any more")
+
+class CalledBackend(AbstractWorkerBackend):
+    """A backend of tasks at addresses."""
+
+    def _use(self, calls: CalledTasks, workers: int) -> None:
+        self._calls = calls
+        self.num_workers, self.servers = workers, calls.servers
+        self.replicas_per_worker = calls.told["devices"]
+        self.platforms = (calls.told["platform"],)
+
+    def start(self, worker: int, incarnation: int) -> RemoteWorker:
+        """A new life of a worker, as soon as its process is there.
+
+        Raises:
+          WorkerLost: it did not start; the message has the last lines that it wrote.
+        """
+        return self._calls.start(worker, incarnation)
 
 
 @final
-class ClusterTasks(AbstractWorkerBackend):
+class ClusterTasks(CalledBackend):
     """The tasks of a cluster, of which this process is the coordinator."""
 
     def __init__(
@@ -372,21 +392,10 @@ class ClusterTasks(AbstractWorkerBackend):
                 ("worker", "parameter server"), addresses, strict=True
             )
         )
-        self._calls = CalledTasks(
-            workers,
-            servers,
-            workers.__getitem__,
-            checked_secret(servers[0].address),
-            start_seconds,
-            patience,
-        )
-        self.num_workers, self.servers = len(workers), self._calls.servers
-        self.replicas_per_worker = self._calls.told["devices"]
-        self.platforms = (self._calls.told["platform"],)
-
-    def start(self, worker: int, incarnation: int) -> RemoteWorker:
-        """A new life of a worker, as soon as its process is there."""
-        return self._calls.start(worker, incarnation)
+        secret = checked_secret(servers[0].address)
+        get = workers.__getitem__
+        calls = CalledTasks(workers, servers, get, secret, start_seconds, patience)
+        self._use(calls, len(workers))
 
     def close(self) -> None:
         """Let go of the tasks, which wait for another coordinator."""

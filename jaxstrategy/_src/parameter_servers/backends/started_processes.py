@@ -19,11 +19,10 @@ from jaxstrategy._src.launch.child_process import (
     described,
 )
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
+    CalledBackend,
     CalledTask,
     CalledTasks,
 )
-from jaxstrategy._src.parameter_servers.peer import RemoteWorker
-from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.processes.secret import Secret
 
 Job: TypeAlias = Literal["worker", "ps"]
@@ -200,7 +199,7 @@ class StartedTasks(abc.ABC):
         """End all."""
 
 
-class StartedProcesses(AbstractWorkerBackend):
+class StartedProcesses(CalledBackend):
     """A backend that starts its processes."""
 
     def _begin(
@@ -219,7 +218,7 @@ class StartedProcesses(AbstractWorkerBackend):
         try:
             tasks.start_all(workers, servers)
             current = (place.current for place in tasks.places)
-            self._calls = tasks.calls = CalledTasks(
+            tasks.calls = CalledTasks(
                 [task for task in current if task is not None],
                 tasks.servers,
                 tasks.renewed,
@@ -231,17 +230,7 @@ class StartedProcesses(AbstractWorkerBackend):
         except BaseException:
             self._close()
             raise
-        self.num_workers, self.servers = workers, self._calls.servers
-        self.replicas_per_worker = self._calls.told["devices"]
-        self.platforms = (self._calls.told["platform"],)
-
-    def start(self, worker: int, incarnation: int) -> RemoteWorker:
-        """A new process of a worker; the one before is ended, if it has not.
-
-        Raises:
-          WorkerLost: it did not start; the message has the last lines that it wrote.
-        """
-        return self._calls.start(worker, incarnation)
+        self._use(tasks.calls, workers)
 
     def kill(self, worker: int) -> None:
         """End a worker's process, as a crash would; another one is started.
