@@ -17,32 +17,12 @@ def in_run(strategy, function, *args):
 # TensorFlow's recorded numbers (behaviours 49; MET-8).
 
 
-def test_in_run_the_default_size_counts_all_replicas(four):
-    x = np.array([1.0, 2.0, 3.0], np.float32)
-    np.testing.assert_allclose(in_run(four, js.training.compute_average_loss, x), 0.5)
-
-
 def test_scaled_regularization_of_tensorflow(four):
     x = np.array([1.0, 2.0], np.float32)
     np.testing.assert_allclose(
         in_run(four, js.training.scale_regularization_loss, x), 0.75
     )
     np.testing.assert_allclose(js.training.scale_regularization_loss(x), 3.0)
-
-
-@each_of(
-    "arguments, expected",
-    [
-        ({}, 1.0),
-        ({"global_batch_size": 8}, 0.5),
-        ({"sample_weight": [1, 0.5]}, 0.625),
-    ],
-)
-def test_two_replicas_of_tensorflow(two, arguments, expected):
-    def step(x):
-        return js.training.compute_average_loss(x, **arguments)
-
-    np.testing.assert_allclose(two.run(step, (np.array([1.0, 3.0]),)), expected)
 
 
 @each_of("n", [1, 2, 8])

@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from helpers.cases import each_of
-from helpers.replicas import mirrored
 
 import jaxstrategy as js
 
@@ -88,36 +87,21 @@ def diloco(inner, every=4):
     return js.optax.outer(inner, outer, every=every), outer
 
 
-def test_three_rounds_are_those_of_workers_alone(n=2):
-    strategy, inner, batches = mirrored(n), optax.adamw(0.05), data(n, 12)
+def test_three_rounds_are_those_of_workers_alone(two):
+    inner, batches = optax.adamw(0.05), data(2, 12)
     tx, outer = diloco(inner)
-    found = list(trained(strategy, tx, batches))
+    found = list(trained(two, tx, batches))
     want = workers(inner, outer, 4, batches)
     assert_close([state.params for _, state in found[3::4]], want)
     for (params, _), met in zip(found[3::4], want, strict=True):
-        for own in jax.tree.map(jnp.asarray, all_versions(params)):
-            assert_close(own, met)
+        for name in met:
+            for own in params[name].values:
+                assert_close(own, met[name])
     # In between each replica goes its own way.
-    if n > 1:
-        params, state = found[5]
-        assert len(np.unique(np.asarray(params["w"].stacked)[:, 0])) == n
-        assert_close(state.params, want[0])
-        assert int(state.steps) == 2
-
-
-def all_versions(params):
-    """The parameters of each replica."""
-    if not isinstance(params["b"], js.PerReplica):
-        return [params]
-    n = params["b"].num_replicas
-    return [
-        jax.tree.map(
-            lambda p, r=r: p.local(r),
-            params,
-            is_leaf=lambda p: isinstance(p, js.PerReplica),
-        )
-        for r in range(n)
-    ]
+    params, state = found[5]
+    assert len(np.unique(np.asarray(params["w"].stacked)[:, 0])) == 2
+    assert_close(state.params, want[0])
+    assert int(state.steps) == 2
 
 
 def test_by_default_the_parameters_are_averaged(two):
@@ -139,30 +123,6 @@ def test_that_parameters_become_each_replicas_own_is_told(two):
     told = r"returns `step\(\.\.\.\)\[0\].*expect_mirrored=False"
     with pytest.warns(js.errors.NotMirroredWarning, match=re.compile(told, re.DOTALL)):
         list(trained(two, tx, data(2, 1), options=None))
-
-
-@pytest.mark.slow
-def test_steps_in_one_call_are_those_of_a_loop(two):
-    tx, _ = diloco(optax.adam(0.05), every=2)
-    batches = data(2, 6)
-    *_, (params, state) = trained(two, tx, batches)
-
-    @two.run(options=MAY_VARY)
-    def step(params, state, batch):
-        grads = jax.grad(loss_of)(params, *batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    many = two.several(step)
-    have, have_state = PARAMS, tx.init(PARAMS)
-    x, y = batches
-    for t in (0, 3):
-        each = [
-            (two.per_replica(x[i]), two.per_replica(y[i])) for i in (t, t + 1, t + 2)
-        ]
-        have, have_state = many(have, have_state, tuple(each))
-    assert_close(jax.tree.leaves(have), jax.tree.leaves(params))
-    assert_close(jax.tree.leaves(have_state), jax.tree.leaves(state))
 
 
 def test_parameters_of_16_bits_are_equal_after_synchronization(four):
@@ -234,10 +194,10 @@ def test_own_copies_are_of_floating_point_numbers(two):
         two.run(lambda w: js.optax.own_copies(w, strategy=two), (1.0,))
 
 
-def test_sharded_state_is_the_same(four, shard="state"):
+def test_sharded_state_is_the_same(four):
     inner, outer = optax.adam(0.05), optax.sgd(0.7, momentum=0.9)
     tx = js.optax.outer(inner, outer, every=2)
-    sharding = js.StateSharding(shard, min_bytes=0)
+    sharding = js.StateSharding("state", min_bytes=0)
     strategy = js.MirroredStrategy(four.devices, sharding=sharding)
     start = strategy.mirror({"w": np.linspace(-1, 1, 12, dtype=np.float32)})
     goals = np.random.default_rng(0).normal(size=(4, 12)).astype(np.float32)
@@ -262,8 +222,7 @@ def test_sharded_state_is_the_same(four, shard="state"):
             w = optax.apply_updates(w, updates)
             own = [(w, memory) for _, memory in own]
     assert_close(both[1].params, w)
-    is_divided = not both[1].params["w"].sharding.is_fully_replicated
-    assert is_divided == (shard == "state")
+    assert not both[1].params["w"].sharding.is_fully_replicated
 
 
 def test_outside_any_strategy_there_is_one_worker():

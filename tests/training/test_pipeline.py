@@ -77,8 +77,7 @@ WANTED = jax.value_and_grad(lambda p, x: (in_a_row(p, x) ** 2).mean())
 
 
 @pytest.mark.slow
-@each_of("stages", [2, 8])
-def test_the_gradients_of_each_replica_are_those_of_its_layers_in_a_row(stages):
+def test_the_gradients_of_each_replica_are_those_of_its_layers_in_a_row(stages=4):
     strategy = staged(stages)
     replicas = 8 // stages
     x = rows_of(replicas)
@@ -102,11 +101,9 @@ TWO = ["CPU:0", "CPU:1"]
 STATE = js.StateSharding("state", min_bytes=0)
 WITHOUT = {
     "one device": lambda: js.OneDeviceStrategy("CPU:0"),
-    "two replicas": lambda: js.MirroredStrategy(TWO),
     "lanes": lambda: js.MirroredStrategy("CPU:0", replicas_per_device=2),
     "divided state": lambda: js.MirroredStrategy(TWO, sharding=STATE),
     "cores": lambda: js.MirroredStrategy(logical_axes={"core": 4}),
-    "one stage": lambda: staged(1),
 }
 
 
@@ -204,24 +201,6 @@ def test_activations_may_be_trees_with_numbers_flags_and_random_keys():
         wanted = result(in_a_row, PARAMS, x[i], 7)
         assert all(own[name].dtype == wanted[name].dtype for name in wanted)
         close(own, wanted)
-
-
-def test_sixteen_bits(dtype="bfloat16"):
-    strategy = staged(4)
-    params, x = jax.tree.map(lambda a: jnp.asarray(a, dtype), (PARAMS, rows_of(2)))
-
-    def step(p, x):
-        grads = jax.grad(lambda p: (piped(p, x) ** 2).mean())(p)
-        return js.get_replica_context().all_reduce("mean", grads)
-
-    args = over(strategy, params, "stage"), strategy.per_replica([*x])
-    found = strategy.run(step, args)
-    assert {a.dtype for a in found.values()} == {jnp.dtype(dtype)}
-    wide = jax.tree.map(lambda a: a.astype(F32), (params, x))
-    wanted = WANTED(wide[0], wide[1].reshape(-1, SIZE))[1]
-    for name, array in found.items():
-        scale = np.abs(wanted[name]).max()
-        np.testing.assert_allclose(array.astype(F32), wanted[name], atol=0.05 * scale)
 
 
 def test_a_layer_may_use_traced_arrays_and_reduce_over_the_replicas():

@@ -42,8 +42,8 @@ def test_casts_to_other_types_are_refused(dtype):
 
 
 @each_of("bad", [np.nan, np.inf, -np.inf])
-def test_one_bad_number_on_one_replica_is_seen_by_all(strategy, bad):
-    n = strategy.num_replicas_in_sync
+def test_one_bad_number_on_one_replica_is_seen_by_all(four, bad):
+    strategy, n = four, 4
     x = np.ones((n, 3), np.float32)
     step = strategy.run(lambda x, i: js.training.all_finite({"x": x, "i": i}))
     count = np.int32(7)
@@ -160,19 +160,3 @@ def test_a_step_with_a_loss_scale_is_compiled_once(two, compilations):
     assert compilations() > 0
     step(step(loss_scale))
     assert compilations() == 0
-
-
-def test_it_is_carried_by_scan_inside_run(two):
-    def step(loss_scale, flags):
-        def body(loss_scale, good):
-            return loss_scale.adjust(
-                js.training.all_finite(jnp.where(good, 0.0, jnp.nan))
-            ), None
-
-        return jax.lax.scan(body, loss_scale.adjust(True), flags)[0]
-
-    flags = two.per_replica(np.array([[1, 1, 1, 0], [1, 0, 1, 1]], bool))
-    have = two.run(step, (js.training.DynamicLossScale(16.0, period=2), flags))
-    # finite on both: yes (the adjust outside), yes -> grows, no, yes, no
-    np.testing.assert_array_equal(have.loss_scale, 16.0 * 2 / 2 / 2)
-    assert isinstance(have.loss_scale, js.Mirrored)
