@@ -5,10 +5,8 @@ The scripts are tiny, and what they measure is written in them: nothing is timed
 
 import ast
 import importlib
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -80,67 +78,6 @@ def test_the_page_is_of_the_committed_results():
     assert ratios and np.isfinite(ratios).all()
 
 
-ABOUT = {
-    "date": "2026-01-02 03:04 UTC", "commit": "abc", "processor": "Chip", "cores": 4,
-    "memory_gib": 16.0, "system": "Linux 6", "machine": "arm64", "python": "3.13.0",
-    "versions": {"jax": "0.12"}, "load": 0.1, "others": 0.02,
-}  # fmt: skip
-OF_PAGE = {
-    "unit": "us", "target": None, "least": 0.0, "in_percent": False, "note": "",
-    "verdict": "",
-}  # fmt: skip
-
-
-def comparison(script, case, quantity, programs, ratio=None):
-    spreads = {name: [value] * 3 for name, value in programs.items()}
-    return {
-        "script": script, "case": case, "quantity": quantity, "run": 0,
-        "programs": spreads, "ratio": ratio,
-    }  # fmt: skip
-
-
-def shown(*comparisons):
-    told = {"script": "first", "run": 0, "command": "first.py --quick", "seconds": 61.4}
-    script = {**told, "others": 0.01, "outcome": "done"}
-    return results.page(Results([ABOUT], [script], comparisons))
-
-
-def of_page(case, programs, ratio=None, **options):
-    made = comparison("first", case, "step", programs, ratio)
-    return {**made, **OF_PAGE, **options}
-
-
-def test_the_page_names_machine_versions_and_script():
-    found = shown(of_page("small", {"run": 0.25}))
-    assert "| machine | Chip, 4 cores, 16 GiB, Linux 6 |" in found
-    assert "| software | Python 3.13.0, jax 0.12 |" in found
-    assert "| measured | 2026-01-02 03:04 UTC, abc |" in found
-    assert "| [first](#first) | 1 | | 61 | 1% | |" in found
-    assert "`python benchmarks/first.py --quick`, 2026-01-02 03:04 UTC.\n" in found
-    assert "Step, us:\n\n| case | run |\n| --- | --- |\n| small | 0.25 |" in found
-    assert "Missed" not in found
-
-
-def test_missed_targets_stand_first():
-    two = {"run": 3.0, "by hand": 2.0}
-    claimed = {"target": 1.0, "verdict": "missed"}
-    found = shown(
-        of_page("met", two, [0.9, 0.8, 1.0], target=1.0, verdict="met"),
-        of_page("close", two, [1.1, 1.0, 1.2], **claimed),
-        of_page("far", two, [1.5, 1.4, 1.6], **claimed),
-        of_page("too little", two, [0.5, 0.5, 0.5], least=0.8, **claimed),
-        of_page("share", two, [0.03, 0.03, 0.03], in_percent=True, **claimed),
-    )
-    (table,) = re.findall(r"## Missed targets\n\n(.*?)\n\n", found, re.DOTALL)
-    assert table.splitlines()[2:] == [
-        "| first | too little | step | 0.500 | 0.80 to 1.00 |",
-        "| first | far | step | 1.500 (1.40-1.60) | 1.00 |",
-        "| first | close | step | 1.100 (1.00-1.20) | 1.00 |",
-        "| first | share | step | 3.00% | 100.00% |",
-    ]
-    assert "| [first](#first) | 5 | 1 of 5 |" in found
-
-
 # What one benchmark has measured.
 
 OURS = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -169,22 +106,6 @@ def test_a_target_is_met_or_missed():
     ):
         found = Comparison("case", "step", "us", values, **options)
         assert found.is_met is is_met, (values, options)
-
-
-def test_an_end_in_the_middle_keeps_what_was_measured(tmp_path, capsys):
-    file = tmp_path / "numbers.json"
-
-    def measure():
-        yield Comparison("first", "step", "us", TWO)
-        assert len(json.loads(file.read_text())) == 1, "written at once"
-        yield Comparison("second", "step", "us", TWO)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        harness.report(measure(), file)
-    kept = json.loads(file.read_text())
-    assert [each["case"] for each in kept] == ["first", "second"]
-    assert "second" in capsys.readouterr().out
 
 
 def test_only_with_check_is_a_missed_target_a_failure(capsys):
@@ -308,20 +229,6 @@ def test_a_script_is_ended_at_its_limit_with_all_its_processes(runner):
         os.kill(pid, 0)
 
 
-def test_sigterm_is_like_ctrl_c_in_the_background_too(runner):
-    to_parent = "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(1000)\n"
-    script(runner.folder, "first", to_parent)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's `&` does
-    try:
-        done = runner()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert done.returncode == 130
-    # The script was ended by Ctrl-C, and could tell what it had measured.
-    assert "KeyboardInterrupt" in done.stderr and "met in 1 of 1" in done.stdout
-    assert len(runner.results.comparisons) == 1
-
-
 def test_a_busy_machine_is_refused(runner):
     done = runner(others=0.35)
     assert done.returncode == 2
@@ -383,39 +290,6 @@ def test_a_regression_is_a_failure_with_a_table(runner):
     assert len(Results.read(runner.output).comparisons) == 2
 
 
-def of_run(case, median, quantity="step"):
-    return {"case": case, "quantity": quantity, "ratio": [median] * 3}
-
-
-def done(name, outcome="done"):
-    return {"script": name, "outcome": outcome}
-
-
-def told(found):
-    return [
-        (each["script"], each["case"], each["quantity"], each["run"])
-        for each in found.comparisons
-    ]
-
-
-def test_a_new_run_takes_the_place_of_the_one_before():
-    both = [of_run("a", 1.0), of_run("b", 1.0), of_run("c", 1.0, "tensorflow")]
-    before = Results().after({"date": "then"}, [(done("first"), both)])
-    before = before.after({"date": "later"}, [(done("second"), [of_run("a", 1.0)])])
-    # Without case b, and without anything of the other framework.
-    new = before.after({"date": "now"}, [(done("first"), [of_run("a", 2.0)])])
-    assert sorted(told(new)) == [
-        ("first", "a", "step", 2),
-        ("first", "c", "tensorflow", 0),
-        ("second", "a", "step", 1),
-    ]
-    failed = before.after(
-        {"date": "now"}, [(done("first", "failed"), [of_run("a", 2.0)])]
-    )
-    assert ("first", "b", "step", 0) in told(failed)
-    assert ("first", "a", "step", 2) in told(failed)
-
-
 def test_the_suite_has_every_benchmark_with_options_that_it_takes():
     suite = run_all.SUITE
     assert sum(script.seconds for script in suite) <= run_all.WHOLE
@@ -437,77 +311,3 @@ def test_the_suite_has_every_benchmark_with_options_that_it_takes():
         )
         assert chosen is each and given.json.name == "numbers.json" and given.check
         assert options == {"others_python": "python"} if script.others else not options
-
-
-def test_options_of_a_benchmark():
-    def none(args):
-        yield from ()
-
-    first = harness.benchmark(dict(devices=(2, 8), time=False), name="first")(none)
-    second = harness.benchmark(dict(rounds=3, folder=None), name="second")(none)
-    both = [first, second]
-    assert harness.parsed(both, [])[:2] == (both, {})
-    found = harness.parsed(both, "first --devices 1 4 --time".split())[:2]
-    assert found == ([first], {"devices": [1, 4], "time": True})
-    found = harness.parsed(both, "--rounds 7 --folder here".split())[:2]
-    assert found == (both, {"rounds": 7, "folder": "here"})
-    for wrong in ("third", "second --time", "--devices few"):
-        with pytest.raises(SystemExit):
-            harness.parsed(both, wrong.split())
-
-
-@pytest.mark.slow
-def test_sharded_compares_all_forms(tmp_path):
-    file = tmp_path / "numbers.json"
-    options = ["--small", "--exact", "--devices", "2", "--min-bytes", "512"]
-    done = subprocess.run(
-        [sys.executable, FOLDER / "sharded.py", "sharded", *options, "--json", file]
-        + ["--models", "perceptron"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("parameters equal bit by bit") >= 1
-    results = json.loads(file.read_text())
-    whole, parts = 3 * 4 * (32 * 32 + 32), 3 * 4 * (32 * 16 + 32)
-    at_rest = next(r for r in results if r["quantity"] == "at rest, state")
-    # Parameters and two moments; and the number of steps.
-    assert at_rest["values"]["replicated"] == [(whole + 4) / 2**20]
-    assert at_rest["values"]["jit"] == [(parts + 4) / 2**20]
-    quantities = {r["quantity"].split(",")[0] for r in results}
-    assert quantities == {"at rest", "peak", "sent"}
-
-
-@pytest.mark.slow
-def test_meshes_compares_all_forms(tmp_path):
-    file = tmp_path / "numbers.json"
-    done = subprocess.run(
-        [
-            sys.executable,
-            FOLDER / "sharded.py",
-            "meshes",
-            "--small",
-            "--rounds",
-            "5",
-            "--json",
-            file,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    # Else losses were not those of the other form, or an array was gathered.
-    assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())
-    held = {
-        r["case"]: r["values"] for r in found if r["quantity"] == "state on a device"
-    }
-    # Parameters and momentum of three pairs of layers, of 32 and 128 units.
-    whole = 2 * 3 * 2 * 32 * 128 * 4 / 2**20
-    assert held["8 x 1"] == {"run": [whole], "jit": [whole]}
-    assert held["4 x 2"] == {"run": [whole / 2], "jit": [whole / 2]}
-    assert {r["quantity"] for r in found} == {
-        "step, one device",
-        "first call, to 1",
-        "state on a device",
-        "step",
-    }

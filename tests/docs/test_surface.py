@@ -165,30 +165,3 @@ def test_no_reason_is_out_of_date():
     names = {member for name in SYMBOLS for member, _ in gaps(name)}
     for reason in WRITTEN:
         assert any(map(reason.covers, names)), reason
-
-
-def test_the_comparison_sees_what_is_wrong():
-    def wanted(*names, default=None):
-        return [
-            {"name": n, "kind": "POSITIONAL_OR_KEYWORD", "default": default}
-            for n in names
-        ]
-
-    def ours(function):
-        return list(inspect.signature(function).parameters.values())
-
-    def told(wants, function):
-        return list(differences(wants, ours(function)))
-
-    assert told(wanted("a", "b"), lambda a, b=1, c=2: 0) == []
-    assert told(wanted("a", "b"), lambda a: 0) == ["no argument `b`"]
-    assert told(wanted("a", "b"), lambda b, a: 0) == [
-        "`a` is not argument 0",
-        "`b` is not argument 1",
-    ]
-    assert told(wanted("a"), lambda a, b: 0) == ["`b` must be given"]
-    assert told(wanted("a", default="3"), lambda a=4: 0) == ["`a` is not 3 by default"]
-    assert told(wanted("a", default="()"), lambda a=None: 0) == []
-    assert told(wanted("a"), lambda *, a: 0) == ["`a` is not argument 0"]
-    assert gaps("tf.distribute.ReduceOp") == []
-    assert found_at("jaxstrategy.NoSuchName") is None
