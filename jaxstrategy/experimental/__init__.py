@@ -12,10 +12,10 @@ if TYPE_CHECKING:
         CommunicationOptions as CommunicationOptions,
         PowerSGD as PowerSGD,
     )
-    from jaxstrategy._src.executors.compiled import CompiledStep as CompiledStep
-    from jaxstrategy._src.executors.replica_threads.eager_call import (
+    from jaxstrategy._src.executors.eager_replicas import (
         eager_replicas as eager_replicas,
     )
+    from jaxstrategy._src.executors.executor import CompiledStep as CompiledStep
     from jaxstrategy._src.inputs.dataset import grouped as grouped
     from jaxstrategy._src.options import ValueContext as ValueContext
     from jaxstrategy._src.preemption.preemption import (

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy._src.executors.compiled import CompiledExecutor
-from jaxstrategy._src.strategies import reducers
+from jaxstrategy._src.executors.executor import CompiledExecutor
+from jaxstrategy._src.strategies import cross_replica
 from jaxstrategy._src.tracing import program
 
 
@@ -16,7 +16,7 @@ def strategy():
 
 
 def test_a_large_tree_is_reduced_in_parts(strategy, monkeypatch):
-    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
+    monkeypatch.setattr(cross_replica, "_AT_ONCE", 3)
     rows = {f"x{k}": np.arange(2.0, dtype=np.float32) + k for k in range(8)}
     tree = {name: strategy.per_replica(list(row)) for name, row in rows.items()}
     tree = {"part": tree, "same": 3.0, "none": None}
@@ -56,7 +56,7 @@ def wide_tree(strategy, count, shapes):
 
 @pytest.mark.slow
 def test_wide_trees_have_the_numbers_of_small_ones(monkeypatch):
-    monkeypatch.setattr(reducers, "_AT_ONCE", 6)
+    monkeypatch.setattr(cross_replica, "_AT_ONCE", 6)
     devices = jax.devices()
     for strategy in (
         js.MirroredStrategy(devices[:2]),
@@ -113,7 +113,7 @@ def test_a_wide_tree_is_gathered_and_read_by_few_programs(strategy, compilations
 
 
 def test_a_wide_tree_is_gathered_in_parts(strategy, monkeypatch):
-    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
+    monkeypatch.setattr(cross_replica, "_AT_ONCE", 3)
     tree, rows = wide_tree(strategy, 8, [(2, 2), (1, 4)])
     sizes = []
     across = CompiledExecutor.across
@@ -133,16 +133,16 @@ def test_a_wide_tree_is_gathered_in_parts(strategy, monkeypatch):
 
 
 def test_the_versions_of_a_wide_tree_are_read_in_parts(strategy, monkeypatch):
-    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
+    monkeypatch.setattr(cross_replica, "_AT_ONCE", 3)
     tree, rows = wide_tree(strategy, 8, [(2, 2), (1, 4)])
     sizes = []
-    everywhere = reducers._everywhere
+    everywhere = cross_replica._everywhere
 
-    def noted(values, own):
+    def noted(values, local):
         sizes.append(len(values))
-        return everywhere(values, own)
+        return everywhere(values, local)
 
-    monkeypatch.setattr(reducers, "_everywhere", noted)
+    monkeypatch.setattr(cross_replica, "_everywhere", noted)
     for index, version in enumerate(strategy.experimental_local_results(tree)):
         for name, row in rows.items():
             np.testing.assert_array_equal(version[name], row[index])
@@ -151,7 +151,7 @@ def test_the_versions_of_a_wide_tree_are_read_in_parts(strategy, monkeypatch):
 
 def test_leaves_of_rare_types_are_reduced_one_by_one(strategy, monkeypatch):
     """XLA compiles a kernel for each array that it cuts out of a pack."""
-    monkeypatch.setattr(reducers, "_AT_ONCE", 6)
+    monkeypatch.setattr(cross_replica, "_AT_ONCE", 6)
     tree, rows = wide_tree(strategy, 12, [(k,) for k in range(1, 13)])
     text = []
     across = CompiledExecutor.across
@@ -170,7 +170,7 @@ def test_leaves_of_rare_types_are_reduced_one_by_one(strategy, monkeypatch):
 
 
 def test_sparse_and_weighted_leaves_of_wide_trees(strategy, monkeypatch):
-    monkeypatch.setattr(reducers, "_AT_ONCE", 3)
+    monkeypatch.setattr(cross_replica, "_AT_ONCE", 3)
     tree, rows = wide_tree(strategy, 8, [(2,)])
     slices = strategy.run(
         lambda x: js.IndexedSlices(x[None], np.array([1], np.int32), (3, 2)),
@@ -188,7 +188,7 @@ def test_sparse_and_weighted_leaves_of_wide_trees(strategy, monkeypatch):
 
 
 def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkeypatch):
-    monkeypatch.setattr(reducers, "_AT_ONCE", 2)
+    monkeypatch.setattr(cross_replica, "_AT_ONCE", 2)
     tree = {f"x{k}": jax.numpy.ones(2) for k in range(5)}
     tree["x3"].delete()
     with pytest.raises(js.errors.DonatedValueError, match="x3"):

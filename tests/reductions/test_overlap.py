@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 import jaxstrategy as js
 from jaxstrategy._src.reductions.packing import Overlap, ReadyPacking, overlap_on
-from jaxstrategy._src.strategies import composition
+from jaxstrategy._src.strategies import strategy as strategy_module
 from jaxstrategy.experimental import CommunicationOptions
 
 OVERLAP = CommunicationOptions(overlap=True)
@@ -290,7 +290,7 @@ def test_what_the_user_has_said_stays(monkeypatch):
 
 def test_the_compiler_is_asked(monkeypatch):
     asked = Overlap(None, {"xla_no_such_option": "1"})
-    monkeypatch.setattr(composition, "overlap_on", lambda *_: asked)
+    monkeypatch.setattr(strategy_module, "overlap_on", lambda *_: asked)
     strategy = on(2)
     x = strategy.per_replica(np.ones((2, 3)))
 
@@ -304,7 +304,7 @@ def test_the_compiler_is_asked(monkeypatch):
 @each_of("is_first", [True, False])
 def test_inside_another_program_its_options_hold(monkeypatch, is_first):
     asked = Overlap(None, {"xla_cpu_enable_fast_math": "False"})
-    monkeypatch.setattr(composition, "overlap_on", lambda *_: asked)
+    monkeypatch.setattr(strategy_module, "overlap_on", lambda *_: asked)
     strategy = on(2)
     x = strategy.per_replica(np.ones((2, 3)))
 

@@ -22,7 +22,7 @@ from helpers.cases import each
 
 import jaxstrategy as js
 from jaxstrategy._src.reductions.packing import Overlap
-from jaxstrategy._src.strategies import composition
+from jaxstrategy._src.strategies import strategy as strategy_module
 
 ROWS = np.arange(24, dtype=np.float32).reshape(8, 3) / 10
 START = np.array([0.5, -1.0, 2.0], np.float32)
@@ -446,7 +446,7 @@ def test_other_options_of_the_compiler_are_refused(tmp_path, monkeypatch):
 
     def asking(answer):
         overlap = Overlap(None, {"xla_cpu_enable_fast_min_max": answer})
-        monkeypatch.setattr(composition, "overlap_on", lambda *_: overlap)
+        monkeypatch.setattr(strategy_module, "overlap_on", lambda *_: overlap)
         return replicas(2)
 
     path = tmp_path / "double"

@@ -33,7 +33,6 @@ from jaxstrategy._src.reductions.cross_device_ops import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
 )
-from jaxstrategy._src.strategies.choices import name_methods_after
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text.shown import at_least, shown
 from jaxstrategy._src.values.arrays import PyTree
@@ -184,7 +183,6 @@ class OlderStrategy(Adapter, StrategyAdapter):
 
     def __init_subclass__(cls, cores: tuple[type, ...] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        name_methods_after(cls)
         if OlderStrategy in cls.__bases__:
             cls._common, cls._classes = cls, {}
         cls._classes.update(dict.fromkeys(cores, cls))

@@ -33,7 +33,7 @@ from jaxstrategy._src.coordinator.workers import (
     Stopwatch,
     WorkerStates,
 )
-from jaxstrategy._src.executors.compiled import ReplicatedFunction
+from jaxstrategy._src.executors.executor import ReplicatedFunction
 from jaxstrategy._src.launch.child_process import started
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerContext

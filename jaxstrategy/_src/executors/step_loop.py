@@ -8,7 +8,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, cast, final
+from typing import cast, final
 
 import jax
 import jax.numpy as jnp
@@ -37,73 +37,66 @@ from jaxstrategy._src.tracing.nnx.object_form import (
 from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
-from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import is_slices
 from jaxstrategy._src.variables.variable import Variable
 
 
 @final
-class AfterTheLast:
-    """Each replica is by itself until the last step, and then they take means."""
+class LocalMeans:
+    """Local steps: replicas do not communicate until means are taken after the last."""
 
     def __init__(self, replica: ReplicaContext) -> None:
         self._replica = replica
         self._local = LocalSteps(replica.num_replicas_in_sync)
-        self._how: list[HowReduced | None] = []
+        self._reductions: list[HowReduced | None] = []
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """A `with` block whose reductions take the replica's own for all."""
+        """Enters a step, whose reductions use the values of this replica alone."""
         self._local.reduction.begin()
         with context.entered(local=self._local), jax.named_scope(LOCAL_SCOPE):
             yield
 
-    def kept(self, rest: Sequence[jax.Array]) -> list[jax.Array]:
-        """Of what the step has reduced, what it was before."""
-        pairs = [self._local.reduction.before(array) for array in rest]
+    def before_reduction(self, outputs: Sequence[jax.Array]) -> list[jax.Array]:
+        """The operands of outputs that the step has reduced; the others as they are."""
+        pairs = [self._local.reduction.before(array) for array in outputs]
         self._local.reduction.forget()
-        self._how = [how for _, how in pairs]
-        return [own for own, _ in pairs]
+        self._reductions = [how for _, how in pairs]
+        return [operand for operand, _ in pairs]
 
     def end(
         self,
         state: Sequence[jax.Array],
-        same: Sequence[bool],
-        rest: Sequence[jax.Array],
+        unchanged: Sequence[bool],
+        outputs: Sequence[jax.Array],
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The means of floating-point arrays, and what the steps reduced, reduced."""
-        variables = list(filter(_has_mean, self._local.assigned.values()))
-        arrays = [*state, *rest, *(each.value() for each in variables)]
-        changed = zip(state, same, strict=True)
-        means = [_MEAN if _is_float(a) and not kept else None for a, kept in changed]
-        found = self._reduced(arrays, [*means, *self._how, *(_MEAN for _ in variables)])
-        first, second = len(state), len(state) + len(rest)
-        # On this side a variable takes what it is given, whatever its aggregation.
-        with context.entered(replica=None):
-            for variable, mean in zip(variables, found[second:], strict=True):
-                cast(Variable, variable).assign(mean)
-        return found[:first], found[first:second]
-
-    def _reduced(
-        self, arrays: list[jax.Array], each: Sequence[HowReduced | None]
-    ) -> list[jax.Array]:
-        """Each of `arrays` reduced as is said of it, with None as it is."""
-        found = list(arrays)
-        for how in dict.fromkeys(filter(None, each)):
-            places = [i for i, other in enumerate(each) if other == how]
+        """Takes means of changed float state, and does the reductions of the steps."""
+        assigned = self._local.assigned.values()
+        variables = [
+            v for v in assigned if v.copies_must_agree and _is_float(v.value())
+        ]
+        arrays = [*state, *outputs, *(each.value() for each in variables)]
+        means = [
+            _MEAN if _is_float(array) and not is_same else None
+            for array, is_same in zip(state, unchanged, strict=True)
+        ]
+        reductions = [*means, *self._reductions, *(_MEAN for _ in variables)]
+        for how in dict.fromkeys(filter(None, reductions)):
+            indices = [i for i, other in enumerate(reductions) if other == how]
             results = self._replica.all_reduce(
-                how.op, [arrays[i] for i in places], how.options, groups=how.groups
+                how.op, [arrays[i] for i in indices], how.options, groups=how.groups
             )
-            for i, array in zip(places, results, strict=True):
-                found[i] = array
-        return found
+            for i, array in zip(indices, results, strict=True):
+                arrays[i] = array
+        first, second = len(state), len(state) + len(outputs)
+        # In cross-replica context a variable is assigned, whatever its aggregation.
+        with context.entered(replica=None):
+            for variable, mean in zip(variables, arrays[second:], strict=True):
+                cast(Variable, variable).assign(mean)
+        return arrays[:first], arrays[first:second]
 
 
 _MEAN = HowReduced(ReduceOp.MEAN)
-
-
-def _has_mean(variable: Handle) -> bool:
-    return variable.copies_must_agree and _is_float(variable.value())
 
 
 def _is_float(array: jax.Array) -> bool:
@@ -114,11 +107,11 @@ class ArrayTree:
     """A pytree as its arrays and the rest of it."""
 
     def __init__(self, tree: PyTree, with_numbers: bool = True) -> None:
-        found, self.structure = jax.tree.flatten_with_path(tree, is_leaf=trees.is_whole)
-        self.paths = [path for path, _ in found]
+        pairs, self.structure = jax.tree.flatten_with_path(tree, is_leaf=trees.is_whole)
+        self.paths = [path for path, _ in pairs]
         self.leaves = [
-            mesh.array_of(leaf) if with_numbers and is_number(leaf) else leaf
-            for _, leaf in found
+            mesh.array_of(leaf) if with_numbers and _is_number(leaf) else leaf
+            for _, leaf in pairs
         ]
         self._are_arrays = list(map(_arrays.is_array, self.leaves))
 
@@ -128,7 +121,7 @@ class ArrayTree:
         return [jnp.asarray(leaf) for leaf, is_array in leaves if is_array]
 
     def take(self) -> list[jax.Array]:
-        """The arrays, which are not kept: those of a trace must not outlive it."""
+        """Removes and returns the arrays: those of a trace must not outlive it."""
         arrays = self.arrays
         leaves = zip(self.leaves, self._are_arrays, strict=True)
         self.leaves = [None if is_array else leaf for leaf, is_array in leaves]
@@ -142,12 +135,12 @@ class ArrayTree:
         )
 
 
-def is_number(leaf: Leaf) -> bool:
+def _is_number(leaf: Leaf) -> bool:
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
-def are_alike(a: Leaf, b: Leaf, but_rows: bool = False) -> bool:
-    """Whether `a` is as `b` is; perhaps but for the number of rows."""
+def _are_alike(a: Leaf, b: Leaf, but_rows: bool = False) -> bool:
+    """Whether both have the same type and static value, apart from rows if asked."""
     if _arrays.is_array(a) and _arrays.is_array(b):
         if but_rows and a.ndim and b.ndim:
             return (a.shape[1:], a.dtype) == (b.shape[1:], b.dtype)
@@ -156,7 +149,7 @@ def are_alike(a: Leaf, b: Leaf, but_rows: bool = False) -> bool:
     return a is b or (type(a) is type(b) and bool(a == b))
 
 
-def told(value: object) -> str:
+def _text(value: object) -> str:
     if _arrays.is_array(value):
         return array_type(value.dtype, value.shape)
     is_leaf = jax.tree_util.all_leaves([value])
@@ -164,7 +157,7 @@ def told(value: object) -> str:
 
 
 def signature_of(fn: Function) -> inspect.Signature | None:
-    """The signature of the step, with batches instead of a batch."""
+    """The signature of the step, with `batches` for its last argument."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -173,8 +166,8 @@ def signature_of(fn: Function) -> inspect.Signature | None:
     positional = [p for p in parameters if p.kind in POSITIONAL]
     if not positional or "batches" in signature.parameters:
         return signature
-    place = parameters.index(positional[-1])
-    parameters[place] = parameters[place].replace(name="batches")
+    last = parameters.index(positional[-1])
+    parameters[last] = parameters[last].replace(name="batches")
     return signature.replace(parameters=parameters)
 
 
@@ -184,20 +177,20 @@ POSITIONAL = (
 )
 
 
-def first_names(fn: Function, count: int) -> list[str]:
+def _first_names(fn: Function, count: int) -> list[str]:
     signature = signature_of(fn)
     parameters = [] if signature is None else signature.parameters.values()
     known = [p.name for p in parameters if p.kind in POSITIONAL]
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
 
 
-def runs(name: str, given: object) -> list[list[ArrayTree]]:
-    """The batches of one call: one loop each for those of one size."""
+def batch_runs(name: str, given: object) -> list[list[ArrayTree]]:
+    """Groups consecutive batches of one size, each group for one `lax.scan`."""
     if not isinstance(given, (tuple, list)):
         raise TypeError(
             f"`{name}` makes several steps and takes a tuple of batches in the "
             f"last place, as `jaxstrategy.experimental.grouped(dataset, 10)` makes "
-            f"them. It was given {told(given)}; write `(batch,)` for one step."
+            f"them. It was given {_text(given)}; write `(batch,)` for one step."
         )
     if not given:
         raise ValueError(
@@ -220,50 +213,46 @@ def _check_kind(name: str, number: int, batch: ArrayTree, form: ArrayTree) -> No
             f"{advice}"
         )
     for path, leaf, first in zip(batch.paths, batch.leaves, form.leaves, strict=True):
-        if not are_alike(leaf, first, but_rows=True):
+        if not _are_alike(leaf, first, but_rows=True):
             where = jax.tree_util.keystr(path)
             raise ValueError(
-                f"`{name}`: `batches[{number}]{where}` is {told(leaf)}, and "
-                f"`batches[0]{where}` is {told(first)}. {advice}"
+                f"`{name}`: `batches[{number}]{where}` is {_text(leaf)}, and "
+                f"`batches[0]{where}` is {_text(first)}. {advice}"
             )
 
 
-# Of one step: the arrays of its batch, and the masks of those that have one.
-_Given: TypeAlias = tuple[list[jax.Array], dict[int, jax.Array]]
-
-
 class StepLoop:
-    """One call: what it carries from step to step, and what stays."""
+    """One call of a loop over steps: its carry, and arguments that stay."""
 
     def __init__(
         self,
         fn: Function,
         args: list[PyTree],
         kwargs: dict[str, PyTree],
-        local: AfterTheLast | None,
+        local: LocalMeans | None,
     ) -> None:
         self._fn = fn
         self._local = local
         self._name = name_of(fn)
-        self._names = first_names(fn, len(args))
-        self._going = [i for i, each in enumerate(args) if self._goes_on(i, each)]
+        self._names = _first_names(fn, len(args))
+        self._carried = [i for i, each in enumerate(args) if self._is_carried(i, each)]
         call = object_calls.call_of(args, kwargs, object_calls.captured_by(fn))
         self._objects = None if call is None else call.objects
         self._captured = () if call is None else call.captured
         self._args = args if call is None else list(call.args)
         self._kwargs = kwargs if call is None else call.kwargs
-        states = [args[i] for i in self._going]
+        states = [args[i] for i in self._carried]
         self._parts = [] if self._objects is None else self._objects.parts()
-        self._start = ArrayTree((states, self._parts))
-        self._same = [True] * len(self._start.arrays)
-        self._rest = ArrayTree(None)
-        self._is_alone = False
+        self._initial = ArrayTree((states, self._parts))
+        self._unchanged = [True] * len(self._initial.arrays)
+        self._outputs = ArrayTree(None)
+        self._returns_state = False
 
-    def _goes_on(self, place: int, argument: PyTree) -> bool:
-        """Whether the step returns what takes the place of this argument."""
+    def _is_carried(self, place: int, argument: PyTree) -> bool:
+        """Whether the step returns a new value of this argument."""
         leaves = jax.tree.leaves(argument, is_leaf=_is_whole)
         if any(map(is_changed_in_place, leaves)):
-            if any(_arrays.is_array(leaf) or is_number(leaf) for leaf in leaves):
+            if any(_arrays.is_array(leaf) or _is_number(leaf) for leaf in leaves):
                 raise ObjectError(
                     f"`{self._name}`: `{self._names[place]}` holds objects of Flax "
                     "NNX, which are changed in place, and arrays, which are returned. "
@@ -271,28 +260,28 @@ class StepLoop:
                 )
             return False
         is_leaf = jax.tree_util.all_leaves([argument], is_leaf=trees.is_whole)
-        return not is_leaf or _arrays.is_array(argument) or is_number(argument)
+        return not is_leaf or _arrays.is_array(argument) or _is_number(argument)
 
-    def over(self, runs: Sequence[Sequence[ArrayTree]]) -> PyTree:
-        going, found = self._start.arrays, []
-        for run in runs:
-            going, rest = self._over(run, going)
-            found.append((self._rest, rest))
-        rest = self._joined(found)
+    def run(self, batch_runs: Sequence[Sequence[ArrayTree]]) -> PyTree:
+        carry, stacked = self._initial.arrays, []
+        for batches in batch_runs:
+            carry, outputs = self._scan(batches, carry)
+            stacked.append((self._outputs, outputs))
+        outputs = self._concatenated(stacked)
         if self._local is not None:
-            going, rest = self._local.end(going, self._same, rest)
-        return self._finish(going, rest)
+            carry, outputs = self._local.end(carry, self._unchanged, outputs)
+        return self._finish(carry, outputs)
 
-    def _joined(
-        self, found: list[tuple[ArrayTree, list[jax.Array]]]
+    def _concatenated(
+        self, stacked: list[tuple[ArrayTree, list[jax.Array]]]
     ) -> list[jax.Array]:
-        ((first, rest), *others) = found
-        for form, arrays in others:
-            pairs = zip(rest, arrays, strict=True)
-            if form.structure != first.structure or any(
+        ((first, outputs), *others) = stacked
+        for tree, arrays in others:
+            pairs = zip(outputs, arrays, strict=True)
+            if tree.structure != first.structure or any(
                 a.shape[1:] != b.shape[1:] for a, b in pairs
             ):
-                shapes = [list(a.shape[1:]) for a in rest]
+                shapes = [list(a.shape[1:]) for a in outputs]
                 raise ValueError(
                     f"`{self._name}` returned arrays that differ with the size of the "
                     f"batch, of shapes {shapes} and "
@@ -301,57 +290,59 @@ class StepLoop:
                     'batch with `InputOptions(remainder="drop")`.'
                 )
         if not others:
-            return rest
-        columns = zip(*(arrays for _, arrays in found), strict=True)
+            return outputs
+        columns = zip(*(arrays for _, arrays in stacked), strict=True)
         return [jnp.concatenate(column) for column in columns]
 
-    def _over(
-        self, batches: Sequence[ArrayTree], going: list[jax.Array]
+    def _scan(
+        self, batches: Sequence[ArrayTree], carry: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         rows = zip(*(batch.arrays for batch in batches), strict=True)
         columns = [list(column) for column in rows]
-        turns = LoopMasks(columns)
+        loop_masks = LoopMasks(columns)
 
-        def turn(
-            going: list[jax.Array], given: _Given
+        def body(
+            carry: list[jax.Array],
+            batch: tuple[list[jax.Array], dict[int, jax.Array]],
         ) -> tuple[list[jax.Array], list[jax.Array]]:
-            arrays, masks = given
-            with turns.turn(arrays, masks):
-                return self._step(going, batches[0].with_arrays(arrays))
+            arrays, masks = batch
+            with loop_masks.turn(arrays, masks):
+                return self._step(carry, batches[0].with_arrays(arrays))
 
-        stacked = [jnp.stack(column) for column in columns]
-        return jax.lax.scan(turn, going, (stacked, turns.masks), length=len(batches))
+        inputs = [jnp.stack(column) for column in columns], loop_masks.masks
+        return jax.lax.scan(body, carry, inputs, length=len(batches))
 
     def _step(
-        self, going: list[jax.Array], batch: PyTree
+        self, carry: list[jax.Array], batch: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        states, parts = self._start.with_arrays(going)
-        args, kwargs, objects = self._filled(states, parts)
-        # Those that the step captured stand among the keyword arguments.
+        states, parts = self._initial.with_arrays(carry)
+        args, kwargs, objects = self._rebuilt(states, parts)
+        # Captured objects are among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
         with rebinding.rebound(self._fn, replaced) as fn:
             local = self._local
             with contextlib.nullcontext() if local is None else local.step():
-                returned = _with_values(fn(*args, batch, **kwargs))
+                returned = _with_variable_values(fn(*args, batch, **kwargs))
         if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
                 f"`{self._name}` returned an object of Flax NNX. In a loop of several "
                 "steps objects are changed in place; return only what else there is."
             )
-        states, rest = self._divided(returned)
-        self._rest = ArrayTree(rest, with_numbers=False)
-        new = self._checked(states, self._taken(objects, parts))
-        # What no step changes stays the same object: so the key of a replica is told.
-        pairs = zip(self._same, going, new, strict=True)
-        self._same = [known and old is now for known, old, now in pairs]
-        others = self._rest.take()
-        return new, others if self._local is None else self._local.kept(others)
+        states, rest = self._split_results(returned)
+        self._outputs = ArrayTree(rest, with_numbers=False)
+        new = self._checked(states, self._parts_after(objects, parts))
+        # An array that no step changes, as a replica's key, stays the same object.
+        triples = zip(self._unchanged, carry, new, strict=True)
+        self._unchanged = [same and old is now for same, old, now in triples]
+        outputs = self._outputs.take()
+        local = self._local
+        return new, outputs if local is None else local.before_reduction(outputs)
 
-    def _filled(
+    def _rebuilt(
         self, states: Sequence[PyTree], parts: Sequence[Parts]
     ) -> tuple[list[PyTree], dict[str, PyTree], list[PyTree]]:
         args = list(self._args)
-        for place, state in zip(self._going, states, strict=True):
+        for place, state in zip(self._carried, states, strict=True):
             args[place] = state
         if self._objects is None:
             return args, dict(self._kwargs), []
@@ -364,7 +355,9 @@ class StepLoop:
         )
         return args, kwargs, objects
 
-    def _taken(self, objects: list[PyTree], before: Sequence[Parts]) -> Sequence[Parts]:
+    def _parts_after(
+        self, objects: list[PyTree], before: Sequence[Parts]
+    ) -> Sequence[Parts]:
         if self._objects is None:
             return []
         parts = self._objects.form.take_apart(objects, before)
@@ -377,23 +370,23 @@ class StepLoop:
             )
         return parts
 
-    def _divided(self, returned: PyTree) -> tuple[list[PyTree], PyTree]:
-        """The results that take the place of the first arguments, and the rest."""
-        count = len(self._going)
+    def _split_results(self, returned: PyTree) -> tuple[list[PyTree], PyTree]:
+        """The new values of the carried arguments, and the other results."""
+        count = len(self._carried)
         if not count:
             return [], returned
-        wanted = [_structure(self._args[i]) for i in self._going]
-        if count == 1 and wanted[0] == _structure(returned):
-            self._is_alone = True
+        structures = [_structure(self._args[i]) for i in self._carried]
+        if count == 1 and structures[0] == _structure(returned):
+            self._returns_state = True
             return [returned], ()
         if not isinstance(returned, tuple) or len(returned) < count:
-            names = ", ".join(self._names[i] for i in self._going)
+            names = ", ".join(self._names[i] for i in self._carried)
             raise TypeError(
                 f"`{self._name}` goes on with {names}, so each step is to return "
                 f"`({names}, ...)`, the new ones first. It returned "
-                f"{told(returned)}. Give by keyword what is the same in all steps."
+                f"{_text(returned)}. Give by keyword what is the same in all steps."
             )
-        for place, want, new in zip(self._going, wanted, returned, strict=False):
+        for place, want, new in zip(self._carried, structures, returned, strict=False):
             have = _structure(new)
             if have != want:
                 raise TypeError(
@@ -406,12 +399,12 @@ class StepLoop:
 
     def _checked(self, states: list[PyTree], parts: Sequence[Parts]) -> list[jax.Array]:
         now = ArrayTree((states, parts))
-        leaves = zip(now.paths, self._start.leaves, now.leaves, strict=True)
+        leaves = zip(now.paths, self._initial.leaves, now.leaves, strict=True)
         for path, before, after in leaves:
-            if not are_alike(before, after):
+            if not _are_alike(before, after):
                 raise TypeError(
-                    f"`{self._name}`: {self._label(path)} is {told(before)} before a "
-                    f"step and {told(after)} after it. In a loop of several steps it "
+                    f"`{self._name}`: {self._label(path)} is {_text(before)} before a "
+                    f"step and {_text(after)} after it. In a loop of several steps it "
                     "stays what it is: begin with what a step makes, or convert it "
                     "(`.astype`)."
                 )
@@ -422,23 +415,25 @@ class StepLoop:
         where = jax.tree_util.keystr(tuple(rest))
         if kind.idx == 1:
             return f"`{where.removeprefix('.')}` of an object"
-        return f"`{self._names[self._going[which.idx]]}{where}`"
+        return f"`{self._names[self._carried[which.idx]]}{where}`"
 
-    def _finish(self, end: Sequence[jax.Array], rest: Sequence[jax.Array]) -> PyTree:
-        arrays = zip(self._same, self._start.arrays, end, strict=True)
-        states, parts = self._start.with_arrays(
-            [before if same else after for same, before, after in arrays]
+    def _finish(
+        self, carry: Sequence[jax.Array], outputs: Sequence[jax.Array]
+    ) -> PyTree:
+        triples = zip(self._unchanged, self._initial.arrays, carry, strict=True)
+        states, parts = self._initial.with_arrays(
+            [before if same else after for same, before, after in triples]
         )
         if self._objects is not None:
             self._objects.store(parts)
-        others = self._rest.with_arrays(rest)
-        if not self._going:
+        others = self._outputs.with_arrays(outputs)
+        if not self._carried:
             return others
-        return states[0] if self._is_alone else (*states, *others)
+        return states[0] if self._returns_state else (*states, *others)
 
 
-def _with_values(tree: PyTree) -> PyTree:
-    """`tree` with each variable as the value that it has after this step."""
+def _with_variable_values(tree: PyTree) -> PyTree:
+    """`tree` with the value after this step for each variable."""
     return jax.tree.map(
         lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf,
         tree,
@@ -449,7 +444,7 @@ def _with_values(tree: PyTree) -> PyTree:
 def _is_whole(node: object) -> bool:
     if trees.is_whole(node) or is_changed_in_place(node):
         return True
-    # Whose variables are copies, so that it is a state like any other.
+    # A state of NNX has copies of variables, and is carried like other state.
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.State)
 
@@ -471,9 +466,9 @@ def several(fn: Function, are_local: bool = False) -> Function:
         *first, batches = args
         replica, local = context.current().replica, None
         if are_local and isinstance(replica, ReplicaContext):
-            local = AfterTheLast(replica) if replica.num_replicas_in_sync > 1 else None
-        loop = StepLoop(fn, first, kwargs, local)
-        return loop.over(runs(name_of(fn), batches))
+            local = LocalMeans(replica) if replica.num_replicas_in_sync > 1 else None
+        groups = batch_runs(name_of(fn), batches)
+        return StepLoop(fn, first, kwargs, local).run(groups)
 
     if (signature := signature_of(fn)) is not None:
         steps.__dict__["__signature__"] = signature
@@ -493,45 +488,38 @@ def accumulated(
 
     @functools.wraps(fn)
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        parts = _split((args, kwargs), k)
+        leaves, treedef = jax.tree.flatten_with_path((args, kwargs))
+        for path, leaf in leaves:
+            _check_rows(path, leaf, k)
 
         def of_part(index: jax.Array) -> tuple[PyTree, PyTree]:
-            args, kwargs = parts(index)
+            args, kwargs = treedef.unflatten([_part(x, index, k) for _, x in leaves])
             with masks.part(index, k):
                 returned = fn(*args, **kwargs)
             sums, aux = returned if has_aux else (returned, None)
             return jax.tree.map(_summable, sums, is_leaf=is_slices), aux
 
-        def turn(total: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+        def body(total: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
             result, aux = of_part(index)
             return jax.tree.map(jnp.add, total, jax.tree.map(_wide, result)), aux
 
-        if context.current().eager is not None:  # what is traced has no values
-            return _in_turn(of_part, k, mean, has_aux)
-        # This traces `fn` once more: the loop must be told of what type the sums are
-        # before it begins.
-        shapes, _ = jax.eval_shape(of_part, jnp.int32(0))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide_dtype(x.dtype)), shapes)
-        total, aux = jax.lax.scan(turn, zeros, jnp.arange(k))
-        result = jax.tree.map(lambda x, like: _narrow(x, like, k, mean), total, shapes)
+        if context.current().eager is not None:  # traced arrays have no values
+            parts = [of_part(jnp.int32(index)) for index in range(k)]
+            results, auxes = zip(*parts, strict=True)
+            types = results[0]
+            total = jax.tree.map(lambda *each: sum(map(_wide, each)), *results)
+            aux = jax.tree.map(lambda *each: jnp.stack(each), *auxes)
+        else:
+            # Traces `fn` once more: a scan needs the types of the sums.
+            types, _ = jax.eval_shape(of_part, jnp.int32(0))
+            zeros = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, _wide_dtype(x.dtype)), types
+            )
+            total, aux = jax.lax.scan(body, zeros, jnp.arange(k))
+        result = jax.tree.map(lambda x, like: _narrow(x, like, k, mean), total, types)
         return (result, aux) if has_aux else result
 
     return call
-
-
-def _in_turn(
-    of_part: Callable[[jax.Array], tuple[PyTree, PyTree]],
-    k: int,
-    mean: bool,
-    has_aux: bool,
-) -> PyTree:
-    """The same by a loop in Python, for replicas that run eagerly."""
-    found = [of_part(jnp.int32(index)) for index in range(k)]
-    results = [result for result, _ in found]
-    total = jax.tree.map(lambda *each: sum(map(_wide, each)), *results)
-    result = jax.tree.map(lambda x, like: _narrow(x, like, k, mean), total, results[0])
-    aux = jax.tree.map(lambda *each: jnp.stack(each), *(aux for _, aux in found))
-    return (result, aux) if has_aux else result
 
 
 def checked_parts(k: object) -> int:
@@ -543,18 +531,6 @@ def checked_parts(k: object) -> int:
     if number < 1:
         raise ValueError(f"`k` was {number}; a batch has at least one part.")
     return number
-
-
-def _split(tree: PyTree, k: int) -> Callable[[jax.Array], PyTree]:
-    """A function of `i` that returns part `i` of each array in `tree`."""
-    leaves, treedef = jax.tree.flatten_with_path(tree)
-    for path, leaf in leaves:
-        _check_rows(path, leaf, k)
-
-    def part(index: jax.Array) -> PyTree:
-        return treedef.unflatten([_part(leaf, index, k) for _, leaf in leaves])
-
-    return part
 
 
 def _is_array(leaf: Leaf) -> bool:
@@ -600,7 +576,7 @@ def _summable(leaf: Leaf) -> jax.Array:
 
 
 def _wide_dtype(dtype: np.dtype) -> DTypeLike:
-    """The dtype that numbers of `dtype` are summed in: 16 bits are too few for it."""
+    """The dtype of sums: float32 for floats of 16 bits or fewer."""
     is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
     return jnp.float32 if is_small else dtype
 

@@ -14,7 +14,7 @@ import jax
 
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.executors.compiled import CompiledStep, ReplicatedFunction
+from jaxstrategy._src.executors.executor import CompiledStep, ReplicatedFunction
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.planning.machine import Machine, bytes_of, describe
 from jaxstrategy._src.replicas.devices import Device

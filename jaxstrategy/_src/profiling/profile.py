@@ -15,8 +15,7 @@ import jax
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import ClusterError
-from jaxstrategy._src.executors.compiled import CompiledStep
-from jaxstrategy._src.executors.executor import AbstractExecutor
+from jaxstrategy._src.executors.executor import AbstractExecutor, CompiledStep
 from jaxstrategy._src.executors.step_loop import number_of_steps
 from jaxstrategy._src.inputs import origins
 from jaxstrategy._src.inputs.origins import BatchWaits

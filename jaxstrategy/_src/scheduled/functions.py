@@ -21,7 +21,7 @@ from jax.stages import Wrapped
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.executors.compiled import ReplicatedFunction
+from jaxstrategy._src.executors.executor import ReplicatedFunction
 from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.protocol import (
     ElementChanged,

@@ -12,8 +12,11 @@ import jax
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.executors.compiled import CompiledExecutor
-from jaxstrategy._src.executors.executor import AbstractExecutor, FunctionProgram
+from jaxstrategy._src.executors.executor import (
+    AbstractExecutor,
+    CompiledExecutor,
+    FunctionProgram,
+)
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.parameter_servers.protocol import Call, ServerPool
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine

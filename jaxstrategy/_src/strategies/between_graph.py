@@ -10,7 +10,6 @@ from typing import Any, final
 import jax
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
-from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
 from jaxstrategy._src.cluster.resolvers.environment import TFConfigClusterResolver
 from jaxstrategy._src.errors import ClusterError, ParameterServerLost
 from jaxstrategy._src.inputs.dataset import DistributedDataset
@@ -29,8 +28,7 @@ from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor
 from jaxstrategy._src.strategies.choices import Choices
-from jaxstrategy._src.strategies.placing_values import require_function
-from jaxstrategy._src.strategies.strategy import Strategy
+from jaxstrategy._src.strategies.strategy import Strategy, require_function
 from jaxstrategy._src.variables.policy import ReplicatedVariables, ServerVariables
 
 _START_SECONDS = 300.0
@@ -75,7 +73,13 @@ class BetweenGraphStrategy(Strategy):
                 'as "task": {"type": "worker", "index": 0}.'
             )
         addresses = checked_cluster(spec, task_type)
-        pipelines = _pipelines(spec)
+        # The tasks that train, the chief first.
+        pipelines = [
+            (job, index)
+            for job in ("chief", "worker")
+            if job in spec.jobs
+            for index in range(spec.num_tasks(job))
+        ]
         self._pipeline = pipelines.index((task_type, task_id))
         self._num_pipelines = len(pipelines)
         is_chief = self._pipeline == 0
@@ -84,8 +88,11 @@ class BetweenGraphStrategy(Strategy):
             for number, address in enumerate(addresses.servers)
         ]
         self._pool = JointPool(servers, is_chief)
-        replicas = Replicas.on(_own_devices())
-        home = Replicas.on(list(_devices.default_devices()[:1]))
+        devices = _devices.default_devices()
+        # All accelerators of this process; of CPU devices one, as in TensorFlow.
+        is_cpu = devices[0].platform == "cpu"
+        replicas = Replicas.on(devices[:1] if is_cpu else devices)
+        home = Replicas.on(devices[:1])
         self._compose(
             Choices(
                 replicas,
@@ -112,8 +119,7 @@ class BetweenGraphStrategy(Strategy):
 
         def of_worker(context: InputContext) -> Any:
             count = context.num_replicas_in_sync
-            own = InputContext(self._num_pipelines, self._pipeline, count)
-            return dataset_fn(own)
+            return dataset_fn(InputContext(self._num_pipelines, self._pipeline, count))
 
         return super().distribute_datasets_from_function(of_worker, options)
 
@@ -122,7 +128,7 @@ def _alone() -> Choices:
     """Without a cluster: all devices, with variables on the only accelerator or CPU."""
     devices = _devices.default_devices()
     home = devices[0] if len(devices) == 1 else jax.local_devices(backend="cpu")[0]
-    replicas = Replicas.on(list(devices))
+    replicas = Replicas.on(devices)
     return Choices(
         replicas,
         variables=ReplicatedVariables(replicas, Replicas.on([home])),
@@ -131,24 +137,8 @@ def _alone() -> Choices:
     )
 
 
-def _pipelines(spec: ClusterSpec) -> list[tuple[str, int]]:
-    """The tasks that train, the chief first."""
-    return [
-        (job, index)
-        for job in ("chief", "worker")
-        if job in spec.jobs
-        for index in range(spec.num_tasks(job))
-    ]
-
-
-def _own_devices() -> list[_devices.Device]:
-    """All accelerators of this process; of CPU devices one, as in TensorFlow."""
-    devices = _devices.default_devices()
-    return list(devices[:1] if devices[0].platform == "cpu" else devices)
-
-
 def _connected(number: int, address: str, servers: Sequence[str]) -> RemoteServer:
-    """A server of the job, as soon as it is there."""
+    """Waits for a server of the job and connects to it."""
     secret = checked_secret(address)
     # All workers of a cluster are one coordinator to its servers.
     job = hashlib.sha256(b"between graph " + repr(tuple(servers)).encode())

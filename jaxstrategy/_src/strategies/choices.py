@@ -1,18 +1,16 @@
-"""The choices of a strategy, and the arguments of `run` and its kin."""
+"""The parts that a strategy chooses, and checks of arguments of `run`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import TypeAlias, final
 
 from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.contexts.context import AbstractStrategy
-from jaxstrategy._src.executors.compiled import CompiledExecutor
-from jaxstrategy._src.executors.executor import AbstractExecutor
+from jaxstrategy._src.executors.executor import AbstractExecutor, CompiledExecutor
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
@@ -28,20 +26,19 @@ _RUNNING = ("chief", "master", "worker", "evaluator")
 
 
 def no_task() -> Task:
-    """That of a process that is alone."""
     return None, None
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class ProcessRole:
-    """What this process is among those of a job.
+    """The role of this process in a job.
 
     Attributes:
       is_chief: whether it saves what all have.
       is_between_graph: whether each process runs the whole program.
       waits: whether all but the chief wait for variables that it makes.
-      task: says which of the cluster's tasks it is.
+      task: returns which of the cluster's tasks this process is.
     """
 
     is_chief: bool = True
@@ -53,8 +50,8 @@ class ProcessRole:
         """Whether this is the task of another process that runs the program."""
         if task[0] not in _RUNNING:
             return False
-        own = self.task()
-        return None not in own and own != task
+        this_task = self.task()
+        return None not in this_task and this_task != task
 
 
 MakeExecutor = Callable[[AbstractStrategy, Processes | None], AbstractExecutor]
@@ -76,7 +73,7 @@ class Choices:
       is_chief: whether this process saves what all have, and makes initial values;
         None: the first of `processes` does.
       is_between_graph: whether each process runs the whole program for itself.
-      task: says which of a cluster's tasks this process is, if there is a cluster.
+      task: returns which of a cluster's tasks this process is, if there is one.
     """
 
     replicas: Replicas
@@ -90,10 +87,10 @@ class Choices:
     task: Callable[[], Task] = no_task
 
 
-def in_order(replicas: Replicas, options: CommunicationOptions | None) -> Replicas:
-    """The same, which compute in turn where numbers are to be the same anywhere."""
-    is_asked = options is not None and options.deterministic
-    return dataclasses.replace(replicas, in_turn=True) if is_asked else replicas
+def with_order(replicas: Replicas, options: CommunicationOptions | None) -> Replicas:
+    """`replicas`, computing one after the other if `options` are `deterministic`."""
+    is_deterministic = options is not None and options.deterministic
+    return dataclasses.replace(replicas, in_turn=is_deterministic)
 
 
 def needs_arguments(fn: Function) -> bool:
@@ -102,7 +99,7 @@ def needs_arguments(fn: Function) -> bool:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some builtins have none
         return False
-    if isinstance(fn, functools.partial):  # those are given
+    if isinstance(fn, functools.partial):  # its keywords are given
         parameters = [p for p in parameters if p.name not in fn.keywords]
     empty = inspect.Parameter.empty
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -135,34 +132,3 @@ def check_options(options: object) -> None:
             f"`options` was {options!r}; a `RunOptions` was wanted, for example "
             "`RunOptions(donate_argnums=0)`."
         )
-
-
-def name_methods_after(cls: type) -> None:
-    """Let Python's own errors about the methods of `cls` name it.
-
-    Which class a method is written in is nobody's business: a missing argument of
-    `MirroredStrategy.reduce()` is told under that name.
-    """
-    for base in reversed(cls.__mro__[1:]):
-        for name, method in vars(base).items():
-            if (
-                isinstance(method, types.FunctionType)
-                and not name.startswith("_")
-                and getattr(cls, name) is method
-            ):
-                setattr(cls, name, _renamed(method, f"{cls.__qualname__}.{name}"))
-
-
-def _renamed(method: types.FunctionType, name: str) -> types.FunctionType:
-    new = types.FunctionType(
-        method.__code__,
-        method.__globals__,
-        method.__name__,
-        method.__defaults__,
-        method.__closure__,
-    )
-    new.__kwdefaults__ = method.__kwdefaults__
-    functools.update_wrapper(new, method)
-    del vars(new)["__wrapped__"]  # it is the method, not something around it
-    new.__qualname__ = name
-    return new

@@ -1,10 +1,9 @@
-"""Destinations of `reduce_to` and its kin, and logical devices of a replica."""
+"""Destinations of `reduce_to` and `copy_to`, and logical devices of a replica."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -51,8 +50,8 @@ class CopyPlace:
     """A place for copies of values.
 
     Attributes:
-      sharding: of an array there; None where arrays stay, on all replicas, because a
-        step is traced.
+      sharding: of an array there; None while a step is traced: arrays stay on all
+        replicas.
       replicas: those that have a copy each.
     """
 
@@ -65,21 +64,17 @@ class CopyPlace:
         return tuple(dict.fromkeys(self.replicas.devices))
 
     def placed(self, result: PyTree) -> PyTree:
-        """A reduced value here; where it is if it is traced."""
+        """A reduced value placed here, unless it is traced."""
         sharding = self.sharding
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
         if sharding is None or traced:
             return result
         return jax.tree.map(
-            lambda leaf: mesh.place(leaf, _there(leaf, sharding)), result
+            lambda leaf: mesh.place(leaf, _sharding_for(leaf, sharding)), result
         )
 
     def copies(self, value: PyTree, in_step: bool) -> PyTree:
-        """Copies of a value here; where it is if it is traced.
-
-        Variables count as their values. Leaves that are neither arrays nor numbers stay
-        as they are.
-        """
+        """Copies of arrays, numbers and variables in `value`, unless it is traced."""
         sharding = self.sharding
 
         def copied(leaf: Leaf) -> Leaf:
@@ -89,17 +84,16 @@ class CopyPlace:
             check_reduced(leaf, "copy_to")
             if sharding is None or isinstance(leaf, Tracer):
                 return leaf
-            if not building.is_value(leaf) or _lies(leaf, sharding):
+            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
                 return leaf
-            return building.replicate_leaf(leaf, _there(leaf, sharding))
+            if not building.is_value(leaf):
+                return leaf
+            return building.replicate_leaf(leaf, _sharding_for(leaf, sharding))
 
         return trees.map_around_objects(copied, value)
 
     def with_arrays(self, tree: PyTree) -> PyTree:
-        """`tree` with its arrays here, if they lie on other devices.
-
-        JAX does not compute with arrays of different devices.
-        """
+        """`tree` with arrays on other devices moved here, to compute with them."""
         sharding, devices = self.sharding, self.replicas.all_devices
 
         def moved(leaf: Leaf) -> Leaf:
@@ -107,7 +101,7 @@ class CopyPlace:
                 return leaf
             if isinstance(leaf, Tracer) or leaf.sharding.device_set == devices:
                 return leaf
-            return mesh.broadcast(leaf, _there(leaf, sharding))
+            return mesh.broadcast(leaf, _sharding_for(leaf, sharding))
 
         return trees.map_around_objects(moved, tree)
 
@@ -141,7 +135,6 @@ def check_task(destinations: Destinations, role: ProcessRole) -> None:
 
 
 def checked_pairs(pairs: object) -> list[tuple[PyTree, Destinations]]:
-    """`pairs` as a list of tuples."""
     if isinstance(pairs, (list, tuple)) and all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
     ):
@@ -172,9 +165,14 @@ def copies_on(destinations: Destinations, replicas: Replicas) -> CopyPlace:
     if isinstance(value, Tracer):
         return CopyPlace(None, replicas)
     if isinstance(value, jax.Array):
-        is_copied = whole and value.is_fully_replicated
         sharding = value.sharding
-        return _lying_as(sharding if is_copied else mesh.replicated_like(sharding))
+        if not whole or not value.is_fully_replicated:
+            sharding = mesh.replicated_like(sharding)
+        holders = replicas_with(sharding)
+        if holders is None:
+            devices = sorted(sharding.device_set, key=lambda device: device.id)
+            holders = Replicas.on(devices)
+        return CopyPlace(sharding, holders)
     raise TypeError(
         f"`destinations` was {destinations!r}; a device, a device name, a list of "
         "them, a variable, a PerReplica or an array was wanted."
@@ -185,34 +183,21 @@ def _on_each(replicas: Replicas) -> CopyPlace:
     return CopyPlace(replicas.sharding(SAME), replicas)
 
 
-def _lying_as(sharding: Sharding) -> CopyPlace:
-    replicas = replicas_with(sharding)
-    if replicas is None:
-        devices = sorted(sharding.device_set, key=lambda device: device.id)
-        replicas = Replicas.on(devices)
-    return CopyPlace(sharding, replicas)
-
-
 def _replicas_on(devices: Destinations, replicas: Replicas) -> Replicas:
-    """The strategy's own, if all of its devices are listed; else one on each device."""
+    """The strategy's replicas if all their devices are listed, else one per device."""
     if not devices:
         raise ValueError(
             "The list of devices is empty. Name a device, several, or give a value "
             "whose devices are meant."
         )
-    # Those of other processes are there, too, and twice the shared ones.
+    # `replicas.devices` has those of other processes, and shared ones several times.
     if tuple(devices) == replicas.devices or set(devices) == replicas.all_devices:
         return replicas
     return Replicas.on(_devices.choose(devices))
 
 
-def _lies(leaf: Leaf, sharding: Sharding) -> bool:
-    """Whether `leaf` is the array of one device, and there already."""
-    return isinstance(leaf, jax.Array) and leaf.sharding == sharding
-
-
-def _there(leaf: Leaf, sharding: Sharding) -> Sharding:
-    """The place of a value: on replicas it stays divided over the devices of each."""
+def _sharding_for(leaf: Leaf, sharding: Sharding) -> Sharding:
+    """`sharding`, but on replicas as `leaf` is sharded over the devices of each."""
     replicas = replicas_with(sharding)
     return sharding if replicas is None else sharding_like(leaf, replicas)
 
@@ -225,9 +210,8 @@ def split(
 ) -> jax.Array | PerReplica:
     """A value in tiles on the logical devices of each replica."""
     value = _checked(tensor)
-    parts = _checked_splits(splits)
-    _check_fit(parts, tuple(value.shape), logical_devices(strategy._replicas))
-    return _laid(strategy, value, tiles(parts, strategy._replicas))
+    parts = _checked_splits(splits, tuple(value.shape), strategy._replicas)
+    return _place_tiles(strategy, value, tiles(parts, strategy._replicas))
 
 
 def replicate(
@@ -235,17 +219,12 @@ def replicate(
 ) -> jax.Array | PerReplica:
     """A value whole on each logical device of each replica."""
     value = _checked(tensor)
-    return _laid(strategy, value, [()] * len(value.shape))
-
-
-def logical_devices(replicas: Replicas) -> int:
-    """The number of logical devices of a replica."""
-    return math.prod(replicas.inner_sizes.values())
+    return _place_tiles(strategy, value, [()] * len(value.shape))
 
 
 def check_logical_device(given: object, replicas: Replicas) -> None:
     """Raise unless a replica has a logical device of this number."""
-    number, count = whole(given), logical_devices(replicas)
+    number, count = whole(given), math.prod(replicas.inner_sizes.values())
     if number is None or not 0 <= number < count:
         raise ValueError(
             f"`logical_device_id` not in range: it was {shown(given)}, and a replica "
@@ -260,21 +239,20 @@ def _checked(tensor: Value | PerReplica | Handle) -> _Array | PerReplica:
     return as_array(tensor.value() if isinstance(tensor, Handle) else tensor, "tensor")
 
 
-def _checked_splits(given: object) -> tuple[int, ...]:
-    found = several_whole(given)
-    if found is None:
+def _checked_splits(
+    given: object, shape: tuple[int, ...], replicas: Replicas
+) -> tuple[int, ...]:
+    splits = several_whole(given)
+    if splits is None:
         raise TypeError(
             f"`partition_dimensions` was {shown(given)}; a list of whole numbers was "
             "wanted, the number of parts of each dimension."
         )
-    if min(found, default=1) < 1:
+    if min(splits, default=1) < 1:
         raise ValueError(
-            f"`partition_dimensions` was {list(found)}; a dimension has 1 part or more."
+            f"`partition_dimensions` was {list(splits)}; a dimension has 1 part or "
+            "more."
         )
-    return found
-
-
-def _check_fit(splits: Sequence[int], shape: tuple[int, ...], devices: int) -> None:
     if len(splits) != len(shape):
         raise ValueError(
             "Length of `partition_dimensions` must equal the number of dimensions of "
@@ -287,39 +265,41 @@ def _check_fit(splits: Sequence[int], shape: tuple[int, ...], devices: int) -> N
                 f"its parts: the shape is {shape}, and `partition_dimensions` "
                 f"{list(splits)}."
             )
+    devices = math.prod(replicas.inner_sizes.values())
     if math.prod(splits) != devices:
         raise ValueError(
             "The product of `partition_dimensions` must be the number of logical "
             f"devices of a replica, {devices}: it was {list(splits)}, with the product "
             f"{math.prod(splits)}."
         )
+    return splits
 
 
-def _laid(
+def _place_tiles(
     strategy: AbstractStrategy, value: _Array | PerReplica, divided: Tiles
 ) -> jax.Array | PerReplica:
     context = _context.current()
     _context.require_same(context, strategy)
     replicas = strategy._replicas
     if not isinstance(value, PerReplica):
-        wanted = sharding_of(divided, SAME, replicas)
-        return _constrained(value, wanted, replicas, context.in_step)
+        sharding = sharding_of(divided, SAME, replicas)
+        return _constrained(value, sharding, replicas, context.in_step)
     # In a merge call it holds one replica's array.
     meaning = SAME if context.in_step else SPLIT
-    wanted = sharding_of(divided, meaning, replicas)
+    sharding = sharding_of(divided, meaning, replicas)
     array = as_array(per_replica.contents(value), "tensor")
-    found = _constrained(array, wanted, replicas, context.in_step)
-    return per_replica.with_contents(value, found)
+    placed = _constrained(array, sharding, replicas, context.in_step)
+    return per_replica.with_contents(value, placed)
 
 
 def _constrained(
-    array: _Array, wanted: NamedSharding, replicas: Replicas, in_step: bool
+    array: _Array, sharding: NamedSharding, replicas: Replicas, in_step: bool
 ) -> jax.Array:
     if in_step and not replicas.inner_axes:
         return jnp.asarray(array)  # on the only device
     if in_step:
         # By names only: the mesh that a step sees is that of one replica.
-        return lax.with_sharding_constraint(array, wanted.spec)
+        return lax.with_sharding_constraint(array, sharding.spec)
     if isinstance(array, Tracer):
-        return lax.with_sharding_constraint(array, wanted)
-    return mesh.broadcast(array, wanted)
+        return lax.with_sharding_constraint(array, sharding)
+    return mesh.broadcast(array, sharding)

@@ -20,11 +20,7 @@ from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.strategies.choices import (
-    ProcessRole,
-    check_function,
-    name_methods_after,
-)
+from jaxstrategy._src.strategies.choices import ProcessRole, check_function
 from jaxstrategy._src.strategies.destinations import (
     CopyPlace,
     Destinations,
@@ -43,349 +39,12 @@ from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.variables import access, components
 from jaxstrategy._src.variables.variable import Variable
 
-
-class ExtendsStrategy:
-    """A strategy, its executor, and whose variables are its own.
-
-    Args:
-      strategy: that has the additional methods.
-      executor: runs its functions.
-      role: of this process among those of the job.
-    """
-
-    def __init__(
-        self,
-        strategy: AbstractStrategy,
-        executor: AbstractExecutor,
-        role: ProcessRole | None = None,
-    ) -> None:
-        self._strategy = strategy
-        self._executor = executor
-        self._role = role or ProcessRole()
-
-    def _place(self, destinations: Destinations) -> CopyPlace:
-        """The place that destinations of a call name."""
-        check_task(destinations, self._role)
-        return copies_on(destinations, self._strategy._replicas)
-
-    def value_container(self, value: object) -> object:
-        """The variable that `value` is a copy of; else `value` itself.
-
-        Copies are what `experimental_local_results(variable)` gives. A copy is known as
-        long as it is held: `experimental_local_results(value_container(copy))` holds
-        the same object until the variable changes.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> with strategy.scope():
-        ...     v = js.Variable(1.0)
-        >>> first, second = strategy.experimental_local_results(v)
-        >>> strategy.extended.value_container(second) is v
-        True
-        """
-        owner = components.owner_of(value)
-        return value if owner is None else owner
-
-    def variable_created_in_scope(self, v: Variable) -> bool:
-        """Whether `v`, or the variable that it is a copy of, was made in the scope.
-
-        Raises:
-          TypeError: it is neither a variable nor a copy of one.
-        """
-        variable = checked_variable(
-            self.value_container(v), "variable_created_in_scope"
-        )
-        are_owned = self._strategy._variable_policy.are_owned
-        return variable.strategy is (self._strategy if are_owned else None)
-
-    def _own(self, given: object, method: str, ordinary: bool = True) -> Variable:
-        """`given` if it is a variable of the strategy, or, if that will do, of none."""
-        var = checked_variable(given, method)
-        if self.variable_created_in_scope(var) or (ordinary and var.strategy is None):
-            return var
-        whose = "no strategy" if var.strategy is None else repr(var.strategy)
-        raise ValueError(
-            f"`extended.{method}` was given variable {var.name!r} of {whose}, not one "
-            f"made in the scope of {self._strategy!r}. Make it in "
-            "`with strategy.scope():`."
-        )
-
-
-def checked_variable(var: object, method: str) -> Variable:
-    """`var`, given to a method of `strategy.extended`."""
-    if not isinstance(var, Variable):
-        raise TypeError(
-            f"`extended.{method}` was given {var!r}, a {type(var).__name__}; a "
-            "jaxstrategy.Variable was wanted."
-        )
-    return var
-
-
-Beside: TypeAlias = Variable | Device | str | Sequence[Device | str]
+ColocateWith: TypeAlias = Variable | Device | str | Sequence[Device | str]
 """A variable, or devices or their names."""
 
 
-class ColocatesVariables(ExtendsStrategy):
-    """The method of `strategy.extended` that says where variables are made."""
-
-    def colocate_vars_with(
-        self, colocate_with_variable: Beside
-    ) -> contextlib.AbstractContextManager[None]:
-        """A `with` block in which variables are made on that variable's devices.
-
-        On-read variables have a copy on each replica's device all the same.
-
-        Args:
-          colocate_with_variable: a variable of the strategy; or a device or its name,
-            or several, such as `extended.parameter_devices`.
-
-        Raises:
-          ValueError: the variable belongs to another strategy, or to none; there is no
-            such device; devices are given, and variables are on parameter servers, or
-            have one copy and would need several.
-          TypeError: it is neither a variable nor devices.
-          ContextError: outside the strategy's `scope()`, or in another strategy's.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> with strategy.scope(), strategy.extended.colocate_vars_with("CPU:1"):
-        ...     v = js.Variable(1.0)
-        >>> v.devices
-        (CpuDevice(id=1),)
-        """
-        given = colocate_with_variable
-        if isinstance(given, (str, Device, list, tuple)):
-            replicas = self._place(given).replicas
-            self._strategy._variable_policy.check_devices(replicas.devices)
-            return self._colocated(replicas)
-        return self._colocated(self._own(given, "colocate_vars_with", ordinary=False))
-
-    @contextlib.contextmanager
-    def _colocated(self, beside: Variable | Replicas) -> Iterator[None]:
-        context = _context.current()
-        _context.require_same(context, self._strategy)
-        if context.strategy is None and self._strategy._variable_policy.are_owned:
-            raise ContextError(
-                "`extended.colocate_vars_with` was called outside of the scope of "
-                f"{self._strategy!r}, where variables are no strategy's. Write `with "
-                "strategy.scope(), strategy.extended.colocate_vars_with(v):`."
-            )
-        with _context.entered(colocated=beside):
-            yield
-
-
-class UpdatesVariables(ExtendsStrategy):
-    """The methods of `strategy.extended` that change variables."""
-
-    def update(
-        self,
-        var: Variable,
-        fn: Function,
-        args: Sequence[PyTree] = (),
-        kwargs: dict[str, PyTree] | None = None,
-        group: bool = True,
-    ) -> PyTree:
-        """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
-
-        In it, reading and assigning variables mean one copy of them, and aggregation
-        plays no part. It is called once for all copies, in cross-replica context; if
-        it comes to an on-read variable, outside a step, as one compiled program.
-
-        Args:
-          var: the variable.
-          fn: changes it. What it returns is returned.
-          args: further arguments, which are taken to where the copies are. For an
-            on-read variable each copy gets its replica's version of a `PerReplica`.
-            For a mirrored one reduce it first. In a step (in `merge_call`), where each
-            array is a `PerReplica`, reduced or not, it is proved that the copies stay
-            equal.
-          kwargs: further keyword arguments.
-          group: whether to return what `fn` did. If not, each leaf of that is a tuple:
-            of arrays and variables with one entry for each copy in this process, of
-            anything else, which is one for all copies, with that: `(3,)`, `(None,)`.
-
-        Raises:
-          ValueError: the copies of a mirrored variable would differ, because an
-            argument is a `PerReplica` outside a step, or because what is assigned may
-            differ; or the variable belongs to another strategy.
-          TypeError: `var` is not a variable; `fn` cannot be called; `args` is not a
-            tuple or list.
-          ContextError: inside `run`; use `merge_call`.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> with strategy.scope():
-        ...     v = js.Variable(1.0)
-        >>> strategy.extended.update(v, lambda v, a: v.assign_add(a), args=(2.0,))
-        Array(3., dtype=float32)
-        """
-        context = _context.require_cross_replica(self._strategy, "extended.update")
-        self._own(var, "update")
-        check_function(fn, "extended.update")
-        check_arguments(args, kwargs)
-        devices = _each_once(var.replicas)
-        arguments = (var, *args), dict(kwargs or {})
-        if context.in_step:
-            with jax.named_scope(replica_context.REPLICA_SCOPE):
-                arguments = replica_context.to_replica(arguments)
-                result = self._updated(devices, fn, *arguments)
-        elif var.copies_must_agree:
-            check_reduced(arguments, "update")
-            result = self._updated_at_once(devices, fn, *_at(var, arguments))
-        else:
-            try:
-                result = self._executor.update(devices, fn, *arguments)
-            except Exception as error:
-                access.check_not_mapped(error, var.name)
-                raise
-        if group:
-            return result
-        return self._of_each_copy(result, _count(var.replicas, context.in_step))
-
-    def update_on(
-        self,
-        destinations: Destinations,
-        fn: Function,
-        args: Sequence[PyTree] = (),
-        kwargs: dict[str, PyTree] | None = None,
-        group: bool = True,
-    ) -> PyTree:
-        """Calls `fn(*args, **kwargs)` to change what is on some devices.
-
-        As `update`, with no variable of its own: for what goes with no one variable, as
-        a step counter of an optimizer. It is called once, in cross-replica context.
-        Each variable that it changes is changed once, on all its copies.
-
-        Args:
-          destinations: as of `reduce_to`. Arrays among the arguments and the results
-            are taken there. While a step is traced they are on all replicas, whatever
-            is asked for.
-          fn: changes variables. What it returns is returned.
-          args: its arguments.
-          kwargs: its keyword arguments.
-          group: as of `update`, with one entry for each device of `destinations`.
-
-        Raises:
-          ValueError: an argument is a `PerReplica`, outside a step; or a mirrored
-            variable is assigned what may differ between replicas; or there is no
-            destination.
-          TypeError: `destinations` names no devices; `fn` cannot be called; `args` is
-            not a tuple or list.
-          ContextError: inside `run`; use `merge_call`.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> with strategy.scope():
-        ...     steps = js.Variable(0)
-        >>> devices = strategy.extended.parameter_devices
-        >>> strategy.extended.update_on(devices, lambda n: steps.assign_add(n), (2,))
-        Array(2, dtype=int32)
-        """
-        context = _context.require_cross_replica(self._strategy, "extended.update_on")
-        check_function(fn, "extended.update_on")
-        check_arguments(args, kwargs)
-        place = self._place(destinations)
-        arguments = tuple(args), dict(kwargs or {})
-        if context.in_step:
-            arguments = replica_context.to_replica(arguments)
-            result = self._updated(place.devices, fn, *arguments)
-            replicas = self._strategy._replicas
-        else:
-            check_reduced(arguments, "update_on")
-            arguments = place.with_arrays(arguments)
-            result = self._updated_at_once(place.devices, fn, *arguments)
-            result, replicas = place.with_arrays(result), place.replicas
-        if group:
-            return result
-        return self._of_each_copy(result, _count(replicas, context.in_step))
-
-    def _updated(
-        self,
-        devices: tuple[Device, ...],
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> PyTree:
-        with self._strategy.scope(), _context.entered(updated=devices):
-            return fn(*args, **kwargs)
-
-    def _updated_at_once(
-        self,
-        devices: tuple[Device, ...],
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> PyTree:
-        """An update of all copies, which are equal, as of one array.
-
-        If it comes to one of several copies, it starts again as a program.
-        """
-        try:
-            with access.undone_for_program():
-                return self._updated(devices, fn, args, kwargs)
-        except access.NeedsProgram:
-            pass
-        return self._executor.update(devices, fn, args, kwargs)
-
-    def _of_each_copy(self, result: PyTree, count: int) -> PyTree:
-        """A result with a tuple at each leaf: so many entries, or one for all."""
-
-        def versions(leaf: Leaf) -> tuple[Leaf, ...]:
-            if not isinstance(leaf, (jax.Array, PerReplica, Handle)):
-                return (leaf,)
-            found = self._strategy.experimental_local_results(leaf)
-            return found[:count] if len(found) >= count else (found[0],) * count
-
-        return jax.tree.map(
-            versions,
-            result,
-            is_leaf=lambda node: (
-                node is None or trees.is_whole(node) or is_changed_in_place(node)
-            ),
-        )
-
-
-def _each_once(replicas: Replicas) -> tuple[Device, ...]:
-    """The devices of copies, of which replicas may share some."""
-    return tuple(dict.fromkeys(replicas.devices))
-
-
-def _count(replicas: Replicas, in_step: bool) -> int:
-    """The number of copies, outside of a step those of this process."""
-    return replicas.count if in_step else len(replicas.own)
-
-
-def _at(var: Variable, arguments: PyTree) -> PyTree:
-    """`arguments` with the arrays that lie elsewhere than `var` copied to its devices.
-
-    JAX does not compute with arrays of different devices.
-    """
-    if var.strategy is None:
-        return arguments
-
-    def moved(leaf: Leaf) -> Leaf:
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            return mesh.broadcast(leaf, _beside(var, leaf))
-        return leaf
-
-    # Flax's objects would be copied, and what `fn` changes of them would be lost.
-    return jax.tree.map(
-        moved,
-        arguments,
-        is_leaf=lambda node: trees.is_whole(node) or is_changed_in_place(node),
-    )
-
-
-def _beside(var: Variable, array: jax.Array) -> NamedSharding:
-    """The place of an array that changes `var`: in parts if the variable is."""
-    if array.shape == var.shape:
-        return var.sharding
-    dimension = var.replicas.dimension_of(array)
-    return var.replicas.sharding_along(dimension)
-
-
 @final
-class StrategyExtended(UpdatesVariables, ColocatesVariables):
+class StrategyExtended:
     """Additional methods of a strategy, for library code and optimizers.
 
     It is `strategy.extended`.
@@ -404,6 +63,16 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
     >>> float(w)
     0.5
     """
+
+    def __init__(
+        self,
+        strategy: AbstractStrategy,
+        executor: AbstractExecutor,
+        role: ProcessRole,
+    ) -> None:
+        self._strategy = strategy
+        self._executor = executor
+        self._role = role
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -545,6 +214,194 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
         place = self._place(destinations)
         return place.copies(value, context.in_step)
 
+    def update(
+        self,
+        var: Variable,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+        group: bool = True,
+    ) -> PyTree:
+        """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
+
+        In it, reading and assigning variables mean one copy of them, and aggregation
+        plays no part. It is called once for all copies, in cross-replica context; if
+        it comes to an on-read variable, outside a step, as one compiled program.
+
+        Args:
+          var: the variable.
+          fn: changes it. What it returns is returned.
+          args: further arguments, which are taken to where the copies are. For an
+            on-read variable each copy gets its replica's version of a `PerReplica`.
+            For a mirrored one reduce it first. In a step (in `merge_call`), where each
+            array is a `PerReplica`, reduced or not, it is proved that the copies stay
+            equal.
+          kwargs: further keyword arguments.
+          group: whether to return what `fn` did. If not, each leaf of that is a tuple:
+            of arrays and variables with one entry for each copy in this process, of
+            anything else, which is one for all copies, with that: `(3,)`, `(None,)`.
+
+        Raises:
+          ValueError: the copies of a mirrored variable would differ, because an
+            argument is a `PerReplica` outside a step, or because what is assigned may
+            differ; or the variable belongs to another strategy.
+          TypeError: `var` is not a variable; `fn` cannot be called; `args` is not a
+            tuple or list.
+          ContextError: inside `run`; use `merge_call`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope():
+        ...     v = js.Variable(1.0)
+        >>> strategy.extended.update(v, lambda v, a: v.assign_add(a), args=(2.0,))
+        Array(3., dtype=float32)
+        """
+        context = _context.require_cross_replica(self._strategy, "extended.update")
+        self._checked(var, "update")
+        check_function(fn, "extended.update")
+        check_arguments(args, kwargs)
+        devices = tuple(dict.fromkeys(var.replicas.devices))
+        arguments = (var, *args), dict(kwargs or {})
+        if context.in_step:
+            with jax.named_scope(replica_context.REPLICA_SCOPE):
+                arguments = replica_context.to_replica(arguments)
+                result = self._updated(devices, fn, *arguments)
+        elif var.copies_must_agree:
+            check_reduced(arguments, "update")
+            result = self._updated_at_once(
+                devices, fn, *_moved_to_variable(var, arguments)
+            )
+        else:
+            try:
+                result = self._executor.update(devices, fn, *arguments)
+            except Exception as error:
+                access.check_not_mapped(error, var.name)
+                raise
+        if group:
+            return result
+        return self._of_each_copy(result, _count(var.replicas, context.in_step))
+
+    def update_on(
+        self,
+        destinations: Destinations,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+        group: bool = True,
+    ) -> PyTree:
+        """Calls `fn(*args, **kwargs)` to change what is on some devices.
+
+        As `update`, with no variable of its own: for what goes with no one variable, as
+        a step counter of an optimizer. It is called once, in cross-replica context.
+        Each variable that it changes is changed once, on all its copies.
+
+        Args:
+          destinations: as of `reduce_to`. Arrays among the arguments and the results
+            are taken there. While a step is traced they are on all replicas, whatever
+            is asked for.
+          fn: changes variables. What it returns is returned.
+          args: its arguments.
+          kwargs: its keyword arguments.
+          group: as of `update`, with one entry for each device of `destinations`.
+
+        Raises:
+          ValueError: an argument is a `PerReplica`, outside a step; or a mirrored
+            variable is assigned what may differ between replicas; or there is no
+            destination.
+          TypeError: `destinations` names no devices; `fn` cannot be called; `args` is
+            not a tuple or list.
+          ContextError: inside `run`; use `merge_call`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope():
+        ...     steps = js.Variable(0)
+        >>> devices = strategy.extended.parameter_devices
+        >>> strategy.extended.update_on(devices, lambda n: steps.assign_add(n), (2,))
+        Array(2, dtype=int32)
+        """
+        context = _context.require_cross_replica(self._strategy, "extended.update_on")
+        check_function(fn, "extended.update_on")
+        check_arguments(args, kwargs)
+        place = self._place(destinations)
+        arguments = tuple(args), dict(kwargs or {})
+        if context.in_step:
+            arguments = replica_context.to_replica(arguments)
+            result = self._updated(place.devices, fn, *arguments)
+            replicas = self._strategy._replicas
+        else:
+            check_reduced(arguments, "update_on")
+            arguments = place.with_arrays(arguments)
+            result = self._updated_at_once(place.devices, fn, *arguments)
+            result, replicas = place.with_arrays(result), place.replicas
+        if group:
+            return result
+        return self._of_each_copy(result, _count(replicas, context.in_step))
+
+    def colocate_vars_with(
+        self, colocate_with_variable: ColocateWith
+    ) -> contextlib.AbstractContextManager[None]:
+        """A `with` block in which variables are made on that variable's devices.
+
+        On-read variables have a copy on each replica's device all the same.
+
+        Args:
+          colocate_with_variable: a variable of the strategy; or a device or its name,
+            or several, such as `extended.parameter_devices`.
+
+        Raises:
+          ValueError: the variable belongs to another strategy, or to none; there is no
+            such device; devices are given, and variables are on parameter servers, or
+            have one copy and would need several.
+          TypeError: it is neither a variable nor devices.
+          ContextError: outside the strategy's `scope()`, or in another strategy's.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope(), strategy.extended.colocate_vars_with("CPU:1"):
+        ...     v = js.Variable(1.0)
+        >>> v.devices
+        (CpuDevice(id=1),)
+        """
+        given = colocate_with_variable
+        if isinstance(given, (str, Device, list, tuple)):
+            replicas = self._place(given).replicas
+            self._strategy._variable_policy.check_devices(replicas.devices)
+            return self._colocated(replicas)
+        return self._colocated(
+            self._checked(given, "colocate_vars_with", ordinary=False)
+        )
+
+    def value_container(self, value: object) -> object:
+        """The variable that `value` is a copy of; else `value` itself.
+
+        Copies are what `experimental_local_results(variable)` gives. A copy is known as
+        long as it is held: `experimental_local_results(value_container(copy))` holds
+        the same object until the variable changes.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope():
+        ...     v = js.Variable(1.0)
+        >>> first, second = strategy.experimental_local_results(v)
+        >>> strategy.extended.value_container(second) is v
+        True
+        """
+        owner = components.owner_of(value)
+        return value if owner is None else owner
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether `v`, or the variable that it is a copy of, was made in the scope.
+
+        Raises:
+          TypeError: it is neither a variable nor a copy of one.
+        """
+        variable = _checked_variable(
+            self.value_container(v), "variable_created_in_scope"
+        )
+        are_owned = self._strategy._variable_policy.are_owned
+        return variable.strategy is (self._strategy if are_owned else None)
+
     @contextlib.contextmanager
     def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
         """A `with` block for what is on one logical device, in TensorFlow's programs.
@@ -561,5 +418,120 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
         check_logical_device(logical_device_id, self._strategy._replicas)
         yield
 
+    def _place(self, destinations: Destinations) -> CopyPlace:
+        check_task(destinations, self._role)
+        return copies_on(destinations, self._strategy._replicas)
 
-name_methods_after(StrategyExtended)
+    def _checked(self, given: object, method: str, ordinary: bool = True) -> Variable:
+        """`given`, a variable of this strategy; an `ordinary` one has no strategy."""
+        var = _checked_variable(given, method)
+        if self.variable_created_in_scope(var) or (ordinary and var.strategy is None):
+            return var
+        whose = "no strategy" if var.strategy is None else repr(var.strategy)
+        raise ValueError(
+            f"`extended.{method}` was given variable {var.name!r} of {whose}, not one "
+            f"made in the scope of {self._strategy!r}. Make it in "
+            "`with strategy.scope():`."
+        )
+
+    @contextlib.contextmanager
+    def _colocated(self, beside: Variable | Replicas) -> Iterator[None]:
+        context = _context.current()
+        _context.require_same(context, self._strategy)
+        if context.strategy is None and self._strategy._variable_policy.are_owned:
+            raise ContextError(
+                "`extended.colocate_vars_with` was called outside of the scope of "
+                f"{self._strategy!r}, where variables are no strategy's. Write `with "
+                "strategy.scope(), strategy.extended.colocate_vars_with(v):`."
+            )
+        with _context.entered(colocated=beside):
+            yield
+
+    def _updated(
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        with self._strategy.scope(), _context.entered(updated=devices):
+            return fn(*args, **kwargs)
+
+    def _updated_at_once(
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        """Updates all copies, which are equal, as one array.
+
+        Starts again as a compiled program if `fn` uses a variable with versions.
+        """
+        try:
+            with access.undone_for_program():
+                return self._updated(devices, fn, args, kwargs)
+        except access.NeedsProgram:
+            pass
+        return self._executor.update(devices, fn, args, kwargs)
+
+    def _of_each_copy(self, result: PyTree, count: int) -> PyTree:
+        """`result` with a tuple of `count` versions, or of one value, at each leaf."""
+
+        def versions(leaf: Leaf) -> tuple[Leaf, ...]:
+            if not isinstance(leaf, (jax.Array, PerReplica, Handle)):
+                return (leaf,)
+            results = self._strategy.experimental_local_results(leaf)
+            return results[:count] if len(results) >= count else (results[0],) * count
+
+        return jax.tree.map(
+            versions,
+            result,
+            is_leaf=lambda node: (
+                node is None or trees.is_whole(node) or is_changed_in_place(node)
+            ),
+        )
+
+
+def _checked_variable(var: object, method: str) -> Variable:
+    """`var`, given to a method of `strategy.extended`."""
+    if not isinstance(var, Variable):
+        raise TypeError(
+            f"`extended.{method}` was given {var!r}, a {type(var).__name__}; a "
+            "jaxstrategy.Variable was wanted."
+        )
+    return var
+
+
+def _count(replicas: Replicas, in_step: bool) -> int:
+    """The number of copies: of this process, in a step of all."""
+    return replicas.count if in_step else len(replicas.own)
+
+
+def _moved_to_variable(var: Variable, arguments: PyTree) -> PyTree:
+    """`arguments` with arrays on other devices copied to those of `var`.
+
+    JAX does not compute with arrays of different devices.
+    """
+    if var.strategy is None:
+        return arguments
+
+    def moved(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            return mesh.broadcast(leaf, _sharding_beside(var, leaf))
+        return leaf
+
+    # Flax's objects would be copied, and what `fn` changes of them would be lost.
+    return jax.tree.map(
+        moved,
+        arguments,
+        is_leaf=lambda node: trees.is_whole(node) or is_changed_in_place(node),
+    )
+
+
+def _sharding_beside(var: Variable, array: jax.Array) -> NamedSharding:
+    """The sharding of an array that changes `var`: sharded if the variable is."""
+    if array.shape == var.shape:
+        return var.sharding
+    dimension = var.replicas.dimension_of(array)
+    return var.replicas.sharding_along(dimension)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -25,7 +24,7 @@ from jaxstrategy._src.processes import job as _job
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.replicas import Replicas, checked_sizes, places_of
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
-from jaxstrategy._src.strategies.choices import Choices, Task, in_order
+from jaxstrategy._src.strategies.choices import Choices, with_order
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text.shown import positive
 
@@ -99,9 +98,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"`cluster_resolver` was {cluster_resolver!r}; a ClusterResolver of "
                 "`jaxstrategy.cluster_resolver` was wanted, or None to look for one."
             )
-        seconds = None
-        if communication_options is not None:
-            seconds = communication_options.timeout_seconds
+        seconds = communication_options and communication_options.timeout_seconds
         self._resolver = cluster_resolver or default_resolver()
         if num_replicas is not None:
             num_replicas = positive("num_replicas", num_replicas)
@@ -116,7 +113,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             logical_axes,
             replicas_per_device,
         )
-        replicas = in_order(
+        replicas = with_order(
             Replicas.on(devices, sharding, logical_axes, sharing), communication_options
         )
         _job.agree_on_replicas(processes, replicas.description)
@@ -125,7 +122,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 replicas,
                 options=communication_options,
                 processes=processes,
-                task=functools.partial(_task_of, self._resolver, processes),
+                task=lambda: self.cluster_resolver._now()[1:],
             )
         )
 
@@ -137,7 +134,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         the order of the processes. Alone, an empty cluster without a task, as in
         TensorFlow.
         """
-        return self._resolver or _described(self._processes)
+        return self._resolver or _resolver_of(self._processes)
 
     @property
     def process_index(self) -> int:
@@ -152,7 +149,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def _processes(self) -> Processes:
         processes = self._choices.processes
-        assert processes is not None, "they have met"
+        assert processes is not None, "`__init__` has set them"
         return processes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -164,8 +161,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         text = super().__repr__()
         if self._processes.count == 1:
             return text
-        own = f"process {self.process_index} of {self.process_count}"
-        return f"{text.removesuffix(')')}, {own})"
+        number = f"process {self.process_index} of {self.process_count}"
+        return f"{text.removesuffix(')')}, {number})"
 
 
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
@@ -197,14 +194,8 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         super().__init__(cluster_resolver, options)
 
 
-def _task_of(resolver: ClusterResolver | None, processes: Processes) -> Task:
-    """Which task of the cluster this process is."""
-    _, job, number = (resolver or _described(processes))._now()
-    return job, number
-
-
-def _described(processes: Processes) -> ClusterResolver:
-    """The cluster that `jax.distributed` found, or an empty one."""
+def _resolver_of(processes: Processes) -> ClusterResolver:
+    """A resolver of the cluster that `jax.distributed` found; empty if alone."""
     if processes.count == 1:
         return TFConfigClusterResolver()
     hosts = [member.host for member in processes.store.members]

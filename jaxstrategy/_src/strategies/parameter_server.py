@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
@@ -37,8 +38,7 @@ from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor
 from jaxstrategy._src.strategies.choices import Choices
-from jaxstrategy._src.strategies.placing_values import require_function
-from jaxstrategy._src.strategies.strategy import Strategy
+from jaxstrategy._src.strategies.strategy import Strategy, require_function
 from jaxstrategy._src.text.shown import listed, shown
 from jaxstrategy._src.values.arrays import PyTree, TreeStructure, Value
 from jaxstrategy._src.values.per_replica import Handle
@@ -46,7 +46,6 @@ from jaxstrategy._src.values.slices import IndexedSlices, is_slices
 from jaxstrategy._src.variables import access, remote_kinds
 from jaxstrategy._src.variables.policy import ServerVariables
 from jaxstrategy._src.variables.remote_kinds import (
-    ServerKind,
     exported_update,
     server_kind_of,
 )
@@ -55,14 +54,19 @@ from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import Partitioner
 from jaxstrategy._src.variables.variable import Variable
 
+if TYPE_CHECKING:
+    from optax import GradientTransformation
+
 
 def update_together(
     variables: Sequence[Variable],
     fn: Callable[..., Sequence[jax.Array]],
     operands: Sequence[Value],
 ) -> None:
-    """Makes variables of one server what `fn` makes of all of them, at once."""
-    kinds = [_kind_of(variable) for variable in variables]
+    """Assigns variables of one server the results of `fn` of them, in one update."""
+    found = map(server_kind_of, variables)
+    kinds = [kind for kind in found if kind is not None]
+    assert len(kinds) == len(variables), "the optimizer has checked its variables"
     arrays = [jnp.asarray(operand) for operand in operands]
     if access.tracing() is None:
         types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
@@ -71,24 +75,12 @@ def update_together(
         kinds[0].push_update(program, arrays, others)
         return
     name = f"{remote_kinds.UPDATE}_of_{len(variables)}"
-    marked = named(name, lambda *given: tuple(fn(*given)))
+    marked = named(name, lambda *arrays: tuple(fn(*arrays)))
     holders = [variable._access().holder for variable in variables]
     new = marked(*(holder[...] for holder in holders), *arrays)
     for kind, holder, value in zip(kinds, holders, new, strict=True):
         kind.note("update")
         holder[...] = value
-
-
-def _kind_of(variable: Variable) -> ServerKind:
-    kind = server_kind_of(variable)
-    assert kind is not None, "the optimizer has checked its variables"
-    return kind
-
-
-if TYPE_CHECKING:
-    from optax import GradientTransformation
-
-_Update = Callable[..., Sequence[jax.Array]]
 
 
 @final
@@ -126,23 +118,31 @@ class ServerOptimizer:
         tx: GradientTransformation,
         variables: PyTree,
     ) -> None:
-        _check_transformation(tx)
+        if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+            raise TypeError(
+                f"`tx` was {shown(tx)}; a transformation of Optax was wanted: "
+                "`optax.adam(1e-3)`."
+            )
         leaves, self._treedef = jax.tree.flatten(variables, is_leaf=_is_variable)
-        self._targets = [
-            _Target(strategy, tx, leaf) for leaf in map(_checked(strategy), leaves)
-        ]
+        checked = [_checked(leaf, strategy) for leaf in leaves]
+        self._targets = [_Target(strategy, tx, leaf) for leaf in checked]
         self.slots = [target.slots for target in self._targets]
 
     def apply(self, gradients: PyTree) -> None:
         """Updates all variables; in a function when it has ended, outside at once."""
-        leaves = _flattened_as(self._treedef, gradients)
+        leaves, structure = jax.tree.flatten(gradients, is_leaf=is_slices)
+        if structure != self._treedef:
+            raise ValueError(
+                f"`gradients` has the structure {structure}; that of the variables, "
+                f"{self._treedef}, was wanted."
+            )
         for target, gradient in zip(self._targets, leaves, strict=True):
             target.apply(gradient)
 
 
 @final
 class _Target:
-    """One variable, or the shards of one, and what is kept of each."""
+    """A variable, or the shards of one, with the optimizer state of each."""
 
     def __init__(
         self,
@@ -153,19 +153,19 @@ class _Target:
         self._variable = variable
         self._tx: Any = tx
         self._shards = _shards(variable)
-        self._starts = _starts(self._shards)
-        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._shards]
-        states = [jax.eval_shape(self._tx.init, of_type) for of_type in types]
-        self._structure = jax.tree.structure(states[0])
-        self._has_rows = [
-            leaf.shape == types[0].shape for leaf in jax.tree.leaves(states[0])
-        ]
+        rows = [shard.shape[0] for shard in self._shards[:-1]]
+        self._starts = list(itertools.accumulate(rows, initial=0))
+        first = self._shards[0]
+        shard_type = jax.ShapeDtypeStruct(first.shape, first.dtype)
+        leaves, self._structure = jax.tree.flatten(
+            jax.eval_shape(self._tx.init, shard_type)
+        )
+        self._has_rows = [leaf.shape == first.shape for leaf in leaves]
         self.slots = [
             _slots(strategy, self._tx, shard, self._structure) for shard in self._shards
         ]
 
     def apply(self, gradient: Value) -> None:
-        """Updates it."""
         shape = tuple(self._variable.shape)
         if is_slices(gradient):
             self._apply_rows(gradient)
@@ -179,20 +179,18 @@ class _Target:
         for shard, slots, start in zip(
             self._shards, self.slots, self._starts, strict=True
         ):
-            own = gradient
+            part = gradient
             if len(self._shards) > 1:
-                own = gradient[start : start + shard.shape[0]]
-            update_together([shard, *slots], self._dense(), [own])
+                part = gradient[start : start + shard.shape[0]]
+            update_together([shard, *slots], self._dense_update, [part])
 
-    def _dense(self) -> _Update:
-        def update(value: jax.Array, *given: jax.Array) -> list[jax.Array]:
-            *held, gradient = given
-            state = jax.tree.unflatten(self._structure, held)
-            changes, state = self._tx.update(gradient, state, value)
-            new = (value + changes).astype(value.dtype)
-            return [new, *jax.tree.leaves(state)]
-
-        return update
+    def _dense_update(
+        self, value: jax.Array, *slots_and_gradient: jax.Array
+    ) -> list[jax.Array]:
+        *slots, gradient = slots_and_gradient
+        state = jax.tree.unflatten(self._structure, slots)
+        changes, state = self._tx.update(gradient, state, value)
+        return [(value + changes).astype(value.dtype), *jax.tree.leaves(state)]
 
     def _apply_rows(self, rows: IndexedSlices) -> None:
         ids = jnp.asarray(rows.indices).reshape(-1)
@@ -200,46 +198,48 @@ class _Target:
         for shard, slots, start in zip(
             self._shards, self.slots, self._starts, strict=True
         ):
-            update_together([shard, *slots], self._of_rows(start), [ids, values])
+            update_together([shard, *slots], self._row_update(start), [ids, values])
 
-    def _of_rows(self, start: int) -> _Update:
-        def update(value: jax.Array, *given: jax.Array) -> list[jax.Array]:
-            *held, ids, gradients = given
-            rows, own = _added_up(ids - start, gradients, value.shape[0])
-            taken = [
-                leaf.at[rows].get(mode="fill", fill_value=0) if by_row else leaf
-                for leaf, by_row in zip(held, self._has_rows, strict=True)
+    def _row_update(self, start: int) -> Callable[..., list[jax.Array]]:
+        def update(
+            value: jax.Array, *slots_ids_and_gradients: jax.Array
+        ) -> list[jax.Array]:
+            *slots, ids, gradients = slots_ids_and_gradients
+            rows, sums = _summed_by_row(ids - start, gradients, value.shape[0])
+            slot_rows = [
+                slot.at[rows].get(mode="fill", fill_value=0) if by_row else slot
+                for slot, by_row in zip(slots, self._has_rows, strict=True)
             ]
-            state = jax.tree.unflatten(self._structure, taken)
+            state = jax.tree.unflatten(self._structure, slot_rows)
             old = value.at[rows].get(mode="fill", fill_value=0)
-            changes, state = self._tx.update(own, state, old)
-            new = [
-                leaf.at[rows].set(part, mode="drop") if by_row else part
-                for leaf, part, by_row in zip(
-                    held, jax.tree.leaves(state), self._has_rows, strict=True
+            changes, state = self._tx.update(sums, state, old)
+            new_slots = [
+                slot.at[rows].set(new, mode="drop") if by_row else new
+                for slot, new, by_row in zip(
+                    slots, jax.tree.leaves(state), self._has_rows, strict=True
                 )
             ]
             changed = (old + changes).astype(value.dtype)
-            return [value.at[rows].set(changed, mode="drop"), *new]
+            return [value.at[rows].set(changed, mode="drop"), *new_slots]
 
         return update
 
 
-def _added_up(
+def _summed_by_row(
     ids: jax.Array, values: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Each row once with the sum of its values; beyond the length what is no row."""
+    """Distinct row numbers and the sums of their values; `length` for other ids."""
     ids = jnp.where((ids >= 0) & (ids < length), ids, length)
-    rows, places = jnp.unique(
+    rows, inverse = jnp.unique(
         ids, return_inverse=True, size=ids.size, fill_value=length
     )
-    return rows, jax.ops.segment_sum(values, places.reshape(-1), ids.size)
+    return rows, jax.ops.segment_sum(values, inverse.reshape(-1), ids.size)
 
 
 def _slots(
     strategy: AbstractStrategy, tx: Any, shard: Variable, structure: TreeStructure
 ) -> list[Variable]:
-    """What an optimizer keeps of one shard, beside it."""
+    """The optimizer state of one shard, as variables on its server."""
     state = tx.init(shard.value())
     extended: Any = getattr(strategy, "extended")  # noqa: B009
     made = []
@@ -257,61 +257,27 @@ def _shards(variable: Variable | ShardedVariable) -> list[Variable]:
     return [variable]
 
 
-def _starts(shards: Sequence[Variable]) -> list[int]:
-    starts = [0]
-    for shard in shards[:-1]:
-        starts.append(starts[-1] + shard.shape[0])
-    return starts
-
-
 def _is_variable(node: object) -> bool:
     return isinstance(node, (Handle, ShardedVariable))
 
 
-def _checked(
-    strategy: AbstractStrategy,
-) -> Callable[[object], Variable | ShardedVariable]:
-    def check(leaf: object) -> Variable | ShardedVariable:
-        if not isinstance(leaf, (Variable, ShardedVariable)):
-            raise TypeError(
-                f"`variables` holds {shown(leaf)}, a {type(leaf).__name__}; variables "
-                "were wanted."
-            )
-        for shard in _shards(leaf):
-            if server_kind_of(shard) is None or shard.strategy is not strategy:
-                raise ValueError(
-                    f"Variable {shard.name!r} is not on a parameter server of "
-                    f"{strategy!r}. Make it in the scope of the strategy."
-                )
-        return leaf
-
-    return check
-
-
-def _check_transformation(tx: object) -> None:
-    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+def _checked(leaf: object, strategy: AbstractStrategy) -> Variable | ShardedVariable:
+    if not isinstance(leaf, (Variable, ShardedVariable)):
         raise TypeError(
-            f"`tx` was {shown(tx)}; a transformation of Optax was wanted: "
-            "`optax.adam(1e-3)`."
+            f"`variables` holds {shown(leaf)}, a {type(leaf).__name__}; variables "
+            "were wanted."
         )
-
-
-def _flattened_as(treedef: TreeStructure, gradients: PyTree) -> list[Any]:
-    leaves, found = jax.tree.flatten(gradients, is_leaf=is_slices)
-    if found != treedef:
-        raise ValueError(
-            f"`gradients` has the structure {found}; that of the variables, {treedef}, "
-            "was wanted."
-        )
-    return leaves
-
-
-if TYPE_CHECKING:
-    from optax import GradientTransformation
+    for shard in _shards(leaf):
+        if server_kind_of(shard) is None or shard.strategy is not strategy:
+            raise ValueError(
+                f"Variable {shard.name!r} is not on a parameter server of "
+                f"{strategy!r}. Make it in the scope of the strategy."
+            )
+    return leaf
 
 
 class Closing(Protocol):
-    """What is to be closed before the workers end."""
+    """A coordinator, which is to be closed before the workers end."""
 
     def close(self) -> None: ...
 
@@ -511,14 +477,14 @@ class ParameterServerStrategy(Strategy):
 
 
 def _on_worker(num_workers: int) -> ParameterServerStrategy:
-    """The strategy on a worker to which something was sent that refers to it."""
+    """Unpickles, on a worker, a strategy that a shipped object refers to."""
     surroundings = worker.current()
-    assert surroundings is not None, "a worker takes apart what it was sent"
+    assert surroundings is not None, "a worker unpickles it"
     return ParameterServerStrategy(backend=WorkerSide(surroundings, num_workers))
 
 
 def _stand_ins(count: int) -> list[_devices.Device]:
-    """The devices of this process for which functions of workers are traced."""
+    """Devices of this process in place of a worker's, to trace functions for."""
     devices = _devices.default_devices()
     if len(devices) < count:
         raise ValueError(
@@ -535,9 +501,10 @@ def _chosen_backend(
     parameter_servers: int | None,
     backend: str | AbstractWorkerBackend | None,
 ) -> AbstractWorkerBackend:
-    """What starts the workers and servers."""
     if isinstance(backend, AbstractWorkerBackend):
-        _check_said_once(resolver, workers, parameter_servers, "`backend` is an object")
+        _check_nothing_else(
+            resolver, workers, parameter_servers, "`backend` is an object"
+        )
         return backend
     if backend == "threads":
         return Threads(workers or 1, parameter_servers or 1)
@@ -565,11 +532,11 @@ def _chosen_backend(
     if resolver is None and workers is not None:
         servers = 1 if parameter_servers is None else parameter_servers
         return LocalProcesses(workers, servers)
-    _check_said_once(None, workers, parameter_servers, "there is a cluster")
+    _check_nothing_else(None, workers, parameter_servers, "there is a cluster")
     return ClusterTasks(resolver or of_environment)
 
 
-def _check_said_once(
+def _check_nothing_else(
     resolver: ClusterResolver | None,
     workers: int | None,
     parameter_servers: int | None,

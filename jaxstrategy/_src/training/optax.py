@@ -18,7 +18,7 @@ from jaxstrategy._src.options import ReduceOp, RunOptions
 from jaxstrategy._src.reductions import compression
 from jaxstrategy._src.reductions.compression import CompressionState
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.strategies import placing_values, strategy as _strategy
+from jaxstrategy._src.strategies import cross_replica, strategy as _strategy
 from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
 from jaxstrategy._src.strategies.strategy import checked_strategy
 from jaxstrategy._src.text.shown import shown, whole
@@ -417,7 +417,7 @@ def _compressing(op: ReduceOp, options: CommunicationOptions) -> GradientTransfo
         in_step = get_replica_context() is not None
         strategy = get_strategy()
         replicas = strategy._replicas
-        return placing_values.compression_state(params, options, replicas, own=in_step)
+        return cross_replica.compression_state(params, options, replicas, own=in_step)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None

@@ -1,11 +1,10 @@
-"""Steps of one strategy that run eagerly, each replica in its thread: `EagerSteps`."""
+"""Runs eager steps, each replica in a thread: rendezvous and `merge_call`."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast, final
 
 import jax
@@ -19,20 +18,20 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.executors.replica_threads import eager_call
-from jaxstrategy._src.executors.replica_threads.eager_call import (
-    CopiesOfReplica,
+from jaxstrategy._src.executors import eager_replicas
+from jaxstrategy._src.executors.eager_replicas import (
     EagerBlock,
     EagerCall,
     EagerResults,
-    ReplicaCopies,
+    ReplicaVariables,
+    VariableCopies,
 )
-from jaxstrategy._src.executors.replica_threads.replica_thread import (
+from jaxstrategy._src.executors.replica_thread import (
     EagerArrays,
     MergeCall,
+    Rendezvous,
     ReplicaThread,
     ReplicaTurns,
-    Wanted,
     thread_settings,
 )
 from jaxstrategy._src.options import RunOptions
@@ -62,8 +61,8 @@ _ADVICE = (
 
 
 @final
-class AgreedRounds:
-    """What replicas of several processes do next, compared before they do it."""
+class ProcessRounds:
+    """Compares, between processes, what their replicas do next."""
 
     def __init__(self, processes: Processes | None, replicas: Replicas) -> None:
         several = processes is not None and processes.count > 1
@@ -79,24 +78,21 @@ class AgreedRounds:
         if self._processes is not None:
             self._compare(what, None)
 
-    def digests(self, own: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-        """What the replicas of all processes have, of what those of this one have."""
+    def gather(self, local: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+        """Gathers a row of texts of each replica from all processes."""
         if self._processes is None:
-            return own
-        numbered = [
-            [i, *each] for i, each in zip(self._replicas.own, own, strict=False)
+            return local
+        numbered: list[list[Any]] = [
+            [i, *row] for i, row in zip(self._replicas.own, local, strict=False)
         ]
-        replies = self._compare(
-            "the results of an eager step", cast("object", numbered)
-        )
-        rows = [row for said in replies for row in cast("list[list[str]]", said)]
+        replies = self._compare("the results of an eager step", numbered)
+        rows = [row for reply in replies for row in cast("list[list[Any]]", reply)]
         return [row[1:] for row in sorted(rows, key=lambda row: int(row[0]))]
 
-    def _compare(self, what: str, said: object) -> list[object]:
+    def _compare(self, what: str, message: object) -> list[object]:
         assert self._processes is not None
         operation = Operation(f"{what} in `{self._name}`", users_line())
-        compare = self._processes.operations.compare
-        return list(compare(operation, _ADVICE, said))
+        return list(self._processes.operations.compare(operation, _ADVICE, message))
 
 
 _rendezvous_p = Primitive("jaxstrategy_rendezvous")
@@ -104,10 +100,9 @@ _rendezvous_p.multiple_results = True
 
 
 def rendezvous(collective: EagerCollective, arrays: Sequence[jax.Array]) -> PyTree:
-    thread = _this_replica(collective)
-    types = thread.result_types(collective, arrays)
-    found = _rendezvous_p.bind(*arrays, collective=collective)
-    return jax.tree.structure(types).unflatten(found)
+    types = _this_replica(collective).result_types(collective, arrays)
+    results = _rendezvous_p.bind(*arrays, collective=collective)
+    return jax.tree.structure(types).unflatten(results)
 
 
 def _this_replica(collective: EagerCollective) -> ReplicaThread:
@@ -121,7 +116,7 @@ def _this_replica(collective: EagerCollective) -> ReplicaThread:
 
 
 @_rendezvous_p.def_impl
-def _now(*arrays: jax.Array, collective: EagerCollective) -> list[jax.Array]:
+def _run(*arrays: jax.Array, collective: EagerCollective) -> list[jax.Array]:
     return _this_replica(collective).meet(collective, arrays)
 
 
@@ -131,10 +126,10 @@ def _types(*types: ShapedArray, collective: EagerCollective) -> list[ShapedArray
         jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type)
         for each in types
     ]
-    found = _this_replica(collective).result_types(collective, structs)
+    results = _this_replica(collective).result_types(collective, structs)
     return [
         ShapedArray(each.shape, each.dtype, weak_type=each.weak_type)
-        for each in jax.tree.leaves(found)
+        for each in jax.tree.leaves(results)
     ]
 
 
@@ -143,12 +138,11 @@ def _derivative(
 ) -> tuple[list[Any], list[Any]]:
     results = _rendezvous_p.bind(*primals, collective=collective)
     differs = tuple(not isinstance(each, ad.Zero) for each in tangents)
-    given = [each for each in tangents if not isinstance(each, ad.Zero)]
-    found = iter(
-        _rendezvous_p.bind(*primals, *given, collective=Derivative(collective, differs))
-    )
+    nonzero = [each for each in tangents if not isinstance(each, ad.Zero)]
+    derivative = Derivative(collective, differs)
+    out = iter(_rendezvous_p.bind(*primals, *nonzero, collective=derivative))
     return results, [
-        next(found)
+        next(out)
         if jnp.issubdtype(result.dtype, jnp.inexact)
         else ad.Zero(jax.typeof(result).to_tangent_aval())
         for result in results
@@ -167,19 +161,18 @@ def _transpose(
         for each in operands
     )
     known = [each for each in operands if not ad.is_undefined_primal(each)]
-    given = [ad.instantiate_zeros(each) for each in cotangents]
+    cotangents = [ad.instantiate_zeros(each) for each in cotangents]
     transposed = Transposed(collective, linear)
-    found = iter(_rendezvous_p.bind(*known, *given, collective=transposed))
-    return [None if like is None else next(found) for like in linear]
+    out = iter(_rendezvous_p.bind(*known, *cotangents, collective=transposed))
+    return [None if like is None else next(out) for like in linear]
 
 
 def _mapped(
     operands: Sequence[Any], dimensions: Sequence[Any], *, collective: EagerCollective
 ) -> tuple[list[Any], list[int]]:
-    found = _rendezvous_p.bind(
-        *operands, collective=Mapped(collective, tuple(dimensions))
-    )
-    return found, [0] * len(found)
+    mapped = Mapped(collective, tuple(dimensions))
+    results = _rendezvous_p.bind(*operands, collective=mapped)
+    return results, [0] * len(results)
 
 
 def _compiled(*_: Any, collective: EagerCollective, **__: Any) -> Any:
@@ -201,8 +194,8 @@ _DIFFERENT = object()
 
 
 @final
-class OneOfReplicas:
-    """Makes one value of all replicas' for code in cross-replica context."""
+class ReplicaMerger:
+    """Merges the replicas' arguments of `merge_call`, and calls it once for all."""
 
     def __init__(self, replicas: Replicas, name: str) -> None:
         self._replicas = replicas
@@ -211,7 +204,7 @@ class OneOfReplicas:
     def merged(
         self, strategy: AbstractStrategy, calls: Sequence[MergeCall]
     ) -> list[PyTree]:
-        """What each replica gets of a `merge_call`, which is made once for all."""
+        """Calls the merge function; returns each replica's part of the result."""
         merge_fn = self.function([each.merge_fn for each in calls], "`merge_fn`")
         args = self.tree([each.args for each in calls], "args")
         kwargs = self.tree([each.kwargs for each in calls], "kwargs")
@@ -220,26 +213,23 @@ class OneOfReplicas:
         return self.parts(result)
 
     def parts(self, result: PyTree) -> list[PyTree]:
-        """What each replica gets of a result of all."""
-        found: list[list[Leaf]] = []
+        """Each replica's part of a result of all."""
+        columns: list[list[Leaf]] = []
+        _trees.map_around_objects(
+            lambda leaf: columns.append(
+                eager_replicas.local_values(leaf, self._replicas)
+            ),
+            result,
+        )
 
-        def take(leaf: Leaf) -> Leaf:
-            found.append(eager_call.apart(leaf, self._replicas))
-            return leaf
+        def part(i: int) -> PyTree:
+            following = iter(columns)
+            return _trees.map_around_objects(lambda _: next(following)[i], result)
 
-        _trees.map_around_objects(take, result)
-        trees = []
-        for place in range(len(self._replicas.own)):
-            following = iter(found)
-            trees.append(
-                _trees.map_around_objects(
-                    lambda _, i=place, leaves=following: next(leaves)[i], result
-                )
-            )
-        return trees
+        return list(map(part, range(len(self._replicas.own))))
 
     def tree(self, trees: Sequence[PyTree], what: str) -> PyTree:
-        """One pytree of those that replicas give, with `PerReplica`s for arrays."""
+        """One pytree for the replicas' pytrees, with `PerReplica`s for arrays."""
         paths, structure = jax.tree.flatten_with_path(trees[0], is_leaf=_trees.is_whole)
         columns = [[leaf] for _, leaf in paths]
         for number, tree in enumerate(trees[1:], start=1):
@@ -289,64 +279,64 @@ class OneOfReplicas:
                 f"replicas of `{self._name}`: {seen}. One array holds all versions, so "
                 "they need one shape; pad them, or gather their sizes first."
             )
-        return eager_call.together(column, self._replicas)
+        return eager_replicas.per_replica_of(column, self._replicas)
 
-    def function(self, found: Sequence[Any], what: str) -> Any:
-        """One function of those that replicas give, which must do the same."""
-        first = found[0]
-        if all(each is first for each in found):
+    def function(self, functions: Sequence[Any], what: str) -> Any:
+        """One function for those of the replicas, which must do the same."""
+        first = functions[0]
+        if all(each is first for each in functions):
             return first
         kind = type(first)
-        if any(type(each) is not kind for each in found):
+        if any(type(each) is not kind for each in functions):
             raise self._other_functions(what)
         if isinstance(first, types.FunctionType):
-            return self._closure(found, what)
+            return self._closure(functions, what)
         if isinstance(first, types.MethodType):
-            owner = self._captured([each.__self__ for each in found], what, "self")
-            function = self.function([each.__func__ for each in found], what)
+            owner = self._captured([each.__self__ for each in functions], what, "self")
+            function = self.function([each.__func__ for each in functions], what)
             return types.MethodType(function, owner)
         if isinstance(first, functools.partial):
-            inner = self.function([each.func for each in found], what)
-            args = self.tree([each.args for each in found], what)
+            inner = self.function([each.func for each in functions], what)
+            args = self.tree([each.args for each in functions], what)
             return functools.partial(
-                inner, *args, **self.tree([each.keywords for each in found], what)
+                inner, *args, **self.tree([each.keywords for each in functions], what)
             )
-        if all(each == first for each in found):
+        if all(each == first for each in functions):
             return first
         raise self._other_functions(what)
 
     def _closure(
-        self, found: Sequence[types.FunctionType], what: str
+        self, functions: Sequence[types.FunctionType], what: str
     ) -> types.FunctionType:
-        first = found[0]
+        first = functions[0]
         code = first.__code__
-        if any(each.__code__ is not code for each in found):
+        if any(each.__code__ is not code for each in functions):
             raise self._other_functions(what)
         cells = []
         for place, name in enumerate(code.co_freevars):
-            own = [(each.__closure__ or ())[place] for each in found]
-            held = [_contents(cell) for cell in own]
-            one = self._captured(held, what, name)
-            cells.append(own[0] if one is held[0] else types.CellType(one))
+            variants = [(each.__closure__ or ())[place] for each in functions]
+            contents = [_contents(cell) for cell in variants]
+            one = self._captured(contents, what, name)
+            cells.append(variants[0] if one is contents[0] else types.CellType(one))
         function = types.FunctionType(
             code, first.__globals__, first.__name__, None, tuple(cells)
         )
-        defaults = [each.__defaults__ for each in found]
+        defaults = [each.__defaults__ for each in functions]
         function.__defaults__ = self._captured(defaults, what, "its defaults")
-        named = [each.__kwdefaults__ for each in found]
+        named = [each.__kwdefaults__ for each in functions]
         function.__kwdefaults__ = self._captured(named, what, "its defaults")
         return function
 
-    def _captured(self, held: Sequence[Any], what: str, name: str) -> Any:
-        first = held[0]
+    def _captured(self, values: Sequence[Any], what: str, name: str) -> Any:
+        first = values[0]
         is_array = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
-        if all(each is first for each in held) and not is_array:
+        if all(each is first for each in values) and not is_array:
             return first
         if isinstance(first, types.FunctionType):
-            return self.function(held, what)
+            return self.function(values, what)
         structure = jax.tree.structure(first)
-        if all(jax.tree.structure(each) == structure for each in held):
-            columns = zip(*map(jax.tree.leaves, held), strict=True)
+        if all(jax.tree.structure(each) == structure for each in values):
+            columns = zip(*map(jax.tree.leaves, values), strict=True)
             return structure.unflatten(
                 [self._equal(column, what, name) for column in columns]
             )
@@ -357,15 +347,15 @@ class OneOfReplicas:
         if all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in column):
             if any(isinstance(leaf, Tracer) for leaf in column):
                 raise self._differs(what, name)
-            if len(set(map(eager_call.digest, column))) > 1:
+            if len(set(map(eager_replicas.digest, column))) > 1:
                 raise self._differs(what, name)
-            return eager_call.mirrored(first, self._replicas)
+            return eager_replicas.mirrored(first, self._replicas)
         if (one := self._one(column, what)) is not _DIFFERENT:
             return one
         raise self._differs(what, name)
 
     def _one(self, column: Sequence[Leaf], what: str) -> Leaf:
-        """What is equal on all replicas, and no array."""
+        """A value that is equal on all replicas and no array, or `_DIFFERENT`."""
         first = column[0]
         if all(leaf is first for leaf in column):
             return first
@@ -397,10 +387,6 @@ def _contents(cell: types.CellType) -> object:
         return cell
 
 
-RunProgram = Callable[[Function, tuple[PyTree, ...]], PyTree]
-"""A function with its arguments as a compiled step."""
-
-
 @final
 class EagerSteps:
     """Runs functions on the replicas of one strategy, each in a thread of its own."""
@@ -409,13 +395,13 @@ class EagerSteps:
         self,
         strategy: AbstractStrategy,
         environment: StepEnvironment,
-        compiled: RunProgram,
+        compiled: Callable[[Function, tuple[PyTree, ...]], PyTree],
         processes: Processes | None,
     ) -> None:
         self._strategy = strategy
         self._environment = environment
         self._compiled = compiled
-        self._rounds = AgreedRounds(processes, strategy._replicas)
+        self._rounds = ProcessRounds(processes, strategy._replicas)
 
     def run(
         self,
@@ -427,99 +413,81 @@ class EagerSteps:
         call = EagerCall(fn, args, kwargs, options or RunOptions(), self._environment)
         _check_untraced(call.leaves, call.name)
         replicas = self._strategy._replicas
-        copies = ReplicaCopies(replicas, call.name, self._rounds.digests)
-        one = OneOfReplicas(replicas, call.name)
+        copies = VariableCopies(replicas, call.name, self._rounds.gather)
+        merger = ReplicaMerger(replicas, call.name)
         block = cast(EagerBlock, context.current().runs_eagerly)
         settings = thread_settings(call.options, block.disable_jit)
         columns = call.columns(replicas)
 
         def body(place: int, thread: ReplicaThread) -> object:
-            own = [column[place] for column in columns]
+            leaves = [column[place] for column in columns]
             device = replicas.devices_of(thread.number)[0]
-            with settings(replicas, thread.number, device):
-                with self._as_replica(thread, copies, place), call.masks.tracing(own):
-                    returned = call.of_replica(own)
+            with (
+                settings(replicas, thread.number, device),
+                context.entered(
+                    strategy=self._strategy,
+                    replica=ReplicaContext(self._strategy),
+                    in_step=True,
+                    updated=(),
+                    eager=thread,
+                    variables=ReplicaVariables(copies, place, thread),
+                    trace=context.new_trace(),
+                ),
+                call.masks.tracing(leaves),
+            ):
+                returned = call.run(leaves)
             return _results.take_apart(returned, call.signature.statics, call.name)
 
-        ids = self._ids()
         threads = [
             ReplicaThread(
-                number, ids[place], replicas, rendezvous, functools.partial(body, place)
+                number,
+                jax.device_put(np.int32(number), replicas.place_of(number)),
+                replicas,
+                rendezvous,
+                functools.partial(body, place),
             )
             for place, number in enumerate(replicas.own)
         ]
 
-        def answer(wanted: Sequence[Wanted]) -> Sequence[object]:
-            if isinstance(wanted[0], MergeCall):
-                copies.store(copies.checked())
-                return one.merged(self._strategy, cast("Sequence[MergeCall]", wanted))
-            return self._reduced(cast("Sequence[EagerArrays]", wanted))
+        def answer(waiting: Sequence[Rendezvous]) -> Sequence[object]:
+            if isinstance(waiting[0], MergeCall):
+                copies.store(copies.changes())
+                calls = cast("Sequence[MergeCall]", waiting)
+                return merger.merged(self._strategy, calls)
+            return self._reduced(cast("Sequence[EagerArrays]", waiting))
 
         self._rounds.begin(call.name)
         ReplicaTurns(call.name, threads, answer, self._rounds.agree).run()
-        own = [
+        returned = [
             cast("tuple[list[jax.Array], _results.Results]", t.result) for t in threads
         ]
-        return self._finished(call, block, own, copies, columns)
-
-    def _finished(
-        self,
-        call: EagerCall,
-        block: EagerBlock,
-        own: Sequence[tuple[list[jax.Array], _results.Results]],
-        copies: ReplicaCopies,
-        columns: Sequence[Sequence[Leaf]],
-    ) -> PyTree:
-        replicas = self._strategy._replicas
-        results = EagerResults(call, replicas, own, self._rounds.digests)
+        results = EagerResults(call, replicas, returned, self._rounds.gather)
         results.check(call.expected)
-        changes = copies.checked()
+        changes = copies.changes()
         key = id(self._strategy), id(_code.code_of(call.fn) or call.fn)
         roles = zip(columns, call.roles, strict=True)
-        given = [column for column, role in roles if role is Role.PER_REPLICA]
-        found = results.value(key, block, given)
+        arguments = [column for column, role in roles if role is Role.PER_REPLICA]
+        value = results.value(key, block, arguments)
         copies.store(changes)
         if call.masks.is_active:  # warns if rows that only fill up the batch counted
             call.masks.before(call.leaves)
-        return found if call.objects is None else call.objects.finish(found)
+        return value if call.objects is None else call.objects.finish(value)
 
-    def _ids(self) -> list[jax.Array]:
+    def _reduced(self, operands: Sequence[EagerArrays]) -> Sequence[object]:
+        """Runs a collective, compiled; returns the results of each replica."""
         replicas = self._strategy._replicas
-        return [
-            jax.device_put(np.int32(number), replicas.place_of(number))
-            for number in replicas.own
-        ]
-
-    @contextlib.contextmanager
-    def _as_replica(
-        self, thread: ReplicaThread, copies: ReplicaCopies, place: int
-    ) -> Iterator[None]:
-        with context.entered(
-            strategy=self._strategy,
-            replica=ReplicaContext(self._strategy),
-            in_step=True,
-            updated=(),
-            eager=thread,
-            variables=CopiesOfReplica(copies, place, thread),
-            trace=context.new_trace(),
-        ):
-            yield
-
-    def _reduced(self, wanted: Sequence[EagerArrays]) -> Sequence[object]:
-        """What each replica gets of a collective, which is compiled for all."""
-        replicas = self._strategy._replicas
-        first = wanted[0]
+        first = operands[0]
         stacked = [
-            eager_call.together(column, replicas)
-            for column in zip(*(each.arrays for each in wanted), strict=True)
+            eager_replicas.per_replica_of(column, replicas)
+            for column in zip(*(each.arrays for each in operands), strict=True)
         ]
-        found = self._compiled(_collective_step, (first.collective, *stacked))
+        results = self._compiled(_collective_step, (first.collective, *stacked))
         columns = [
-            [eager_call.as_weak(each, weak) for each in column]
-            for result, weak in zip(found, first.weak, strict=True)
-            for column in [eager_call.apart(result, replicas)]
+            [eager_replicas.with_weak_type(each, weak) for each in column]
+            for result, weak in zip(results, first.weak, strict=True)
+            for column in [eager_replicas.local_values(result, replicas)]
         ]
-        return [[column[i] for column in columns] for i in range(len(wanted))]
+        return [[column[i] for column in columns] for i in range(len(operands))]
 
 
 def _collective_step(

@@ -1,4 +1,4 @@
-"""The replicas of one eager step, which take turns: `ReplicaTurns`."""
+"""Threads of the replicas of an eager step, and their scheduler: `ReplicaTurns`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from typing import TypeAlias, final
 import jax
 
 from jaxstrategy._src.contexts.context import EagerReplica, Rebindings
-from jaxstrategy._src.errors import (
-    DivergentCollectiveError,
-    LateReplicaWarning,
-)
+from jaxstrategy._src.errors import DivergentCollectiveError, LateReplicaWarning
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.reductions.reduction import (
     EagerCollective,
@@ -34,11 +31,11 @@ from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.trees import without_eager_sharding
 
 Settings = Callable[[Replicas, int, Device], contextlib.AbstractContextManager[None]]
-"""Of replicas, the number of one, and its device: a block with the settings."""
+"""Enters JAX's settings for a replica, given all, its number and its device."""
 
 
 def thread_settings(options: RunOptions, disable_jit: bool) -> Settings:
-    """The settings of the thread that asks, for those of replicas."""
+    """JAX's settings in this thread, to be entered in the threads of replicas."""
     config = jax.config
     has_wide, promotion = config.jax_enable_x64, config.jax_numpy_dtype_promotion
     ranks = config.jax_numpy_rank_promotion
@@ -69,7 +66,7 @@ def thread_settings(options: RunOptions, disable_jit: bool) -> Settings:
     return entered
 
 
-# For a replica that runs on after it was told to end.
+# To wait for a thread that was told to end.
 _ENDING_SECONDS = 5.0
 
 
@@ -80,14 +77,13 @@ class EagerArrays:
     weak: tuple[bool, ...]
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         types = [array_type(each.dtype, each.shape) for each in self.arrays]
         return f"{self.collective.name} of {listed(types, 6)}"
 
     def is_like(self, other: EagerArrays) -> bool:
-        """Whether both are of one program."""
-        kinds = [[(a.shape, a.dtype) for a in each.arrays] for each in (self, other)]
-        return self.collective == other.collective and kinds[0] == kinds[1]
+        types = [[(a.shape, a.dtype) for a in each.arrays] for each in (self, other)]
+        return self.collective == other.collective and types[0] == types[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,20 +92,20 @@ class MergeCall:
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
 
-    told = "merge_call"
+    label = "merge_call"
 
 
-Wanted: TypeAlias = EagerArrays | MergeCall
-"""What a replica waits for."""
+Rendezvous: TypeAlias = EagerArrays | MergeCall
+"""An operation of all replicas, in which each waits for the others."""
 
 
-class ReplicaEnded(BaseException):  # which no `except Exception` of a step takes
+class ReplicaEnded(BaseException):  # not caught by a step's `except Exception`
     """Ends the thread of a replica whose step is given up."""
 
 
 @final
 class ReplicaThread(EagerReplica):
-    """One replica, which runs when it is its turn."""
+    """The thread of one replica, which runs when it is its turn."""
 
     def __init__(
         self,
@@ -122,7 +118,7 @@ class ReplicaThread(EagerReplica):
         self.number = number
         self.index = index
         self.reduction = EagerReduction(meet)
-        self.wanted: Wanted | None = None
+        self.waits_for: Rendezvous | None = None
         self.request: Callable[[], object] | None = None
         self.line: Line | None = None
         self.result: object = None
@@ -132,7 +128,7 @@ class ReplicaThread(EagerReplica):
         self._shapes = SameShapes(replicas)
         self._body = body
         self._reply: object = None
-        self._refusal: BaseException | None = None
+        self._error_reply: BaseException | None = None
         self._gives_up = False
         self._turn = threading.Semaphore(0)
         self._is_over = threading.Semaphore(0)
@@ -144,13 +140,13 @@ class ReplicaThread(EagerReplica):
             daemon=True,
         )
 
-    # In the thread of the caller.
+    # Called in the thread of the caller.
 
     def begin_turn(
-        self, reply: object = None, refusal: BaseException | None = None
+        self, reply: object = None, error_reply: BaseException | None = None
     ) -> None:
-        """Lets it run, with what came of what it waited for, or an error to raise."""
-        self._reply, self._refusal, self.request = reply, refusal, None
+        """Resumes it with the result of the rendezvous, or an error to raise there."""
+        self._reply, self._error_reply, self.request = reply, error_reply, None
         self._is_paused = False
         if self._thread.ident is None:
             self._thread.start()
@@ -158,7 +154,7 @@ class ReplicaThread(EagerReplica):
             self._turn.release()
 
     def end_turn(self, seconds: float) -> bool:
-        """Waits until it waits or has ended; whether it does after so many seconds."""
+        """Returns whether, within `seconds`, it waits for others or has ended."""
         return self._is_over.acquire(timeout=seconds)
 
     def give_up(self) -> None:
@@ -180,7 +176,7 @@ class ReplicaThread(EagerReplica):
 
     @property
     def frames(self) -> list[tuple[str, int, str]]:
-        """Where it is: files, line numbers and modules, the innermost first."""
+        """The files, line numbers and modules of its stack, the innermost first."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         found: list[tuple[str, int, str]] = []
         while frame is not None:
@@ -189,7 +185,7 @@ class ReplicaThread(EagerReplica):
             frame = frame.f_back
         return found
 
-    # In its own thread.
+    # Called in its own thread.
 
     def _run(self) -> None:
         try:
@@ -205,9 +201,9 @@ class ReplicaThread(EagerReplica):
     ) -> list[jax.Array]:
         types = jax.tree.leaves(self.result_types(collective, arrays))
         weak = tuple(each.weak_type for each in types)
-        found = self._wait(EagerArrays(collective, tuple(arrays), weak))
-        assert isinstance(found, list), "the caller answers what was asked"
-        return found
+        results = self._wait(EagerArrays(collective, tuple(arrays), weak))
+        assert isinstance(results, list), "the caller answers a collective so"
+        return results
 
     def merge_call(
         self,
@@ -220,7 +216,7 @@ class ReplicaThread(EagerReplica):
     def result_types(
         self, collective: EagerCollective, arrays: Sequence[object]
     ) -> PyTree:
-        """The shapes and dtypes of what a collective of these arrays returns."""
+        """The shapes and dtypes of the results of a collective."""
 
         def results(*arrays: jax.Array) -> PyTree:
             return collective.results(self._shapes, arrays)
@@ -228,15 +224,16 @@ class ReplicaThread(EagerReplica):
         return jax.eval_shape(results, *arrays)
 
     def in_caller(self, function: Callable[[], object]) -> object:
+        """Calls `function` in the thread of the caller."""
         self.request = function
         return self._pause()
 
-    def _wait(self, wanted: Wanted) -> object:
-        """What comes of something for which all replicas meet."""
+    def _wait(self, waits_for: Rendezvous) -> object:
+        """Waits for all replicas and returns this one's result."""
         if self._gives_up:
             raise ReplicaEnded
-        self.line = user_code.innermost(_frames_here())
-        self.wanted = wanted
+        self.line = user_code.innermost([frame[:2] for frame in self.frames])
+        self.waits_for = waits_for
         return self._pause()
 
     def _pause(self) -> object:
@@ -251,8 +248,8 @@ class ReplicaThread(EagerReplica):
             raise ReplicaEnded
         for rebindings in self._rebindings:
             rebindings.set()
-        if self._refusal is not None:
-            raise self._refusal
+        if self._error_reply is not None:
+            raise self._error_reply
         return self._reply
 
     @contextlib.contextmanager
@@ -267,16 +264,7 @@ class ReplicaThread(EagerReplica):
                 rebindings.take_back()
 
 
-def _frames_here() -> list[tuple[str, int]]:
-    frame = sys._getframe(1)
-    found: list[tuple[str, int]] = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return found
-
-
-# After so long a replica that runs is named, once; Ctrl-C is heard at once.
+# After so long a replica that runs is named in a warning, once.
 PATIENCE_SECONDS = 10.0
 
 _DEBUGGERS = ("bdb", "pdb", "cmd", "pudb", "debugpy", "pydevd", "ipdb")
@@ -290,28 +278,33 @@ class ReplicaTurns:
         self,
         name: str,
         threads: Sequence[ReplicaThread],
-        answer: Callable[[Sequence[Wanted]], Sequence[object]],
+        answer: Callable[[Sequence[Rendezvous]], Sequence[object]],
         agree: Callable[[str], None],
     ) -> None:
         self._name = name
         self._threads = threads
         self._answer = answer
         self._agree = agree
-        self._is_told = False
+        self._has_warned = False
 
     def run(self) -> None:
         try:
             replies: Sequence[object] = [None] * len(self._threads)
-            refusal = None
-            while not self._round(replies, refusal):
-                wanted = [thread.wanted for thread in self._threads]
-                self._agree(_told(wanted[0]))
+            error_reply = None
+            while not self._round(replies, error_reply):
+                waiting = [
+                    t.waits_for for t in self._threads if t.waits_for is not None
+                ]
+                self._agree(waiting[0].label)
                 try:
-                    found = self._answer([each for each in wanted if each is not None])
-                    replies, refusal = found, None
+                    replies, error_reply = self._answer(waiting), None
                 except Exception as error:
-                    refusal = error
-                    error.add_note(self._met_note())
+                    error_reply = error
+                    error.add_note(
+                        f"All replicas of `{self._name}` had met, in "
+                        f"`eager_replicas()`, at {waiting[0].label}: "
+                        f"{self._threads[0].line}"
+                    )
             self._agree("the end of the step")
         finally:
             for thread in self._threads:
@@ -319,41 +312,43 @@ class ReplicaTurns:
             for thread in self._threads:
                 thread.join()
 
-    def _round(self, replies: Sequence[object], refusal: BaseException | None) -> bool:
-        """One turn of each replica; whether all have returned."""
+    def _round(
+        self, replies: Sequence[object], error_reply: BaseException | None
+    ) -> bool:
+        """Gives each replica a turn; returns whether all have returned."""
         for thread in self._threads:
-            thread.wanted = None
+            thread.waits_for = None
         for thread, reply in zip(self._threads, replies, strict=True):
-            thread.begin_turn(reply, refusal)
+            thread.begin_turn(reply, error_reply)
             self._wait_for(thread)
             if thread.error is not None:
-                self._raise(thread, thread.error, thread.error is refusal)
+                self._raise(thread, thread.error, thread.error is error_reply)
         waiting = [thread for thread in self._threads if not thread.is_ended]
         if not waiting:
             return True
         if len(waiting) < len(self._threads) or not _are_alike(waiting):
             self._tell_others("replicas that do not meet")
-            raise self._uneven(waiting)
+            raise self._divergence(waiting)
         return False
 
     def _wait_for(self, thread: ReplicaThread) -> None:
         self._end_of_turn(thread)
         while thread.request is not None:
             try:
-                reply, refusal = thread.request(), None
+                reply, error_reply = thread.request(), None
             except Exception as error:
-                reply, refusal = None, error
-            thread.begin_turn(reply, refusal)
+                reply, error_reply = None, error
+            thread.begin_turn(reply, error_reply)
             self._end_of_turn(thread)
 
     def _end_of_turn(self, thread: ReplicaThread) -> None:
         while not thread.end_turn(PATIENCE_SECONDS):
             frames = thread.frames
-            if is_in_debugger(frames) or self._is_told:
+            if is_in_debugger(frames) or self._has_warned:
                 continue
-            self._is_told = True
+            self._has_warned = True
             line = user_code.innermost([(file, number) for file, number, _ in frames])
-            others = [each for each in self._threads if each.wanted is not None]
+            others = [each for each in self._threads if each.waits_for is not None]
             user_code.warn(
                 f"Replica {thread.number} of `{self._name}` has run for "
                 f"{PATIENCE_SECONDS:g} s and has not come to a collective, nor to its "
@@ -361,10 +356,12 @@ class ReplicaTurns:
                 LateReplicaWarning,
             )
 
-    def _raise(self, thread: ReplicaThread, error: BaseException, met_it: bool) -> None:
+    def _raise(
+        self, thread: ReplicaThread, error: BaseException, is_reply: bool
+    ) -> None:
         self._tell_others(f"{type(error).__name__} in replica {thread.number}")
-        if not met_it:
-            others = [each for each in self._threads if each.wanted is not None]
+        if not is_reply:
+            others = [each for each in self._threads if each.waits_for is not None]
             error.add_note(
                 f"Replica {thread.number} of `{self._name}` raised this, in "
                 f"`eager_replicas()`. {_waits(others)}".rstrip()
@@ -375,20 +372,12 @@ class ReplicaTurns:
         try:
             self._agree(what)
         except Exception:
-            pass  # theirs is another: what happened here is raised here
+            pass  # the other processes differ: the error here is raised instead
 
-    def _met_note(self) -> str:
-        first = self._threads[0]
-        assert first.wanted is not None, "all wait"
-        return (
-            f"All replicas of `{self._name}` had met, in `eager_replicas()`, at "
-            f"{_told(first.wanted)}: {first.line}"
-        )
-
-    def _uneven(self, waiting: Sequence[ReplicaThread]) -> DivergentCollectiveError:
-        counted = [each for each in waiting if isinstance(each.wanted, MergeCall)]
-        numbers = "have a different number of merge_call() calls"
-        what = numbers if counted else "do not meet at the same collective"
+    def _divergence(self, waiting: Sequence[ReplicaThread]) -> DivergentCollectiveError:
+        what = "do not meet at the same collective"
+        if any(isinstance(each.waits_for, MergeCall) for each in waiting):
+            what = "have a different number of merge_call() calls"
         lines = "\n".join(f"  {_where(thread)}" for thread in self._threads)
         return DivergentCollectiveError(
             f"The replicas of `{self._name}` {what}; compiled, or in several "
@@ -406,26 +395,20 @@ def is_in_debugger(frames: Sequence[tuple[str, int, str]]) -> bool:
 
 
 def _are_alike(threads: Sequence[ReplicaThread]) -> bool:
-    first = threads[0].wanted
-    for thread in threads[1:]:
-        other = thread.wanted
-        if isinstance(first, EagerArrays) and isinstance(other, EagerArrays):
-            if not first.is_like(other):
-                return False
-        elif type(first) is not type(other):
-            return False
-    return True
-
-
-def _told(wanted: Wanted | None) -> str:
-    return "nothing" if wanted is None else wanted.told
+    first = threads[0].waits_for
+    others = [thread.waits_for for thread in threads[1:]]
+    if isinstance(first, EagerArrays):
+        return all(isinstance(x, EagerArrays) and first.is_like(x) for x in others)
+    return all(type(first) is type(other) for other in others)
 
 
 def _where(thread: ReplicaThread) -> str:
-    if thread.wanted is not None:
-        return f"replica {thread.number} waits at {thread.wanted.told}: {thread.line}"
-    met = "without any" if thread.line is None else f"after that at {thread.line}"
-    return f"replica {thread.number} has returned, {met}"
+    if thread.waits_for is not None:
+        return (
+            f"replica {thread.number} waits at {thread.waits_for.label}: {thread.line}"
+        )
+    last = "without any" if thread.line is None else f"after that at {thread.line}"
+    return f"replica {thread.number} has returned, {last}"
 
 
 def _waits(threads: Sequence[ReplicaThread]) -> str:
@@ -433,5 +416,6 @@ def _waits(threads: Sequence[ReplicaThread]) -> str:
         return ""
     who = listed([str(thread.number) for thread in threads], 8)
     first = threads[0]
+    assert first.waits_for is not None, "the caller has looked"
     verb = "Replica {} waits" if len(threads) == 1 else "Replicas {} wait"
-    return f"{verb.format(who)} at {_told(first.wanted)}: {first.line}"
+    return f"{verb.format(who)} at {first.waits_for.label}: {first.line}"

@@ -1,4 +1,4 @@
-"""The block in which replicas run eagerly: `eager_replicas`."""
+"""Eager steps: `eager_replicas`, and the arguments, variables, results of a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import EllipsisType
-from typing import Any, cast, final
+from typing import Any, TypeAlias, cast, final
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jaxstrategy._src.errors import (
     NotMirroredVariableError,
     PlacementError,
 )
-from jaxstrategy._src.executors.replica_threads.replica_thread import ReplicaThread
+from jaxstrategy._src.executors.replica_thread import ReplicaThread
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import sharding_like
@@ -42,9 +42,7 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
     options_of,
     step_of_arrays,
 )
-from jaxstrategy._src.tracing.nnx.object_form import (
-    AttributeChange,
-)
+from jaxstrategy._src.tracing.nnx.object_form import AttributeChange
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.stages.placement import Placement
@@ -65,7 +63,7 @@ from jaxstrategy._src.variables.kinds import on_host
 from jaxstrategy._src.variables.variable import Variable
 
 _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
-# In a function that the step maps or differentiates: JAX says itself what to do.
+# JAX's own messages say what to do, in a function that is mapped or differentiated.
 _TRACED = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -77,7 +75,7 @@ _TRACED = (
 def eagerly_translated(
     error: Exception, name: str, replicas: Replicas, options: RunOptions
 ) -> Exception | None:
-    """An error to raise instead of one that a replica raised; or None."""
+    """A clearer error to raise instead of a replica's, if there is one."""
     if isinstance(error, _TRACED):
         return None
     line = user_code.users_line(error.__traceback__)
@@ -99,8 +97,8 @@ def eagerly_translated(
     return translated(error, name, replicas)
 
 
-def apart(value: Leaf, replicas: Replicas) -> list[Leaf]:
-    """What each replica of this process has of a value of all."""
+def local_values(value: Leaf, replicas: Replicas) -> list[Leaf]:
+    """The value of each replica of this process, of a value of all replicas."""
     if isinstance(value, PerReplica):
         return list(versions(_per_replica.contents(value), replicas))
     if isinstance(value, jax.Array):
@@ -114,32 +112,30 @@ def versions(stacked: Leaf, replicas: Replicas) -> list[jax.Array]:
 
 
 def copies(array: jax.Array, replicas: Replicas) -> list[jax.Array]:
-    """An array that all have, once on the devices of each."""
+    """Copies of an array on the devices of each replica of this process."""
     whole = mesh.place(array, sharding_like(array, replicas))
-    return [
-        as_weak(each, getattr(array, "weak_type", False))
-        for each in replicas.copies(whole)
-    ]
+    is_weak = getattr(array, "weak_type", False)
+    return [with_weak_type(copy, is_weak) for copy in replicas.copies(whole)]
 
 
-def as_weak(array: jax.Array, is_weak: bool) -> jax.Array:
-    """`array`, which gives way to other dtypes, as Python's numbers do, or does not."""
+def with_weak_type(array: jax.Array, is_weak: bool) -> jax.Array:
     if is_key(array.dtype) or array.weak_type == is_weak:
         return array
     convert: Any = convert_element_type_p
     return convert.bind(array, new_dtype=array.dtype, weak_type=is_weak, sharding=None)
 
 
-def together(found: Sequence[Leaf], replicas: Replicas) -> PerReplica:
+def per_replica_of(versions: Sequence[Leaf], replicas: Replicas) -> PerReplica:
     """The versions of this process's replicas as a `PerReplica` of all."""
-    arrays = [
-        each if isinstance(each, jax.Array) else np.asarray(each) for each in found
-    ]
-    return PerReplica(replicas.stacked(arrays))
+    return PerReplica(
+        replicas.stacked(
+            [v if isinstance(v, jax.Array) else np.asarray(v) for v in versions]
+        )
+    )
 
 
 def mirrored(array: Leaf, replicas: Replicas) -> jax.Array:
-    """An array that each replica of each process has, as one of all."""
+    """An array that all replicas have, as one array replicated on the mesh."""
     return mesh.place(array, sharding_like(array, replicas))
 
 
@@ -152,13 +148,13 @@ def digest(array: Leaf) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-Digests = Callable[[Sequence[Sequence[str]]], Sequence[Sequence[str]]]
-"""Of what each replica of this process has the same of all replicas."""
+AllGatherTexts = Callable[[Sequence[Sequence[str]]], Sequence[Sequence[str]]]
+"""Gathers a row of texts of each replica from all processes."""
 
 
 @final
-class OneCopy:
-    """One replica's copy of a variable, read and written whole, with `[...]`."""
+class VariableCopy:
+    """One replica's copy of a variable, read and assigned whole, with `[...]`."""
 
     def __init__(self, array: jax.Array, name: str) -> None:
         self.array = self.before = array
@@ -189,77 +185,76 @@ class OneCopy:
         self.line = frame and Line(frame.f_code.co_filename, frame.f_lineno)
 
 
+Changes: TypeAlias = list[tuple[Variable, list[VariableCopy]]]
+
+
 @final
-class ReplicaCopies:
+class VariableCopies:
     """The variables that an eager step uses: a copy for each replica here."""
 
-    def __init__(self, replicas: Replicas, name: str, digests: Digests) -> None:
+    def __init__(self, replicas: Replicas, name: str, gather: AllGatherTexts) -> None:
         self._replicas = replicas
         self._name = name
-        self._digests = digests
-        self._copies: dict[int, tuple[Variable, list[OneCopy]]] = {}
+        self._gather = gather
+        self._copies: dict[int, tuple[Variable, list[VariableCopy]]] = {}
 
-    def of(self, variable: Variable, place: int) -> OneCopy:
+    def of(self, variable: Variable, place: int) -> VariableCopy:
         return self._copies[id(variable)][1][place]
 
     def has(self, variable: Variable) -> bool:
         return id(variable) in self._copies
 
     def make(self, variable: Variable) -> None:
-        self._copies[id(variable)] = variable, self._made(variable)
-
-    def _made(self, variable: Variable) -> list[OneCopy]:
         with access.one_at_a_time:
-            held = variable.cell[...]
-            if self._is_own(variable):
-                found = [v[None] for v in self._replicas.versions(held)]
+            contents = variable.cell[...]
+            if self._has_versions(variable):
+                arrays = [v[None] for v in self._replicas.versions(contents)]
             else:
-                found = copies(held, self._replicas)
-        return [OneCopy(array, variable.name) for array in found]
+                arrays = copies(contents, self._replicas)
+        made = [VariableCopy(array, variable.name) for array in arrays]
+        self._copies[id(variable)] = variable, made
 
-    def _is_own(self, variable: Variable) -> bool:
+    def _has_versions(self, variable: Variable) -> bool:
         is_here = variable.lives_on(self._replicas)
         return is_here and not variable.copies_must_agree
 
-    def checked(self) -> list[tuple[Variable, list[OneCopy]]]:
-        found = list(self._copies.values())
-        changed = [
-            [str(copy.array is not copy.before) for copy in copies]
-            for _, copies in found
+    def changes(self) -> Changes:
+        """The variables that a replica assigned; raises if their copies differ."""
+        used = list(self._copies.values())
+        flags = self._columns(used, lambda copy: str(copy.array is not copy.before))
+        changes = [
+            each for each, flag in zip(used, flags, strict=True) if "True" in flag
         ]
-        by_replica = self._digests(list(map(list, zip(*changed, strict=True))))
-        is_changed = [
-            any(said == "True" for said in column)
-            for column in zip(*by_replica, strict=True)
-        ]
-        changes = [each for each, it in zip(found, is_changed, strict=True) if it]
-        self._check_equal([each for each in changes if not self._is_own(each[0])])
-        return changes
-
-    def _check_equal(self, changes: Sequence[tuple[Variable, list[OneCopy]]]) -> None:
-        digests = [[digest(copy.array) for copy in copies] for _, copies in changes]
-        by_replica = self._digests(list(map(list, zip(*digests, strict=True))))
-        columns = zip(*by_replica, strict=True)
-        for (variable, copies), column in zip(changes, columns, strict=True):
+        mirrored = [each for each in changes if not self._has_versions(each[0])]
+        digests = self._columns(mirrored, lambda copy: digest(copy.array))
+        for (variable, copies), column in zip(mirrored, digests, strict=True):
             if len(set(column)) > 1:
                 raise _drifted(variable, copies, column, self._name, self._replicas)
+        return changes
 
-    def store(self, changes: Sequence[tuple[Variable, list[OneCopy]]]) -> None:
-        """Lets variables hold what replicas have assigned, and forgets the copies."""
+    def _columns(
+        self, variables: Changes, text: Callable[[VariableCopy], str]
+    ) -> list[tuple[str, ...]]:
+        """For each variable the texts of the copies of all replicas."""
+        local = [map(text, copies) for _, copies in variables]
+        rows = self._gather([list(row) for row in zip(*local, strict=True)])
+        return list(zip(*rows, strict=True))
+
+    def store(self, changes: Changes) -> None:
+        """Assigns variables what replicas have assigned, and drops the copies."""
         with access.one_at_a_time:
             for variable, copies in changes:
-                if self._is_own(variable):
-                    arrays = [copy.array[0] for copy in copies]
-                    whole = _per_replica.contents(together(arrays, self._replicas))
-                else:
-                    whole = copies[0].array
-                variable.cell[...] = mesh.place(whole, variable.sharding)
+                value = copies[0].array
+                if self._has_versions(variable):
+                    versions = [copy.array[0] for copy in copies]
+                    value = per_replica_of(versions, self._replicas).stacked
+                variable.cell[...] = mesh.place(value, variable.sharding)
         self._copies.clear()
 
 
 def _drifted(
     variable: Variable,
-    copies: Sequence[OneCopy],
+    copies: Sequence[VariableCopy],
     column: Sequence[str],
     name: str,
     replicas: Replicas,
@@ -268,8 +263,8 @@ def _drifted(
     where = "" if line is None else f"  it was assigned at {line}\n"
     return NotMirroredVariableError(
         f"Variable {variable.name!r} is mirrored, but `{name}` assigned it values that "
-        f"differ between replicas: its copies would drift apart.\n{where}"
-        f"{told_versions([copy.array for copy in copies], column, replicas)}\n"
+        f"differ between replicas: its copies would drift local_values.\n{where}"
+        f"{describe_versions([copy.array for copy in copies], column, replicas)}\n"
         "Reduce it first, or make the variable with an `aggregation` "
         "('sum', 'mean', 'only_first_replica'), or with `synchronization='on_read'` if "
         "each replica is to have its own.",
@@ -278,7 +273,7 @@ def _drifted(
     )
 
 
-def told_versions(
+def describe_versions(
     arrays: Sequence[jax.Array | np.ndarray], column: Sequence[str], replicas: Replicas
 ) -> str:
     texts = {column[i]: _short(a) for i, a in zip(replicas.own, arrays, strict=True)}
@@ -302,11 +297,11 @@ def _short(array: jax.Array | np.ndarray) -> str:
 
 
 @final
-class CopiesOfReplica(StepVariables):
+class ReplicaVariables(StepVariables):
     def __init__(
-        self, copies: ReplicaCopies, place: int, thread: ReplicaThread
+        self, copies: VariableCopies, place: int, thread: ReplicaThread
     ) -> None:
-        # The first replica runs first: what it makes the others find.
+        # The first replica runs first, so the others find the variables that it makes.
         super().__init__((), may_create=thread.number == 0)
         self._all = copies
         self._thread = thread
@@ -316,13 +311,13 @@ class CopiesOfReplica(StepVariables):
     def any(self) -> bool:
         return True
 
-    def reference(self, variable: Handle) -> OneCopy:
-        context.check_unstaged(f"Variable {cast(Variable, variable).name!r}")
+    def reference(self, variable: Handle) -> VariableCopy:
+        context.check_unstaged(f"Variable {variable.name!r}")
         self.used.setdefault(id(variable), variable)
-        own = cast(Variable, variable)
-        if not self._all.has(own):
-            self._thread.in_caller(functools.partial(self._all.make, own))
-        return self._all.of(own, self._place)
+        used = cast(Variable, variable)
+        if not self._all.has(used):
+            self._thread.in_caller(functools.partial(self._all.make, used))
+        return self._all.of(used, self._place)
 
     def create(self, variable: Handle, start: jax.Array) -> None:
         """Let the step make `variable`; its cell holds its copies."""
@@ -331,7 +326,7 @@ class CopiesOfReplica(StepVariables):
 
 @final
 class EagerBlock:
-    """One block of `eager_replicas`, and what its steps remember of each other."""
+    """One block of `eager_replicas`, and which results have varied in it."""
 
     def __init__(self, disable_jit: bool) -> None:
         self.disable_jit = disable_jit
@@ -340,18 +335,20 @@ class EagerBlock:
 
 @final
 class EagerResults:
+    """What the replicas of an eager step returned, compared and put together."""
+
     def __init__(
         self,
         call: EagerCall,
         replicas: Replicas,
-        own: Sequence[tuple[list[jax.Array], Results]],
-        digests: Digests,
+        returned: Sequence[tuple[list[jax.Array], Results]],
+        gather: AllGatherTexts,
     ) -> None:
         self.name = name = call.name
         self.has_objects = call.objects is not None
-        self.results = own[0][1]
+        self.results = returned[0][1]
         self._replicas = replicas
-        for number, (_, other) in zip(replicas.own, own, strict=True):
+        for number, (_, other) in zip(replicas.own, returned, strict=True):
             if other.treedef != self.results.treedef:
                 raise ValueError(
                     f"`{name}` returned pytrees of different structures: "
@@ -360,9 +357,9 @@ class EagerResults:
                     "on all replicas; what differs may be an array of another shape, "
                     "a number or a string."
                 )
-        self._columns = list(zip(*map(_leaves, own), strict=True))
-        kinds = [[_kind(leaf) for leaf in column] for column in self._columns]
-        rows = digests([list(row) for row in zip(*kinds, strict=True)])
+        self._columns = list(zip(*map(_leaves, returned), strict=True))
+        local = [map(_leaf_digest, column) for column in self._columns]
+        rows = gather([list(row) for row in zip(*local, strict=True)])
         self._digests = list(zip(*rows, strict=True))
 
     def path(self, keys: KeyPath) -> str:
@@ -393,31 +390,34 @@ class EagerResults:
             advice = (
                 varying_results.OF_OBJECTS if is_object else varying_results.OF_RESULTS
             )
-            told = told_versions(column, digests, self._replicas)
-            raise NotMirroredError(f"{what}\n{told}\n{advice}", path=path.strip("`"))
+            versions = describe_versions(column, digests, self._replicas)
+            message = f"{what}\n{versions}\n{advice}"
+            raise NotMirroredError(message, path=path.strip("`"))
 
     def value(
-        self, key: Hashable, block: EagerBlock, own: Sequence[Sequence[Leaf]]
+        self, key: Hashable, block: EagerBlock, arguments: Sequence[Sequence[Leaf]]
     ) -> PyTree:
+        """The results of all replicas; `arguments` are those that are per replica."""
         numbered = self.results.treedef.unflatten(range(len(self._columns)))
         paths = [path for path, _ in jax.tree.leaves_with_path(numbered)]
-        found = []
+        results = []
         for position, path in enumerate(paths):
-            known = key, self.path(path)
+            result = key, self.path(path)
             column = self._columns[position]
-            is_given = any(
-                all(a is b for a, b in zip(column, each, strict=True)) for each in own
+            is_argument = any(
+                all(a is b for a, b in zip(column, argument, strict=True))
+                for argument in arguments
             )
-            if not self._are_equal(position) or is_given:
-                block.varying.add(known)
-            varies = known in block.varying and self._replicas.count > 1
-            found.append(self._one(position, varies))
-        return self.results.treedef.unflatten(found)
+            if not self._are_equal(position) or is_argument:
+                block.varying.add(result)
+            varies = result in block.varying and self._replicas.count > 1
+            results.append(self._merged(position, varies))
+        return self.results.treedef.unflatten(results)
 
     def _are_equal(self, position: int) -> bool:
         return len(set(self._digests[position])) == 1
 
-    def _one(self, position: int, varies: bool) -> Leaf:
+    def _merged(self, position: int, varies: bool) -> Leaf:
         column = self._columns[position]
         is_array = all(map(_arrays.is_array, column))
         if not varies or (self._are_equal(position) and not is_array):
@@ -428,7 +428,7 @@ class EagerResults:
         if not is_numeric or len(kinds) > 1:
             return Versions(column, self._replicas.own)
         arrays = [x if _arrays.is_array(x) else jax.numpy.asarray(x) for x in column]
-        return together(arrays, self._replicas)
+        return per_replica_of(arrays, self._replicas)
 
 
 def _leaves(returned: tuple[list[jax.Array], Results]) -> list[Leaf]:
@@ -442,8 +442,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _kind(leaf: Leaf) -> str:
-    """Equal for equal leaves: the type of an array or number, and what it holds."""
+def _leaf_digest(leaf: Leaf) -> str:
+    """A text that is equal for equal leaves: type and contents."""
     if _arrays.is_array(leaf):
         return f"{leaf.dtype}{leaf.shape} {digest(leaf)}"
     if leaf is None or isinstance(leaf, (bool, str, int, float, complex)):
@@ -456,7 +456,7 @@ def _kind(leaf: Leaf) -> str:
 
 @final
 class EagerCall:
-    """A call of a step, whose arguments lie where those of a compiled one would."""
+    """A call of an eager step, with its arguments placed as for a compiled one."""
 
     def __init__(
         self,
@@ -471,14 +471,15 @@ class EagerCall:
         self.options = options
         self._replicas = environment.replicas
         self._changes: list[AttributeChange] = []
-        found = rebinding.references(fn)
+        captured = rebinding.references(fn)
+        both = {**captured.objects, **captured.arrays}
         try:
-            self._begin(args, kwargs, {**found.objects, **found.arrays}, environment)
+            self._begin(args, kwargs, both, environment)
         except PlacementError:
-            if not found.arrays:
+            if not captured.arrays:
                 raise
-            # A captured array may lie where no argument may: then it is a constant.
-            self._begin(args, kwargs, found.objects, environment)
+            # Captured arrays may lie where no argument may: they become constants.
+            self._begin(args, kwargs, captured.objects, environment)
 
     def _begin(
         self,
@@ -489,12 +490,12 @@ class EagerCall:
     ) -> None:
         call = self.objects = call_of(args, kwargs, captured)
         self._step_fn = self.fn
-        given: tuple[Sequence[PyTree], dict[str, PyTree]] = args, kwargs
+        arguments: tuple[Sequence[PyTree], dict[str, PyTree]] = args, kwargs
         if call is not None:
             form = None if call.objects is None else call.objects.form
             self._step_fn = step_of_arrays(lambda: self.fn, form, call.captured)
-            given = call.args, call.kwargs
-        self.leaves, self.signature = _roles.take_apart(self._step_fn, *given)
+            arguments = call.args, call.kwargs
+        self.leaves, self.signature = _roles.take_apart(self._step_fn, *arguments)
         step = ReplicaStep(
             lambda: self._step_fn, environment, self.signature, lambda: False
         )
@@ -504,7 +505,6 @@ class EagerCall:
 
     @property
     def expected(self) -> PyTree:
-        """The results that should be mirrored, as `RunOptions` says it."""
         options = self.options if self.objects is None else options_of(self.options)
         return options.expect_mirrored
 
@@ -516,34 +516,33 @@ class EagerCall:
             for leaf, role in zip(self._placed, self.roles, strict=True)
         ]
 
-    def of_replica(self, own: Sequence[Leaf]) -> PyTree:
-        args, kwargs = self.signature.rebuild(own)
+    def run(self, leaves: Sequence[Leaf]) -> PyTree:
+        """Calls the step with the arguments of one replica."""
+        args, kwargs = self.signature.rebuild(leaves)
         try:
-            return self._alike(self._step_fn(*args, **kwargs))
+            return self._with_shared_changes(self._step_fn(*args, **kwargs))
         except rebinding.Leak as leak:
             raise leak.explained() from None
         except Exception as error:
-            told = eagerly_translated(error, self.name, self._replicas, self.options)
-            if told is None:
+            better = eagerly_translated(error, self.name, self._replicas, self.options)
+            if better is None:
                 raise
-            raise told from error
+            raise better from error
 
-    def _alike(self, returned: PyTree) -> PyTree:
-        """`returned`, in which equal changes of objects are the first replica's."""
+    def _with_shared_changes(self, returned: PyTree) -> PyTree:
+        """`returned`, with the first replica's change in place of each equal one."""
         if self.objects is None:
             return returned
         results, parts = returned
         return results, [
-            dataclasses.replace(part, changes=tuple(map(self._known, part.changes)))
+            dataclasses.replace(part, changes=tuple(map(self._shared, part.changes)))
             for part in parts
         ]
 
-    def _known(self, change: AttributeChange) -> AttributeChange:
+    def _shared(self, change: AttributeChange) -> AttributeChange:
         for other in self._changes:
-            is_there = (other.path, other.name) == (change.path, change.name)
-            if is_there and (
-                other.value is change.value or other.value == change.value
-            ):
+            is_same = (other.path, other.name) == (change.path, change.name)
+            if is_same and (other.value is change.value or other.value == change.value):
                 return other
         self._changes.append(change)
         return change
@@ -557,7 +556,7 @@ def eager_replicas(*, disable_jit: bool = True) -> Iterator[None]:
     function once for each replica of this process, in a Python thread of its own,
     instead of compiling it. So `print`, `breakpoint()`, a Python `if` on values or on
     the replica's id, and shapes that depend on data work. One replica runs at a time,
-    in their order, from one collective to the next. What the replicas do together
+    in their order, from one collective to the next. What the replicas do per_replica_of
     (`all_reduce`, `all_gather`, `merge_call`, assignments with an aggregation) they do
     by the compiled operations, with the same numbers; also in gradients. The rest is
     computed operation by operation, as the compiled step up to rounding, and slowly:

@@ -1,0 +1,630 @@
+"""What a strategy does across replicas: reduce, gather, read, compare versions."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
+
+from jaxstrategy._src import masks
+from jaxstrategy._src.communication_options import CommunicationOptions
+from jaxstrategy._src.contexts.context import AbstractStrategy
+from jaxstrategy._src.errors import (
+    DonatedValueError,
+    OutOfSyncError,
+    PlacementError,
+    TracedValueError,
+)
+from jaxstrategy._src.executors.executor import AbstractExecutor
+from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.reductions.compression import CompressionState, initial_state
+from jaxstrategy._src.reductions.fingerprint import fingerprints, groups
+from jaxstrategy._src.reductions.operations import (
+    OPERATIONS,
+    checked_axis,
+    reduced_over,
+    sums,
+)
+from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas.inner_axes import (
+    WHOLE,
+    inner_spec,
+    of_stacked,
+    of_versions,
+    replicas_with,
+    with_inner,
+)
+from jaxstrategy._src.replicas.replica_placements import SAME, SPLIT
+from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.text.shown import several_whole, whole
+from jaxstrategy._src.tracing.stages import stages
+from jaxstrategy._src.values import arrays as _arrays, building, per_replica, trees
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
+from jaxstrategy._src.values.slices import IndexedSlices, Versions, is_slices
+from jaxstrategy._src.variables import components
+
+TreeFunction: TypeAlias = Callable[[PyTree], PyTree]
+
+Column: TypeAlias = tuple[Leaf, ...]
+"""The versions of one leaf that some replicas have."""
+
+_LEAF = jax.tree.structure(0)
+
+
+@final
+class CrossReplica:
+    """Reduces, gathers, reads and compares the versions of all replicas."""
+
+    def __init__(self, strategy: AbstractStrategy, executor: AbstractExecutor) -> None:
+        self._strategy = strategy
+        self._executor = executor
+        self._reduction = strategy._reduction
+        # One object for each way to reduce or gather, so that each compiles once.
+        self._functions: dict[Hashable, TreeFunction] = {}
+        # Where mirrored variables are, if they are elsewhere: both compute together.
+        home, replicas = strategy._parameter_replicas, strategy._replicas
+        # Comparing asks the default strategy for its devices, which would start JAX.
+        is_same = home is replicas or home == replicas
+        self._variable_sharding = None if is_same else home.sharding(SAME)
+
+    def reduced(
+        self,
+        op: ReduceOp,
+        value: PyTree,
+        axis: int | Sequence[int] | None,
+        weights: PyTree | None,
+        options: CommunicationOptions | None,
+        in_step: bool,
+    ) -> PyTree:
+        """One value from all versions, leaf by leaf."""
+        is_weighted = weights is not None
+        over = _dimensions(axis)
+
+        def across(tree: PyTree, alone: bool = False) -> PyTree:
+            key = op, over, options, is_weighted, alone
+            if key not in self._functions:
+                reduction = self._reduction.alone() if alone else self._reduction
+                leaves = functools.partial(reduction.reduce_leaves, options=options)
+                self._functions[key] = _reducer(op, over, is_weighted, leaves)
+            operand = (tree, weights) if is_weighted else tree
+            return self._executor.across(self._functions[key], operand)
+
+        if in_step or isinstance(value, (PerReplica, jax.Array)):  # one leaf
+            return self._beside_variables(across(value))
+        alone = functools.partial(across, alone=True)
+        return self._beside_variables(in_parts(across, value, alone))
+
+    def gathered(self, value: PyTree, axis: int, in_step: bool) -> PyTree:
+        """All versions joined along `axis`, leaf by leaf."""
+        # Checked before it is looked up: True is found under 1, and a list is not.
+        key = checked_axis(axis), in_step
+        if key not in self._functions:
+            self._functions[key] = _gatherer(*key, self._reduction.gathered)
+        across = functools.partial(self._executor.across, self._functions[key])
+        if in_step:
+            return self._beside_variables(across(value))
+        joined = self._beside_variables(in_parts(across, value))
+        return masks.without_filling(value, joined, axis)
+
+    def assert_in_sync(self, tree: PyTree, name: str) -> None:
+        """Raises `OutOfSyncError` unless all replicas hold the same bits of `tree`."""
+        replicas = self._strategy._replicas
+        compared = _compared(tree, replicas, name)
+        if replicas.count == 1 or not jax.tree.leaves(compared):
+            return
+        found = self._executor.across(self._fingerprints, compared)
+        if isinstance(found, Tracer):  # the arrays are constants of a traced function
+            raise _not_known(name)
+        by_replica = np.asarray(found)
+        if (by_replica != by_replica[0]).any():
+            raise OutOfSyncError(_differing(compared, by_replica, name))
+
+    @functools.cached_property
+    def _fingerprints(self) -> TreeFunction:
+        """From a tree to the fingerprints of its leaves, `[replicas, leaves, 2]`."""
+
+        def fingerprints_of(tree: PyTree) -> jax.Array:
+            return fingerprints(tree, self._reduction.gathered)
+
+        return fingerprints_of
+
+    def local_results(self, value: PyTree, in_step: bool) -> tuple[PyTree, ...]:
+        """The version of each replica of this process; in a step that of all."""
+        leaves, treedef = jax.tree.flatten(value, is_leaf=trees.is_whole)
+        if isinstance(value, Versions):
+            return value.values
+        if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
+            return (value,)
+        if value is None:
+            return (None,)
+        columns = self._columns(leaves, in_step)
+        if treedef == _LEAF:
+            return columns[0]
+        n = self._count(in_step)
+        columns = [column * n if len(column) == 1 else column for column in columns]
+        return tuple(
+            jax.tree.unflatten(treedef, [column[i] for column in columns])
+            for i in range(n)
+        )
+
+    def _count(self, in_step: bool) -> int:
+        replicas = self._strategy._replicas
+        return replicas.count if in_step else len(replicas.own)
+
+    def _beside_variables(self, tree: PyTree) -> PyTree:
+        sharding = self._variable_sharding
+        if sharding is None:
+            return tree
+        return jax.tree.map(
+            lambda leaf: (
+                leaf if isinstance(leaf, Tracer) else mesh.place(leaf, sharding)
+            ),
+            tree,
+        )
+
+    def _columns(self, leaves: Sequence[Leaf], in_step: bool) -> list[Column]:
+        """For each leaf the versions of this process's replicas, in a step of all."""
+        n = self._count(in_step)
+        values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+        if in_step:
+            versions = iter([value.values for value in values])
+        else:
+            versions = iter(_local_versions(values, self._strategy._replicas))
+        return [
+            _checked_number(next(versions), n)
+            if isinstance(leaf, PerReplica)
+            else self._components(leaf, in_step)
+            if isinstance(leaf, Handle)
+            else leaf.values
+            if isinstance(leaf, Versions)
+            else self._copies(leaf, n, in_step)
+            for leaf in leaves
+        ]
+
+    def _components(self, variable: Handle, in_step: bool) -> Column:
+        """The copies of a variable, as separate array objects."""
+
+        def divide(contents: PyTree) -> Column:
+            (copies,) = self._columns([contents], in_step)
+            # Else all copies were one object, and that the one the variable has.
+            is_shared = not in_step and not isinstance(contents, PerReplica)
+            return tuple(map(mesh.twin, copies)) if is_shared else copies
+
+        return components.of(variable, variable.distributed(), divide)
+
+    def _copies(self, leaf: Leaf, n: int, in_step: bool) -> Column:
+        """The copies that `n` replicas hold of a leaf that is no `PerReplica`."""
+        _arrays.check_alive(leaf, "An array")
+        replicas = self._strategy._replicas
+        if in_step and isinstance(leaf, jax.Array) and n > 1:
+            # Captured by the merge function: it may well differ between replicas.
+            return per_replica.from_local(leaf, replicas).values
+        if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
+            is_ours = replicas.inner_placement(leaf, SAME) is not None
+            holders = replicas if is_ours else replicas_with(leaf.sharding)
+            assert holders is not None, "it is mirrored"
+            return (leaf,) * len(holders.own)
+        return (leaf,) * n
+
+
+def _checked_number(versions: Column, n: int) -> Column:
+    if len(versions) != n:
+        raise ValueError(
+            f"A PerReplica with {len(versions)} versions was given to a strategy with "
+            f"{n} replicas here."
+        )
+    return versions
+
+
+def equal_parts(types: Sequence[Hashable], most: int) -> list[list[int]]:
+    """Divides the positions of leaves into parts, most with the same types in order.
+
+    So one program does for all of these, however many there are. The parts follow from
+    the types alone, so that all processes of a job find the same.
+
+    >>> equal_parts(["weight", "bias"] * 4, most=4)
+    [[0, 2, 1, 3], [4, 6, 5, 7]]
+    >>> equal_parts(["weight", "bias"] * 4 + ["scale"], most=4)
+    [[0, 1], [2, 3], [4, 5], [6, 7, 8]]
+    """
+    by_type: dict[Hashable, list[int]] = {}
+    for position, kind in enumerate(types):
+        by_type.setdefault(kind, []).append(position)
+    groups, parts = list(by_type.values()), []
+    while groups:
+        count = -(-sum(map(len, groups)) // most)
+        # As few parts as there can be, with equally many leaves of each type.
+        shares = [len(group) // count for group in groups]
+        if any(shares):
+            for start in range(count):
+                pairs = zip(groups, shares, strict=True)
+                part = [g[start * n : (start + 1) * n] for g, n in pairs]
+                parts.append([position for each in part for position in each])
+            pairs = zip(groups, shares, strict=True)
+            groups = [rest for group, n in pairs if (rest := group[n * count :])]
+        else:  # too few of each type: parts of about one size
+            positions = [position for group in groups for position in group]
+            size = -(-len(positions) // count)
+            parts += [
+                positions[start : start + size]
+                for start in range(0, len(positions), size)
+            ]
+            groups = []
+    return parts
+
+
+# XLA takes longer than in proportion to compile many arrays at once: a sum of 125, 500
+# and 2,000 written by hand takes 0.3, 1.6 and 13 s of processor time, of 10,000 over 10
+# minutes.
+_AT_ONCE = 128
+# XLA compiles a kernel for each type of array that it cuts out of joined ones, in 20 ms
+# of processor time. On eight CPU devices a collective less saves 0.15 ms of a call.
+_FEW = 4
+
+
+def in_parts(
+    function: TreeFunction, tree: PyTree, for_rare: TreeFunction | None = None
+) -> PyTree:
+    """Maps a function of trees over a wide tree in parts, to bound compile times.
+
+    `for_rare`, if given, is applied to leaves whose type occurs only a few times.
+    """
+    # A variable is not to be read here, and an object not to be looked into.
+    trees.object_kinds()
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
+    if len(leaves) <= _AT_ONCE or any(map(trees.is_object, leaves)):
+        return function(tree)
+    types = [_type_of(leaf) for leaf in leaves]
+    work: list[tuple[TreeFunction, Sequence[int]]] = [(function, range(len(types)))]
+    if for_rare is not None:
+        count = collections.Counter(types)
+        common = [i for i, kind in enumerate(types) if count[kind] >= _FEW]
+        rare = [i for i, kind in enumerate(types) if count[kind] < _FEW]
+        work = [(function, common), (for_rare, rare)]
+    results: list[Leaf] = [None] * len(leaves)
+    try:
+        for apply, indices in work:
+            for part in equal_parts([types[i] for i in indices], _AT_ONCE):
+                chosen = [indices[i] for i in part]
+                done = apply([leaves[i] for i in chosen])
+                for i, result in zip(chosen, done, strict=True):
+                    results[i] = result
+    except (TypeError, ValueError, DonatedValueError):
+        return function(tree)  # its errors name leaves by their place in it
+    return jax.tree.unflatten(treedef, results)
+
+
+def _is_leaf(node: object) -> bool:
+    return trees.is_whole(node) or is_slices(node) or trees.is_object(node)
+
+
+def _type_of(leaf: Leaf) -> Hashable:
+    """The type of a leaf, as far as compiled programs depend on it."""
+    if isinstance(leaf, IndexedSlices):
+        return _type_of(leaf.values), _type_of(leaf.indices), leaf.dense_shape
+    array = per_replica.contents(leaf) if isinstance(leaf, PerReplica) else leaf
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    return type(leaf), shape if isinstance(shape, tuple) else None, str(dtype)
+
+
+# A larger version stays on its device: each is copied to all devices of the process.
+_SMALL_BYTES = 65536
+
+
+def _local_versions(
+    values: Sequence[PerReplica], replicas: Replicas
+) -> list[tuple[jax.Array, ...]]:
+    """For each value the versions of this process's replicas, without padded rows."""
+    local = _local_replicas(replicas)
+    small = [i for i, value in enumerate(values) if _is_small(value, local)]
+    copied = in_parts(
+        functools.partial(_everywhere, local=local), [values[i] for i in small]
+    )
+    everywhere = dict(zip(small, copied, strict=True))
+    if any(isinstance(value.mask, Tracer) for value in values):
+        masks.warn_of_traced("experimental_local_results")
+        return [value.values for value in values]
+    return [
+        masks.real_versions(value, everywhere[i] if i in everywhere else value.values)
+        for i, value in enumerate(values)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _local_replicas(replicas: Replicas) -> Replicas:
+    """The replicas of this process, on a mesh of their own."""
+    if replicas.are_all_own:
+        return replicas
+    groups = map(replicas.devices_of, replicas.own)
+    return Replicas.on(
+        list(dict.fromkeys(device for group in groups for device in group)),
+        logical_axes=replicas.inner_sizes,
+        per_device=replicas.per_device,
+    )
+
+
+def _is_small(value: PerReplica, local: Replicas) -> bool:
+    """Whether its versions are to be copied to all devices of this process."""
+    array = per_replica.contents(value)
+    _arrays.check_alive(array, "A PerReplica")
+    if local.count == 1 or not _arrays.is_placed(array) or not array.shape:
+        return False
+    version_bytes = int(np.prod(array.shape[1:])) * array.dtype.itemsize
+    return (
+        version_bytes <= _SMALL_BYTES
+        and Replicas.dividing(array) is not None
+        and array.sharding.addressable_devices == local.all_devices
+    )
+
+
+def _everywhere(
+    values: Sequence[PerReplica], local: Replicas
+) -> tuple[tuple[jax.Array, ...], ...]:
+    """The versions of each value, each copied to all devices of this process."""
+    if not values:
+        return ()
+    stacked = []
+    for value in values:
+        array = value.stacked
+        if not array.is_fully_addressable:
+            replicas = Replicas.dividing(array)
+            assert replicas is not None, "`_is_small` has asked"
+            array = local.stacked(replicas.versions(array))
+        stacked.append(array)
+    specs = [of_versions(inner_spec(array, local)) for array in stacked]
+    versions = _unstacked(tuple(with_inner(spec, local) for spec in specs))(stacked)
+    if stages.needed(local.devices):
+        stages.dispatched(versions[0][0])
+    return versions
+
+
+@functools.lru_cache(maxsize=64)
+def _unstacked(shardings: tuple[NamedSharding, ...]) -> Function:
+    def unstack(arrays: list[jax.Array]) -> tuple[tuple[jax.Array, ...], ...]:
+        return tuple(tuple(array[i] for i in range(len(array))) for array in arrays)
+
+    return jax.jit(unstack, out_shardings=shardings)
+
+
+def _dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The dimensions that `axis` names, None for none."""
+    if axis is None:
+        return None
+    one = whole(axis)
+    dimensions = several_whole(axis if one is None else (one,))
+    if dimensions is None:
+        raise TypeError(
+            f"`axis` was {axis!r}; None, a whole number or several were wanted."
+        )
+    return dimensions
+
+
+def _reducer(
+    op: ReduceOp,
+    axis: tuple[int, ...] | None,
+    is_weighted: bool,
+    reduce_leaves: Callable[[ReduceOp, list[Leaf]], list[Leaf]],
+) -> TreeFunction:
+    """Reduces a replica's tree over `axis`, and then over all replicas.
+
+    If it is weighted, the tree is a pair: what is reduced, and the weights.
+    """
+
+    def reduce(tree: PyTree) -> PyTree:
+        tree, weights = tree if is_weighted else (tree, None)
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
+        plain: dict[int, Leaf] = {}
+        weighted: dict[int, tuple[jax.Array, jax.Array]] = {}
+        for i, leaf in enumerate(leaves):
+            leaf_weights = _weights(leaf, weights, op, axis)
+            if leaf_weights is not None:
+                weighted[i] = _sums(leaf, leaf_weights, axis)
+            else:
+                plain[i] = leaf if axis is None else reduced_over(op, leaf, axis)
+        terms = [term for pair in weighted.values() for term in pair]
+        totals = iter(reduce_leaves(ReduceOp.SUM, terms) if terms else ())
+        results = dict(zip(plain, reduce_leaves(op, list(plain.values())), strict=True))
+        for i in weighted:
+            total, count = next(totals), next(totals)
+            results[i] = total / count if OPERATIONS[op].divides else total
+        return jax.tree.unflatten(treedef, [results[i] for i in range(len(leaves))])
+
+    return reduce
+
+
+def _weights(
+    leaf: Leaf, weights: Leaf, op: ReduceOp, axis: tuple[int, ...] | None
+) -> jax.Array | None:
+    """The weights of the entries of `leaf`; None if each counts 1.
+
+    Rows of a batch that are not real weigh nothing where rows are reduced.
+    """
+    is_over_rows = axis is not None and (0 in axis or -jnp.ndim(leaf) in axis)
+    if weights is None:
+        if not is_over_rows:
+            return None
+        if OPERATIONS[op].is_sum:
+            return masks.of_argument(leaf)
+        masks.not_needed()  # copies of real rows leave extremes as they are
+        return None
+    if not OPERATIONS[op].is_sum:
+        raise ValueError(
+            f"`weights` were given for {op.name}, which has none; only {sums()} have."
+        )
+    given, weights = weights, mesh.array_of(weights)
+    shape, wanted = weights.shape, jnp.shape(leaf)
+    if shape != wanted[: len(shape)]:
+        raise ValueError(
+            f"`weights` have shape {shape} on each replica, and a value has {wanted}; "
+            "its first dimensions, all or some, were wanted."
+        )
+    for each in (leaf, given) if is_over_rows else ():
+        if (mask := masks.of_argument(each)) is not None:
+            along = mask.reshape(mask.shape + (1,) * (weights.ndim - 1))
+            weights = jnp.where(along, weights, jnp.zeros((), weights.dtype))
+    return weights
+
+
+def _sums(
+    leaf: Leaf, weights: jax.Array, axis: tuple[int, ...] | None
+) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum, and that of the weights."""
+    leaf = mesh.array_of(leaf)
+    along = weights.reshape(weights.shape + (1,) * (leaf.ndim - weights.ndim))
+    # What has no weight has no influence, not even NaN.
+    products = jnp.where(along != 0, leaf * along, jnp.zeros((), leaf.dtype))
+    along = jnp.broadcast_to(along, leaf.shape)
+    if along.dtype == bool:
+        along = along.astype(jnp.int32)
+    over = () if axis is None else axis
+    return (
+        reduced_over(ReduceOp.SUM, products, over),
+        reduced_over(ReduceOp.SUM, along, over),
+    )
+
+
+def _gatherer(
+    axis: int, in_step: bool, gathered: Callable[[Leaf, int], jax.Array]
+) -> TreeFunction:
+    """Joins all replicas' trees along `axis`.
+
+    Outside a step rows that only fill up a batch are left out afterwards. Inside one
+    shapes are static, and they stay.
+    """
+
+    def gather(tree: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(tree)
+        if in_step:
+            masks.keeps_rows(leaves)
+        elif all(masks.is_of_rows(axis, leaf) for leaf in leaves):
+            masks.not_needed()
+        return jax.tree.map(lambda leaf: gathered(leaf, axis), tree)
+
+    return gather
+
+
+def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
+    """`tree`, None for leaves without copies or versions: sharded state too."""
+
+    def keep(path: KeyPath, leaf: Leaf) -> Leaf:
+        content = per_replica.contents(leaf) if isinstance(leaf, PerReplica) else leaf
+        if isinstance(content, Tracer):
+            raise _not_known(f"{name}{jax.tree_util.keystr(path)}")
+        if isinstance(leaf, PerReplica):
+            return leaf
+        if _is_divided_variable(leaf):
+            return None
+        if hasattr(type(leaf), "__jax_array__"):  # an object around an array
+            leaf = jnp.asarray(leaf)
+        if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+            return None
+        if has_copies(leaf, replicas):
+            return leaf
+        where = f"`{name}{jax.tree_util.keystr(path)}`"
+        is_sharded = replicas.state_sharding is not None
+        if not is_sharded or replicas.dimension_of(leaf) is None:
+            raise _elsewhere(where, leaf, replicas)
+        _arrays.check_alive(leaf, where)
+        return None
+
+    return jax.tree.map_with_path(
+        keep,
+        tree,
+        is_leaf=lambda node: (
+            per_replica.is_per_replica(node) or _is_divided_variable(node)
+        ),
+    )
+
+
+def has_copies(array: jax.Array, replicas: Replicas) -> bool:
+    """Whether each replica has all of `array`, on its devices together."""
+    if mesh.lies_as(array, replicas.sharding(SAME)):  # on whatever mesh
+        return True
+    return replicas.inner_placement(array, SAME) is not None
+
+
+def _is_divided_variable(node: object) -> bool:
+    return isinstance(node, Handle) and not node.division.is_whole
+
+
+def _elsewhere(what: str, array: jax.Array, replicas: Replicas) -> PlacementError:
+    is_whole = replicas.state_sharding is None
+    in_parts = "" if is_whole else " and not divided over them in this order"
+    return PlacementError(
+        f"{what} lies on several devices, as {array.sharding}, but not whole on each "
+        f"of this strategy's, {replicas.device_names}{in_parts}: there are "
+        "no copies to compare. Use the strategy it belongs to; if entry i belongs to "
+        "replica i, pass `PerReplica(array)`."
+    )
+
+
+def _not_known(what: str) -> TracedValueError:
+    return TracedValueError(
+        f"`assert_in_sync` cannot look at `{what}` while JAX traces the function that "
+        "calls it (`jax.jit`, `jax.grad`, `jax.lax.scan`): there are no copies to "
+        "compare yet. Call it outside, between steps."
+    )
+
+
+def _differing(
+    compared: PyTree, by_replica: np.ndarray, name: str
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The paths of leaves that differ, each with the groups of replicas that agree."""
+    paths, _ = jax.tree.flatten_with_path(compared, is_leaf=per_replica.is_per_replica)
+    return {
+        f"{name}{jax.tree_util.keystr(path)}": agreeing
+        for i, (path, _) in enumerate(paths)
+        if len(agreeing := groups(by_replica[:, i])) > 1
+    }
+
+
+def compression_state(
+    params: PyTree,
+    options: CommunicationOptions | None,
+    replicas: Replicas,
+    *,
+    own: bool = False,
+) -> CompressionState:
+    """An empty error-feedback state, on the devices of its replicas.
+
+    While a function is traced that builds state its arrays are placed with the rest.
+
+    Args:
+      params: a pytree of arrays like those that are reduced.
+      options: with a compression.
+      replicas: those that reduce.
+      own: whether it is the state of one replica, as seen in a step.
+
+    Raises:
+      ValueError: the options ask for no compression.
+    """
+    state = initial_state(params, options)
+
+    def zeros(
+        like: Leaf, memory: jax.ShapeDtypeStruct | None
+    ) -> jax.Array | PerReplica | None:
+        if memory is None:
+            return None
+        if own or replicas.count == 1:
+            return jnp.zeros(memory.shape, memory.dtype)
+        shape = (replicas.count, *memory.shape)
+        if is_traced:
+            return PerReplica(jnp.zeros(shape, memory.dtype))
+        inner = inner_spec(like, replicas) if memory.shape == like.shape else WHOLE
+        where = with_inner(of_stacked(inner), replicas, SPLIT)
+        return PerReplica(jnp.zeros(shape, memory.dtype, device=where))
+
+    is_traced = isinstance(jnp.zeros(()), Tracer)
+    errors = jax.tree.map(zeros, params, state.errors, is_leaf=is_slices)
+    if own or is_traced:
+        return CompressionState(errors, state.bases)
+    return CompressionState(errors, building.replicate(state.bases, replicas))
