@@ -211,15 +211,6 @@ def test_what_cannot_be_an_output():
             "`ctx.set_non_tensor_output` was called inside a function",
         ),
         (
-            in_step(
-                lambda c, x: jax.lax.map(
-                    lambda x: c.set_last_step_output("l", x, "sum") or x, x
-                )
-            ),
-            js.errors.ContextError,
-            "`ctx.set_last_step_output` was called inside a function",
-        ),
-        (
             lambda s, c, x: jax.jit(lambda x: c.set_last_step_output("l", x))(
                 x.values[0]
             ),

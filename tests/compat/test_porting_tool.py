@@ -76,66 +76,6 @@ def test_a_program_of_tensorflow_2():
     assert told(done) == set()
 
 
-def test_a_program_of_tensorflow_1():
-    done = becomes(
-        """
-        import tensorflow.compat.v1 as tf
-
-        s = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        it = s.make_dataset_iterator([[1.0, 2.0]])
-        r = s.experimental_run(lambda x: 2 * x, it)
-        total = s.reduce(tf.distribute.ReduceOp.SUM, r)
-        """,
-        """
-        from jaxstrategy.compat import v1 as distribute
-
-        s = distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        it = s.make_dataset_iterator([[1.0, 2.0]])
-        r = s.experimental_run(lambda x: 2 * x, it)
-        total = s.reduce(distribute.ReduceOp.SUM, r)
-        """,
-    )
-    assert done.generation is Generation.TF1
-    assert "s.make_dataset_iterator 4:6" in told(done, decide=False)
-
-
-def test_a_program_of_2018():
-    done = becomes(
-        """
-        import tensorflow as tf
-        from tensorflow.python.training import distribute as distribute_lib
-
-        d = tf.contrib.distribute.MirroredStrategy(num_gpus=2)
-        with d.scope():
-            v = tf.Variable(1.0)
-
-            def tower(x):
-                distribute_lib.increment_var(v)
-                return x + tf.contrib.distribute.get_tower_context().tower_id
-
-            r = d.call_for_each_tower(tower, 1.0)
-            m = d.reduce(tf.VariableAggregation.MEAN, r)
-        """,
-        """
-        import jaxstrategy as js
-        from jaxstrategy.compat import contrib as distribute
-
-        d = distribute.MirroredStrategy(num_gpus=2)
-        with d.scope():
-            v = js.Variable(1.0)
-
-            def tower(x):
-                distribute.increment_var(v)
-                return x + distribute.get_tower_context().tower_id
-
-            r = d.call_for_each_tower(tower, 1.0)
-            m = d.reduce(js.VariableAggregation.MEAN, r)
-        """,
-    )
-    assert done.generation is Generation.CONTRIB
-    assert "d.call_for_each_tower 12:9" in told(done, decide=False)
-
-
 # Lines of one import each, what uses it, and both afterwards.
 IMPORTS = {
     "module": (
@@ -182,6 +122,18 @@ IMPORTS = {
         "d = OneDeviceStrategy('CPU:0')",
         "from jaxstrategy.compat.contrib import OneDeviceStrategy\n"
         "d = OneDeviceStrategy('CPU:0')",
+    ),
+    "towers": (
+        "import tensorflow as tf\n"
+        "from tensorflow.python.training import distribute as l\n"
+        "l.increment_var(tf.Variable(1.0))\n"
+        "d = tf.contrib.distribute.get_tower_context().tower_id\n"
+        "x = tf.VariableAggregation.MEAN",
+        "import jaxstrategy as js\n"
+        "from jaxstrategy.compat import contrib as distribute\n"
+        "distribute.increment_var(js.Variable(1.0))\n"
+        "d = distribute.get_tower_context().tower_id\n"
+        "x = js.VariableAggregation.MEAN",
     ),
     "contrib's own modules": (
         "from tensorflow.contrib.distribute.python import mirrored_strategy as m\n"
@@ -562,8 +514,11 @@ def test_programs_of_tensorflow_2_with_names_of_1():
 def test_the_generation_can_be_said():
     program = "import tensorflow as tf\ns = tf.distribute.get_strategy()\n"
     done = ported(program, Generation.TF1)
+    assert done.generation is Generation.TF1
     assert "distribute.get_strategy()" in done.text
     assert "compat import v1 as distribute" in done.text
+    done = ported(program.replace("distribute.get", "contrib.distribute.get"))
+    assert done.generation is Generation.CONTRIB
 
 
 def test_comments_in_a_name_are_not_lost():

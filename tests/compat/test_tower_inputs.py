@@ -5,7 +5,6 @@ Expected values are those of TensorFlow's tests of its time, or follow from thes
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -128,27 +127,6 @@ def test_a_dict_is_one_argument():
             elements(d, lambda: [{"x": 1, "y": 2}] * 2),
         )
     assert seen == [["x", "y"]]
-
-
-def test_ten_calls_trace_a_step_once():
-    d = mirrored(2)
-    iterator, traces, found = elements(d), [], []
-
-    def count():
-        traces.append(1)
-
-    def step(context, x):
-        count()
-        context.set_last_step_output("x", x, aggregation=SUM)
-
-    with d.scope(), jax.checking_leaks():
-        for _ in range(10):
-            context = d.run_steps_on_dataset(
-                lambda context, x: d.call_for_each_tower(step, context, x), iterator
-            )
-            found.append(int(context.last_step_outputs["x"]))
-    assert found == [1 + 4 * i for i in range(10)]
-    assert len(traces) == 1
 
 
 def test_aggregations_without_meaning():

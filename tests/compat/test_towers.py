@@ -233,34 +233,6 @@ def test_the_numbers_of_towers(d):
     assert in_towers(d, fn) == [*range(d.num_towers)]
 
 
-class Mine(Exception):
-    """An error of the user's."""
-
-
-def raised(*_):
-    raise Mine
-
-
-def in_merge_call(merge_fn):
-    return lambda: contrib.get_tower_context().merge_call(merge_fn)
-
-
-def test_errors_come_out_as_they_are():
-    for fn in [
-        raised,
-        in_merge_call(raised),
-        in_merge_call(lambda d: d.call_for_each_tower(raised)),
-        in_merge_call(lambda d: d.call_for_each_tower(in_merge_call(raised))),
-    ]:
-        d = mirrored(2)
-        with d.scope(), pytest.raises(Mine):
-            d.call_for_each_tower(fn)
-        assert_default()
-        with pytest.raises(Mine):
-            fn()
-        assert_default()
-
-
 def test_towers_take_the_same_path():
     def merge_on_the_first():
         context = contrib.get_tower_context()

@@ -6,7 +6,6 @@ from helpers.first_generation import (
     each,
     mirrored,
     of_each_kind,
-    one,
     replica_id,
 )
 
@@ -65,24 +64,6 @@ def test_calls_that_are_refused_name_the_method():
 
 
 # merge_call.
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (mirrored, [10, 11]),
-        (one, [6]),
-    ],
-)
-def test_the_documented_sum_over_replicas(make, expected):
-    s = make()
-
-    def step(three):
-        v = three + replica_id()
-        total = merge(lambda d, v: sum(d.experimental_local_results(v)), v)
-        return total + v
-
-    assert each(s, s.extended.call_for_each_replica(step, (3,))) == expected
 
 
 @of_each_kind
