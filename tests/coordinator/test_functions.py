@@ -298,18 +298,6 @@ def test_it_is_in_cross_replica_context(cluster):
     assert seen["in run"] == n
 
 
-def test_run_and_reductions(cluster):
-    strategy, n = cluster.strategy, cluster.strategy.num_replicas_in_sync
-
-    def function(x):
-        local = strategy.run(lambda: x)
-        of_rows = strategy.reduce("sum", strategy.run(lambda: jnp.array([1.0, 2.0])), 0)
-        total, mean = strategy.reduce("sum", local), strategy.reduce("mean", local)
-        return total, mean, of_rows
-
-    assert jax.tree.map(float, cluster(function, 3.0)) == (3.0 * n, 3.0, 3.0 * n)
-
-
 def test_collectives_of_a_step(cluster):
     strategy, n = cluster.strategy, cluster.strategy.num_replicas_in_sync
 
@@ -352,28 +340,6 @@ def test_program_order_in_one_function(cluster):
     assert (float(a), float(b)) == (4.0, 2.0)
 
 
-def test_the_first_replica_adds_once_per_function(cluster):
-    v = cluster.variable(0.0, aggregation="only_first_replica")
-    function = cluster.coordinator.function(
-        lambda: cluster.strategy.run(lambda: (v.assign_add(3.0), None)[1])
-    )
-    for _ in range(2):
-        cluster.coordinator.schedule(function)
-    cluster.coordinator.join()
-    assert float(v) == 6.0
-
-
-def test_replicas_assign_their_sum(cluster):
-    n = cluster.strategy.num_replicas_in_sync
-    v = cluster.variable(0.0, aggregation="sum")
-
-    def step():
-        v.assign(js.get_replica_context().replica_id_in_sync_group + 1.0)
-
-    cluster(lambda: cluster.strategy.run(step))
-    assert float(v) == sum(range(1, n + 1))
-
-
 def test_extended_update_in_a_function(cluster):
     v = cluster.variable(1.0)
 
@@ -382,29 +348,6 @@ def test_extended_update_in_a_function(cluster):
 
     cluster(function)
     assert float(v) == 3.0
-
-
-def test_all_that_is_scheduled_counts(shared, coordinator):
-    """Additions, and updates on the server, of several threads."""
-    v, w = shared.variable(np.zeros(1000, "float32")), shared.variable(0.0)
-
-    def function():
-        v.assign_add(jnp.ones(1000))
-        w.update(lambda old: old + 1)
-
-    marked = coordinator.function(function)
-
-    def schedule():
-        for _ in range(25):
-            coordinator.schedule(marked)
-
-    threads = [threading.Thread(target=schedule) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    coordinator.join()
-    assert set(v.numpy().tolist()) == {100.0} and float(w) == 100.0
 
 
 # Results.

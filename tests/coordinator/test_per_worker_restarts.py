@@ -153,20 +153,6 @@ def test_a_worker_lost_while_its_dataset_is_built_builds_it_again():
         assert len(two.fetch(values)) == 6 and total.value() == 6
 
 
-def test_a_worker_lost_before_its_first_function_builds_nothing_twice(one):
-    calls = []
-
-    def make():
-        calls.append(1)
-        return [1, 2]
-
-    iterator = iter(one.create_per_worker_dataset(make))
-    restarted(one)
-    assert len(calls) == 1
-    step = one.function(lambda iterator: next(iterator))
-    assert taken(one, step, iterator, 1) == [1] and len(calls) == 2
-
-
 def test_a_dataset_that_failed_is_built_anew_by_the_next_life(one):
     calls = itertools.count()
 

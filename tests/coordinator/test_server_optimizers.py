@@ -148,20 +148,6 @@ def test_its_state_is_variables_beside_theirs():
     assert len(names) == 3 and all(name.startswith("a") for name in names)
 
 
-def test_many_workers_lose_no_update():
-    strategy = js.ParameterServerStrategy(
-        workers=3, parameter_servers=1, backend="threads"
-    )
-    v = variable(strategy, 0.0)
-    optimizer = strategy.optimizer(optax.sgd(1.0), v)
-    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
-        function = coordinator.function(lambda: optimizer.apply(jnp.float32(1.0)))
-        for _ in range(60):
-            coordinator.schedule(function)
-        coordinator.join()
-    assert float(v) == -60.0
-
-
 def test_what_is_wrong_is_told():
     strategy = strategy_of()
     v = variable(strategy, np.zeros(3, "float32"), "v")

@@ -369,13 +369,3 @@ def test_a_strategy_with_processes_is_not_copied(strategy):
 def test_a_worker_has_no_more_devices_than_the_coordinator():
     with pytest.raises(ValueError, match="`devices_per_worker` was 99"):
         Threads(1, 1, 99)
-
-
-def test_update_of_an_ordinary_variable():
-    v = js.Variable([1.0, 2.0])
-    assert v.update(lambda old, x: old + x, 2.0).tolist() == [3, 4]
-    mirrored = js.MirroredStrategy(js.simulate(8)[:2])
-    with mirrored.scope():
-        w = js.Variable(1.0)
-    mirrored.run(lambda: (w.update(lambda old: 3 * old), None)[1])
-    assert w.numpy() == 3.0

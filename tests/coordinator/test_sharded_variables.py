@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy import checkpoint
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.variables.initial_value import InitialProgram
 
@@ -374,19 +373,3 @@ def test_the_methods_of_strategies_take_it():
         "sum", strategy.per_replica([1, 2, 3, 4]), variable
     )
     assert total == 10
-
-
-# Checkpoints.
-
-
-def test_a_checkpoint_moves_to_another_number_of_replicas(tmp_path):
-    first = made(sharded(4))
-    first.assign_add(WHOLE)
-    with checkpoint.CheckpointManager(tmp_path, first.strategy) as manager:
-        manager.save(1, {"w": first})
-    strategy = js.MirroredStrategy(jax.devices())
-    second = made(strategy, np.zeros_like(WHOLE), sharding=0)
-    with checkpoint.CheckpointManager(tmp_path, strategy) as manager:
-        manager.restore({"w": second})
-    assert lies_at(second) == 0
-    np.testing.assert_array_equal(second.numpy(), 2 * WHOLE)
