@@ -206,9 +206,6 @@ def test_simple_gives_what_it_was_given():
     assert resolver.environment == "cloud" and resolver.cluster_spec() == BOTH
     assert resolver.num_accelerators() == {"GPU": 8}
     assert resolver.master() == "grpc://"
-    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 2, "http"
-    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
-    assert resolver.rpc_layer == "http"
     resolver = cr.SimpleClusterResolver(cr.ClusterSpec(BOTH), master="m:1")
     assert resolver.master() == "m:1" and resolver.num_accelerators() == {}
     assert resolver.master("worker", 0, rpc_layer="grpc") == "grpc://worker0:2222"
@@ -312,9 +309,6 @@ def test_arguments_come_before_tf_config(tf_config):
     assert resolver.environment == "cloud"
     assert resolver.master() == "grpc://ps0:2222"
     assert (resolver.task_type, resolver.task_id) == ("ps", 0)
-    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 1, "test"
-    assert resolver.master() == "test://worker1:2222"
-    assert resolver.process() == cr.Process(1, 3, "worker0:2222")
 
 
 def test_every_malformed_tf_config_is_quoted(tf_config):
@@ -412,11 +406,7 @@ def test_slurm_deals_tasks_out_to_jobs(slurm):
             "worker": ["t02n41:8888", "t02n43:8888"],
         }
     assert resolver.get_task_info() == ("ps", 0)
-    resolver.task_type, resolver.task_id = "worker", 1
-    assert resolver.master() == "grpc://t02n43:8888"
-    resolver.rpc_layer = "ab"
-    assert resolver.master("ps", 0) == "ab://t02n13:8888"
-    assert resolver.master("ps", 0, rpc_layer="test") == "test://t02n13:8888"
+    assert resolver.master("worker", 1) == "grpc://t02n43:8888"
     slurm(rank=3, tasks=4, per_node="2(x2)", nodes="a[1-2]")
     resolver = cr.SlurmClusterResolver({"chief": 1, "worker": 3}, port_base=2000)
     assert resolver.process() == cr.Process(3, 4, "a1:2000")
@@ -565,9 +555,6 @@ def test_what_is_given_comes_before_sagemaker(sagemaker):
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
     assert resolver.master() == "grpc://algo-2:81"
     assert resolver.environment == "mine"
-    resolver.task_id, resolver.rpc_layer = 0, "test"
-    assert resolver.master() == "test://algo-1:81"
-    assert resolver.master(rpc_layer="http") == "http://algo-1:81"
 
 
 def test_what_sagemaker_cannot_mean_is_refused(sagemaker, monkeypatch):

@@ -2,29 +2,21 @@
 
 import concurrent.futures
 import contextlib
-import itertools
 import json
-import os
 import runpy
-import socket
 import threading
 import time
 
 import jax
 import numpy as np
 import pytest
+from helpers.sockets import Proxy, free_address
 from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import ClusterTasks
 
 SECRET = "a secret of all processes of the job"
-
-
-def free_address():
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -133,55 +125,6 @@ def test_a_server_that_was_started_anew_is_lost(serve, coordinate):
     assert float(variable(coordinate(), 2.0).read_value()) == 2.0
 
 
-class Proxy:
-    """Between a cluster and a task: hands on what is said, until it hangs up."""
-
-    def __init__(self, target):
-        self._target = target.split(":")
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._pairs, self._threads = [], []
-        self._start(self._accept)
-
-    def _start(self, function, *arguments):
-        self._threads.append(threading.Thread(target=function, args=arguments))
-        self._threads[-1].start()
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                here, _ = self._listener.accept()
-                there = socket.create_connection(self._target)
-                self._pairs.append((here, there))
-                self._start(self._copy, here, there)
-                self._start(self._copy, there, here)
-
-    def _copy(self, source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-        self._shut(source, target)
-
-    def _shut(self, *sockets):
-        for each in sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def hang_up(self, number):
-        """Break one of the connections that were made."""
-        self._shut(*self._pairs[number % len(self._pairs)])
-
-    def close(self):
-        self._shut(self._listener)
-        self._listener.close()
-        for pair in self._pairs:
-            self._shut(*pair)
-        for thread in self._threads:
-            thread.join(20)
-        for each in itertools.chain(*self._pairs):
-            each.close()
-
-
 def test_each_function_counts_once_though_connections_to_a_server_break(
     cluster, serve, coordinate
 ):
@@ -233,33 +176,6 @@ def test_tasks_that_do_not_come_are_named(cluster, serve, coordinate):
     serve("ps")
     with pytest.raises(js.ClusterError, match="None of the workers at 127.0.0.1"):
         coordinate(start_seconds=0.2)
-
-
-def test_a_job_without_a_secret_or_with_another_one_does_not_start(
-    cluster, serve, coordinate, monkeypatch
-):
-    serve()
-    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "that of another job, surely")
-    with pytest.raises(js.ClusterError, match="has another JAXSTRATEGY_CLUSTER_SECRET"):
-        coordinate()
-    monkeypatch.delenv("JAXSTRATEGY_CLUSTER_SECRET")
-    with pytest.raises(js.ClusterError, match="the job needs a secret"):
-        coordinate()
-    with pytest.raises(js.ClusterError, match="Set JAXSTRATEGY_CLUSTER_SECRET to the"):
-        js.Server({**cluster, "ps": [free_address()]}, "ps", 0)
-
-
-def test_strangers_are_hung_up_on_and_disturb_nobody(cluster, serve, coordinate):
-    serve()
-    v = variable(coordinate(), 1.0)
-    host, port = cluster["ps"][0].split(":")
-    for said in b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096, os.urandom(4096):
-        with socket.create_connection((host, port), 60) as stranger:
-            stranger.sendall(said)
-            with contextlib.suppress(ConnectionResetError):
-                while stranger.recv(1 << 16):
-                    pass
-    assert float(v.read_value()) == 1.0
 
 
 def test_a_server_joins_until_its_task_is_over(cluster, serve, coordinate):

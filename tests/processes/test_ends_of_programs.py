@@ -136,20 +136,14 @@ def check_end(program, end, folder):
     until(lambda: not processes_with(mark.encode()))
 
 
-def ends(*fast):
-    """All of them, the slow ones by `make test-all` only."""
-    slow = [], [pytest.mark.slow]
-    return [pytest.param(each, marks=slow[each not in fast]) for each in ENDS]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ends("last line", "interrupt"))
+@pytest.mark.parametrize("end", ["last line", "interrupt"])
 def test_a_program_with_parameter_servers_simply_ends(end, tmp_path):
     check_end(PARAMETER_SERVERS, end, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ends("exit"))
+@pytest.mark.parametrize("end", ["exit", "exception"])
 def test_a_program_with_all_else_left_open_simply_ends(end, tmp_path):
     check_end(OTHERS, end, tmp_path)
     with CheckpointManager(tmp_path / "saved") as manager:

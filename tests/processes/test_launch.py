@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.launching import ALONE, DEADLINE, Launched, command
+from helpers.processes import is_alive
 
 # Every worker has these names.
 PRELUDE = """
@@ -392,14 +393,6 @@ os.rename(file.name, f"child{rank}")
 NAMES = ("worker0", "worker1", "child0", "child1")
 
 
-def is_alive(pid):
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
-
-
 @pytest.mark.parametrize("end", ["sys.exit(3 * rank)", "pass", "wait()"])
 def test_what_workers_started_ends_with_them(start, end):
     launched = start("-n 2 --grace 0.1", FAMILY + end)
@@ -753,32 +746,6 @@ def test_a_summary_tells_what_became_of_a_job(launch, tmp_path):
 
 
 # With JAX
-
-
-def test_launched_processes_sum_over_all_devices(launch):
-    script = """
-    import jax, jax.numpy as jnp
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from jaxstrategy.cluster_resolver import LaunchedClusterResolver
-    me = LaunchedClusterResolver().process()
-    jax.distributed.initialize(
-        me.coordinator, me.count, me.index,
-        coordinator_bind_address=me.coordinator, initialization_timeout=30,
-    )
-    mesh = Mesh(jax.devices(), "r")
-    x = jax.make_array_from_process_local_data(
-        NamedSharding(mesh, P("r")), jnp.full(2, me.index + 1.0)
-    )
-    total = jax.jit(jax.shard_map(
-        lambda x: jax.lax.psum(x.sum(), "r"), mesh=mesh, in_specs=P("r"), out_specs=P()
-    ))(x)
-    print("total", float(total), flush=True)
-    """
-    program = [sys.executable, "-m", "jaxstrategy.launch"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
-    options = "-n 2 --devices-per-process 2"
-    result = launch(options, script, program=program, env=environment)
-    assert result.lines == ["[0] total 6.0", "[1] total 6.0"], result
 
 
 def test_processes_that_replicas_cannot_share_equally_take_no_part(launch):

@@ -8,11 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 import zmq
+from helpers.sockets import Proxy
 from helpers.threads import until
 
 from jaxstrategy._src.processes import messages
@@ -201,41 +201,6 @@ def test_bytes_of_strangers_end_their_own_connection_only(serve, call):
     assert server.seen == [[b"x"], [b"y"]]
 
 
-class Relay:
-    """Stands between a client and a server, and may change what they say."""
-
-    def __init__(self, address, change):
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.said = bytearray()
-        self._ends = []
-        threading.Thread(target=self._run, args=(address, change), daemon=True).start()
-
-    def _run(self, address, change):
-        host, port = address.split(":")
-        one, _ = self._listener.accept()
-        other = socket.create_connection((host, int(port)))
-        self._ends = [one, other]
-        for ends in (self._ends, self._ends[::-1]):
-            threading.Thread(
-                target=self._pass, args=(*ends, change), daemon=True
-            ).start()
-
-    def _pass(self, source, sink, change):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if source is self._ends[0]:
-                    self.said += data
-                sink.sendall(change(data, source is self._ends[0]))
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        for end in (*self._ends, self._listener):
-            end.close()
-
-
 def test_what_was_said_can_neither_be_said_again_nor_changed_nor_read(serve, call):
     server, changed = serve(), None
 
@@ -244,13 +209,18 @@ def test_what_was_said_can_neither_be_said_again_nor_changed_nor_read(serve, cal
             return data
         return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
 
-    relay = Relay(server.address, change)
-    client = call(relay.address)
+    def connected():
+        relay = Proxy(server.address)
+        relay.change = change
+        return relay, call(relay.address)
+
+    relay, client = connected()
     client.request(b"a word that nobody else reads", timeout_seconds=20)
-    assert b"a word that nobody" not in relay.said
+    (said,) = relay.said
+    assert b"a word that nobody" not in said
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), 20) as again:
-        again.sendall(relay.said)
+        again.sendall(said)
         with contextlib.suppress(ConnectionError):
             while again.recv(1000):
                 pass
@@ -260,8 +230,7 @@ def test_what_was_said_can_neither_be_said_again_nor_changed_nor_read(serve, cal
             client.request(b"changed on its way", timeout_seconds=20)
         relay.close()
         changed_before, changed = changed, None
-        relay = Relay(server.address, change)
-        client = call(relay.address)
+        relay, client = connected()
         assert len(server.seen) == 1 + (not changed_before)
     relay.close()
 

@@ -1,7 +1,7 @@
 """Preemption in one process, and agreement on when to stop, processes being threads."""
 
 import contextlib
-import itertools
+import functools
 import random
 import signal
 import subprocess
@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.threads import until
+from helpers.cases import each_of
+from helpers.threads import in_threads, until
 
 import jaxstrategy as js
 from jaxstrategy import ClusterError
@@ -64,19 +65,17 @@ class ThreadsBoard:
             return [said[i] for i in range(self.room.n)]
 
 
-def test_all_stop_after_the_same_step():
-    for n, style, seed in itertools.product((1, 2, 4), ("run", "after"), range(3)):
-        check_all_stop(n, style, seed)
-
-
-def check_all_stop(n, style, seed):
+@each_of("n", [1, 4])
+@each_of("style", ["run", "after"])
+@each_of("seed", [0, 1])
+def test_all_stop_after_the_same_step(n, style, seed):
     draw = random.Random(seed)
     announcing = {draw.randrange(n) for _ in range(1 + seed % 2)}
     room, ahead = Room(n), 2
     # A step ends when all processes have begun it; some may be begun before it ends.
     begun = [0] * n
     together = threading.Condition()
-    done, errors = [None] * n, []
+    done = [None] * n
 
     def step(index, number):
         with together:
@@ -87,36 +86,28 @@ def check_all_stop(n, style, seed):
         time.sleep(draw.random() * 0.002)
 
     def process(index):
-        try:
-            vote = StopAgreement(ThreadsBoard(room, index), "vote")
-            for number in range(10_000):
-                if number == 5 + index and index in announcing:
-                    ThreadsBoard(room, index).put("vote", "now")
-                if style == "run":
-                    if vote.begin():
-                        break
-                    step(index, number)
-                    if vote.is_time:
-                        number += 1
-                        break
-                else:
-                    step(index, number)
-                    vote.catch_up(number + 1)
-                    if vote.begin():
-                        number += 1
-                        break
-            done[index] = number
-            vote.close()
-        except BaseException as error:
-            errors.append(error)
+        vote = StopAgreement(ThreadsBoard(room, index), "vote")
+        for number in range(10_000):
+            if number == 5 + index and index in announcing:
+                ThreadsBoard(room, index).put("vote", "now")
+            if style == "run":
+                if vote.begin():
+                    break
+                step(index, number)
+                if vote.is_time:
+                    number += 1
+                    break
+            else:
+                step(index, number)
+                vote.catch_up(number + 1)
+                if vote.begin():
+                    number += 1
+                    break
+        done[index] = number
+        vote.close()
 
-    threads = [threading.Thread(target=process, args=(i,)) for i in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert not errors, (n, style, seed)
-    assert len(set(done)) == 1 and 1 <= done[0] < 10_000, (n, style, seed)
+    in_threads(*[functools.partial(process, i) for i in range(n)])
+    assert len(set(done)) == 1 and 1 <= done[0] < 10_000
 
 
 def test_a_process_that_ends_instead_is_an_error():

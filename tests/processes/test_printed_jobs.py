@@ -59,25 +59,29 @@ texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 # Batch scripts of Slurm
 
 
+def put(folder, scripts, shell="/bin/bash"):
+    """Puts commands into a folder; the `PATH` where they are found first."""
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!{shell}\n{textwrap.dedent(script)}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
 @pytest.fixture
 def sbatch(tmp_path):
     """Runs a batch script where `srun` notes down what it is given.
 
     Returns the arguments and the environment.
     """
-    tools = tmp_path / "tools"
-    tools.mkdir()
     scripts = {
         "scontrol": "echo node7; echo node8",
         "srun": f"""printf '%s\\0' "$@" > {tmp_path}/args; env -0 > {tmp_path}/env""",
     }
-    for name, script in scripts.items():
-        (tools / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tools / name).chmod(0o755)
     folder = tmp_path / "folder"
     folder.mkdir()
     environment = {
-        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "PATH": put(tmp_path / "tools", scripts),
         "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_JOB_ID": "12",
         "HOME": "/elsewhere",
@@ -160,8 +164,6 @@ def test_a_batch_script_makes_a_secret_for_each_run_and_shows_it_to_nobody(sbatc
 
 def test_a_batch_script_starts_and_restarts_as_the_launcher_does(tmp_path):
     # Stand-ins for Slurm's commands: tasks one after the other, on one machine.
-    tools = tmp_path / "tools"
-    tools.mkdir()
     scripts = {
         "scontrol": '[ "$1" = show ] && echo node7 && echo node8; '
         '[ "$1" = requeue ] && echo requeued "$2"; true',
@@ -174,11 +176,8 @@ def test_a_batch_script_starts_and_restarts_as_the_launcher_does(tmp_path):
             exit $code""",
         "python": f'exec {sys.executable} -IS "$@"',
     }
-    for name, script in scripts.items():
-        (tools / name).write_text("#!/bin/bash\n" + textwrap.dedent(script))
-        (tools / name).chmod(0o755)
     env = os.environ | {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "12"}
-    env["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    env["PATH"] = put(tmp_path / "tools", scripts)
     path = tmp_path / "train.py"
     names = "COORDINATOR", "PROCESS_ID", "NUM_PROCESSES", "ATTEMPT", "LOCAL_RANK"
     path.write_text(
@@ -301,26 +300,24 @@ def test_a_manifest_has_the_environment_of_a_worker():
     assert container["env"][0]["value"] == "script-process-0-0.script:2222"
 
 
-def test_a_manifest_carries_arguments_as_they_are():
-    text = printed("k8s", "train.py", *NASTY)
-    *_, container = pod(text)
-    got = [expanded(part, {"HOME": "/elsewhere"}) for part in container["command"]]
-    assert got == ["python", "train.py", *NASTY]
-    assert text.isascii()
-    done = command("--print", "k8s", "train.py", os.fsdecode(b"\xff"))
-    assert done.code == 2 and done.out == ""
-    said = r"jaxstrategy.launch: error: '\udcff' has bytes that are not UTF-8"
-    assert done.err.startswith(said)
-
-
 @given(st.lists(texts, max_size=4), texts)
+@example(NASTY, "train")
 @BOUNDED
 def test_a_manifest_carries_any_text(arguments, name):
-    *_, container = pod(printed("k8s", f"{name}.py", *arguments))
+    text = printed("k8s", f"{name}.py", *arguments)
+    assert text.isascii()
+    *_, container = pod(text)
     got = [expanded(part, {"HOME": "/elsewhere"}) for part in container["command"]]
     script = f"{name}.py"
     script = f"./{script}" if script.startswith("-") else script
     assert got == ["python", script, *arguments]
+
+
+def test_a_manifest_has_no_bytes_that_are_no_text():
+    done = command("--print", "k8s", "train.py", os.fsdecode(b"\xff"))
+    assert done.code == 2 and done.out == ""
+    said = r"jaxstrategy.launch: error: '\udcff' has bytes that are not UTF-8"
+    assert done.err.startswith(said)
 
 
 @given(texts)
@@ -440,27 +437,23 @@ time.sleep(600)
 @pytest.fixture
 def sbatch_roles(tmp_path):
     """Runs a batch script; its exit code, and what its programs were told, by name."""
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    for name, text in {"srun": SRUN, "python": PYTHON}.items():
-        (commands / name).write_text(f"#!{sys.executable} -IS\n{text}")
-        (commands / name).chmod(0o755)
+    scripts, python = {"srun": SRUN, "python": PYTHON}, f"{sys.executable} -IS"
+    path = put(tmp_path / "commands", scripts, python)
 
     def run(text, codes="0", wait=4):
         notes = tmp_path / f"notes{codes}"
         notes.mkdir()
         env = {
-            "PATH": f"{commands}:{os.environ['PATH']}",
+            "PATH": path,
             "SLURM_JOB_ID": "7",
             "SLURMD_NODENAME": "node0",
             "NOTES": str(notes),
             "CODES": codes,
             "WAIT": str(wait),
         }
-        path = tmp_path / "batch"
-        path.write_bytes(os.fsencode(text))
+        (tmp_path / "batch").write_bytes(os.fsencode(text))
         process = subprocess.Popen(
-            ["bash", str(path)], env=env, cwd=tmp_path, start_new_session=True
+            ["bash", "batch"], env=env, cwd=tmp_path, start_new_session=True
         )
         try:
             code = process.wait(DEADLINE)
