@@ -132,7 +132,5 @@ def test_hugging_face_passes_in_turns_lose_their_place(datasets):
 
 def test_several_hugging_face_splits(datasets):
     splits = datasets.DatasetDict({"train": face_table(datasets)})
-    with pytest.raises(
-        TypeError, match=r"several datasets: train. .*dataset\['train'\]"
-    ):
+    with pytest.raises(TypeError, match=r"several datasets: train. .*dataset\['train"):
         Source(splits)

@@ -29,9 +29,7 @@ def test_tf_data_without_a_length(count):
 
 
 def test_tf_data_with_too_few_batches():
-    with pytest.raises(
-        ValueError, match="after batch 5, but the tf.data dataset has 4"
-    ):
+    with pytest.raises(ValueError, match="after batch 5, but the tf.data dataset has"):
         Source(FakeTfDataset(TF_PARTS)).start().set_state({"batches": 5})
 
 

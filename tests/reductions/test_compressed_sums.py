@@ -19,12 +19,12 @@ LEVELS = CommunicationOptions(
 )
 
 
-def reducer(strategy, options, op="mean"):
+def reducer(strategy, options):
     """A step from values and a state to results, equal on all, and the next state."""
 
     @strategy.run(options=js.RunOptions(expect_mirrored=(True, False)))
     def step(value, state):
-        return replica().all_reduce_compressed(op, value, state, options)
+        return replica().all_reduce_compressed("mean", value, state, options)
 
     return step
 
@@ -36,15 +36,15 @@ def stacked(error):
     )
 
 
-def normal(*shape, seed=0, dtype=np.float32):
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def once(strategy, options, value, op="mean"):
+def once(strategy, options, value):
     """One reduction of `[replica, ...]`, with nothing owed before."""
     like = jax.tree.map(lambda x: x[0], value)
     state = strategy.compression_state(like, options)
-    return reducer(strategy, options, op)(strategy.per_replica(value), state)
+    return reducer(strategy, options)(strategy.per_replica(value), state)
 
 
 # 8 bits.
@@ -55,19 +55,16 @@ def rounding(x):
     return np.abs(x).max() / 127 / 2
 
 
-@each_of("op", ["mean"])
 @each_of("options", [INT8, LEVELS])
-def test_a_sum_in_eight_bits_is_near_and_the_rest_is_kept(four, options, op):
+def test_a_sum_in_eight_bits_is_near_and_the_rest_is_kept(four, options):
     x = normal(4, 7, 101)
-    have, state = once(four, options, x, op)
-    exact = getattr(np, op)(x, axis=0)
-    # One rounding by each replica, and one of the sum.
-    share = 1 if op == "sum" else 1 / 4
-    bound = share * sum(map(rounding, x)) + rounding(have)
-    distance = np.abs(have - exact)
-    assert 0 < distance.max() < bound
+    have, state = once(four, options, x)
+    exact = x.mean(0)
+    # One rounding by each replica, and one of the mean.
+    bound = sum(map(rounding, x)) / 4 + rounding(have)
+    assert 0 < np.abs(have - exact).max() < bound
     assert have.dtype == np.float32 and have.shape == (7, 101)
-    owed = stacked(state.errors).sum(0) * share
+    owed = stacked(state.errors).mean(0)
     np.testing.assert_allclose(have + owed, exact, atol=1e-5)
     assert state.bases is None
 
@@ -81,33 +78,6 @@ def test_what_was_kept_goes_with_the_next(four):
         more, state = step(zeros, state)
         arrived += more
     np.testing.assert_allclose(arrived, x.mean(0), atol=1e-6)
-
-
-@each_of("options", [INT8])
-def test_small_coordinates_arrive_only_with_the_memory(four, options):
-    draw = np.random.default_rng(1)
-    size = 10 ** draw.uniform(-3, 1, 512)
-    target = (size * draw.normal(size=(4, 512))).astype(np.float32)
-
-    def distance(remembers):
-        def descend(x, state):
-            def turn(carry, _):
-                w, state = carry
-                mean, after = replica().all_reduce_compressed(
-                    "mean", w - x, state, options
-                )
-                return (w - 0.1 * mean, after if remembers else state), None
-
-            start = jnp.zeros(512), state
-            return jax.lax.scan(turn, start, length=200)[0][0]
-
-        state = four.compression_state(np.zeros(512, np.float32), options)
-        w = four.run(descend, (four.per_replica(target), state))
-        return np.linalg.norm(w - target.mean(0))
-
-    with_memory, without = distance(True), distance(False)
-    assert with_memory < 0.2 * without
-    assert with_memory < 2e-3 * np.linalg.norm(target.mean(0))
 
 
 def test_a_quarter_of_the_bytes_crosses_the_network():
@@ -152,23 +122,6 @@ def test_one_group_sends_all_bits():
 # Thin matrices.
 
 
-def test_matrices_of_low_rank_arrive_whole():
-    eight = on(8)
-    left, right = normal(8, 24, 2), normal(2, 40, seed=1)
-    x = left @ right
-    state = eight.compression_state(x[0], RANK2)
-    assert state.bases.shape == (40, 2)
-    step = reducer(eight, RANK2)
-    arrived = []
-    for _ in range(2):
-        have, state = step(eight.per_replica(x), state)
-        arrived.append(have)
-    for have in arrived:
-        np.testing.assert_allclose(have, x.mean(0), atol=2e-5)
-    assert isinstance(state.bases, js.Mirrored)
-    np.testing.assert_allclose(stacked(state.errors).sum(0), 0, atol=1e-3)
-
-
 def power_sgd(x, start, steps):
     """What arrives in each step of gradients `[replica, rows, columns]`, by NumPy."""
     errors, basis = np.zeros_like(x), start
@@ -184,11 +137,11 @@ def power_sgd(x, start, steps):
         yield span @ mean.T, errors
 
 
-@each_of("rank", [3])
-def test_thin_matrices_are_those_of_a_plain_loop(four, rank):
-    options = CommunicationOptions(compression=js.experimental.PowerSGD(rank))
+def test_thin_matrices_are_those_of_a_plain_loop(four):
+    options = CommunicationOptions(compression=js.experimental.PowerSGD(3))
     x = normal(4, 2, 15, 20)  # the last dimension is that of the columns
     state = four.compression_state(x[0], options)
+    assert state.bases.shape == (20, 3)
     matrices, basis = x.reshape(4, 30, 20), np.asarray(state.bases, np.float64)
     oracle = power_sgd(matrices.astype(np.float64), basis, 4)
     step, x = reducer(four, options), four.per_replica(x)
@@ -197,6 +150,7 @@ def test_thin_matrices_are_those_of_a_plain_loop(four, rank):
         np.testing.assert_allclose(have, want.reshape(2, 15, 20), atol=1e-4)
         owed = stacked(state.errors).reshape(4, 30, 20)
         np.testing.assert_allclose(owed, errors, atol=1e-4)
+        assert isinstance(state.bases, js.Mirrored)
 
 
 def test_thin_matrices_are_what_crosses_the_network(four):
@@ -242,8 +196,7 @@ def test_gradients_of_rare_sizes_neither_vanish_nor_overflow(four):
 BOTH = each_of("options", [INT8, RANK2])
 
 
-@each_of("options", [INT8])
-def test_all_else_is_exact(four, options):
+def test_all_else_is_exact(four):
     tree = {
         "complex": (normal(4, 32, 32) + 1j * normal(4, 32, 32)).astype(np.complex64),
         "empty": normal(4, 0, 3),
@@ -252,38 +205,35 @@ def test_all_else_is_exact(four, options):
         "small": normal(4, 3, 5),
         "w": normal(4, 32, 32),
     }
-    have, state = once(four, options, tree)
-    exact = four.run(
-        lambda t: replica().all_reduce("mean", t), (four.per_replica(tree),)
-    )
-    for name in tree.keys() - {"w"}:
-        assert have[name].dtype == exact[name].dtype
-        np.testing.assert_allclose(have[name], exact[name], rtol=1e-6)
-        assert state.errors[name] is None and state.bases[name] is None
+    have, state = once(four, INT8, tree)
+    for name, versions in tree.items():
+        if name != "w":
+            exact = versions.mean(0)
+            assert have[name].dtype == (np.float32 if name == "n" else exact.dtype)
+            np.testing.assert_allclose(have[name], exact, rtol=1e-5, atol=1e-6)
+            assert state.errors[name] is None and state.bases[name] is None
     assert state.errors["w"].shape == (32, 32)
 
 
 @pytest.mark.slow
 @BOTH
-@each_of("dtype", [jnp.bfloat16])
-def test_short_numbers_are_remembered_in_32_bits(four, options, dtype):
-    x = (normal(4, 32, 1) @ normal(1, 32, seed=1)).astype(dtype)
+def test_short_numbers_are_remembered_in_32_bits(four, options):
+    x = (normal(4, 32, 1) @ normal(1, 32, seed=1)).astype(jnp.bfloat16)
     have, state = once(four, options, x)
-    assert have.dtype == dtype and state.errors.dtype == np.float32
+    assert have.dtype == jnp.bfloat16 and state.errors.dtype == np.float32
     exact = np.asarray(x, np.float32).mean(0)
     np.testing.assert_allclose(np.asarray(have, np.float32), exact, atol=0.05)
 
 
 @pytest.mark.slow
 @BOTH
-@each_of("bad", [np.nan])
-def test_what_is_not_finite_shows_and_spoils_no_memory(four, options, bad):
+def test_what_is_not_finite_shows_and_spoils_no_memory(four, options):
     x = normal(4, 32, 64)
     state = four.compression_state(x[0], options)
     step = reducer(four, options)
     _, before = step(four.per_replica(x), state)
     spoiled = x.copy()
-    spoiled[2, 3, 4] = bad
+    spoiled[2, 3, 4] = np.nan
     have, after = step(four.per_replica(spoiled), before)
     assert not np.isfinite(have[3, 4])
     lost = ~np.isfinite(np.asarray(have))
@@ -298,23 +248,15 @@ def test_what_is_not_finite_shows_and_spoils_no_memory(four, options, bad):
     assert np.isfinite(have).all()
 
 
-@BOTH
-@each_of("n", [1])
-def test_few_replicas(n, options):
-    strategy = on(n)
-    x = normal(n, 32, 1) @ normal(1, 32, seed=1)
-    have, state = once(strategy, options, x)
-    np.testing.assert_allclose(have, x.mean(0), atol=0.03)
-    if n == 1:
+def test_one_replica_sends_nothing_and_what_others_left_behind():
+    one = on(1)
+    x = normal(1, 32, 16)
+    for options in (INT8, RANK2):
+        have, state = once(one, options, x)
         np.testing.assert_array_equal(have, x[0])
         assert isinstance(state.errors, jax.Array) and not state.errors.any()
-
-
-def test_one_replica_sends_what_others_left_behind():
-    one = on(1)
-    step = reducer(one, INT8)
     state = one.compression_state(np.zeros(300, np.float32), INT8)
-    owed = normal(300)
+    owed, step = normal(300), reducer(one, INT8)
     have, state = step(np.ones(300, np.float32), state._replace(errors=owed))
     np.testing.assert_allclose(have, 1 + owed, rtol=1e-6)
     assert not state.errors.any()

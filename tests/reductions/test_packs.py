@@ -1,20 +1,17 @@
 """Small arrays are reduced in packs, and no bit changes."""
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import each_of
 from helpers.reductions import (
     OPS,
     assert_same_bits,
     collectives,
     on,
     ordered,
-    reduced,
     stacked,
 )
 from helpers.replicas import replica
@@ -25,20 +22,11 @@ from jaxstrategy.experimental import CommunicationOptions
 
 # What comes out of packs.
 
-PACKINGS = {
-    "default": on,
-    "one": partial(on, ops=js.NcclAllReduce()),
-    "three": partial(on, ops=js.NcclAllReduce(3)),
-    "64 bytes": partial(on, options=CommunicationOptions(bytes_per_pack=64)),
-}
-
 
 @pytest.mark.slow
-@each_of("name", ["default", "three"])
-def test_packs_change_no_bit(name):
-    n = 3
-    packed, plain = PACKINGS[name](n), on(n, js.NcclAllReduce(0))
-    tree = stacked(n)
+def test_packs_change_no_bit():
+    packed, plain = on(3, js.NcclAllReduce(3)), on(3, js.NcclAllReduce(0))
+    tree = stacked(3)
 
     def step(tree):
         both = [replica().all_reduce(op, tree) for op in ("sum", "mean")]
@@ -50,21 +38,26 @@ def test_packs_change_no_bit(name):
     assert_same_bits(out, plain.run(step, (plain.per_replica(tree),)))
 
 
-@each_of("op", OPS)
-def test_packs_give_numpys_numbers(strategy, op):
-    n = strategy.num_replicas_in_sync
-    tree = ordered(stacked(n)) if op in ("min", "max") else stacked(n)
-    out = reduced(strategy, op, strategy.per_replica(tree))
+def test_packs_give_numpys_numbers(four):
+    tree = stacked(4)
 
-    def check(found, versions):
-        if versions.dtype == jnp.bfloat16:
-            versions = versions.astype(np.float32)
-        exact = getattr(np, op)(versions, axis=0)
-        rtol = 1e-2 if found.dtype == jnp.bfloat16 else 1e-5
-        found = np.asarray(found).astype(exact.dtype)
-        np.testing.assert_allclose(found, exact, rtol=rtol, atol=1e-5)
+    @four.run
+    def step(tree):
+        few = ordered(tree)
+        return {
+            op: replica().all_reduce(op, few if op in ("min", "max") else tree)
+            for op in OPS
+        }
 
-    jax.tree.map(check, out, tree)
+    for op, out in step(four.per_replica(tree)).items():
+        for name, found in jax.tree.leaves_with_path(out):
+            (versions,) = (v for n, v in jax.tree.leaves_with_path(tree) if n == name)
+            if versions.dtype == jnp.bfloat16:
+                versions = versions.astype(np.float32)
+            exact = getattr(np, op)(versions, axis=0)
+            rtol = 1e-2 if found.dtype == jnp.bfloat16 else 1e-5
+            found = np.asarray(found).astype(exact.dtype)
+            np.testing.assert_allclose(found, exact, rtol=rtol, atol=1e-5)
 
 
 def test_a_step_reduces_once_for_each_dtype_and_each_large_array(four):
@@ -129,11 +122,9 @@ def test_packs_in_transformed_steps(four):
 
 
 @pytest.mark.slow
-@each_of("different", [range(1, 6), (64, 24, 3)])
-@each_of("number", [30])
-def test_packs_of_very_many_arrays(four, number, different):
-    # Each many times: XLA is not told where those lie.
-    sizes = [different[i % len(different)] for i in range(number)]
+def test_packs_of_very_many_arrays(four):
+    # Each size many times: XLA is not told where those lie.
+    sizes = (64, 24, 3) * 10
     draw = np.random.default_rng(0)
     trees = [draw.normal(size=(4, size)).astype(np.float32) for size in sizes]
 

@@ -17,8 +17,8 @@ LAYOUTS = {
 ALL = ["cores", "two shared"]
 # Small whole numbers, whose sums each of these holds.
 X = np.random.default_rng(0).integers(0, 2, (4, 4, 6))
-REAL = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int16"]
-DTYPES = [*REAL, "int32", "uint32", "complex64"]
+REAL = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32"]
+DTYPES = [*REAL, "complex64"]
 GROUPS = [[0, 2], [1, 3]]
 
 
@@ -90,7 +90,7 @@ def test_collectives_of_every_dtype(layout):
 @each_of("layout", ALL)
 def test_extremes_of_every_dtype(layout):
     strategy = made(layout)
-    trees = {d: strategy.per_replica(of(d)) for d in [*REAL, "int32", "uint32"]}
+    trees = {d: strategy.per_replica(of(d)) for d in REAL}
     trees["bool"] = strategy.per_replica(X > 0)
 
     @strategy.run

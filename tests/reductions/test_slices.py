@@ -36,28 +36,24 @@ def test_tensorflows_numbers(four):
 
 
 @pytest.mark.slow
-@each_of("op", ["sum", "mean"])
-@each_of("dtype", [np.float32, jnp.bfloat16, np.int32, np.complex64])
-def test_slices_reduce_like_their_dense_forms(strategy, op, dtype):
-    n = strategy.num_replicas_in_sync
+@each_of("dtype", [np.float32, jnp.bfloat16, np.int32])
+def test_slices_reduce_like_their_dense_forms(four, dtype):
     draw = np.random.default_rng(0)
-    values = draw.integers(-9, 9, (n, 6, 3)).astype(dtype)
-    indices = draw.integers(0, 7, (n, 6))  # with repetitions
-    slices = js.IndexedSlices(*strategy.per_replica((values, indices)), (7, 3))
+    values = draw.integers(-9, 9, (4, 6, 3)).astype(dtype)
+    indices = draw.integers(0, 7, (4, 6))  # with repetitions
+    slices = js.IndexedSlices(*four.per_replica((values, indices)), (7, 3))
 
+    @four.run
     def step(slices):
-        dense = all_reduced(op, slices.to_dense())
-        return all_reduced(op, slices), dense
+        pair = slices, slices.to_dense()
+        return {op: [all_reduced(op, each) for each in pair] for op in ("sum", "mean")}
 
-    sparse, dense = strategy.run(step, (slices,))
-    assert (
-        sparse.dtype
-        == dense.dtype
-        == (jnp.float32 if (op, dtype) == ("mean", np.int32) else dtype)
-    )
-    found, exact = np.complex64(sparse.to_dense()), np.complex64(dense)
-    rtol = 5e-2 if dtype == jnp.bfloat16 else 1e-6
-    np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol)
+    for op, (sparse, dense) in step(slices).items():
+        is_wide = (op, dtype) == ("mean", np.int32)
+        assert sparse.dtype == dense.dtype == (jnp.float32 if is_wide else dtype)
+        rtol = 5e-2 if dtype == jnp.bfloat16 else 1e-6
+        found, exact = np.float32(sparse.to_dense()), np.float32(dense)
+        np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol)
 
 
 @each_of("op", ["sum", "mean"])
@@ -180,9 +176,7 @@ def test_reductions_that_are_not_defined(four):
             lambda i: all_reduced("sum", documented(i), groups=[[0, 1], [2, 3]]), (ids,)
         )
     slices = four.run(documented, (ids,))
-    with pytest.raises(
-        TypeError, match="IndexedSlices cannot be reduced along an axis"
-    ):
+    with pytest.raises(TypeError, match="IndexedSlices cannot be reduced along an"):
         four.reduce("sum", slices, axis=0)
     flags = js.IndexedSlices(jnp.array([True]), jnp.array([0]))
     with pytest.raises(TypeError, match="SUM of a bool array"):

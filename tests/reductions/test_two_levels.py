@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import each_of
 from helpers.reductions import ALGORITHMS, AXIS, OPS, algorithms, on, reduced
 from helpers.replicas import replica
 from hypothesis import given, seed, settings, strategies as st
@@ -19,18 +18,27 @@ import jaxstrategy as js
 PAIRS, ACROSS, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 
 
-@each_of("op", OPS)
-@each_of("groups", [PAIRS, ACROSS, [[3, 0], [2, 1]]])
-def test_groups_reduce_among_themselves(four, op, groups):
+def test_groups_reduce_among_themselves(four):
     x = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
     tree = {"x": x, "n": np.arange(8).reshape(4, 2)}
-    out = reduced(four, op, four.per_replica(tree), groups=groups)
-    for key, value in out.items():
-        assert isinstance(value, js.PerReplica)
-        for group in groups:
-            exact = getattr(np, op)(tree[key][np.array(group)], axis=0)
-            for member in group:
-                np.testing.assert_allclose(value.values[member], exact, rtol=1e-5)
+    chosen = {"pairs": PAIRS, "across": ACROSS, "turned": [[3, 0], [2, 1]]}
+
+    @four.run
+    def step(tree):
+        def of(groups):
+            reduce = partial(replica().all_reduce, groups=groups)
+            return {op: reduce(op, tree) for op in OPS}
+
+        return {name: of(groups) for name, groups in chosen.items()}
+
+    for name, of_ops in step(four.per_replica(tree)).items():
+        for op, out in of_ops.items():
+            for key, value in out.items():
+                assert isinstance(value, js.PerReplica)
+                for group in chosen[name]:
+                    exact = getattr(np, op)(tree[key][np.array(group)], axis=0)
+                    for i in group:
+                        np.testing.assert_allclose(value.values[i], exact, rtol=1e-5)
 
 
 @algorithms
@@ -191,12 +199,15 @@ def through_reference(a, b):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
-@each_of("name", TWO_LEVELS)
-def test_what_two_levels_prove(four, name):
-    step, expected = TWO_LEVELS[name]
+def test_what_two_levels_prove(four):
     x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
-    out = four.run(lambda x, s: step(x, s), (four.per_replica(x), jnp.arange(1.0, 5.0)))
-    assert set(mirrored(out)) == {expected}
+
+    @four.run
+    def step(x, s):
+        return {name: function(x, s) for name, (function, _) in TWO_LEVELS.items()}
+
+    for name, out in step(four.per_replica(x), jnp.arange(1.0, 5.0)).items():
+        assert set(mirrored(out)) == {TWO_LEVELS[name][1]}, name
 
 
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
@@ -289,30 +300,22 @@ def test_random_programs_in_groups_are_never_wrongly_called_mirrored(four):
         outcomes.append(any(mirrored(out)))
 
     # Numbered, so that the programs do not change when the text of this file does.
-    drawn = settings(max_examples=25, deadline=None, database=None)(
+    drawn = settings(max_examples=10, deadline=None, database=None)(
         given(PROGRAMS)(programs)
     )
     seed(1)(drawn)()
-    assert sum(outcomes) > 5
+    assert sum(outcomes) >= 2
 
 
-def test_one_reduced_leaf_of_a_pack_is_warned_of(four):
-    def step(x, y):
-        total = replica().all_reduce("sum", x)
-        return replica().all_reduce("sum", {"new": y, "old": total})
+def test_one_reduced_leaf_of_a_pack_is_warned_of_but_not_in_means(four):
+    def step(op, x, y):
+        total = replica().all_reduce(op, x)
+        return replica().all_reduce(op, {"new": y, "old": total})
 
     x = four.per_replica(np.ones((4, 3), np.float32))
     with pytest.warns(js.errors.DoubleReductionWarning, match="reduction already"):
-        four.run(step, (x, x))
-
-
-def test_a_mean_of_a_reduced_leaf_in_a_pack_is_not_warned_of(four):
-    def step(x, y):
-        total = replica().all_reduce("mean", x)
-        return replica().all_reduce("mean", {"new": y, "old": total})
-
-    x = four.per_replica(np.ones((4, 3), np.float32))
-    assert mirrored(four.run(step, (x, x))) == [True, True]
+        four.run(step, ("sum", x, x))
+    assert mirrored(four.run(step, ("mean", x, x))) == [True, True]
 
 
 def test_operations_that_return_too_few_results_are_an_error():

@@ -73,9 +73,7 @@ def test_messages_name_each_device_once(shared):
     x = other.per_replica(np.ones(4, np.float32))
     with pytest.raises(js.errors.PlacementError, match="6 replicas on cpu:0, cpu:1\\."):
         shared.run(lambda x: x, (x,))
-    with pytest.raises(
-        js.errors.PlacementError, match="of this strategy's, cpu:0, cpu:1:"
-    ):
+    with pytest.raises(js.errors.PlacementError, match="of this strategy's, cpu:0,"):
         shared.assert_in_sync(other.mirror(1.0))
 
 

@@ -183,9 +183,7 @@ def test_equal_options_are_equal_and_share_a_program(two, compilations):
 def test_what_is_donated_is_kept_if_the_promise_is_broken(two):
     options = js.RunOptions(donate_argnums=0, expect_mirrored=True)
     state = two.mirror(jnp.ones(3))
-    with pytest.raises(
-        js.errors.NotMirroredError, match=r"\n    \(from argument `x`, a Per"
-    ):
+    with pytest.raises(js.errors.NotMirroredError, match=r"\n    \(from argument `x`,"):
         two.run(lambda state, x: state - x, (state, ids(two)), options=options)
     np.testing.assert_array_equal(state, np.ones(3))
     new = two.run(

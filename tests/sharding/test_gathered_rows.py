@@ -47,9 +47,7 @@ def test_in_a_merge_call_it_is_told_that_they_stay(four):
 
     x = np.arange(10.0)
     np.testing.assert_array_equal(four.run(step, (full(four, x),)), x[:8])
-    with pytest.warns(
-        js.errors.PaddedRowsWarning, match="`step` was given a batch that is f"
-    ):
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`step` was given a batch"):
         out = four.run(step, (last(four, x),))
     assert out.shape == (8,)
 
@@ -72,14 +70,10 @@ def test_so_it_is_in_a_step_that_knows_of_rows(four):
 def test_under_jit_it_is_told_that_they_stay(four):
     batch = last(four, np.arange(10.0))
     gather = jax.jit(four.gather)
-    with pytest.warns(
-        js.errors.PaddedRowsWarning, match="`gather` was given a batch of a da"
-    ):
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`gather` was given a batch"):
         assert gather(batch).shape == (8,)
     local = jax.jit(four.experimental_local_results)
-    with pytest.warns(
-        js.errors.PaddedRowsWarning, match="`experimental_local_results` was g"
-    ):
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`experimental_local_results"):
         assert [rows.shape for rows in local(batch)] == [(2,)] * 4
 
 

@@ -256,9 +256,7 @@ def test_replicas_that_share_devices_are_not_told_to_have_several():
     def step(x):
         return lax.with_sharding_constraint(x, P("model"))
 
-    with pytest.raises(
-        ValueError, match=r"one replica's; .* Leave the constraint out\.\n"
-    ):
+    with pytest.raises(ValueError, match=r"one replica's; .* Leave the constraint out"):
         strategy.run(step, (np.ones(8, F32),))
     with (
         strategy.scope(),

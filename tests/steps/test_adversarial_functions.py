@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -40,7 +41,8 @@ def in_loop(change):
     jax.lax.fori_loop(0, 2, lambda _, none: change(), None)
 
 
-def check_that_a_part_assigned_in_a_branch_is_refused(strategy, coordinator, within):
+@each_of("within", (in_branch, in_loop))
+def test_a_part_assigned_in_a_branch_is_refused(strategy, coordinator, within):
     v = variable(strategy, np.zeros(4, np.float32))
 
     def function():
@@ -49,11 +51,6 @@ def check_that_a_part_assigned_in_a_branch_is_refused(strategy, coordinator, wit
     with pytest.raises(ValueError, match=r"variable 'v' in a branch.*\[\.\.\.\]\.ass"):
         call(coordinator, function)
     assert v.numpy().tolist() == [0, 0, 0, 0]
-
-
-def test_a_part_assigned_in_a_branch_is_refused(strategy, coordinator):
-    for within in (in_branch, in_loop):
-        check_that_a_part_assigned_in_a_branch_is_refused(strategy, coordinator, within)
 
 
 def test_a_part_assigned_before_a_branch_that_adds_is_refused(strategy, coordinator):
@@ -70,7 +67,8 @@ def test_a_part_assigned_before_a_branch_that_adds_is_refused(strategy, coordina
 # Arguments that change before the function runs.
 
 
-def check_that_arrays_are_taken_as_they_are_when_scheduled(strategy, coordinator, size):
+@each_of("size", (3, 10_000))
+def test_arrays_are_taken_as_they_are_when_scheduled(strategy, coordinator, size):
     array = np.zeros(size, np.float32)
     function = coordinator.function(lambda x: x[0].sum())
     results = []
@@ -81,13 +79,6 @@ def check_that_arrays_are_taken_as_they_are_when_scheduled(strategy, coordinator
     assert [float(r.fetch()) for r in results] == [size * i for i in range(5)]
 
 
-def test_arrays_are_taken_as_they_are_when_scheduled(strategy, coordinator):
-    for size in (3, 10_000):
-        check_that_arrays_are_taken_as_they_are_when_scheduled(
-            strategy, coordinator, size
-        )
-
-
 # Objects of Flax NNX.
 
 
@@ -96,11 +87,10 @@ def more(model):
     return model(jnp.ones((1, 2))).sum()
 
 
-def check_that_changed_objects_are_refused(strategy, coordinator, wrap):
+@each_of("wrap", ("schedule", "run", "run in schedule"))
+def test_changed_objects_are_refused(strategy, coordinator, wrap):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    with pytest.raises(
-        js.errors.ObjectError, match=r"changes a Linear .* `nnx\.merge`"
-    ):
+    with pytest.raises(js.errors.ObjectError, match=r"changes a Linear .* `nnx\.merge"):
         if wrap == "schedule":
             call(coordinator, more, model)
         elif wrap == "run":
@@ -109,15 +99,11 @@ def check_that_changed_objects_are_refused(strategy, coordinator, wrap):
             call(coordinator, lambda m: strategy.run(more, (m,)), model)
 
 
-def test_changed_objects_are_refused(strategy, coordinator):
-    for wrap in ("schedule", "run", "run in schedule"):
-        check_that_changed_objects_are_refused(strategy, coordinator, wrap)
-
-
 # Functions that nobody would run.
 
 
-def check_that_async_functions_are_refused(coordinator, kind):
+@each_of("kind", ("coroutine", "async generator"))
+def test_async_functions_are_refused(coordinator, kind):
     async def coroutine():
         return 1
 
@@ -134,8 +120,3 @@ def check_that_async_functions_are_refused(coordinator, kind):
         call(coordinator, function)
     if kind == "coroutine":
         given[-1].close()
-
-
-def test_async_functions_are_refused(coordinator):
-    for kind in ("coroutine", "async generator"):
-        check_that_async_functions_are_refused(coordinator, kind)

@@ -65,17 +65,11 @@ def test_numbers_that_a_dtype_does_not_hold_are_told():
 
 def test_loss_scales_keep_to_what_their_dtypes_hold():
     for number in (-HUGE, np.inf, np.nan):
-        with pytest.raises(
-            ValueError, match="`period` is .*; at least 1 step is wanted"
-        ):
+        with pytest.raises(ValueError, match="`period` is .*; at least 1 step is"):
             js.training.DynamicLossScale(period=number)
-        with pytest.raises(
-            ValueError, match="`factor` is .*; more than 1 is wanted, and"
-        ):
+        with pytest.raises(ValueError, match="`factor` is .*; more than 1 is wanted,"):
             js.training.DynamicLossScale(factor=number)
-        with pytest.raises(
-            ValueError, match="`min_loss_scale` is .*; a number that floa"
-        ):
+        with pytest.raises(ValueError, match="`min_loss_scale` is .*; a number that"):
             js.training.DynamicLossScale(min_loss_scale=number)
 
 
@@ -88,9 +82,7 @@ def test_shapes_of_sparse_rows_that_cannot_be_are_refused():
 def test_states_of_something_else_are_refused():
     for state in (None, "a", [], {"data": 5}):
         source = js.batches(np.ones(4), 2)
-        with pytest.raises(
-            ValueError, match="is not the state of a pass over js.batches"
-        ):
+        with pytest.raises(ValueError, match="is not the state of a pass over"):
             source.check_described(state)
 
 
@@ -113,9 +105,7 @@ def test_input_contexts_that_cannot_be_are_refused():
 
 def test_input_contexts_have_whole_numbers():
     for given in ("2", 1.0, None, True):
-        with pytest.raises(
-            TypeError, match="`num_replicas_in_sync` was .*whole number"
-        ):
+        with pytest.raises(TypeError, match="`num_replicas_in_sync` was .*whole"):
             js.InputContext(1, 0, given)
         with pytest.raises(TypeError, match="`global_batch_size` was .*whole number"):
             js.InputContext(1, 0, 2).get_per_replica_batch_size(given)
@@ -124,9 +114,7 @@ def test_input_contexts_have_whole_numbers():
 def test_metrics_are_numbers_by_name(tmp_path):
     for metrics in (5, [1], {"a": "b"}, {"a": None}, {"a": HUGE}):
         with js.checkpoint.CheckpointManager(tmp_path) as manager:
-            with pytest.raises(
-                TypeError, match="`metrics` was .*; numbers by name were"
-            ):
+            with pytest.raises(TypeError, match="`metrics` was .*; numbers by name"):
                 manager.save(1, {"a": 1}, metrics)
 
 
@@ -171,9 +159,7 @@ def test_masks_of_numpy_are_not_dropped(two):
         lambda: two.per_replica([masked, masked]),
         lambda: two.experimental_distribute_values_from_function(lambda _: masked),
     ):
-        with pytest.raises(
-            ValueError, match="is a masked array of NumPy, and its mask"
-        ):
+        with pytest.raises(ValueError, match="is a masked array of NumPy, and its"):
             make()
     nothing_masked = two.per_replica(np.ma.masked_equal(np.arange(2.0), 5))
     np.testing.assert_array_equal(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.cases import each
+from helpers.cases import each, each_of
 from helpers.objects import (
     WIDTH,
     Net,
@@ -120,7 +120,8 @@ def field_step(model):
     return lambda x: pair.model.model.norm(x)
 
 
-def check_that_what_is_read_through_something_else_is_never_stale(two, hold):
+@each_of("hold", (method_step, field_step))
+def test_what_is_read_through_something_else_is_never_stale(two, hold):
     model, x = Net(), rows()[0]
     function = hold(model)
     step = two.run(function)
@@ -133,11 +134,6 @@ def check_that_what_is_read_through_something_else_is_never_stale(two, hold):
                 np.testing.assert_allclose(
                     np.concatenate(y.stacked), model.norm(x), atol=1e-5
                 )
-
-
-def test_what_is_read_through_something_else_is_never_stale(two):
-    for hold in (method_step, field_step):
-        check_that_what_is_read_through_something_else_is_never_stale(two, hold)
 
 
 def test_what_is_reached_through_something_else_is_changed(two):

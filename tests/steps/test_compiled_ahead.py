@@ -18,7 +18,7 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
-from helpers.cases import each
+from helpers.cases import each, each_of
 
 import jaxstrategy as js
 from jaxstrategy._src.reductions.packing import Overlap
@@ -72,7 +72,8 @@ def batches_of(strategy):
     return strategy.experimental_distribute_dataset(js.batches(ROWS, 8))
 
 
-def check_that_a_step_compiled_for_types_does_what_the_step_does(layout, tmp_path):
+@each_of("layout", list(LAYOUTS))
+def test_a_step_compiled_for_types_does_what_the_step_does(layout, tmp_path):
     strategy = LAYOUTS[layout]()
     dataset = batches_of(strategy)
     types = jax.ShapeDtypeStruct(START.shape, START.dtype), dataset.element_spec
@@ -89,11 +90,6 @@ def check_that_a_step_compiled_for_types_does_what_the_step_does(layout, tmp_pat
         w, _ = again(w, batch)
     np.testing.assert_allclose(w, stepped(stepped(START)), rtol=1e-5)
     assert "jit(step)" not in compiled
-
-
-def test_a_step_compiled_for_types_does_what_the_step_does(tmp_path):
-    for layout in each(list(LAYOUTS)):
-        check_that_a_step_compiled_for_types_does_what_the_step_does(layout, tmp_path)
 
 
 def test_a_saved_step_has_its_variables_and_overwrites_what_is_donated(tmp_path):
@@ -167,9 +163,7 @@ def test_several_steps_are_compiled_and_loaded(tmp_path):
     loaded = strategy.load_compiled(tmp_path / "many", many, types)
     w, _ = loaded(START, (batch, batch))
     np.testing.assert_allclose(w, stepped(stepped(START)), rtol=1e-5)
-    with pytest.raises(
-        js.errors.CompiledStepError, match="compiled ahead of time for other"
-    ):
+    with pytest.raises(js.errors.CompiledStepError, match="compiled ahead of time for"):
         loaded(START, (batch,))
 
 
@@ -268,9 +262,7 @@ def test_a_smaller_last_batch_of_one_replica_is_refused_with_the_way_out():
 
 def test_it_is_no_part_of_a_traced_function(compiled):
     _, train, batch = compiled
-    with pytest.raises(
-        js.errors.CompiledStepError, match="cannot be part of a function that"
-    ):
+    with pytest.raises(js.errors.CompiledStepError, match="cannot be part of a functi"):
         jax.jit(lambda w: train(w, batch))(START)
     train(START, batch)
 
@@ -323,9 +315,7 @@ def test_a_step_that_is_one_only_by_its_strategy_is_refused(tmp_path):
     def inside(x):
         strategy.compile(step, (x,))
 
-    with pytest.raises(
-        js.errors.ContextError, match="`strategy.compile` was called inside"
-    ):
+    with pytest.raises(js.errors.ContextError, match="`strategy.compile` was called"):
         strategy.run(inside, (START,))
 
 
@@ -356,17 +346,8 @@ def test_a_file_is_its_owners_alone(saved):
     assert [each.name for each in path.parent.iterdir()] == ["double"]
 
 
-def test_another_step_is_refused(saved):
-    strategy, path = saved
-
-    def other(x):
-        return js.get_replica_context().all_reduce("sum", 3 * x)
-
-    with pytest.raises(js.errors.CompiledStepError, match=(
-        r"double' is not used for `other`: the step computes something else now \(its "
-        r"code, \w{16}, is \w{16}\). Compile and save it again."
-    )):  # fmt: skip
-        strategy.load_compiled(path, other, (START,))
+def triple(x):
+    return js.get_replica_context().all_reduce("sum", 3 * x)
 
 
 def test_a_captured_constant_is_a_part_of_the_step(tmp_path):
@@ -376,49 +357,8 @@ def test_a_captured_constant_is_a_part_of_the_step(tmp_path):
         return lambda x: js.get_replica_context().all_reduce("sum", by * x)
 
     strategy.compile(scaled(START), (START,)).save(tmp_path / "scaled")
-    with pytest.raises(
-        js.errors.CompiledStepError, match="computes something else now"
-    ):
+    with pytest.raises(js.errors.CompiledStepError, match="computes something else no"):
         strategy.load_compiled(tmp_path / "scaled", scaled(2 * START), (START,))
-
-
-def test_other_arguments_are_refused(saved):
-    strategy, path = saved
-    with pytest.raises(js.errors.CompiledStepError, match=(
-        r"argument `x` was float32\[3\], .*, and is float32\[4\], "
-    )):  # fmt: skip
-        strategy.load_compiled(path, double, (np.zeros(4, np.float32),))
-    with pytest.raises(
-        js.errors.CompiledStepError, match="and is float32.*, donated, "
-    ):
-        donating = js.RunOptions(donate_argnums=0)
-        strategy.load_compiled(path, double, (START,), options=donating)
-
-
-def test_another_mesh_is_refused(saved):
-    _, path = saved
-    with pytest.raises(js.errors.CompiledStepError, match=(
-        "the mesh was '2 replicas, replica=2', and is '4 replicas, replica=4'"
-    )):  # fmt: skip
-        replicas(4).load_compiled(path, double, (START,))
-    with pytest.raises(
-        js.errors.CompiledStepError, match="devices of the mesh was '0, 1'"
-    ):
-        js.MirroredStrategy(DEVICES[2:4]).load_compiled(path, double, (START,))
-
-
-def test_other_options_are_refused(saved):
-    strategy, path = saved
-    with jax.numpy_dtype_promotion("strict"):
-        with pytest.raises(js.errors.CompiledStepError, match=(
-            "JAX's option jax_numpy_dtype_promotion was 'standard', and is 'strict'"
-        )):  # fmt: skip
-            strategy.load_compiled(path, lambda x: double(x), (START,))
-    with pytest.raises(
-        js.errors.CompiledStepError, match="besides was '.*', and is '.*Finite"
-    ):
-        options = js.RunOptions(check_finite=True)
-        strategy.load_compiled(path, double, (START,), options=options)
 
 
 def test_arguments_of_other_names_in_another_order_are_refused(tmp_path):
@@ -502,9 +442,7 @@ def test_another_users_file_is_not_read(saved, monkeypatch):
     strategy.load_compiled(path, double, (START,))
     os.chown(path, 12345, -1) if os.getuid() == 0 else None
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    with pytest.raises(
-        js.errors.CompiledStepError, match=r"user \d+, this process to 54321"
-    ):
+    with pytest.raises(js.errors.CompiledStepError, match=r"user \d+, this process to"):
         if os.stat(path).st_uid == 0:
             pytest.skip("root's files are trusted")
         strategy.load_compiled(path, double, (START,))
@@ -513,25 +451,17 @@ def test_another_users_file_is_not_read(saved, monkeypatch):
 def test_a_damaged_file_is_told(saved):
     strategy, path = saved
     text = path.read_bytes()
-    path.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
-    with pytest.raises(
-        js.errors.CompiledStepError, match=r"damaged \(its checksum is wrong"
-    ):
-        strategy.load_compiled(path, double, (START,))
     number = text.index(b'"num_added": ') + len(b'"num_added": ')
-    path.write_bytes(text[:number] + b"9" + text[number + 1 :])
-    with pytest.raises(
-        js.errors.CompiledStepError, match=r"damaged \(its checksum is wrong"
+    wrong = r"damaged \(its checksum is wrong"
+    for damaged, told in (
+        (text[:-1] + bytes([text[-1] ^ 1]), wrong),
+        (text[:number] + b"9" + text[number + 1 :], wrong),
+        (text[:60], "is damaged"),
+        (b"not one", "no compiled step of this version"),
     ):
-        strategy.load_compiled(path, double, (START,))
-    path.write_bytes(text[:60])
-    with pytest.raises(js.errors.CompiledStepError, match="is damaged"):
-        strategy.load_compiled(path, double, (START,))
-    path.write_bytes(b"not one")
-    with pytest.raises(
-        js.errors.CompiledStepError, match="no compiled step of this version"
-    ):
-        strategy.load_compiled(path, double, (START,))
+        path.write_bytes(damaged)
+        with pytest.raises(js.errors.CompiledStepError, match=told):
+            strategy.load_compiled(path, double, (START,))
 
 
 def test_a_step_that_calls_python_is_compiled_and_not_saved(tmp_path, capsys):
@@ -545,9 +475,7 @@ def test_a_step_that_calls_python_is_compiled_and_not_saved(tmp_path, capsys):
     np.testing.assert_allclose(compiled(START), 4 * START)
     jax.effects_barrier()
     assert "replica 1: x is 0.5" in capsys.readouterr().out
-    with pytest.raises(
-        js.errors.CompiledStepError, match="`told` calls Python while it runs"
-    ):
+    with pytest.raises(js.errors.CompiledStepError, match="`told` calls Python while"):
         compiled.save(tmp_path / "told")
 
 
@@ -584,3 +512,36 @@ def test_what_takes_a_step_takes_one_that_is_compiled_ahead():
     w = strategy.mirror(START)
     strategy.run(compiled, (w, x), options=options)
     assert w.is_deleted(), "compiled anew, with these options"
+
+
+def in_strict_mode(strategy, path):
+    with jax.numpy_dtype_promotion("strict"):
+        strategy.load_compiled(path, double, (START,))
+
+
+def with_options(**options):
+    options = js.RunOptions(**options)
+    return lambda s, path: s.load_compiled(path, double, (START,), options=options)
+
+
+OTHER_LOADS = [
+    (lambda s, path: s.load_compiled(path, triple, (START,)),
+     r"double' is not used for `triple`: the step computes something else now \(its "
+     r"code, \w{16}, is \w{16}\). Compile and save it again."),
+    (lambda s, path: s.load_compiled(path, double, (np.zeros(4, np.float32),)),
+     r"argument `x` was float32\[3\], .*, and is float32\[4\], "),
+    (with_options(donate_argnums=0), "and is float32.*, donated, "),
+    (lambda _, path: replicas(4).load_compiled(path, double, (START,)),
+     "the mesh was '2 replicas, replica=2', and is '4 replicas, replica=4'"),
+    (lambda _, path: js.MirroredStrategy(DEVICES[2:4]).load_compiled(
+        path, double, (START,)), "devices of the mesh was '0, 1'"),
+    (in_strict_mode,
+     "JAX's option jax_numpy_dtype_promotion was 'standard', and is 'strict'"),
+    (with_options(check_finite=True), "besides was '.*', and is '.*Finite"),
+]  # fmt: skip
+
+
+@each_of("load, text", OTHER_LOADS)
+def test_a_file_of_something_else_is_refused(saved, load, text):
+    with pytest.raises(js.errors.CompiledStepError, match=text):
+        load(*saved)

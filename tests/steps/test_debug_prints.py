@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 from helpers.replicas import ids
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -177,7 +178,8 @@ def test_code_of_all_replicas_prints_once(strategy, printed):
     np.testing.assert_array_equal(v, np.full(8, total))
 
 
-def check_that_several_steps_in_one_call_print_so(few, printed, loop):
+@each_of("loop", ("several", "local_steps"))
+def test_several_steps_in_one_call_print_so(few, printed, loop):
     def step(w, x):
         jax.debug.print("x {}", x)
         return w + js.get_replica_context().all_reduce("mean", x)
@@ -185,11 +187,6 @@ def check_that_several_steps_in_one_call_print_so(few, printed, loop):
     getattr(few, loop)(step)(0.0, (ids(few), ids(few, 1.0)))
     both = numbered(few, lambda i: f"x {i}.0") + numbered(few, lambda i: f"x {i + 1}.0")
     assert printed() == sorted(both)
-
-
-def test_several_steps_in_one_call_print_so(few, printed):
-    for loop in ("several", "local_steps"):
-        check_that_several_steps_in_one_call_print_so(few, printed, loop)
 
 
 def test_one_program_for_all_calls(four, printed, compilations):
@@ -239,7 +236,8 @@ def test_ordered_prints_on_one_device(printed, capsys):
     assert capsys.readouterr().out.splitlines() == wanted
 
 
-def check_that_ordered_prints_on_several_devices_are_refused(four, name):
+@each_of("name", ("print", "callback"))
+def test_ordered_prints_on_several_devices_are_refused(four, name):
     def step(x):
         if name == "print":
             jax.debug.print("x {}", x, ordered=True)
@@ -253,11 +251,6 @@ def check_that_ordered_prints_on_several_devices_are_refused(four, name):
     )
     with pytest.raises(ValueError, match=message):
         four.run(step, (ids(four),))
-
-
-def test_ordered_prints_on_several_devices_are_refused(four):
-    for name in ("print", "callback"):
-        check_that_ordered_prints_on_several_devices_are_refused(four, name)
 
 
 def test_prints_of_values_that_lie_over_inner_axes(printed):

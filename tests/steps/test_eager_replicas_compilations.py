@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -38,7 +39,8 @@ def test_a_second_call_compiles_nothing(two, compilations):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def check_that_a_helper_that_stays_compiled_knows_its_replica(on_each_device):
+@each_of("on_each_device", (1, 2))
+def test_a_helper_that_stays_compiled_knows_its_replica(on_each_device):
     two = js.MirroredStrategy(
         jax.devices()[: 2 // on_each_device], replicas_per_device=on_each_device
     )
@@ -49,12 +51,8 @@ def check_that_a_helper_that_stays_compiled_knows_its_replica(on_each_device):
             assert found == 2 * start + 1
 
 
-def test_a_helper_that_stays_compiled_knows_its_replica():
-    for on_each_device in (1, 2):
-        check_that_a_helper_that_stays_compiled_knows_its_replica(on_each_device)
-
-
-def check_that_what_would_be_kept_for_later_calls_is_refused(two, traced, disable_jit):
+@each_of("traced, disable_jit", ((jax.checkpoint, True), (jax.jit, False)))
+def test_what_would_be_kept_for_later_calls_is_refused(two, traced, disable_jit):
     with two.scope():
         v = js.Variable(3.0, name="v")
     helper = traced(lambda x: v * x)
@@ -65,13 +63,6 @@ def check_that_what_would_be_kept_for_later_calls_is_refused(two, traced, disabl
         for value in (3.0, 4.0):
             v.assign(value)
             assert two.run(lambda: given(v.value(), 2.0)) == 2 * value
-
-
-def test_what_would_be_kept_for_later_calls_is_refused(two):
-    for traced, disable_jit in ((jax.checkpoint, True), (jax.jit, False)):
-        check_that_what_would_be_kept_for_later_calls_is_refused(
-            two, traced, disable_jit
-        )
 
 
 def test_masks_would_be_kept_for_later_calls(two):

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -116,7 +117,9 @@ def counter():
     return Counter()
 
 
-def check_that_objects_are_changed_in_place(two, is_captured):
+@pytest.mark.slow
+@each_of("is_captured", (False, True))
+def test_objects_are_changed_in_place(two, is_captured):
     model = counter()
 
     def count(model, x):
@@ -134,12 +137,6 @@ def check_that_objects_are_changed_in_place(two, is_captured):
         two.run(step, args)
     two.run(step, args)
     assert float(model.total[...]) == 9
-
-
-@pytest.mark.slow
-def test_objects_are_changed_in_place(two):
-    for is_captured in (False, True):
-        check_that_objects_are_changed_in_place(two, is_captured)
 
 
 def test_objects_that_differ_are_an_error(two):

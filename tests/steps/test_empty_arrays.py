@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -39,7 +40,10 @@ def check(found, shape, dtype):
     np.testing.assert_array_equal(np.asarray(found), np.zeros(shape, dtype))
 
 
-def check_that_nothing_reduces_to_nothing(strategy, dtype):
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
+@each_of("dtype", DTYPES)
+def test_nothing_reduces_to_nothing(strategy, dtype):
     value = {str(shape): per_replica(shape, dtype) for shape in SHAPES}
     for op in ("sum", "mean"):
         result = mean_dtype(dtype) if op == "mean" else dtype
@@ -52,13 +56,8 @@ def check_that_nothing_reduces_to_nothing(strategy, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
-def test_nothing_reduces_to_nothing(strategy):
-    for dtype in DTYPES:
-        check_that_nothing_reduces_to_nothing(strategy, dtype)
-
-
-def check_that_nothing_joins_to_nothing(strategy, dtype):
+@each_of("dtype", ("bool", "int8", "complex64"))
+def test_nothing_joins_to_nothing(strategy, dtype):
     joined = [
         ((0,), 0, (0,)),
         ((0, 3), 0, (0, 3)),
@@ -78,12 +77,6 @@ def check_that_nothing_joins_to_nothing(strategy, dtype):
         check(found, wanted, dtype)
 
 
-@pytest.mark.slow
-def test_nothing_joins_to_nothing(strategy):
-    for dtype in ("bool", "int8", "complex64"):
-        check_that_nothing_joins_to_nothing(strategy, dtype)
-
-
 def test_what_is_empty_leaves_the_rest_as_it_is(strategy):
     tree = {"a": jnp.zeros((4, 0)), "b": jnp.arange(4.0), "c": jnp.zeros((4, 2, 0))}
     found = all_reduced(strategy, "sum", jax.tree.map(js.PerReplica, tree))
@@ -98,7 +91,8 @@ IMPLEMENTATIONS = {
 }
 
 
-def check_that_complex_constants_are_reduced(strategy, op, how):
+@each_of("op, how", (("sum", "default"), ("mean", "ring"), ("sum", "direct")))
+def test_complex_constants_are_reduced(strategy, op, how):
     options = None
     if IMPLEMENTATIONS[how] is not None:
         options = js.experimental.CommunicationOptions(
@@ -112,11 +106,6 @@ def check_that_complex_constants_are_reduced(strategy, op, how):
 
     found, _ = strategy.run(step, args=(js.PerReplica(jnp.ones(4)),))
     np.testing.assert_array_equal(found, np.full(3, 4 if op == "sum" else 1, "c8"))
-
-
-def test_complex_constants_are_reduced(strategy):
-    for op, how in (("sum", "default"), ("mean", "ring"), ("sum", "direct")):
-        check_that_complex_constants_are_reduced(strategy, op, how)
 
 
 def test_slices_of_no_rows_are_reduced(strategy):

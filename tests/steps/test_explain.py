@@ -329,9 +329,7 @@ def test_it_is_the_same_on_every_number_of_replicas(strategy):
 
 
 def test_what_cannot_be_called_is_an_error(two):
-    with pytest.raises(
-        TypeError, match="`explain` was given 3, which cannot be called"
-    ):
+    with pytest.raises(TypeError, match="`explain` was given 3, which cannot be"):
         two.explain(3)
 
 
@@ -339,9 +337,7 @@ def test_inside_run_it_is_an_error(two):
     def step(x):
         two.explain(lambda x: x, (x,))
 
-    with pytest.raises(
-        js.errors.ContextError, match="`strategy.explain` was called inside"
-    ):
+    with pytest.raises(js.errors.ContextError, match="`strategy.explain` was called"):
         two.run(step, (1.0,))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.cases import each
+from helpers.cases import each_of
 from helpers.replicas import replica
 from jax import lax
 
@@ -93,18 +93,14 @@ EVERYWHERE = (
 )
 
 
-def check_that_the_replica_and_the_line_are_named_wherever_it_arises(four, step):
+@each_of("step", EVERYWHERE)
+def test_the_replica_and_the_line_are_named_wherever_it_arises(four, step):
     error = found(four, step, numbers(four, 1e3, 2e3, 0.0, 3e3))
     assert error.replicas == (2,) and error.line == line(step) and not error.source
     assert str(error).startswith(
         f"`{step.__name__}` makes a NaN on replica 2 of 4, of values that are finite:\n"
         f"  {line(step)}\n  (the operation `log`, which makes float32"
     )
-
-
-def test_the_replica_and_the_line_are_named_wherever_it_arises(four):
-    for step in each(EVERYWHERE):
-        check_that_the_replica_and_the_line_are_named_wherever_it_arises(four, step)
 
 
 def test_what_came_from_another_replica_in_an_earlier_turn_is_not_told(four):
@@ -142,7 +138,8 @@ def test_without_the_option_nothing_is_looked_at(two):
 # What a step is given.
 
 
-def check_that_an_argument_is_named_by_its_path(four, value, what):
+@each_of("value, what", ((np.nan, "a NaN"), (-np.inf, "an Inf")))
+def test_an_argument_is_named_by_its_path(four, value, what):
     def step(params, batch):
         return params["w"] * batch["x"]
 
@@ -154,11 +151,6 @@ def check_that_an_argument_is_named_by_its_path(four, value, what):
     assert str(error).startswith(start)
     error = found(four, step, {"w": np.float32([1, value])}, batch)
     assert error.source == "params['w']" and error.replicas == (0, 1, 2, 3)
-
-
-def test_an_argument_is_named_by_its_path(four):
-    for value, what in ((np.nan, "a NaN"), (-np.inf, "an Inf")):
-        check_that_an_argument_is_named_by_its_path(four, value, what)
 
 
 def test_a_variable_is_named_when_it_comes_in_and_where_it_is_made(two):
@@ -195,7 +187,8 @@ def test_donated_arguments_are_what_they_were_before(two):
     np.testing.assert_array_equal(step(state, numbers(two, 1, 1)), [5, 7])
 
 
-def check_that_variables_hold_what_they_held_before(two, where):
+@each_of("where", ["arrays", "references", "central storage"])
+def test_variables_hold_what_they_held_before(two, where):
     strategy = two
     if where == "central storage":
         strategy = js.experimental.CentralStorageStrategy(two.devices, "CPU:3")
@@ -222,11 +215,6 @@ def check_that_variables_hold_what_they_held_before(two, where):
         assert held() == (5.0, 2.0 + 2 * calls, 2 + 2 * calls)
         step(numbers(strategy, 1, 1))
         assert held() == (5.0, 4.0 + 2 * calls, 4 + 2 * calls)
-
-
-def test_variables_hold_what_they_held_before(two):
-    for where in each(["arrays", "references", "central storage"]):
-        check_that_variables_hold_what_they_held_before(two, where)
 
 
 def test_captured_arrays_may_be_infinite_but_not_nan(two):
@@ -289,20 +277,14 @@ def test_an_nnx_object_keeps_what_it_had(two):
 
 def test_inside_a_function_that_jax_traces_it_is_refused(two):
     step = two.run(options=CHECKED)(plainly)
-    with pytest.raises(
-        js.errors.ContextError, match="`plainly` is to be checked .*outside"
-    ):
+    with pytest.raises(js.errors.ContextError, match="`plainly` is to be checked"):
         jax.jit(step)(numbers(two, 2, 3))
 
 
-def check_that_another_value_of_the_option_is_refused(wrong):
+@each_of("wrong", ("inf", None, 1.5))
+def test_another_value_of_the_option_is_refused(wrong):
     with pytest.raises(ValueError, match=f"`check_finite` was {wrong!r}; True, False"):
         js.RunOptions(check_finite=wrong)
-
-
-def test_another_value_of_the_option_is_refused():
-    for wrong in ("inf", None, 1.5):
-        check_that_another_value_of_the_option_is_refused(wrong)
 
 
 # JAX's own option.

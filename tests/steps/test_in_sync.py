@@ -362,9 +362,7 @@ def test_arrays_of_another_strategy(strategy, two):
     words += r"on each of this strategy's, cpu:0\.\.3: there are no copies to compare"
     with pytest.raises(js.errors.PlacementError, match=words):
         strategy.assert_in_sync({"w": array}, "state")
-    with pytest.raises(
-        js.errors.PlacementError, match="Use the strategy it belongs to"
-    ):
+    with pytest.raises(js.errors.PlacementError, match="Use the strategy it belongs"):
         js.get_strategy().assert_in_sync(array)
 
 
@@ -376,14 +374,10 @@ def test_a_plain_array_split_over_the_replicas(strategy):
 
 
 def test_a_per_replica_of_another_strategy(strategy, two):
-    with pytest.raises(
-        js.errors.PlacementError, match=r"`tree\[0\]` is a PerReplica for 2"
-    ):
+    with pytest.raises(js.errors.PlacementError, match=r"`tree\[0\]` is a PerReplica"):
         strategy.assert_in_sync([two.per_replica([1, 1])])
     others = js.MirroredStrategy(jax.devices()[4:])
-    with pytest.raises(
-        js.errors.PlacementError, match="PerReplica of another strategy"
-    ):
+    with pytest.raises(js.errors.PlacementError, match="PerReplica of another strateg"):
         strategy.assert_in_sync([others.per_replica([1, 1, 1, 1])])
 
 
@@ -398,17 +392,13 @@ def test_a_donated_array(strategy):
 
 def test_inside_a_step(strategy):
     array = strategy.mirror(np.ones(4, np.float32))
-    with pytest.raises(
-        js.errors.ContextError, match="assert_in_sync` was called inside `run`"
-    ):
+    with pytest.raises(js.errors.ContextError, match="assert_in_sync` was called"):
         strategy.run(lambda: strategy.assert_in_sync(array))
 
     def merge(x):
         return js.get_replica_context().merge_call(js.Strategy.assert_in_sync, (x,))
 
-    with pytest.raises(
-        js.errors.ContextError, match="`merge_call`, while a step is traced"
-    ):
+    with pytest.raises(js.errors.ContextError, match="`merge_call`, while a step is"):
         strategy.run(merge, (array,))
 
 
@@ -424,9 +414,7 @@ def test_inside_a_function_that_jax_traces(strategy):
     for tree in ({"w": array}, {"w": versions}):
         with pytest.raises(js.errors.TracedValueError, match=words):
             jax.jit(check)(tree)
-    with pytest.raises(
-        js.errors.TracedValueError, match="Call it outside, between steps"
-    ):
+    with pytest.raises(js.errors.TracedValueError, match="Call it outside, between"):
         jax.grad(check)(array)
     with pytest.raises(js.errors.TracedValueError, match="cannot look at `tree` while"):
         jax.jit(lambda: check(array))()

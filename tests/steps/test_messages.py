@@ -32,18 +32,14 @@ def test_a_number_of_devices_is_no_list_of_them(make):
 
 
 def test_a_mesh_has_devices_to_be_given(two):
-    with pytest.raises(
-        TypeError, match=r"`devices` was Mesh.*`list\(mesh.devices.flat"
-    ):
+    with pytest.raises(TypeError, match=r"`devices` was Mesh.*`list\(mesh.devices.fla"):
         js.MirroredStrategy(two.mesh)
     assert js.MirroredStrategy(list(two.mesh.devices.flat)).devices == two.devices
 
 
 @each_of("wrong", [1.5, True, object()])
 def test_anything_else_is_no_devices(wrong):
-    with pytest.raises(
-        TypeError, match="`devices` was .* Give entries of `jax.devices"
-    ):
+    with pytest.raises(TypeError, match="`devices` was .* Give entries of `jax.device"):
         js.MirroredStrategy(wrong)
 
 
@@ -131,17 +127,11 @@ def test_a_kept_context_says_where_it_belongs(two):
         mine = replica()
         return mine.merge_call(lambda s: mine.all_reduce("sum", 1.0))
 
-    with pytest.raises(
-        js.errors.ContextError, match="taken inside a step, and is valid only"
-    ):
+    with pytest.raises(js.errors.ContextError, match="taken inside a step, and is"):
         kept[0].all_reduce("sum", 1.0)
-    with pytest.raises(
-        js.errors.ContextError, match="belongs to another step, or to an earl"
-    ):
+    with pytest.raises(js.errors.ContextError, match="belongs to another step, or to"):
         two.run(lambda: kept[0].all_reduce("sum", 1.0))
-    with pytest.raises(
-        js.errors.ContextError, match="there are all replicas: use the strat"
-    ):
+    with pytest.raises(js.errors.ContextError, match="there are all replicas: use the"):
         two.run(inside)
     assert kept[0].num_replicas_in_sync == 2
 
@@ -209,9 +199,7 @@ def test_wrong_arguments_of_a_method_name_the_strategy(name):
     methods = [m for m in methods if inspect.ismethod(getattr(strategy, m))]
     assert {"run", "reduce", "gather", "scope"} <= set(methods)
     for method in methods:
-        with pytest.raises(
-            TypeError, match=rf"^{name}\.{method}\(\) got an unexpected"
-        ):
+        with pytest.raises(TypeError, match=rf"^{name}\.{method}\(\) got an"):
             getattr(strategy, method)(no_such_argument=1)
 
 

@@ -95,9 +95,7 @@ def test_changes_of_an_object_in_accumulate_are_refused(two):
 
         return mean(losses(x, y))
 
-    with pytest.raises(
-        js.errors.ObjectError, match="inside a function that JAX transforms:"
-    ):
+    with pytest.raises(js.errors.ObjectError, match="inside a function that JAX"):
         two.run(step, (model, *divided(two, *rows())))
     assert int(model.calls[...]) == 0
 
@@ -214,9 +212,6 @@ def test_errors_of_bound_steps(two):
 
     with pytest.raises(TypeError, match="`bind` was given no module"):
         bind(step, jnp.ones(3))
-    with pytest.raises(
-        js.errors.NotMirroredError,
-        match=r"leaves `model.norm.scale` different",
-    ):
+    with pytest.raises(js.errors.NotMirroredError, match=r"leaves `model.norm.scale"):
         bind(step, model)(*divided(two, rows()[0]))
     assert_equal(arrays(model), before, 0)

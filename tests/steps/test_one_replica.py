@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -35,7 +36,8 @@ def is_plain(value):
     return isinstance(value, jax.Array)
 
 
-def check_that_nothing_is_wrapped(name):
+@each_of("name", NAMES)
+def test_nothing_is_wrapped(name):
     strategy = ones_of(name)
     made = strategy.experimental_distribute_values_from_function(
         lambda context: {"x": [1.0, 2.0], "flag": True}
@@ -53,16 +55,12 @@ def check_that_nothing_is_wrapped(name):
     assert float(again) == 6
 
 
-def test_nothing_is_wrapped():
-    for name in NAMES:
-        check_that_nothing_is_wrapped(name)
-
-
 def ones_of(name):
     return ones()[name]
 
 
-def check_that_what_is_explicitly_per_replica_stays_so_until_a_step(name):
+@each_of("name", NAMES)
+def test_what_is_explicitly_per_replica_stays_so_until_a_step(name):
     strategy = ones_of(name)
     x = strategy.per_replica([3.0])
     assert isinstance(x, js.PerReplica) and x.local(0) == 3
@@ -72,12 +70,16 @@ def check_that_what_is_explicitly_per_replica_stays_so_until_a_step(name):
     assert float(strategy.run(lambda x: x + 1, (js.PerReplica(np.ones((1,))),))) == 2
 
 
-def test_what_is_explicitly_per_replica_stays_so_until_a_step():
-    for name in NAMES:
-        check_that_what_is_explicitly_per_replica_stays_so_until_a_step(name)
-
-
-def check_that_batches_have_the_rows_that_there_are(name, ahead):
+@each_of(
+    "name, ahead",
+    (
+        ("default", 0),
+        ("one device", 2),
+        ("mirrored", 0),
+        ("central", 2),
+    ),
+)
+def test_batches_have_the_rows_that_there_are(name, ahead):
     strategy = ones_of(name)
     options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
     rows = [np.arange(4.0), np.arange(5.0, 8.0)]
@@ -93,16 +95,6 @@ def check_that_batches_have_the_rows_that_there_are(name, ahead):
         assert strategy.gather(rest).tolist() == [5, 6, 7]
         (own,) = strategy.experimental_local_results(rest)
         assert own.tolist() == [5, 6, 7]
-
-
-def test_batches_have_the_rows_that_there_are():
-    for name, ahead in (
-        ("default", 0),
-        ("one device", 2),
-        ("mirrored", 0),
-        ("central", 2),
-    ):
-        check_that_batches_have_the_rows_that_there_are(name, ahead)
 
 
 def test_batches_of_one_replica_may_be_larger_than_the_first():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import each_of
 from helpers.objects import WIDTH, divided, loss_of, mean, rows
 
 import jaxstrategy as js
@@ -41,7 +42,8 @@ def equinox_line(weight):
     return Model(weight)
 
 
-def check_that_other_pytree_models(two, make):
+@each_of("make", (Line, equinox_line))
+def test_other_pytree_models(two, make):
     ours: Any = make(jnp.eye(WIDTH))
     theirs: Any = ours
     tx = optax.sgd(0.1)
@@ -57,8 +59,3 @@ def check_that_other_pytree_models(two, make):
         theirs = step(theirs, *rows(i), lambda grads: grads)
     assert type(ours) is type(theirs) and ours.name == "line"
     np.testing.assert_allclose(ours.weight, theirs.weight, atol=1e-5)
-
-
-def test_other_pytree_models(two):
-    for make in (Line, equinox_line):
-        check_that_other_pytree_models(two, make)

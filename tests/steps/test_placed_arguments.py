@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import each
+from helpers.cases import each_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxstrategy as js
@@ -29,7 +29,8 @@ DIVIDED = {
 }
 
 
-def check_that_a_plain_array_that_a_mesh_divides_is_refused(
+@each_of("shape, spec, count, mesh_shape, advice", DIVIDED.values())
+def test_a_plain_array_that_a_mesh_divides_is_refused(
     four, shape, spec, count, mesh_shape, advice
 ):
     axes = ("data",) if mesh_shape is None else ("data", "model")
@@ -42,25 +43,14 @@ def check_that_a_plain_array_that_a_mesh_divides_is_refused(
         four.reduce("sum", {"x": x})
 
 
-def test_a_plain_array_that_a_mesh_divides_is_refused(four):
-    for shape, spec, count, mesh_shape, advice in each(DIVIDED.values()):
-        check_that_a_plain_array_that_a_mesh_divides_is_refused(
-            four, shape, spec, count, mesh_shape, advice
-        )
-
-
-def check_that_what_a_step_captures_is_refused_too(four, is_jitted):
+@each_of("is_jitted", (False, True))
+def test_what_a_step_captures_is_refused_too(four, is_jitted):
     array = placed((4,), ("data",), four.devices)
     double = lambda: array * 2  # noqa: E731 (the message names the line)
     step = jax.jit(double) if is_jitted else double
     text = r"What `<lambda>` captures, float32\[4\], used at .*double = lambda: array"
     with pytest.raises(PlacementError, match=text):
         four.run(lambda: step())
-
-
-def test_what_a_step_captures_is_refused_too(four):
-    for is_jitted in (False, True):
-        check_that_what_a_step_captures_is_refused_too(four, is_jitted)
 
 
 def test_what_it_captures_along_with_what_it_uses_is_not(four):
@@ -133,7 +123,8 @@ TRACERS = {
 }
 
 
-def check_that_a_dataset_is_not_read_while_jax_traces(two, read, ahead):
+@each_of("read, ahead", zip(READS.values(), (0, 2, 0, 2, 0), strict=True))
+def test_a_dataset_is_not_read_while_jax_traces(two, read, ahead):
     options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
     dataset = two.experimental_distribute_dataset([np.arange(4)] * 3, options)
     with iter(dataset) as iterator:
@@ -141,11 +132,6 @@ def check_that_a_dataset_is_not_read_while_jax_traces(two, read, ahead):
             with pytest.raises(ContextError, match="was read inside a step, or inside"):
                 trace(two, lambda: read(dataset, iterator))
         assert len(list(iterator)) == 3  # none is lost
-
-
-def test_a_dataset_is_not_read_while_jax_traces(two):
-    for read, ahead in zip(READS.values(), (0, 2, 0, 2, 0), strict=True):
-        check_that_a_dataset_is_not_read_while_jax_traces(two, read, ahead)
 
 
 def test_the_kind_of_its_batches_may_be_asked_when_it_is_known(two):

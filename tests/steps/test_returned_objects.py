@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import each
+from helpers.cases import each, each_of
 from helpers.variables import variable
 
 import jaxstrategy as js
@@ -28,7 +28,12 @@ class Slotted:
         self.held = held
 
 
-def check_that_a_variable_comes_back_as_itself(two, kind, where):
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
+@each_of(
+    "where, kind",
+    zip(["run", "merge_call", "update", "again"], ["auto", "on_read"] * 2, strict=True),
+)
+def test_a_variable_comes_back_as_itself(two, kind, where):
     v = variable(two, 1.0, kind, aggregation="sum")
 
     def give(*_):
@@ -48,14 +53,6 @@ def check_that_a_variable_comes_back_as_itself(two, kind, where):
         if compiled:
             assert compiled(x)[0] is v
     assert returned[0] is v and returned[1]["v"][0] is v
-
-
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
-def test_a_variable_comes_back_as_itself(two):
-    for where, kind in zip(
-        ["run", "merge_call", "update", "again"], ["auto", "on_read"] * 2, strict=True
-    ):
-        check_that_a_variable_comes_back_as_itself(two, kind, where)
 
 
 def test_an_ordinary_variable_and_an_argument_come_back(two):

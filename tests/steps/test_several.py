@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.cases import each
+from helpers.cases import each, each_of
 from helpers.replicas import mirrored, replica
 
 import jaxstrategy as js
@@ -140,7 +140,8 @@ def test_a_training_is_that_of_a_loop(make, k):
         assert_same(a, b)
 
 
-def check_that_rows_that_only_fill_up_a_batch_do_not_count(n):
+@each_of("n", (1, 4))
+def test_rows_that_only_fill_up_a_batch_do_not_count(n):
     strategy = mirrored(n)
     x = np.arange(21, dtype=np.float32)
 
@@ -154,11 +155,6 @@ def check_that_rows_that_only_fill_up_a_batch_do_not_count(n):
     np.testing.assert_allclose(found, [7.0, 23.0, 36.0], rtol=1e-6)
     rows = np.stack([js.to_host(v) for v in strategy.experimental_local_results(rows)])
     np.testing.assert_array_equal(rows.sum(0), [8, 8, 5])
-
-
-def test_rows_that_only_fill_up_a_batch_do_not_count():
-    for n in (1, 4):
-        check_that_rows_that_only_fill_up_a_batch_do_not_count(n)
 
 
 def test_masks_of_different_batches_are_not_taken_for_one(two):
@@ -230,9 +226,7 @@ def test_static_leaves_of_batches_are_the_same_in_all(two):
 
     many = two.several(step)
     np.testing.assert_array_equal(many([{"x": 1, "kind": "a"}] * 2), [1, 1])
-    with pytest.raises(
-        ValueError, match=r"`step`: `batches\[1\]\['kind'\]` is 'b', and `batches\[0\]"
-    ):
+    with pytest.raises(ValueError, match=r"`step`: `batches\[1\]\['kind'\]` is 'b',"):
         many([{"x": 1, "kind": "a"}, {"x": 1, "kind": "b"}])
 
 
@@ -416,17 +410,13 @@ BAD_BATCHES = [
 ]
 
 
-def check_that_bad_batches(two, batches, error, words):
+@each_of("batches, error, words", BAD_BATCHES)
+def test_bad_batches(two, batches, error, words):
     def step(state, batch):
         return state, None
 
     with pytest.raises(error, match=words):
         two.several(step)(0.0, batches)
-
-
-def test_bad_batches(two):
-    for batches, error, words in each(BAD_BATCHES):
-        check_that_bad_batches(two, batches, error, words)
 
 
 def test_a_call_without_batches(two):

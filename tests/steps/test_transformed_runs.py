@@ -6,6 +6,7 @@ There the rules of a function take its place, and they may do what they like.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers.cases import each_of
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -99,7 +100,8 @@ def test_a_result_whose_rule_differs_between_replicas_varies(four):
         assert varies(out), name
 
 
-def check_that_under_the_transformation_all_copies_are_kept(four, around):
+@each_of("around", ("jvp", "vjp", "vmap"))
+def test_under_the_transformation_all_copies_are_kept(four, around):
     x = jnp.float32(2.0)
     if around == "jvp":
         step = jax.jit(lambda s: locally_pushed(s))
@@ -116,11 +118,6 @@ def check_that_under_the_transformation_all_copies_are_kept(four, around):
     assert isinstance(moved, js.PerReplica)
     # Under `vmap` the mapped dimension is the first one.
     np.testing.assert_array_equal(np.ravel(moved.stacked), expected)
-
-
-def test_under_the_transformation_all_copies_are_kept(four):
-    for around in ("jvp", "vjp", "vmap"):
-        check_that_under_the_transformation_all_copies_are_kept(four, around)
 
 
 # What is equal stays so.

@@ -139,9 +139,7 @@ def test_a_step_asks_for_a_name_once():
 
 def test_scopes_that_only_give_what_there_is():
     with mirrored(2).scope(), variable_scope("s", reuse=True):
-        with pytest.raises(
-            ValueError, match="'s/v' does not exist, or was not created"
-        ):
+        with pytest.raises(ValueError, match="'s/v' does not exist, or was not"):
             get_variable("v", initializer=1.0)
     with pytest.raises(ValueError, match="`reuse` was 3; True, False, None or AUTO"):
         with variable_scope("s", reuse=3):
@@ -157,14 +155,9 @@ def test_shared_variables_are_what_was_asked_for():
     with mirrored(2).scope():
         v = get_variable("v", [2, 3])
         assert get_variable("v", (2, 3), jnp.float32) is v
-        with pytest.raises(
-            ValueError,
-            match=r"'v', but specified shape \(3,\) and found shape \(2, 3\)",
-        ):
+        with pytest.raises(ValueError, match=r"'v', but specified shape \(3,\) and"):
             get_variable("v", 3)
-        with pytest.raises(
-            ValueError, match="specified dtype int32 and found dtype float32"
-        ):
+        with pytest.raises(ValueError, match="specified dtype int32 and found dtype"):
             get_variable("v", dtype="int32")
 
 
@@ -242,9 +235,7 @@ def test_what_cannot_be_made_is_refused(arguments, error, words):
 
 def test_a_partitioner_is_dropped_with_a_warning():
     with mirrored(2).scope():
-        with pytest.warns(
-            UserWarning, match="partitioner for 'v', which is dropped"
-        ) as w:
+        with pytest.warns(UserWarning, match="partitioner for 'v', which is") as w:
             v = get_variable("v", [4], partitioner=lambda shape, dtype: [2])
     assert isinstance(v, js.Variable) and w[0].filename == __file__
 

@@ -1,12 +1,11 @@
 """`num_replicas`: as many replicas on any number of devices, with the same numbers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -28,14 +27,12 @@ def in_pairs(rows):
     return rows[0]
 
 
-@pytest.mark.parametrize("replicas", [8, 6, 1])
-def test_a_deterministic_sum_has_the_same_bits_on_any_devices(replicas):
+@each_of("replicas, counts", [(8, (1, 2, 8)), (6, (2, 3)), (1, (1,))])
+def test_a_deterministic_sum_has_the_same_bits_on_any_devices(replicas, counts):
     numbers = np.random.default_rng(0).normal(size=(replicas, 37)).astype(np.float32)
     numbers *= 10.0 ** np.arange(replicas, dtype=np.float32)[:, None]
     wanted, means = in_pairs(numbers), []
-    for devices in (1, 2, 3, 6, 8):
-        if replicas % devices:
-            continue
+    for devices in counts:
         strategy = mirrored(devices, replicas, communication_options=DETERMINISTIC)
 
         @strategy.run
@@ -135,41 +132,30 @@ def trained(strategy, loss, several=False):
     return losses, jax.device_get(state)
 
 
-def assert_the_same_bits(makes, loss, **options):
-    (losses, state), *others = (trained(make(), loss, **options) for make in makes)
-    assert np.isfinite(losses).all() and losses[-1] < losses[0]
-    for found, other in others:
-        assert found == losses
-        jax.tree.map(np.testing.assert_array_equal, other, state)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [perceptron, normalized, pytest.param(recurrent, marks=pytest.mark.slow)],
-)
-def test_a_deterministic_training_has_the_same_bits_on_any_shared_devices(loss):
-    makes = [
-        functools.partial(mirrored, n, 6, communication_options=DETERMINISTIC)
-        for n in (3, 2, 1)
-    ]
-    assert_the_same_bits(makes, loss)
+DIVIDED = js.StateSharding("optimizer", min_bytes=0)
 
 
 @pytest.mark.slow
-def test_several_steps_and_divided_state_have_the_same_bits():
-    sharding = js.StateSharding("optimizer", min_bytes=0)
+@each_of(
+    "loss, several, sharding",
+    [(normalized, False, None), (recurrent, True, None), (perceptron, False, DIVIDED)],
+)
+def test_a_deterministic_training_has_the_same_bits_on_any_shared_devices(
+    loss, several, sharding
+):
     options = {"communication_options": DETERMINISTIC, "sharding": sharding}
-    makes = [functools.partial(mirrored, n, 6, **options) for n in (3, 2, 1)]
-    assert_the_same_bits(makes, perceptron)
-    options["sharding"] = None
-    makes = [functools.partial(mirrored, n, 6, **options) for n in (3, 2)]
-    assert_the_same_bits(makes, perceptron, several=True)
+    (losses, state), (others, other) = (
+        trained(mirrored(n, 6, **options), loss, several) for n in (3, 1)
+    )
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    assert others == losses
+    jax.tree.map(np.testing.assert_array_equal, other, state)
 
 
-@pytest.mark.parametrize("options", [None, DETERMINISTIC], ids=["usual", "ordered"])
-def test_on_own_devices_a_training_is_the_same_up_to_rounding(options):
-    losses, state = trained(mirrored(6, 6, communication_options=options), perceptron)
-    others, other = trained(mirrored(2, 6, communication_options=options), perceptron)
+def test_on_own_devices_a_training_is_the_same_up_to_rounding():
+    options = {"communication_options": DETERMINISTIC}
+    losses, state = trained(mirrored(6, 6, **options), perceptron)
+    others, other = trained(mirrored(2, 6, **options), perceptron)
     np.testing.assert_allclose(others, losses, rtol=1e-6)
     for one, two in zip(*map(jax.tree.leaves, (state, other)), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
@@ -196,20 +182,16 @@ def test_what_does_not_fit():
         js.MirroredStrategy(num_replicas=8, logical_axes={"core": 2})
 
 
-@pytest.mark.parametrize(
+@each_of(
     "given, told",
     [
         ({"implementation": "ring"}, "`implementation` <Comm.*RING.*>"),
         ({"compression": "int8"}, "`compression` 'int8'"),
         ({"overlap": True}, "`overlap` True"),
     ],
-    ids=str,
 )
 def test_what_has_an_order_of_its_own_is_not_deterministic(given, told):
     with pytest.raises(ValueError, match=f"`deterministic` was True and {told}, which"):
         js.experimental.CommunicationOptions(deterministic=True, **given)
-
-
-def test_deterministic_is_a_bool():
     with pytest.raises(TypeError, match="`deterministic` was 1; a bool was wanted"):
         js.experimental.CommunicationOptions(deterministic=1)

@@ -115,27 +115,3 @@ def test_a_training_is_that_of_the_whole_batch(eight):
     np.testing.assert_allclose(w, alone, rtol=1e-5, atol=1e-5)
     eight.assert_in_sync((w, state))
     np.testing.assert_array_equal(js.to_host(w), np.asarray(w))
-
-
-def test_a_batch_that_does_not_fit_is_filled_up():
-    strategy = sharing(1, 64)
-    data = np.arange(130, dtype=np.float32)
-    options = js.InputOptions(remainder="pad")
-    (batch,) = strategy.experimental_distribute_dataset([data], options)
-
-    def step(x):
-        return replica().all_reduce("mean", js.masked_mean(x))
-
-    mean = strategy.run(step, (batch,))
-    assert float(mean) == pytest.approx(data.mean(), rel=1e-6)
-
-
-def test_what_a_step_takes_is_donated(eight):
-    @eight.step(options=js.RunOptions(donate_argnums=0))
-    def step(w):
-        return w + replica().all_reduce("mean", 1.0)
-
-    first = eight.mirror(np.zeros(4, np.float32))
-    second = step(first)
-    np.testing.assert_array_equal(second, np.ones(4))
-    assert first.is_deleted()
