@@ -1,6 +1,5 @@
 """A thread that works ahead, and that always ends."""
 
-import _thread
 import gc
 import os
 import signal
@@ -175,9 +174,6 @@ def test_an_interrupted_wait_leaves_it_usable(interrupts):
     assert len(list(iterator)) == 2
 
 
-# Whole iterators.
-
-
 def endless():
     while True:
         yield np.ones(4, np.float32)
@@ -196,25 +192,6 @@ def test_a_block_ends_the_thread_and_closes_the_source(two, threads):
         next(iterator)
         assert threads()
     assert not threads() and closed == [True]
-
-
-def test_an_interrupted_loop_can_go_on(two, interrupts):
-    """As when the cell of a notebook is interrupted."""
-
-    def count():
-        for i in range(1000):
-            yield np.full(2, i)
-
-    iterator = iter(two.experimental_distribute_dataset(count))
-    seen = []
-    with pytest.raises(KeyboardInterrupt):
-        for batch in iterator:
-            seen.append(batch.local(0).item())
-            if len(seen) == 3:
-                _thread.interrupt_main()
-    last = seen[-1]
-    assert next(iterator).local(0) == last + 1
-    iterator.close()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
-from helpers.sources import assert_same, cut
+from helpers.sources import assert_same
 from hypothesis import given, settings, strategies as st
 
 import jaxstrategy as js
@@ -18,18 +18,6 @@ from jaxstrategy import batches
 def rows_of(count):
     x = np.arange(count * 2, dtype=np.float32).reshape(count, 2)
     return {"x": x, "y": np.arange(count)}
-
-
-@each_of("size", [1, 3, 7, 9])
-@each_of("drop", [False, True])
-def test_unshuffled_batches_are_slices(size, drop):
-    data = rows_of(7)
-    if drop and size > 7:
-        return
-    source = batches(data, size, drop_remainder=drop)
-    assert_same(list(source), cut(data, size, drop))
-    assert len(source) == source.length == len(cut(data, size, drop))
-    assert_same(list(batches(data, size, epochs=2)), 2 * cut(data, size))
 
 
 def test_unshuffled_batches_are_views():

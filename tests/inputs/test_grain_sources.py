@@ -35,11 +35,7 @@ def grain_loader(grain):
     from grain import samplers, sharding, transforms
 
     sampler = samplers.IndexSampler(
-        18,
-        shard_options=sharding.NoSharding(),
-        shuffle=True,
-        num_epochs=1,
-        seed=2,
+        18, shard_options=sharding.NoSharding(), shuffle=True, num_epochs=1, seed=2
     )
     return grain.DataLoader(
         data_source=np.arange(18),
@@ -82,16 +78,6 @@ def test_grain_lengths(grain):
     assert Source(grain_iter(grain)).length is None
     assert Source(grain_mixed(grain)).length is None
     assert Source(grain_loader(grain)).length is None
-
-
-def test_grain_names(grain):
-    names = [Source(make(grain)).name for make in GRAIN]
-    assert names == [
-        "the Grain MapDataset",
-        "the Grain IterDataset",
-        "the Grain IterDataset",
-        "the Grain DataLoader",
-    ]
 
 
 def test_grain_does_not_change_a_state_that_it_gave(grain):

@@ -55,19 +55,6 @@ def test_hugging_face_gives_batches_and_resumes(datasets, make):
     assert_resumes(lambda: make(datasets), expected)
 
 
-@each_of("make", FACES)
-def test_the_pass_after_a_resumed_one_has_everything(datasets, make):
-    source = Source(make(datasets))
-    one = source.start()
-    next(one), next(one)
-    state = one.get_state()
-    one.close()
-    resumed = source.start()
-    resumed.set_state(state)
-    assert len(taken(resumed)) == 1
-    assert_same(taken(source.start()), cut(face_data(), 4))
-
-
 def test_a_hugging_face_stream_keeps_its_epoch(datasets):
     def make(epoch):
         whole = face(datasets).to_iterable_dataset(num_shards=5)

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from helpers.cases import each_of
-from helpers.cores import COLUMNS, cored, drawn, lies, over
+from helpers.cores import COLUMNS, cored, drawn
 from helpers.replicas import replica
-from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 
@@ -72,24 +71,3 @@ def test_batches_on_devices_are_copied_to_those_of_their_replicas():
     (batch,) = list(dataset)
     np.testing.assert_array_equal(np.concatenate(batch.values), X[:8])
     assert set(batch.stacked.devices()) == set(jax.devices())
-
-
-def test_a_step_may_divide_its_rows_over_the_cores():
-    strategy = cored(2, 4)
-    w = over(strategy, drawn(4, 8, seed=1), None, "core")
-    dataset = strategy.experimental_distribute_dataset(batches()[:3])
-
-    @strategy.run
-    def step(w, x):
-        x = jax.lax.with_sharding_constraint(x, P("core"))
-        gradient = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
-        return w - 0.1 * replica().all_reduce("mean", gradient)
-
-    wanted = np.asarray(w)
-    for batch, rows in zip(dataset, batches(), strict=False):
-        w = step(w, batch)
-        # Of equal parts, the mean of the gradients is the gradient of the mean.
-        gradient = 2 * rows.T @ (rows @ wanted) / (len(rows) * 8)
-        wanted = wanted - 0.1 * gradient
-        np.testing.assert_allclose(w, wanted, rtol=1e-4, atol=1e-5)
-        assert lies(w) == COLUMNS

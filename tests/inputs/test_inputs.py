@@ -20,9 +20,6 @@ def divided(n, batches, options=AT_ONCE):
     return [real(batch) for batch in dataset]
 
 
-# Division.
-
-
 @each_way
 def test_batches_are_divided_in_order(options):
     assert divided(4, ranged(16, 8), options) == [
@@ -87,9 +84,6 @@ def test_a_batch_from_one_device_is_spread_out(two):
     assert [v.devices() for v in out.values] == [{d} for d in two.devices]
 
 
-# Remainders.
-
-
 def with_remainder(remainder, n, source):
     options = js.InputOptions(remainder=remainder)
     dataset = mirrored(n).experimental_distribute_dataset(source, options)
@@ -126,9 +120,6 @@ def test_a_rest_may_be_an_error():
     for _ in range(2):
         with pytest.raises(ValueError, match=re.escape(text)):
             next(iterator)
-
-
-# Options.
 
 
 @each_of(
@@ -178,9 +169,6 @@ def test_what_an_input_function_is_told():
     with pytest.raises(ValueError, match=text):
         context.get_per_replica_batch_size(13)
     assert js.InputContext() == js.InputContext(1, 0, 1)
-
-
-# Batches from functions.
 
 
 @each_way

@@ -11,8 +11,6 @@ from helpers.replicas import mirrored
 
 import jaxstrategy as js
 
-# What the source does with its memory.
-
 
 @each_way
 @each_of("n", [1, 8])
@@ -78,9 +76,6 @@ def test_the_arrays_of_a_source_are_left_alone(n, array):
         assert x.tolist() == [0, 1, 2, 3]
 
 
-# Datasets and iterators in TensorFlow's words.
-
-
 def test_get_next(two):
     iterator = iter(two.experimental_distribute_dataset([np.arange(2)]))
     assert real(iterator.get_next()) == [[0], [1]]
@@ -111,20 +106,6 @@ def test_a_dataset_can_be_iterated_again_and_a_generator_once(two):
     assert len(list(once)) == 3
     with pytest.raises(TypeError, match="Only one pass can read the generator, and on"):
         iter(once)
-
-
-def test_nothing_is_read_ahead_of_its_turn_if_so_wished(two):
-    read = []
-
-    def source():
-        for i in range(3):
-            read.append(i)
-            yield np.array([i, i])
-
-    iterator = iter(two.experimental_distribute_dataset(source, AT_ONCE))
-    assert read == []
-    assert real(next(iterator)) == [[0], [0]]
-    assert read == [0]
 
 
 def test_lengths(two):

@@ -49,19 +49,6 @@ def test_they_do_not_count_with_a_size_or_weights(four):
     np.testing.assert_allclose(got, 2 * wanted(ROWS[:5]), rtol=1e-5)
 
 
-def test_in_parts_of_a_batch(two):
-    def in_parts(w, batch):
-        @two.accumulate(2)
-        def loss(batch):
-            return js.training.compute_average_loss((w * batch) ** 2)
-
-        return js.get_replica_context().all_reduce("sum", loss(batch))
-
-    (batch,) = two.experimental_distribute_dataset([np.resize(ROWS, 7)])
-    got = two.run(in_parts, (1.0, batch))
-    np.testing.assert_allclose(got, wanted(np.resize(ROWS, 7))[0], rtol=1e-5)
-
-
 def test_a_mask_takes_their_place(two):
     def step(x):
         loss = js.training.compute_average_loss(x, mask=x > 1)

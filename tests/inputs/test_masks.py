@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import re
 import warnings
-from typing import NamedTuple
 
 import hypothesis.strategies as st
 import jax
@@ -44,9 +43,6 @@ def last(strategy, rows, whole=None):
     return out, x[whole:]
 
 
-# Sums and means.
-
-
 @each_of("kind", range(3))
 def test_sums_means_and_counts_are_numpys(kind):
     strategy, rows = kinds()[kind], 3
@@ -68,7 +64,6 @@ def test_sums_means_and_counts_are_numpys(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(
     rows=st.integers(1, 40),
@@ -98,9 +93,6 @@ def test_a_pass_over_any_rows_is_numpys(rows, size, n, ahead):
         assert shapes == {(-(-min(rows, size) // n), 2)}
 
 
-# Padding does not show.
-
-
 def test_all_batches_have_one_shape_and_one_program(four, compilations):
     batches = [np.ones((8, 3)), np.ones((5, 3)), np.ones((1, 3)), np.ones((8, 3))]
     dataset = four.experimental_distribute_dataset(batches)
@@ -127,16 +119,10 @@ class Example:
     y: jax.Array
 
 
-class Pair(NamedTuple):
-    x: jax.Array
-    y: jax.Array
-
-
 X, Y = np.arange(5.0, dtype=np.float32), np.arange(10.0, 15.0, dtype=np.float32)
 CONTAINERS = {
     "nested": {"a": {"x": X}, "b": [(Y,)]},
     "dataclass": Example(X, Y),
-    "named tuple": Pair(X, Y),
 }
 
 
@@ -149,18 +135,6 @@ def test_the_mask_comes_with_any_container(four, batch):
     total = four.reduce("sum", out)
     assert jax.tree.structure(total) == jax.tree.structure(batch)
     assert jax.tree.leaves(total) == [X.sum(), Y.sum()]
-
-
-def test_under_the_users_own_jit(four):
-    def step(batch):
-        return js.masked_mean(batch["x"] ** 2)
-
-    @jax.jit
-    def loss(batch):
-        return four.reduce("mean", four.run(step, (batch,)))
-
-    batch = one(four, {"x": X})
-    np.testing.assert_allclose(loss(batch), (X**2).mean(), rtol=1e-6)
 
 
 def test_in_loops_branches_and_maps_of_a_step(four):
@@ -200,32 +174,8 @@ def test_the_parts_of_an_accumulated_step(four, rows):
     np.testing.assert_allclose(four.reduce("mean", mean), x.mean(), rtol=1e-6)
 
 
-# Gradients.
-
-
-def data(rows):
-    draw = np.random.default_rng(rows)
-    x = draw.normal(size=(rows, 3)).astype(np.float32)
-    return {"x": x, "y": draw.normal(size=rows).astype(np.float32)}
-
-
 def losses(w, batch):
     return jnp.tanh(batch["x"] @ w - batch["y"]) ** 2
-
-
-@pytest.mark.slow
-def test_the_gradient_is_that_of_the_whole_batch():
-    strategy, whole, part = mirrored(8), data(16), data(11)
-    w = np.array([0.5, -1.0, 2.0], np.float32)
-    _, batch = strategy.experimental_distribute_dataset([whole, part])
-
-    def step(w, batch):
-        return jax.value_and_grad(lambda w: js.masked_mean(losses(w, batch)))(w)
-
-    found = strategy.reduce("mean", strategy.run(step, (w, batch)))
-    wanted = jax.jit(jax.value_and_grad(lambda w: losses(w, part).mean()))(w)
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
 
 
 def test_nan_in_rows_that_are_not_real_has_no_influence(four):
@@ -240,12 +190,6 @@ def test_nan_in_rows_that_are_not_real_has_no_influence(four):
     assert four.reduce("sum", total) == X.sum()
     np.testing.assert_allclose(four.reduce("mean", mean), 2 * X.mean(), rtol=1e-6)
     np.testing.assert_allclose(four.reduce("mean", slope), X.mean(), rtol=1e-6)
-
-
-def test_a_replica_without_real_rows_gives_zero(four):
-    batch, _ = last(four, 1)
-    assert four.run(js.masked_mean, (batch,)).stacked.tolist() == [32, 0, 0, 0]
-    assert four.run(js.masked_sum, (batch,)).stacked.tolist() == [8, 0, 0, 0]
 
 
 def test_a_mask_of_ones_own(four):
@@ -305,9 +249,6 @@ def test_means_keep_the_dtype(two):
 def test_what_has_no_mask(four, function, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         four.run(function, (one(four, X),))
-
-
-# Warnings.
 
 
 def careless(batch):
@@ -401,9 +342,6 @@ def test_a_function_mapped_over_a_batch_is_found_out(four, function):
         four.run(lambda batch: js.masked_sum(batch["x"]), (changed,))
 
 
-# Donation.
-
-
 def test_batches_may_be_donated(four):
     step = four.run(
         lambda batch: jax.tree.map(lambda x: x + js.masked_mean(x), batch),
@@ -434,9 +372,6 @@ def test_donating_leaves_the_mask_of_full_batches(two):
         step(batch)
     assert not any(mask.is_deleted() for mask in masks)
     assert masks[0] is masks[1] is masks[2]
-
-
-# Weighted reductions.
 
 
 def test_weights(four):
@@ -513,9 +448,6 @@ def test_weights_of_a_padded_batch_for_what_a_step_returned(four):
     squares = four.run(step, (batch["x"],))
     found = four.reduce("mean", squares, axis=0, weights=batch["w"])
     np.testing.assert_allclose(found, (X**2 * w).sum() / w.sum(), rtol=1e-6)
-
-
-# Reductions of padded batches.
 
 
 def test_reductions_over_the_rows_of_a_padded_batch(four):

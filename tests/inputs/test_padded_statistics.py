@@ -11,11 +11,6 @@ from helpers.cases import each_of
 import jaxstrategy as js
 
 
-@pytest.fixture(scope="module")
-def four():
-    return js.MirroredStrategy(js.simulate(8)[:4])
-
-
 def rows(n):
     x = np.random.default_rng(n).normal(size=(n, 2, 3)) + np.arange(n).reshape(-1, 1, 1)
     return x.astype(np.float32)
@@ -65,26 +60,6 @@ def test_rows_that_fill_up_a_batch_do_not_count_unasked(four, layer):
     np.testing.assert_allclose(
         four.reduce("sum", total), (want.sum((1, 2)) ** 2).sum(), rtol=1e-4
     )
-
-
-def test_parts_of_a_batch_have_their_own_real_rows(four):
-    normalized = nnx_layer()
-
-    @four.run
-    def step(x):
-        @four.accumulate(2)
-        def mean_of_part(x):
-            return normalized(x)[1] * js.masked_sum(jnp.ones(len(x)))
-
-        return mean_of_part(x)
-
-    x = rows(13)  # rows 4, 4, 4 and 1: parts of two on each replica
-    parts = np.concatenate([x[i : i + 2] for i in (0, 4, 8, 12)])[:7]
-    others = np.concatenate([x[i : i + 2] for i in (2, 6, 10)])
-    counted = four.reduce("mean", step(only_batch(four, x)))
-    # The mean over the parts and replicas of the mean times the replica's real rows.
-    want = (parts.mean((0, 1)) * 7 + others.mean((0, 1)) * 6) / 8
-    np.testing.assert_allclose(counted, want, rtol=1e-4)
 
 
 def test_the_layer_asks_nothing_for_the_step(four):

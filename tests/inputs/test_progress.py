@@ -116,12 +116,6 @@ def test_steps_that_nobody_knows_the_number_of(terminal):
     assert "3/7" in drawn(terminal)
 
 
-def test_rates_are_those_of_the_last_seconds(terminal, clock):
-    for step in progress(range(230), examples=10, console=terminal):
-        clock(60 if step < 2 else 0.5)
-    assert drawn(terminal).endswith("2 steps/s, 20 examples/s")
-
-
 def test_donated_batches_are_counted_before_and_devices_not_waited_for(
     two, terminal, monkeypatch
 ):
@@ -134,9 +128,6 @@ def test_donated_batches_are_counted_before_and_devices_not_waited_for(
         step(batch)
         assert batch.stacked.is_deleted()
     assert "1/1" in drawn(terminal)
-
-
-# How it ends.
 
 
 def test_leaving_the_loop_ends_the_thread_and_the_line(two, terminal):
@@ -177,35 +168,12 @@ def test_an_iterator_of_ones_own_is_left_open_and_keeps_its_place(two, terminal)
     assert [b.stacked.tolist() for b in progress(after)] == [[[4], [5]]]
 
 
-def test_errors_of_the_source_come_through(two, terminal):
-    def source():
-        yield np.ones(2)
-        raise OSError("the disk is gone")
-
-    dataset = two.experimental_distribute_dataset(source)
-    with pytest.raises(OSError, match="the disk is gone"):
-        for _ in progress(dataset, console=terminal):
-            pass
-    assert "1/?" in drawn(terminal)
-
-
 def test_a_long_description_leaves_room(terminal):
     long = "the first epoch of a very long training run"
     for _ in progress(range(100), description=long, console=terminal):
         pass
     assert "…" in drawn(terminal) and "100/100" in drawn(terminal)
     assert drawn(terminal).startswith("the first")
-
-
-def test_one_inside_another(terminal):
-    seen = []
-    for epoch in progress(range(2), console=terminal):
-        for batch in progress(range(3), console=terminal):
-            seen.append((epoch, batch))
-    assert seen == [(epoch, batch) for epoch in range(2) for batch in range(3)]
-
-
-# Where it draws.
 
 
 def logged(clock, rows, seconds):
@@ -263,9 +231,6 @@ def test_it_draws_in_notebooks_and_in_the_first_process_only(monkeypatch, termin
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert list(progress(range(3), console=terminal)) == [0, 1, 2]
     assert terminal.file.getvalue() == ""
-
-
-# Mistakes.
 
 
 @each_of(

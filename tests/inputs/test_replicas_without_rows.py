@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 from helpers.cases import each_of
 from helpers.inputs import each_way, ranged, real
@@ -51,15 +50,6 @@ def test_global_batches(options):
     assert [real(batch) for batch in dataset] == wanted[:2]
     with pytest.raises(TypeError, match="How many steps js.batches has is not known"):
         len(dataset)
-
-
-def test_the_mask_is_known_in_the_step():
-    strategy = mirrored(2)
-    dataset = strategy.distribute_datasets_from_function(
-        lambda _: js.batches(np.arange(7.0), 2), DROP_EMPTY
-    )
-    sums = [strategy.run(js.masked_sum, (batch,)) for batch in dataset]
-    assert [[float(v) for v in s.values] for s in sums] == [[1.0, 5.0], [9.0, 6.0]]
 
 
 def test_each_global_batch_would_be_left_out():

@@ -10,8 +10,6 @@ import pytest
 from helpers.cases import each_of
 from helpers.sources import Source, assert_resumes, assert_same, taken
 
-# PyTorch
-
 
 @pytest.fixture(scope="module")
 def torch():
@@ -190,9 +188,6 @@ def test_a_stateful_loader_remembers_one_place(torch, stateful):
         one.get_state()
     with pytest.raises(ValueError, match="which has its `state_dict`"):
         other.set_state({"batches": 1})
-
-
-# What is no dataset
 
 
 def test_a_torch_dataset_of_examples(torch):

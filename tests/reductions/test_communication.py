@@ -26,10 +26,7 @@ from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy.experimental import (
-    CommunicationImplementation,
-    CommunicationOptions,
-)
+from jaxstrategy.experimental import CommunicationImplementation, CommunicationOptions
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")
 
@@ -39,9 +36,6 @@ def compiled(strategy, step, *args):
     lowered = jax.jit(lambda *args: strategy.run(step, args)).lower(*args)
     text = lowered.compile().as_text()
     return [len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in KINDS]
-
-
-# Gradients: local, whatever the algorithm.
 
 
 @algorithms
@@ -89,9 +83,6 @@ def test_gradients_of_packed_extremes_are_those_of_single_ones(four):
 
     together, apart = four.run(step, (tree, False)), four.run(step, (tree, True))
     assert_same_bits(together, apart)
-
-
-# Dtypes on the way.
 
 
 def test_sums_in_another_dtype(four):
@@ -198,9 +189,6 @@ def test_options_are_made_one_form():
     assert type(options.bytes_per_pack) is int
     assert hash(options) == hash(dataclasses.replace(options))
     assert js.experimental.CollectiveHints(50).bytes_per_pack == 50
-
-
-# Algorithms, in the compiled programs and by their numbers.
 
 
 def test_each_algorithm_is_another_program():

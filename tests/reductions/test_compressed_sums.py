@@ -47,9 +47,6 @@ def once(strategy, options, value):
     return reducer(strategy, options)(strategy.per_replica(value), state)
 
 
-# 8 bits.
-
-
 def rounding(x):
     """How far 8-bit numbers can be from `x`, `[n]`, whatever block a number is in."""
     return np.abs(x).max() / 127 / 2
@@ -117,9 +114,6 @@ def test_one_group_sends_all_bits():
     have, state = once(three, options, x)
     np.testing.assert_allclose(have, x.mean(0), rtol=1e-5, atol=1e-6)
     assert not stacked(state.errors).any()
-
-
-# Thin matrices.
 
 
 def power_sgd(x, start, steps):

@@ -67,9 +67,6 @@ def assert_same(have, want, tolerance=0.0):
     jax.tree.map(same, have, want, **is_value)
 
 
-# Optax.
-
-
 @pytest.mark.slow
 def test_optax_keeps_it_in_its_state(four, options=INT8):
     tx, grads = transformation(options), [gradients(4, seed) for seed in range(3)]
@@ -171,9 +168,6 @@ def test_an_optimizer_of_nnx_cannot_keep_it(two):
     x = two.per_replica(np.ones((2, 3, 16), np.float32))
     with pytest.raises(js.errors.NotMirroredError, match=r"errors\.kernel` different"):
         step(model, optimizer, x)
-
-
-# On disk.
 
 
 @pytest.mark.slow
@@ -346,35 +340,6 @@ def test_operations_that_add_whole_arrays_get_none(four):
         strategy = on(4, ops)
         with pytest.raises(ValueError, match=f"`compression='int8'` was .*{message}"):
             reduced(strategy, w, strategy.compression_state(w, INT8), INT8)
-
-
-@each_of("ops", [OneByOne()])
-def test_thin_matrices_go_any_way(ops):
-    strategy = on(4, ops)
-    x = gradients(4)["w"][:, :, :1] @ np.ones((1, 20), np.float32)
-    state = strategy.compression_state(x[0], RANK1)
-    have, _ = reduced(strategy, strategy.per_replica(x), state, RANK1)
-    np.testing.assert_allclose(have, x.mean(0), atol=1e-4)
-
-
-def test_eight_bits_go_between_the_groups_of_the_strategy():
-    strategy = on(4, js.HierarchicalCopyAllReduce(groups=[[0, 1], [2, 3]]))
-    x = strategy.per_replica(gradients(4)["w"])
-    state = strategy.compression_state(PARAMS["w"], INT8)
-
-    def step(value, state):
-        return replica().all_reduce_compressed("mean", value, state, INT8)
-
-    found = strategy.explain(step, (x, state), compiled=False).collectives
-    assert [(c.kind, *c.dtypes) for c in found] == [
-        ("reduce_scatter", "float32"),
-        ("all_to_all", "int8"),
-        ("all_gather", "int8"),
-        ("all_gather", "float32"),
-    ]
-
-
-# Beside other ways to train.
 
 
 def test_local_steps_send_nothing(two):

@@ -47,9 +47,6 @@ def in_merge_call(strategy, fn, *args):
     return strategy.run(lambda *a: js.get_replica_context().merge_call(fn, a), args)
 
 
-# update: values.
-
-
 @each_of("how", ["outside", "in scope", "in merge_call"])
 def test_update_passes_arguments(strategy, how):
     v = variable(strategy)
@@ -125,9 +122,6 @@ def test_whatever_the_function_returns_comes_back(strategy):
         assert result["old"][0] is var and result["old"][1] is None
 
 
-# update: contexts.
-
-
 def seen():
     return (
         js.in_cross_replica_context(),
@@ -172,9 +166,6 @@ def test_update_inside_run_is_refused(strategy):
     assert v.value() == 1.0
 
 
-# update: arguments.
-
-
 def test_per_replica_arguments_of_mirrored_variables_are_refused(strategy):
     x, v = ids(strategy), variable(strategy)
     for arguments in ({"args": (x,)}, {"args": ([1, {"x": x}],)}):
@@ -211,9 +202,6 @@ def test_reduced_arguments_are_taken_to_the_copies(strategy):
 def test_arguments_in_another_form_are_refused(two, args, kwargs, words):
     with pytest.raises(TypeError, match=words):
         two.extended.update(variable(two), lambda v: None, args, kwargs)
-
-
-# update: what is updated.
 
 
 @each_of("value", [3.0, "v", None, [1.0], np.ones(2)])
@@ -260,9 +248,6 @@ def test_under_the_default_strategy_everything_goes_through_as_it_is():
     assert (merged, v.value()) == (1.0, 1.0)
 
 
-# update: programs.
-
-
 def test_several_updates_compile_once(strategy, compilations):
     v, o = variable(strategy, np.ones(3)), on_read(strategy, np.ones(3))
 
@@ -301,9 +286,6 @@ def test_update_under_the_users_jit(kind):
     assert (several(2.0), several(1.0)) == (7.0, 10.0)
     assert v.value() == 10.0
     assert copies(strategy, o) == [4.0] * strategy.num_replicas_in_sync
-
-
-# Where variables are.
 
 
 def test_colocated_variables_are_on_that_variables_devices(strategy):
@@ -425,9 +407,6 @@ def test_devices(kind, workers, parameters):
     assert [shard.device.id for shard in shards] == parameters
 
 
-# Variables as destinations.
-
-
 @each_of("op", ["sum", "mean", "min", "max"])
 def test_a_value_reduced_to_a_variable_lies_on_its_devices(strategy, op):
     x = ids(strategy, 1.0)
@@ -440,25 +419,3 @@ def test_a_value_reduced_to_a_variable_lies_on_its_devices(strategy, op):
         ordinary = var.strategy is None
         assert ordinary or copies(strategy, var) == [7.0] * len(var.devices)
         assert not ordinary or var.value() == 7.0
-
-
-def test_another_strategys_variable_as_destination(strategy):
-    other = js.MirroredStrategy(["CPU:6", "CPU:7"])
-    v = variable(other, 7.0)
-    out = strategy.extended.reduce_to("mean", ids(strategy), v)
-    assert out.devices() == set(jax.devices()[6:8])
-    other.run(lambda x: v.assign(x), (out,))  # so it can be used there
-    assert v.value() == (strategy.num_replicas_in_sync - 1) / 2
-
-
-def test_reducing_to_a_variable_in_merge_call(strategy):
-    n, v = strategy.num_replicas_in_sync, variable(strategy, 7.0)
-
-    def merge(strategy, x):
-        one = strategy.extended.reduce_to("sum", x, destinations=v)
-        (other,) = strategy.extended.batch_reduce_to("mean", [(x, v)])
-        return one, other
-
-    total, mean = in_merge_call(strategy, merge, ids(strategy))
-    assert (total, mean) == (n * (n - 1) / 2, (n - 1) / 2)
-    assert v.value() == 7.0

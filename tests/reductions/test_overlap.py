@@ -24,9 +24,6 @@ def on(n, **options):
     )
 
 
-# What is joined.
-
-
 @each_of(
     "sizes, expected",
     [
@@ -115,13 +112,6 @@ def test_a_pack_depends_on_the_layers_whose_gradients_it_has_alone():
     assert products_before_sums(step) == [4 + 2 + 1, 4 + 2 + 3]
 
 
-def test_without_it_packs_are_in_the_order_of_the_tree():
-    strategy = on(2, bytes_per_pack=2 * 4 * SIZE**2)
-    step = replica_jaxpr(strategy, gradient_step, parameters(), batches(strategy))
-    # "a" and "k" go together, then "m" and "z": the second layer with the last one.
-    assert products_before_sums(step) == [4 + 2 + 2, 4 + 2 + 3]
-
-
 @each_of("where", ["a jitted function", "a loop", "casts"])
 def test_the_order_is_found_through(where):
     strategy = on(2, overlap=True, bytes_per_pack=4 * SIZE**2)  # one layer
@@ -156,9 +146,6 @@ def place_of(jaxpr, var):
             if any(each is var for each in eqn.invars):
                 var = eqn.outvars[0]
     return [each is var for each in jaxpr.outvars].index(True)
-
-
-# What comes out.
 
 
 STATE = js.StateSharding("state", min_bytes=0)
@@ -217,9 +204,6 @@ def test_replicas_on_tpus_take_options():
     strategy = js.TPUStrategy(communication_options=options)
     step = replica_jaxpr(strategy, gradient_step, parameters(), batches(strategy))
     assert products_before_sums(step) == [4 + 1, 4 + 2, 4 + 3, 4 + 4]
-
-
-# What the compiler is asked for.
 
 
 def replicas(platform, kind, count=8, processes=1):
@@ -289,9 +273,6 @@ def test_inside_another_program_its_options_hold(monkeypatch, is_first):
         np.testing.assert_array_equal(strategy.run(total, (x,)), [2.0, 2.0, 2.0])
     found = jax.jit(lambda x: strategy.run(total, (x,)))(x)
     np.testing.assert_array_equal(found, [2.0, 2.0, 2.0])
-
-
-# What is refused.
 
 
 def test_one_reduction_cannot_overlap():

@@ -87,9 +87,6 @@ def test_local_results_of_another_strategys_value(two, four):
         four.experimental_local_results(ids(two))
 
 
-# Extended.
-
-
 def devices(value):
     return sorted(device.id for device in value.devices())
 

@@ -56,18 +56,6 @@ def test_slices_reduce_like_their_dense_forms(four, dtype):
         np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol)
 
 
-@each_of("op", ["sum", "mean"])
-def test_reduced_outside_a_step(four, op):
-    ids = four.per_replica([0, 1, 2, 3])
-    slices = four.run(documented, (ids,))
-    assert isinstance(slices.values, js.PerReplica)
-    assert isinstance(slices, js.IndexedSlices)
-    out = four.reduce(op, {"rows": slices, "dense": ids})
-    inside = four.run(lambda i: all_reduced(op, documented(i)), (ids,))
-    assert out["rows"].to_dense().tolist() == inside.to_dense().tolist()
-    assert out["dense"] == (6 if op == "sum" else 1.5)
-
-
 @each_of("ops", [js.NcclAllReduce(2), js.HierarchicalCopyAllReduce(),
             js.ReductionToOneDevice()])  # fmt: skip
 def test_slices_with_other_operations(ops):

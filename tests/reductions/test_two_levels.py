@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from helpers.reductions import ALGORITHMS, AXIS, OPS, algorithms, on, reduced
 from helpers.replicas import replica
-from hypothesis import given, seed, settings, strategies as st
 from jax import lax
 
 import jaxstrategy as js
@@ -59,9 +58,6 @@ def test_gradients_of_a_group_are_the_groups(four):
     x = four.per_replica([1.0, 2.0, 3.0, 4.0])
     # The group's sum is 2 * 3 and 2 * 7; each of its two members sends 2 * sum.
     assert four.run(step, (2.0, x)).stacked.tolist() == [24, 48, 168, 224]
-
-
-# Sums in groups and across them are proved equal.
 
 
 def mirrored(out):
@@ -210,7 +206,6 @@ def test_what_two_levels_prove(four):
         assert set(mirrored(out)) == {TWO_LEVELS[name][1]}, name
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_order_within_groups_counts():
     eight = on(8)
     draw = np.random.default_rng(0)
@@ -231,42 +226,6 @@ def test_order_within_groups_counts():
         assert mirrored(eight.run(partial(step, second), (x,))) == [expected]
 
 
-FIRST, SECOND, THIRD = PAIRS, ACROSS, [[0, 3], [2, 1]]
-GROUPED = [
-    lambda a, b, s: lax.psum(a, AXIS, axis_index_groups=FIRST),
-    lambda a, b, s: lax.psum(a, AXIS, axis_index_groups=SECOND),
-    lambda a, b, s: lax.pmax(b, AXIS, axis_index_groups=THIRD),
-    lambda a, b, s: lax.all_gather(a, AXIS, axis_index_groups=SECOND).sum(0),
-    lambda a, b, s: jnp.tile(
-        lax.psum_scatter(a, AXIS, axis_index_groups=FIRST, tiled=True), 2),
-    lambda a, b, s: jnp.sin(a) + b[::-1],
-    lambda a, b, s: a * s,
-    lambda a, b, s: jnp.where(a > 0.3, b, s),
-    lambda a, b, s: lax.cond(a[0] > 0.2, lambda: b, lambda: s + b),
-    lambda a, b, s: jnp.concatenate([a[:2], b[2:]]),
-]  # fmt: skip
-HOLDERS = [
-    lambda f, a, b, s: jax.jit(f)(a, b, s),
-    lambda f, a, b, s: lax.cond(s[0] > 0.1, f, lambda a, b, s: b, a, b, s),
-    lambda f, a, b, s: jax.jit(
-        lambda a, b: lax.fori_loop(0, 3, lambda _, c: (c[1], f(*c, s)), (a, b))[0]
-    )(a, b),
-    lambda f, a, b, s: lax.scan(lambda c, x: (f(c, x, s), c), a, jnp.stack([b, a]))[0],
-    lambda f, a, b, s: lax.while_loop(
-        lambda c: c[1][0] < 2.0, lambda c: (c[0] * s + b, c[1] + 1.0), (a, b))[0]
-    + f(a, b, s),
-    lambda f, a, b, s: through_reference(f(a, b, s), b),
-    lambda f, a, b, s: jax.grad(lambda v: jnp.sum(jnp.sin(v) * lax.stop_gradient(
-        f(a, b, s))))(a),
-]  # fmt: skip
-PLACE = st.integers(0, 9)
-OPERATION = st.sampled_from(2 * GROUPED[:2] + GROUPED)
-LINE = st.tuples(OPERATION, PLACE, PLACE, st.none())
-BODY = st.lists(LINE, min_size=1, max_size=3)
-NESTED = LINE | st.tuples(st.sampled_from(HOLDERS), PLACE, PLACE, BODY)
-PROGRAMS = st.lists(NESTED, min_size=3, max_size=9)
-
-
 def interpreted(lines, a, b, s):
     known = [a, b]
     for operation, first, second, body in lines:
@@ -279,32 +238,6 @@ def interpreted(lines, a, b, s):
 
 def _last(body, a, b, s):
     return interpreted(body, a, b, s)[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
-def test_random_programs_in_groups_are_never_wrongly_called_mirrored(four):
-    draw = np.random.default_rng(0)
-    x = four.per_replica(draw.uniform(-0.5, 1, (4, 4)).astype(np.float32))
-    outcomes = []
-
-    def programs(lines):
-        try:
-            out = four.run(
-                lambda x, s: interpreted(lines, x, x[::-1], s),
-                (x, jnp.linspace(0.2, 0.8, 4)),
-            )
-        except js.errors.DivergentCollectiveError:
-            return
-        outcomes.append(any(mirrored(out)))
-
-    # Numbered, so that the programs do not change when the text of this file does.
-    drawn = settings(max_examples=10, deadline=None, database=None)(
-        given(PROGRAMS)(programs)
-    )
-    seed(1)(drawn)()
-    assert sum(outcomes) >= 2
 
 
 def test_one_reduced_leaf_of_a_pack_is_warned_of_but_not_in_means(four):

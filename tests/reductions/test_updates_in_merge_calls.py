@@ -122,27 +122,6 @@ def test_values_in_any_form_come_through_merge_calls(two):
     assert v.numpy().tolist() == [3, 4, 3] and w == 6.0
 
 
-def test_captured_values_that_differ_are_refused_too(two):
-    v, w = variable(two, jnp.zeros(3), name="v"), variable(two, 0.0, name="v")
-
-    def rows(s, x):
-        w.assign(0.0)
-        v.assign_add(js.IndexedSlices(x, jnp.array([1])))
-
-    refused = (
-        lambda s, x: v[:1].assign(x),
-        lambda s, x: s.extended.update(w, lambda w: w[None].assign(x)),
-        rows,
-    )
-    for assign in refused:
-        with pytest.raises(ValueError, match="'v' is mirrored, but .* may differ"):
-            two.run(lambda x, assign=assign: merged(assign, x[None]), (ids(two),))
-    assert v.numpy().tolist() == [0, 0, 0] and w == 0
-
-
-# On-read variables.
-
-
 @pytest.mark.slow
 def test_on_read_copies_take_each_replicas_version(strategy):
     o = variable(strategy, 1.0, "on_read", "none")

@@ -64,9 +64,7 @@ def expected():
 
 
 LAYOUTS = {
-    "one device each": {},
     "two devices each": {"logical_axes": {"core": 2}},
-    "an axis of one device": {"logical_axes": {"core": 1}},
     "replicas that share devices": {"devices": ["CPU:0"], "replicas_per_device": 4},
     "divided state, two devices each": {
         "sharding": js.StateSharding("state", min_bytes=0),

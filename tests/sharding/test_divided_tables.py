@@ -98,9 +98,6 @@ def test_explain_tells_of_rows_and_of_no_table(eight, step, state, times):
     assert found.communicated_bytes <= 2 * (EACH_ID + EACH_ROW)
 
 
-# Other models than ours.
-
-
 SOME_IDS = np.random.default_rng(0).integers(-1, 64, (REPLICAS, 4, 3))
 EVERYTHING = js.StateSharding("state", min_bytes=0)
 
@@ -133,25 +130,6 @@ def test_the_gradient_of_few_rows_of_flax_is_not_made_whole():
     run = jax.jit(lambda params, ids: step(params, ids))
     program = run.lower(strategy.mirror(first), per_replica).compile()
     assert "reduce-scatter" not in sent_bytes(program)
-
-
-def test_a_table_that_is_looked_up_with_16_bits(eight):
-    def step(table, ids):
-        def loss(table):
-            rows = js.sharded.lookup(table.astype("bfloat16"), ids)
-            return (rows**2).sum().astype("float32")
-
-        gradient = js.get_replica_context().all_reduce("mean", jax.grad(loss)(table))
-        return table - gradient
-
-    assert compiled(eight, step, TABLE).memory_analysis().temp_size_in_bytes < BLOCK * 2
-    table = np.random.default_rng(1).normal(size=(ROWS // 64, 8)).astype(np.float32)
-    ids = np.random.default_rng(0).integers(0, 100, (REPLICAS, 20))
-    new = eight.run(step, (eight.mirror(table), eight.per_replica(ids)))
-    whole = js.MirroredStrategy(jax.devices())
-    wanted = whole.run(step, (whole.mirror(table), whole.per_replica(ids)))
-    assert isinstance(new, js.Sharded)
-    np.testing.assert_array_equal(new, wanted)
 
 
 def test_rows_looked_up_in_a_loop_and_a_branch():

@@ -31,17 +31,14 @@ def product(x, w):
 
 
 def test_they_are_arguments(strategy, arrays):
-    rows, weights = arrays
-    result = strategy.run(product, args=(js.PerReplica(rows), weights))
-    np.testing.assert_array_equal(result.stacked, ROWS)
+    divided = js.MirroredStrategy(sharding=js.StateSharding("state", min_bytes=0))
+    for each in (strategy, divided):
 
+        def products(x, w, each=each):
+            return each.run(product, args=(js.PerReplica(x), w))
 
-def test_they_are_arguments_under_jit(strategy, arrays):
-    @jax.jit
-    def products(x, w):
-        return strategy.run(product, args=(js.PerReplica(x), w))
-
-    np.testing.assert_array_equal(products(*arrays).stacked, ROWS)
+        np.testing.assert_array_equal(jax.jit(products)(*arrays).stacked, ROWS)
+        np.testing.assert_array_equal(products(*arrays).stacked, ROWS)
 
 
 def test_gradients_lie_as_what_they_are_of(strategy, arrays):
@@ -55,14 +52,3 @@ def test_gradients_lie_as_what_they_are_of(strategy, arrays):
     np.testing.assert_array_equal(by_weights, X.sum(0))
     np.testing.assert_array_equal(by_rows, np.tile(W, (8, 1)))
     assert by_rows.sharding.is_equivalent_to(rows.sharding, 2)
-
-
-def test_divided_state_of_them_under_jit(arrays):
-    rows, weights = arrays
-    divided = js.MirroredStrategy(sharding=js.StateSharding("state", min_bytes=0))
-
-    @jax.jit
-    def products(x, w):
-        return divided.run(product, args=(js.PerReplica(x), w))
-
-    np.testing.assert_array_equal(products(rows, weights).stacked, ROWS)

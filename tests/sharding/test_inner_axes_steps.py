@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
-from helpers.cores import COLUMNS, cored, drawn, over
+from helpers.cores import COLUMNS, cored, drawn
 from helpers.replicas import ids, replica
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -91,25 +91,6 @@ def test_a_branch_that_cores_take_differently_is_no_business_of_replicas():
     np.testing.assert_allclose(
         strategy.run(step, (x,)), total * [2, 2, 3, 3], rtol=1e-5, atol=1e-6
     )
-
-
-def test_an_array_that_a_step_captures_is_another_one_at_each_call():
-    strategy = cored()
-    w = over(strategy, drawn(16, 8), None, "core")
-    traced = []
-
-    def step(x):
-        traced.append(1)
-        return replica().all_reduce("sum", (x * w).sum())
-
-    x = strategy.per_replica([drawn(16, 8, seed=i) for i in range(4)])
-    total = np.sum(np.stack(x.values), 0)
-    for turn in range(1, 4):
-        found = strategy.run(step, (x,))
-        wanted = (turn * drawn(16, 8) * total).sum()
-        np.testing.assert_allclose(found, wanted, rtol=1e-4)
-        w = over(strategy, (turn + 1) * drawn(16, 8), None, "core")
-    assert len(traced) == 1
 
 
 def test_advice_for_a_divided_array_counts_replicas_and_not_devices():

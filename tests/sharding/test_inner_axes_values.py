@@ -6,7 +6,6 @@ The oracle is NumPy; where an array lies is asked of JAX.
 import jax
 import numpy as np
 import pytest
-from helpers.cases import each_of
 from helpers.cores import COLUMNS, all_gathers, cored, drawn, lies, over
 from helpers.replicas import replica
 from jax.sharding import PartitionSpec as P
@@ -38,18 +37,6 @@ def test_versions_are_joined_on_the_devices_of_their_replica():
     np.testing.assert_array_equal(value.local(2), STACKED[2])
 
 
-@each_of("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)])
-def test_versions_are_those_that_were_given(sizes):
-    strategy = cored(*sizes)
-    given = drawn(sizes[0], 3, 8)
-    listed = strategy.per_replica(list(given))
-    stacked = strategy.per_replica(given)
-    over_cores = js.PerReplica(over(strategy, given, "replica", None, "core"))
-    for value in (listed, stacked, over_cores):
-        assert value.num_replicas == sizes[0]
-        np.testing.assert_array_equal(np.stack(value.values), given)
-
-
 def test_a_donated_value_leaves_the_versions_it_was_made_of():
     strategy = cored()
     versions = js.PerReplica(over(strategy, STACKED, "replica", None, "core")).values
@@ -60,51 +47,30 @@ def test_a_donated_value_leaves_the_versions_it_was_made_of():
     np.testing.assert_array_equal(np.stack(doubled.values), 2 * STACKED)
 
 
-@each_of("op", ["sum", "mean", "min", "max"])
-def test_reduce_leaves_a_value_over_the_cores(op):
+def test_reductions_and_gathers_leave_a_value_over_the_cores():
     strategy = cored()
     value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))
-    reduced = strategy.reduce(op, value)
-    assert lies(reduced) == COLUMNS
-    np.testing.assert_allclose(reduced, getattr(np, op)(STACKED, 0), rtol=1e-6)
-
-
-def test_gather_leaves_a_value_over_the_cores():
-    strategy = cored()
-    value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))
-    gathered = strategy.gather(value)
-    assert lies(gathered) == COLUMNS
-    np.testing.assert_array_equal(gathered, STACKED.reshape(-1, 6))
-    across = strategy.gather(value, axis=1)
-    np.testing.assert_array_equal(across, np.concatenate(STACKED, 1))
-
-
-def test_a_reduction_gathers_nothing_over_the_cores():
-    strategy = cored()
-    large = over(strategy, drawn(4, 256, 130), "replica", None, "core")
 
     def step(x):
         return replica().all_reduce("sum", x)
 
-    value = js.PerReplica(large)
     assert all_gathers(strategy, step, value) == 0
-    reduced = strategy.run(step, (value,))
-    assert lies(reduced) == COLUMNS
-    np.testing.assert_allclose(reduced, np.sum(large, 0), rtol=1e-5, atol=1e-5)
-
-
-def test_reduce_to_leaves_a_value_over_the_cores_of_replicas():
-    strategy = cored()
-    stacked = drawn(4, 256, 130)
-    value = js.PerReplica(over(strategy, stacked, "replica", None, "core"))
     w = over(strategy, W, None, "core")
-    there, first = strategy.extended.batch_reduce_to(
-        "sum", [(value, w), (value, "CPU:3")]
-    )
-    assert lies(there) == COLUMNS
+    reduce_to = strategy.extended.batch_reduce_to
+    there, first = reduce_to("sum", [(value, w), (value, "CPU:3")])
     assert first.devices() == {jax.devices()[3]}
-    for each in (there, first):
-        np.testing.assert_allclose(each, stacked.sum(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(first, STACKED.sum(0), rtol=1e-5, atol=1e-5)
+    for found, wanted in (
+        (strategy.run(step, (value,)), STACKED.sum(0)),
+        (there, STACKED.sum(0)),
+        (strategy.reduce("mean", value), STACKED.mean(0)),
+        (strategy.reduce("max", value), STACKED.max(0)),
+        (strategy.gather(value), STACKED.reshape(-1, 6)),
+    ):
+        assert lies(found) == COLUMNS
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    across = strategy.gather(value, axis=1)
+    np.testing.assert_array_equal(across, np.concatenate(STACKED, 1))
 
 
 def test_local_results_are_one_for_each_replica():

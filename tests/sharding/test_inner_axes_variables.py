@@ -54,10 +54,9 @@ def test_assigning_outside_of_steps_leaves_it_over_the_cores():
 
 
 @pytest.mark.slow
-@each_of("cores", [1, 2, 4])
-def test_assignments_in_steps(cores):
+def test_assignments_in_steps():
     """Of TensorFlow's `test_spmd_variable_update`: N x, N (x - d), N (x - d + e)."""
-    strategy = cored(8 // cores, cores)
+    strategy = cored()
     w = variable(strategy)
     x, d, e = (drawn(16, 8, seed=i) for i in range(1, 4))
 
@@ -79,7 +78,7 @@ def test_assignments_in_steps(cores):
         found = changed(change, value)
         np.testing.assert_allclose(found, n * wanted, rtol=1e-5, atol=1e-5)
         assert w.value().sharding.is_equivalent_to(w.sharding, 2)
-        assert w.value().sharding.shard_shape((16, 8)) == (16, 8 // cores)
+        assert w.value().sharding.shard_shape((16, 8)) == (16, 4)
 
 
 def test_a_variable_that_is_made_anywhere_can_say_how_it_lies():
@@ -102,11 +101,7 @@ def test_a_variable_that_is_made_anywhere_can_say_how_it_lies():
     ("spec", "error", "words"),
     [
         (P("expert"), ValueError, "names an axis 'expert', but a replica has 'core'"),
-        (
-            P("replica"),
-            ValueError,
-            "names 'replica', the axis along which",
-        ),
+        (P("replica"), ValueError, "names 'replica', the axis along which"),
         (P(None, None, "core"), ValueError, r"3 entries for an array .*\(3, 4\)"),
         (P("core"), ValueError, "dimension 0 of its .* is 3, no multiple of 2"),
         ("core", TypeError, "a `PartitionSpec` over logical axes was wanted"),
@@ -171,9 +166,6 @@ EVERYTHING = js.StateSharding("state", min_bytes=0)
     ("choice", "lies_as"),
     [
         (None, P("replica", "core")),
-        (EVERYTHING, P("replica", "core")),
-        (0, P("replica", "core")),
-        (lambda shape, dtype: [4, 1], P("replica", "core")),
         (lambda shape, dtype: [1, 2], P(None, "core")),
         ("whole", P(None, "core")),
         (P("core"), P("core", "replica")),

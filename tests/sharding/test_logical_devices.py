@@ -100,10 +100,7 @@ def test_splits_that_are_no_numbers_are_refused(pairs):
     [
         ([4, 1], lambda x, core: x[core : core + 1]),
         ([1, 4], lambda x, core: x[:, core : core + 1]),
-        (
-            [2, 2],
-            lambda x, core: x[core // 2 * 2 :][:2, core % 2 * 2 :][:, :2],
-        ),
+        ([2, 2], lambda x, core: x[core // 2 * 2 :][:2, core % 2 * 2 :][:, :2]),
     ],
     anew=True,
 )
@@ -121,57 +118,11 @@ def test_tiles_lie_in_row_major_order(fours, splits, tile):
             np.testing.assert_array_equal(data[0], wanted)
 
 
-def test_splitting_in_a_merge_call(pairs):
-    split = pairs.experimental_split_to_logical_devices
-
-    def merged(strategy, x):
-        return strategy.reduce("sum", split(x, [1, 2]))
-
-    def step(x):
-        return js.get_replica_context().merge_call(merged, (x * 2,))
-
-    x = numbers(4, 2, 4)
-    found = pairs.run(step, (pairs.per_replica(x),))
-    np.testing.assert_allclose(found, 2 * x.sum(0), rtol=1e-5)
-
-
 def test_a_batch_keeps_its_mask(pairs):
     (batch,) = pairs.experimental_distribute_dataset(js.batches(numbers(6, 4), 8))
     split = pairs.experimental_split_to_logical_devices(batch, [1, 2])
     np.testing.assert_array_equal(split.mask, batch.mask)
     np.testing.assert_array_equal(split.stacked, batch.stacked)
-
-
-def test_a_variable_is_changed_by_what_is_split(pairs):
-    x, d, d2 = numbers(4, 8), numbers(4, 8, seed=1), numbers(4, 8, seed=2)
-    split = pairs.experimental_split_to_logical_devices
-    with pairs.scope():
-        w = js.Variable(split(np.zeros_like(x), [1, 2]))
-
-    def through(method):
-        def step(x):
-            getattr(w, method)(split(x, [1, 2]))
-            return total(w.value())
-
-        return step
-
-    wanted = 0
-    for method, given, change in [
-        ("assign", x, x),
-        ("assign_sub", d, -d),
-        ("assign_add", d2, d2),
-    ]:
-        wanted = wanted + change
-        found = pairs.run(through(method), (given,))
-        np.testing.assert_allclose(found, 4 * wanted, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(w.value(), wanted, rtol=1e-6, atol=1e-6)
-        assert w.value().sharding.shard_shape(w.shape) == (4, 4)
-    w.assign(x)
-    np.testing.assert_array_equal(w.value(), x)
-    w.assign_sub(d)
-    w.assign_add(split(d2, [2, 1]))
-    np.testing.assert_allclose(w.value(), x - d + d2, rtol=1e-6, atol=1e-6)
-    assert w.value().sharding.shard_shape(w.shape) == (4, 4)
 
 
 def test_splitting_in_loops_branches_and_transformations(pairs):

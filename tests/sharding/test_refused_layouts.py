@@ -1,10 +1,6 @@
 """Devices of a replica and replicas of a device: what is taken, and what is refused."""
 
-import collections
-import types
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
@@ -86,36 +82,6 @@ def test_a_replica_has_several_devices_or_shares_one_and_not_both():
             js.MirroredStrategy(logical_axes=sizes, replicas_per_device=2)
         with pytest.raises(ValueError, match="and `replicas_per_device` 2: .*one of"):
             multi_worker(logical_axes=sizes, replicas_per_device=2)
-
-
-@each_of(
-    "given, shape",
-    [
-        (None, {"replica": 8}),
-        ({}, {"replica": 8}),
-        ({"core": 1}, {"replica": 8, "core": 1}),
-        ({"core": np.int64(2)}, {"replica": 4, "core": 2}),
-        ({"core": jnp.int32(4)}, {"replica": 2, "core": 4}),
-        ({"core": 8}, {"replica": 1, "core": 8}),
-        (types.MappingProxyType({"core": 2}), {"replica": 4, "core": 2}),
-        (collections.OrderedDict(b=2, a=4), {"replica": 1, "b": 2, "a": 4}),
-    ],
-)
-@each_of("kind", [*KINDS, multi_worker])
-def test_what_is_a_mapping_of_whole_numbers_is_taken(kind, given, shape):
-    strategy = kind(logical_axes=given)
-    assert list(strategy.mesh.shape.items()) == list(shape.items())
-    assert strategy.num_replicas_in_sync == shape["replica"]
-    np.testing.assert_array_equal(strategy.mesh.devices.ravel(), jax.devices())
-
-
-@each_of("given", [1, 3, np.int64(3), jnp.int32(3)])
-@each_of("kind", [*KINDS, multi_worker])
-def test_what_is_a_whole_number_of_replicas_is_taken(kind, given):
-    strategy = kind(replicas_per_device=given)
-    assert dict(strategy.mesh.shape) == {"replica": 8}
-    assert strategy.num_replicas_in_sync == 8 * int(given)
-    assert type(strategy.num_replicas_in_sync) is int
 
 
 def test_a_strategy_of_many_replicas_is_made_without_counting_them():

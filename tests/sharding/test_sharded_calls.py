@@ -3,7 +3,6 @@
 The oracle is whole state; what differs between ways of rounding is let pass.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -49,17 +48,9 @@ def train(state, x):
     return (optax.apply_updates(params, updates), memory), loss
 
 
-def assert_as_whole(do, shard, tolerance=2e-6):
+def assert_as_whole(do, tolerance=2e-6):
     """That `do(strategy)` gives the same on divided and on whole state."""
-    assert_alike(do(sharded(4, shard)), on_whole_state(do), tolerance)
-
-
-@functools.cache
-def on_whole_state(do):
-    return do(whole(4))
-
-
-# Around a call.
+    assert_alike(do(sharded(4)), do(whole(4)), tolerance)
 
 
 def donated(strategy):
@@ -72,24 +63,9 @@ def donated(strategy):
     return state
 
 
-def several(strategy):
-    state = start(), ADAM.init(start())
-    return strategy.several(train)(state, [rows_of(strategy)] * 4)
-
-
-def one_by_one(strategy):
-    state, losses = (start(), ADAM.init(start())), []
-    for _ in range(4):
-        state, loss = strategy.run(train, (state, rows_of(strategy)))
-        losses.append(loss)
-    return state, losses
-
-
 def scanned(strategy):
-    x, state = (
-        rows_of(strategy),
-        jax.tree.map(jnp.asarray, (start(), ADAM.init(start()))),
-    )
+    x = rows_of(strategy)
+    state = jax.tree.map(jnp.asarray, (start(), ADAM.init(start())))
     loop = lambda s: lax.scan(lambda s, _: strategy.run(train, (s, x)), s, length=3)  # noqa: E731
     return jax.jit(loop)(state)
 
@@ -113,34 +89,25 @@ def batched(strategy):
     return jax.vmap(lambda p: strategy.run(step, (p, rows_of(strategy))))(two)
 
 
-AROUND = [
-    donated,
-    scanned,
-    differentiated,
-    batched,
-]
-
-
 @pytest.mark.slow
-@each_of("around", AROUND)
+@each_of("around", [donated, scanned, differentiated, batched])
 def test_all_that_may_be_around_a_call(around):
-    assert_as_whole(around, "state", 1e-5)
+    assert_as_whole(around, 1e-5)
 
 
 @pytest.mark.slow
-@each_shard
-def test_several_steps_in_one_call_are_those_of_as_many(shard):
-    strategy = sharded(4, shard)
-    state, losses = several(strategy)
-    want, want_losses = one_by_one(strategy)
+def test_several_steps_in_one_call_are_those_of_as_many():
+    strategy, given = sharded(4), (start(), ADAM.init(start()))
+    state, losses = strategy.several(train)(given, [rows_of(strategy)] * 4)
+    want, want_losses = given, []
+    for _ in range(4):
+        want, loss = strategy.run(train, (want, rows_of(strategy)))
+        want_losses.append(loss)
     assert_alike(state, want, 2e-6)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
-    if shard == "state":  # a loop reads all that its turns do
-        assert lies(strategy, state) == lies(strategy, want)
-        assert isinstance(state[1][0].mu["w"], js.Sharded)
-
-
-# Inside of a step.
+    # A loop reads all that its turns do.
+    assert lies(strategy, state) == lies(strategy, want)
+    assert isinstance(state[1][0].mu["w"], js.Sharded)
 
 
 def branched(params, x):
@@ -189,12 +156,6 @@ def in_half_precision(params, x):
     return jax.tree.map(lambda a, g: jnp.where(is_finite, a - g, a), params, grads)
 
 
-def random_numbers(params, x):
-    key = jax.random.key(7)
-    noise = jax.random.normal(key, (16, 16)) + mean(x).sum()
-    return {**params, "w": params["w"] + noise}
-
-
 def matrices(params, x):
     product = mean(x).T @ mean(x) + jnp.eye(16)
     found = jnp.linalg.cholesky(product), jnp.linalg.qr(product)[0], jnp.sort(product)
@@ -202,15 +163,14 @@ def matrices(params, x):
 
 
 INSIDE = [
-    branched, reduced_in_a_loop, returns_all, merges, in_half_precision, tied,
-    random_numbers, matrices,
+    branched, reduced_in_a_loop, returns_all, merges, in_half_precision, tied, matrices,
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 @each_of("step", INSIDE)
 def test_all_that_steps_may_do(step):
-    assert_as_whole(lambda s: s.run(step, (start(), rows_of(s))), "state")
+    assert_as_whole(lambda s: s.run(step, (start(), rows_of(s))))
 
 
 def captures(strategy):
@@ -234,29 +194,8 @@ def captures(strategy):
 
 
 @pytest.mark.slow
-@each_shard
-def test_state_that_a_step_captures_may_lie_divided(shard):
-    assert_as_whole(captures, shard)
-
-
-# What was promised without it.
-
-
-@each_shard
-def test_gradients_before_the_reduction_are_each_replicas_own(shard):
-    strategy = sharded(shard=shard)
-    scales = strategy.per_replica([np.float32(i + 1) for i in range(8)])
-
-    def step(w, scale):
-        grads = jax.grad(lambda w: scale * w.sum())(w)
-        return w - mean(grads), grads
-
-    w, grads = strategy.run(step, (np.zeros(16, np.float32), scales))
-    np.testing.assert_array_equal(w, [-4.5] * 16)
-    np.testing.assert_array_equal(grads.stacked, np.outer(np.arange(1, 9), np.ones(16)))
-
-
-# Objects that hold state.
+def test_state_that_a_step_captures_may_lie_divided():
+    assert_as_whole(captures)
 
 
 class Net(nnx.Module):
@@ -288,23 +227,19 @@ def trained_nnx(strategy):
 
 
 @pytest.mark.slow
-@each_shard
-def test_modules_and_their_optimizer(shard):
-    strategy = sharded(4, shard)
+def test_modules_and_their_optimizer():
+    strategy = sharded(4)
     model, optimizer, loss = trained_nnx(strategy)
-    want_model, want_optimizer, want_loss = on_whole_state(trained_nnx)
+    want_model, want_optimizer, want_loss = trained_nnx(whole(4))
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     state = nnx.to_pure_dict(nnx.state((model, optimizer)))
     want = nnx.to_pure_dict(nnx.state((want_model, want_optimizer)))
     assert_alike(state, want, 1e-5)
     kernel = model.first.kernel[...]
     assert kernel.shape == (16, 32)
-    assert isinstance(kernel, js.Sharded) == (shard == "state")
+    assert isinstance(kernel, js.Sharded)
     assert isinstance(optimizer.opt_state[0].mu["first"]["kernel"][...], js.Sharded)
     assert isinstance(model.dropout.rngs.count[...], js.Mirrored)
-
-
-# Padded rows, and the forgotten reduction.
 
 
 def uneven(strategy):
@@ -324,7 +259,7 @@ def uneven(strategy):
 
 
 def test_padded_rows():
-    assert_as_whole(uneven, "state")
+    assert_as_whole(uneven)
 
 
 @each_shard

@@ -1,9 +1,7 @@
 """Optimizers of Optax, unchanged, under `StateSharding`.
 
-Oracles: whole state on the same replicas, and one device that has all rows.
+The oracle is whole state on the same replicas.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +16,17 @@ import jaxstrategy as js
 contrib = optax.contrib
 ROWS, WIDTH, HIDDEN = 32, 16, 64
 BATCHES = drawn(3, ROWS, WIDTH + 1, seed=3)
-# Those that compute each number by itself, and so must give the same bits.
-BY_ELEMENT = {
+OPTIMIZERS = {
     "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": optax.adam(1e-2),
     "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
     "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2),
-}
-OTHERS = {
     "clipped adamw": optax.chain(
         optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.01)
     ),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "muon": contrib.muon(1e-2),
-    "lamb": optax.lamb(1e-2),
-    "sm3": optax.sm3(1e-2),
 }
-OPTIMIZERS = {**BY_ELEMENT, **OTHERS}
-QUICK = ("sgd", "adam", "MultiSteps", "clipped adamw", "adafactor")
 
 
 def start():
@@ -66,43 +57,12 @@ def trained(optimizer, strategy, rows):
     return params, memory
 
 
-@functools.cache
-def trained_alone(name):
-    optimizer = OPTIMIZERS[name]
-
-    @jax.jit
-    def step(params, memory, rows):
-        grads = jax.grad(loss_of)(params, rows)
-        updates, memory = optimizer.update(grads, memory, params)
-        return optax.apply_updates(params, updates), memory
-
-    params = start()
-    memory = jax.jit(optimizer.init)(params)
-    for rows in BATCHES:
-        params, memory = step(params, memory, rows)
-    return params
-
-
 @pytest.mark.slow
-def test_parameters_are_those_of_whole_state_and_of_one_device():
-    for name in QUICK:
-        assert_trains_alike(name)
-
-
-@pytest.mark.slow
-def test_so_they_are_with_other_optimizers():
-    for name in OPTIMIZERS.keys() - set(QUICK):
-        assert_trains_alike(name)
-
-
-def assert_trains_alike(name):
-    strategy = sharded(4)
-    params, memory = trained(OPTIMIZERS[name], strategy, BATCHES)
+@each_of("name", ["MultiSteps", "clipped adamw", "adafactor", "muon"])
+def test_parameters_and_memory_are_those_of_whole_state(name):
+    params, memory = trained(OPTIMIZERS[name], sharded(4), BATCHES)
     want = trained(OPTIMIZERS[name], whole(4), BATCHES)
     assert_alike((params, memory), want, 1e-6)
-    # Signs and inverse roots of almost nothing turn the last digits into the first.
-    tolerance = 1e-4 if name == "muon" else 1e-5
-    assert_alike(params, trained_alone(name), tolerance)
     assert isinstance(params["kernel"], js.Sharded)
     # All that has the size of a parameter is kept in parts; so are, here, the rows and
     # columns of a factored one.
@@ -112,8 +72,7 @@ def assert_trains_alike(name):
 
 
 @pytest.mark.slow
-@each_of("name", ["clipped adamw", "apply_if_finite"])
-def test_the_optimizers_memory_alone_is_divided(name):
+def test_the_optimizers_memory_alone_is_divided(name="apply_if_finite"):
     params, memory = trained(OPTIMIZERS[name], sharded(4, "optimizer"), BATCHES)
     want = trained(OPTIMIZERS[name], whole(4), BATCHES)
     assert_alike((params, memory), want, 1e-6)
@@ -123,8 +82,9 @@ def test_the_optimizers_memory_alone_is_divided(name):
 
 
 @pytest.mark.slow
-@each_of("shard", ["state", "optimizer"])
-@each_of("name", ["sgd", "adam", "MultiSteps"])
+@each_of(
+    "name, shard", [("sgd", "optimizer"), ("adam", "state"), ("MultiSteps", "state")]
+)
 def test_what_is_computed_by_element_has_the_same_bits(name, shard):
     optimizer = OPTIMIZERS[name]
 

@@ -11,15 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.cases import each_of
-from helpers.divided import (
-    SHARDS,
-    assert_alike,
-    bytes_of,
-    drawn,
-    lies,
-    sharded,
-    whole,
-)
+from helpers.divided import SHARDS, assert_alike, drawn, lies, sharded, whole
 from helpers.replicas import replica
 from jax import lax
 
@@ -28,7 +20,6 @@ import jaxstrategy as js
 AXIS = "replica"
 each_shard = each_of("shard", SHARDS)
 ADAM = optax.adam(0.1)
-W = np.arange(16, dtype=np.float32)
 
 
 def mean(tree):
@@ -39,45 +30,6 @@ def scales(strategy):
     """1, 2, ... on the replicas, whose mean is 4.5 if they are 8."""
     count = strategy.num_replicas_in_sync
     return strategy.per_replica([np.float32(i + 1) for i in range(count)])
-
-
-def training(optimizer):
-    """A step whose gradient is the scale of the replica, and its first state."""
-
-    def step(state, scale):
-        w, memory = state
-        grads = mean(jax.grad(lambda w: scale * w.sum())(w))
-        updates, memory = optimizer.update(grads, memory, w)
-        return optax.apply_updates(w, updates), memory
-
-    return step, (W, optimizer.init(W))
-
-
-def after(strategy, optimizer, steps):
-    step, state = training(optimizer)
-    for _ in range(steps):
-        state = strategy.run(step, (state, scales(strategy)))
-    return state
-
-
-# Numbers.
-
-
-@pytest.mark.slow
-@each_shard
-def test_adam_keeps_its_moments_in_parts(shard):
-    strategy = sharded(shard=shard)
-    w, (adam, _) = after(strategy, ADAM, 1)
-    np.testing.assert_allclose(w[jnp.array([0, 2])], [-0.0999994, 1.9000007], rtol=1e-6)
-    np.testing.assert_allclose(adam.mu, [0.45] * 16, rtol=1e-6)
-    np.testing.assert_allclose(adam.nu, [0.02025] * 16, rtol=1e-6)
-    assert bytes_of((adam.mu, adam.nu)) == 16 and isinstance(adam.mu, js.Sharded)
-    assert adam.count == 1 and isinstance(adam.count, js.Mirrored)
-    want_w, (want, _) = after(whole(), ADAM, 1)
-    assert_alike((w, adam.mu, adam.nu), (want_w, want.mu, want.nu))
-
-
-# Which arrays are divided.
 
 
 @each_shard
@@ -140,9 +92,6 @@ def test_parameters_are_gathered_once_and_moments_never(shard):
     assert count(text, "all-to-all") == count(text, "collective-permute") == 0
 
 
-# A network of two layers.
-
-
 def start(optimizer):
     params = {
         "one": {"kernel": drawn(8, 16), "bias": drawn(16, seed=1)},
@@ -196,8 +145,7 @@ def trained_alone():
     return state, losses
 
 
-@each_of("replicas", [1, 4])
-@each_shard
+@each_of("shard, replicas", [("state", 1), ("state", 4), ("optimizer", 4)])
 def test_training_is_that_of_one_device_with_all_rows(shard, replicas):
     strategy, step, state = sharded(replicas, shard), train(ADAM), start(ADAM)
     given = [a.reshape(replicas, -1, 8) for a in drawn(2, 8, 4, 8, seed=4)]
@@ -210,18 +158,6 @@ def test_training_is_that_of_one_device_with_all_rows(shard, replicas):
     np.testing.assert_allclose(losses, their_losses, rtol=1e-5)
     assert_alike(state, want, 1e-4)
     assert isinstance(state[1][0].mu["one"]["kernel"], js.Sharded) == (replicas > 1)
-
-
-@pytest.mark.slow
-@each_shard
-def test_it_is_compiled_once_and_called_with_what_it_returns(shard, compilations):
-    strategy, step = sharded(4, shard), train(ADAM)
-    given = batch(strategy)
-    state, _ = strategy.run(step, (start(ADAM), given))
-    compilations()
-    for _ in range(3):
-        state, _ = strategy.run(step, (state, given))
-    assert compilations() == 0
 
 
 PLACES = {
@@ -277,9 +213,6 @@ def test_divided_state_is_moved_or_refused_elsewhere():
         assert_alike(have, other.run(step, (held, batch(other))))
 
 
-# What a sum goes through before it is one.
-
-
 def layers(count=3):
     return {"layers": drawn(count, 16, 16) / 4, "bias": drawn(16, seed=1)}
 
@@ -303,14 +236,13 @@ def descend(params, grads):
 
 
 @pytest.mark.slow
-@each_shard
-def test_all_conversions_of_what_a_loop_stacks_are_done(shard):
+def test_all_conversions_of_what_a_loop_stacks_are_done():
     def step(params, x):
         grads = jax.grad(lambda p: 1000 * deep_loss(p, x))(params)
         grads["layers"] = grads["layers"].astype(jnp.int8).astype(jnp.float32)
         return descend(params, lax.psum(grads, AXIS))
 
-    have = (s := sharded(4, shard)).run(step, (layers(), rows_of(s)))
+    have = (s := sharded(4)).run(step, (layers(), rows_of(s)))
     want = (s := whole(4)).run(step, (layers(), rows_of(s)))
     assert np.any(np.asarray(want["layers"]) != layers()["layers"])
     assert_alike(have, want, 1e-6)

@@ -54,51 +54,41 @@ def test_the_mean_gradient_of_weights_over_cores_is_that_of_numpy():
     assert counted(text, "all-gather") == 0 and counted(text, "all-reduce") == 1
 
 
-def state_and_step(strategy):
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+
+def start():
     rng = np.random.default_rng(0)
-    params = {
-        "up": over(strategy, rng.normal(size=(16, 32)).astype(F32), None, "core"),
-        "down": over(strategy, rng.normal(size=(32, 8)).astype(F32), "core"),
-        "bias": strategy.mirror(rng.normal(size=32).astype(F32)),
-    }
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    state = strategy.mirror((params, tx.init(params)))
+    shapes = {"up": (16, 32), "down": (32, 8), "bias": 32}
+    params = {name: rng.normal(size=size).astype(F32) for name, size in shapes.items()}
+    return params, rng.normal(size=(8, 16)).astype(F32)
 
-    def step(state, x):
-        params, memory = state
 
-        def loss(params):
-            hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
-            hidden = lax.with_sharding_constraint(hidden, P(None, "core"))
-            return ((hidden @ params["down"]) ** 2).mean()
+def loss_of(params, x, constrain=lambda hidden: hidden):
+    hidden = constrain(jnp.tanh(x @ params["up"] + params["bias"][None]))
+    return ((hidden @ params["down"]) ** 2).mean()
 
-        value, grads = jax.value_and_grad(loss)(params)
-        value, grads = js.get_replica_context().all_reduce("mean", (value, grads))
-        updates, memory = tx.update(grads, memory, params)
-        return (optax.apply_updates(params, updates), memory), value
 
-    x = rng.normal(size=(8, 16)).astype(F32)
-    x = x.reshape(strategy.num_replicas_in_sync, -1, 16)
-    return state, step, strategy.per_replica([*x])
+def step_of_state(state, x):
+    params, memory = state
+
+    def loss(params):
+        return loss_of(
+            params, x, lambda h: lax.with_sharding_constraint(h, P(None, "core"))
+        )
+
+    found = jax.value_and_grad(loss)(params)
+    value, grads = js.get_replica_context().all_reduce("mean", found)
+    updates, memory = TX.update(grads, memory, params)
+    return (optax.apply_updates(params, updates), memory), value
 
 
 def one_device_after(steps):
-    rng = np.random.default_rng(0)
-    shapes = {"up": (16, 32), "down": (32, 8), "bias": 32}
-    params = {
-        name: rng.normal(size=shape).astype(F32) for name, shape in shapes.items()
-    }
-    x = rng.normal(size=(8, 16)).astype(F32)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    memory = tx.init(params)
-
-    def loss(params):
-        hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
-        return ((hidden @ params["down"]) ** 2).mean()
-
+    params, x = start()
+    memory = TX.init(params)
     for _ in range(steps):
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, memory = tx.update(grads, memory, params)
+        value, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, memory = TX.update(grads, memory, params)
         params = optax.apply_updates(params, updates)
     return params, value
 
@@ -116,9 +106,12 @@ DIVIDED = {
 def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(shard):
     sharding = None if shard is None else js.StateSharding(shard, min_bytes=0)
     strategy = strategy_of(2, sharding=sharding)
-    state, step, x = state_and_step(strategy)
+    params, x = start()
+    params = {n: over(strategy, w, *WHOLE[n]) for n, w in params.items()}
+    state = strategy.mirror((params, TX.init(params)))
+    x = strategy.per_replica([*x.reshape(4, 2, 16)])
     for _ in range(3):
-        state, value = strategy.run(step, (state, x))
+        state, value = strategy.run(step_of_state, (state, x))
     params, wanted = one_device_after(3)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     for name, array in state[0].items():

@@ -50,9 +50,6 @@ def total(x):
     return js.get_replica_context().all_reduce("sum", x)
 
 
-# Devices.
-
-
 def test_without_a_tpu_each_device_is_a_replica():
     strategy = js.TPUStrategy()
     assert strategy.num_replicas_in_sync == 8
@@ -154,9 +151,6 @@ def test_what_cannot_be_is_refused(arguments, error, text):
         js.TPUStrategy(**arguments)
 
 
-# Steps.
-
-
 def test_on_read_variables_are_reduced(pairs):
     n = pairs.num_replicas_in_sync
     with pairs.scope():
@@ -173,9 +167,6 @@ def test_on_read_variables_are_reduced(pairs):
     found = np.ravel([np.asarray(y) for y in pairs.experimental_local_results(found)])
     np.testing.assert_array_equal(found, x + n * (n - 1) / 2)
     np.testing.assert_array_equal(w.value(), [0.0])
-
-
-# Logical devices.
 
 
 def test_variables_on_logical_devices(pairs, tmp_path):

@@ -110,10 +110,7 @@ def test_the_shape_of_replicas_in_a_line_is_told():
 
 def test_assignments_of_what_is_left_are_in_the_order_of_tasks():
     lacking = topology(tasks=2, drop=1)
-    assert lacking.missing_devices.tolist() == [
-        [1, 0, 0, 1],
-        [1, 1, 0, 1],
-    ]
+    assert lacking.missing_devices.tolist() == [[1, 0, 0, 1], [1, 1, 0, 1]]
     found = DeviceAssignment.build(lacking, [1, 1, 1, 2], num_replicas=3)
     assert found.core_assignment.tolist() == [
         [[0, 0, 0, 0], [0, 0, 0, 1]],
@@ -172,25 +169,6 @@ def test_cores_that_are_not_there_are_refused(numbers):
     for ask in (found.coordinates, found.tpu_ordinal, found.tpu_device):
         with pytest.raises(ValueError, match=r"a number from 0 to [13] was wanted"):
             ask(*numbers)
-
-
-def test_a_topology_of_two_tasks():
-    found = topology(tasks=2)
-    at = [1, 1, 0, 1]
-    assert found.num_tasks == 2 and found.num_tpus_per_task == 4
-    assert found.task_ordinal_at_coordinates(at) == 1
-    assert found.tpu_device_ordinal_at_coordinates(np.asarray(at)) == 3
-    assert found.tpu_device_name_at_coordinates(at) == "/task:1/device:TPU:3"
-    assert (
-        found.cpu_device_name_at_coordinates(at, "worker")
-        == "/job:worker/task:1/device:CPU:0"
-    )
-
-
-@each_of("mesh", [[2, 2], [2, 2, 0, 2], None, [2, 2, 1, 2.0], 8])
-def test_meshes_that_cannot_be_are_refused(mesh):
-    with pytest.raises(ValueError, match="`mesh_shape` must be a sequence of 4"):
-        Topology(mesh_shape=mesh, device_coordinates=topology().device_coordinates)
 
 
 @each_of(

@@ -149,9 +149,6 @@ def test_one_program_takes_a_part_of_each_variable(case, compilations):
     assert memory.results < memory.donated + 100  # the loss, and what holds results
 
 
-# Ways to use a variable in a step.
-
-
 def in_scan(v):
     def body(carry, _):
         v.assign_add(jnp.ones(v.shape))
@@ -166,15 +163,6 @@ def in_cond(v):
         return v.value().sum()
 
     return jax.lax.cond(jnp.asarray(True), more, lambda: 0.0)
-
-
-def in_while(v):
-    def body(i):
-        v.assign_add(jnp.full(v.shape, 2.0))
-        return i + 1
-
-    jax.lax.while_loop(lambda i: i < 2, body, 0)
-    return v.value().sum()
 
 
 def of_a_part(v):
@@ -193,10 +181,6 @@ def twice(v):
     between = v.value().sum()
     v.assign(v.value() * 3)
     return between + v.value().sum()
-
-
-def read_only(v):
-    return v.value().sum()
 
 
 def written_only(v):
@@ -233,11 +217,9 @@ def by_hand(v):
     return {
         in_scan: (v + 3, sum(each.sum() for each in scanned)),
         in_cond: (v * 2, (v * 2).sum()),
-        in_while: (v + 4, (v + 4).sum()),
         of_a_part: (part, part.sum()),
         of_rows: (rows, rows.sum()),
         twice: ((v + 1) * 3, (v + 1).sum() + ((v + 1) * 3).sum()),
-        read_only: (v, v.sum()),
         written_only: (np.full_like(v, 5), 0.0),
         in_jit: (v - 2, (v - 2).sum()),
         in_merge_call: (v + COUNT, (v + COUNT).sum()),

@@ -64,9 +64,6 @@ def test_a_part_assigned_before_a_branch_that_adds_is_refused(strategy, coordina
         call(coordinator, function)
 
 
-# Arguments that change before the function runs.
-
-
 @each_of("size", (3, 10_000))
 def test_arrays_are_taken_as_they_are_when_scheduled(strategy, coordinator, size):
     array = np.zeros(size, np.float32)
@@ -77,9 +74,6 @@ def test_arrays_are_taken_as_they_are_when_scheduled(strategy, coordinator, size
         results.append(coordinator.schedule(function, ([array],)))
     array[:] = 100
     assert [float(r.fetch()) for r in results] == [size * i for i in range(5)]
-
-
-# Objects of Flax NNX.
 
 
 def more(model):
@@ -97,9 +91,6 @@ def test_changed_objects_are_refused(strategy, coordinator, wrap):
             strategy.run(more, (model,))
         else:
             call(coordinator, lambda m: strategy.run(more, (m,)), model)
-
-
-# Functions that nobody would run.
 
 
 @each_of("kind", ("coroutine", "async generator"))

@@ -1,15 +1,12 @@
 """Objects of Flax NNX that a step captures, directly or through something else."""
 
 import functools
-import warnings
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
-from helpers.cases import each, each_of
+from helpers.cases import each
 from helpers.objects import (
-    WIDTH,
     Net,
     adam,
     arrays,
@@ -19,22 +16,6 @@ from helpers.objects import (
     train,
     trained_alone,
 )
-
-import jaxstrategy as js
-
-
-@pytest.fixture(scope="module")
-def two():
-    return js.MirroredStrategy(js.simulate(8)[:2])
-
-
-# Training.
-
-
-class Pair:  # not a pytree
-    def __init__(self, model):
-        self.model = model
-
 
 # Objects that the step captures.
 
@@ -104,38 +85,6 @@ def test_objects_are_captured_by_defaults_partials_and_functions_within(two):
     assert float(total[...]) == 3
 
 
-def method_step(model):
-    class Holder:
-        def __init__(self, model):
-            self.model = model
-
-        def step(self, x):
-            return self.model.norm(x)
-
-    return Holder(model).step
-
-
-def field_step(model):
-    pair = Pair(Pair(model))
-    return lambda x: pair.model.model.norm(x)
-
-
-@each_of("hold", (method_step, field_step))
-def test_what_is_read_through_something_else_is_never_stale(two, hold):
-    model, x = Net(), rows()[0]
-    function = hold(model)
-    step = two.run(function)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", js.errors.RecompilationWarning)
-        for scale in (1.0, 2.0, 3.0):
-            model.norm.scale[...] = jnp.full(WIDTH, scale)
-            for _ in range(2):
-                y = step(*divided(two, x))
-                np.testing.assert_allclose(
-                    np.concatenate(y.stacked), model.norm(x), atol=1e-5
-                )
-
-
 def test_what_is_reached_through_something_else_is_changed(two):
     class Holder:
         def __init__(self, model, optimizer):
@@ -202,17 +151,3 @@ def test_a_module_as_the_step_and_its_methods(two):
     two.run(counter.add, (1.0,))
     counter.step(1.0)
     assert float(counter.n[...]) == 6
-
-
-def test_a_state_is_passed_as_a_pytree(two):
-    model = Net()
-    graph, state = nnx.split(model)
-
-    def step(state, x):
-        model = nnx.merge(graph, state)
-        return model(x), nnx.state(model)
-
-    x, _ = rows()
-    y, new = two.run(step, (state, *divided(two, x)))
-    assert int(model.calls[...]) == 0 and int(new["calls"].get_value()) == 1
-    np.testing.assert_allclose(np.concatenate(y.stacked), model(x), atol=1e-6)

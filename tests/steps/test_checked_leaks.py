@@ -135,9 +135,6 @@ def test_a_callback_beside_several_devices_of_a_replica_is_refused():
         strategy.run(lambda x: in_callback(v, x), (2.0,))
 
 
-# Around a step.
-
-
 def read_and_add(v):
     def step(x):
         v.own.assign_add(v.shared * x)
@@ -199,9 +196,6 @@ def test_functions_of_workers(all_threads):
         found = coordinator.schedule(fn, (2.0,)).fetch()
         coordinator.join()
     np.testing.assert_allclose(found, 6 * START, rtol=1e-6)
-
-
-# What is found, and what is kept.
 
 
 def test_what_a_step_leaves_is_found(two, of_two):

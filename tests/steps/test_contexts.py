@@ -8,7 +8,6 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.cases import each_of
 from helpers.threads import in_threads
@@ -61,24 +60,6 @@ def test_run_and_merge_call_change_sides(four):
         ("after", REPLICA, True),
     ]
     assert state() == DEFAULT
-
-
-def test_run_inside_merge_call_is_a_replica_again(four):
-    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
-    seen = []
-
-    def inner(value):
-        seen.append(state())
-        return 10.0 * value
-
-    def merge(strategy, value):
-        doubled = strategy.run(inner, (value,))
-        seen.append(state())
-        return strategy.reduce("sum", doubled)
-
-    total = four.run(lambda v: js.get_replica_context().merge_call(merge, (v,)), (x,))
-    assert seen == [REPLICA, CROSS]
-    assert total == 100.0
 
 
 def test_the_same_scope_may_be_entered_again(four):
@@ -153,24 +134,6 @@ def test_a_kept_replica_context_is_refused_later(two):
             use()
 
 
-def test_the_default_replica_context_is_refused_inside_run(two):
-    default = js.get_replica_context()
-    with pytest.raises(js.errors.ContextError, match="Mismatching contexts.*Default"):
-        two.run(lambda: default.all_reduce("sum", 1.0))
-
-
-def test_the_replica_context_is_refused_inside_its_merge_call(two):
-    def step():
-        replica = js.get_replica_context()
-        return replica.merge_call(lambda s: replica.all_reduce("sum", 1.0))
-
-    with pytest.raises(js.errors.ContextError, match="Mismatching contexts"):
-        two.run(step)
-
-
-# The default strategy.
-
-
 def test_merge_call_of_the_default_strategy():
     seen = []
 
@@ -191,34 +154,6 @@ def test_merge_call_inside_the_default_merge_call_is_an_error():
         js.get_replica_context().merge_call(merge)
 
 
-def test_the_default_strategy_has_the_whole_api_with_one_replica():
-    strategy = js.get_strategy()
-    assert strategy.num_replicas_in_sync == 1
-    assert strategy.run(lambda x, y: x + y, (2,), {"y": 3}) == 5
-    assert strategy.reduce("sum", 5.0) == 5.0
-    assert strategy.reduce("mean", jnp.array([1.0, 3.0]), axis=0) == 2.0
-    np.testing.assert_array_equal(strategy.gather(jnp.arange(2)), [0, 1])
-    assert strategy.experimental_local_results(3.0) == (3.0,)
-    x = strategy.per_replica([7.0])
-    assert strategy.run(lambda v: v + 1, (x,)) == 8.0
-    assert strategy.reduce("sum", x) == 7.0
-    assert strategy.mirror({"a": 1.0, "b": "s"}) == {"a": 1.0, "b": "s"}
-    assert strategy.init(jnp.zeros, 2).shape == (2,)
-    ids = strategy.experimental_distribute_values_from_function(
-        lambda context: context.replica_id_in_sync_group
-    )
-    assert ids == 0
-    assert strategy.extended.reduce_to("sum", 2.0, "CPU:1").devices() == {
-        jax.devices()[1]
-    }
-    (batch,) = strategy.experimental_distribute_dataset([np.arange(3)])
-    np.testing.assert_array_equal(batch, [0, 1, 2])
-    replica = js.get_replica_context()
-    assert replica.all_reduce("sum", 3.0) == 3.0
-    np.testing.assert_array_equal(replica.all_gather(jnp.arange(3), 0), [0, 1, 2])
-    assert copy.deepcopy(strategy) is strategy
-
-
 def test_the_default_run_refuses_a_value_of_more_replicas(two):
     with pytest.raises(ValueError, match="first dimension should be the number of"):
         js.get_strategy().run(lambda v: v, (two.per_replica([1.0, 2.0]),))
@@ -234,9 +169,6 @@ def test_the_default_scope_is_a_no_op_but_not_inside_another(two):
             default.scope()
         with pytest.raises(js.errors.ContextError, match="Mixing different"):
             default.run(lambda: None)
-
-
-# Setting a strategy without a block.
 
 
 def test_experimental_set_strategy_lasts_until_it_is_set_again(two, four):
@@ -271,9 +203,6 @@ def test_experimental_set_strategy_is_refused_inside_scope_and_run(two, four):
             js.experimental_set_strategy(None)
     finally:
         js.experimental_set_strategy(None)
-
-
-# Exceptions, threads, tasks.
 
 
 class Boom(Exception):
@@ -373,9 +302,6 @@ def test_a_jitted_helper_is_traced_again_on_each_side(four):
     assert reduced(1.0) == 1.0  # alone
     assert four.run(step, (1.0,)) == (4.0, 10.0, 1.0)
     assert reduced(1.0) == 1.0
-
-
-# Copies.
 
 
 def test_a_strategy_can_be_deep_copied_only(two):

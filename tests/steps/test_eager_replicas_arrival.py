@@ -4,12 +4,10 @@ import io
 import pdb
 import re
 import signal
-import sys
 import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.cases import each
 from helpers.threads import in_threads
@@ -231,20 +229,3 @@ def test_odd_arguments_are_refused():
         js.experimental.Versions(1, 2)
     with pytest.raises(ValueError, match="was given 1 values for 2 replicas; one for"):
         js.experimental.Versions([1], [0, 1])
-
-
-def test_compiled_steps_are_what_they_were_afterwards(three):
-    traced = []
-
-    @three.run
-    def step(x):
-        traced.append(isinstance(x, jax.core.Tracer))
-        return replica().all_reduce("sum", x)
-
-    x = three.per_replica([1.0, 2.0, 3.0])
-    step(x)
-    with js.experimental.eager_replicas():
-        step(x)
-    step(x)
-    np.testing.assert_array_equal(traced, [True, False, False, False])
-    assert sys.gettrace() is None

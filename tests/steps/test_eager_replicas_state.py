@@ -7,14 +7,8 @@ from helpers.cases import each_of
 
 import jaxstrategy as js
 
-DEVICES = js.simulate(8)
 # A replica is late when the machine is busy, whatever it does.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
-
-
-@pytest.fixture(scope="module")
-def two():
-    return js.MirroredStrategy(DEVICES[:2])
 
 
 def replica():
@@ -104,9 +98,6 @@ def test_a_step_may_make_a_variable_once(two):
         two.run(lambda: js.Variable(1.0).assign_add(1.0) and None)
 
 
-# Objects of Flax NNX, given and captured.
-
-
 def counter():
     class Counter(nnx.Module):
         def __init__(self):
@@ -156,9 +147,6 @@ def test_objects_that_differ_are_an_error(two):
     assert float(model.total[...]) == 0
 
 
-# Results that must be mirrored.
-
-
 def test_results_that_are_expected_to_be_mirrored(two):
     options = js.RunOptions(expect_mirrored=(True, False))
 
@@ -196,9 +184,6 @@ def test_a_nan_is_told_where_it_arises(two):
     assert "Replica 1 of `<lambda>` raised this" in caught.value.__notes__[0]
 
 
-# What a merge call is given.
-
-
 def test_a_merge_function_may_refer_to_what_is_equal(two):
     w = two.mirror(2.0)
 
@@ -215,17 +200,3 @@ def test_a_merge_function_may_refer_to_what_is_equal(two):
         assert float(two.run(step, (x, w))) == 12
         with pytest.raises(ValueError, match="refers to `x`, which differs between"):
             two.run(lambda x: replica().merge_call(lambda s: s.reduce("sum", x)), (x,))
-
-
-def test_a_run_in_a_merge_call_is_eager_too(two, capsys):
-    def inner(x):
-        print("inner", float(x))
-        return replica().all_reduce("sum", x) + x
-
-    def step(x):
-        return replica().merge_call(lambda s, x: s.run(inner, (x,)), (x,))
-
-    with js.experimental.eager_replicas():
-        found = two.run(step, (two.per_replica([1.0, 2.0]),))
-    assert [float(each) for each in found.values] == [4, 5]
-    assert capsys.readouterr().out == "inner 1.0\ninner 2.0\n"

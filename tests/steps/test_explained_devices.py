@@ -42,9 +42,6 @@ def explained(cores):
     return cores.explain(perceptron, (w, v, x))
 
 
-# Several devices of a replica.
-
-
 def test_communication_of_replicas_is_told_apart_from_that_of_a_replica(explained):
     (over,) = explained.collectives
     assert (over.operation, over.nbytes) == ("psum", 3 * 8 * 4)
@@ -130,17 +127,6 @@ def test_collectives_that_the_step_writes_over_an_inner_axis_are_not_of_replicas
     assert inner.line == marked(step, "own")
 
 
-def test_where_a_replica_is_a_device_nothing_is_inside(two):
-    found = two.explain(lambda x: lax.psum(x, AXIS), (two.per_replica([1.0, 2.0]),))
-    (compiled,) = found.compiled_collectives
-    assert (compiled.axes, compiled.nbytes, compiled.group) == (("replica",), 4, 2)
-    assert found.inner_collectives == () and found.logical_axes == {}
-    assert "compiled:" not in str(found)
-
-
-# Several replicas on a device.
-
-
 def all_kinds(x):
     pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
     return (
@@ -167,31 +153,12 @@ def test_lanes_are_added_up_before_devices_exchange_anything():
     assert compiled.group == 2
     assert str(found).startswith("`<lambda>` on 8 replicas, 4 on each device\n")
     assert "Between devices, as compiled: 24 B from each device" in str(found)
-
-
-def test_what_lanes_have_no_rule_for_is_gathered():
-    strategy = sharing(2, 4)
-    x = strategy.per_replica(np.ones((8, 6), np.float32))
+    # What lanes have no rule for is gathered.
     found = strategy.explain(all_kinds, (x,), compiled=False)
     told = [
         [(e.kind, e.nbytes) for e in each.between_devices] for each in found.collectives
     ]
     assert told == [[("all_reduce", 24)], *[[("all_gather", 4 * 24)]] * 3]
-
-
-def test_replicas_of_one_device_send_nothing():
-    strategy = sharing(1, 8)
-    x = strategy.per_replica(np.ones((8, 6), np.float32))
-    found = strategy.explain(all_kinds, (x,))
-    assert found.compiled_collectives == ()
-    assert "Between devices, as compiled: nothing" in str(found)
-    links = js.profiling.Topology(bandwidth=24.0, latency=0.0, replicas=8)
-    assert found.communication_time(links, "ring") == 0
-    # 64 replicas would be on 8 devices, each of which gathers for eight replicas.
-    reduced, gathered = 2 * 7 / 8, 7 * 8
-    assert found.communication_time(links.with_replicas(64), "ring") == pytest.approx(
-        reduced + 3 * gathered
-    )
 
 
 def test_the_report_names_the_links_inside_hosts(cores):
@@ -210,9 +177,6 @@ def test_the_report_names_the_links_inside_hosts(cores):
     assert ["4", "24", "us", "24", "us"] in [
         line.split() for line in report.split("\n")
     ]
-
-
-# Links that are measured.
 
 
 def measured(strategy):
@@ -246,8 +210,9 @@ def written(cores):
     )
 
 
-def test_all_ways_to_write_groups_are_read(written):
+def test_the_text_of_a_program_is_read(written):
     scattered, permuted, gathered, reduced = written
+    # All ways to write groups.
     assert scattered.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert permuted.groups == ((0, 2), (2, 4))
     assert gathered.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -255,26 +220,14 @@ def test_all_ways_to_write_groups_are_read(written):
     over = [each.axes for each in written]
     assert over == [("replica",), ("replica",), ("core",), ("replica", "core")]
     assert [each.is_inner for each in written] == [False, False, True, True]
-
-
-def test_starts_of_collectives_count_with_their_operands(written):
+    # Starts of collectives count with their operands.
     kinds = ["reduce_scatter", "permute", "all_gather", "all_reduce"]
     assert [each.kind for each in written] == kinds
     assert [each.nbytes for each in written] == [8 * 6 * 2, 4 * 4, 16, 1]
-    assert [each.dtypes for each in written] == [
-        ("bfloat16",),
-        ("float32",),
-        ("float8_e4m3fn",),
-        ("bool",),
-    ]
-
-
-def test_loops_of_unknown_length_and_branches_are_read(written):
+    dtypes = [("bfloat16",), ("float32",), ("float8_e4m3fn",), ("bool",)]
+    assert [each.dtypes for each in written] == dtypes
     assert [each.loops for each in written] == [(), (None,), (), ()]
     assert [each.in_branch for each in written] == [False, False, True, False]
-
-
-def test_what_called_explain_is_no_line_of_the_step(written):
     # Frame 1 has called the outermost file, frame 2, which the last one is of.
     lines = [each.line for each in written]
     assert lines == [None, Line(__file__, 5), None, None]

@@ -94,18 +94,6 @@ def test_types_say_where_arrays_would_lie(cores):
     assert {each.kind for each in found.inner_collectives} == {"all_reduce"}
 
 
-def test_variables_lie_over_the_devices_of_each_replica(cores):
-    with cores.scope():
-        v = js.Variable(np.ones((4, 6), np.float32), name="v", sharding=P("core"))
-
-    def assign(x):
-        v.assign_add(replica().all_reduce("sum", x))
-
-    x = cores.per_replica(np.ones((4, 4, 6), np.float32))
-    (leaf,) = cores.explain(assign, (x,), compiled=False).sharding.leaves
-    assert (leaf.path, leaf.nbytes, leaf.device_bytes) == ("variable 'v'", 96, 48)
-
-
 def test_replicas_that_share_one_device_share_what_is_equal():
     strategy = js.MirroredStrategy(
         jax.devices()[:1],

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
+from helpers.cases import each_of
 from helpers.lines import marked
 from helpers.replicas import replica
 from jax import lax
@@ -93,19 +93,6 @@ def test_divided_parameters_are_gathered_before_the_forward_pass():
     assert found.communicated_bytes == 8 + 64
 
 
-def test_the_time_of_a_gather_of_parts_on_more_replicas():
-    own = strategy("optimizer")
-    found = explain(own, step_of_vector, (VECTOR, VECTOR), rows(16))
-    links = js.profiling.Topology(bandwidth=1e9, latency=0, replicas=64)
-    # Of 64 replicas each has an eighth of the part of one of eight.
-    assert found.communication_time(links, "ring") == pytest.approx(
-        links.ring("all_reduce", 64)
-    )
-
-
-# Which arrays are divided, and why others are not.
-
-
 def leaves(found):
     return {leaf.path: (leaf.dimension, leaf.reason) for leaf in found.sharding.leaves}
 
@@ -159,21 +146,6 @@ def test_an_argument_that_was_given_whole_and_is_not_replaced_stays_whole():
     assert leaves(found) == {"w": (None, reason)}
 
 
-def test_variables_are_among_the_state():
-    own = strategy()
-    with own.scope():
-        w = js.Variable(np.ones(16, np.float32), name="w")
-
-    def step(x):
-        w.assign_sub(replica().all_reduce("mean", w * x))
-
-    found = explain(own, step, rows(16))
-    (leaf,) = found.sharding.leaves
-    assert (leaf.path, leaf.shape, leaf.nbytes) == ("variable 'w'", (16,), 64)
-    dimension = own._replicas.dimension_along(w.sharding)
-    assert (leaf.dimension, leaf.reason == "") == (dimension, dimension is not None)
-
-
 def test_one_replica_divides_nothing():
     one = js.MirroredStrategy(js.simulate(N)[:1], sharding=js.StateSharding())
     found = explain(one, lambda w: w * 2, VECTOR)
@@ -196,44 +168,55 @@ def test_replicas_of_several_devices_divide_state_unless_a_step_names_devices():
     assert leaves(explain(own, lambda w: w * 2, VECTOR)) == {"w": (0, "")}
 
 
-# Sums that every replica gets all of.
-
-
 def whole_sums(found):
     return [
         (each.shape, each.reason, each.reader) for each in found.sharding.whole_sums
     ]
 
 
-def test_a_sum_inside_a_loop():
-    def step(w, xs):
-        def body(w, x):
-            return w - replica().all_reduce("mean", w * x), None  # <- sum
+def in_a_loop(w, x):
+    def body(w, x):
+        return w - replica().all_reduce("mean", w * x), None  # <- sum
 
-        return lax.scan(body, w, xs)[0]
-
-    found = explain(strategy(), step, VECTOR, rows(5, 16))
-    assert whole_sums(found) == [((16,), "it is summed inside a loop", None)]
-    assert found.sharding.whole_sums[0].line == marked(step, "sum")
-    assert told(found) == [
-        ("all_gather", 8, 1, "sharding"),
-        ("psum", 64, 5, "step"),
-    ]
+    return lax.scan(body, w, jnp.stack([x] * 5))[0]
 
 
-def test_a_sum_that_the_replicas_compute_with():
-    def step(w, x):
-        grad = replica().all_reduce("mean", x)
-        return w - grad, (grad * x).sum()  # <- reader
+def computed_with(w, x):
+    grad = replica().all_reduce("mean", x)
+    return w - grad, (grad * x).sum()  # <- reader
 
+
+def by_a_ring(w, x):
+    options = js.experimental.CommunicationOptions(implementation="RING")
+    return w - replica().all_reduce("mean", x, options)
+
+
+@each_of(
+    "step, reason",
+    [
+        (in_a_loop, "it is summed inside a loop"),
+        (computed_with, "the replicas compute with it"),
+        (lambda w, x: replica().all_reduce("sum", x), "it is returned as it is"),
+        (by_a_ring, "it is made by a scatter and a gather, as options asked for"),
+    ],
+)
+def test_sums_that_every_replica_gets_all_of(step, reason):
     found = explain(strategy(), step, VECTOR, rows(16))
-    reader = marked(step, "reader")
-    assert whole_sums(found) == [((16,), "the replicas compute with it", reader)]
+    reader = marked(step, "reader") if step is computed_with else None
+    assert whole_sums(found) == [((16,), reason, reader)]
+    if step is in_a_loop:
+        assert found.sharding.whole_sums[0].line == marked(step, "sum")
+        gathered = ("all_gather", 8, 1, "sharding")
+        assert told(found) == [gathered, ("psum", 64, 5, "step")]
 
 
-def test_a_sum_that_is_returned():
-    found = explain(strategy(), lambda x: replica().all_reduce("sum", x), rows(16))
-    assert whole_sums(found) == [((16,), "it is returned as it is", None)]
+def test_small_sums_are_no_matter():
+    def step(w, x):
+        return w - replica().all_reduce("mean", x)
+
+    found = explain(strategy(min_bytes=100), step, VECTOR, rows(16))
+    assert whole_sums(found) == []
+    assert told(found) == [("psum", 64, 1, "step")]
 
 
 def test_sums_that_go_together_or_do_not_divide():
@@ -251,29 +234,6 @@ def test_sums_that_go_together_or_do_not_divide():
     found = explain(strategy(), step, shapes(a=(10, 3)), rows(2))
     reason = "no dimension of (10, 3) divides by 8"
     assert whole_sums(found) == [((10, 3), reason, None)]
-
-
-def test_a_sum_by_another_implementation():
-    options = js.experimental.CommunicationOptions(implementation="RING")
-
-    def step(w, x):
-        return w - replica().all_reduce("mean", x, options)
-
-    found = explain(strategy(), step, VECTOR, rows(16))
-    reason = "it is made by a scatter and a gather, as options asked for"
-    assert whole_sums(found) == [((16,), reason, None)]
-
-
-def test_small_sums_are_no_matter():
-    def step(w, x):
-        return w - replica().all_reduce("mean", x)
-
-    found = explain(strategy(min_bytes=100), step, VECTOR, rows(16))
-    assert whole_sums(found) == []
-    assert told(found) == [("psum", 64, 1, "step")]
-
-
-# Loops over layers.
 
 
 def layered(params, x):
@@ -321,9 +281,6 @@ def test_a_parameter_that_is_used_outside_of_its_loop():
     assert outside.why == "whole, as it is used outside of the loop over its layers too"
 
 
-# Whole training steps, the report.
-
-
 def training(state, x):
     params, slots, update = state[0], state[1], state[2].update
     grads = jax.grad(lambda p: (jnp.tanh(x @ p["w"] + p["b"][None]) ** 2).mean())(
@@ -337,13 +294,6 @@ def training(state, x):
 def training_arguments(optimizer):
     params = shapes(w=(16, 16), b=(16,))
     return (params, jax.eval_shape(optimizer.init, params), optimizer), rows(2, 16)
-
-
-def test_a_norm_of_divided_gradients_is_reduced_by_xla():
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    found = explain(strategy(), training, *training_arguments(optimizer))
-    assert told(found)[-2:] == [("all_reduce", 4, 1, "compiler")] * 2
-    assert found.collectives[-1].line.code.startswith("updates, slots = update(")
 
 
 def test_operations_that_only_xla_decides_about_are_told():
@@ -381,9 +331,6 @@ def test_nothing_is_told_of_strategies_without_sharding():
     assert told(found) == [("psum", 64, 1, "step")]
     for word in ("Sharded", "Divided", "divided", "gathered", "XLA"):
         assert word not in str(found)
-
-
-# Tables of which each replica has rows.
 
 
 def test_a_lookup_in_a_divided_table_tells_what_it_sends():

@@ -50,16 +50,6 @@ def test_structure_and_dtypes_are_kept(two):
     assert have.dtype == jnp.bfloat16 and rest == {"s": state}
 
 
-def test_what_a_step_returned(two):
-    @two.run
-    def step(x):
-        return js.get_replica_context().all_reduce("sum", x), 2 * x
-
-    total, doubled = js.to_host(step(two.per_replica([1.0, 2.0])))
-    np.testing.assert_array_equal(total, 3.0)
-    np.testing.assert_array_equal(doubled, [2.0, 4.0])
-
-
 def test_inside_a_step_it_is_refused(two):
     message = r"`to_host` was called on `tree\['x'\]` while a function is traced"
     with pytest.raises(js.errors.TracedValueError, match=message):

@@ -1,7 +1,6 @@
 """`assert_in_sync`: which arrays differ between the replicas, and which replicas."""
 
 import copy
-import dataclasses
 import pickle
 
 import jax
@@ -18,10 +17,8 @@ import jaxstrategy as js
 SHAPE = (3, 5)
 
 DTYPES = (
-    "bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64 "
-    "float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
-    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
-    "float16 bfloat16 float32 float64 complex64 complex128"
+    "bool int4 int8 uint16 int32 uint64 float4_e2m1fn float8_e4m3fn bfloat16 float32 "
+    "float64 complex64 complex128"
 ).split()
 
 
@@ -110,9 +107,6 @@ def mirrored(strategy, host):
     return tree
 
 
-# What is found.
-
-
 def test_nothing_differs(strategy, mirrored):
     assert strategy.assert_in_sync(mirrored) is None
 
@@ -140,21 +134,15 @@ def swapped(array, i, j):
 
 
 @each_of("change", [lambda a: swapped(a, 0, 1),
-     lambda a: swapped(a, 3, 14),
      lambda a: swapped(a, 2, 7),  # in one column
-     lambda a: swapped(a, 1, 5),  # across the diagonal
-     lambda a: a[::-1],
      lambda a: a[:, ::-1],
-     lambda a: np.roll(a, 1),
-     lambda a: -a,
      lambda a: np.where(np.arange(5) < 2, -a, a),
      lambda a: np.nextafter(a, np.inf, dtype=a.dtype),
      np.zeros_like])  # fmt: skip
-@each_of("dtype", ["float32", "float64"])
-def test_many_elements_changed(strategy, mirrored, dtype, change):
-    array = np.random.default_rng(2).normal(size=SHAPE).astype(dtype)
-    tree = {**mirrored, dtype: drifted(strategy, array, change, 0)}
-    assert differing(strategy, tree) == {f"tree['{dtype}']": ((1, 2, 3), (0,))}
+def test_many_elements_changed(strategy, mirrored, change):
+    array = np.random.default_rng(2).normal(size=SHAPE).astype("float32")
+    tree = {**mirrored, "float32": drifted(strategy, array, change, 0)}
+    assert differing(strategy, tree) == {"tree['float32']": ((1, 2, 3), (0,))}
 
 
 def test_bits_are_compared_not_numbers(strategy, mirrored):
@@ -186,17 +174,6 @@ def test_groups_are_those_of_equal_bytes(strategy, mirrored):
         assert differing(strategy, tree) == expected
         seen.add(tuple(map(len, groups)))
     assert seen == {(4,), (3, 1), (2, 2), (2, 1, 1)}
-
-
-def test_several_arrays_in_the_order_of_the_tree(strategy, mirrored, host):
-    tree = dict(mirrored)
-    for i, dtype in enumerate(("int8", "bfloat16", "float64")):
-        tree[dtype] = drifted(strategy, host[dtype], lambda a: flip(a, 0, 0), i, 3)
-    assert list(differing(strategy, tree).items()) == [
-        ("tree['bfloat16']", ((0, 2), (1, 3))),
-        ("tree['float64']", ((0, 1), (2, 3))),
-        ("tree['int8']", ((0, 3), (1, 2))),
-    ]
 
 
 def test_versions_of_a_per_replica(strategy):
@@ -238,9 +215,6 @@ def test_an_object_around_an_array(strategy):
     assert differing(strategy, [Variable(array)]) == {"tree[0]": ((0, 1, 3), (2,))}
 
 
-# What is passed over.
-
-
 def test_what_has_one_copy(strategy, compilations):
     tree = [1, 2.0, True, "text", None, len, object(), np.ones(3), np.float32(1)]
     tree += [jnp.ones(3), jax.device_put(1.0, strategy.devices[2])]
@@ -258,9 +232,6 @@ def test_one_replica_agrees_with_itself(compilations):
         one.assert_in_sync(tree)
         assert compilations() == 0
     js.get_strategy().assert_in_sync({"w": jnp.ones(3), "n": 1})
-
-
-# How it is told.
 
 
 def train_state():
@@ -281,23 +252,6 @@ def test_paths_are_as_the_user_would_write_them(strategy):
     assert found == {
         "state.params['dense']['w']": ((0, 1, 2), (3,)),
         "state.opt_state[0].trace['dense']['w']": ((0, 1, 2), (3,)),
-    }
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Pair:
-    first: object
-    rest: list
-
-
-def test_paths_in_dataclasses_and_lists(strategy):
-    bad = drifted(strategy, np.ones(4, np.float32), np.negative, 0)
-    good = strategy.mirror(np.ones(4, np.float32))
-    tree = Pair(good, [good, (bad, {1: strategy.per_replica([1, 2, 3, 4])})])
-    assert differing(strategy, tree, "pair") == {
-        "pair.rest[1][0]": ((1, 2, 3), (0,)),
-        "pair.rest[1][1][1]": ((0,), (1,), (2,), (3,)),
     }
 
 
@@ -351,9 +305,6 @@ def test_the_advice_mends_the_state(strategy):
     tree = strategy.mirror(tree, replica=trusted)
     strategy.assert_in_sync(tree)
     assert tree["w"].tolist() == [1, 1, 1, 1] and tree["name"] == "net"
-
-
-# What cannot be compared.
 
 
 def test_arrays_of_another_strategy(strategy, two):
@@ -418,9 +369,6 @@ def test_inside_a_function_that_jax_traces(strategy):
         jax.grad(check)(array)
     with pytest.raises(js.errors.TracedValueError, match="cannot look at `tree` while"):
         jax.jit(lambda: check(array))()
-
-
-# What it costs.
 
 
 def test_nothing_is_compiled_twice_and_nothing_changes(strategy, compilations):

@@ -97,22 +97,6 @@ def leaves(tree):
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, js.PerReplica))
 
 
-@each_of("n", (1, 4))
-def test_one_step_of_descent_is_that_of_the_global_batch(n):
-    strategy = mirrored(n)
-    rows = np.random.default_rng(0).normal(size=(37, 3)).astype(np.float32)
-    source = js.batches({"x": rows, "y": rows.sum(1)}, 8)  # the last has 5 rows
-    local, params, want = strategy.local_steps(descend), PARAMS, PARAMS
-    dataset = strategy.experimental_distribute_dataset(source)
-    for batches, first in zip(
-        js.experimental.grouped(dataset, 1), range(0, 37, 8), strict=True
-    ):
-        params, (loss,) = local(params, batches)
-        part = rows[first : first + 8]
-        want, seen = descend(want, {"x": part, "y": part.sum(1)})
-        assert_close((params, loss), (want, seen), tolerance=1e-6)
-
-
 def test_the_state_is_sent_once(four):
     local = four.local_steps(train)
     found = four.explain(local, (start(), given(four, data(4, 5))))
@@ -133,9 +117,6 @@ def test_what_no_step_changes_is_not_sent(two):
     assert sent.nbytes == 16 + 4
     have, _ = local(state, given(two, data(2, 1)))
     assert_close(have, {**state, "params": have["params"]}, tolerance=0)
-
-
-# What a step returns besides.
 
 
 def test_what_is_reduced_and_returned_is_reduced_over_all(four):
@@ -182,24 +163,6 @@ def test_a_returned_array_that_something_else_was_made_of_stays_own(two):
     assert isinstance(own, js.PerReplica)
 
 
-def test_a_sum_of_averaged_losses_is_a_mean(four):
-    """`compute_average_loss` divides by the rows of all replicas."""
-
-    def step(params, batch):
-        def loss(params):
-            errors = batch["x"] @ params["w"] + params["b"] - batch["y"]
-            return js.training.compute_average_loss(errors**2)
-
-        loss, grads = jax.value_and_grad(loss)(params)
-        loss, grads = replica().all_reduce("sum", (loss, grads))
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-    batches = data(4, 3)
-    have, losses = four.local_steps(step)(PARAMS, given(four, batches))
-    want, seen = workers(descend, PARAMS, batches, 4)
-    assert_close((have, losses), (want, seen.mean(0)))
-
-
 def test_functions_jitted_by_the_user_are_traced_again(two):
     """What such a function does is kept by JAX; here it does something else."""
 
@@ -242,9 +205,6 @@ def test_rows_of_tables_stay_sparse(two):
 
     with pytest.raises(ValueError, match="MAX of IndexedSlices is not defined"):
         two.local_steps(extreme)(table, (two.per_replica(ids),))
-
-
-# States of all kinds.
 
 
 def test_objects_of_nnx_train_in_place(two):
@@ -365,9 +325,6 @@ def test_other_strategies_take_local_steps():
     batches = data(2, 2)
     have, _ = central.local_steps(train)(start(), given(central, batches))
     assert_close(have, workers(train, start(), batches, 2)[0])
-
-
-# Refusals.
 
 
 def test_what_is_sent_by_hand_is_refused(two):

@@ -12,11 +12,6 @@ import pytest
 import jaxstrategy as js
 
 
-@pytest.fixture(scope="module")
-def two():
-    return js.MirroredStrategy(js.simulate(8)[:2])
-
-
 class Trainer:
     def __init__(self):
         self.rate, self.weight, self.count = 1.0, jnp.float32(2.0), 0
@@ -49,22 +44,6 @@ def test_a_method_sees_what_its_object_has_now_and_what_changes_is_told(two):
             change(trainer)
             got = two.run(trainer.step, (10.0,))
             assert got == 10 * float(trainer.weight) + 10 * 2 * trainer.rate
-
-
-def test_parameters_in_an_attribute_are_trained(two):
-    class Model:
-        weight: Any = None
-
-        def step(self, x):
-            return self.weight - 0.1 * js.get_replica_context().all_reduce("mean", x)
-
-    model, want = Model(), np.float32(1.0)
-    model.weight = jnp.float32(1.0)
-    x = two.per_replica([1.0, 3.0])
-    for _ in range(2):
-        model.weight = two.run(model.step, (x,))
-        want -= np.float32(0.1) * 2
-    np.testing.assert_allclose(model.weight, want, rtol=1e-6)
 
 
 def test_attributes_that_a_method_does_not_read_compile_nothing(two):

@@ -5,16 +5,8 @@ import weakref
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from helpers.objects import WIDTH, Net, adam, divided, rows, train
-
-import jaxstrategy as js
-
-
-@pytest.fixture(scope="module")
-def two():
-    return js.MirroredStrategy(js.simulate(8)[:2])
 
 
 def test_objects_are_not_kept_alive(two):

@@ -29,23 +29,6 @@ from helpers.objects import (
 import jaxstrategy as js
 
 
-def gathered(rows):
-    return js.get_replica_context().all_gather(rows, 0)
-
-
-@pytest.fixture(scope="module")
-def four():
-    return js.MirroredStrategy(js.simulate(8)[:4])
-
-
-@pytest.fixture(scope="module")
-def two():
-    return js.MirroredStrategy(js.simulate(8)[:2])
-
-
-# Training.
-
-
 @pytest.mark.parametrize(
     "strategy", [js.MirroredStrategy(js.simulate(8)[:4]), js.get_strategy()], ids=repr
 )
@@ -71,29 +54,6 @@ def test_training_is_that_on_one_device(strategy):
     assert kernel.sharding.device_set == set(strategy.mesh.devices.flat)
 
 
-def test_a_variable_itself_is_changed(two):
-    total = nnx.Variable(jnp.zeros(()))
-
-    def step(total, x):
-        total[...] += mean(x.sum())
-
-    x, _ = rows()
-    two.run(step, (total, *divided(two, x)))
-    two.run(step, (total, *divided(two, x)))
-    np.testing.assert_allclose(total[...], x.sum(), rtol=1e-5)
-
-
-def test_random_streams_go_on(two):
-    rngs = nnx.Rngs(3)
-    drawn = two.run(lambda rngs: rngs.uniform((2,)), (rngs,))
-    again = two.run(lambda rngs: rngs.uniform((2,)), (rngs,))
-    assert int(rngs.default.count[...]) == 2
-    numbers = np.concatenate([drawn.stacked, again.stacked])
-    assert len(np.unique(numbers)) == 8
-    rngs.uniform()  # eagerly
-    assert int(rngs.default.count[...]) == 3
-
-
 def test_objects_may_stand_anywhere(two):
     model = Net()
     optimizer = adam(model)
@@ -105,9 +65,6 @@ def test_objects_may_stand_anywhere(two):
     x, y = divided(two, *rows())
     two.run(step, ({"m": [model, (optimizer, x)]},), {"y": y})
     assert_equal(arrays(model), trained_alone(1)[0])
-
-
-# What is shared stays shared.
 
 
 class Tied(nnx.Module):
@@ -143,9 +100,6 @@ def test_an_object_given_twice_is_one(two):
     assert float(two.run(step, (model, model, model.norm))) == 3
     assert int(model.calls[...]) == 2
     np.testing.assert_array_equal(model.norm.scale[...], np.full(WIDTH, 3))
-
-
-# What is static.
 
 
 def test_what_a_step_sets_is_set(two):
@@ -193,9 +147,6 @@ def test_another_model_alike_is_not_compiled_again(two):
         for _ in range(2):
             step(model, optimizer, *divided(two, *rows()))
     assert len(traces) == 1
-
-
-# What cannot be done is refused.
 
 
 def test_a_new_variable_is_refused(two):
@@ -276,9 +227,6 @@ def test_results_that_are_objects(two):
         two.run(sharing, (model,))
 
 
-# Errors lose nothing.
-
-
 def test_a_varying_update_is_refused_and_nothing_is_lost(two):
     model = Net()
     before = arrays(model)
@@ -302,16 +250,6 @@ def test_flaxs_own_batchnorm_is_refused_with_advice(two):
     np.testing.assert_array_equal(model.mean[...], np.zeros(WIDTH))
 
 
-def test_our_batchnorm(four):
-    ours = js.flax.nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
-    theirs = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
-    for i in range(3):
-        x, _ = rows(i)
-        y = four.run(lambda model, x: model(x), (ours, *divided(four, x)))
-        np.testing.assert_allclose(np.concatenate(y.stacked), theirs(x), atol=1e-5)
-    assert_equal(arrays(ours), arrays(theirs))
-
-
 def test_an_error_in_the_step_loses_nothing(two):
     model = Net()
     optimizer = adam(model)
@@ -332,9 +270,6 @@ def test_an_error_in_the_step_loses_nothing(two):
     assert not model.dropout.deterministic
     two.run(step, (model, optimizer, *batch, False))
     assert int(model.calls[...]) == 1
-
-
-# Static attributes, once more.
 
 
 def test_what_python_alone_can_change_is_refused(two):
@@ -367,9 +302,6 @@ def test_hooks_run_as_often_as_the_step_sets(two):
     assert float(total[...]) == 4 and len(set_) == 1
 
 
-# Random numbers.
-
-
 def dropped(model, x):
     return model(x)
 
@@ -391,31 +323,3 @@ def test_each_replica_drops_its_own(four):
     assert len(np.unique(first, axis=0)) == 8
     np.testing.assert_array_equal(first, masks(0))
     assert (first != masks(1)).any()
-
-
-# Metrics.
-
-
-def test_metrics_are_exact(four):
-    x, y = rows()
-    metrics = nnx.MultiMetric(
-        loss=nnx.metrics.Average(), spread=nnx.metrics.Welford("values")
-    )
-
-    def step(metrics, x, y):
-        values = gathered(((x - y) ** 2).mean(-1))
-        metrics.update(values=values)
-
-    for i in range(3):
-        four.run(step, (metrics, *divided(four, *rows(i))))
-    each = np.concatenate([((a - b) ** 2).mean(-1) for a, b in map(rows, range(3))])
-    have = metrics.compute()
-    np.testing.assert_allclose(have["loss"], each.mean(), rtol=1e-5)
-    np.testing.assert_allclose(have["spread"].mean, each.mean(), rtol=1e-5)
-    np.testing.assert_allclose(have["spread"].standard_deviation, each.std(), rtol=1e-4)
-    four.run(lambda metrics: metrics.reset(), (metrics,))
-    four.run(step, (metrics, *divided(four, *rows(5))))
-    a, b = rows(5)
-    np.testing.assert_allclose(
-        metrics.compute()["loss"], ((a - b) ** 2).mean(), rtol=1e-5
-    )

@@ -1,6 +1,5 @@
 """Objects of Flax NNX inside and around transformed, bound and explained steps."""
 
-import threading
 from typing import Any
 
 import jax
@@ -22,14 +21,6 @@ from helpers.objects import (
 )
 
 import jaxstrategy as js
-
-
-@pytest.fixture(scope="module")
-def two():
-    return js.MirroredStrategy(js.simulate(8)[:2])
-
-
-# Inside a step.
 
 
 def test_in_merge_call(two):
@@ -100,38 +91,6 @@ def test_changes_of_an_object_in_accumulate_are_refused(two):
     assert int(model.calls[...]) == 0
 
 
-# Around a step.
-
-
-def test_two_threads(two):
-    models, errors = [Net(), Net()], []
-    optimizers = list(map(adam, models))
-    step = two.run(train)
-    batch = divided(two, *rows())
-
-    def work(model, optimizer):
-        try:
-            for _ in range(5):
-                step(model, optimizer, *batch)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=work, args=pair, daemon=True)
-        for pair in zip(models, optimizers, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not errors and not any(thread.is_alive() for thread in threads)
-    assert [int(o.step[...]) for o in optimizers] == [5, 5]
-    assert_equal(arrays(models[0]), arrays(models[1]))
-
-
-# Options.
-
-
 def test_donated_objects_hold_the_new_arrays(two):
     model = Net()
     optimizer = adam(model)
@@ -193,9 +152,6 @@ def test_expect_mirrored_means_the_results(two):
             js.errors.NotMirroredError, match=r"`step\(\.\.\.\)\['own'\]`"
         ):
             run(wrong)
-
-
-# Bound steps, and explanations.
 
 
 def bind(step: Any, *objects):

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
@@ -71,13 +70,7 @@ def test_what_is_explicitly_per_replica_stays_so_until_a_step(name):
 
 
 @each_of(
-    "name, ahead",
-    (
-        ("default", 0),
-        ("one device", 2),
-        ("mirrored", 0),
-        ("central", 2),
-    ),
+    "name, ahead", (("default", 0), ("one device", 2), ("mirrored", 0), ("central", 2))
 )
 def test_batches_have_the_rows_that_there_are(name, ahead):
     strategy = ones_of(name)
@@ -164,58 +157,17 @@ def evaluation(strategy):
     return [*rows, total, float(count.numpy()), float(best.numpy())]
 
 
-def crossing(strategy):
-    """Merge calls, and what replicas hold."""
-    n = strategy.num_replicas_in_sync
-
-    def value(context):
-        return 24.0 * (context.replica_id_in_sync_group + 1) / n
-
-    def merge(strategy, x, scale):
-        own = strategy.experimental_local_results(x)
-        total = strategy.reduce("sum", x)
-        return total * scale + sum(own) + strategy.extended.reduce_to("sum", x, x)
-
-    values = strategy.experimental_distribute_values_from_function(value)
-    merged = strategy.run(lambda x: replica().merge_call(merge, (x, 2)), (values,))
-    own = strategy.experimental_local_results(values)
-    mean = strategy.reduce("mean", values)
-    total = sum(own) + jnp.stack(own).sum() + strategy.reduce("sum", values)
-    # All of it counts n replicas: the sum of 24 (i + 1) / n is 12 (n + 1).
-    return [float(merged) / (n + 1), float(total) / (n + 1), float(mean) * n / (n + 1)]
-
-
-def uneven_pipelines(strategy):
-    """Batches of input functions, of several sizes and in any order."""
-    n = strategy.num_replicas_in_sync
-
-    def read(context):
-        assert context.num_replicas_in_sync == n
-        sizes = [3, 1, 4, 2, 2, 4, 1, 3, 2]
-        starts = np.cumsum([0, *sizes])
-        return [np.arange(a, a + k) for a, k in zip(starts, sizes, strict=False)]
-
-    seen = []
-    for batch in strategy.distribute_datasets_from_function(read):
-        for own in strategy.experimental_local_results(batch):
-            seen += own.tolist()
-        seen.append(float(strategy.reduce("sum", batch, axis=0)) * 0)
-    return [row for row in seen if row]
-
-
 WANTED = {
     evaluation: [
         *[2.0 * i for i in range(8)], *range(8), *[16.0, 18.0, 20.0], *[8, 9, 10],
         110.0, 11.0, 9.0,
     ],
-    crossing: [48.0, 36.0, 12.0],
-    uneven_pipelines: list(range(1, 22)),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 def test_the_same_program_runs_on_one_replica_and_on_several():
-    for program in (training, evaluation, crossing, uneven_pipelines):
+    for program in (training, evaluation):
         one, several = (program(strategy_of(n)) for n in (1, 4))
         np.testing.assert_allclose(one, several, rtol=1e-5, atol=1e-5)
         if program in WANTED:

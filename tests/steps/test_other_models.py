@@ -11,13 +11,6 @@ import pytest
 from helpers.cases import each_of
 from helpers.objects import WIDTH, divided, loss_of, mean, rows
 
-import jaxstrategy as js
-
-
-@pytest.fixture(scope="module")
-def two():
-    return js.MirroredStrategy(js.simulate(8)[:2])
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass

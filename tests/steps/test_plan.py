@@ -57,8 +57,12 @@ def by_name(plan):
     return {layout.name: layout for layout in plan}
 
 
-def test_memory_is_that_of_the_step_compiled_by_hand():
-    plan = js.plan(build, step, BATCH, memory="1GiB", options=DONATE)
+@pytest.fixture(scope="module")
+def plan():
+    return js.plan(build, step, BATCH, memory="1GiB", options=DONATE)
+
+
+def test_memory_is_that_of_the_step_compiled_by_hand(plan):
     types = jax.eval_shape(build)
     batch = js.PerReplica(jax.ShapeDtypeStruct((8, ROWS // 8, SIDE), np.float32))
     found = by_name(plan)
@@ -93,37 +97,24 @@ def on_first_device(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def test_memory_at_rest_is_that_of_live_arrays_and_nothing_is_allocated_before():
+def test_each_layout_trains_in_the_memory_it_tells_and_a_plan_allocates_nothing():
     before = len(jax.live_arrays())
     plan = js.plan(build, step, BATCH, memory="1GiB", options=DONATE)
     assert len(jax.live_arrays()) == before
+    rows = np.random.default_rng(0).normal(size=(ROWS, SIDE)).astype(np.float32)
     for layout in plan:
         strategy = layout.strategy()
         state = strategy.init(build)
-        x = strategy.per_replica(np.ones((8, ROWS // 8, SIDE), np.float32))
+        x = strategy.per_replica(rows.reshape(8, ROWS // 8, SIDE))
         state, _ = layout.step(strategy)(state, x)
         assert on_first_device(state) == layout.state_bytes
         assert on_first_device((state, x)) == layout.memory.arguments
+        np.testing.assert_allclose(js.to_host(state["w"]), by_numpy(rows), atol=1e-5)
 
 
-def by_numpy(x, steps):
-    w, m = np.ones((SIDE, SIDE)) / SIDE, np.zeros((SIDE, SIDE))
-    for _ in range(steps):
-        m = 0.9 * m + 2 * x.T @ (x @ w) / x.shape[0] / SIDE
-        w = w - RATE * m
-    return w
-
-
-def test_each_layout_trains_the_same_model():
-    x = np.random.default_rng(0).normal(size=(ROWS, SIDE)).astype(np.float32)
-    for layout in js.plan(build, step, x, memory="1GiB", options=DONATE):
-        strategy = layout.strategy()
-        state, train = strategy.init(build), layout.step(strategy)
-        batch = strategy.per_replica(x.reshape(8, ROWS // 8, SIDE))
-        batches = batch if layout.several == 1 else (batch,) * layout.several
-        state, _ = train(state, batches)
-        found = js.to_host(state["w"])
-        np.testing.assert_allclose(found, by_numpy(x, layout.several), atol=1e-5)
+def by_numpy(x):
+    w = np.ones((SIDE, SIDE)) / SIDE
+    return w - RATE * 2 * x.T @ (x @ w) / x.shape[0] / SIDE
 
 
 def test_what_fits_is_first_and_what_cannot_is_not_compiled():
@@ -143,17 +134,6 @@ def test_what_fits_is_first_and_what_cannot_is_not_compiled():
     assert "`sharding='state'` is the only layout that fits." in text
     assert [text.count(layout.name) for layout in others] == [1, 1]
     assert "the state alone takes 2 MiB" in plan._repr_html_()
-
-
-def test_arrays_too_small_to_be_divided_are_not_compiled_again():
-    def small():
-        return {"w": jnp.zeros((SIDE, 8)), "m": jnp.zeros((SIDE, 8))}
-
-    plan = js.plan(small, step, BATCH, memory="1GiB", options=DONATE)
-    assert by_name(plan)["sharding='state'"].reason == (
-        "no array of the state is large enough to be divided"
-    )
-    assert plan.best.arguments == {} and len(plan) >= 3
 
 
 def test_a_plan_on_one_device_says_that_there_is_one_replica():
@@ -191,14 +171,12 @@ def test_parts_of_a_batch_where_the_whole_does_not_fit():
 
 
 def test_parts_are_divisors_of_the_rows_of_a_replica():
-    for rows, fits in ((1035, True), (1033, False)):  # 9 * 115, and a prime
+    for rows, advice in ((1035, ""), (1033, "- Rows with more divisors, or `jax.chec")):
         batch = jax.ShapeDtypeStruct((8 * rows, SIDE), np.float32)
         plan = js.plan(build, step_in_parts, batch, memory="8MiB", options=DONATE)
-        assert plan[0].fits is fits
-        if fits:
+        assert plan[0].fits is (not advice) and advice in str(plan)
+        if plan[0].fits:
             assert plan.best.accumulate > 1 and rows % plan.best.accumulate == 0
-        else:
-            assert "- Rows with more divisors, or `jax.checkpoint`" in str(plan)
 
 
 def test_several_steps_in_a_call_where_calls_take_most_of_a_step():
@@ -209,7 +187,10 @@ def test_several_steps_in_a_call_where_calls_take_most_of_a_step():
     plan = js.plan(tiny, step, batch, memory="1GiB", topology=links(1e12, 1e-9))
     best = plan.best
     assert best.several == 8 and best.name == "several=8"
-    (one,) = [layout for layout in plan if layout.name == "replicated"]
+    one = by_name(plan)["replicated"]
+    assert by_name(plan)["sharding='state'"].reason == (
+        "no array of the state is large enough to be divided"
+    )
     assert best.seconds["calls"] == one.seconds["calls"] / 8
     for each in ("operations", "memory traffic", "communication"):
         assert best.seconds[each] == one.seconds[each]
@@ -317,66 +298,44 @@ def test_states_and_batches_as_users_have_them():
         return w - m, m
 
     types = (jax.ShapeDtypeStruct((SIDE, SIDE), np.float32),) * 2
-    rows = np.zeros((ROWS, SIDE), np.float32)
+    rows = np.zeros((ROWS + 1, SIDE), np.float32)  # which are filled up
     dataset = strategy.experimental_distribute_dataset([(rows, rows)])
-    plans = [
-        js.plan(types, train, batch, memory="1GiB")
-        for batch in ((rows, rows), dataset.element_spec)
-    ]
-    for plan in plans:
+    for batch in ((rows, rows), dataset.element_spec):
+        plan = js.plan(types, train, batch, memory="1GiB")
         memory = by_name(plan)["replicated"].memory
-        assert memory.arguments == 2 * SIDE * SIDE * 4 + 2 * ROWS // 8 * SIDE * 4
+        filled = 2 * (ROWS // 8 + 1) * SIDE * 4
+        assert memory.arguments == 2 * SIDE * SIDE * 4 + filled
         assert memory.donated == 2 * SIDE * SIDE * 4
-
-
-def test_rows_that_replicas_cannot_share_are_filled_up():
-    batch = jax.ShapeDtypeStruct((ROWS + 1, SIDE), np.float32)
-    plan = js.plan(build, step, batch, memory="1GiB", options=DONATE)
-    memory = by_name(plan)["replicated"].memory
-    assert memory.arguments == 2 * SIDE * SIDE * 4 + (ROWS // 8 + 1) * SIDE * 4
-
-
-# Where nothing fits.
-
-
-def wide(state, x):
-    return step_in_parts(state, x)
 
 
 def test_advice_where_nothing_fits_holds():
     batch = jax.ShapeDtypeStruct((8 * 1024, SIDE), np.float32)
-    plan = js.plan(build, wide, batch, memory="8MiB", options=DONATE)
+    plan = js.plan(build, step_in_parts, batch, memory="8MiB", options=DONATE)
     assert not any(layout.fits for layout in plan)
     with pytest.raises(ValueError, match=r"No layout fits into 8 MiB\.\nThe least is"):
         plan.best  # noqa: B018
     advice = "\n".join(plan.advice)
     (rows,) = re.findall(r"- (\d+) rows in place of 8192: ", advice)
     fewer = jax.ShapeDtypeStruct((int(rows), SIDE), np.float32)
-    assert js.plan(build, wide, fewer, memory="8MiB", options=DONATE).best.fits
+    assert js.plan(build, step_in_parts, fewer, memory="8MiB", options=DONATE).best.fits
     assert re.search(
         r"`jax.checkpoint` around layers: .* MiB grow with the rows", advice
     )
     (devices,) = re.findall(r"- (\d+) devices in place of 8, about\.", advice)
     # As many rows on each device as so many devices would have.
     few = jax.ShapeDtypeStruct((8 * 1024 * 8 // int(devices), SIDE), np.float32)
-    assert js.plan(build, wide, few, memory="8MiB", options=DONATE).best.fits
+    assert js.plan(build, step_in_parts, few, memory="8MiB", options=DONATE).best.fits
     assert "donate_argnums" not in advice
     assert "No layout fits into 8 MiB." in str(plan)
 
 
-def test_advice_names_memory_that_is_not_donated():
+def test_advice_where_memory_is_not_donated_and_not_even_the_state_fits():
     plan = js.plan(build, step, BATCH, memory="1MiB")
     assert "`options=js.RunOptions(donate_argnums=0)`: a step reuses" in plan.advice[1]
-
-
-def test_advice_where_not_even_the_state_fits():
     plan = js.plan(build, step, BATCH, memory="100kB", options=DONATE)
     assert all(layout.memory is None for layout in plan)
     with pytest.raises(ValueError, match="of which the state takes 256 KiB"):
         plan.best  # noqa: B018
-
-
-# Machines.
 
 
 def test_machines_by_numbers():
@@ -447,11 +406,7 @@ def test_a_slice_of_tpus_needs_libtpu():
     assert js.plan(build, step, BATCH, devices=machine, options=DONATE).best.fits
 
 
-# Ways to look at it.
-
-
-def test_the_picture_has_a_bar_of_memory_and_a_bar_of_time_for_each_layout():
-    plan = js.plan(build, step, BATCH, memory="1GiB", options=DONATE)
+def test_the_picture_has_a_bar_of_memory_and_a_bar_of_time_for_each_layout(plan):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     left, right = plan.plot().axes
     names = [label.get_text() for label in left.get_yticklabels()][::-1]
@@ -514,9 +469,6 @@ def test_the_command_says_what_is_wrong_with_a_function(
     assert text in capsys.readouterr().err
 
 
-# Mistakes.
-
-
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
@@ -544,11 +496,10 @@ def test_wrong_plans(changed, error, text):
         js.plan(**arguments | changed)
 
 
-def test_the_current_strategy_changes_nothing():
-    plan = js.plan(build, step, BATCH, memory="1GiB")
+def test_the_current_strategy_changes_nothing(plan):
     strategy = js.MirroredStrategy(jax.devices()[:2])
     with strategy.scope():
-        inside = js.plan(build, step, BATCH, memory="1GiB")
+        inside = js.plan(build, step, BATCH, memory="1GiB", options=DONATE)
         assert str(inside[0].explain()) == str(plan[0].explain())
     assert str(inside) == str(plan)
     with pytest.raises(js.errors.ContextError, match="`plan` was called in a step"):

@@ -20,8 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxstrategy as js
 
-# One trace, one program.
-
 
 def test_the_function_is_called_once_per_signature(strategy, compilations):
     calls = []
@@ -123,19 +121,13 @@ def test_arguments_that_look_alike_are_told_apart(two):
     def step(argument):
         return repr(jax.tree.structure(argument)), type(argument).__name__
 
-    def as_seen(argument):  # a PerReplica is an array inside
-        return jax.tree.map(lambda leaf: 0, argument, is_leaf=js_per_replica)
-
-    def js_per_replica(node):
+    def is_array(node):  # inside
         return isinstance(node, js.PerReplica)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", js.errors.RecompilationWarning)
-        for _ in range(2):
-            for argument in alike:
-                structure, kind = two.run(step, (argument,))
-                assert structure == repr(jax.tree.structure(as_seen(argument)))
-                assert argument is x or kind == type(argument).__name__
+    for argument in 2 * alike:
+        structure, kind = two.run(step, (argument,))
+        assert structure == repr(jax.tree.structure(argument, is_leaf=is_array))
+        assert argument is x or kind == type(argument).__name__
 
 
 def test_programs_are_forgotten_with_their_function(two):
@@ -162,26 +154,6 @@ def test_strategies_can_be_collected():
     assert alive() is None
 
 
-def test_run_returns_the_same_inside_and_outside_jit(four):
-    x = ids(four)
-
-    def step(v, k):
-        return v * k, replica().all_reduce("sum", v * k)
-
-    def whole(v, k):
-        local, total = four.run(step, (v, k))
-        return local, total, four.reduce("mean", local), four.gather(
-            four.run(lambda u: u[None], (local,))
-        )  # fmt: skip
-
-    eager, jitted = whole(x, 2.0), jax.jit(whole)(x, 2.0)
-    assert versions(eager[0]) == versions(jitted[0]) == [0, 2, 4, 6]
-    assert eager[1] == jitted[1] == 12
-    assert eager[2] == jitted[2] == 3
-    np.testing.assert_array_equal(eager[3], jitted[3])
-    np.testing.assert_array_equal(jitted[3], [0, 2, 4, 6])
-
-
 def test_grad_of_an_outer_function(four):
     x = four.per_replica([1.0, 2.0, 3.0, 4.0])
 
@@ -196,14 +168,6 @@ def test_grad_of_an_outer_function(four):
     by_replica = jax.grad(total, 1)(2.0, x)
     assert isinstance(by_replica, js.PerReplica)
     np.testing.assert_allclose(versions(by_replica), [np.sin(2.0)] * 4, rtol=1e-6)
-
-
-def test_vmap_over_run(two):
-    def step(a):
-        return replica().all_reduce("sum", a)
-
-    out = jax.vmap(lambda a: two.run(step, (a,)))(jnp.arange(3.0))
-    np.testing.assert_array_equal(out, [0, 2, 4])
 
 
 FAILING = """
@@ -239,9 +203,6 @@ def test_a_failed_step_is_reported_where_its_result_is_read():
     assert done.stdout.split("\n")[:2] == ["reported", "went on"], done
 
 
-# Compiled again and again.
-
-
 def warned(recwarn):
     found = [w for w in recwarn if w.category is js.errors.RecompilationWarning]
     assert len(found) <= 1, [str(w.message) for w in found]
@@ -264,56 +225,34 @@ def test_a_new_lambda_each_time_gives_one_warning(two, warnings_are_kept, recwar
     assert warning.filename == __file__
 
 
-def test_a_changing_static_argument_gives_one_warning(two, warnings_are_kept, recwarn):
-    def step(x, mode):
-        return x
+CHANGING = [
+    (lambda x, mode: x, lambda i: (1.0, f"mode {i}"),
+     "static argument `mode` changed: it was 'mode 4', is 'mode 5'"),
+    (lambda batch: batch["x"] * 2, lambda i: ({"x": jnp.ones((i + 1, 2))},),
+     "shape or dtype of `batch['x']` changed: it was float32[5,2], is float32[6,2]"),
+    (lambda batch: 1.0, lambda i: ({f"key{i}": 1.0},),
+     "structure of its arguments changed"),
+]  # fmt: skip
 
+
+@pytest.mark.parametrize("step, arguments, told", CHANGING)
+def test_what_changes_gives_one_warning(
+    two, warnings_are_kept, recwarn, step, arguments, told
+):
     for i in range(8):
-        two.run(step, (1.0, f"mode {i}"))
-    assert "static argument `mode` changed: it was 'mode 4', is 'mode 5'" in warned(
-        recwarn
-    )
+        two.run(step, arguments(i))
+    assert told in warned(recwarn)
 
 
-def test_a_changing_shape_gives_one_warning(two, warnings_are_kept, recwarn):
-    def step(batch):
-        return batch["x"] * 2
-
-    for i in range(1, 9):
-        two.run(step, ({"x": jnp.ones((i, 2))},))
-    assert (
-        "shape or dtype of `batch['x']` changed: it was float32[5,2], is float32[6,2]"
-        in warned(recwarn)
-    )
-
-
-def test_a_changing_structure_gives_one_warning(two, warnings_are_kept, recwarn):
-    def step(batch):
-        return 1.0
-
-    for i in range(8):
-        two.run(step, ({f"key{i}": 1.0},))
-    assert "structure of its arguments changed" in warned(recwarn)
-
-
-def test_functions_and_shapes_that_were_worth_compiling_give_no_warning(two, recwarn):
-    def make(rate):
-        return lambda x: x * rate
-
+def test_what_was_worth_compiling_and_a_few_shapes_give_no_warning(two, recwarn):
     for rate in range(4):
-        step = make(rate)
+        step = lambda x: x * rate  # noqa: B023, E731
         for _ in range(10):
             two.run(step, (jnp.ones(rate + 1),))
-    assert warned(recwarn) is None
-
-
-def test_a_few_shapes_and_internal_programs_give_no_warning(two, recwarn):
-    def step(x):
-        return x * 2
-
+    step = lambda x: x * 2  # noqa: E731
     for n in (1, 2, 3, 4, 5):
         two.run(step, (jnp.ones(n),))
-    for n in range(1, 12):
+    for n in range(1, 12):  # a program of our own
         two.reduce("sum", js.PerReplica(np.ones((2, n))))
     assert warned(recwarn) is None
 

@@ -8,8 +8,6 @@ from jax import lax
 
 import jaxstrategy as js
 
-AXIS = "replica"
-
 
 def varies(out):
     """Whether a result varies; if not, its copies are compared."""
@@ -65,11 +63,6 @@ def overwritten_by_index(ref, x, s):
     ref[jnp.array([0, 0, 1])] = s
 
 
-def overwritten_by_computed_place(ref, x, s):
-    ref[...] = x
-    ref[lax.dynamic_slice_in_dim(jnp.arange(3), jnp.int32(s[0]), 3)] = s
-
-
 def added_to(ref, x, s):
     ref[...] = x
     jax.ref.addupdate(ref, ..., s)
@@ -108,11 +101,6 @@ def read_in_the_next_turn(ref, x, s):
     ref[...] = other[...]
 
 
-def then_local_again(ref, x, s):
-    ref[...] = s
-    ref[...] = x
-
-
 CASES = {
     overwritten: False,
     overwritten_by_slice: False,
@@ -120,13 +108,11 @@ CASES = {
     overwritten_by_all_branches: False,
     overwritten_in_part: True,
     overwritten_by_index: True,
-    overwritten_by_computed_place: True,
     added_to: True,
     overwritten_by_one_branch: True,
     overwritten_by_branches_that_differ: True,
     overwritten_in_a_loop_without_turns: True,
     read_in_the_next_turn: True,
-    then_local_again: True,
 }
 
 
@@ -161,9 +147,6 @@ def test_a_mirrored_variable_may_hold_something_else_for_a_while(two):
 
     with pytest.raises(ValueError, match="its copies would drift apart"):
         two.run(keeps, (local(two),))
-
-
-# References that are no variables.
 
 
 def test_a_reference_from_outside_is_refused(two):

@@ -53,17 +53,6 @@ def test_all_reduce_of_the_ids(strategy):
     assert on_each(strategy, lambda x: step(x)[2], ids(strategy)) == [wanted[2]] * n
 
 
-def test_all_reduce_of_structures_and_numbers(four):
-    def step(x):
-        tree = {"a": x, "b": (10 * x, [2.0, 3]), "none": None, "empty": []}
-        return replica().all_reduce("sum", tree)
-
-    out = four.run(step, (ids(four),))
-    assert out["a"] == 6 and out["b"][0] == 60
-    assert out["b"][1][0] == 8.0 and out["b"][1][1] == 12
-    assert out["none"] is None and out["empty"] == []
-
-
 def test_all_reduce_twice_really_multiplies(two):
     def step(x):
         once = replica().all_reduce("sum", x + 1)
@@ -117,9 +106,6 @@ def test_small_integers_wrap_in_sums_and_not_in_means(two):
     x = two.per_replica([np.uint8(200), np.uint8(100)])
     assert two.reduce("sum", x) == 44
     assert two.reduce("mean", x) == 150.0
-
-
-# Gathers.
 
 
 def test_all_gather_along_each_axis(four):
@@ -189,21 +175,6 @@ def test_gradients_of_all_reduce(four):
 OPS = ("sum", "mean", "max", "min")
 
 
-def test_the_mean_of_gradients_is_the_gradient_of_the_mean(strategy):
-    n = strategy.num_replicas_in_sync
-    x = np.linspace(-1, 2, 3 * n, dtype=np.float32).reshape(n, 3)
-
-    def loss(w, rows):
-        return jnp.mean(jnp.tanh(rows * w))
-
-    def step(w, rows):
-        return replica().all_reduce("mean", jax.grad(loss)(w, rows))
-
-    out = strategy.run(step, (0.7, js.PerReplica(x)))
-    expected = np.mean(x * (1 - np.tanh(x * 0.7) ** 2))
-    np.testing.assert_allclose(out, expected, rtol=1e-5)
-
-
 def test_gradients_of_all_gather_are_summed(four):
     def step(x, c):
         return jax.grad(lambda x: jnp.sum(replica().all_gather(x, 0) * c))(x)
@@ -212,30 +183,6 @@ def test_gradients_of_all_gather_are_summed(four):
     assert on_each(four, step, four.per_replica([[0.0], [1.0], [2.0], [3.0]]), c) == [
         [4], [8], [12], [16],
     ]  # fmt: skip
-
-
-# Merge calls.
-
-
-def test_arrays_arrive_per_replica_and_plain_values_as_they_are(four):
-    seen = []
-
-    def merge(strategy, value, number, text, *, keyword):
-        seen.append((type(value), value.shape, value.num_replicas, value.dtype))
-        seen.append((type(number), number, text, type(keyword["k"])))
-        assert strategy is four
-        return sum(strategy.experimental_local_results(value))
-
-    def step(i):
-        total = replica().merge_call(merge, [i + 3, 7, "text"], {"keyword": {"k": i}})
-        return total, total + i
-
-    total, mixed = four.run(step, (ids(four),))
-    assert total == 18 and versions(mixed) == [18, 19, 20, 21]
-    assert seen == [
-        (js.PerReplica, (), 4, jnp.float32),
-        (int, 7, "text", js.PerReplica),
-    ]
 
 
 def test_what_merge_functions_can_do(four):
@@ -296,9 +243,6 @@ def test_merge_call_errors(two):
         two.run(lambda: replica().merge_call(lambda s: 1, (1, 2)))
     with pytest.raises(TypeError, match="used as if it were one array"):
         two.run(lambda x: replica().merge_call(lambda s, v: v + 1, (x,)), (1.0,))
-
-
-# Keys.
 
 
 def test_fold_in_gives_each_replica_a_key_of_its_own(four):

@@ -28,7 +28,6 @@ class Slotted:
         self.held = held
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 @each_of(
     "where, kind",
     zip(["run", "merge_call", "update", "again"], ["auto", "on_read"] * 2, strict=True),

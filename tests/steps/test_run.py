@@ -7,19 +7,13 @@ import gc
 import inspect
 import weakref
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import linen as nn
-from flax.training.train_state import TrainState
 from helpers.replicas import Named, ids, replica, versions
 
 import jaxstrategy as js
-
-# What arguments are inside the step.
 
 
 def test_per_replica_arguments_are_unwrapped_and_others_are_the_same(four):
@@ -81,21 +75,6 @@ def test_arrays_of_other_libraries_are_traced_not_static(two):
     assert len(traces) == 1  # the same shape and dtype: one trace for all six
 
 
-def test_random_keys_pass(four):
-    keys = four.per_replica(list(jax.random.split(jax.random.key(0), 4)))
-    one = jax.random.key(7)
-
-    def step(key, same):
-        return jax.random.normal(key, (2,)), jax.random.fold_in(key, 1), same
-
-    normal, folded, same = four.run(step, (keys, one))
-    split = jax.random.split(jax.random.key(0), 4)
-    expected = [jax.random.normal(k, (2,)) for k in split]
-    np.testing.assert_allclose(np.stack(normal.values), np.stack(expected))
-    assert isinstance(folded, js.PerReplica) and isinstance(same, js.Mirrored)
-    assert jnp.issubdtype(same.dtype, jax.dtypes.prng_key)
-
-
 def test_keyword_and_default_arguments(two):
     def step(a, *rest, scale=2.0, **named):
         return (a + sum(rest)) * scale + named["shift"]
@@ -109,9 +88,6 @@ def test_errors_of_the_call_itself_are_pythons(two):
         two.run(lambda a: a, ())
     with pytest.raises(TypeError, match="got multiple values for argument"):
         two.run(lambda a: a, (1,), {"a": 2})
-
-
-# What results are.
 
 
 def test_results_are_mirrored_or_per_replica_leaf_by_leaf(four):
@@ -129,43 +105,6 @@ def test_results_are_mirrored_or_per_replica_leaf_by_leaf(four):
     assert isinstance(out["sum"], js.Mirrored) and out["sum"] == 6.0
     assert versions(out["both"]) == [6, 7, 8, 9]
     assert versions(out["id"]) == [0, 1, 2, 3] and out["id"].dtype == jnp.int32
-
-
-def test_a_train_state_stays_a_train_state(four):
-    model = nn.Dense(2)
-    x = np.arange(24.0, dtype=np.float32).reshape(8, 3) / 24
-
-    def build(key):
-        params = model.init(key, x[:1])
-        return TrainState.create(
-            apply_fn=model.apply, params=params, tx=optax.adam(0.1)
-        )
-
-    def loss(params, batch):
-        return jnp.mean((model.apply(params, batch) - 1.0) ** 2)
-
-    @jax.jit
-    def one_step(state):
-        return state.apply_gradients(grads=jax.grad(loss)(state.params, x))
-
-    @four.run
-    def step(state, batch):
-        grads = jax.grad(loss)(state.params, batch)
-        return state.apply_gradients(grads=replica().all_reduce("mean", grads))
-
-    state = four.init(build, jax.random.key(0))
-    (batch,) = four.experimental_distribute_dataset([x])
-    alone = build(jax.random.key(0))
-    for _ in range(3):
-        state = step(state, batch)
-        alone = one_step(alone)
-    assert isinstance(state, TrainState) and int(state.step) == 3
-    leaves = jax.tree.leaves(state)
-    assert leaves and all(isinstance(leaf, js.Mirrored) for leaf in leaves)
-    chex.assert_trees_all_close(state.params, alone.params, rtol=1e-5)
-
-
-# Python asking for values too early.
 
 
 def if_on_id():
@@ -228,9 +167,6 @@ def test_results_that_may_hide_arrays_are_refused(two):
             return (y for y in [x])
 
         two.run(step, (1.0,))
-
-
-# As a decorator.
 
 
 def test_the_decorator_makes_a_step(four):
@@ -314,18 +250,6 @@ def test_callable_objects_and_partials_are_steps(two):
     assert two.run(functools.partial(lambda x, y: x + y, 5.0), (1.0,)) == 6.0
     assert two.run(jnp.sin, (0.0,)) == 0.0
     assert two.run(jax.jit(lambda x: x + 4), (1.0,)) == 5.0
-
-
-def test_a_cell_that_is_run_twice(two):
-    cell = """
-@two.run
-def step(x):
-    return x + {n}
-"""
-    for n in (1, 2, 1, 1, 1, 1, 1, 1, 1):
-        scope = {"two": two}
-        exec(compile(cell.format(n=n), f"<cell {n}>", "exec"), scope)
-        assert scope["step"](1.0) == 1.0 + n
 
 
 def test_a_step_is_run_as_the_function_that_it_was_made_of(two):

@@ -14,16 +14,6 @@ from helpers.replicas import mirrored, replica
 import jaxstrategy as js
 
 
-@pytest.fixture
-def two():
-    return mirrored(2)
-
-
-@pytest.fixture
-def four():
-    return mirrored(4)
-
-
 def loss_of(w, batch):
     return js.masked_mean((batch["x"] @ w - batch["y"]) ** 2)
 
@@ -76,15 +66,16 @@ def numbers(strategy, rows):
     ]
 
 
-def on_host(strategy, tree):
-    """Plain arrays; of a `PerReplica` one row per replica."""
+def on_host(strategy, tree, step=...):
+    """Plain arrays, of one of several steps; of a `PerReplica` one row per replica."""
 
     def read(leaf):
         if isinstance(leaf, js.PerReplica):
-            return np.stack(strategy.experimental_local_results(leaf))
+            versions = strategy.experimental_local_results(leaf)
+            return np.stack([np.asarray(version)[step] for version in versions])
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        return np.asarray(leaf)
+        return np.asarray(leaf)[step]
 
     return jax.tree.map(read, tree, is_leaf=lambda x: isinstance(x, js.PerReplica))
 
@@ -98,12 +89,7 @@ def assert_same(have, want):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=str(path))
 
 
-# It gives what a loop gives.
-
-
-@pytest.mark.parametrize(
-    ("make", "k"), [(lambda: mirrored(2), 3), (js.get_strategy, 5)]
-)
+@each_of("make, k", [(lambda: mirrored(2), 3), (js.get_strategy, 5)])
 def test_a_training_is_that_of_a_loop(make, k):
     strategy = make()
     # 39 rows in batches of 8: the last batch is filled up; of 5 batches, 3 and 2.
@@ -119,42 +105,12 @@ def test_a_training_is_that_of_a_loop(make, k):
     for batches in js.experimental.grouped(distributed(strategy, data()), k):
         state, out = many(state, batches)
         sizes.append(len(batches))
-        for i in range(len(batches)):
-            found.append(
-                jax.tree.map(
-                    lambda leaf, i=i: (
-                        np.stack(
-                            [v[i] for v in strategy.experimental_local_results(leaf)]
-                        )
-                        if isinstance(leaf, js.PerReplica)
-                        else np.asarray(leaf)[i]
-                    ),
-                    out,
-                    is_leaf=lambda x: isinstance(x, js.PerReplica),
-                )
-            )
+        found += [on_host(strategy, out, i) for i in range(len(batches))]
     assert sizes == {3: [3, 2], 5: [5]}[k]
     assert_same(on_host(strategy, state), want)
     assert int(state["count"]) == 5
     for a, b in zip(found, wanted, strict=True):
         assert_same(a, b)
-
-
-@each_of("n", (1, 4))
-def test_rows_that_only_fill_up_a_batch_do_not_count(n):
-    strategy = mirrored(n)
-    x = np.arange(21, dtype=np.float32)
-
-    @strategy.several
-    def means(batch):
-        mean = replica().all_reduce("mean", js.masked_mean(batch * 2))
-        return mean, js.batch_mask(batch).sum()
-
-    (batches,) = js.experimental.grouped(distributed(strategy, js.batches(x, 8)), 3)
-    found, rows = means(batches)
-    np.testing.assert_allclose(found, [7.0, 23.0, 36.0], rtol=1e-6)
-    rows = np.stack([js.to_host(v) for v in strategy.experimental_local_results(rows)])
-    np.testing.assert_array_equal(rows.sum(0), [8, 8, 5])
 
 
 def test_masks_of_different_batches_are_not_taken_for_one(two):
@@ -212,43 +168,16 @@ def test_several_states_one_state_alone_and_none(two):
 def test_what_is_the_same_in_all_steps(two):
     @two.several
     def step(kind, w, batch, *, rate, flip):
-        assert (kind, flip) == ("plain", True)
-        return w - rate * replica().all_reduce("mean", batch)
+        assert (kind, flip, batch["kind"]) == ("plain", True, "a")
+        return w - rate * replica().all_reduce("mean", batch["x"])
 
-    w = step("plain", jnp.zeros(1), numbers(two, 2), rate=0.5, flip=True)
+    batches = [{"x": x, "kind": "a"} for x in numbers(two, 2)]
+    w = step("plain", jnp.zeros(1), batches, rate=0.5, flip=True)
     np.testing.assert_allclose(w, [-0.5 * (0.5 + 10.5)])
-
-
-def test_static_leaves_of_batches_are_the_same_in_all(two):
-    def step(batch):
-        assert batch["kind"] == "a"
-        return batch["x"]
-
-    many = two.several(step)
-    np.testing.assert_array_equal(many([{"x": 1, "kind": "a"}] * 2), [1, 1])
-    with pytest.raises(ValueError, match=r"`step`: `batches\[1\]\['kind'\]` is 'b',"):
-        many([{"x": 1, "kind": "a"}, {"x": 1, "kind": "b"}])
-
-
-def test_a_method_is_a_step(two):
-    class Trainer:
-        rate = 0.5
-
-        @two.several
-        def train(self, w, batch):
-            return w - self.rate * replica().all_reduce("mean", batch), batch.sum()
-
-        @two.run
-        def step(self, w, batch):
-            return w - self.rate * replica().all_reduce("mean", batch), batch.sum()
-
-    trainer, batches = Trainer(), numbers(two, 2)
-    np.testing.assert_allclose(trainer.train(jnp.zeros(1), batches)[0], [-5.5])
-    many = two.several(trainer.step)
-    np.testing.assert_allclose(many(jnp.zeros(1), batches)[0], [-5.5])
-
-
-# Programs, options, explain.
+    batches[1]["kind"] = "b"
+    told = r"`step`: `batches\[1\]\['kind'\]` is 'b', and `batches\[0\]"
+    with pytest.raises(ValueError, match=told):
+        step("plain", jnp.zeros(1), batches, rate=0.5, flip=True)
 
 
 def test_one_program_for_each_number_of_batches(two, compilations):
@@ -290,9 +219,6 @@ def test_explain_tells_of_the_loop(four):
     assert [value.path for value in found.donatable][0] == "state['count']"
 
 
-# Modules and optimizers of Flax NNX.
-
-
 class Total(nnx.Module):
     def __init__(self):
         self.total = nnx.Variable(jnp.zeros(()))
@@ -321,42 +247,23 @@ def test_objects_beside_a_state_and_by_keyword(make, sum_):
     assert means.shape == ((2,))
 
 
-def returned(two):
-    def step(total, batch):
+def test_what_objects_in_a_loop_cannot_do(two):
+    def returned(total, batch):
         return total, batch
 
-    return two.several(step), (Total(),)
-
-
-def counted(two):
-    def step(total, batch):
+    def counted(total, batch):
         total.calls += 1
 
-    return two.several(step), (Total(),)
-
-
-def wide(two):
-    def step(total, batch):
+    def wide(total, batch):
         total.total.set_value(jnp.zeros(2))
 
-    return two.several(step), (Total(),)
-
-
-REFUSED_OBJECTS = [
-    (returned, js.errors.ObjectError, "`step` returned an object of Flax NNX"),
-    (counted, js.errors.ObjectError, "`step` changes `calls` of an object of Flax NNX"),
-    (wide, TypeError, r"`total` of an object is float32\[\] before a step and float"),
-]
-
-
-def test_what_objects_in_a_loop_cannot_do(two):
-    for make, error, words in each(REFUSED_OBJECTS):
-        many, args = make(two)
+    for step, error, words in (
+        (returned, js.errors.ObjectError, "`returned` returned an object of Flax NNX"),
+        (counted, js.errors.ObjectError, "`counted` changes `calls` of an object of F"),
+        (wide, TypeError, r"`total` of an object is float32\[\] before a step and flo"),
+    ):
         with pytest.raises(error, match=words):
-            many(*args, numbers(two, 2))
-
-
-# Errors.
+            two.several(step)(Total(), numbers(two, 2))
 
 
 def same_shapes(state, batch):
@@ -417,19 +324,10 @@ def test_bad_batches(two, batches, error, words):
 
     with pytest.raises(error, match=words):
         two.several(step)(0.0, batches)
-
-
-def test_a_call_without_batches(two):
     with pytest.raises(TypeError, match="`<lambda>` was called without batches"):
         two.several(lambda *given: given)()
-
-
-def test_a_step_can_be_called(two):
     with pytest.raises(TypeError, match="`several` was given 10, which cannot be"):
         two.several(10)
-
-
-# Groups.
 
 
 def test_groups_of_batches_pass_after_pass():

@@ -114,15 +114,3 @@ def check_short_way(two, has_variables, options):
             step(*arguments(rows))
     for rows in (2, 3):
         assert own_calls(step, *arguments(rows)) < 60
-
-
-def test_random_keys_come_in_other_shapes_too(two):
-    step = two.run(lambda key, x: jax.random.normal(key, x.shape) + x)
-    results = []
-    for rows in (2, 3, 2, 4):
-        x = two.per_replica([np.zeros(rows, np.float32)] * 2)
-        key = two.mirror(jax.random.key(rows))
-        results.append((rows, step(key, x)))
-    for rows, result in results:
-        expected = jax.random.normal(jax.random.key(rows), (rows,))
-        np.testing.assert_allclose(result.stacked, [expected] * 2, rtol=1e-6)

@@ -34,15 +34,6 @@ def test_it_takes_options_and_is_what_run_makes(two):
     assert type(add) is type(two.run(lambda x: x))
 
 
-def test_it_makes_methods(two):
-    class Counter:
-        @two.step
-        def add(self, x):
-            return js.get_replica_context().all_reduce("sum", x)
-
-    assert Counter().add(two.per_replica([1.0, 2.0])) == 3
-
-
 def test_under_the_default_strategy():
     calls = []
     step = js.get_strategy().step(lambda: calls.append(1))

@@ -17,9 +17,6 @@ def replica_id():
     return js.get_replica_context().replica_id_in_sync_group
 
 
-# Comparisons.
-
-
 @each_of("kind", ["auto", "on_read"])
 def test_comparing_with_a_value_compares_values(two, kind):
     v = variable(two, [1.0, 3.0], kind, "mean")
@@ -35,9 +32,6 @@ def test_variables_are_found_in_containers_by_identity(two):
     v, w = variable(two, [1.0, 2.0]), variable(two, [1.0, 2.0])
     assert v in [w, v] and {v: "v", w: "w"}[v] == "v" and len({v, w, v}) == 2
     assert [w, v].index(v) == 1 and (v == w) is False and (v != w) is True
-
-
-# What a variable knows.
 
 
 def test_names_of_tensorflow(two):
@@ -69,9 +63,6 @@ def test_a_variable_in_another_strategys_scope_is_refused(two, four):
         assert v == 1.0
 
 
-# The copies of a variable, and what they belong to.
-
-
 @each_of("kind", ["auto", "on_read"])
 def test_a_copy_belongs_to_its_variable(two, kind):
     v = variable(two, [1.0, 2.0], kind, "sum")
@@ -92,9 +83,6 @@ def test_a_copy_belongs_to_its_variable(two, kind):
     dropped = two.experimental_local_results(variable(two, 1.0))[0]
     gc.collect()
     assert container(dropped) is dropped
-
-
-# What assigning takes and returns.
 
 
 @each_of("kind", ["auto", "on_read"])
@@ -142,18 +130,6 @@ def test_parts_are_assigned_as_in_numpy(two, kind):
         assert copies(two, v) == [wanted.tolist()] * 2
 
 
-def test_a_part_is_repeated_to_its_shape(two):
-    v = variable(two, np.zeros((3, 2)))
-    v[1:].assign(5)
-    v[0].assign_add([1.0, 2.0])
-    assert v.numpy().tolist() == [[1, 2], [5, 5], [5, 5]]
-    assert v[0].assign(9.0, read_value=False) is None and v[0, 1] == 9.0
-    with pytest.raises(ValueError, match=r"has shape \(2, 2\) and was given \(3,\)"):
-        v[1:].assign(np.zeros(3))
-    with pytest.raises(TypeError, match="holds float32 and was given complex64"):
-        v[1:].assign(1j * np.ones(2, np.complex64))
-
-
 def test_a_part_stands_for_its_value(two):
     v = variable(two, [1.0, 2.0, 3.0])
     part = v[1:]
@@ -178,12 +154,6 @@ def test_parts_in_a_step_ignore_the_aggregation(two, aggregation):
     with pytest.raises(ValueError, match="Variable 'v' is mirrored, but .* may differ"):
         two.run(lambda x: v[0].assign(x), (x,))
     assert copies(two, v) == [[9, 9, 3]] * 2
-
-
-def test_parts_of_on_read_variables_in_a_step(two):
-    o = variable(two, [1.0, 2.0], "on_read", "sum")
-    step = two.run(lambda x: o[1].assign_add(x), (two.per_replica(np.float32([1, 2])),))
-    assert [x.tolist() for x in step.values] == copies(two, o) == [[1, 3], [1, 4]]
 
 
 def test_parts_of_on_read_sums_outside_of_a_step(two):

@@ -8,12 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
-from helpers.oracle import recorded
 from helpers.replicas import ids
 
 import jaxstrategy as js
-
-CURVES = recorded("mlp_sgd.json")
 
 
 def central(devices=("CPU:0", "CPU:1"), home=None):
@@ -28,9 +25,6 @@ def storage():
 def variable(strategy, start=0.0, **options):
     with strategy.scope():
         return js.Variable(start, **options)
-
-
-# What it is.
 
 
 def test_devices_by_default():
@@ -70,9 +64,6 @@ def test_a_copy_keeps_the_parameter_device():
     assert variable(twin, 1.0).devices == (jax.devices()[5],)
 
 
-# Assigning, as TensorFlow's own tests of such variables do.
-
-
 @pytest.mark.slow
 def test_replicas_assign_an_aggregate(storage):
     n, x = storage.num_replicas_in_sync, ids(storage, 1.0)
@@ -91,27 +82,6 @@ def test_replicas_assign_an_aggregate(storage):
     for v in each.values():
         assert v.value() == 10.0
         assert v.distributed().devices() == set(storage.extended.parameter_devices)
-
-
-def test_many_kinds_in_one_step(storage):
-    n = storage.num_replicas_in_sync
-    w, unused = variable(storage, 2.0, aggregation="mean"), variable(storage, 5.0)
-    o = variable(storage, synchronization="on_read", aggregation="sum")
-    constant, ordinary = variable(storage, 3.0), js.Variable(1.0)
-
-    @storage.run
-    def step(x):
-        w.assign_add(x * constant)
-        o.assign_add(w.value())
-        ordinary.assign_add(1.0)
-        return w.value(), o.value()
-
-    for _ in range(3):
-        now, _ = step(ids(storage, 1.0))
-    mean = 3 * (n + 1) / 2
-    assert (now, w.value()) == (2 + 3 * mean, 2 + 3 * mean)
-    assert o.value() == n * (3 * 2 + 6 * mean)
-    assert (constant.value(), unused.value(), ordinary.value()) == (3.0, 5.0, 4.0)
 
 
 def test_an_error_in_a_step_leaves_variables_as_they_were(storage):
@@ -145,9 +115,6 @@ def test_several_steps_in_one_function_of_the_users_are_refused():
         )
     assert v.value() == 1.0
     assert strategy.run(lambda x: v.assign_add(x), (2.0,)) == 3.0
-
-
-# Memory.
 
 
 def held(marked):
@@ -184,95 +151,8 @@ def test_between_steps_there_is_one_copy(home):
     np.testing.assert_allclose(v.numpy(), np.full(size, 1.5))
 
 
-# Training.
-
-
-def batch(step):
-    """TensorFlow's recorded data: see `data` in the JSON."""
-    rows, columns = np.arange(16)[:, None], np.arange(6)[None, :]
-    x = np.cos(0.37 * (6 * rows + columns + 13 * step)).astype(np.float32)
-    y = (np.floor(np.abs(3 * x.sum(1))) % 3).astype(np.int32)
-    return x, y
-
-
 def start():
     """And its weights."""
     w1 = 0.3 * np.sin(0.7 * np.arange(60) + 1).reshape(6, 10)
     w2 = 0.3 * np.sin(0.7 * np.arange(30) + 2).reshape(10, 3)
     return [a.astype(np.float32) for a in (w1, np.zeros(10), w2, np.zeros(3))]
-
-
-class Training:
-    """A perceptron whose state is in variables, as a TensorFlow program keeps it."""
-
-    def __init__(self, strategy, loss):
-        self.strategy, self.loss = strategy, loss
-        with strategy.scope():
-            names = ("w1", "b1", "w2", "b2")
-            self.weights = [
-                js.Variable(a, name=name)
-                for a, name in zip(start(), names, strict=True)
-            ]
-            counter = {"synchronization": "on_read", "aggregation": "sum"}
-            self.seen = js.Variable(0.0, name="seen", **counter)
-            self.correct = js.Variable(0.0, name="correct", **counter)
-        self.take = strategy.run(self.step)
-
-    def forward(self, x, y):
-        w1, b1, w2, b2 = self.weights
-        hidden = jax.nn.relu(x @ w1.value() + b1.value()[None])
-        logits = hidden @ w2.value() + b2.value()[None]
-        each = -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)
-        loss = each.sum() / 16 if self.loss == "sum_scaled" else each.mean()
-        return loss, logits
-
-    def step(self, x, y):
-        (loss, logits), grads = js.value_and_grad(
-            self.forward, self.weights, has_aux=True
-        )(x, y)
-        self.seen.assign_add(float(len(y)))
-        self.correct.assign_add((logits.argmax(1) == y).sum().astype(jnp.float32))
-        op = "sum" if self.loss == "sum_scaled" else "mean"
-        loss, grads = js.get_replica_context().all_reduce(op, (loss, grads))
-        for weight, grad in zip(self.weights, grads, strict=True):
-            weight.assign_sub(0.5 * grad)
-        return loss
-
-    def run(self, steps):
-        data = self.strategy.experimental_distribute_dataset(
-            [batch(step) for step in range(steps)]
-        )
-        return [float(self.take(x, y)) for x, y in data]
-
-
-MAKE = {
-    "one": lambda n: js.OneDeviceStrategy("CPU:0"),
-    "mirrored": lambda n: js.MirroredStrategy(jax.devices()[:n]),
-    "central": lambda n: central(jax.devices()[:n]),
-}
-SGD = [run for run in CURVES["runs"] if run["optimizer"] == "sgd"]
-
-
-
-
-QUICK = [
-    ("one", 1, "sum_scaled"),
-    ("mirrored", 8, "sum_scaled"),
-    ("central", 2, "replica_mean"),
-]
-
-
-@pytest.mark.slow
-@each_of("chosen", QUICK)
-def test_training_follows_tensorflows_curves(chosen):
-    (run,) = (r for r in SGD if (r["strategy"], r["replicas"], r["loss"]) == chosen)
-    strategy = MAKE[run["strategy"]](run["replicas"])
-    assert strategy.num_replicas_in_sync == run["replicas"]
-    training = Training(strategy, run["loss"])
-    losses = training.run(run["steps"])
-    np.testing.assert_allclose(losses, run["losses"], atol=2e-5, rtol=0)
-    w1, _, _, b2 = training.weights
-    np.testing.assert_allclose(w1.numpy().sum(), run["final_w1_sum"], atol=1e-4)
-    np.testing.assert_allclose(b2.numpy(), run["final_b2"], atol=2e-5)
-    assert training.seen.value() == run["seen"] == 320.0
-    assert training.correct.value() == run["correct"] == 163.0

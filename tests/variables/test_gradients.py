@@ -19,19 +19,6 @@ def versions(strategy, value):
     return [v.tolist() for v in strategy.experimental_local_results(value)]
 
 
-def test_gradients_in_run_are_each_replicas_own(strategy):
-    v = variable(strategy, 3.0)
-
-    def step(x):
-        return js.value_and_grad(lambda x: (v * x) ** 2, [v])(x)
-
-    value, (grad,) = strategy.run(step, (ids(strategy, 1.0),))
-    x = np.arange(strategy.num_replicas_in_sync) + 1.0
-    assert versions(strategy, value) == (9 * x**2).tolist()
-    assert versions(strategy, grad) == (6 * x**2).tolist()
-    assert v.value() == 3
-
-
 def test_gradients_outside_of_run(two):
     v = variable(two, 3.0)
     w = js.Variable([1.0, 2.0])
@@ -192,18 +179,6 @@ def test_functions_that_use_no_variable_are_jitted_once():
     assert len(traces) == 1
 
 
-def test_gradients_under_the_users_jit(two):
-    v = variable(two, 2.0)
-
-    @jax.jit
-    def whole(x):
-        grad = js.grad(lambda: v**2 * x, v)()
-        v.assign_sub(0.25 * grad)
-        return grad, two.run(lambda x: js.grad(lambda: v**2 * x, v)(), (x,))
-
-    assert whole(1.0) == (4, 2) and v.value() == 1
-
-
 def test_a_gradient_through_run(two):
     v = variable(two, 2.0, name="v")
 
@@ -230,59 +205,3 @@ def test_what_is_no_variable():
         js.value_and_grad(lambda: 1.0, [js.Variable(1.0), 3.0])
     with pytest.raises(TypeError, match="requires real- or complex-valued inputs"):
         js.grad(lambda: 1.0, js.Variable(1))()
-
-
-# Training.
-
-SIZE, RATE = 16, 0.1
-
-
-def data():
-    random = np.random.default_rng(0)
-    x = random.normal(size=(SIZE, 3)).astype(np.float32)
-    y = x @ np.float32([1, -2, 3]) + 0.5
-    return x, y
-
-
-def plain_loop(steps, momentum):
-    x, y = data()
-    w, b = np.zeros(3), 0.0
-    moved_w, moved_b = np.zeros(3), 0.0
-    losses = []
-    for _ in range(steps):
-        error = x @ w + b - y
-        losses.append(np.mean(error**2))
-        moved_w = momentum * moved_w + 2 * x.T @ error / SIZE
-        moved_b = momentum * moved_b + 2 * np.mean(error)
-        w, b = w - RATE * moved_w, b - RATE * moved_b
-    return losses, w, b
-
-
-def test_a_loop_over_variables_trains_as_a_plain_one(strategy):
-    """TensorFlow's custom training loop, line by line."""
-    with strategy.scope():
-        w, b = js.Variable(np.zeros(3)), js.Variable(0.0)
-        loss_sum = js.Variable(0.0, synchronization="on_read", aggregation="sum")
-
-    def train_step(inputs):
-        x, y = inputs
-
-        def loss_fn():
-            return jnp.sum((x @ w + b - y) ** 2) / SIZE
-
-        loss, grads = js.value_and_grad(loss_fn, [w, b])()
-        grads = js.get_replica_context().all_reduce("sum", grads)
-        for v, grad in zip([w, b], grads, strict=True):
-            v.assign_sub(RATE * grad)
-        loss_sum.assign_add(loss)
-
-    losses = []
-    for batch in strategy.experimental_distribute_dataset([data()] * 20):
-        loss_sum.assign(0.0)
-        strategy.run(train_step, (batch,))
-        losses.append(float(loss_sum.value()))
-    expected, w_end, b_end = plain_loop(20, 0.0)
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    np.testing.assert_allclose(w, w_end, rtol=1e-4)
-    np.testing.assert_allclose(b, b_end, rtol=1e-4)
-    assert losses[-1] < losses[0] / 50

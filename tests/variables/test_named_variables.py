@@ -12,11 +12,7 @@ from helpers.towers import STRATEGIES, mirrored, unwrapped
 
 import jaxstrategy as js
 from jaxstrategy.compat import contrib, v1
-from jaxstrategy.compat.contrib import (
-    AUTO_REUSE,
-    get_variable,
-    variable_scope,
-)
+from jaxstrategy.compat.contrib import AUTO_REUSE, get_variable, variable_scope
 
 
 @pytest.fixture(params=["mirrored-2", "one-device"])
@@ -93,9 +89,6 @@ def test_a_failed_step_keeps_what_it_made():
         assert d.call_for_each_tower(model_fn) == 2.0
 
 
-# Names.
-
-
 def test_scopes_stand_before_names():
     with mirrored(2).scope():
         with variable_scope("a") as a:
@@ -159,9 +152,6 @@ def test_shared_variables_are_what_was_asked_for():
             get_variable("v", 3)
         with pytest.raises(ValueError, match="specified dtype int32 and found dtype"):
             get_variable("v", dtype="int32")
-
-
-# Initial values.
 
 
 def numbers(shape, **more):
@@ -238,11 +228,3 @@ def test_a_partitioner_is_dropped_with_a_warning():
         with pytest.warns(UserWarning, match="partitioner for 'v', which is") as w:
             v = get_variable("v", [4], partitioner=lambda shape, dtype: [2])
     assert isinstance(v, js.Variable) and w[0].filename == __file__
-
-
-def test_variables_are_kept_as_asked_for():
-    with mirrored(2).scope():
-        v = get_variable("v", [], synchronization="on_read", aggregation="sum")
-        w = get_variable("w", [], trainable=False)
-    assert v.synchronization is js.VariableSynchronization.ON_READ and not v.trainable
-    assert not w.trainable

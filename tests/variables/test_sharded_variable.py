@@ -26,9 +26,6 @@ def rows(table):
     return [shard.numpy().tolist() for shard in table.variables]
 
 
-# What it is.
-
-
 def test_it_has_the_shape_of_all(table):
     assert table.shape == (4, 2) and table.ndim == 2 and table.size == 8
     assert len(table) == 4
@@ -117,9 +114,6 @@ def test_shards_are_rows_of_one_table(first, second, text):
     ]
     with pytest.raises(ValueError, match=text):
         ShardedVariable(shards)
-
-
-# Changes of all of it.
 
 
 def test_assignments_are_cut_by_rows(table):
@@ -274,9 +268,6 @@ def test_entries_of_several_dimensions(table):
     assert rows(table) == [[[0, 1]], [[5, 5], [8, 9]], [[6, 7]]]
 
 
-# As an array.
-
-
 def test_it_computes_as_the_whole(table):
     two = np.ones((2, 1), np.float32)
     np.testing.assert_array_equal(table + table, TABLE + TABLE)
@@ -307,9 +298,6 @@ def test_a_copy_is_itself_and_a_deep_copy_is_none(table):
     assert table.ref() == table.ref() and table.ref().deref() is table
 
 
-# As a pytree.
-
-
 def test_to_jax_it_is_its_shards(table):
     def is_variable(node):
         return isinstance(node, js.Variable)
@@ -334,24 +322,6 @@ def test_what_jax_makes_of_it_is_read_in_the_same_ways(table):
         doubled.assign(TABLE)
     with pytest.raises(TypeError, match="`scatter_add` was called on what JAX made"):
         doubled.scatter_add(slices([0], [[1, 1]]))
-
-
-def test_functions_of_tables_of_one_shape_are_traced_once():
-    traces = []
-
-    @jax.jit
-    def total(table, ids):
-        traces.append(table.shape)
-        return table.sparse_read(ids).sum() + table[0].sum()
-
-    ids = jnp.array([3, 1])
-    want = TABLE[[3, 1]].sum() + TABLE[0].sum()
-    assert total(sharded(TABLE, CUTS), ids) == want
-    assert total(sharded(2 * TABLE, CUTS, name="other"), ids) == 2 * want
-    assert traces == [(4, 2)]
-
-
-# In steps.
 
 
 def test_a_step_uses_it_as_an_argument_and_as_a_captured_object(strategy):

@@ -75,11 +75,7 @@ def test_names_and_choices_reach_every_shard():
         (None, [1.0, 2.0], {}),
         (FIXED(2), [1.0, 2.0], {"sharding": 0}),
         (FIXED(2), [1.0, 2.0], {"sharding": "whole"}),
-        (
-            FIXED(2),
-            [1.0, 2.0],
-            {"synchronization": "on_read", "aggregation": "mean"},
-        ),
+        (FIXED(2), [1.0, 2.0], {"synchronization": "on_read", "aggregation": "mean"}),
         (FIXED(2), lambda: jax.random.split(jax.random.key(0), 4), {}),
         (lambda shape, dtype: [7], [1.0], {}),
     ],
@@ -90,19 +86,6 @@ def test_these_are_plain(partitioner, value, choices):
     want = value() if callable(value) else jnp.asarray(value)
     if not callable(value):
         np.testing.assert_array_equal(v.numpy(), want)
-
-
-def test_a_function_is_called_once():
-    calls = []
-
-    def value(rows):
-        calls.append(rows)
-        return np.arange(float(rows))
-
-    for rows in (1, 3, 6):  # one shard, one each, two each
-        v = made(FIXED(3), functools.partial(value, rows))
-        np.testing.assert_array_equal(v.numpy(), np.arange(rows))
-    assert calls == [1, 3, 6]
 
 
 class Parts:
@@ -177,21 +160,6 @@ def test_without_an_initial_value():
         js.Variable()
 
 
-def test_a_partitioner_is_asked_once_for_each():
-    asked = []
-
-    def partitioner(shape, dtype, axis=0):
-        asked.append((shape, dtype.name, axis))
-        return [2] + [1] * (len(shape) - 1)
-
-    with partitioned(partitioner).scope():
-        js.Variable(np.zeros((4, 4), np.int8))
-        js.Variable(3.0)
-        js.Variable(lambda: np.zeros((1, 2)))
-        js.Variable(np.zeros((0, 2)))
-    assert asked == [((4, 4), "int8", 0), ((1, 2), "float32", 0)]
-
-
 @each_of(
     "answer, error, text",
     [
@@ -233,14 +201,3 @@ def test_in_the_first_trace_of_a_step():
     assert step(3.0) is kept["v"]
     assert lengths(kept["v"]) == [2, 1]
     assert kept["v"].numpy().tolist() == [[5, 5]] * 3
-
-
-def test_misuse_is_told_as_of_any_variable():
-    with pytest.raises(ValueError, match="`synchronization` was NONE"):
-        made(FIXED(2), [1.0, 2.0], synchronization="none")
-    with pytest.raises(TypeError, match="'w' was given a PerReplica to start with"):
-        strategy = partitioned(FIXED(2))
-        with strategy.scope():
-            js.Variable(strategy.per_replica([[1.0], [2.0]]), name="w")
-    with pytest.raises(ValueError, match="'w/part_0' holds int32"):
-        made(FIXED(2), [1, 2], name="w", aggregation="mean")

@@ -1,6 +1,5 @@
 """`PerReplica`, `Mirrored`, and the ways to build them."""
 
-import operator
 import re
 
 import jax
@@ -59,19 +58,6 @@ def test_a_per_replica_is_a_pytree(x, four):
     branch = jax.lax.cond(True, lambda: x, lambda: plus)
     assert versions(branch) == versions(x)
     assert jax.tree.map(lambda v: "leaf", x) is not None
-
-
-@each_of(
-    "use",
-    [lambda v: v + 1, lambda v: 1 - v, lambda v: v[0], lambda v: -v, float, int, len,
-     list, bool, np.asarray, jnp.sin, lambda v: np.float32(1) * v,
-     lambda v: np.ones(2) + v, lambda v: jnp.ones(2) + v, lambda v: v < 1,
-     lambda v: 1 in v, lambda v: v @ v, operator.index, abs, np.sum,
-     jnp.asarray])  # fmt: skip
-def test_a_per_replica_is_not_an_array(x, use):
-    words = r"`strategy.reduce\(op, value\)`.*`strategy.gather.*experimental_local_res"
-    with pytest.raises(TypeError, match=words):
-        use(x)
 
 
 def test_how_a_per_replica_prints(x, four):
@@ -171,9 +157,6 @@ def test_a_per_replica_cannot_be_mirrored(x, four):
         four.mirror({"a": x})
 
 
-# per_replica.
-
-
 def test_per_replica_of_lists_and_of_stacked_arrays(four):
     tree = {
         "list": [1, 2, 3, 4],
@@ -215,9 +198,6 @@ def test_per_replica_errors(two, tree, error, words):
         two.per_replica(tree)
 
 
-# Values from a function.
-
-
 def test_values_from_a_function(four):
     contexts = []
 
@@ -243,9 +223,6 @@ def test_values_from_a_function_must_agree(two):
         )
     with pytest.raises(TypeError, match="not an array or a number"):
         two.experimental_distribute_values_from_function(lambda context: "text")
-
-
-# init.
 
 
 def test_init_builds_mirrored_state_with_one_call(four):

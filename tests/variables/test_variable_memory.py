@@ -1,7 +1,6 @@
 """Variables are updated in place, and their memory is freed."""
 
 import gc
-import warnings
 import weakref
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
-from helpers.replicas import ids
 from helpers.variables import variable
 
 import jaxstrategy as js
@@ -96,27 +94,3 @@ def test_reading_costs_no_copy(two):
     before = live()
     two.run(lambda: jnp.sum(v.value() * 2))
     assert live() <= before
-
-
-def test_the_next_calls_compile_nothing(two, compilations):
-    v = variable(two, 0.0, aggregation="sum")
-    o = variable(two, 0.0, "on_read", "mean")
-    w = js.Variable(0.0)
-
-    @two.run
-    def step(x):
-        w.assign_add(1.0)
-        return v.assign_add(x), o.assign(x)
-
-    def several():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", js.errors.RecompilationWarning)
-            for _ in range(5):
-                step(x)
-                v.assign_add(1.0), o.assign(o + 1), w.value()
-
-    x = ids(two)
-    several()
-    compilations()
-    several()
-    assert compilations() == 0

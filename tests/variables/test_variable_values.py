@@ -52,9 +52,6 @@ def test_an_aggregated_assign_that_only_some_replicas_reach(two):
     assert v.value() == 10
 
 
-# Assigning.
-
-
 @pytest.mark.slow
 @each_of("kind", ["auto", "on_read"])
 @each_of("where", ["outside", "step"])
@@ -211,9 +208,6 @@ def test_tree_functions_give_arrays(two):
     assert isinstance(only, js.PerReplica) and only.stacked.tolist() == [2, 2]
 
 
-# How it prints and copies.
-
-
 def test_how_it_prints(two):
     v = variable(two, [1.5, 2.0], name="v")
     assert (
@@ -316,45 +310,10 @@ def test_pickling_is_refused():
         pickle.dumps(js.Variable(1.0, name="v"))
 
 
-# Rows.
-
-
 def rows_of(i):
     """Rows (0, i) with values (i + 1) * [[1, 2], [3, 4]]."""
     values = (i + 1.0) * jnp.array([[1.0, 2.0], [3.0, 4.0]])
     return js.IndexedSlices(values, jnp.stack([0 * i, i]), (5, 2))
-
-
-def numpys_rows(n):
-    dense = np.zeros((5, 2), np.float32)
-    for i in range(n):
-        np.add.at(dense, [0, i], (i + 1.0) * np.array([[1.0, 2.0], [3.0, 4.0]]))
-    return dense
-
-
-@pytest.mark.slow
-@each_of("how, sign", [("assign_add", 1), ("assign_sub", -1)])
-def test_rows_are_added_where_they_belong(four, how, sign):
-    with four.scope():
-        v = js.Variable(np.ones((5, 2), np.float32), aggregation="sum")
-        mean = js.Variable(np.ones((5, 2), np.float32), aggregation="mean")
-        first = js.Variable(
-            np.ones((5, 2), np.float32), aggregation="only_first_replica"
-        )
-        own = js.Variable(
-            np.ones((5, 2), np.float32), synchronization="on_read", aggregation="sum"
-        )
-
-    @four.run
-    def step(i):
-        for each in (v, mean, first, own):
-            getattr(each, how)(rows_of(i))
-
-    step(four.per_replica([0, 1, 2, 3]))
-    np.testing.assert_allclose(v.numpy(), 1 + sign * numpys_rows(4))
-    np.testing.assert_allclose(mean.numpy(), 1 + sign * numpys_rows(4) / 4)
-    np.testing.assert_allclose(first.numpy(), 1 + sign * numpys_rows(1))
-    np.testing.assert_allclose(own.numpy(), 4 + sign * numpys_rows(4))
 
 
 def test_rows_may_be_assigned_and_added_outside_of_run(two):

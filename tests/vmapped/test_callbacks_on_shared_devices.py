@@ -16,11 +16,6 @@ import jaxstrategy as js
 FLOAT = jax.ShapeDtypeStruct((), np.float32)
 
 
-@pytest.fixture(scope="module")
-def eight():
-    return js.MirroredStrategy(jax.devices()[:2], replicas_per_device=4)
-
-
 def replies(strategy, step):
     """What a step's callbacks were called with, and its results."""
     found = []
@@ -98,21 +93,6 @@ def test_a_loop_calls_until_its_replica_has_ended(eight):
     wanted = [value for i in range(8) for value in range(i, 5, 3)]
     assert found == sorted(wanted)
     np.testing.assert_array_equal(results, [6, 7, 5, 6, 7, 5, 6, 7])
-
-
-def test_a_branch_with_a_collective_calls_if_all_take_it(eight):
-    def step(x, tell):
-        def yes():
-            jax.debug.callback(tell, x)
-            return lax.psum(x, "replica") + x
-
-        taken = lax.cond(lax.pmax(x, "replica") > 3, yes, lambda: x)
-        left = lax.cond(lax.pmax(x, "replica") > 9, yes, lambda: x)
-        return taken + left
-
-    found, results = replies(eight, step)
-    assert found == list(range(8))
-    np.testing.assert_array_equal(results, 28 + 2 * np.arange(8))
 
 
 def test_a_callback_where_only_a_group_comes_is_refused(eight):

@@ -333,21 +333,6 @@ def test_groups_that_decide_alike(eight):
     np.testing.assert_array_equal(branch, [0, 1, 2, 3, 44, 44, 44, 44])
 
 
-def test_merge_calls(eight):
-    def merged(strategy, x):
-        doubled = strategy.run(lambda y: 2 * y, (x,))
-        return strategy.reduce("sum", doubled), strategy.gather(
-            strategy.run(lambda y: y[None], (x,)), axis=0
-        )
-
-    def step(x):
-        return replica().merge_call(merged, (x,))
-
-    total, everything = eight.run(step, (ids(eight),))
-    assert float(total) == 56
-    np.testing.assert_array_equal(everything, np.arange(8))
-
-
 def test_a_collective_without_a_rule_is_refused(eight):
     def step(x):
         numbers = jnp.zeros(8, jnp.int32)

@@ -13,12 +13,6 @@ AXIS = "replica"
 X = np.arange(8.0, dtype=np.float32)
 
 
-@pytest.fixture(scope="module")
-def eight():
-    """8 replicas on 2 devices."""
-    return js.MirroredStrategy(jax.devices()[:2], replicas_per_device=4)
-
-
 def test_gradients_from_outside(eight):
     def loss(w, x):
         step = lambda w, x: lax.pmean((w * x) ** 2, AXIS)  # noqa: E731

@@ -5,7 +5,6 @@ from xml.etree import ElementTree
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers.replicas import ids, replica, versions
 
@@ -14,12 +13,6 @@ import jaxstrategy as js
 
 def sharing(devices, each):
     return js.MirroredStrategy(jax.devices()[:devices], replicas_per_device=each)
-
-
-@pytest.fixture(scope="module")
-def eight():
-    """8 replicas on 2 devices."""
-    return sharing(2, 4)
 
 
 @pytest.mark.slow
@@ -87,31 +80,3 @@ def test_random_keys_are_those_of_own_devices(eight):
     bits = eight.run(lambda k: jax.random.bits(replica().fold_in(k), (5,)), (key,))
     wanted = [jax.random.bits(jax.random.fold_in(key, i), (5,)) for i in range(8)]
     np.testing.assert_array_equal(np.asarray(bits.stacked), np.stack(wanted))
-
-
-def test_a_training_is_that_of_the_whole_batch(eight):
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(16, 3)).astype(np.float32)
-    y = x @ np.float32([1, -2, 3])
-    tx = optax.adam(0.1)
-
-    def gradient(w, x, y):
-        return jax.grad(lambda w: ((x @ w - y) ** 2).mean())(w)
-
-    def update(w, state, grads):
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(w, updates), state
-
-    @eight.step
-    def step(w, state, x, y):
-        return update(w, state, replica().all_reduce("mean", gradient(w, x, y)))
-
-    w, state = eight.mirror((np.zeros(3, np.float32), tx.init(jnp.zeros(3))))
-    alone, own = jnp.zeros(3), tx.init(jnp.zeros(3))
-    parts = js.PerReplica(x.reshape(8, 2, 3)), js.PerReplica(y.reshape(8, 2))
-    for _ in range(20):
-        w, state = step(w, state, *parts)
-        alone, own = update(alone, own, gradient(alone, x, y))
-    np.testing.assert_allclose(w, alone, rtol=1e-5, atol=1e-5)
-    eight.assert_in_sync((w, state))
-    np.testing.assert_array_equal(js.to_host(w), np.asarray(w))

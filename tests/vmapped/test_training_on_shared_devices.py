@@ -20,12 +20,6 @@ def sharing(devices, each):
     return js.MirroredStrategy(jax.devices()[:devices], replicas_per_device=each)
 
 
-@pytest.fixture(scope="module")
-def eight():
-    """8 replicas on 2 devices."""
-    return sharing(2, 4)
-
-
 def drawn(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
@@ -40,9 +34,6 @@ def assert_close(have, want, tolerance=1e-6):
 
 def stacked(value):
     return np.asarray(value.stacked if isinstance(value, js.PerReplica) else value)
-
-
-# Layers.
 
 
 def linen_layer(x, mask):
@@ -91,9 +82,6 @@ def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
     )
 
 
-# Reductions with less than all bits.
-
-
 @pytest.mark.slow
 @each_of("options", [INT8, RANK2])
 def test_compressed_sums_are_those_of_own_devices(eight, options):
@@ -116,9 +104,6 @@ def test_compressed_sums_are_those_of_own_devices(eight, options):
     assert_close(mean["b"], grads[-1]["b"].mean(0))
     assert state.errors["w"].stacked.shape == (8, 16, 20)
     eight.assert_in_sync(mean)
-
-
-# Precision.
 
 
 def test_one_replica_that_overflows_stops_all(eight):
@@ -149,9 +134,6 @@ def test_one_replica_that_overflows_stops_all(eight):
     eight.assert_in_sync((scale, after))
 
 
-# Several steps in one call, and parts of a batch.
-
-
 def test_an_outer_optimizer_has_parameters_of_each_replica(eight):
     x = drawn(4, 8)
     tx = js.optax.outer(optax.sgd(0.5), optax.sgd(0.5), every=2)
@@ -172,9 +154,6 @@ def test_an_outer_optimizer_has_parameters_of_each_replica(eight):
         versions = np.broadcast_to(stacked(w), (8,))
         np.testing.assert_allclose(versions, own, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(state.params, met, rtol=1e-5)
-
-
-# What a strategy says and gives.
 
 
 def test_a_value_that_differs_between_devices_is_not_in_sync(eight):
@@ -218,23 +197,3 @@ def test_a_report_counts_what_a_device_sends():
     np.testing.assert_allclose(result, np.full(64, -2.5))
     report = timed.report()
     assert (report.calls, report.steps) == (4, 4)
-
-
-def test_some_devices_only():
-    strategy = js.MirroredStrategy(jax.devices()[5:8:2], replicas_per_device=3)
-    devices = [jax.devices()[i] for i in (5, 5, 5, 7, 7, 7)]
-    assert list(strategy.devices) == devices
-    with strategy.scope():
-        total = js.Variable(1.0, aggregation="sum")
-        own = js.Variable(0.0, synchronization="on_read", aggregation="sum")
-
-    @strategy.run
-    def step(x):
-        total.assign_add(x)
-        own.assign_add(2 * x)
-        return x, replica().all_gather(x[None], 0)
-
-    found, gathered = step(ids(strategy, 1.0))
-    np.testing.assert_array_equal(gathered, np.arange(1, 7))
-    assert [set(found.local(i).devices()) for i in range(6)] == [{d} for d in devices]
-    assert float(total) == 22 and float(own) == 42

@@ -17,12 +17,6 @@ SUM, MEAN, FIRST, NONE = (
 ON_READ = js.VariableSynchronization.ON_READ
 
 
-@pytest.fixture(scope="module")
-def eight():
-    """8 replicas on 2 devices."""
-    return js.MirroredStrategy(jax.devices()[:2], replicas_per_device=4)
-
-
 def variable(strategy, value, aggregation, **options):
     with strategy.scope():
         return js.Variable(value, aggregation=aggregation, **options)
@@ -76,19 +70,6 @@ def test_variables_in_loops_and_branches(eight):
     wanted = 8 * 3 + 2 * 10 + 100 * sum(7 - i for i in range(8))
     assert float(own.numpy()) == wanted
     np.testing.assert_array_equal(rows.numpy(), 3.5 * np.arange(4))
-
-
-def test_steps_in_one_call(eight):
-    v = variable(eight, 0.0, SUM)
-
-    def step(x):
-        v.assign_add(x)
-        return v.read_value()
-
-    batches = tuple(ids(eight, start) for start in (0.0, 1.0, 2.0))
-    found = eight.several(step)(batches)
-    np.testing.assert_array_equal(found, [28, 28 + 36, 28 + 36 + 44])
-    assert float(v.numpy()) == 108
 
 
 def test_references_that_a_step_makes(eight):

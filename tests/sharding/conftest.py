@@ -1,0 +1,1 @@
+from helpers.shared import four, pytest_collection_modifyitems, two  # noqa: F401
