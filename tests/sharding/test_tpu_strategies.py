@@ -103,6 +103,13 @@ def test_replicas_in_another_order():
     assert reads == [{0: 1, 1: 42}, {1: 1, 0: 42}]
 
 
+def assigned(assignment, **more):
+    return {"experimental_device_assignment": assignment, **more}
+
+
+TWO_TASKS = Topology(mesh_shape=MESH, device_coordinates=[CORES[:4], CORES[4:]])
+
+
 @each_of(
     ("arguments", "error", "text"),
     [
@@ -110,42 +117,16 @@ def test_replicas_in_another_order():
         ({"cores_per_replica": 0}, ValueError, "was 0; at least 1 was wanted"),
         ({"cores_per_replica": 2.0}, TypeError, "was 2.0; a whole number was wanted"),
         ({"tpu_cluster_resolver": "x"}, TypeError, "A `TPUClusterResolver` was wanted"),
-        (
-            {"experimental_device_assignment": [[[0, 0, 0, 0]]]},
-            TypeError,
-            "`experimental_device_assignment` was .*DeviceAssignment` was wanted",
-        ),
-        (
-            {
-                "experimental_device_assignment": DeviceAssignment.build(TOPOLOGY),
-                "cores_per_replica": 2,
-            },
-            ValueError,
-            "was 2, and the device assignment has 1. Leave `cores_per_replica` out",
-        ),
-        (
-            {
-                "experimental_device_assignment": DeviceAssignment(
-                    TOPOLOGY, [[CORES[0]], [CORES[0]]]
-                )
-            },
-            ValueError,
-            "has cpu:0 more than once",
-        ),
-        (
-            {
-                "experimental_device_assignment": DeviceAssignment(
-                    Topology(
-                        mesh_shape=MESH, device_coordinates=[CORES[:4], CORES[4:]]
-                    ),
-                    [[CORES[0]]],
-                )
-            },
-            ValueError,
-            "2 tasks of 4 devices.*here are 1 process.* with 8 devices",
-        ),
+        (assigned([[[0, 0, 0, 0]]]), TypeError,
+         "`experimental_device_assignment` was .*DeviceAssignment` was wanted"),
+        (assigned(DeviceAssignment.build(TOPOLOGY), cores_per_replica=2), ValueError,
+         "was 2, and the device assignment has 1. Leave `cores_per_replica` out"),
+        (assigned(DeviceAssignment(TOPOLOGY, [[CORES[0]], [CORES[0]]])), ValueError,
+         "has cpu:0 more than once"),
+        (assigned(DeviceAssignment(TWO_TASKS, [[CORES[0]]])), ValueError,
+         "2 tasks of 4 devices.*here are 1 process.* with 8 devices"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         js.TPUStrategy(**arguments)

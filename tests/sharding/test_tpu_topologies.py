@@ -79,9 +79,7 @@ def test_a_replica_for_each_chip():
     ("arguments", "text"),
     [
         (([1, 1, 1, 2], None, 5), "requested 5 replicas but only 4 replicas fit"),
-        ((None, None, 9), "requested 9 replicas but only 8 replicas fit"),
         (([1, 1, 2],), r"computation_shape must have shape \[4\].*got \[1, 1, 2\]"),
-        ((7,), r"computation_shape must have shape \[4\].*got 7"),
         (([0, 1, 1, 2],), "computation_shape must be positive"),
         (([4, 1, 1, 1],), r"footprint \[4, 1, 1, 1\] does not fit in TPU topology"),
         ((None, [1, 1, 2]), r"computation_stride must have shape \[4\]"),
@@ -130,11 +128,9 @@ def test_assignments_of_what_is_left_are_in_the_order_of_tasks():
     [
         ([[0, 0, 0, 0]], "must be a rank 3 numpy array"),
         ([[[0, 0, 0, 0.5]]], "must be a rank 3 numpy array of whole numbers"),
-        ([[[0, 0, 0, 0]], [[0, 0, 0]]], "must be a rank 3 numpy array"),
         (np.zeros((0, 1, 4), int), "must be a rank 3 numpy array"),
         ([[[0, 0, 0]]], r"must have size equal to topology rank \(4\)"),
         ([[[0, 0, 0, 7]]], r"no device at the coordinates \[0, 0, 0, 7\]"),
-        ([[[-1, 0, 0, 0]]], r"no device at the coordinates \[-1, 0, 0, 0\]"),
     ],
 )
 def test_cores_that_cannot_be_assigned_are_refused(cores, text):
@@ -175,9 +171,7 @@ def test_cores_that_are_not_there_are_refused(numbers):
     ("coordinates", "text"),
     [
         ([[0, 0, 0, 0]], r"must be a rank 3 array of whole numbers, \[task, device, 4"),
-        ([[[0, 0, 0]]], "must be a rank 3 array"),
         ([[[0, 0, 0, 0.5]]], "must be a rank 3 array of whole numbers"),
-        ([[[0, 0, 0, 0]], [[0, 0, 0, 0], [1, 0, 0, 0]]], "must be a rank 3 array"),
         (None, "must be a rank 3 array"),
         ([[[0, 0, 0, 2]]], r"has \[0, 0, 0, 2\], which lies outside of the mesh"),
         ([[[0, -1, 0, 0]]], "lies outside of the mesh"),
@@ -202,11 +196,9 @@ def test_serialized_topologies_are_tensorflows():
 @each_of(
     ("serialized", "text"),
     [
-        (b"\xff", "A serialized topology was wanted.*got b"),
         (b"\x0a\x09\x01", "A serialized topology was wanted.*got b"),
         (b"\x0b", "A serialized topology was wanted.*got b"),
         (b"\x0a\x04\x02\x02\x01\x02\x10\x01\x18\x08", "has 0 coordinates; 32 were"),
-        ({"a": 1}, "A serialized topology was wanted.*got {'a': 1}"),
         ([8], r"A serialized topology was wanted.*got \[8\]"),
         ("text", "A serialized topology was wanted.*got 'text'"),
         (b"\x10\x01", "`mesh_shape` must be a sequence of 4"),

@@ -4,7 +4,6 @@ The oracle is NumPy: replica i of an array of shape `[replica, ...]` has entry i
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -68,11 +67,3 @@ def test_versions_of_an_array_divided_inside_replicas_stay_divided():
     for version, row in zip(value.values, x, strict=True):
         np.testing.assert_array_equal(version, row)
         assert [s.data.shape for s in version.addressable_shards] == [(3, 2)] * 4
-
-
-def test_central_storage_keeps_its_variables_elsewhere():
-    central = js.experimental.CentralStorageStrategy(jax.devices()[:4], "CPU:7")
-    with central.scope():
-        v = js.Variable(jnp.ones(3))
-    assert central.devices == tuple(jax.devices()[:4])
-    assert v.value().devices() == {jax.devices()[7]}

@@ -4,6 +4,7 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from helpers.cases import each
 from helpers.objects import (
@@ -16,6 +17,8 @@ from helpers.objects import (
     train,
     trained_alone,
 )
+
+import jaxstrategy as js
 
 # Objects that the step captures.
 
@@ -151,3 +154,18 @@ def test_a_module_as_the_step_and_its_methods(two):
     two.run(counter.add, (1.0,))
     counter.step(1.0)
     assert float(counter.n[...]) == 6
+
+
+def test_a_forgotten_reduction_names_the_result(two):
+    offset = jnp.ones(3)
+    x = two.per_replica([np.ones(3, np.float32), np.zeros(3, np.float32)])
+
+    def step(state, x):
+        return {"w": state["w"] - x * offset}
+
+    with pytest.warns(js.errors.NotMirroredWarning) as caught:
+        two.run(step, ({"w": np.ones(3, np.float32)}, x))
+    (text,) = (str(each.message) for each in caught)
+    assert "`step` was given `state['w']` equal on all replicas" in text
+    assert "returns `step(...)['w']`, what takes its place" in text
+    assert "(...)[0]" not in text

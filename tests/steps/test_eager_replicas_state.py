@@ -36,21 +36,6 @@ def test_copies_that_differ_are_told_with_what_they_hold(two):
     assert float(w) == 1 and float(v) == 1  # nothing is kept
 
 
-def test_a_step_that_raises_changes_nothing(two):
-    with two.scope():
-        w = js.Variable(1.0)
-        own = js.Variable(1.0, synchronization="on_read", aggregation="sum")
-
-    def step():
-        w.assign(2.0)
-        own.assign(7.0)
-        raise RuntimeError("no")
-
-    with js.experimental.eager_replicas(), pytest.raises(RuntimeError, match="no"):
-        two.run(step)
-    assert float(w) == 1 and float(own) == 2
-
-
 def test_a_merge_call_finds_and_leaves_what_was_assigned(two):
     with two.scope():
         w = js.Variable(1.0)

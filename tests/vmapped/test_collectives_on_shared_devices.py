@@ -18,12 +18,6 @@ ACROSS = [[0, 4], [1, 5], [2, 6], [3, 7]]
 HALVES = [[0, 2, 4, 6], [7, 5, 3, 1]]
 
 
-@pytest.fixture(scope="module", params=[(1, 8), (2, 4)], ids=str)
-def eight(request):
-    devices, each = request.param
-    return js.MirroredStrategy(jax.devices()[:devices], replicas_per_device=each)
-
-
 def stacked(tree):
     is_own = lambda x: isinstance(x, js.PerReplica)  # noqa: E731
     return jax.tree.map(
@@ -106,7 +100,10 @@ ALL = [list(range(8))]
 
 
 @pytest.mark.slow
-def test_collectives_of_jax(eight):
+@each_of("devices", [1, 2])
+def test_collectives_of_jax(devices):
+    each = 8 // devices
+    eight = js.MirroredStrategy(jax.devices()[:devices], replicas_per_device=each)
     rng = np.random.default_rng(2)
     given = {
         name: rng.integers(-9, 9, size=(8, size, 2 * size)).astype(np.float32)
