@@ -212,6 +212,7 @@ def test_without_a_dataset_all_rows_are_real(four):
     np.testing.assert_array_equal(masks, [True, True])
     assert four.reduce("mean", four.run(js.masked_mean, (x,))) == 2
     assert js.masked_mean(jnp.array([1.0, 3.0])) == 2
+    assert js.masked_mean(jnp.array([[1.0, 3.0], [5.0, 7.0]]), axis=None) == 4
     assert js.masked_mean(jnp.array([1.0, 3.0]), mask=jnp.array([True, False])) == 1
     assert js.masked_sum(jnp.array([True, True, False])) == 2
 

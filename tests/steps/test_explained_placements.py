@@ -77,6 +77,18 @@ def test_state_is_divided_over_replicas_and_their_devices():
     assert bytes_of(found.sharding.leaves) == {"w": 2048 // 8, "v": 2048 // 8, "b": 64}
     assert {leaf.dimension for leaf in found.sharding.leaves} == {0, 1, None}
     assert "dimension 0; dimension 1 over core in each replica" in str(found)
+    columns = NamedSharding(strategy.mesh, P("core"))
+    v = jax.device_put(np.ones((16, 3), np.float32), columns)
+    (leaf,) = strategy.explain(lambda v: 2 * v, (v,), compiled=False).sharding.leaves
+    assert leaf.reason == "the devices of each replica divide it"
+
+
+def test_variables_lie_over_the_devices_of_each_replica(cores):
+    with cores.scope():
+        v = js.Variable(np.ones((4, 6), np.float32), name="v", sharding=P("core"))
+    found = cores.explain(lambda: v.assign_add(1.0 + v), compiled=False)
+    (leaf,) = found.sharding.leaves
+    assert (leaf.path, leaf.nbytes, leaf.device_bytes) == ("variable 'v'", 96, 48)
 
 
 def test_types_say_where_arrays_would_lie(cores):

@@ -152,6 +152,9 @@ def test_expect_mirrored_means_the_results(two):
             js.errors.NotMirroredError, match=r"`step\(\.\.\.\)\['own'\]`"
         ):
             run(wrong)
+    told = r"is \(True, False\), which does not fit .* `step\(...\)` is \{'own': \*"
+    with pytest.raises(ValueError, match=told):
+        run((True, False))
 
 
 def bind(step: Any, *objects):
