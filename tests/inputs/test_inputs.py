@@ -77,13 +77,6 @@ def test_random_keys_are_rows(two):
     np.testing.assert_array_equal(found[mask], jax.random.key_data(keys))
 
 
-def test_a_batch_from_one_device_is_spread_out(two):
-    x = jax.device_put(jnp.arange(4.0), jax.devices()[5])
-    (out,) = two.experimental_distribute_dataset([x])
-    assert real(out) == [[0, 1], [2, 3]]
-    assert [v.devices() for v in out.values] == [{d} for d in two.devices]
-
-
 def with_remainder(remainder, n, source):
     options = js.InputOptions(remainder=remainder)
     dataset = mirrored(n).experimental_distribute_dataset(source, options)
@@ -247,8 +240,6 @@ def test_what_is_no_input_function(two):
     with pytest.raises(TypeError, match="The int given as a dataset is not a dataset"):
         two.distribute_datasets_from_function(lambda _: 3)
 
-
-# Bad batches.
 
 GOOD = {"x": np.zeros((4, 2), np.float32), "y": np.zeros(4, np.int32)}
 Z = np.zeros

@@ -294,8 +294,6 @@ def test_what_was_said_elsewhere_is_said_again_of_a_batch_that_a_trace_captures(
     jax.jit(lambda: total(batch) + 1)()  # said of this step
 
 
-# Two batches in one step.
-
 TWO = (
     "`step` was given `a`, `b`, of different batches with equal numbers of rows, and "
     "asked which rows of something computed from them are real. Say which batch is "

@@ -185,8 +185,6 @@ def test_gradients_of_rare_sizes_neither_vanish_nor_overflow(four):
         np.testing.assert_allclose(have, x.mean(0), atol=1e-4 * size)
 
 
-# Both.
-
 BOTH = each_of("options", [INT8, RANK2])
 
 

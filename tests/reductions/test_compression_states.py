@@ -219,8 +219,6 @@ def test_another_number_of_replicas_is_told_to_reduce_it(tmp_path, four, two):
     np.testing.assert_allclose(total, grad["w"].mean(0) + owed.mean(0), atol=1e-5)
 
 
-# What is refused.
-
 LOST = r"(?s)`compression` was .*no state.*`jaxstrategy\.optax\.all_reduce_gradients"
 
 

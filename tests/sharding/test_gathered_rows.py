@@ -78,8 +78,6 @@ def test_where_all_rows_are_real_it_is_not(four, remainder):
     assert four.reduce("mean", four.run(js.masked_mean, (batch,))) == 3.5
 
 
-# Means over more than rows.
-
 LOSSES = np.arange(30.0).reshape(10, 3).astype(np.float32) ** 2
 
 

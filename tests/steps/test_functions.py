@@ -289,8 +289,6 @@ def test_neither_functions_nor_what_they_capture_are_kept(two):
     assert [reference() for reference in references] == [None] * 3
 
 
-# Objects are lent, and functions are what they are.
-
 counted = 0
 counter = nnx.Variable(jnp.zeros(()))
 
@@ -376,8 +374,6 @@ def test_an_object_that_no_name_leads_to_is_not_stale_if_a_step_changes_it(two):
         two.run(change, (cached_model(),))
         np.testing.assert_allclose(step(x), cached_model()(x), rtol=1e-5)
 
-
-# Values of a trace that are left behind.
 
 left_here = None
 

@@ -78,8 +78,6 @@ def test_flaxs_batchnorm_has_global_statistics_with_the_name(two, axis):
     np.testing.assert_allclose(np.reshape(y.stacked, (4, 2)), want, rtol=1e-5)
 
 
-# Contexts.
-
 USES = {
     "all_reduce": lambda kept: kept.all_reduce("sum", 1.0),
     "replica_id_in_sync_group": lambda kept: kept.replica_id_in_sync_group,

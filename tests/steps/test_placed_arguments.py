@@ -102,8 +102,6 @@ def test_state_from_flax_replicate_is_told_from_a_batch(four):
     assert float(four.run(lambda state: state["w"].sum(), (again,))) == 6.0
 
 
-# Datasets that are read while JAX traces.
-
 READS = {
     "next": lambda dataset, iterator: next(iterator),
     "get_next": lambda dataset, iterator: iterator.get_next(),

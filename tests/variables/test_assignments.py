@@ -94,8 +94,6 @@ def test_assigning_takes_tensorflows_arguments(two, kind):
     assert two.run(lambda: v.assign(4.0, read_value=False)) is None and v == 4.0
 
 
-# Parts. NumPy is the oracle.
-
 INDICES = {
     "slice": np.s_[1:3],
     "number": np.s_[1],

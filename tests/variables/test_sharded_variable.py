@@ -164,8 +164,6 @@ def test_rows_are_added_and_subtracted(table):
     np.testing.assert_array_equal(table.numpy(), np.eye(4)[:, 2:3] * np.ones(2))
 
 
-# Parts of it.
-
 BASIC = [
     0, 3, -1, -4, np.int64(2), slice(None), slice(1, 3), slice(2, 100), slice(-2, None),
     slice(3, 1), slice(None, None, 2), slice(None, None, -1), slice(3, 0, -2), ..., (),

@@ -156,8 +156,6 @@ def test_shards_may_be_divided_over_replicas(two):
     np.testing.assert_array_equal(table.numpy(), want)
 
 
-# Changes of rows.
-
 REFERENCE = {
     "add": np.add.at,
     "sub": np.subtract.at,
@@ -219,8 +217,6 @@ def test_rows_of_all_replicas_have_no_extremes(two):
     with pytest.raises(NotImplementedError, match="variable 'table', which"):
         table.scatter_max(slices([0], [[1, 1]]))
 
-
-# Gradients.
 
 WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 

@@ -130,8 +130,6 @@ def test_arrays_given_and_read_before_stay_as_they_are(two, kind):
         assert np.asarray(array).tolist() == [0, 1, 2]
 
 
-# It stands for its value.
-
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.mod]
 BINARY += [operator.floordiv, operator.pow, operator.lt, operator.le, operator.gt]
 BINARY += [operator.ge, divmod]
