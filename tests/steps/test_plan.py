@@ -309,22 +309,25 @@ def test_states_and_batches_as_users_have_them():
 
 
 def test_advice_where_nothing_fits_holds():
+    def in_one_part(state, x):
+        return step_in_parts(state, x)
+
     batch = jax.ShapeDtypeStruct((8 * 1024, SIDE), np.float32)
-    plan = js.plan(build, step_in_parts, batch, memory="8MiB", options=DONATE)
+    plan = js.plan(build, in_one_part, batch, memory="8MiB", options=DONATE)
     assert not any(layout.fits for layout in plan)
     with pytest.raises(ValueError, match=r"No layout fits into 8 MiB\.\nThe least is"):
         plan.best  # noqa: B018
     advice = "\n".join(plan.advice)
     (rows,) = re.findall(r"- (\d+) rows in place of 8192: ", advice)
     fewer = jax.ShapeDtypeStruct((int(rows), SIDE), np.float32)
-    assert js.plan(build, step_in_parts, fewer, memory="8MiB", options=DONATE).best.fits
+    assert js.plan(build, in_one_part, fewer, memory="8MiB", options=DONATE).best.fits
     assert re.search(
         r"`jax.checkpoint` around layers: .* MiB grow with the rows", advice
     )
     (devices,) = re.findall(r"- (\d+) devices in place of 8, about\.", advice)
     # As many rows on each device as so many devices would have.
     few = jax.ShapeDtypeStruct((8 * 1024 * 8 // int(devices), SIDE), np.float32)
-    assert js.plan(build, step_in_parts, few, memory="8MiB", options=DONATE).best.fits
+    assert js.plan(build, in_one_part, few, memory="8MiB", options=DONATE).best.fits
     assert "donate_argnums" not in advice
     assert "No layout fits into 8 MiB." in str(plan)
 

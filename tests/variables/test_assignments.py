@@ -195,13 +195,12 @@ def test_scattered_rows_of_all_replicas(two):
         for how, aggregation in SCATTERED
     }
 
-    @two.run
     def step():
         first = replica_id() + jnp.arange(2)
         rows = js.IndexedSlices(first + 1.0, first)
         return [getattr(v, f"scatter_{how}")(rows) for (how, _), v in each.items()]
 
-    for (case, v), new in zip(each.items(), step(), strict=True):
+    for (case, v), new in zip(each.items(), two.run(step), strict=True):
         assert isinstance(new, jax.Array)  # equal on all replicas
         np.testing.assert_allclose(new, SCATTERED[case], rtol=1e-6)
         np.testing.assert_allclose(copies(two, v), [SCATTERED[case]] * 2, 1e-6)
