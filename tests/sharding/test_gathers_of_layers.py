@@ -1,8 +1,6 @@
 """Layers in a Python loop: how often the compiled step gathers each weight."""
 
-import importlib
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +11,10 @@ from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
+from jaxstrategy._src.tracing.explanation.compiled_program import compiled_collectives
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 UNITS, LAYERS = 16, 3
 KERNEL = UNITS * UNITS * 4  # bytes
-
-
-@pytest.fixture
-def reader(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("_compiled")
 
 
 def layer(x, w):
@@ -43,9 +35,13 @@ def step_of(layer):
     return step
 
 
-def lowered(layer):
+@pytest.fixture
+def strategy():
     sharding = js.StateSharding("state", min_bytes=0)
-    strategy = js.MirroredStrategy(jax.devices()[:4], sharding=sharding)
+    return js.MirroredStrategy(jax.devices()[:4], sharding=sharding)
+
+
+def lowered(strategy, layer):
     weights = strategy.mirror([np.eye(UNITS, dtype=np.float32)] * LAYERS)
     x = strategy.per_replica(np.ones((4, 2, UNITS), np.float32))
     step = step_of(layer)
@@ -65,15 +61,18 @@ def barriers_last():
 # XLA takes the two gathers of one weight for the same, unless a barrier keeps them
 # apart: the weight would then stay whole from the forward pass to the backward one.
 @each_of(("layer", "times"), [(jax.checkpoint(layer), 2), (layer, 1)])
-def test_a_layer_that_is_computed_again_gathers_its_weight_again(reader, layer, times):
-    program = lowered(layer)
+def test_a_layer_that_is_computed_again_gathers_its_weight_again(
+    strategy, layer, times
+):
+    program = lowered(strategy, layer)
     text = program.as_text()
     behind = re.findall(r"(%\S+?)(?::\d+)? = stablehlo.optimization_barrier", text)
     gathered = re.findall(r"stablehlo.all_gather\"\((%\w+)(?:#\d+)?\)", text)
     assert len(gathered) == LAYERS * times
     assert sum(name in behind for name in gathered) == LAYERS * (times - 1)
-    found = reader.collectives(program.compile().as_text())
-    gathers = [each.whole for each in found if each.kind == "all-gather"]
+    compiled = program.compile().as_text()
+    found = compiled_collectives(compiled, strategy._replicas, __file__)
+    gathers = [4 * each.nbytes for each in found if each.kind == "all_gather"]
     # That of JAX 0.10 for processors drops barriers before it joins what is equal.
     kept = times if barriers_last() else 1
     assert gathers == [KERNEL] * LAYERS * kept

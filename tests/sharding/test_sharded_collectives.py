@@ -1,8 +1,6 @@
 """The collectives of compiled steps of sharded state, counted in XLA's own text."""
 
 import collections
-import importlib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +13,9 @@ from jax import lax
 
 import jaxstrategy as js
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 N, UNITS = 8, 16
 KERNEL = UNITS * UNITS * 4  # bytes
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture
-def reader(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("_compiled")
 
 
 def strategy(shard):
@@ -64,8 +55,9 @@ def step_of(optimizer, model=in_turn):
     return step
 
 
-def lowered(strategy, step, *args):
-    return jax.jit(lambda *args: strategy.run(step, args)).lower(*args)
+def whole(each):
+    """The bytes of the whole array that a collective of the program is of."""
+    return each.nbytes * (N if each.kind == "all_gather" else 1)
 
 
 def test_a_whole_result_made_of_parts_is_the_same_bit_by_bit():
@@ -84,19 +76,14 @@ def test_a_whole_result_made_of_parts_is_the_same_bit_by_bit():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_only_whole_results_are_gathered_if_the_optimizers_state_is_divided(reader):
+def test_only_whole_results_are_gathered_if_the_optimizers_state_is_divided():
     optimizer = optax.adamw(0.1)
     own, params = strategy("optimizer"), kernels()
     state = own.mirror((params, optimizer.init(params)))
     x = own.per_replica(np.ones((N, 2, UNITS), np.float32))
-    compiled = lowered(own, step_of(optimizer), state, x).compile()
-    found = [c for c in reader.collectives(compiled.as_text()) if c.group > 1]
-    assert sorted((each.kind, each.whole) for each in found) == [
-        ("all-gather", KERNEL),
-        ("all-gather", KERNEL),
-        ("reduce-scatter", KERNEL),
-        ("reduce-scatter", KERNEL),
-    ]
+    found = own.explain(step_of(optimizer), (state, x)).compiled_collectives
+    wanted = [("all_gather", KERNEL)] * 2 + [("reduce_scatter", KERNEL)] * 2
+    assert sorted((each.kind, whole(each)) for each in found) == wanted
 
 
 LAYERS = {
@@ -119,17 +106,15 @@ COUNTED = [
 @pytest.mark.slow
 @each_of("shard, model, params, optimizer", COUNTED)
 def test_explain_tells_the_bytes_of_the_compiled_program(
-    reader, shard, model, params, optimizer
+    shard, model, params, optimizer
 ):
     own, step = strategy(shard), step_of(optimizer, model)
     state = own.mirror((params, optimizer.init(params)))
     x = own.per_replica(np.ones((N, 2, UNITS), np.float32))
-    told = collections.Counter()
-    for each in own.explain(step, (state, x), compiled=False).collectives:
-        whole = each.least_times * each.nbytes * each.parts
-        told[each.kind.replace("_", "-")] += whole
-    found = collections.Counter()
-    for each in reader.collectives(lowered(own, step, state, x).compile().as_text()):
-        if each.group > 1:
-            found[each.kind] += each.times * each.whole
+    explained = own.explain(step, (state, x))
+    told, found = collections.Counter(), collections.Counter()
+    for each in explained.collectives:
+        told[each.kind] += each.least_times * each.nbytes * each.parts
+    for each in explained.compiled_collectives:
+        found[each.kind] += each.least_times * whole(each)
     assert told == found

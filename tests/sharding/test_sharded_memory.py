@@ -1,8 +1,5 @@
 """The memory of steps over layers, and where they gather them, as XLA tells of both."""
 
-import importlib
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,16 +11,8 @@ from jax import lax
 
 import jaxstrategy as js
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 LAYERS, WIDTH = 8, 128
 OPTIMIZER = optax.adamw(1e-3)
-
-
-@pytest.fixture
-def reader(monkeypatch):
-    """What reads the programs that calls have left behind."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("_compiled")
 
 
 def start():
@@ -34,7 +23,7 @@ def start():
     return layers, jax.jit(OPTIMIZER.init)(layers)
 
 
-def training(name, remat):
+def training(remat):
     def layer(x, weights):
         return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
 
@@ -47,42 +36,37 @@ def training(name, remat):
         updates, memory = OPTIMIZER.update(grads, memory, layers)
         return optax.apply_updates(layers, updates), memory
 
-    step.__name__ = name
     return step
 
 
-def trained(strategy, name, remat, reader):
-    """The state after two donated steps, and the program that made it."""
-    step, state = training(name, remat), strategy.mirror(start())
+def trained(strategy, remat):
+    """The state after two donated steps, and what is told of the program."""
+    step, state = training(remat), strategy.mirror(start())
     x = strategy.per_replica(
         list(drawn(strategy.num_replicas_in_sync, 4, WIDTH, seed=2))
     )
+    options = js.RunOptions(donate_argnums=0)
     for _ in range(2):
-        options = js.RunOptions(donate_argnums=0)
         state = strategy.run(step, (state, x), options=options)
-    return jax.tree.map(np.asarray, state), reader.compiled(name)
-
-
-def per_layer(program):
-    """The gathers and scatters of one layer, by kind, with how often they are done."""
-    kinds = {"all-gather", "reduce-scatter"}
-    return {(c.kind, c.times) for c in program.collectives if c.kind in kinds}
+    found = strategy.explain(step, (state, x), options=options)
+    return jax.tree.map(np.asarray, state), found.memory, found.compiled_collectives
 
 
 @pytest.mark.slow
-def test_layers_are_gathered_one_by_one_with_remat(reader):
-    state, program = trained(sharded(), "divided_layers", True, reader)
-    want, other = trained(whole(), "whole_layers", True, reader)
+def test_layers_are_gathered_one_by_one_with_remat():
+    state, memory, exchanged = trained(sharded(), True)
+    want, other, _ = trained(whole(), True)
     assert_alike(state, want)
-    assert program.peak <= 0.25 * other.peak
-    assert program.temporary <= 0.25 * other.temporary
-    assert per_layer(program) == {("all-gather", LAYERS), ("reduce-scatter", LAYERS)}
+    assert memory.peak <= 0.25 * other.peak
+    assert memory.temporary <= 0.25 * other.temporary
+    per_layer = {(each.kind, each.times) for each in exchanged}
+    assert per_layer == {("all_gather", LAYERS), ("reduce_scatter", LAYERS)}
 
 
 @pytest.mark.slow
-def test_what_is_gathered_is_not_kept_without_remat(reader):
-    state, program = trained(sharded(), "divided_plain", False, reader)
-    want, other = trained(whole(), "whole_plain", False, reader)
+def test_what_is_gathered_is_not_kept_without_remat():
+    state, memory, _ = trained(sharded(), False)
+    want, other, _ = trained(whole(), False)
     assert_alike(state, want)
-    assert program.temporary <= 0.4 * other.temporary
-    assert program.peak <= 0.25 * other.peak
+    assert memory.temporary <= 0.4 * other.temporary
+    assert memory.peak <= 0.25 * other.peak
