@@ -7,7 +7,6 @@ import contextlib
 import errno
 import gc
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from helpers.cases import each_of
-from helpers.states import is_state_of, state_of
+from helpers.states import full_disk, is_state_of, state_of
 
 from jaxstrategy.checkpoint import CheckpointError, CheckpointManager
 
@@ -183,17 +182,6 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(tmp_path, monkeyp
 # What a failed save leaves.
 
 
-@contextlib.contextmanager
-def full_disk():
-    """No file can become larger than 5 kB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def fail_to_save(folder):
     """Saves that fail for several reasons, at several times; prints what is left."""
     large = np.random.default_rng(0).random(5000)
@@ -207,7 +195,7 @@ def fail_to_save(folder):
     with CheckpointManager(folder) as manager:
         for step in range(4):
             os.mkdir = refuse if step % 2 else mkdir
-            with contextlib.suppress(CheckpointError), full_disk():
+            with contextlib.suppress(CheckpointError), full_disk(5_000):
                 manager.save(step, {"w": large, "number": 1})
                 manager.wait()
                 print(f"{step} was saved")

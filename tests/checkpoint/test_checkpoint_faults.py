@@ -3,13 +3,11 @@
 Run as a script it is the process that is killed.
 """
 
-import contextlib
 import errno
 import json
 import os
 import pathlib
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -26,6 +24,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from helpers.cases import each_of
+from helpers.states import full_disk
 from helpers.threads import Started
 
 import jaxstrategy as js
@@ -208,24 +207,13 @@ def test_a_later_format_is_an_error_and_left_alone(tmp_path):
 # Disks.
 
 
-@contextlib.contextmanager
-def full_disk():
-    """No file can become larger than 50 kB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @each_of("how", ["save", "wait", "close", "at once"])
 def test_a_full_disk_is_told_and_harms_no_earlier_checkpoint(tmp_path, how):
     manager = CheckpointManager(tmp_path, asynchronous=how != "at once", keep=1)
     manager.save(1, state_of(1))
     manager.wait()
     told = r"Checkpoint 2 could not be written to .*File too large[\s\S]*Earlier check"
-    with full_disk():
+    with full_disk(50_000):
         if how == "at once":
             with pytest.raises(CheckpointError, match=told):
                 manager.save(2, state_of(2))

@@ -1,5 +1,8 @@
 """States for checkpoints, which are known by their step."""
 
+import contextlib
+import resource
+
 import numpy as np
 
 
@@ -9,3 +12,14 @@ def state_of(step):
 
 def is_state_of(state, step):
     return state["step"] == step and np.array_equal(state["w"], state_of(step)["w"])
+
+
+@contextlib.contextmanager
+def full_disk(most):
+    """No file can become larger than so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
