@@ -40,51 +40,29 @@ class Shaped(Protocol):
 
 
 def array_type(dtype: object, shape: Iterable[object], comma: str = ",") -> str:
-    """Dtype and shape, as JAX prints them.
-
-    >>> array_type("float32", (3, 2))
-    'float32[3,2]'
-    """
+    """Dtype and shape, as JAX prints them: `float32[3,2]`."""
     return f"{dtype}[{comma.join(map(str, shape))}]"
 
 
 def listed(items: Sequence[object], most: int, quote: str = "") -> str:
-    """The first `most` items, and how many more there are.
-
-    >>> listed([0, 1, 2, 3, 4], 3)
-    '0, 1, 2 and 2 more'
-    >>> listed(["kernel", "bias"], 3, quote="`")
-    '`kernel`, `bias`'
-    """
+    """The first `most` items, and how many more there are: `0, 1, 2 and 2 more`."""
     named = ", ".join(f"{quote}{item}{quote}" for item in items[:most])
     return f"{named}{and_more(len(items), most)}"
 
 
 def and_more(count: int, shown: int, before: str = " ") -> str:
-    """What follows the first `shown` of `count` items; empty if that is all of them.
-
-    >>> and_more(10, 8), and_more(8, 8)
-    (' and 2 more', '')
-    """
+    """What follows the first `shown` of `count` items; empty if that is all of them."""
     return f"{before}and {count - shown} more" if count > shown else ""
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines, moved in, with each column as wide as its longest cell.
-
-    >>> columns([("a", "1"), ("long", "2")])
-    ['  a     1', '  long  2']
-    """
+    """The rows as lines, moved in, with each column as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
 
 
 def first_few(items: Iterable[object], most: int) -> str:
-    """The first `most` items, and dots if there are more.
-
-    >>> first_few(range(5), 3)
-    '0, 1, 2, ...'
-    """
+    """The first `most` items, and dots if there are more: `0, 1, 2, ...`."""
     known = list(items)
     return ", ".join(map(str, known[:most])) + (", ..." if len(known) > most else "")
 
@@ -106,11 +84,7 @@ def whole(given: object) -> int | None:
 
 
 def several_whole(given: object) -> tuple[int, ...] | None:
-    """The whole numbers that `given` holds, None if it holds anything else.
-
-    >>> several_whole([2, 3]), several_whole(2), several_whole([2, 3.0])
-    ((2, 3), None, None)
-    """
+    """The whole numbers that `given` holds, None if it holds anything else."""
     try:
         found = [whole(entry) for entry in cast(Iterable[object], given)]
     except TypeError:
@@ -166,11 +140,7 @@ def with_seconds(seconds: float) -> str:
 
 
 def with_prefix(number: float) -> str:
-    """A large number, in powers of 1000.
-
-    >>> with_prefix(1_250_000), with_prefix(12)
-    ('1.25 M', '12')
-    """
+    """A large number, in powers of 1000: `1.25 M`."""
     power = 0
     while number >= 999.5 and power + 1 < len(_SI):
         number, power = number / 1000, power + 1
@@ -178,19 +148,11 @@ def with_prefix(number: float) -> str:
 
 
 def with_noun(count: int, noun: str) -> str:
-    """A number of things.
-
-    >>> with_noun(1, "replica"), with_noun(8, "replica"), with_noun(0, "batch")
-    ('1 replica', '8 replicas', '0 batches')
-    """
+    """A number of things: `1 replica`, `8 replicas`, `0 batches`."""
     return f"{count} {plural(count, noun)}"
 
 
 def plural(count: int, noun: str) -> str:
-    """`noun` as it follows a number of things.
-
-    >>> plural(1, "process"), plural(2, "process")
-    ('process', 'processes')
-    """
+    """`noun` as it follows a number of things."""
     ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return noun if count == 1 else f"{noun}{ending}"
