@@ -180,15 +180,12 @@ def ratio_text(ratio: Spread | None, in_percent: bool = False) -> str:
 
 
 def target_text(target: float | None, in_percent: bool = False) -> str:
-    if target is None:
-        return ""
-    return f"{target:.2%}" if in_percent else f"{target:.2f}"
+    return "" if target is None else f"{target:{'.2%' if in_percent else '.2f'}}"
 
 
 def _quartiles(spread: Spread, digits: str) -> str:
-    if spread.low == spread.high:
-        return ""
-    return f" ({spread.low:{digits}}-{spread.high:{digits}})"
+    ends = f" ({spread.low:{digits}}-{spread.high:{digits}})"
+    return ends if spread.low != spread.high else ""
 
 
 def print_tables(comparisons: Sequence[Comparison]) -> None:

@@ -23,7 +23,6 @@ import numpy as np
 from _harness import Workers, command, seconds_of
 
 HEADS = 4
-GROUPS = 8
 EPSILON = 1e-6
 RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3}
 MOMENTUM = 0.9
@@ -71,12 +70,6 @@ def load(
     """Parameters by name, and a batch of shape `[replica, row, ...]`."""
     arrays = dict(np.load(description["file"]))
     return arrays, arrays.pop("batch x"), arrays.pop("batch y")
-
-
-def strides(params: Any) -> list[int]:
-    """The stride of each block of a residual network."""
-    count = sum(name.endswith(" second/kernel") for name in params)
-    return [2 if f"{i} skip/kernel" in params else 1 for i in range(count)]
 
 
 class TensorFlowTraining:
@@ -176,32 +169,6 @@ def _tensorflow_mlp(tf: Any, params: Mapping[str, Any], x: Any, y: Any) -> Any:
     return tf.reduce_mean(tf.square(out - y))
 
 
-def _tensorflow_resnet(tf: Any, params: Mapping[str, Any], x: Any, y: Any) -> Any:
-    def conv(x: Any, name: str, stride: int = 1) -> Any:
-        kernel = params[f"{name}/kernel"]
-        edge = [kernel.shape[0] // 2] * 2
-        return tf.nn.conv2d(x, kernel, stride, [[0, 0], edge, edge, [0, 0]])
-
-    def norm(x: Any, name: str) -> Any:
-        rows, height, width, channels = x.shape
-        shape = (rows, height, width, GROUPS, channels // GROUPS)
-        grouped = tf.reshape(x, shape)
-        mean, variance = tf.nn.moments(grouped, (1, 2, 4), keepdims=True)
-        scaled = (grouped - mean) * tf.math.rsqrt(variance + EPSILON)
-        out = tf.reshape(scaled, x.shape)
-        return out * params[f"{name}/scale"] + params[f"{name}/bias"]
-
-    x = tf.nn.relu(norm(conv(x, "stem"), "stem norm"))
-    for i, stride in enumerate(strides(params)):
-        out = tf.nn.relu(norm(conv(x, f"{i} first", stride), f"{i} first norm"))
-        out = norm(conv(out, f"{i} second"), f"{i} second norm")
-        skipped = conv(x, f"{i} skip", stride) if stride > 1 else x
-        x = tf.nn.relu(skipped + out)
-    out = tf.reduce_mean(x, (1, 2)) @ params["head/kernel"] + params["head/bias"]
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=out)
-    return tf.reduce_mean(losses)
-
-
 def _tensorflow_transformer(tf: Any, params: Mapping[str, Any], x: Any, y: Any) -> Any:
     def dense(x: Any, name: str) -> Any:
         flat = tf.reshape(x, (-1, x.shape[-1]))
@@ -234,7 +201,6 @@ def _tensorflow_transformer(tf: Any, params: Mapping[str, Any], x: Any, y: Any) 
 
 TENSORFLOW_LOSSES: Mapping[str, Callable[..., Any]] = {
     "mlp": _tensorflow_mlp,
-    "resnet": _tensorflow_resnet,
     "transformer": _tensorflow_transformer,
 }
 

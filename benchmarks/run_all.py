@@ -194,26 +194,19 @@ def _has_grown(then: Record, now: Record) -> bool:
 
 
 def regression_text(then: Record, now: Record) -> str:
-    texts = []
-    for ratio in (then["ratio"], now["ratio"]):
-        median, low, high = ratio or (0, 0, 0)
-        texts.append(f"{median:.3f} ({low:.2f}-{high:.2f})" if ratio else "stopped")
+    texts = (_ratio(each) or "stopped" for each in (then, now))
     return "{}: {}, {}: ".format(*key(now)) + ", now ".join(texts)
 
 
 def differences(last: Results, new: Results) -> list[str]:
     """Returns what is another machine or version in two runs, a line each."""
     names = ("processor", "cores", "memory_gib", "system", "machine", "python")
-    found = {}
-    for then in last.runs:
-        now = new.runs[-1]
-        pairs = {name: (then.get(name), now.get(name)) for name in names}
-        versions = [run.get("versions", {}) for run in (then, now)]
-        for name in sorted({*versions[0], *versions[1]}):
-            pairs[name] = (versions[0].get(name), versions[1].get(name))
-        lines = (f"  {name}: {a}, now {b}" for name, (a, b) in pairs.items() if a != b)
-        found |= dict.fromkeys(lines)
-    return [*found]
+    now, *before = (
+        {**{name: run.get(name) for name in names}, **run.get("versions", {})}
+        for run in (new.runs[-1], *last.runs)
+    )
+    pairs = ((name, then.get(name), now.get(name)) for then in before for name in now)
+    return list(dict.fromkeys(f"  {n}: {a}, now {b}" for n, a, b in pairs if a != b))
 
 
 # The machine, and what else runs there.

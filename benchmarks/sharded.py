@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 import re
 import sys
 import time
@@ -194,10 +193,8 @@ def plain_perceptron(sizes: Sizes) -> Model:
     return Model(build, loss, functools.partial(of_numbers, sizes))
 
 
-def plain_transformer(
-    sizes: Sizes, remat: bool = True, is_scanned: bool = True
-) -> Model:
-    """Stacked pre-norm layers through `lax.scan`, or in a loop, in plain JAX."""
+def plain_transformer(sizes: Sizes) -> Model:
+    """Stacked pre-norm layers through `lax.scan`, in plain JAX."""
     layers, width = sizes.layers, sizes.width
     shapes = {
         "qkv": (layers, width, 3 * width),
@@ -237,16 +234,9 @@ def plain_transformer(
             x = x + attention(norm(x, w["first norm"]) @ w["qkv"]) @ w["out"]
             return x + nn.gelu(norm(x, w["second norm"]) @ w["up"]) @ w["down"], None
 
-        if remat:
-            body = jax.checkpoint(body)
         rest = whole({k: v for k, v in params.items() if k != "layers"}, 1)
         out = rest["embedding"][x] + rest["positions"]
-        if is_scanned:
-            out, _ = lax.scan(body, out, params["layers"])
-        else:
-            for i in range(layers):
-                of_layer = jax.tree.map(operator.itemgetter(i), params["layers"])
-                out, _ = body(out, of_layer)
+        out, _ = lax.scan(jax.checkpoint(body), out, params["layers"])
         return cross_entropy(norm(out, rest["norm"]) @ rest["head"], y)
 
     return Model(build, loss, functools.partial(of_tokens, sizes))
@@ -314,11 +304,7 @@ MODELS: Mapping[str, Callable[[Sizes], Model]] = {
     "perceptron, Flax": functools.partial(in_flax, is_transformer=False),
     "transformer": plain_transformer,
     "transformer, Flax": functools.partial(in_flax, is_transformer=True),
-    "transformer, no remat": functools.partial(plain_transformer, remat=False),
-    "transformer, no scan": functools.partial(plain_transformer, is_scanned=False),
 }
-WITH_REMAT = ("transformer", "transformer, Flax")
-SCANNED = (*WITH_REMAT, "transformer, no remat")
 
 
 # The forms.
@@ -437,7 +423,7 @@ class Form:
 
 @benchmark(
     dict(
-        models=(*MODELS,)[:4],
+        models=tuple(MODELS),
         devices=8,
         min_bytes=js.StateSharding().min_bytes,
         small=False,
@@ -501,10 +487,10 @@ def sharded(args: Any) -> Iterator[Comparison]:
 
 def target_of(quantity: str, kind: str, name: str) -> float:
     """How many times that of the replicated run it may be."""
-    gathers_layers = kind == "state" and name in SCANNED
+    gathers_layers = kind == "state" and name.startswith("transformer")
     return {
         "at rest": {"optimizer": 0.45, "state": 0.14}[kind],
-        "peak": 0.25 if gathers_layers and name in WITH_REMAT else 1.0,
+        "peak": 0.25 if gathers_layers else 1.0,
         # Layers are gathered for the backward pass, too; numbers such as norms besides.
         "sent": 1.51 if gathers_layers else 1.01,
         "start": 2.0,
@@ -550,28 +536,6 @@ def squares(units: int) -> tuple[PyTree, Callable[..., jax.Array], Any]:
         return jnp.mean((y - x) ** 2)
 
     return params, loss, (units,)
-
-
-def convolutions(units: int) -> tuple[PyTree, Callable[..., jax.Array], Any]:
-    """Two convolutions of images, of as many channels as fit `units`."""
-    draw = np.random.default_rng(0).normal
-    channels = max(units // 16, 4)
-    shapes = (3, 3, 3, channels), (3, 3, channels, channels), (channels, 10)
-    params = [
-        draw(0, s, shape) for s, shape in zip((0.3, 0.1, 0.1), shapes, strict=True)
-    ]
-
-    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
-        layout = ("NHWC", "HWIO", "NHWC")
-        y = lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=layout)
-        return jax.nn.relu(y)
-
-    def loss(params: PyTree, x: jax.Array) -> jax.Array:
-        first, second, last = params
-        y = convolved(convolved(x, first), second).mean((1, 2)) @ last
-        return jnp.mean((y - x.mean((1, 2, 3))[:, None]) ** 2)
-
-    return params, loss, (16, 16, 3)
 
 
 def divided_layers(units: int) -> tuple[PyTree, Callable[..., jax.Array], Any]:
@@ -673,37 +637,32 @@ def median_times(form: Training) -> float:
     return median_seconds(lambda: jax.block_until_ready(form.next()), 3)
 
 
-LANES = {"perceptron": (squares, 4), "convolutions": (convolutions, 1)}
-
-
-def lanes(model: str, n: int, units: int, rows: int, device: Any) -> Training:
+def lanes(n: int, units: int, rows: int, device: Any) -> Training:
     """Training of replicas that share a device."""
-    make, more = LANES[model]
-    params, loss, shape = make(units)
+    params, loss, shape = squares(units)
     strategy = js.MirroredStrategy([device], replicas_per_device=n)
-    batch = images(shape, n * more * rows).reshape(n, more * rows, *shape)
+    batch = images(shape, n * rows).reshape(n, rows, *shape)
     return ours(strategy, loss, strategy.mirror(first_state(params)), batch)
 
 
 def compare_lanes(devices: Devices, args: Any) -> Iterator[Comparison]:
     """A step of many replicas on one device, against one step on all rows."""
-    n, units, rows = (8, 32, 2) if args.small else (64, 256, 8)
-    for model, (make, more) in LANES.items():
-        params, loss, shape = make(units)
-        step = momentum_step(loss, unchanged)
-        state = jax.device_put(first_state(params), devices[0])
-        batch = jax.device_put(images(shape, n * more * rows), devices[0])
-        merged = named_training(step, jax.jit(step, donate_argnums=0), state, [batch])
-        forms = {"lanes": lanes(model, n, units, rows, devices[0]), "merged": merged}
-        case = f"{model}, {n} replicas"
-        yield compare_steps(case, "step, one device", forms, 1.5, args)
+    n, units, rows = (8, 32, 8) if args.small else (64, 256, 32)
+    params, loss, shape = squares(units)
+    step = momentum_step(loss, unchanged)
+    state = jax.device_put(first_state(params), devices[0])
+    batch = jax.device_put(images(shape, n * rows), devices[0])
+    merged = named_training(step, jax.jit(step, donate_argnums=0), state, [batch])
+    forms = {"lanes": lanes(n, units, rows, devices[0]), "merged": merged}
+    case = f"perceptron, {n} replicas"
+    yield compare_steps(case, "step, one device", forms, 1.5, args)
 
 
 def compare_first_calls(devices: Devices, args: Any) -> Iterator[Comparison]:
     """Processor seconds of the first call without its step, of so many on a device."""
 
-    def first_call(model: str, count: int) -> float:
-        form = lanes(model, count, 32 if args.small else 64, 1, devices[0])
+    def first_call(count: int) -> float:
+        form = lanes(count, 32 if args.small else 64, 4, devices[0])
         jax.clear_caches()
         seconds = []
         for _ in range(3):
@@ -713,16 +672,14 @@ def compare_first_calls(devices: Devices, args: Any) -> Iterator[Comparison]:
         return seconds[0] - seconds[-1]
 
     shared = (8,) if args.small else (8, 64, 512)
-    for model in LANES:
-        first_call(model, 1)  # whatever JAX does only once
-        counts = (1, *shared)
-        measures = {n: functools.partial(first_call, model, n) for n in counts}
-        times = in_turn({str(n): m for n, m in measures.items()}, 3)
-        pairs = [(n, 1, 1.5) for n in shared] + [(n, 8, 1.1) for n in shared[1:]]
-        for count, fewer, target in pairs:
-            case = f"{model}, {count} replicas on a device"
-            values = {"replicas": times[str(count)], "fewer": times[str(fewer)]}
-            yield Comparison(case, f"first call, to {fewer}", "cpu s", values, target)
+    first_call(1)  # whatever JAX does only once
+    measures = {str(n): functools.partial(first_call, n) for n in (1, *shared)}
+    times = in_turn(measures, 3)
+    pairs = [(n, 1, 1.5) for n in shared] + [(n, 8, 1.1) for n in shared[1:]]
+    for count, fewer, target in pairs:
+        case = f"perceptron, {count} replicas on a device"
+        found = {"replicas": times[str(count)], "fewer": times[str(fewer)]}
+        yield Comparison(case, f"first call, to {fewer}", "cpu s", found, target)
 
 
 def compare_cores(devices: Devices, args: Any) -> Iterator[Comparison]:

@@ -14,7 +14,7 @@ import pathlib
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -367,19 +367,19 @@ def variables(args: Any) -> Iterator[Comparison]:
         on, named = simulated[:n], counted(n, "device")
         for number in args.variables:
             forms, live = {}, {}
-            for make in (WithVariables, WithArrays):
+            for name, make in KEPT.items():
                 before = live_kib()
-                made = forms[make.name] = make(number, 8, on)
+                forms[name] = make(number, 8, on)
                 for _ in range(3):  # compiles it
-                    jax.block_until_ready(made.step())
-                live[make.name] = [live_kib() - before]
+                    jax.block_until_ready(forms[name].step())
+                live[name] = [live_kib() - before]
 
             def microseconds(made: Any) -> float:
                 return 1e6 * median_seconds(lambda: jax.block_until_ready(made.step()))
 
             measures = {k: functools.partial(microseconds, v) for k, v in forms.items()}
             times = in_turn(measures, args.rounds, args.seconds)
-            ours, theirs = (made.values() for made in forms.values())
+            ours, theirs = (list(map(np.asarray, f.values())) for f in forms.values())
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
             case = f"{number} variables, {named}"
             yield Comparison(case, "end to end", "us", times, 1.25)
@@ -390,8 +390,8 @@ def variables(args: Any) -> Iterator[Comparison]:
 
 def compare_programs(case: str, number: int, size: int, devices: Devices) -> Comparison:
     used = {
-        make.name: [make(number, size, devices).program_bytes() / 2**10]
-        for make in (WithVariables, WithArrays)
+        name: [make(number, size, devices).program_bytes() / 2**10]
+        for name, make in KEPT.items()
     }
     return Comparison(case, "program", "KiB", used, 1.05)
 
@@ -403,6 +403,14 @@ def live_kib() -> float:
     return sum(a.nbytes * len(a.sharding.device_set) for a in arrays) / 2**10
 
 
+class Kept(NamedTuple):
+    """A step that keeps state between calls."""
+
+    step: Callable[[], Any]
+    program_bytes: Callable[[], int]
+    values: Callable[[], list[Any]]
+
+
 def start(number: int, size: int, replicas: int) -> tuple[list[np.ndarray], np.ndarray]:
     """What the variables start as, and a row for each replica."""
     draw, rows = np.random.default_rng(0), np.random.default_rng(1)
@@ -410,69 +418,58 @@ def start(number: int, size: int, replicas: int) -> tuple[list[np.ndarray], np.n
     return arrays, rows.random((replicas, size), np.float32)
 
 
-class WithVariables:
+def with_variables(number: int, size: int, devices: Devices) -> Kept:
     """The step as a user of variables writes it."""
+    strategy = js.MirroredStrategy(devices)
+    arrays, rows = start(number, size, len(devices))
+    with strategy.scope():
+        variables = [js.Variable(array) for array in arrays]
 
-    name = "variables"
+    @strategy.run
+    def step(x: jax.Array) -> jax.Array:
+        mean = all_reduce_mean(x)
+        for variable in variables:
+            variable.assign_add(0.1 * (mean - variable.value()))
+        return mean.sum()
 
-    def __init__(self, number: int, size: int, devices: Devices) -> None:
-        self._strategy = strategy = js.MirroredStrategy(devices)
-        arrays, rows = start(number, size, len(devices))
-        with strategy.scope():
-            self._variables = variables = [js.Variable(a) for a in arrays]
+    x = strategy.per_replica(rows)
 
-        @strategy.run
-        def step(x: jax.Array) -> jax.Array:
-            mean = all_reduce_mean(x)
-            for variable in variables:
-                variable.assign_add(0.1 * (mean - variable.value()))
-            return mean.sum()
-
-        self._step, self._x = step, strategy.per_replica(rows)
-
-    def step(self) -> Any:
-        return self._step(self._x)
-
-    def program_bytes(self) -> int:
-        memory = self._strategy.explain(self._step, (self._x,)).memory
+    def program_bytes() -> int:
+        memory = strategy.explain(step, (x,)).memory
         assert memory is not None
         return memory.peak - memory.code
 
-    def values(self) -> list[np.ndarray]:
-        return [variable.numpy() for variable in self._variables]
+    return Kept(lambda: step(x), program_bytes, lambda: [v.numpy() for v in variables])
 
 
-class WithArrays:
+def with_arrays(number: int, size: int, devices: Devices) -> Kept:
     """The same with JAX alone, and donated memory."""
+    mesh = js.MirroredStrategy(devices).mesh
+    arrays, rows = start(number, size, len(devices))
 
-    name = "shard_map"
+    def step(arrays: list[jax.Array], x: jax.Array) -> Any:
+        mean = pmean(x[0])
+        return [a + 0.1 * (mean - a) for a in arrays], mean.sum()
 
-    def __init__(self, number: int, size: int, devices: Devices) -> None:
-        mesh = js.MirroredStrategy(devices).mesh
-        arrays, rows = start(number, size, len(devices))
+    jitted: Any = jax.jit(mapped(step, mesh, (P(), P(AXIS))), donate_argnums=0)
+    x = jax.device_put(rows, NamedSharding(mesh, P(AXIS)))
+    # Copied, so that no array shares the memory of a host array.
+    state = [jnp.copy(jax.device_put(a, NamedSharding(mesh, P()))) for a in arrays]
 
-        def step(arrays: list[jax.Array], x: jax.Array) -> Any:
-            mean = pmean(x[0])
-            return [a + 0.1 * (mean - a) for a in arrays], mean.sum()
-
-        step = mapped(step, mesh, (P(), P(AXIS)))
-        self._step: Any = jax.jit(step, donate_argnums=0)
-        self._x = jax.device_put(rows, NamedSharding(mesh, P(AXIS)))
-        # Copied, so that no array shares the memory of a host array.
-        placed = [jax.device_put(a, NamedSharding(mesh, P())) for a in arrays]
-        self._arrays = list(map(jnp.copy, placed))
-
-    def step(self) -> Any:
-        self._arrays, loss = self._step(self._arrays, self._x)
+    def call() -> Any:
+        nonlocal state
+        state, loss = jitted(state, x)
         return loss
 
-    def program_bytes(self) -> int:
-        stats = self._step.lower(self._arrays, self._x).compile().memory_analysis()
+    def program_bytes() -> int:
+        stats = jitted.lower(state, x).compile().memory_analysis()
         used = stats.argument_size_in_bytes + stats.output_size_in_bytes
         return used - stats.alias_size_in_bytes + stats.temp_size_in_bytes
 
-    def values(self) -> list[np.ndarray]:
-        return [np.asarray(array) for array in self._arrays]
+    return Kept(call, program_bytes, lambda: state)
+
+
+KEPT = {"variables": with_variables, "shard_map": with_arrays}
 
 
 BENCHMARKS = [dispatch, several, in_sync, nnx_objects, variables]

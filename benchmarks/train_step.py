@@ -62,33 +62,6 @@ class Perceptron(nn.Module):
         return x
 
 
-class ResNet(nn.Module):
-    """A stem, and residual blocks of two convolutions with group normalisation."""
-
-    widths: Sequence[int] = (16, 16, 32, 64)
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(self._norm("stem norm")(self._conv(self.widths[0], "stem")(x)))
-        for i, width in enumerate(self.widths):
-            stride = 1 if width == x.shape[-1] else 2
-            out = self._conv(width, f"{i} first", stride)(x)
-            out = nn.relu(self._norm(f"{i} first norm")(out))
-            out = self._conv(width, f"{i} second")(out)
-            out = self._norm(f"{i} second norm")(out)
-            if stride > 1:
-                x = self._conv(width, f"{i} skip", stride, size=1)(x)
-            x = nn.relu(x + out)
-        return nn.Dense(10, name="head")(x.mean((1, 2)))
-
-    def _conv(self, width: int, name: str, stride: int = 1, size: int = 3) -> nn.Conv:
-        shape, edge = (size, size), size // 2
-        return nn.Conv(width, shape, stride, edge, use_bias=False, name=name)
-
-    def _norm(self, name: str) -> nn.GroupNorm:
-        return nn.GroupNorm(_others.GROUPS, epsilon=_others.EPSILON, name=name)
-
-
 class Transformer(nn.Module):
     """Tokens to logits, through blocks of attention and a perceptron."""
 
@@ -138,13 +111,10 @@ class Described:
     def batch(self, num_replicas: int) -> Sequence[np.ndarray]:
         """Inputs and what is wanted of them, each `[replica, row, ...]`."""
         draw = np.random.default_rng(1)
-        rows = (num_replicas, self.rows)
-        shape = rows + self.shape
+        shape = (num_replicas, self.rows, *self.shape)
         numbers = draw.normal(size=(2, *shape)).astype(np.float32)
         if self.kind == "mlp":
             return [*numbers]
-        if self.kind == "resnet":
-            return [numbers[0], draw.integers(0, 10, rows).astype(np.int32)]
         return [*draw.integers(0, 256, (2, *shape)).astype(np.int32)]
 
     def state(self) -> tuple[PyTree, PyTree]:
@@ -185,7 +155,6 @@ TASKS: Mapping[str, Described] = {
     "30 x 32": perceptron(30, 32),
     "30 x 128": perceptron(30, 128),
     "10 x 512": perceptron(10, 512),
-    "resnet": Described("resnet", ResNet(), "momentum", 4, (16, 16, 3)),
     "transformer": Described("transformer", Transformer(), "adam", 2, (32,)),
 }
 SMALL_TASKS = ("20 x 8", "30 x 32", "30 x 128")
@@ -232,13 +201,12 @@ def prepared(
 def train_step(args: Any) -> Iterator[Comparison]:
     """A step costs at most 1.02 of the best other way in JAX, half of TensorFlow's.
 
-    Perceptrons (layers x units), a small residual network and a small transformer in
-    Flax and Optax, as `run`; `shard_map` and `pmap` by hand, with `lax.pmean` of each
-    leaf; `jit` of the whole batch, split over the mesh; and `tensorflow`
-    (`MirroredStrategy`) where installed, which does not average the loss. The state is
-    donated. A turn is some tens
-    of milliseconds of steps, dispatched one after the other, up to the result of the
-    last one. Before that the first losses of all forms are compared.
+    Perceptrons (layers x units) and a small transformer in Flax and Optax, as `run`;
+    `shard_map` and `pmap` by hand, with `lax.pmean` of each leaf; `jit` of the whole
+    batch, split over the mesh; and `tensorflow` (`MirroredStrategy`) where installed,
+    which does not average the loss. The state is donated. A turn is some tens of
+    milliseconds of steps, dispatched one after the other, up to the result of the last
+    one. Before that the first losses of all forms are compared.
     """
     with_tensorflow = "tensorflow" in args.only
     if with_tensorflow and not has_tensorflow(args.others_python):
