@@ -626,15 +626,12 @@ class CheckpointManager:
         """
         state = init() if _is_function(init) else init
         self.wait()
-        if not self._has_any():
+        managers = [self] if self._memory is None else [self._memory, self]
+        if not any(each._named(each._what("restore")) for each in managers):
             return State(state, self._replicas()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
         return state, self._restored.step
-
-    def _has_any(self) -> bool:
-        managers = [self] if self._memory is None else [self._memory, self]
-        return any(each._named(each._what("restore")) for each in managers)
 
     @property
     def restored(self) -> Restored | None:

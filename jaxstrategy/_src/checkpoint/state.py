@@ -396,6 +396,10 @@ def _check_alive(value: object, name: str) -> None:
 
 
 def _save_array(leaf: Leaf) -> tuple[Entry, Array | None]:
+    """An array; of a variable the value."""
+    if isinstance(leaf.value, Variable):
+        _check_has_value(leaf)
+        return _array_entry(leaf.value.value())
     _check_alive(leaf.value, leaf.name)
     # Objects, bytes, text, times and differences of times: JAX has none of them.
     if getattr(leaf.value.dtype, "kind", "") in ("O", "S", "U", "M", "m"):
@@ -428,11 +432,6 @@ def _restore_device_array(leaf: Leaf, entry: Entry, array: Array | None) -> obje
     return jnp.asarray(found) if sharding is None else mesh.place(found, sharding)
 
 
-def _restore_host_array(leaf: Leaf, entry: Entry, array: Array | None) -> object:
-    found = np.asarray(_read_array(leaf, entry, array))
-    return found[()] if isinstance(leaf.value, np.generic) else found
-
-
 # Variables, of which the value is saved: that of all copies together.
 
 
@@ -459,11 +458,6 @@ def _check_has_value(leaf: Leaf) -> None:
                 "it with `aggregation='sum'`, 'mean' or 'only_first_replica', or save "
                 "the copies: `variable.distributed()`."
             )
-
-
-def _save_variable(leaf: Leaf) -> tuple[Entry, Array | None]:
-    _check_has_value(leaf)
-    return _array_entry(leaf.value.value())
 
 
 def _as_array(leaf: Leaf) -> Leaf:
@@ -519,11 +513,6 @@ def _restore_sharded(leaf: Leaf, entry: Entry, array: Array | None) -> object:
 
 
 # `PerReplica`s, which are no logical value, but one for each replica.
-
-
-def _described_versions(value: PerReplica) -> str:
-    held = per_replica.contents(value)
-    return versions(held.dtype, held.shape)
 
 
 def _save_versions(leaf: Leaf) -> tuple[Entry, Array | None]:
@@ -616,7 +605,7 @@ _HANDLERS = (
     Handler(
         takes=lambda value: isinstance(value, Variable),
         describe=_described_array,
-        save=_save_variable,
+        save=_save_array,
         restore=lambda leaf, *read: _restore_device_array(_as_array(leaf), *read),
         where=lambda leaf: placement(_as_array(leaf)),
         put=_assign,
@@ -630,7 +619,9 @@ _HANDLERS = (
     ),
     Handler(
         takes=lambda value: isinstance(value, PerReplica),
-        describe=_described_versions,
+        describe=lambda value: versions(
+            per_replica.contents(value).dtype, per_replica.contents(value).shape
+        ),
         save=_save_versions,
         restore=_restore_versions,
         where=_sharding_of_versions,
@@ -646,7 +637,9 @@ _HANDLERS = (
         takes=lambda value: isinstance(value, np.ndarray | np.generic),
         describe=_described_array,
         save=_save_array,
-        restore=_restore_host_array,
+        restore=lambda leaf, *read: np.asarray(_read_array(leaf, *read))[
+            () if isinstance(leaf.value, np.generic) else ...
+        ],
     ),
     Handler(
         takes=lambda value: type(value) in NUMBERS.values(),

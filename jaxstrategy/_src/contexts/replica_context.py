@@ -299,7 +299,12 @@ class ReplicaContext:
         self._require_current("all_gather")
         checked_options(options)
         reduction = self._strategy._reduction
-        return _map(lambda leaf: reduction.gathered(leaf, axis), value)
+
+        def gathered(leaf: Leaf) -> Leaf:
+            _check_here([leaf])
+            return reduction.gathered(leaf, axis)
+
+        return trees.map_leaves(gathered, value)
 
     def merge_call(
         self,
@@ -444,12 +449,3 @@ def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
 
 def _is_one(node: object) -> bool:
     return isinstance(node, PerReplica) or is_slices(node)
-
-
-def _map(function: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
-    def apply(leaf: Leaf) -> Leaf:
-        if isinstance(leaf, PerReplica):
-            leaf._misused()
-        return function(leaf)
-
-    return trees.map_leaves(apply, tree)

@@ -30,14 +30,10 @@ class Sender:
     """
 
     @classmethod
+    @functools.cache
     def of_steps(cls) -> Sender:
         """The one that steps are given in place of another."""
-        return _of_steps(cls)
-
-
-@functools.cache
-def _of_steps(kind: type[Sender]) -> Sender:
-    return kind()
+        return cls()
 
 
 @final

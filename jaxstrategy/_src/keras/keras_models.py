@@ -197,6 +197,9 @@ def _scope_strategy() -> AbstractStrategy | None:
     return context.strategy if context.replica is None and not context.in_step else None
 
 
+_OF_STEPS = (DistributedDataset, DistributedIterator, Source)  # unknown to Keras
+
+
 def _on_devices(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(model: keras.Model, *args: Any, **options: Any) -> Any:
@@ -205,8 +208,14 @@ def _on_devices(method: Callable[..., Any]) -> Callable[..., Any]:
         if owner is None:
             return method(model, *args, **options)
         is_loop = method.__name__ in _RUNNING
-        if is_loop:
-            _check_data(method.__name__, args[0] if args else options.get("x"))
+        data = args[0] if args else options.get("x")
+        if is_loop and isinstance(data, _OF_STEPS):
+            raise TypeError(
+                f"`{method.__name__}` was given {data!r}. Keras divides batches over "
+                "the devices itself: give arrays of all rows with `batch_size`, a "
+                "generator of global batches, or a `keras.utils.PyDataset`. A loop of "
+                "your own, with `js.keras.stateless_call` in `strategy.run`, takes it."
+            )
         with distribution(owner.strategy).scope():
             if method.__name__ == "fit":
                 _check_seeds()
@@ -230,16 +239,6 @@ def _check_scope(model: keras.Model, owner: _Owner | None, method: str) -> None:
         f"{strategy!r}, but the model was made {made}. Make and compile the model in "
         "that scope, or call the method outside of it."
     )
-
-
-def _check_data(method: str, data: object) -> None:
-    if isinstance(data, DistributedDataset | DistributedIterator | Source):
-        raise TypeError(
-            f"`{method}` was given {data!r}. Keras divides batches over the devices "
-            "itself: give arrays of all rows with `batch_size`, a generator of global "
-            "batches, or a `keras.utils.PyDataset`. A loop of your own, with "
-            "`js.keras.stateless_call` in `strategy.run`, takes it."
-        )
 
 
 def _check_seeds() -> None:

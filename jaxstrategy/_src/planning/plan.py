@@ -25,7 +25,7 @@ from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.strategies.mirrored import MirroredStrategy
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text import html
-from jaxstrategy._src.text.shown import shown, with_bytes, with_seconds
+from jaxstrategy._src.text.shown import columns, shown, with_bytes, with_seconds
 from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.explanation.facts import Memory
@@ -500,9 +500,7 @@ class Plan:
         return self.layouts[0]
 
     def __repr__(self) -> str:
-        rows = [_HEADER, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = [line[2:] for line in columns([_HEADER, *self._rows()])]
         return "\n".join([self._title, *lines, *self._sentences()])
 
     def _repr_html_(self) -> str:

@@ -90,15 +90,9 @@ def ascending(seconds: Sequence[float]) -> list[float]:
 
     What is larger takes longer; where it took less, that was chance.
     """
-    pools: list[list[float]] = []
-    for each in seconds:
-        pools.append([each])
-        while len(pools) > 1 and statistics.mean(pools[-2]) > statistics.mean(
-            pools[-1]
-        ):
-            last = pools.pop()
-            pools[-1] += last
-    return [statistics.mean(pool) for pool in pools for _ in pool]
+    from scipy import optimize  # late: its import takes a tenth of a second
+
+    return optimize.isotonic_regression(seconds).x.tolist()
 
 
 def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -107,15 +101,12 @@ def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float
     The sum of the squares of the relative deviations is the smallest there is with
     neither below zero; the second is above.
     """
-    ones = np.ones(len(sizes))
-    rows = np.stack([ones, np.asarray(sizes, float)], axis=1) / np.c_[seconds]
-    best, *_ = np.linalg.lstsq(rows, ones, rcond=None)
-    if min(best) > 0:
-        return float(best[0]), float(best[1])
-    # The best with one of them zero; without a fixed part, or else hardly any slope.
-    column = rows[:, 1] if best[0] <= 0 else rows[:, 0]
-    alone = float(column.sum() / (column**2).sum())
-    return (0.0, alone) if best[0] <= 0 else (alone, 1e-9 * alone / sizes[-1])
+    from scipy import optimize
+
+    largest, ones = sizes[-1], np.ones(len(sizes))
+    rows = np.stack([ones, np.asarray(sizes) / largest], axis=1) / np.c_[seconds]
+    fixed, slope = map(float, optimize.nnls(rows, ones)[0])
+    return fixed, (slope or 1e-9 * fixed) / largest
 
 
 def _seconds(replicas: Replicas, clock: Callable[[], float]) -> list[list[float]]:

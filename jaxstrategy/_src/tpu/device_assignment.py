@@ -33,21 +33,15 @@ def ring(shape: Sequence[int]) -> list[Chip]:
     if len(long) < 2 or any(shape[axis] % 2 for axis in long):
         return [chip[::-1] for chip in itertools.product(*map(range, shape[::-1]))]
     if len(long) == 3:
-        return list(_through_layers(*shape))
+        # Layer by layer around, up along z, and back down the edge that was left out.
+        x, y, z = shape
+        turns = [list(_around(x, y))[:: -1 if layer % 2 else 1] for layer in range(z)]
+        up = [(a, b, layer) for layer, turn in enumerate(turns) for a, b in turn]
+        return [(0, 0, 0), *up, *((0, 0, layer) for layer in range(z - 1, 0, -1))]
     first, second = long
     chips = np.zeros((math.prod(shape), 3), int)
     chips[:, long] = [(0, 0), *_around(shape[first], shape[second])]
     return [tuple(chip) for chip in chips.tolist()]
-
-
-def _through_layers(x: int, y: int, z: int) -> Iterator[Chip]:
-    """Layer by layer around, up along z, and back down the edge that was left out."""
-    yield 0, 0, 0
-    for layer in range(z):
-        around = list(_around(x, y))
-        for a, b in around[::-1] if layer % 2 else around:
-            yield a, b, layer
-    yield from ((0, 0, layer) for layer in range(z - 1, 0, -1))
 
 
 def _around(width: int, height: int) -> Iterator[tuple[int, int]]:

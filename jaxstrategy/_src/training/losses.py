@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,14 +69,22 @@ def compute_average_loss(
     Array(6., dtype=float32)
     """
     if misplaced:
-        _refuse_position(misplaced)
+        raise TypeError(
+            f"`compute_average_loss` was given {1 + len(misplaced)} arguments by "
+            "position, where only the loss is taken: a second one could be meant as "
+            "the batch size and be read as weights. Write `sample_weight=` or "
+            "`global_batch_size=`."
+        )
     loss = _numbers(per_example_loss, "per_example_loss")
     if loss.ndim == 0:
         raise ValueError(
             "`per_example_loss` is a scalar; one loss per example is wanted, of shape "
             "[examples, ...]. Leave out the mean over the batch: it is taken here."
         )
-    real = _real_examples(loss, mask)
+    if mask is not None:
+        real = masks.given_rows(mask, loss.shape[0])
+    else:
+        real = masks.real_rows(loss) if masks.fits(loss) else None
     size = global_batch_size
     if size is None:
         size = _examples(loss, real)
@@ -90,13 +96,6 @@ def compute_average_loss(
     if real is not None:
         weighted = _weighted(weighted, real.mask)
     return (weighted.sum() / mesh.array_of(size, precise)).astype(loss.dtype)
-
-
-def _real_examples(loss: jax.Array, mask: Value) -> RealRows | None:
-    """The real examples among the losses; None where no mask tells them."""
-    if mask is not None:
-        return masks.given_rows(mask, loss.shape[0])
-    return masks.real_rows(loss) if masks.fits(loss) else None
 
 
 def _examples(loss: jax.Array, real: RealRows | None) -> jax.Array | int:
@@ -128,14 +127,6 @@ def scale_regularization_loss(regularization_loss: Value) -> jax.Array:
     """
     loss = _numbers(regularization_loss, "regularization_loss")
     return loss.sum() / _num_replicas("scale_regularization_loss")
-
-
-def _refuse_position(misplaced: tuple[Value, ...]) -> NoReturn:
-    raise TypeError(
-        f"`compute_average_loss` was given {1 + len(misplaced)} arguments by position, "
-        "where only the loss is taken: a second one could be meant as the batch size "
-        "and be read as weights. Write `sample_weight=` or `global_batch_size=`."
-    )
 
 
 def _numbers(value: Value, name: str) -> jax.Array:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,11 @@ from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica, is_per_replica
 
 if TYPE_CHECKING:
-    from optax import GradientTransformation, GradientTransformationExtraArgs
+    from optax import (
+        ApplyIfFiniteState,
+        GradientTransformation,
+        GradientTransformationExtraArgs,
+    )
 
 
 class OuterState(NamedTuple):
@@ -129,13 +132,25 @@ def outer(
         check_transformation("outer", outer)
     checked_options(options)
     inner = optax.with_extra_args_support(inner)
-    outer_step = _OuterStep(outer or optax.sgd(1.0), options)
-    every = _checked_steps(every)
+    outer_tx = outer or optax.sgd(1.0)
+    number = whole(every)
+    if number is None:
+        raise TypeError(
+            f"`every` was {every!r}; the number of steps that a replica takes by "
+            "itself was wanted, a whole number."
+        )
+    if number < 1:
+        raise ValueError(
+            f"`every` was {number}; a replica takes at least one step by itself."
+        )
 
     def init(params: PyTree) -> OuterState:
         _check_params(params)
-        inner_state, outer_state = inner.init(params), outer_step.outer.init(params)
-        own = jax.tree.map(_copy, params)
+        inner_state, outer_state = inner.init(params), outer_tx.init(params)
+        # Arrays of its own: both may be donated.
+        own = jax.tree.map(
+            lambda x: jnp.array(x, jnp.asarray(x).dtype, copy=True), params
+        )
         return OuterState(jnp.zeros([], jnp.int32), own, inner_state, outer_state)
 
     def update(
@@ -151,42 +166,25 @@ def outer(
         steps = state.steps + 1
 
         def synchronize() -> tuple[PyTree, PyTree, PyTree]:
-            return outer_step.after(updates, state, params)
+            """Updates that make the parameters equal on all replicas."""
+            ends = optax.apply_updates(params, updates)
+            ways = jax.tree.map(lambda start, end: start - end, state.params, ends)
+            mean = _replica().all_reduce("mean", ways, options=options)
+            step, outer_state = outer_tx.update(mean, state.outer_state, state.params)
+            new = optax.apply_updates(state.params, step)
+            return jax.tree.map(_way, params, new), new, outer_state
 
         def go_on() -> tuple[PyTree, PyTree, PyTree]:
             return updates, state.params, state.outer_state
 
-        if every == 1:
+        if number == 1:
             found = synchronize()
         else:
-            found = jax.lax.cond(steps == every, synchronize, go_on)
+            found = jax.lax.cond(steps == number, synchronize, go_on)
         updates, together, outer_state = found
-        return updates, OuterState(steps % every, together, inner_state, outer_state)
+        return updates, OuterState(steps % number, together, inner_state, outer_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class _OuterStep:
-    outer: GradientTransformation
-    options: CommunicationOptions | None
-
-    def after(
-        self, updates: PyTree, state: OuterState, params: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Instead of `updates` those that make the parameters equal on all replicas."""
-        optax = optax_for("outer")
-        ends = optax.apply_updates(params, updates)
-        ways = jax.tree.map(lambda start, end: start - end, state.params, ends)
-        mean = _replica().all_reduce("mean", ways, options=self.options)
-        step, outer_state = self.outer.update(mean, state.outer_state, state.params)
-        new = optax.apply_updates(state.params, step)
-        return jax.tree.map(_way, params, new), new, outer_state
-
-
-def _copy(param: Leaf) -> jax.Array:
-    return jnp.array(param, jnp.asarray(param).dtype, copy=True)
 
 
 def _replica() -> ReplicaContext:
@@ -207,29 +205,14 @@ def _wide(dtype: DTypeLike) -> DTypeLike:
 
 def _wide_update(param: Leaf, update: Leaf | None) -> jax.Array:
     wide = _wide(jnp.asarray(param).dtype)
-    # Optax's own sign of a parameter that stays.
-    if update is None:
-        return jnp.zeros(jnp.shape(param), wide)
-    return jnp.asarray(update, wide)
+    zeros = jnp.zeros(jnp.shape(param), wide)
+    # None is Optax's own sign of a parameter that stays.
+    return zeros if update is None else jnp.asarray(update, wide)
 
 
 def _way(old: Leaf, new: jax.Array) -> jax.Array:
     wide = _wide(new.dtype)
     return new.astype(wide) - jnp.asarray(old, wide)
-
-
-def _checked_steps(every: object) -> int:
-    number = whole(every)
-    if number is None:
-        raise TypeError(
-            f"`every` was {every!r}; the number of steps that a replica takes by "
-            "itself was wanted, a whole number."
-        )
-    if number < 1:
-        raise ValueError(
-            f"`every` was {number}; a replica takes at least one step by itself."
-        )
-    return number
 
 
 def _check_params(params: PyTree) -> None:
@@ -248,10 +231,6 @@ def _check_params(params: PyTree) -> None:
                 "kind. Keep what is no floating-point number out of the parameters, "
                 "or leave it to `optax.masked(jaxstrategy.optax.outer(...), mask)`."
             )
-
-
-if TYPE_CHECKING:
-    from optax import GradientTransformation
 
 
 def optax_for(function: str) -> ModuleType:
@@ -333,14 +312,6 @@ def _is_float(leaf: Leaf) -> bool:
     if isinstance(leaf, (float, complex)):
         return True
     return arrays.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-if TYPE_CHECKING:
-    from optax import (
-        ApplyIfFiniteState,
-        GradientTransformation,
-        GradientTransformationExtraArgs,
-    )
 
 
 def all_reduce_gradients(
@@ -548,29 +519,31 @@ def check_chain(
         state, taken = transformation.init(params), []
         for stacked in gradients:
             update, state = step(core.per_replica(stacked), state, params)
-            taken.append(jax.tree.map(_versions, update, is_leaf=is_per_replica))
+            taken.append(
+                jax.tree.map(
+                    lambda x: x.stacked if isinstance(x, PerReplica) else x[None],
+                    update,
+                    is_leaf=is_per_replica,
+                )
+            )
         return taken
 
     for size in (1e-3, 1.0, 1e3):
         drawn = [_gradients(params, n, size, seed) for seed in range(steps)]
         means = [jax.tree.map(_mean, gradients) for gradients in drawn]
         have, want = updates(drawn), updates(means)
-        _check_not_zero(want)
+        if not any(np.any(leaf) for leaf in jax.tree.leaves(want)):
+            raise ValueError(
+                f"All updates of {len(want)} steps are zero, so nothing was checked. "
+                "Give more `steps`: k for `optax.MultiSteps` over k steps, one more "
+                "for a learning rate that begins at 0."
+            )
         for one, other in zip(have, want, strict=True):
             _check_equal(one, other, size)
 
 
 # Gradients are rounded in another order; a chain may reduce them in bfloat16.
 _TOLERANCE = 0.02
-
-
-def _check_not_zero(updates: list[PyTree]) -> None:
-    if not any(np.any(leaf) for leaf in jax.tree.leaves(updates)):
-        raise ValueError(
-            f"All updates of {len(updates)} steps are zero, so nothing was checked. "
-            "Give more `steps`: k for `optax.MultiSteps` over k steps, one more for a "
-            "learning rate that begins at 0."
-        )
 
 
 def _check_equal(have: PyTree, want: PyTree, size: float) -> None:
@@ -587,10 +560,6 @@ def _check_equal(have: PyTree, want: PyTree, size: float) -> None:
                 "them (clipping, Adam) comes before the reduction: put "
                 "`all_reduce_gradients()` first in the chain."
             )
-
-
-def _versions(leaf: PerReplica | jax.Array) -> PyTree:
-    return leaf.stacked if isinstance(leaf, PerReplica) else leaf[None]
 
 
 def _gradients(params: PyTree, n: int, size: float, seed: int) -> PyTree:

@@ -31,7 +31,8 @@ def in_stages(
     # `vmap` and constraints rather than a `shard_map` over the axis: inside of that one
     # a layer may not use traced values that it is not given, and a step that is traced
     # by the names of its axes has none (JAX 0.10 and 0.12).
-    params = _divided_rows(_per_stage(params, stages), axis)
+    params = jax.tree.map(lambda a: a.reshape(stages, -1, *a.shape[1:]), params)
+    params = _divided_rows(params, axis)
     number = jnp.arange(stages)
     run = jax.vmap(
         lambda own, part, is_real: _through(_guarded(layer, is_real), own, part),
@@ -60,10 +61,6 @@ def _through(layer: Layer, params: PyTree, part: PyTree) -> PyTree:
 
 def _divided_rows(tree: PyTree, axis: str) -> PyTree:
     return jax.tree.map(lambda array: over_axis(array, axis), tree)
-
-
-def _per_stage(params: PyTree, stages: int) -> PyTree:
-    return jax.tree.map(lambda a: a.reshape(stages, -1, *a.shape[1:]), params)
 
 
 def _fed(parts: jax.Array, stages: int) -> jax.Array:

@@ -72,7 +72,8 @@ def _readable(leaf: Leaf, name: str) -> Leaf:
     if _is_table(leaf):
         return leaf.numpy()
     if isinstance(leaf, Variable):
-        leaf = _value_of(leaf)
+        has_value = leaf.aggregation is not VariableAggregation.NONE
+        leaf = leaf.value() if has_value else leaf.distributed()
     if isinstance(leaf, PerReplica):
         leaf = per_replica.contents(leaf)
     if isinstance(leaf, Tracer):
@@ -88,14 +89,7 @@ def _readable(leaf: Leaf, name: str) -> Leaf:
             f"`{name}` was donated to a step, so its memory is gone. Read the state "
             "that the step returned, or call `to_host` before the step."
         )
-    leaf = as_numbers(leaf)
-    return own_copy(leaf)
-
-
-def _value_of(variable: Variable) -> Leaf:
-    if variable.aggregation is VariableAggregation.NONE:
-        return variable.distributed()
-    return variable.value()
+    return own_copy(as_numbers(leaf))
 
 
 def _read(part: Leaf) -> Leaf:

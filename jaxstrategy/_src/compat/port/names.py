@@ -346,7 +346,8 @@ def fitted(program: Program, node: cst.CSTNode, form: Form) -> list[Edit] | None
         or count > form.positional
         or any(at >= count and name not in keywords for at, name in form.needed)
         or (form.avoided and re.search(form.avoided, program.code(call)))
-        or (call.args and not _takes(call.args[0].value, form))
+        or (call.args and not form.texts and _has_text(call.args[0].value))
+        or (call.args and not form.lists and isinstance(call.args[0].value, _LISTS))
     ):
         return None
     edits: list[Edit] = []
@@ -370,9 +371,7 @@ def fitted(program: Program, node: cst.CSTNode, form: Form) -> list[Edit] | None
     return edits
 
 
-def _takes(first: cst.BaseExpression, form: Form) -> bool:
-    listed = isinstance(first, cst.List | cst.Tuple | cst.ListComp)
-    return (form.lists or not listed) and (form.texts or not _has_text(first))
+_LISTS = cst.List | cst.Tuple | cst.ListComp
 
 
 def _has_text(node: cst.BaseExpression) -> bool:
@@ -384,13 +383,12 @@ def _has_text(node: cst.BaseExpression) -> bool:
 
 
 def _without(program: Program, call: cst.Call, index: int) -> Edit:
-    start, end = program.span(call.args[index])
+    """Leaves out an argument, with the comma before it, or the one behind."""
     if index > 0:
-        start = program.span(call.args[index - 1].value)[1]
-        return Edit(start, program.span(call.args[index].value)[1], "")
-    if len(call.args) > 1:
-        end = program.span(call.args[1])[0]
-    return Edit(start, end, "")
+        before, own = (program.span(call.args[i].value)[1] for i in (index - 1, index))
+        return Edit(before, own, "")
+    start, end = program.span(call.args[0])
+    return Edit(start, program.span(call.args[1])[0] if len(call.args) > 1 else end, "")
 
 
 # Code that stays TensorFlow's.

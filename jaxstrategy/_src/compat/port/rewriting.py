@@ -75,7 +75,6 @@ def ported(text: str, generation: Generation | None = None) -> Ported:
     if generation is None:
         generation = _generation(program, started)
     port = _Port(program, generation, notes=generation is not None and not started)
-    port.decide_all()
     if port.edits:
         changed = Program(edited(text, port.edits))
         text = _with_imports(changed, program.used_imports(), port.keras)
@@ -115,8 +114,6 @@ class _Port:
             for each in program.tensorflow
             if isinstance(each.statement, cst.ImportFrom) and self._is_direct(each)
         }
-
-    def decide_all(self) -> None:
         for statement in self._program.statements:
             self._decide_import(statement)
         for reference in self._program.references:
