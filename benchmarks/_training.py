@@ -103,15 +103,22 @@ def unchanged(tree: PyTree) -> PyTree:
     return tree
 
 
-# The forms.
+# The forms, on devices or those of a strategy.
+
+Where = Devices | js.Strategy
 
 
-def with_run(task: Task, devices: Devices, donates: bool = True) -> Training:
+def strategy_of(where: Where) -> js.Strategy:
+    return where if isinstance(where, js.Strategy) else js.MirroredStrategy(where)
+
+
+def with_run(task: Task, where: Where, donates: bool = True) -> Training:
     """As a user of jaxstrategy writes it."""
-    strategy = js.MirroredStrategy(devices)
+    strategy = strategy_of(where)
     options = js.RunOptions(donate_argnums=0) if donates else js.RunOptions()
     step = strategy.run(task.step_with(all_reduce_mean), options=options)
-    batch = [strategy.per_replica(each) for each in task.batch(len(devices))]
+    rows = task.batch(strategy.num_replicas_in_sync)
+    batch = [strategy.per_replica(each) for each in rows]
     return Training(step, strategy.mirror(task.state()), batch)
 
 
@@ -124,10 +131,10 @@ def mapped(
 
 
 def by_hand(
-    task: Task, devices: Devices, donates: bool = True, mean: Mean = pmean
+    task: Task, where: Where, donates: bool = True, mean: Mean = pmean
 ) -> Training:
     """With `jax.jit(jax.shard_map(...))`."""
-    mesh = js.MirroredStrategy(devices).mesh
+    mesh = strategy_of(where).mesh
     state, batch = mirrored_and_split(task, mesh)
     step = mapped(task.step_with(mean), mesh, (P(), *[P(AXIS)] * len(batch)))
     return Training(jax.jit(step, donate_argnums=(0,) * donates), state, batch)

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,14 +29,21 @@ from _harness import (
     median_seconds,
     scaled,
 )
-from _training import PyTree, all_reduce_mean, mapped, pmean
+from _training import (
+    PyTree,
+    all_reduce_mean,
+    by_hand,
+    perceptron,
+    pmean,
+    unchanged,
+    with_run,
+)
 from jax.flatten_util import ravel_pytree
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy._src.tracing import step_agreement
 
-ROWS, RATE = 32, 0.01
+ROWS = 32
 MODELS = {"4 x 64": (4, 64), "3 x 512": (3, 512)}
 
 
@@ -53,29 +59,10 @@ def job(make: Callable[..., Any], args: Sequence[Any], count: int, devices: int 
     return Workers(make, [args] * count, envs)
 
 
-def perceptron(layers: int, units: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Weights of all layers, and rows for one replica."""
-    draw = np.random.default_rng(0)
-    weights = [draw.normal(0, units**-0.5, (units, units)) for _ in range(layers)]
-    rows = draw.normal(size=(ROWS, units))
-    return [w.astype(np.float32) for w in weights], rows.astype(np.float32)
-
-
-def step_with(mean: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
-    """A new function for one replica's step; `mean` is over replicas."""
-
-    def loss(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-        out = x
-        for w in weights:
-            out = jnp.tanh(out @ w)
-        return ((out - x) ** 2).mean()
-
-    def step(weights: PyTree, x: jax.Array) -> tuple[PyTree, jax.Array]:
-        x = x.reshape(ROWS, -1)  # by hand, a replica's rows are [1, row, unit]
-        value, grads = mean(jax.value_and_grad(loss)(weights, x))
-        return jax.tree.map(lambda w, g: w - RATE * g, weights, grads), value
-
-    return step
+def raveled_pmean(tree: PyTree) -> PyTree:
+    """One `lax.pmean` of one array."""
+    flat, back = ravel_pytree(tree)
+    return back(pmean(flat))
 
 
 # Steps.
@@ -133,10 +120,10 @@ def compare_steps(
 
 def trainings(layers: int, units: int) -> Callable[[str, int], float]:
     """Answers a form and a number of steps with the seconds of each."""
-    strategy = js.MultiWorkerMirroredStrategy()
+    strategy, task = js.MultiWorkerMirroredStrategy(), perceptron(layers, units, ROWS)
     forms = {
-        "run": timed(*with_run(strategy, layers, units)),
-        "shard_map": timed(*by_hand(strategy.devices, layers, units)),
+        "run": with_run(task, strategy),
+        "shard_map": by_hand(task, strategy, mean=raveled_pmean),
     }
     if jax.process_count() > 1:
         usual, step_agreement._EACH = step_agreement._EACH, 1
@@ -144,50 +131,11 @@ def trainings(layers: int, units: int) -> Callable[[str, int], float]:
         executor: Any = every._executor
         executor.agreement._each = 1
         step_agreement._EACH = usual
-        forms["compared"] = timed(*with_run(every, layers, units))
-    return lambda form, steps: forms[form](steps)
-
-
-def with_run(strategy: js.Strategy, layers: int, units: int) -> tuple[Any, Any, Any]:
-    weights, rows = perceptron(layers, units)
-    x = strategy.experimental_distribute_values_from_function(lambda _: rows)
-    options = js.RunOptions(donate_argnums=0)
-    step = strategy.run(step_with(all_reduce_mean), options=options)
-    return step, strategy.mirror(weights), x
-
-
-def by_hand(devices: Sequence[Any], layers: int, units: int) -> tuple[Any, Any, Any]:
-    mesh = Mesh(np.asarray(devices), ("replica",), axis_types=(AxisType.Auto,))
-
-    def mean(tree: PyTree) -> PyTree:
-        flat, back = ravel_pytree(tree)
-        return back(pmean(flat))
-
-    def placed(array: np.ndarray, spec: P) -> jax.Array:
-        return jax.make_array_from_callback(
-            array.shape, NamedSharding(mesh, spec), lambda index: array[index]
-        )
-
-    step = mapped(step_with(mean), mesh, (P(), P("replica")))
-    weights, rows = perceptron(layers, units)
-    x = placed(np.broadcast_to(rows, (len(devices), *rows.shape)), P("replica"))
-    return jax.jit(step, donate_argnums=0), [placed(w, P()) for w in weights], x
-
-
-def timed(step: Callable[..., Any], weights: Any, x: Any) -> Callable[[int], float]:
-    """A function of a number of steps: seconds for each."""
-    state = [weights]
-
-    def burst(steps: int) -> float:
-        start, value = time.perf_counter(), x
-        for i in range(steps):
-            state[0], value = step(state[0], x)
-            if i % 8 == 7:  # more in flight hang where JAX is older than 0.12
-                value.block_until_ready()
-        float(value)
-        return (time.perf_counter() - start) / steps
-
-    return burst
+        forms["compared"] = with_run(task, every)
+    # More than 8 in flight hang where JAX is older than 0.12.
+    return lambda form, steps: float(
+        np.mean([forms[form].burst(8) for _ in range(steps // 8)])
+    )
 
 
 # Predictions.
@@ -270,10 +218,10 @@ def predictor() -> Callable[[str, str], float]:
         step = in_a_row(lambda x: (all_reduce_mean(x), None))
         cases[name] = case_of([step], strategy.mirror(jnp.ones(nbytes // 4)))
     for name, model in MODELS.items():
-        weights, rows = perceptron(*model)
-        x = strategy.experimental_distribute_values_from_function(lambda _, r=rows: r)
-        steps = [in_a_row(step_with(f)) for f in (all_reduce_mean, lambda tree: tree)]
-        cases[name] = case_of(steps, strategy.mirror(weights), x)
+        task = perceptron(*model, ROWS)
+        x = strategy.per_replica(task.batch(strategy.num_replicas_in_sync)[0])
+        steps = [in_a_row(task.step_with(f)) for f in (all_reduce_mean, unchanged)]
+        cases[name] = case_of(steps, strategy.mirror(task.state()), x)
     together = next(iter(cases.values())).run
     links = strategy.measure_links()
 
