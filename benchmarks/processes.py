@@ -69,13 +69,7 @@ def raveled_pmean(tree: PyTree) -> PyTree:
 
 
 @benchmark(
-    dict(
-        processes=(2,),
-        models=tuple(MODELS),
-        steps=64,
-        rounds=8,
-        seconds=math.inf,
-    ),
+    dict(processes=(2,), models=tuple(MODELS), steps=64, rounds=8, seconds=math.inf),
     dict(rounds=5, models=("4 x 64",)),
 )
 def multiprocess(args: Any) -> Iterator[Comparison]:

@@ -22,14 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _harness import (
-    Comparison,
-    benchmark,
-    in_turn,
-    main,
-    median_seconds,
-    scaled,
-)
+from _harness import Comparison, benchmark, in_turn, main, median_seconds, scaled
 from _training import (
     AXIS,
     RATE,
@@ -589,12 +582,7 @@ def ours(strategy: js.Strategy, loss: Any, state: PyTree, rows: np.ndarray) -> T
 
 
 @benchmark(
-    dict(
-        only=("lanes", "first-call", "cores"),
-        small=False,
-        rounds=16,
-        seconds=2.0,
-    ),
+    dict(only=("lanes", "first-call", "cores"), small=False, rounds=16, seconds=2.0),
     dict(only=("cores",), rounds=5, seconds=1.0),
 )
 def meshes(args: Any) -> Iterator[Comparison]:

@@ -29,10 +29,7 @@ from jaxstrategy._src.checkpoint.record import (
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import DonatedValueError
 from jaxstrategy._src.inputs.iterator import AbstractInputIterator
-from jaxstrategy._src.options import (
-    VariableAggregation,
-    VariableSynchronization,
-)
+from jaxstrategy._src.options import VariableAggregation, VariableSynchronization
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas

@@ -36,9 +36,7 @@ from jaxstrategy._src.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from jaxstrategy._src.reductions.cross_device_ops import (
-    CrossDeviceOps,
-)
+from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.reductions.operations import OPERATIONS
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device

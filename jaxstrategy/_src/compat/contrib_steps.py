@@ -473,9 +473,7 @@ class StandardSingleLossStep(StandardInputStep):
 
 
 def _updating(
-    loss_fn: Callable[..., Any],
-    optimizer: Any,
-    variables: tuple[Variable, ...] | None,
+    loss_fn: Callable[..., Any], optimizer: Any, variables: tuple[Variable, ...] | None
 ) -> Callable[..., tuple[tuple[Variable, ...], PyTree]]:
     """The step of one tower."""
 

@@ -39,9 +39,7 @@ from jaxstrategy._src.compat.inputs import (
     require_iterator,
 )
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.replica_context import (
-    core_of,
-)
+from jaxstrategy._src.contexts.replica_context import core_of
 from jaxstrategy._src.inputs.input_options import (
     InputContext,
     InputOptions,

@@ -18,10 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.options import (
-    VariableAggregation,
-    VariableSynchronization,
-)
+from jaxstrategy._src.options import VariableAggregation, VariableSynchronization
 from jaxstrategy._src.strategies import current
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text import user_code

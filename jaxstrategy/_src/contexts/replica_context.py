@@ -274,10 +274,7 @@ class ReplicaContext:
         return treedef.unflatten(results), state_of(debts, treedef)
 
     def all_gather(
-        self,
-        value: PyTree,
-        axis: int,
-        options: CommunicationOptions | None = None,
+        self, value: PyTree, axis: int, options: CommunicationOptions | None = None
     ) -> PyTree:
         """Every replica's `value`, joined along `axis` in replica order, on all.
 

@@ -14,9 +14,7 @@ import numpy as np
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.replica_placements import SPLIT
-from jaxstrategy._src.replicas.replicas import (
-    Replicas,
-)
+from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.tracing.on_replicas import on_replicas
 
