@@ -76,6 +76,12 @@ class Training:
         return statistics.median(dispatched), statistics.median(done)
 
 
+def bytes_on_a_device(tree: PyTree) -> int:
+    """Of all arrays, on the first device that has a part of each."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return sum(array.addressable_shards[0].data.nbytes for array in arrays)
+
+
 # The means over replicas.
 
 

@@ -17,14 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Comparison, benchmark, in_turn, main, scaled, seconds_of
-from _training import devices_of
+from _training import PyTree, Training, bytes_on_a_device, devices_of
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import jaxstrategy as js
 from jaxstrategy import planning
 
-PyTree = Any
 WORDS, LENGTH, CLASSES = 512, 32, 16
 DONATE = js.RunOptions(donate_argnums=0)
 
@@ -194,32 +193,16 @@ def measured(devices: Sequence[Any]) -> planning.Machine:
     )
 
 
-class Training:
-    """A layout of a plan that is run."""
-
-    def __init__(self, layout: Any, build: Callable[[], PyTree], batch: PyTree) -> None:
-        strategy = layout.strategy()
-        count, self._several = strategy.num_replicas_in_sync, layout.several
-        rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-        self.batch = jax.tree.map(strategy.per_replica, rows)
-        self.state = strategy.init(build)
-        self._step = layout.step(strategy)
-        self.burst()
-
-    def burst(self) -> float:
-        """Seconds of a step."""
-        many = self.batch if self._several == 1 else (self.batch,) * self._several
-        start = time.perf_counter()
-        self.state, loss = self._step(self.state, many)
-        jax.block_until_ready((self.state, loss))
-        return (time.perf_counter() - start) / self._several
-
-    @property
-    def live_bytes(self) -> int:
-        """Of state and batch on the first device."""
-        leaves = jax.tree.leaves((self.state, self.batch))
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        return sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays)
+def training(layout: Any, build: Callable[[], PyTree], batch: PyTree) -> Training:
+    """A layout of a plan that is run; with several steps in a call, a batch of each."""
+    strategy = layout.strategy()
+    count = strategy.num_replicas_in_sync
+    rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    placed = jax.tree.map(strategy.per_replica, rows)
+    given = placed if layout.several == 1 else (placed,) * layout.several
+    made = Training(layout.step(strategy), strategy.init(build), [given])
+    made.burst(1)
+    return made
 
 
 @benchmark(
@@ -251,15 +234,21 @@ def plan(args: Any) -> Iterator[Comparison]:
         seconds = time.perf_counter() - start
         yield Comparison(name, "plan", "s", {"plan": [seconds], "limit": [30.0]}, 1.0)
         known = [layout for layout in made if layout.memory is not None]
-        forms = {layout.name: Training(layout, build, batch) for layout in known}
+        forms = {layout.name: training(layout, build, batch) for layout in known}
         for layout in known:
             assert layout.memory is not None, "those are left out"
             values = {"planned": [layout.memory.arguments / 2**20]}
-            values["live"] = [forms[layout.name].live_bytes / 2**20]
+            form = forms[layout.name]
+            values["live"] = [bytes_on_a_device((form.state, form.batch)) / 2**20]
             if layout.several == 1:
                 quantity = f"arguments, {layout.name}"
                 yield Comparison(name, quantity, "MB", values, 1.05, least=0.95)
-        bursts = {form: training.burst for form, training in forms.items()}
+        bursts = {
+            layout.name: lambda x=layout, form=forms[layout.name]: (
+                form.burst(1) / x.several
+            )
+            for layout in known
+        }
         times = in_turn(bursts, args.rounds, args.seconds)
         medians = {form: statistics.median(each) for form, each in times.items()}
         best = min(medians, key=medians.__getitem__)

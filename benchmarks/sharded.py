@@ -31,6 +31,7 @@ from _training import (
     PyTree,
     Training,
     all_reduce_mean,
+    bytes_on_a_device,
     check_losses,
     unchanged,
 )
@@ -88,11 +89,6 @@ class Compiled:
     @property
     def sent(self) -> float:
         return sum(nbytes for _, nbytes, _ in self.collectives)
-
-
-def bytes_on_a_device(tree: PyTree) -> int:
-    """Of all arrays, on the first device that has a part of each."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 # What is trained: as plain pytrees of arrays and as a `TrainState` of Flax.
