@@ -49,7 +49,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy._src.demo import demo
+from jaxstrategy._src import demo
 
 # The first is held against the second.
 FORMS: dict[str, Callable[..., Training]] = {

@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 from train_step import perceptron
 
 import jaxstrategy as js
-from jaxstrategy._src.demo import demo
+from jaxstrategy._src import demo
 from jaxstrategy._src.tracing.replication.rules import analyse
 
 # Numbers of replicas and of arrays.

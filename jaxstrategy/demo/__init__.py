@@ -5,5 +5,5 @@ scikit-learn, on all accelerators of the machine or, on a plain CPU, on 8 simula
 devices. Then it trains on one replica, compares the two loss curves, prints a table
 and draws `demo.png`. `--help` lists the options.
 
-`training_step` (in `_src/demo/demo.py`) is the part to copy.
+`training_step` (in `_src/demo.py`) is the part to copy.
 """

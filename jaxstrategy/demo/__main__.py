@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxstrategy._src.demo.demo import main
+from jaxstrategy._src.demo import main
 from jaxstrategy._src.errors import MissingExtraError
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxstrategy._src.doctor.doctor import main
+from jaxstrategy._src.doctor import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 import jaxstrategy as js
-from jaxstrategy._src.demo import demo as demo
+from jaxstrategy._src import demo as demo
 
 
 def options(**given):

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy._src.doctor import doctor
+from jaxstrategy._src import doctor
 
 IMPORT = f"import sys, time; from {doctor.__package__} import doctor; "
 CLUSTER = {
