@@ -206,9 +206,3 @@ def test_scalars_for_some_replicas_only(four):
         lambda _: list(np.array(numbers)[:, None])
     )
     assert [float(four.reduce("sum", b, axis=0)) for b in dataset] == [10, 5]
-
-
-def test_scalars_of_global_batches_are_refused(two):
-    text = "is a scalar, which cannot be divided over the replicas.*from_function"
-    with pytest.raises(ValueError, match=text):
-        next(iter(two.experimental_distribute_dataset([1.0, 2.0])))

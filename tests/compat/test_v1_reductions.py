@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.first_generation import (
-    central,
     each,
     mirrored,
     of_each_kind,
     one,
     replica_id,
-    shared,
 )
 
 import jaxstrategy as js
@@ -89,36 +87,6 @@ def test_options_by_their_older_name():
             TypeError, match="`experimental_hints` was 3; `experimental"
         ):
             method("sum", *target, experimental_hints=3)
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (mirrored, [2, 2]),
-        (central, [2]),
-        (shared, [4, 4, 4, 4]),
-    ],
-)
-@pytest.mark.parametrize("batched", [False, True])
-def test_the_documented_reduction_in_a_merge_function(make, expected, batched):
-    s = make()
-    with s.scope():
-        v = js.Variable(0.0, aggregation="sum")
-
-    def merge_fn(strategy, value, var):
-        extended = strategy.extended
-        if batched:
-            (reduced,) = extended.batch_reduce_to(v1.ReduceOp.SUM, [(value, var)])
-        else:
-            reduced = extended.reduce_to(v1.ReduceOp.SUM, value, destinations=var)
-        extended.update(var, lambda var, x: var.assign(x), args=(reduced,))
-
-    def step():
-        value = jnp.float32(1.0)
-        v1.get_replica_context().merge_call(merge_fn, args=(value, v))
-
-    s.run(step)
-    assert copies(v) == expected
 
 
 # broadcast_to.

@@ -24,6 +24,11 @@ def sum_of_mean(x, s):
     return lax.psum(g, AXIS)  # <- again
 
 
+def sum_of_integer_mean(x, s):
+    g = lax.pmean(jnp.int32(x), AXIS)  # <- first
+    return lax.psum(g, AXIS)  # <- again
+
+
 def after_arithmetic(x, s):
     g = replica().all_reduce("mean", x)  # <- first
     g = jnp.clip(g * s + 1, 0, 9)
@@ -92,8 +97,8 @@ def several_on_one_line(x, s):
     return [lax.psum(g * i, AXIS) for i in range(3)]  # <- again
 
 
-TWICE = [sum_of_sum, sum_of_mean, after_arithmetic, after_an_optimizer]
-TWICE += [in_a_scan_body, from_turn_to_turn, through_merge_call]
+TWICE = [sum_of_sum, sum_of_mean, sum_of_integer_mean, after_arithmetic]
+TWICE += [after_an_optimizer, in_a_scan_body, from_turn_to_turn, through_merge_call]
 TWICE += [scattered, in_a_branch, in_a_differentiated_function]
 TWICE += [several_on_one_line]
 
@@ -229,18 +234,3 @@ def test_no_false_alarm(two):
         return {name: each(x, s) for name, each in ONCE.items()}
 
     two.run(step, (ids(two), 2.0))  # a warning is an error here
-
-
-# False alarms that were.
-
-
-def reduced(op, value):
-    return js.get_replica_context().all_reduce(op, value)
-
-
-def test_a_mean_of_integers_counts_as_reduced(four):
-    def step(x):
-        return reduced("sum", jax.lax.pmean(x, "replica"))
-
-    with pytest.warns(js.errors.DoubleReductionWarning):
-        four.run(step, (four.per_replica([1, 2, 3, 4]),))

@@ -9,10 +9,8 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
-from flax.training.train_state import TrainState
 from helpers.cases import each_of
 from jax import lax
 
@@ -82,43 +80,6 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(x))
-
-
-class State(TrainState):
-    batch_stats: Any = None
-
-
-def linen_state(optimizer):
-    net = Net()
-    variables = net.init(jax.random.key(0), np.ones((1, 2), np.float32))
-    return State.create(apply_fn=net.apply, tx=optimizer, **variables)
-
-
-@pytest.mark.slow
-@each_of("reduces", [False, True], anew=True)
-def test_a_train_state_is_told_of_unless_all_of_it_is_reduced(two, reduces):
-    def step(state, x):
-        def loss(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            y, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-            return (y**2).mean(), new["batch_stats"]
-
-        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        if reduces:
-            grads = reduced(grads)
-            stats = js.flax.average_statistics(stats)
-        return state.apply_gradients(grads=grads, batch_stats=stats), value
-
-    texts, (state, loss) = told(
-        two.run, step, (linen_state(optax.adamw(0.1)), rows(two))
-    )
-    assert isinstance(loss, js.PerReplica)
-    if reduces:
-        assert texts == [] and isinstance(state, State)
-    else:
-        (text,) = texts
-        assert "`state.params['BatchNorm_0']['bias']` equal on all replicas" in text
-        assert " more\n" in text
 
 
 def test_statistics_of_batchnorm_by_themselves_are_state_too(two):
