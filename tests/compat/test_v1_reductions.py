@@ -21,10 +21,6 @@ def per_replica(s):
     return s.run(lambda: replica_id() + 1.0)
 
 
-def copies(v):
-    return [float(x) for x in v.strategy.experimental_local_results(v)]
-
-
 # reduce, reduce_to, batch_reduce_to.
 
 
