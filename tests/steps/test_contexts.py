@@ -310,6 +310,7 @@ def test_a_strategy_can_be_deep_copied_only(two):
     assert twin.devices == two.devices
     assert twin.run(lambda: js.get_strategy() is twin) is True
     assert twin.extended is not two.extended
+    assert copy.deepcopy(js.get_strategy()) is js.get_strategy()
     with pytest.raises(RuntimeError, match="deep-copied"):
         copy.copy(two)
     with pytest.raises(TypeError, match="cannot be pickled"):

@@ -301,6 +301,20 @@ def test_a_batch_in_parts_is_worked_on_part_by_part(two):
     assert most.local(1).tolist() == [3.0, 4.0]
 
 
+@pytest.mark.slow
+def test_compressed_sums_go_on_with_what_was_not_sent(two):
+    options = js.experimental.CommunicationOptions(compression="int8")
+    grads = two.per_replica(np.linspace(0, 1, 4000).reshape(2, 2000))
+    state = two.compression_state(np.zeros(2000, np.float32), options)
+
+    def step(grads, state):
+        return replica().all_reduce_compressed("mean", grads, state, options)
+
+    (mean, owed), (eager, eager_owed) = both_ways(two, step, grads, state)
+    np.testing.assert_array_equal(mean, eager)
+    np.testing.assert_array_equal(owed.errors.stacked, eager_owed.errors.stacked)
+
+
 def test_constraints_along_inner_axes_are_kept():
     strategy = STRATEGIES["several devices"]()
 

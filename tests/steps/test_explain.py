@@ -166,6 +166,8 @@ def test_communication_times_are_the_formulas(explained):
     assert explained.communication_time(topology, "ring") == pytest.approx(ring)
     assert explained.communication_time(topology, "tree") == pytest.approx(tree)
     assert explained.communication_time(topology) == pytest.approx(min(ring, tree))
+    with pytest.raises(ValueError, match="`algorithm` was 'star'; 'ring', 'tree' or"):
+        explained.communication_time(topology, "star")
 
 
 @each_of("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 3], [2]]])
