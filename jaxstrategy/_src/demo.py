@@ -273,17 +273,11 @@ LARGEST_DIFFERENCE = 1e-4
 
 
 class Epoch(NamedTuple):
-    """One pass over the training images.
+    """One pass over the training images."""
 
-    Attributes:
-      losses: the mean loss of each batch before its step, `[steps]`.
-      accuracy: the part of the test images recognised afterwards.
-      seconds: how long the pass took, without the test.
-    """
-
-    losses: np.ndarray
-    accuracy: float
-    seconds: float
+    losses: np.ndarray  # the mean loss of each batch before its step, `[steps]`
+    accuracy: float  # the part of the test images recognised afterwards
+    seconds: float  # without the test
 
 
 def loss_curve(history: list[Epoch]) -> np.ndarray:

@@ -54,18 +54,13 @@ class Reading(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A value of a state.
+    """A value of a state."""
 
-    Attributes:
-      name: the way to it, `params/dense/kernel`; `.` of a state that is one value.
-      value: what is there.
-      store: puts another value there, if it is in an object that changes in place.
-      home: where it goes if it lies nowhere yet, None for JAX's default device.
-    """
-
-    name: str
+    name: str  # the way to it, `params/dense/kernel`; `.` of a state that is one value
     value: Any
+    # Puts another value there, if it is in an object that changes in place.
     store: Callable[[object], None] | None = None
+    # Where it goes if it lies nowhere yet; None for JAX's default device.
     home: NamedSharding | None = None
 
 
@@ -268,22 +263,15 @@ def _escaped(key: object) -> str:
 @final
 @dataclasses.dataclass(frozen=True)
 class Handler:
-    """One kind of value.
-
-    Attributes:
-      takes: whether a value is of this kind.
-      describe: a value in words.
-      save: its entry, and the array to write, if there is one.
-      restore: the new value, from the entry and the array that was read.
-      where: the sharding with which an array is read; None for NumPy.
-      put: changes the value in place, if it is an object; what then stands there.
-    """
+    """How one kind of value is written to a checkpoint and read from it."""
 
     takes: Callable[[object], bool]
     describe: Callable[[Any], str]
-    save: Callable[[Leaf], tuple[Entry, Array | None]]
+    save: Callable[[Leaf], tuple[Entry, Array | None]]  # an entry, and what to write
     restore: Callable[[Leaf, Entry, Array | None], object]
+    # The sharding with which an array is read; None for NumPy.
     where: Callable[[Leaf], Sharding | None] = lambda leaf: None
+    # Changes the value in place, if it is an object; what then stands there.
     put: Callable[[Leaf, Any], object] = lambda leaf, restored: restored
 
 

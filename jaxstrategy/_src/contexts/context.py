@@ -41,15 +41,7 @@ LOCAL_SCOPE = "jaxstrategy.local_steps"
 
 @final
 class LocalSteps:
-    """Steps in which each replica is by itself.
-
-    Args:
-      count: how many replicas there are.
-
-    Attributes:
-      reduction: what takes the place of the strategy's.
-      assigned: the variables that the steps have assigned, by their `id`.
-    """
+    """Steps in which each replica is by itself, and the variables they assigned."""
 
     def __init__(self, count: int) -> None:
         self.reduction = LocalReduction(count)
@@ -65,17 +57,11 @@ class Rebindings(Protocol):
 
 
 class EagerReplica(abc.ABC):
-    """One replica that runs in a thread of its own, while the others wait.
+    """One replica that runs in a thread of its own, while the others wait."""
 
-    Attributes:
-      number: of the replica, from 0.
-      index: the same as an int32 array on the replica's device.
-      reduction: what takes the place of the strategy's.
-    """
-
-    number: int
-    index: jax.Array
-    reduction: EagerReduction
+    number: int  # from 0
+    index: jax.Array  # the same as an int32 array on the replica's device
+    reduction: EagerReduction  # in place of the strategy's
 
     @abc.abstractmethod
     def merge_call(
@@ -94,13 +80,9 @@ class EagerReplica(abc.ABC):
 
 
 class AbstractVariablePolicy(abc.ABC):
-    """The view that lower layers have of a strategy's choices for variables.
+    """The view that lower layers have of a strategy's choices for variables."""
 
-    Attributes:
-      are_owned: whether variables made in its scope belong to the strategy.
-    """
-
-    are_owned: bool
+    are_owned: bool  # whether variables made in its scope belong to the strategy
 
     @property
     @abc.abstractmethod
@@ -117,18 +99,12 @@ class AbstractVariablePolicy(abc.ABC):
 
 
 class AbstractStrategy(abc.ABC):
-    """A strategy, as lower layers may ask it.
-
-    Attributes:
-      _replicas: their number, their devices, their axes.
-      _variable_policy: the choice of kinds and devices for its variables.
-      _overlap: the means by which programs reduce beside the computation, if asked to.
-    """
+    """A strategy, as lower layers may ask it."""
 
     # Users have no need of these: `dir(strategy)` shows what they may call.
     _replicas: Replicas
     _variable_policy: AbstractVariablePolicy
-    _overlap: Overlap | None
+    _overlap: Overlap | None  # how programs reduce beside the computation, if asked to
 
     @property
     def _parameter_replicas(self) -> Replicas:
@@ -195,87 +171,68 @@ class Context:
     """The state of the code that runs; `entered` changes fields of it for a block.
 
     Layers that stand above this one keep here what they must know, so that there is
-    one state and one way in and out. Such a field is read by the module that it names.
-
-    Attributes:
-      strategy: whose scope, step or `merge_call` it is; None outside of all.
-      replica: the `ReplicaContext`; None in cross-replica context, and outside.
-      in_step: whether a step of `run` is being traced, so that values are one
-        replica's own and collectives may be used on them.
-      is_set: whether it was set rather than entered, and may be set again.
-      around: makes the `with` block of each step of `run` in some scope.
-      variables: those of the step that is being traced. Read by `variables.access`.
-      trace: the number of that trace, if its step may use variables.
-      updated: the devices of the copies that code of `extended.update` or `update_on`
-        changes; none elsewhere. Read by `variables.access`.
-      before: what variables held before an update. Read by `variables.access`.
-      colocated: what variables are made beside in `colocate_vars_with`: a variable, or
-        replicas. Read by the policies of variables.
-      new_variables: how variables are kept that are made here and do not say it: their
-        synchronization and aggregation; None for the default. Read by
-        `variables.variable`.
-      variable_scope: the names that variables get. Read by `compat.variables_by_name`.
-      update_device: the devices that code says it updates, and those that it updated
-        before. Read by `compat.contrib._tower_context`.
-      given: what variables hold in a function that is differentiated, by their `id`.
-        Read by `variables.access`.
-      lookups: those of tables that the function makes. Read by `variables.access`.
-      read: takes the `id` of each variable that a function reads which is
-        differentiated. Read by `variables.access`.
-      step_outputs: receives values that steps return besides their results. Read by
-        `contexts.step_outputs`.
-      posted: those of the step that is being traced.
-      is_initial: whether JAX traces a function that makes an initial value, which reads
-        what variables hold now. Read by `variables.access`.
-      batches: the batches of the step that is being traced, and on which part of them
-        it works. Read by `masks`.
-      local: the local steps that are being traced, in which each replica is by itself;
-        None elsewhere.
-      worker: the worker of a coordinator for which a dataset is built or read. Read by
-        `parameter_servers.worker`.
-      is_shipping: whether objects are pickled to be sent to a worker, where variables
-        and strategies are its own. Read by what refuses to be pickled otherwise.
-      arrived: what a worker has unpickled of a function that it was sent: the strategy
-        and its variables. Read by these.
-      function: what a function uses that a coordinator sends to workers, while it is
-        traced. Read by `scheduled.trace`.
-      runs_eagerly: what steps that run eagerly, each replica in a thread of its own,
-        remember of each other; None if steps are compiled. Read by executors.
-      eager: the replica whose thread it is; None in other threads.
-      observer: is told of each call of `run` before it is made: the executor, function,
-        arguments, keyword arguments and options. Read by executors.
+    one state and one way in and out.
     """
 
+    # Whose scope, step or `merge_call` it is; None outside of all.
     strategy: AbstractStrategy | None = None
+    # The `ReplicaContext`; None in cross-replica context, and outside.
     replica: object = None
+    # Whether a step is traced: values are one replica's own, collectives may be used.
     in_step: bool = False
+    # Whether it was set rather than entered, and may be set again.
     is_set: bool = False
+    # Makes the `with` block of each step of `run` in some scope.
     around: Callable[[], AbstractContextManager[None]] | None = None
+    # The variables of the step that is traced, and the number of that trace, if its
+    # step may use variables.
     variables: object = None
     trace: int | None = None
+    # The devices of the copies that code of `extended.update` or `update_on` changes,
+    # and what variables held before.
     updated: tuple[Device, ...] = ()
     before: object = None
+    # The variable or replicas beside which `colocate_vars_with` makes variables.
     colocated: Handle | Replicas | None = None
+    # How variables that do not say it are kept.
     new_variables: tuple[VariableSynchronization, VariableAggregation] | None = None
+    # The names that variables get, for `compat.variables_by_name`.
     variable_scope: object = None
+    # The devices that code says it updates, and those that it updated before.
     update_device: tuple[tuple[Device, ...], tuple[Device, ...]] | None = None
+    # Of a function that is differentiated: what variables hold, by their `id`; lookups
+    # of tables that it makes; and what takes the `id` of each variable that it reads.
     # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
     given: Mapping[int, object] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )
     lookups: object = None
     read: set[int] | None = None
+    # Receives values that steps return besides their results, and those of the step
+    # that is traced.
     step_outputs: object = None
     posted: tuple[object, list[Any]] | None = None
+    # Whether JAX traces a function that makes an initial value, which reads what
+    # variables hold now.
     is_initial: bool = False
+    # The batches of the step that is traced, and the part on which it works.
     batches: object = None
+    # The local steps that are traced, in which each replica is by itself.
     local: LocalSteps | None = None
+    # On a worker of a coordinator: what it has unpickled of a function.
     arrived: list[object] | None = None
+    # What a function uses that a coordinator sends to workers, while it is traced.
     function: object = None
+    # The worker for which a dataset is built or read.
     worker: object = None
+    # Whether objects are pickled for a worker, which has its own strategies.
     is_shipping: bool = False
+    # What steps that run eagerly remember of each other; None if steps are compiled.
     runs_eagerly: object = None
+    # The replica whose thread it is.
     eager: EagerReplica | None = None
+    # Is told of each call of `run` before it is made: the executor, function,
+    # arguments, keyword arguments and options.
     observer: Callable[..., None] | None = None
 
     @property

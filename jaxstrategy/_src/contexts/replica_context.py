@@ -52,11 +52,7 @@ def check_merge_call(merge_fn: object, args: object, kwargs: object) -> None:
 
 
 class StrategyAdapter(abc.ABC):
-    """An object with other methods, behind which a strategy does the work.
-
-    Contexts, variables and values know the strategy only, so that programs may mix the
-    generations.
-    """
+    """An object with other methods over a strategy, which alone contexts know."""
 
     @property
     @abc.abstractmethod

@@ -38,13 +38,7 @@ class Sender:
 
 @final
 class StepOutputs:
-    """Receives what steps hand out while it is open.
-
-    Args:
-      sender: the object whose methods steps call.
-      receive: is called with each message of a step, in their order, when the step has
-        been started: a pytree of what the caller of a step gets.
-    """
+    """Receives what steps that use `sender` hand out, in order, once they started."""
 
     def __init__(self, sender: Sender, receive: Callable[[PyTree], object]) -> None:
         self.sender = sender
@@ -131,10 +125,7 @@ def with_outputs(fn: Function) -> Function:
 
 
 def without_sender(step_outputs: StepOutputs, tree: PyTree) -> PyTree:
-    """`tree` with the sender of steps in place of that of the `StepOutputs`.
-
-    A static argument is a part of the program, which is to serve the next, too.
-    """
+    """`tree` for a program that serves other senders: with that of all steps."""
     sender = step_outputs.sender
     return trees.map_around_objects(
         lambda leaf: type(sender).of_steps() if leaf is sender else leaf, tree

@@ -28,54 +28,32 @@ def _pairs(words: str) -> dict[str, str]:
 @final
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a function may be called so that the new one means the same.
+    """How a function may be called so that the new one means the same."""
 
-    Args:
-      positional: the most arguments without a name.
-      keywords: the new name of each argument that may be named; without one, it is
-        given by its place.
-      needed: arguments that must be given, each by its place or its old name.
-      texts: whether the first argument may be a string.
-      lists: whether it may be a list.
-      avoided: a pattern of arguments' code for which it does not mean the same.
-      bare: whether the function may be passed on without being called.
-    """
-
-    positional: int
+    positional: int  # the most arguments without a name
+    # The new name of each that may be named; without one, it is given by its place.
     keywords: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    needed: tuple[tuple[int, str], ...] = ()
-    texts: bool = True
-    lists: bool = True
-    bare: bool = True
-    avoided: str = ""
+    needed: tuple[tuple[int, str], ...] = ()  # by their place or old name
+    texts: bool = True  # whether the first may be a string
+    lists: bool = True  # or a list
+    bare: bool = True  # whether the function may be passed on without being called
+    avoided: str = ""  # a pattern of arguments' code that means something else
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """An old name, what stands for it here, and what a person must know.
+    """An old name, what stands for it here, and what a person must know."""
 
-    Args:
-      old: with its modules, `tf.` first.
-      new: with its modules; None if a person must decide.
-      text: how the new one differs; without one, what to do.
-      exact: names in it, or attributes of it, are not the same here; a module's names
-        have rows of their own.
-      form: which calls are the same; None: all.
-      stays: it may stay TensorFlow's.
-      certain: False if it means the same only where values are arrays of JAX, not in
-        what stays TensorFlow.
-      type: it is a type, which is the same only as an argument of a function that is
-        renamed, or as an annotation.
-    """
-
-    old: str
-    new: str | None
-    text: str = ""
-    exact: bool = False
-    form: Form | None = None
-    stays: bool = False
-    certain: bool = True
+    old: str  # with its modules, `tf.` first
+    new: str | None  # with its modules; None if a person must decide
+    text: str = ""  # how the new one differs; without one, what to do
+    exact: bool = False  # names in it, or attributes of it, are not the same here
+    form: Form | None = None  # which calls are the same; None: all
+    stays: bool = False  # it may stay TensorFlow's
+    certain: bool = True  # False if it means the same of arrays of JAX only
+    # A type, which is the same only as an annotation, or as an argument of a function
+    # that is renamed.
     type: bool = False
 
 
@@ -120,22 +98,13 @@ def row_of(name: str) -> Name:
 @final
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method that programs of some generations call.
-
-    Args:
-      name: of the method or property.
-      generations: by their short names.
-      text: how it differs.
-      receiver: a pattern of the objects that are meant; none: the name is a
-        strategy's or context's only.
-      new: its name here, if it has another.
-    """
+    """A method that programs of some generations call."""
 
     name: str
     generations: str
-    text: str = ""
-    receiver: str = ""
-    new: str = ""
+    text: str = ""  # how it differs
+    receiver: str = ""  # a pattern of the objects meant; none: only strategies have it
+    new: str = ""  # its name here, if it has another
 
 
 METHODS = tuple(Method(**row) for row in DATA["methods"])
