@@ -122,6 +122,7 @@ class MapOutput:
     num_towers: int
 
     def reduced(self, op: ReduceOp) -> PyTree:
+        """The sum or the mean over all elements."""
         if not self.results:
             raise ValueError(
                 "`map` was given no elements, so there is nothing to reduce."

@@ -102,6 +102,7 @@ class TrainingLoop:
             self._between()
 
     def save(self) -> None:
+        """Saves now, if this step is not saved yet."""
         if self.manager is not None and self._saved != self.step:
             self.manager.save(self.step, self._kept, force=True)
             self._saved = self.step
