@@ -4,11 +4,12 @@ import contextlib
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
+
+from helpers.sockets import free_address
 
 from jaxstrategy._src.processes import (
     messages,
@@ -94,12 +95,6 @@ def meets(zero, attend, **options):
     """Whether a job of two still meets when its own process 1 comes."""
     one = attend(1, **options)
     return len(zero.result(10).members) == len(one.members) == 2
-
-
-def free_address():
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
 class Rank:

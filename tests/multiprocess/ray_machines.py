@@ -133,12 +133,51 @@ def running():
             started.close()
 
 
-def is_alive(pid):
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
+class Program:
+    """A Python program at work in a folder of its own."""
+
+    def __init__(self, folder, arguments, env):
+        self.folder = folder
+        with open(folder / "out.txt", "wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=folder,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self):
+        return (self.folder / "out.txt").read_text()
+
+    def wait_until(self, claim):
+        """Waits as long as the program lasts."""
+
+        def is_so():
+            ended = self.process.poll() is not None
+            found = claim()
+            assert found or not ended, self.said
+            return found
+
+        until(is_so)
+
+    def wait_for(self, text):
+        self.wait_until(lambda: text in self.said)
+
+    def finish(self, code=0):
+        """Ends the program's input, for which it may wait, and waits for its end."""
+        self.process.stdin.close()
+        found = self.process.wait(DEADLINE)
+        assert found == code, f"exit code {found}\n{self.said}"
+        return self.said
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
 
 
 def until(claim, what="it"):

@@ -36,23 +36,14 @@ def test_what_works_is_told():
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_the_cause():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = checked("-n", "2", "--coordinator", address)
-    assert done.returncode == 1, done
-    assert re.search("check: failed after .*: Process 0 cannot listen", done.stderr)
-    assert "in use by another program" in done.stderr
-
-
-@pytest.mark.slow
 def test_a_process_that_does_not_come_is_the_cause():
     options = "-n", "1", "--nodes", "2", "--node-rank", "0", "--coordinator"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     done = checked(*options, address, JAXSTRATEGY_CHECK_SECONDS="2")
     assert done.returncode == 1, done
-    assert "1 of 2 processes came within 2 s; process 1 did not" in done.stderr
+    told = "check: failed after .*1 of 2 processes came within 2 s; process 1 did not"
+    assert re.search(told, done.stderr), done
 
 
 def test_a_script_is_none_of_its_business():

@@ -260,8 +260,8 @@ def test_gpus_are_divided_among_workers():
         divided("012", 2, 2)
 
 
-@pytest.mark.parametrize("name", ["workers", "parameter_servers", "devices_per_worker"])
-def test_counts_are_positive(name):
-    given = {"workers": 1, "parameter_servers": 1, name: 0}
-    with pytest.raises(ValueError, match=f"`{name}` was 0"):
-        LocalProcesses(**given)
+def test_counts_are_positive():
+    for name in ("workers", "parameter_servers", "devices_per_worker"):
+        given = {"workers": 1, "parameter_servers": 1, name: 0}
+        with pytest.raises(ValueError, match=f"`{name}` was 0"):
+            LocalProcesses(**given)

@@ -5,25 +5,40 @@ They run one after the other in one job, which starts once.
 
 import functools
 import json
+import pickle
 import re
 import subprocess
 import sys
+import traceback
 
 import jax
 import numpy as np
 import pytest
 import workers
 from harness import job as started_job
-from workers import digits, rounds
+from workers import (
+    checkpoints,
+    conformance,
+    digits,
+    keras_models,
+    layouts,
+    sharded,
+)
 from workers.divided_variables import WHOLE, trained, variables
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
 
 DEADLINE = 600
-pytestmark = pytest.mark.timeout(2 * DEADLINE)  # the first test waits for all
+pytestmark = [
+    pytest.mark.timeout(2 * DEADLINE),  # the first test waits for all
+    # Keras' arrays take no `copy`, for which NumPy 2 asks (Keras 3.15).
+    pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning"),
+]
 COUNT, OWN = 2, 2
-PROGRAMS = {
+PROGRAMS = {  # `checkpoints` first: a process that fills its disk may print little
+    "test_one_and_two_processes_restore_what_the_other_saved": "checkpoints",
+    "test_all_is_as_in_one_process": "conformance",
     "test_processes_that_do_different_things_are_told": "mismatches",
     "test_other_checkpoints_are_told_before_anything_is_written": (
         "different_checkpoints"
@@ -33,8 +48,18 @@ PROGRAMS = {
     "test_the_loss_curve_is_that_of_one_process": "digits",
     "test_replicas_of_two_processes_run_eagerly": "eager",
     "test_values_are_copied_and_variables_changed_on_all_processes": "placed_copies",
-    "test_rounds_of_processes_are_those_of_workers_alone": "rounds",
     "test_variables_are_made_changed_trained_and_saved": "divided_variables",
+    "test_several_processes_place_read_and_save_as_one_does": "sharded",
+    "test_a_captured_value_that_differs_is_told_before_the_step_begins": "captures",
+    "test_processes_may_keep_other_variables_alive": "captures.collect_in_one",
+    "test_processes_that_compile_other_steps_are_told": "compiled_ahead.differ",
+    "test_two_processes_train_with_keras_as_one_device_does": "keras_models",
+    "test_the_first_generation_mirrors_its_variables": "first_generation.mirrored",
+}
+# Devices of each process, and how replicas lie on them: always four replicas.
+LAYOUTS = {
+    "wide": (4, {"logical_axes": {"core": 2}}),
+    "shared": (1, {"replicas_per_device": 2}),
 }
 
 
@@ -48,6 +73,44 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("programs")
 
 
+def divided_over_all():
+    return js.MirroredStrategy(sharding=js.StateSharding(min_bytes=0))
+
+
+def ran(folder, names, devices, layout, plain):
+    """What each process printed in a program, by its name."""
+    # What the programs find there.
+    states = {
+        "sharded/one": lambda: divided_over_all().init(
+            sharded.first_state, jax.random.key(3)
+        ),
+        "divided_variables/one": lambda: {"w": plain.mirror(WHOLE)},
+        "layouts/one": lambda: {
+            "w": plain.mirror(layouts.KERNEL * 2),
+            "n": plain.mirror(7),
+        },
+        "checkpoints/one": lambda: state_of_two_replicas()[1],
+        "checkpoints/copies": lambda: {
+            "x": js.MirroredStrategy(jax.devices()[:2]).per_replica([1.0, 2.0])
+        },
+    }
+    for path, make in states.items():
+        if path.partition("/")[0] in names:
+            with CheckpointManager(folder / path) as manager:
+                manager.save(1, state := make())
+            if "data" in state:
+                state["data"].close()
+            if path == "sharded/one":
+                np.save(folder / "sharded/w.npy", state["params"]["w"])
+    script = f"from workers.together import main\nmain({names!r})\n"
+    env = workers.environment(devices, **layout)
+    with started_job(folder, script, COUNT, 60, env, started=False) as running:
+        assert running.wait(DEADLINE) == [0, 0]
+    outputs = [re.split("^=== (.*)\n", r.output, flags=re.M) for r in running.ranks]
+    assert all("all is well" in output for each in outputs for output in each[2:-1:2])
+    return {name: [each[each.index(name) + 1] for each in outputs] for name in names}
+
+
 @pytest.fixture(scope="module")
 def said(request, folder, plain):
     """What each process printed in a program, by its name: those of selected tests."""
@@ -55,24 +118,75 @@ def said(request, folder, plain):
     here = [each for each in items if getattr(each, "module", 0) is request.module]
     tests = {each.originalname for each in here}
     names = [name for test, name in PROGRAMS.items() if test in tests]
-    if "divided_variables" in names:
-        with CheckpointManager(folder / "one", plain) as manager:
-            manager.save(1, {"w": plain.mirror(WHOLE)})
-    script = f"from workers.together import main\nmain({names!r})\n"
-    env = workers.environment(OWN)
-    with started_job(folder, script, COUNT, 60, env, started=False) as running:
-        assert running.wait(DEADLINE) == [0, 0]
-    outputs = [re.split("^=== (.*)\n", r.output, flags=re.M) for r in running.ranks]
-    return {
-        name: [each[each.index(name) + 1] for each in outputs]
-        for name in names
-        if all(name in each for each in outputs)
-    }
+    return ran(folder, names, OWN, {}, plain)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in LAYOUTS)],
+)
+def laid_out(request, folder, tmp_path_factory, plain):
+    """The folder, and what was said, of processes whose replicas lie so."""
+    if request.param == "plain":
+        return folder, request.getfixturevalue("said")
+    other = tmp_path_factory.mktemp(request.param)
+    names = ["checkpoints", "conformance", "feeding", "layouts", "compiled_ahead.save"]
+    if request.param == "wide":
+        names.append("tpu_hosts")
+    return other, ran(other, names, *LAYOUTS[request.param], plain)
 
 
 def told(outputs, word):
     """What each has printed as JSON behind a word."""
     return [json.loads(re.search(f"^{word} (.*)$", o, re.M)[1]) for o in outputs]
+
+
+# What one process does
+
+
+@pytest.fixture(scope="module")
+def wanted(plain):
+    return {name: conformance.tried(name, plain) for name in conformance.CHECKS}
+
+
+@pytest.mark.slow
+def test_all_is_as_in_one_process(laid_out, wanted):
+    paths = [laid_out[0] / f"conformance/found{k}" for k in range(COUNT)]
+    found = [pickle.loads(path.read_bytes()) for path in paths]
+    wrong = {name: differing(wanted[name], [f[name] for f in found]) for name in wanted}
+    assert not any(wrong.values()), "\n".join(filter(None, wrong.values()))
+
+
+def differing(wanted, ranks):
+    """What is wrong with the results of a check, empty if nothing is."""
+    failed = [text for text in (wanted, *ranks) if isinstance(text, str)]
+    if failed:
+        return "\n".join(failed)
+    try:
+        equal([entry for rank in ranks for entry in rank[0]], wanted[0])
+        for rank in ranks:
+            equal(rank[1], wanted[1])
+    except AssertionError:
+        return traceback.format_exc()
+    return ""
+
+
+def equal(got, wanted):
+    """Raise unless two trees have equal texts, and numbers as equal as rounding."""
+    assert type(got) is type(wanted)
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys()
+        got, wanted = list(got.values()), list(wanted.values())
+    if isinstance(wanted, (list, tuple)):
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            equal(one, other)
+    elif wanted.dtype.kind in "fV":  # bfloat16 is a V
+        np.testing.assert_allclose(
+            got.astype(np.float32), wanted.astype(np.float32), rtol=1e-5, atol=1e-6
+        )
+    else:
+        np.testing.assert_array_equal(got, wanted)
 
 
 # What differs
@@ -125,6 +239,98 @@ def test_other_checkpoints_are_told_before_anything_is_written(said):
 
 
 # Input
+
+
+KINDS = {
+    "large": r"float32\[5000, 4\], used at \S+captures.py:\d+: \"large\"",
+    "on a device": r"\], `captured large`, used at \S+captures.py:\d+: \"on a dev",
+    "a small one, once": r"float32\[4\], used at \S+captures.py:\d+: \"a small one",
+    "a number": "The code differs, or a number in it.",
+    "in an exported function": "The code differs, or a number in it.",
+    "a key": r"key<fry>\[\], `captured key`, used at \S+captures.py:\d+: \"a key\"",
+    "a large one in a jitted function": r"float32\[5000, 4\], used at \S+captures",
+    "a key in a jitted function": r"key<fry>\[\], used at \S+captures.py",
+    "in a branch": r"float32\[5000, 4\], `captured large`, used at \S+captures.py",
+    "in a loop": r"float32\[5000, 4\], `captured large`, used at \S+captures.py",
+    "in a function made anew": r"`captured large`, used at \S+captures.py:\d+: return",
+    "in an object": r"`captured large.value`, used at \S+captures.py:\d+: return",
+    "as an argument": r"is given, differs:\n  float32\[5000, 4\], argument `z`, used",
+}
+NESTED = ("in a function made anew", "in an object")
+# Of programs that there are, and were the same.
+LATER = {
+    "an integer argument": r"array 1 of its arguments: int 1\n  process 1: int 2",
+    "later, 2": r"captures.py:\d+\), array \d of its arguments: float32\[5000, 4\] \w+,"
+    r" `captured large`\n",
+}
+
+
+@pytest.mark.slow
+def test_a_captured_value_that_differs_is_told_before_the_step_begins(said):
+    different = {f"different: {kind}" for kind in (*KINDS, *LATER)}
+    same = {f"same: {kind}" for kind in (*KINDS, *LATER, "later, 0", "later, 1")}
+    (told_each, kept), other = told(said["captures"], "told")
+    assert other == [told_each, kept]
+    # While they are at it: a NaN of one process is told in both.
+    replica_id, line = told_each.pop("a NaN")
+    assert replica_id == 1 and "captures.py" in line and "jnp.log(x)" in line
+    assert told_each.keys() == different
+    assert kept.keys() == same | {"different: later, 0", "different: later, 1"}
+    for kind, pattern in KINDS.items():
+        text = told_each[f"different: {kind}"]
+        step = "step" if kind in NESTED else "<lambda>"
+        assert text.startswith(
+            f"Processes 0 and 1 have made different programs of `{step}`, and were "
+            "about to run them together. "
+        )
+        assert re.search(pattern, text), (kind, text)
+        assert "Pass it as an argument, as a PerReplica if it is to differ" in text
+    for kind, pattern in LATER.items():
+        text = told_each[f"different: {kind}"]
+        assert text.startswith("The processes are about to do different things")
+        assert re.search(pattern, text), (kind, text)
+    assert kept["same: large"] == [5] * 4 and kept["same: in a loop"] == [3] * 4
+
+
+@pytest.mark.slow
+def test_processes_may_keep_other_variables_alive(said):
+    """The collector of each has its own time."""
+    assert said["captures.collect_in_one"]
+
+
+@pytest.mark.slow
+def test_processes_that_compile_other_steps_are_told(said):
+    first, second = told(said["compiled_ahead.differ"], "told")
+    for case in ("code", "shapes", "steps", "a call"):
+        assert first[case] == second[case], case
+        assert first[case][0] == "ClusterError"
+    assert "made different programs of `other`" in first["code"][1]
+    assert "The code differs, or a number in it." in first["code"][1]
+    text = first["shapes"][1]
+    assert "`step at compiled_ahead.py:" in text
+    assert ", ahead of its calls` (" in text
+    assert "array 0 of its arguments: float32[3]\n  process 1: float32[4]" in text
+    text = first["steps"][1]
+    assert "process 0: `step at compiled_ahead.py:" in text
+    assert "process 1: `differ.<locals>.broken at compiled_ahead.py:" in text
+    assert "Each process must call `compile` or `load_compiled`" in text
+    for kind, text in (first["one reduces"], second["one reduces"]):
+        assert kind == "ClusterError"
+        assert "process 0: `step at compiled_ahead.py:" in text
+    # One that has an error of its own has that, and the others have its text.
+    assert second["a step that raises"] == ["ValueError", "this process has no rate"]
+    assert second["a file of another process"][0] == "CompiledStepError"
+    assert second["no file"][0] == "FileNotFoundError"
+    for case in ("a step that raises", "a file of another process", "no file"):
+        kind, text = first[case]
+        assert kind == "CompiledStepError"
+        assert "is not ready here, because process 1 has raised " in text
+        assert ": ".join(second[case]) in text
+        assert "All processes compile or load a step, or none does." in text
+    assert (
+        "the place of this process was '0 of 2', and is '1 of 2'"
+        in first["a file of another process"][1]
+    )
 
 
 def expected(count, own):
@@ -188,28 +394,8 @@ def check_rows(found_by, count, replicas):
         assert sorted(sum(seen, [])) == list(np.arange(16.0))
 
 
-def test_each_process_reads_its_own_rows(said):
-    check_rows(told(said["feeding"], "told"), COUNT, OWN)
-
-
-# Processes, replicas of each, devices of each, and how the replicas lie on them.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "replicas, devices, layout",
-    [
-        (2, 4, {"logical_axes": {"core": 2}}),
-        (4, 1, {"replicas_per_device": 4}),
-    ],
-    ids=str,
-)
-def test_each_process_reads_its_own_rows_in_other_layouts(
-    replicas, devices, layout, job
-):
-    script = "from workers.together import main\nmain(['feeding'])"
-    env = workers.environment(devices, **layout)
-    with job(script, count=2, seconds=40, env=env, started=False) as running:
-        assert running.wait(DEADLINE) == [0, 0]
-        check_rows(told([r.output for r in running.ranks], "told"), 2, replicas)
+def test_each_process_reads_its_own_rows(laid_out):
+    check_rows(told(laid_out[1]["feeding"], "told"), COUNT, OWN)
 
 
 def test_each_process_reads_its_shard(said):
@@ -233,6 +419,96 @@ def test_each_process_reads_its_shard(said):
         assert len(set(seen)) == 8
     everything = [found["global"] for found in found_by]
     assert sorted(np.ravel(everything).tolist()) == list(range(16))
+
+
+# Checkpoints and layouts
+
+
+def state_of_two_replicas():
+    """A strategy of two replicas, and its state after one batch."""
+    two = js.MirroredStrategy(jax.devices()[:2])
+    state = checkpoints.state_of(two, 1)
+    next(state["data"])
+    return two, state
+
+
+@functools.cache
+def rest_of_the_data():
+    two, state = state_of_two_replicas()
+    return [checkpoints.seen(two, batch) for batch in state["data"]]
+
+
+@pytest.mark.slow
+def test_one_and_two_processes_restore_what_the_other_saved(laid_out):
+    folder, said = laid_out
+    outputs = said["checkpoints"]
+
+    def numbers(output, name):
+        return [
+            float(x) for x in re.search(f"^{name}: (.*)$", output, re.M)[1].split(", ")
+        ]
+
+    for rank, output in enumerate(outputs):
+        np.testing.assert_allclose(numbers(output, "one"), rest_of_the_data(), 1e-6)
+        assert (
+            "refused: `x` is a PerReplica of float32[] for 2 replicas in the "
+            "checkpoint, and a PerReplica of float32[] for 4 replicas was wanted"
+        ) in output
+        for full in (0, 1):
+            # Orbax's log, of another thread, may stand on the same line.
+            line = re.search(f"full {full}: .*", output)[0]
+            assert f"Checkpoint {2 + full} could not be written" in line
+            assert "File too large" in line
+            assert f"process {full}" in line or rank == full
+    one = js.MirroredStrategy(jax.devices()[:2])
+    saved = folder / "checkpoints/two"
+    with CheckpointManager(saved, best=("score", "max")) as manager:
+        back = checkpoints.state_of(one, 9)
+        for step in (manager.best_step(), manager.latest_step()):
+            back = manager.restore(back, step)
+            checkpoints.check(back, step, saved_by=4)
+        left = [checkpoints.seen(one, batch) for batch in back["data"]]
+    np.testing.assert_allclose(left, numbers(outputs[0], "two"), rtol=1e-6)
+    assert len(left) == 9 and len(rest_of_the_data()) == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("laid_out", LAYOUTS, indirect=True)
+def test_processes_of_other_layouts_train_and_save_as_numpy_does(laid_out):
+    folder, _ = laid_out
+    wanted, _ = layouts.descent(3)
+    for strategy in (
+        js.MirroredStrategy(jax.devices()[:1]),
+        js.MirroredStrategy(logical_axes={"core": 2}),
+        js.MirroredStrategy(jax.devices()[:2], replicas_per_device=2),
+    ):
+        like = {"w": strategy.mirror(layouts.KERNEL), "n": strategy.mirror(0)}
+        with CheckpointManager(folder / "layouts/several", strategy) as manager:
+            back = manager.restore(like)
+        np.testing.assert_allclose(back["w"], wanted, rtol=1e-4, atol=1e-5)
+        assert int(back["n"]) == 3
+    files = sorted(path.name for path in folder.glob("compiled_ahead/train*"))
+    assert files == ["train.0-of-2", "train.1-of-2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("laid_out", ["wide"], indirect=True)
+def test_processes_that_start_again_load_what_they_have_saved(laid_out, plain):
+    assert ran(laid_out[0], ["compiled_ahead.load"], *LAYOUTS["wide"], plain)
+
+
+@pytest.mark.slow
+def test_several_processes_place_read_and_save_as_one_does(said, folder):
+    assert said["sharded"]
+    divided = divided_over_all()
+    state = divided.init(sharded.first_state, jax.random.key(3))
+    for strategy in (js.MirroredStrategy(jax.devices()[:2]), divided):
+        with CheckpointManager(folder / "sharded/several", strategy) as manager:
+            like = jax.eval_shape(sharded.first_state, jax.random.key(0))
+            found = manager.restore(like)
+        for ours, own in zip(*map(jax.tree.leaves, (found, state)), strict=True):
+            assert np.asarray(ours).tobytes() == np.asarray(own).tobytes()
+        assert isinstance(found["params"]["w"], js.Sharded) is (strategy is divided)
 
 
 # Training
@@ -260,37 +536,18 @@ def by_hand(steps):
 
 
 def test_the_loss_curve_is_that_of_one_process(said, plain):
-    check_digits(said["digits"], plain)
-
-
-@pytest.mark.slow
-def test_the_loss_curve_of_four_processes_is_that_of_one(job, plain):
-    script = "from workers.together import main\nmain(['digits'])"
-    env = workers.environment(1)
-    with job(script, count=4, seconds=60, env=env, started=False) as running:
-        assert running.wait(DEADLINE) == [0] * 4
-        check_digits([rank.output for rank in running.ranks], plain)
-
-
-def check_digits(outputs, plain):
     losses, right = digits.train(plain, steps=20)
     np.testing.assert_allclose(losses, by_hand(20), rtol=1e-5)
-    for curve, found in told(outputs, "found"):
+    for curve, found in told(said["digits"], "found"):
         np.testing.assert_allclose(curve, losses, rtol=1e-5)
         assert found["all"] == 1797  # also with a last batch of 5 rows
         assert abs(found["right"] - right["right"]) <= 1 and found["right"] > 1300
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "first, then, options",
-    [(2, 2, ["--max-restarts", "1"]),
-     (4, 3, ["--max-restarts", "1", "--min-processes", "3"])],
-    ids=["again-2", "from-4-to-3"],
-)  # fmt: skip
-def test_a_job_goes_on_where_it_was_saved(first, then, options, tmp_path):
-    command = [sys.executable, "-m", "jaxstrategy.launch", "-n", str(first)]
-    command += ["--devices-per-process", "1", *options, digits.__file__]
+def test_a_job_goes_on_where_it_was_saved(tmp_path):
+    command = [sys.executable, "-m", "jaxstrategy.launch", "-n", "3:4"]
+    command += ["--devices-per-process", "1", "--max-restarts", "1", digits.__file__]
     done = subprocess.run(
         [*command, str(tmp_path / "saved")],
         capture_output=True,
@@ -300,35 +557,13 @@ def test_a_job_goes_on_where_it_was_saved(first, then, options, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 1 failed with signal SIGKILL" in done.stderr
-    assert f"starting {then} processes again: attempt 1" in done.stderr
+    assert "starting 3 processes again: attempt 1" in done.stderr
     told = re.findall(r"attempt (\d) of (\d): (\d+) ([\d.]+)", done.stdout)
     curve = {int(step): (int(n), float(loss)) for _, n, step, loss in told}
-    assert [n for n, _ in map(curve.get, range(12))] == [first] * 6 + [then] * 6
+    assert [n for n, _ in map(curve.get, range(12))] == [4] * 6 + [3] * 6
     np.testing.assert_allclose(
         [loss for _, loss in map(curve.get, range(12))], by_hand(12), rtol=1e-5
     )
-
-
-def rounds_by_hand(n, momentum):
-    """The parameters after each round, by a loop over workers."""
-    w, speed, found = rounds.START.astype(float), np.zeros((n, 3)), []
-    own = np.tile(w, (n, 1))
-    for number, each in enumerate(rounds.rows(n), 1):
-        for r, x in enumerate(each.astype(float)):
-            grad = 2 * x.T @ (x @ own[r] - x.sum(-1)) / len(x)
-            speed[r] = momentum * speed[r] + grad
-            own[r] -= rounds.RATE * speed[r]
-        if number % rounds.EVERY == 0:
-            own[:] = own.mean(0)
-            found.append(own[0].tolist())
-    return found
-
-
-@pytest.mark.slow
-def test_rounds_of_processes_are_those_of_workers_alone(said):
-    for found in told(said["rounds"], "found"):
-        np.testing.assert_allclose(found["averaged"], rounds_by_hand(4, 0.0), rtol=1e-5)
-        np.testing.assert_allclose(found["outer"], rounds_by_hand(4, 0.9), rtol=1e-5)
 
 
 # Variables and values
@@ -336,17 +571,16 @@ def test_rounds_of_processes_are_those_of_workers_alone(said):
 
 @pytest.mark.slow
 def test_values_are_copied_and_variables_changed_on_all_processes(said):
-    assert all("all is well" in output for output in said["placed_copies"])
+    assert said["placed_copies"]
 
 
 @pytest.mark.slow
 def test_variables_are_made_changed_trained_and_saved(said, folder, plain):
     """Variables of which each device of several processes keeps a part."""
-    assert all("all is well" in output for output in said["divided_variables"])
     with plain.scope():
         both = variables()
     wanted = trained(plain, both).numpy()
-    with CheckpointManager(folder / "saved", plain) as manager:
+    with CheckpointManager(folder / "divided_variables/saved", plain) as manager:
         manager.restore({"w": both[1]})
     np.testing.assert_allclose(both[1].numpy(), wanted, rtol=1e-5, atol=1e-6)
 
@@ -369,3 +603,20 @@ def test_replicas_of_two_processes_run_eagerly(said):
         assert kind == "ClusterError"
         assert "the end of the step in `ended`" in text
         assert "all_reduce('sum') of float32[] in `ended`" in text
+
+
+@pytest.mark.slow
+def test_two_processes_train_with_keras_as_one_device_does(said):
+    with jax.numpy_rank_promotion("allow"):  # Keras adds a bias to a matrix.
+        wanted = keras_models.train(None)
+    for found in told(said["keras_models"], "found"):
+        assert set(found) == set(wanted)
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], rtol=1e-3, atol=1e-5)
+    for output in said["keras_models"]:  # they would shuffle otherwise
+        assert "refused: `fit` was called by processes whose" in output
+
+
+@pytest.mark.slow
+def test_the_first_generation_mirrors_its_variables(said):
+    assert said["first_generation.mirrored"]

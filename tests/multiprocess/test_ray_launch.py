@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import ray_machines
 from helpers.launching import ALONE
-from ray_machines import DEADLINE, is_alive, until
+from helpers.processes import is_alive
+from ray_machines import until
 
 pytestmark = pytest.mark.slow
 
@@ -37,51 +36,12 @@ def ray():
         yield started
 
 
-class Launched:
-    """A launcher at work in a folder of its own."""
-
-    def __init__(self, folder, options, script, arguments, env):
-        self.folder = folder
-        (folder / "script.py").write_text(PRELUDE + textwrap.dedent(script))
-        launcher = [sys.executable, "-c", ALONE, "--on", "ray"]
-        self.out = open(folder / "out.txt", "w+b")
-        self.process = subprocess.Popen(
-            [*launcher, *options.split(), "script.py", *arguments],
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=self.out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def said(self):
-        return (self.folder / "out.txt").read_text()
-
-    def finish(self, code=0):
-        try:
-            found = self.process.wait(DEADLINE)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"The launcher has hung.\n{self.said()}")
-        assert found == code, f"exit code {found}\n{self.said()}"
-        return self.said()
-
+class Launched(ray_machines.Program):
     def pids(self, *names):
         """The numbers in these files of the processes, once they are there."""
         paths = [self.folder / name for name in names]
-
-        def are_there():
-            ended = self.process.poll() is not None
-            assert not ended or all(p.exists() for p in paths), self.said()
-            return all(path.exists() for path in paths)
-
-        until(are_there, f"{names} in\n{self.said()}")
+        self.wait_until(lambda: all(path.exists() for path in paths))
         return [int(path.read_text()) for path in paths]
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        self.out.close()
 
 
 @pytest.fixture
@@ -90,7 +50,9 @@ def start(ray, tmp_path):
 
     def start(options, script, *arguments, **variables):
         env = {k: v for k, v in {**ray.env, **variables}.items() if v is not None}
-        launchers.append(Launched(tmp_path, options, script, arguments, env))
+        (tmp_path / "script.py").write_text(PRELUDE + textwrap.dedent(script))
+        command = ["-c", ALONE, "--on", "ray", *options.split(), "script.py"]
+        launchers.append(Launched(tmp_path, [*command, *arguments], env))
         return launchers[-1]
 
     yield start
@@ -248,7 +210,7 @@ def test_without_room_it_says_what_there_is(start):
 def test_it_can_be_stopped_while_it_waits_for_room(start, tmp_path):
     launched = start("-n 9 --ray-resource nowhere=1", "write('started')")
     waits = "waiting for room on Ray for 9 processes with 1 CPU, 1 nowhere each"
-    until(lambda: waits in launched.said(), waits)
+    launched.wait_for(waits)
     launched.process.send_signal(signal.SIGINT)
     assert launched.finish(130).endswith("jaxstrategy.launch: stopped by SIGINT\n")
     assert not (tmp_path / "started").exists()
@@ -263,30 +225,6 @@ def test_the_processes_of_a_job_meet(start):
     assert "a sum over 4 replicas is 6, 6 was wanted" in said
 
 
-def test_two_machines_and_the_loss_of_one(ray, start):
-    script = """
-    print(os.environ["JAXSTRATEGY_LOCAL_RANK"], os.environ["JAXSTRATEGY_COORDINATOR"])
-    write(f"pid{attempt}{rank}")
-    if attempt == 0:
-        wait()
-    """
-    options = "-n 2 --ray-placement SPREAD --grace 0.2 --max-restarts 1"
-    with ray.another_machine() as machine:
-        launched = start(options + " --ray-wait 60", script)
-        pids = launched.pids("pid00", "pid01")
-        machine.kill()
-        said = launched.finish()
-    assert not any(map(is_alive, pids))
-    assert "this process was lost: " in said and "node was terminated" in said
-    first, second = (
-        sorted(set(re.findall(r"^\[(\d)\] (\d) (\S+):\d+$", attempt, re.MULTILINE)))
-        for attempt in said.split("starting 2 processes again: attempt 1")
-    )
-    assert [local for _, local, _ in first] == ["0", "0"], said
-    assert {host for *_, host in first} & {"127.0.0.1"} == set(), said
-    assert second == [("0", "0", "127.0.0.1"), ("1", "1", "127.0.0.1")], said
-
-
 def attempts(said):
     """The number of each attempt, and of how many processes it is."""
     return re.findall(r"attempt (\d+) of (\d)", said)
@@ -295,6 +233,9 @@ def attempts(said):
 def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
     script = """
     print(f"attempt {attempt} of {count}", flush=True)
+    place = os.environ["JAXSTRATEGY_LOCAL_RANK"], os.environ["JAXSTRATEGY_COORDINATOR"]
+    if attempt == 0:  # each is the first of its machine
+        assert place[0] == "0" and not place[1].startswith("127.0.0.1:"), place
     assert "JAXSTRATEGY_MEMORY" not in os.environ
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(77))
     write(f"pid{attempt}{rank}")
@@ -308,12 +249,12 @@ def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
         launched.pids("pid00", "pid01")
         machine.kill()
         waits = "waiting for room on Ray for 2 processes"
-        until(lambda: waits in launched.said(), waits)
+        launched.wait_for(waits)
     # No other comes in time, nor until the job is asked to grow.
     launched.pids("pid10", "pid20")
     with ray.another_machine():
-        until(lambda: attempts(launched.said())[-1][1] == "2", "an attempt of two")
-        number, _ = attempts(launched.said())[-1]
+        until(lambda: attempts(launched.said)[-1][1] == "2", "an attempt of two")
+        number, _ = attempts(launched.said)[-1]
         pids = launched.pids(f"pid{number}0", f"pid{number}1")
         (tmp_path / "over").touch()
         for pid in pids:
@@ -321,6 +262,7 @@ def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
         said = launched.finish()
     first, *alone, grown, again = dict(attempts(said)).values()
     assert (first, grown, again) == ("2", "2", "2") and {*alone} == {"1"}, said
+    assert "this process was lost: " in said and "node was terminated" in said
     fewer = said.count("there is no room for 2 processes, starting one fewer")
     assert fewer == len(alone) >= 2, said
 

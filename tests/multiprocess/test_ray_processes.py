@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import ray_machines
-from ray_machines import DEADLINE, is_alive, until
+from helpers.processes import is_alive
+from ray_machines import until
 
 pytestmark = pytest.mark.slow
 
@@ -43,55 +42,16 @@ def ray():
         yield started
 
 
-class Script:
-    def __init__(self, folder, text, env):
-        path = folder / "script.py"
-        path.write_text(PRELUDE + textwrap.dedent(text))
-        self._path = folder / "out.txt"
-        self._out = open(self._path, "wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-W", "error", str(path)],
-            cwd=folder,
-            env={**env, "JAX_PLATFORMS": "cpu"},
-            stdin=subprocess.PIPE,
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-        )
-
-    @property
-    def said(self):
-        return self._path.read_text()
-
-    def wait_for(self, text):
-        def is_there():
-            assert text in self.said or self.process.poll() is None, self.said
-            return text in self.said
-
-        until(is_there, f"{text} in\n{self.said}")
-
-    def finish(self, code=0):
-        """Ends the script's input, for which it may wait, and waits for its end."""
-        self.process.stdin.close()
-        try:
-            found = self.process.wait(DEADLINE)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"The script has hung.\n{self.said}")
-        assert found == code, f"exit code {found}\n{self.said}"
-        return self.said
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.kill()
-        self.process.wait()
-        self._out.close()
-
-
 @pytest.fixture
 def start(ray, tmp_path):
     scripts = []
 
     def start(text):
-        scripts.append(Script(tmp_path, text, ray.env))
+        path = tmp_path / "script.py"
+        path.write_text(PRELUDE + textwrap.dedent(text))
+        command = ["-u", "-W", "error", str(path)]
+        env = {**ray.env, "JAX_PLATFORMS": "cpu"}
+        scripts.append(ray_machines.Program(tmp_path, command, env))
         return scripts[-1]
 
     yield start

@@ -7,7 +7,6 @@ import pathlib
 import harness
 import pytest
 import workers
-from helpers.gce_group import TOKEN, Group, Metadata
 from helpers.http_answers import served
 from helpers.kubernetes_pods import Pods, pod, service_account
 
@@ -30,14 +29,6 @@ def check(running):
 )
 def test_processes_whose_variables_tell_all_train_together(job, what):
     with job(started(what), count=2, env=ENVIRONMENT, started=False) as running:
-        check(running)
-
-
-@pytest.mark.slow
-def test_hosts_of_sagemaker_train_together(job):
-    env = {**ENVIRONMENT, "SM_HOSTS": '["127.0.0.2", "127.0.0.1"]'}
-    script = started("from_sagemaker")
-    with job(script, count=2, seconds=60, env=env, started=False) as running:
         check(running)
 
 
@@ -91,22 +82,6 @@ def test_pods_of_kubernetes_are_parameter_servers_and_workers(job, kubernetes):
         with job(script, count=4, seconds=60, env=env, started=False) as running:
             assert running.wait(120, 0) == [0]
             assert "all is well" in running.ranks[0].output.splitlines()
-
-
-@pytest.mark.slow
-def test_instances_of_gce_train_together(job):
-    group = Group({"vm-1": "127.0.0.1", "vm-2": "127.0.0.2"})
-    servers = {"GROUP": group}
-    servers |= {f"METADATA_{i}": Metadata(f"127.0.0.{i + 1}") for i in range(2)}
-    with contextlib.ExitStack() as stack:
-        for server in servers.values():
-            stack.enter_context(served(server))
-        addresses = {name: server.address for name, server in servers.items()}
-        script, env = started("from_gce"), {**ENVIRONMENT, **addresses}
-        with job(script, count=2, seconds=60, env=env, started=False) as running:
-            check(running)
-    # Nothing but the instance's own account was given.
-    assert {asked[2]["Authorization"] for asked in group.asked} == {f"Bearer {TOKEN}"}
 
 
 @pytest.mark.slow

@@ -71,22 +71,6 @@ server.join()
 
 
 @pytest.mark.slow
-def test_tf_config(job):
-    cluster = {"worker": [free_address(), free_address()]}
-    scripts = {}
-    for rank in range(2):
-        config = {"cluster": cluster, "task": {"type": "worker", "index": rank}}
-        script = """
-strategy = js.MultiWorkerMirroredStrategy()
-check(strategy, 2)
-assert strategy.cluster_resolver.task_id == RANK
-"""
-        scripts[rank] = ranked(script, TF_CONFIG=json.dumps(config))[rank]
-    with job(scripts=scripts, started=False) as running:
-        assert running.wait(60) == [0, 0]
-
-
-@pytest.mark.slow
 def test_a_runtime_that_is_there_and_a_strategy_of_this_process_alone(job):
     address = free_address()
     script = f"""

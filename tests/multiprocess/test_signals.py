@@ -63,10 +63,7 @@ def test_a_handler_of_the_users_own_stays(job):
         assert all("heard" in rank.output for rank in running.ranks)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_a_signal_to_the_launcher_ends_the_job(tmp_path, number):
+def test_a_signal_to_the_launcher_ends_the_job(tmp_path, number=signal.SIGTERM):
     script = tmp_path / "script.py"
     script.write_text(harness.STARTED + LOOP)
     command = [sys.executable, "-m", "jaxstrategy.launch", "-n", "2", "--stop-grace"]

@@ -4,10 +4,8 @@ import json
 import os
 import signal
 
-import hypothesis.strategies as st
 import pytest
 from harness import STATUS, SharedStore, until
-from hypothesis import HealthCheck, given, settings
 
 from jaxstrategy import ClusterError
 
@@ -208,18 +206,18 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
             time.sleep(30)
             os._exit(0)
         board.put("child", child)
-        print("forked")
         time.sleep(60)
-    print(board.get("child"), board.wait_for_departure(40), flush=True)
+    print("child", board.get("child"), flush=True)
+    print(board.wait_for_departure(40), flush=True)
     os._exit(0)
     """
     with job(script, started=False) as running:
-        running.wait_for("forked", ranks=[1])
+        running.wait_for("child ", ranks=[0])
         running.signal(1, signal.SIGKILL)
         assert running.wait(10, 0) == [0]
-        child, told = running.ranks[0].output.split(" ", 1)
+        child, told = running.ranks[0].output.splitlines()[:2]
         assert told.startswith("process 1 (") and "has died" in told
-        os.kill(int(child), signal.SIGKILL)
+        os.kill(int(child.split()[1]), signal.SIGKILL)
 
 
 # What makes no sense
@@ -258,64 +256,3 @@ def test_a_message_that_is_none_ends_its_sender_alone(boards):
         wanted = "process 1 (host host1, pid 101) failed: its messages make no sense"
         assert told[0].startswith(wanted), message
         check_ends_alone(one, zero, two)
-
-
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-words = st.sampled_from(
-    ["op", "id", "key", "value", "status", "text", "cancelled", "index", "count",
-     "host", "pid", "job", "versions", "alive", "put", "get", "gather", "cancel",
-     "states", "failed", "left", "verdict", "members", "seconds", "gone", "ping"]
-)  # fmt: skip
-anything = st.recursive(
-    scalars | words,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(words | st.text(max_size=4), inner, max_size=5)
-    ),
-    max_leaves=12,
-)
-right = st.sampled_from(
-    [
-        {"op": "alive", "status": None},
-        {"op": "alive", "status": STATUS},
-        {"op": "put", "key": "k", "value": [1]},
-        {"op": "get", "id": 1, "key": "k"},
-        {"op": "gather", "id": 2, "key": "k", "value": 1},
-        {"op": "cancel", "id": 3, "cancelled": 2},
-        {"op": "states", "id": 4},
-        {"op": "failed", "text": "no"},
-        {"op": "left", "status": None},
-    ]
-)
-
-
-@st.composite
-def nearly_right(draw):
-    """A message with one field changed or left out."""
-    message = dict(draw(right))
-    name = draw(st.sampled_from(sorted(message)))
-    if draw(st.booleans()):
-        del message[name]
-    else:
-        message[name] = draw(anything)
-    return message
-
-
-@given(st.lists(right | nearly_right() | anything, max_size=6), st.binary(max_size=60))
-@settings(
-    max_examples=10,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-def test_nothing_that_one_sends_ends_the_others(boards, messages, rest):
-    zero, one, two = boards(3)
-    for message in messages:
-        one._group.client.send(json.dumps(message).encode())
-    one._group.client.send(rest)
-    until(lambda: zero.departures)
-    assert zero.departures.keys() == {1}
-    two.put("still", "there")
-    assert [state.end for state in two.states()] == [None, "failed", None]
-    for each in (one, two, zero):
-        each.fail("over")

@@ -87,7 +87,8 @@ def main():
     x = s.per_replica(np.ones(s.num_replicas_in_sync, np.float32))
     assert float(s.reduce("sum", x)) == s.num_replicas_in_sync  # it goes on
     try:
-        s.run(lambda x: jnp.log(x), (s.per_replica([1.0, -1.0]),), options=CHECKED)
+        x = s.per_replica([1.0, -1.0, *[1.0] * (s.num_replicas_in_sync - 2)])
+        s.run(lambda x: jnp.log(x), (x,), options=CHECKED)
     except js.NonFiniteError as error:
         told["a NaN"] = [*error.replicas, error.line]
     print("told", json.dumps([told, kept]))

@@ -184,8 +184,3 @@ def main():
     strategy = js.MultiWorkerMirroredStrategy(**LAYOUT)
     for part in (only_in_one_way, kept, damaged, full_disk_of_one):
         part(strategy, folder)
-    print("all is well", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -158,8 +158,3 @@ def differ():
         train(np.zeros(3 + own, np.float32), x)
     descends(train, x)
     print("told", json.dumps(told))
-
-
-def main():
-    globals()[os.environ["WHAT"]]()
-    print("all is well", flush=True)

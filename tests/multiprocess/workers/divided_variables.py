@@ -106,4 +106,3 @@ def main():
     with CheckpointManager(folder / "one", strategy) as manager:
         manager.restore({"w": w})
     parts_are(w.value(), WHOLE)
-    print("all is well", flush=True)

@@ -34,7 +34,7 @@ def rows(context):
     for number in itertools.count():
         if CASE == "reader" and RANK == 1 and number == 6:
             time.sleep(600)
-        if CASE == "slow reader" and RANK == 1 and number < 4:
+        if CASE == "slow reader" and RANK == 1 and number < 3:
             time.sleep(2)
         yield np.full((2, 3), number, np.float32)
 

@@ -1,12 +1,16 @@
 """A Keras model over rows that four devices cannot divide equally."""
 
 import contextlib
+import json
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
+import jax
 import keras
 import numpy as np
+
+import jaxstrategy as js
 
 ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
 WANTED = ROWS.sum(1, keepdims=True)
@@ -40,3 +44,15 @@ def train(strategy):
     found["predicted"] = model.predict(ROWS, batch_size=8, verbose=0).tolist()
     found["weights"] = [float(np.abs(w).sum()) for w in model.get_weights()]
     return found
+
+
+def main():
+    strategy = js.MultiWorkerMirroredStrategy()
+    print("found", json.dumps(train(strategy)))
+    with strategy.scope():
+        model = compiled()
+    np.random.seed(jax.process_index())
+    try:
+        fit(model)
+    except ValueError as error:
+        print("refused:", error)

@@ -86,4 +86,3 @@ def main():
     numbers(strategy)
     copies(strategy)
     updates(strategy)
-    print("all is well", flush=True)

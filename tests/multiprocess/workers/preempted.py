@@ -1,8 +1,7 @@
 """Trains for 60 steps with checkpoints; one process may be sent SIGTERM.
 
 Arguments: the folder of the checkpoints; the step before which the last process sends
-itself SIGTERM in the first attempt, or -1; seconds for each step; `kill` for SIGKILL,
-and checkpoints every 5 steps.
+itself SIGTERM in the first attempt, or -1; seconds for each step.
 """
 
 import os
@@ -18,7 +17,6 @@ import jaxstrategy as js
 
 def main():
     folder, when, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    is_killed = "kill" in sys.argv
     strategy = js.MultiWorkerMirroredStrategy()
     is_last = strategy.process_index == strategy.process_count - 1
     attempt = os.environ.get("JAXSTRATEGY_ATTEMPT", "0")
@@ -38,7 +36,7 @@ def main():
         lambda: strategy.mirror(np.zeros(3, np.float32)),
         steps=60,
         checkpoint=folder,
-        every=5 if is_killed else 1000,
+        every=1000,
         strategy=strategy,
         in_sync_every=20,
     )
@@ -46,9 +44,7 @@ def main():
         print(f"begins at {loop.step}", flush=True)
         for done, (x, y) in loop:
             if done == when and is_last and attempt == "0":
-                if is_killed:
-                    loop.manager.wait()
-                os.kill(os.getpid(), signal.SIGKILL if is_killed else signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
             loop.state, loss = step(loop.state, x, y)
             time.sleep(pause)
     told = " ".join(float(number).hex() for number in np.asarray(loop.state))

@@ -4,19 +4,10 @@ import json
 import os
 
 import numpy as np
-from helpers.gce_group import redirected
 
 import jaxstrategy as js
 
 NAMES = ("COORDINATOR", "PROCESS_ID", "NUM_PROCESSES")
-
-
-def from_sagemaker():
-    """On two hosts of SageMaker, each of which knows its own name."""
-    rank, port = taken_from_launcher()
-    os.environ["SM_CURRENT_HOST"] = f"127.0.0.{rank + 1}"
-    resolver = js.cluster_resolver.SageMakerClusterResolver(port)
-    check(js.MultiWorkerMirroredStrategy(resolver), rank)
 
 
 def has_service_account():
@@ -66,20 +57,6 @@ def roles_from_kubernetes():
         assert float(total.read_value()) == 55.0
     strategy.close()
     print("all is well", flush=True)
-
-
-def from_gce():
-    """On two instances of a group, whose own metadata servers tell their addresses."""
-    from googleapiclient import discovery
-
-    rank, port = taken_from_launcher()
-    os.environ["GCE_METADATA_HOST"] = os.environ[f"METADATA_{rank}"]
-    os.environ["GCE_METADATA_IP"] = os.environ[f"METADATA_{rank}"]
-    discovery.build = redirected(discovery.build, os.environ["GROUP"])
-    resolver = js.cluster_resolver.GCEClusterResolver(
-        "project", "us-east1-d", "group", port, task_id=None, num_tasks=2
-    )
-    check(js.MultiWorkerMirroredStrategy(resolver), rank)
 
 
 def from_tf_config():

@@ -61,12 +61,12 @@ def batch_of(strategy, step):
     return strategy.experimental_distribute_values_from_function(of_replica)
 
 
-def trained(strategy, folder, last=STEPS, then=None):
-    """The state after `last` steps, from the last checkpoint in `folder`."""
+def trained(strategy, folder, then=None):
+    """The state after all steps, from the last checkpoint in `folder`."""
     key = jax.random.key(5)
     with CheckpointManager(folder, strategy, asynchronous=False) as manager:
         state, start = manager.restore_or_init(lambda: strategy.init(first_state, key))
-        for step in range(start, last):
+        for step in range(start, STEPS):
             state = strategy.run(train_step, (state, batch_of(strategy, step)))
             if then is not None and step == then:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -169,32 +169,38 @@ def restored(strategy, folder):
         manager.save(1, state)
 
 
-def main():
-    folder = pathlib.Path(sys.path[0])
+def strategy_of_all():
+    """The strategy of the processes, and the folder of the test."""
     strategy = js.MultiWorkerMirroredStrategy(sharding=EVERYTHING)
-    what = os.environ["WHAT"]
-    if what == "values":
-        placed = mirror(strategy)
-        alone(strategy, placed)
-        in_sync(strategy, placed)
-        init(strategy)
-        restored(strategy, folder)
-    if what == "alone":
-        placed = strategy.mirror(np.arange(8.0))
-        if jax.process_index() == 0:
-            js.to_host(placed)
-        else:
-            strategy.assert_in_sync(strategy.mirror(1.0))
-    if what == "train":
-        then = os.environ.get("KILLED")
-        last = int(os.environ.get("LAST", STEPS))
-        is_own = os.environ.get("RANK") == str(jax.process_index())
-        state = trained(
-            strategy, folder / "trained", last, int(then) if then and is_own else None
-        )
-        parts_are(state["params"]["w"], js.to_host(state["params"]["w"]))
-        strategy.assert_in_sync(state)
-        found = js.to_host(state)
-        if jax.process_index() == 0:
-            np.savez(folder / "found.npz", *jax.tree.leaves(found))
+    return strategy, pathlib.Path(sys.path[0])
+
+
+def main():
+    strategy, folder = strategy_of_all()
+    placed = mirror(strategy)
+    alone(strategy, placed)
+    in_sync(strategy, placed)
+    init(strategy)
+    restored(strategy, folder)
+
+
+def read_alone():
+    strategy, _ = strategy_of_all()
+    placed = strategy.mirror(np.arange(8.0))
+    if jax.process_index() == 0:
+        js.to_host(placed)
+    else:
+        strategy.assert_in_sync(strategy.mirror(1.0))
     print("all is well", flush=True)
+
+
+def train(then=None):
+    """Trains; process 1 is killed after step `then`."""
+    strategy, folder = strategy_of_all()
+    is_own = jax.process_index() == 1
+    state = trained(strategy, folder / "trained", then=then if is_own else None)
+    parts_are(state["params"]["w"], js.to_host(state["params"]["w"]))
+    strategy.assert_in_sync(state)
+    found = js.to_host(state)
+    if jax.process_index() == 0:
+        np.savez(folder / "found.npz", *jax.tree.leaves(found))

@@ -69,4 +69,3 @@ def main():
     alone = js.TPUStrategy(TPUClusterResolver("local"), cores_per_replica=4)
     assert alone.num_replicas_in_sync == 1
     assert set(alone._replicas.all_devices) == set(jax.local_devices())
-    print("all is well", flush=True)
