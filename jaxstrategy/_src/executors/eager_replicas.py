@@ -103,7 +103,7 @@ def local_values(value: Leaf, replicas: Replicas) -> list[Leaf]:
         return list(versions(_per_replica.contents(value), replicas))
     if isinstance(value, jax.Array):
         return list(copies(value, replicas))
-    return [value] * len(replicas.own)
+    return [value] * len(replicas.local_ids)
 
 
 def versions(stacked: Leaf, replicas: Replicas) -> list[jax.Array]:
@@ -276,7 +276,9 @@ def _drifted(
 def describe_versions(
     arrays: Sequence[jax.Array | np.ndarray], column: Sequence[str], replicas: Replicas
 ) -> str:
-    texts = {column[i]: _short(a) for i, a in zip(replicas.own, arrays, strict=True)}
+    texts = {
+        column[i]: _short(a) for i, a in zip(replicas.local_ids, arrays, strict=True)
+    }
     groups: dict[str, list[int]] = {}
     for number, each in enumerate(column):
         groups.setdefault(each, []).append(number)
@@ -348,11 +350,11 @@ class EagerResults:
         self.has_objects = call.objects is not None
         self.results = returned[0][1]
         self._replicas = replicas
-        for number, (_, other) in zip(replicas.own, returned, strict=True):
+        for number, (_, other) in zip(replicas.local_ids, returned, strict=True):
             if other.treedef != self.results.treedef:
                 raise ValueError(
                     f"`{name}` returned pytrees of different structures: "
-                    f"{self.results.treedef} on replica {replicas.own[0]}, and "
+                    f"{self.results.treedef} on replica {replicas.local_ids[0]}, and "
                     f"{other.treedef} on replica {number}. Return the same structure "
                     "on all replicas; what differs may be an array of another shape, "
                     "a number or a string."
@@ -426,7 +428,7 @@ class EagerResults:
         is_numeric = all(_arrays.is_array(x) or _is_number(x) for x in column)
         kinds = {each.rpartition(" ")[0] for each in self._digests[position]}
         if not is_numeric or len(kinds) > 1:
-            return Versions(column, self._replicas.own)
+            return Versions(column, self._replicas.local_ids)
         arrays = [x if _arrays.is_array(x) else jax.numpy.asarray(x) for x in column]
         return per_replica_of(arrays, self._replicas)
 

@@ -83,7 +83,7 @@ class ProcessRounds:
         if self._processes is None:
             return local
         numbered: list[list[Any]] = [
-            [i, *row] for i, row in zip(self._replicas.own, local, strict=False)
+            [i, *row] for i, row in zip(self._replicas.local_ids, local, strict=False)
         ]
         replies = self._compare("the results of an eager step", numbered)
         rows = [row for reply in replies for row in cast("list[list[Any]]", reply)]
@@ -226,7 +226,7 @@ class ReplicaMerger:
             following = iter(columns)
             return _trees.map_around_objects(lambda _: next(following)[i], result)
 
-        return list(map(part, range(len(self._replicas.own))))
+        return list(map(part, range(len(self._replicas.local_ids))))
 
     def tree(self, trees: Sequence[PyTree], what: str) -> PyTree:
         """One pytree for the replicas' pytrees, with `PerReplica`s for arrays."""
@@ -238,7 +238,7 @@ class ReplicaMerger:
                 raise ValueError(
                     f"`merge_call` was given `{what}` of other structures by the "
                     f"replicas of `{self._name}`: {structure} by the first, {other} by "
-                    f"replica {self._replicas.own[number]}."
+                    f"replica {self._replicas.local_ids[number]}."
                 )
             for column, leaf in zip(columns, leaves, strict=True):
                 column.append(leaf)
@@ -446,7 +446,7 @@ class EagerSteps:
                 rendezvous,
                 functools.partial(body, place),
             )
-            for place, number in enumerate(replicas.own)
+            for place, number in enumerate(replicas.local_ids)
         ]
 
         def answer(waiting: Sequence[Rendezvous]) -> Sequence[object]:

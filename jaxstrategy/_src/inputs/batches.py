@@ -24,8 +24,7 @@ from jaxstrategy._src.inputs.sources import SourceIterator, State
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import as_numbers
-from jaxstrategy._src.replicas.replica_placements import SAME, SPLIT
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
 from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree
@@ -55,7 +54,7 @@ class ReplicaRange:
     @classmethod
     def of(cls, replicas: Replicas) -> Self:
         """The numbers of this process's replicas."""
-        own = replicas.own
+        own = replicas.local_ids
         # Strategies sort devices by process, so that rows are read in one piece.
         assert own == tuple(range(own[0], own[-1] + 1)), "they follow each other"
         return cls(replicas.count, own[0], len(own))
@@ -564,8 +563,8 @@ class Transfer:
         self._replicas = replicas
         fed = fed or ReplicaRange.of(replicas)
         self._is_one, self._are_all = fed.total == 1, fed.are_all
-        self._split = replicas.sharding(SPLIT)
-        self._same = replicas.sharding(SAME)
+        self._split = replicas.sharding(STACKED)
+        self._same = replicas.sharding(REPLICATED)
         self.is_on_host = replicas.devices[0].platform == "cpu"
         self._full: dict[int, jax.Array] = {}
 

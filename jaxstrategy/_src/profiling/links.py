@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.replica_placements import SPLIT
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import STACKED, Replicas
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.tracing.on_replicas import on_replicas
 
@@ -111,7 +110,7 @@ def _seconds(replicas: Replicas, clock: Callable[[], float]) -> list[list[float]
     programs = []
     for nbytes, times in _SIZES:
         ones = np.ones((replicas.count, nbytes // 4), np.float32)
-        x = mesh.place(ones, replicas.sharding(SPLIT))
+        x = mesh.place(ones, replicas.sharding(STACKED))
         programs.append((_program(replicas, times), x))
     for program, x in programs:
         jax.block_until_ready(program(x))  # compiles
@@ -136,4 +135,4 @@ def _program(replicas: Replicas, times: int) -> Callable[[jax.Array], jax.Array]
 
         return jax.lax.scan(turn, x, length=times)[0]
 
-    return jax.jit(on_replicas(repeated, replicas, [SPLIT], SPLIT))
+    return jax.jit(on_replicas(repeated, replicas, [STACKED], STACKED))

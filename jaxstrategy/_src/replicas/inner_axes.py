@@ -13,13 +13,11 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy._src.replicas import mesh as _mesh
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    SPLIT,
-    Lies,
-    Meaning,
-)
 from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
+    LayoutOrDimension,
+    ReplicaLayout,
     Replicas,
 )
 from jaxstrategy._src.text.shown import shown
@@ -31,13 +29,13 @@ WHOLE = InnerSpec()
 
 
 def sharding_like(
-    value: object, replicas: Replicas, lies: Lies = SAME
+    value: object, replicas: Replicas, layout: LayoutOrDimension = REPLICATED
 ) -> NamedSharding:
     """How an array lies over the replicas, and over inner axes as `value` does.
 
     Over these it is whole if `value` lies on another mesh, or nowhere yet.
     """
-    return with_inner(inner_spec(value, replicas), replicas, lies)
+    return with_inner(inner_spec(value, replicas), replicas, layout)
 
 
 def inner_spec(value: object, replicas: Replicas) -> InnerSpec:
@@ -65,7 +63,7 @@ def divided_dimensions(inner: InnerSpec) -> list[int]:
 
 def _is_of_one_replica(sharding: NamedSharding, replicas: Replicas) -> bool:
     """Whether it is the placement of one replica's version or copy."""
-    groups = (replicas.mesh_of(i) for i in replicas.own)
+    groups = (replicas.mesh_of(i) for i in replicas.local_ids)
     return any(sharding.mesh == mesh for mesh in groups)
 
 
@@ -91,18 +89,20 @@ def own_copy(array: jax.Array) -> jax.Array:
 
 
 def with_inner(
-    inner: InnerSpec, replicas: Replicas, lies: Lies = SAME
+    inner: InnerSpec, replicas: Replicas, layout: LayoutOrDimension = REPLICATED
 ) -> NamedSharding:
     """How an array lies over the replicas, and over inner axes as `inner` says.
 
     The first dimension of `[replica, ...]` is divided over the replicas only.
     """
-    if lies is SPLIT:
+    if layout is STACKED:
         inner = of_stacked(of_versions(inner))
     if not any(inner):
-        is_along = isinstance(lies, int)
-        return replicas.sharding_along(lies) if is_along else replicas.sharding(lies)
-    base = replicas.spec_of(lies)
+        is_along = isinstance(layout, int)
+        return (
+            replicas.sharding_along(layout) if is_along else replicas.sharding(layout)
+        )
+    base = replicas.spec_of(layout)
     longest = range(max(len(base), len(inner)))
     both = [[_mesh.names(s[i]) for s in (base, inner) if i < len(s)] for i in longest]
     return NamedSharding(replicas.mesh, _mesh.spec_of(sum(e, ()) for e in both))
@@ -130,7 +130,11 @@ def is_spec(value: object) -> TypeGuard[Spec]:
 def sharding_by(spec: Spec, replicas: Replicas) -> NamedSharding:
     """The placement of an array of which each replica has all, divided so."""
     is_whole = not any(spec)
-    return replicas.sharding(SAME) if is_whole else NamedSharding(replicas.mesh, spec)
+    return (
+        replicas.sharding(REPLICATED)
+        if is_whole
+        else NamedSharding(replicas.mesh, spec)
+    )
 
 
 def whole_here(array: jax.Array) -> np.ndarray:
@@ -270,9 +274,11 @@ def tiles(splits: Sequence[int], replicas: Replicas) -> Tiles:
     return found
 
 
-def sharding_of(divided: Tiles, meaning: Meaning, replicas: Replicas) -> NamedSharding:
+def sharding_of(
+    divided: Tiles, layout: ReplicaLayout, replicas: Replicas
+) -> NamedSharding:
     """The placement of an array of this meaning in tiles on each replica's devices."""
-    first = [replicas.axes] if meaning is SPLIT else []
+    first = [replicas.axes] if layout is STACKED else []
     return NamedSharding(replicas.mesh, PartitionSpec(*first, *divided))
 
 

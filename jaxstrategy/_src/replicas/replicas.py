@@ -4,159 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
-
-from jaxstrategy._src.replicas import mesh as _mesh
-from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.replica_placements import (
-    SPLIT,
-    ReplicaPlacements,
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    use_abstract_mesh,
 )
+
+from jaxstrategy._src.replicas import devices as _devices, mesh as _mesh
+from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped, StateSharding
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.shown import listed, positive, shown, whole, with_noun
 
 
-def checked_sizes(
-    logical_axes: Mapping[str, int] | None, replicas_per_device: int
-) -> tuple[dict[str, int], int]:
-    """The inner axes by name, and the number of replicas that share a device."""
-    sizes, sharing = inner_sizes(logical_axes), checked_sharing(replicas_per_device)
-    if sizes and sharing > 1:
-        raise ValueError(
-            f"`logical_axes` was {shown(logical_axes)} and `replicas_per_device` "
-            f"{sharing}: a replica has several devices, or a device several replicas. "
-            "Give one of the two."
-        )
-    return sizes, sharing
+class ReplicaLayout(enum.Enum):
+    """How the replicas hold an array."""
+
+    REPLICATED = "replicated"
+    """Every replica holds the whole array."""
+
+    STACKED = "stacked"
+    """Replica i holds entry i of the first dimension."""
 
 
-def inner_sizes(logical_axes: Mapping[str, int] | None) -> dict[str, int]:
-    """The sizes of the axes along which the devices of one replica differ, by name."""
-    if logical_axes is None:
-        return {}
-    if not isinstance(logical_axes, Mapping):
-        raise TypeError(
-            f"`logical_axes` was {shown(logical_axes)}; the names of axes and their "
-            'sizes were wanted, such as `{"core": 2}`.'
-        )
-    return {_name(name): _size(name, size) for name, size in logical_axes.items()}
+REPLICATED, STACKED = ReplicaLayout.REPLICATED, ReplicaLayout.STACKED
+
+LayoutOrDimension: TypeAlias = ReplicaLayout | int
+"""A layout, or the dimension along which an array equal on all is sharded."""
 
 
-def _name(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError(
-            f"`logical_axes` has {shown(name)} as the name of an axis; a text was "
-            "wanted, such as `'core'`."
-        )
-    if not name:
-        raise ValueError(
-            "`logical_axes` has an empty text as the name of an axis; a name was "
-            "wanted, such as `'core'`."
-        )
-    if name == _mesh.REPLICA_AXIS:
-        raise ValueError(
-            f"`logical_axes` has an axis {name!r}, which is the name of the axis along "
-            "which replicas differ. Give those inside a replica another name."
-        )
-    return name
-
-
-def _size(name: str, given: object) -> int:
-    size = whole(given)
-    if size is None:
-        raise TypeError(
-            f"`logical_axes` has {shown(given)} as the size of {name!r}; a whole "
-            "number was wanted."
-        )
-    if size < 1:
-        raise ValueError(
-            f"`logical_axes` has {size} as the size of {name!r}; at least 1 was wanted."
-        )
-    return size
-
-
-def checked_sharing(given: int) -> int:
-    """The number of replicas that share a device."""
-    count = whole(given)
-    if count is None:
-        raise TypeError(
-            f"`replicas_per_device` was {shown(given)}; a whole number was wanted."
-        )
-    if count < 1:
-        raise ValueError(f"`replicas_per_device` was {count}; at least 1 was wanted.")
-    return count
-
-
-def places_of(
-    num_replicas: int | None,
-    devices: Sequence[Device],
-    logical_axes: Mapping[str, int] | None = None,
-    replicas_per_device: int = 1,
-) -> tuple[list[Device], int]:
-    """The devices on which so many replicas lie, and how many share each device.
-
-    As many devices as can have equally many replicas, of each process equally many.
-
-    Raises:
-      TypeError: `num_replicas` is no whole number.
-      ValueError: it is not positive, or does not fit.
-    """
-    if num_replicas is None:
-        return list(devices), replicas_per_device
-    count = positive("num_replicas", num_replicas)
-    if replicas_per_device != 1:
-        raise ValueError(
-            f"`num_replicas` was {count} and `replicas_per_device` "
-            f"{replicas_per_device}: one follows from the other and the devices. Give "
-            "one of the two."
-        )
-    size = math.prod(inner_sizes(logical_axes).values())
-    own: dict[int, list[Device]] = {}
-    for device in devices:
-        own.setdefault(device.process_index, []).append(device)
-    of_process, rest = divmod(count, len(own))
-    if rest:
-        raise ValueError(
-            f"`num_replicas` was {count}, which {len(own)} processes cannot have in "
-            "equal parts. Choose a multiple, or start a number of processes that "
-            "divides it."
-        )
-    places = min(len(group) for group in own.values()) // size
-    if size > 1 and of_process > places:
-        raise ValueError(
-            f"`num_replicas` was {count}, of {size} devices each (`logical_axes`), and "
-            f"there are {with_noun(len(devices), 'device')}: replicas of several "
-            "devices share none."
-        )
-    used = max(k for k in range(1, places + 1) if of_process % k == 0)
-    sharing = of_process // used
-    chosen = [device for group in own.values() for device in group[: used * size]]
-    idle = [str(device) for device in devices if device not in chosen]
-    if idle:
-        user_code.warn(
-            f"`num_replicas` was {count}: {listed(idle, 8)} "
-            f"{'stays' if len(idle) == 1 else 'stay'} idle, because only "
-            f"{len(chosen)} of {len(devices)} devices can have equally many. A "
-            "number that the number of devices divides uses all of them.",
-            RuntimeWarning,
-        )
-    return chosen, sharing
-
-
-_MOST_REPLICAS = 2**31 - 1
+def sharded_along(dimension: int | None) -> LayoutOrDimension:
+    """The layout of an array that is sharded along a dimension; None: replicated."""
+    return REPLICATED if dimension is None else dimension
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicas(ReplicaPlacements):
+class Replicas:
     """The replicas of a strategy: their number, their devices, their collectives' axes.
 
     Everything that is asked about replicas is asked here, so that nothing else depends
@@ -175,7 +71,10 @@ class Replicas(ReplicaPlacements):
         numbers do not depend on how many there are.
     """
 
-    # Where arrays lie makes no other replicas of them, nor when they compute.
+    mesh: Mesh
+    axes: tuple[str, ...] = (_mesh.REPLICA_AXIS,)
+    per_device: int = 1
+    # Not compared: where arrays lie and when replicas compute makes no other replicas.
     state_sharding: StateSharding | None = dataclasses.field(
         default=None, compare=False
     )
@@ -243,7 +142,188 @@ class Replicas(ReplicaPlacements):
             return None
         return _divided_over(array.sharding.mesh, axes, array.shape[0])
 
-    # Collectives, while a step is traced.
+    @functools.cached_property
+    def inner_axes(self) -> tuple[str, ...]:
+        """The names of the mesh axes along which the devices of one replica differ."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.axes)
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """The sizes of the inner axes, by name."""
+        return {name: self.mesh.shape[name] for name in self.inner_axes}
+
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of replicas, those of other processes included."""
+        return self.per_device * math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def description(self) -> str:
+        """The number of replicas in words, with how they share or have devices."""
+        number = with_noun(self.count, "replica")
+        if inner := self.inner_sizes:
+            return f"{number} of {inner}"
+        sharing = self.per_device
+        return f"{number}, {sharing} on each device" if sharing > 1 else number
+
+    @functools.cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """The first device of each replica, in replica order."""
+        return tuple(self.devices_of(i)[0] for i in range(self.count))
+
+    @functools.cached_property
+    def all_devices(self) -> frozenset[Device]:
+        """The devices of all replicas."""
+        return frozenset(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def device_names(self) -> str:
+        """The names of the devices of all replicas on one line."""
+        return _devices.names([device for group in self.groups for device in group])
+
+    def device_names_of(self, replica_id: int) -> str:
+        """The names of the devices of one replica on one line."""
+        return _devices.names(self.devices_of(replica_id))
+
+    def devices_of(self, replica_id: int) -> tuple[Device, ...]:
+        """The devices of one replica, in the order of the inner axes."""
+        return self.groups[replica_id // self.per_device]
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[Device, ...], ...]:
+        """The devices of the replicas that share them, in replica order."""
+        names = self.mesh.axis_names
+        order = [names.index(axis) for axis in (*self.axes, *self.inner_axes)]
+        groups = self.count // self.per_device
+        found = self.mesh.devices.transpose(order).reshape(groups, -1)
+        return tuple(tuple(row) for row in found)
+
+    def replica_on(self, device: Device) -> int | None:
+        """The first replica that `device` belongs to, if it belongs to one."""
+        return next(
+            (i for i in range(self.count) if device in self.devices_of(i)), None
+        )
+
+    def local_devices_of(self, replica_id: int) -> tuple[Device, ...]:
+        """The devices of one replica that are in this process."""
+        here = jax.process_index()
+        devices = self.devices_of(replica_id)
+        return tuple(device for device in devices if device.process_index == here)
+
+    @functools.cached_property
+    def local_ids(self) -> tuple[int, ...]:
+        """The replicas that have a device in this process, in order."""
+        return tuple(i for i in range(self.count) if self.local_devices_of(i))
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[Device, ...]:
+        """The first device here of each replica of this process, in replica order."""
+        return tuple(self.local_devices_of(i)[0] for i in self.local_ids)
+
+    @functools.cached_property
+    def are_all_local(self) -> bool:
+        """Whether all replicas' devices are in this process."""
+        return self.sharding(REPLICATED).is_fully_addressable
+
+    def spec(self, layout: ReplicaLayout) -> PartitionSpec:
+        """The partition spec of an array of this layout."""
+        is_divided = layout is STACKED and self.axes
+        return PartitionSpec(self.axes) if is_divided else PartitionSpec()
+
+    def sharding(self, layout: ReplicaLayout) -> NamedSharding:
+        """The sharding of an array of this layout."""
+        return self._shardings[layout]
+
+    @functools.cached_property
+    def _shardings(self) -> dict[ReplicaLayout, NamedSharding]:
+        return {
+            layout: NamedSharding(self.mesh, self.spec(layout))
+            for layout in ReplicaLayout
+        }
+
+    def differ(self, layout: ReplicaLayout) -> bool:
+        """Whether replicas may have different arrays of this layout."""
+        return layout is STACKED and bool(self.axes)
+
+    def divides_over_replicas(self, sharding: Sharding) -> bool:
+        """Whether a sharding shards over the replicas' axes."""
+        return isinstance(sharding, NamedSharding) and any(
+            not set(self.axes).isdisjoint(_mesh.names(entry)) for entry in sharding.spec
+        )
+
+    def may_lie_inside(self, shape: Sequence[int]) -> bool:
+        """Whether an array of this shape can be sharded over the inner axes."""
+        sizes = [size for size in self.inner_sizes.values() if size > 1]
+        return any(length % size == 0 for length in shape for size in sizes)
+
+    def inner_placement(
+        self, array: jax.Array, layout: ReplicaLayout
+    ) -> NamedSharding | None:
+        """The sharding of `array` if it has this layout, apart from inner axes."""
+        sharding = array.sharding
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            return None
+        entries = list(map(_mesh.names, sharding.spec))
+        over_replicas = [not set(self.axes).isdisjoint(names) for names in entries]
+        if layout is STACKED and (self.count > 1 or any(over_replicas)):
+            if not over_replicas or entries[0] != self.axes:
+                return None
+            over_replicas[0] = False
+        return None if any(over_replicas) else sharding
+
+    def spec_of(self, layout: LayoutOrDimension) -> PartitionSpec:
+        """The partition spec of an array over the replicas' axes."""
+        return self.spec_along(layout) if isinstance(layout, int) else self.spec(layout)
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """The number of shards of an array that is sharded over the replicas."""
+        return self.count // self.per_device
+
+    def spec_along(self, dimension: int | None) -> PartitionSpec:
+        """The partition spec of an array sharded along a dimension, if any."""
+        if dimension is None:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * dimension, self.axes)
+
+    def sharding_along(self, dimension: int | None) -> NamedSharding:
+        """The sharding of an array sharded along a dimension, if any."""
+        known = self._sharding_along.get(dimension)
+        if known is None:
+            known = NamedSharding(self.mesh, self.spec_along(dimension))
+            self._sharding_along[dimension] = known
+        return known
+
+    @functools.cached_property
+    def _sharding_along(self) -> dict[int | None, NamedSharding]:
+        # One object for each, so that shardings are compared by identity.
+        return {None: self.sharding(REPLICATED)}
+
+    def constraint_along(self, dimension: int, rank: int) -> NamedSharding:
+        """As `sharding_along`, but inner axes are left to XLA."""
+        if not self.inner_axes:
+            return self.sharding_along(dimension)
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * rank
+        entries[dimension] = self.axes
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+    def on_mesh(self, sharding: NamedSharding) -> NamedSharding:
+        """The same sharding on the mesh of these replicas."""
+        return _mesh.on_mesh(sharding, self.mesh)
+
+    def dimension_of(self, array: jax.Array) -> int | None:
+        """The dimension along which `array` is sharded over these replicas, if any."""
+        sharding = array.sharding
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            return None
+        return self.dimension_along(sharding)
+
+    def dimension_along(self, sharding: NamedSharding) -> int | None:
+        """The dimension that a sharding shards over all replicas, if any."""
+        for dimension, names in enumerate(map(_mesh.names, sharding.spec)):
+            if not set(self.axes).isdisjoint(names):
+                return dimension if names == self.axes else None
+        return None
 
     @functools.cached_property
     def collective_axes(self) -> tuple[str, ...]:
@@ -287,12 +367,10 @@ class Replicas(ReplicaPlacements):
         """The number of this device in its replica, a scalar; inner axes have names."""
         return lax.axis_index(self.inner_axes)
 
-    # Arrays of which each replica keeps a part.
-
     def division(
         self, path: str, leaf: Shaped, taken: Sequence[int] = ()
     ) -> LeafSharding:
-        """The division of an array that is equal on all replicas.
+        """The dimension to shard of an array that is equal on all replicas.
 
         Args:
           path: of the array in its argument, for the user's choice.
@@ -308,25 +386,18 @@ class Replicas(ReplicaPlacements):
         return self.state_sharding.division(path, leaf, self.parts, taken)
 
     def usual_division(self, leaf: Shaped) -> LeafSharding:
-        """The division of an array that is no state, of which the user chooses nothing.
-
-        Args:
-          leaf: the array, or its type.
-        """
+        """As `division`, of an array that is no state, without the user's choice."""
         if self.state_sharding is None:
             return LeafSharding(None, "the strategy has no `sharding`")
         return self.state_sharding.usual_division(leaf, self.parts)
 
     def is_divisible(self, leaf: Shaped) -> bool:
-        """Whether state of this type lies divided, if its path is not excepted."""
+        """Whether state of this type may be sharded, by its size and shape."""
         chosen = self.state_sharding
         return chosen is not None and chosen.is_divisible(leaf, self.parts)
 
     def as_one_replica(self) -> contextlib.AbstractContextManager[object]:
-        """A block in which a trace sees the mesh as the devices of one replica do.
-
-        So what divides values over the inner axes need not name it.
-        """
+        """Enters the mesh as one replica sees it, so that specs may name inner axes."""
         if not self.inner_axes:
             return contextlib.nullcontext()
         kinds = [
@@ -351,28 +422,28 @@ class Replicas(ReplicaPlacements):
         # Checked, because an array of the same devices in another order would give each
         # replica another one's version without a word.
         shards = {shard.device: shard for shard in array.addressable_shards}
-        found: list[jax.Array] = []
-        for i in self.own:
+        versions: list[jax.Array] = []
+        for i in self.local_ids:
             place = i % self.per_device
-            rows = slice(i - place, i - place + self.per_device)
-            here = [shards[d] for d in self.devices_of(i) if d in shards]
-            if not here or any(not _has_rows(each, rows, array) for each in here):
+            rows = (i - place, i - place + self.per_device, 1)
+            local = [shards[d] for d in self.devices_of(i) if d in shards]
+            if not local or any(x.index[0].indices(len(array)) != rows for x in local):
                 raise ValueError(
                     f"An array of shape {array.shape} lies as {array.sharding}, and "
                     f"not with entry {i} on {self.devices_of(i)}."
                 )
-            parts = [each.data[place] for each in here]
-            found.append(self._joined(array, i, parts, first=1))
-        return tuple(found)
+            parts = [shard.data[place] for shard in local]
+            versions.append(self._on_replica(array, i, parts, first=1))
+        return tuple(versions)
 
-    def _joined(
+    def _on_replica(
         self,
         array: jax.Array,
         replica_id: int,
         parts: Sequence[jax.Array],
         first: int = 0,
     ) -> jax.Array:
-        """What the devices of one replica have of `array`, as one array on them."""
+        """The shards of `array` on one replica's devices as an array on its mesh."""
         if len(parts) == 1:
             return parts[0]
         assert isinstance(array.sharding, NamedSharding), "it lies on a mesh"
@@ -394,22 +465,19 @@ class Replicas(ReplicaPlacements):
         )
 
     def place_of(self, replica_id: int) -> Device | NamedSharding:
-        """Where an array is that one replica has whole."""
+        """Where an array of one replica is placed: its device, or all of its mesh."""
         if not self.inner_axes:
             return self.devices_of(replica_id)[0]
         return NamedSharding(self.mesh_of(replica_id), PartitionSpec())
 
     def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """What each of this process's replicas has of `array`, `[...]`, of all of them.
-
-        Returns:
-          Arrays in replica order, each on its replica's devices: all of `array`, or the
-          replica's part of it.
-        """
+        """The copy, or the shard, of `array` on each of this process's replicas."""
         at = {shard.device: shard.data for shard in array.addressable_shards}
         return tuple(
-            self._joined(array, i, [at[device] for device in self.here_of(i)])
-            for i in self.own
+            self._on_replica(
+                array, i, [at[device] for device in self.local_devices_of(i)]
+            )
+            for i in self.local_ids
         )
 
     def stacked(self, versions: Sequence[jax.Array | np.ndarray]) -> jax.Array:
@@ -433,39 +501,38 @@ class Replicas(ReplicaPlacements):
           may_alias: whether the result may share their memory, see `jax.device_put`.
         """
         shape = (self.count, *rows[0].shape[1:])
-        inside = self._inside_of_rows(rows)
-        if inside is not None:
-            own = map(jnp.copy, rows) if may_alias is False else rows
-            parts = [part for row in own for part in _in_order(jnp.asarray(row))]
-            sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *inside[1:]))
+        inner = self._inner_spec_of_rows(rows)
+        if inner is not None:
+            copied = map(jnp.copy, rows) if may_alias is False else rows
+            parts = [part for row in copied for part in _shards(jnp.asarray(row))]
+            sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *inner[1:]))
         else:
             parts = [
-                _together_on(device, rows[first : first + self.per_device], may_alias)
+                _joined_on(device, rows[first : first + self.per_device], may_alias)
                 for first in range(0, len(rows), self.per_device)
-                for device in self.here_of(self.own[first])
+                for device in self.local_devices_of(self.local_ids[first])
             ]
-            sharding = self.sharding(SPLIT)
+            sharding = self.sharding(STACKED)
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-    def _inside_of_rows(
+    def _inner_spec_of_rows(
         self, rows: Sequence[jax.Array | np.ndarray]
     ) -> PartitionSpec | None:
-        """How the rows lie over inner axes, as `versions` do; None if one does not."""
+        """The spec over inner axes that all rows have, if they have one."""
         if not self.inner_axes:
             return None
-        found: list[PartitionSpec] = []
-        for i, row in zip(self.own, rows, strict=True):
+        specs: set[PartitionSpec] = set()
+        for i, row in zip(self.local_ids, rows, strict=True):
             sharding = row.sharding if isinstance(row, jax.Array) else None
-            if not isinstance(sharding, NamedSharding):
+            is_named = isinstance(sharding, NamedSharding)
+            if not is_named or sharding.mesh != self.mesh_of(i):
                 return None
-            if sharding.mesh != self.mesh_of(i):
-                return None
-            found.append(_mesh.along(sharding.spec, self.inner_axes))
-        return found[0] if len(set(found)) == 1 else None
+            specs.add(_mesh.along(sharding.spec, self.inner_axes))
+        return specs.pop() if len(specs) == 1 else None
 
 
 class _Alone(Replicas):
-    """Replicas of which the mesh is not known yet."""
+    """The single replica of no strategy, whose mesh is made when it is asked for."""
 
     def __init__(self) -> None:
         # A frozen dataclass; the mesh is no field here.
@@ -484,22 +551,143 @@ def _divided_over(mesh: Mesh, axes: tuple[str, ...], count: int) -> Replicas:
     return Replicas(mesh, axes, count // groups)
 
 
-def _has_rows(shard: jax.Shard, rows: slice, array: jax.Array) -> bool:
-    """Whether `shard` has just these entries of the first dimension."""
-    return shard.index[0].indices(array.shape[0]) == (rows.start, rows.stop, 1)
-
-
-def _in_order(row: jax.Array) -> list[jax.Array]:
-    """The parts that devices have of `row`, in the order of its mesh."""
-    sharding = row.sharding
-    assert isinstance(sharding, NamedSharding), "the caller has looked"
-    assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
+def _shards(row: jax.Array) -> list[jax.Array]:
+    """The shards of `row`, in the order of its mesh."""
+    assert isinstance(row.sharding, NamedSharding), "the caller has looked"
+    assert isinstance(row.sharding.mesh, Mesh), "arrays lie on devices"
     at = {shard.device: shard.data for shard in row.addressable_shards}
-    return [at[device] for device in sharding.mesh.devices.flat]
+    return [at[device] for device in row.sharding.mesh.devices.flat]
 
 
-def _together_on(
+def _joined_on(
     device: Device, rows: Sequence[jax.Array | np.ndarray], may_alias: bool | None
 ) -> jax.Array:
     placed = [jax.device_put(row, device, may_alias=may_alias) for row in rows]
     return placed[0] if len(placed) == 1 else jnp.concatenate(placed)
+
+
+def checked_sizes(
+    logical_axes: Mapping[str, int] | None, replicas_per_device: int
+) -> tuple[dict[str, int], int]:
+    """The inner axes by name, and the number of replicas that share a device."""
+    sizes, sharing = inner_sizes(logical_axes), whole(replicas_per_device)
+    if sharing is None:
+        raise TypeError(
+            f"`replicas_per_device` was {shown(replicas_per_device)}; a whole number "
+            "was wanted."
+        )
+    if sharing < 1:
+        raise ValueError(f"`replicas_per_device` was {sharing}; at least 1 was wanted.")
+    if sizes and sharing > 1:
+        raise ValueError(
+            f"`logical_axes` was {shown(logical_axes)} and `replicas_per_device` "
+            f"{sharing}: a replica has several devices, or a device several replicas. "
+            "Give one of the two."
+        )
+    return sizes, sharing
+
+
+def inner_sizes(logical_axes: Mapping[str, int] | None) -> dict[str, int]:
+    """The sizes of the axes along which the devices of one replica differ, by name."""
+    if logical_axes is None:
+        return {}
+    if not isinstance(logical_axes, Mapping):
+        raise TypeError(
+            f"`logical_axes` was {shown(logical_axes)}; the names of axes and their "
+            'sizes were wanted, such as `{"core": 2}`.'
+        )
+    return {_name(name): _size(name, size) for name, size in logical_axes.items()}
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`logical_axes` has {shown(name)} as the name of an axis; a text was "
+            "wanted, such as `'core'`."
+        )
+    if not name:
+        raise ValueError(
+            "`logical_axes` has an empty text as the name of an axis; a name was "
+            "wanted, such as `'core'`."
+        )
+    if name == _mesh.REPLICA_AXIS:
+        raise ValueError(
+            f"`logical_axes` has an axis {name!r}, which is the name of the axis along "
+            "which replicas differ. Give those inside a replica another name."
+        )
+    return name
+
+
+def _size(name: str, given: object) -> int:
+    size = whole(given)
+    if size is None:
+        raise TypeError(
+            f"`logical_axes` has {shown(given)} as the size of {name!r}; a whole "
+            "number was wanted."
+        )
+    if size < 1:
+        raise ValueError(
+            f"`logical_axes` has {size} as the size of {name!r}; at least 1 was wanted."
+        )
+    return size
+
+
+def devices_for(
+    num_replicas: int | None,
+    devices: Sequence[Device],
+    logical_axes: Mapping[str, int] | None = None,
+    replicas_per_device: int = 1,
+) -> tuple[list[Device], int]:
+    """The devices that `num_replicas` use, and how many replicas share each device.
+
+    As many devices as can have equally many replicas, of each process equally many.
+
+    Raises:
+      TypeError: `num_replicas` is no whole number.
+      ValueError: it is not positive, or does not fit.
+    """
+    if num_replicas is None:
+        return list(devices), replicas_per_device
+    count = positive("num_replicas", num_replicas)
+    if replicas_per_device != 1:
+        raise ValueError(
+            f"`num_replicas` was {count} and `replicas_per_device` "
+            f"{replicas_per_device}: one follows from the other and the devices. Give "
+            "one of the two."
+        )
+    size = math.prod(inner_sizes(logical_axes).values())
+    by_process: dict[int, list[Device]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    of_process, rest = divmod(count, len(by_process))
+    if rest:
+        raise ValueError(
+            f"`num_replicas` was {count}, which {len(by_process)} processes cannot "
+            "have in equal parts. Choose a multiple, or start a number of processes "
+            "that divides it."
+        )
+    places = min(len(group) for group in by_process.values()) // size
+    if size > 1 and of_process > places:
+        raise ValueError(
+            f"`num_replicas` was {count}, of {size} devices each (`logical_axes`), and "
+            f"there are {with_noun(len(devices), 'device')}: replicas of several "
+            "devices share none."
+        )
+    used = max(k for k in range(1, places + 1) if of_process % k == 0)
+    sharing = of_process // used
+    chosen = [
+        device for group in by_process.values() for device in group[: used * size]
+    ]
+    idle = [str(device) for device in devices if device not in chosen]
+    if idle:
+        user_code.warn(
+            f"`num_replicas` was {count}: {listed(idle, 8)} "
+            f"{'stays' if len(idle) == 1 else 'stay'} idle, because only "
+            f"{len(chosen)} of {len(devices)} devices can have equally many. A "
+            "number that the number of devices divides uses all of them.",
+            RuntimeWarning,
+        )
+    return chosen, sharing
+
+
+_MOST_REPLICAS = 2**31 - 1

@@ -29,8 +29,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ServerPool,
     ShippedProgram,
 )
-from jaxstrategy._src.replicas.replica_placements import SPLIT
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import STACKED, Replicas
 from jaxstrategy._src.scheduled.arguments import (
     ArgumentTypes,
     IteratorSlot,
@@ -217,7 +216,7 @@ class _Program:
         ):
             value: Any = array
             if differs and replicas.count > 1:
-                placed = jax.device_put(array, replicas.sharding(SPLIT))
+                placed = jax.device_put(array, replicas.sharding(STACKED))
                 value = PerReplica(placed)
             elif differs:
                 value = array[0]

@@ -21,9 +21,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.parameter_servers.protocol import Call, ServerPool
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-)
+from jaxstrategy._src.replicas.replicas import REPLICATED
 from jaxstrategy._src.scheduled.arguments import is_whole
 from jaxstrategy._src.scheduled.functions import FunctionTracer
 from jaxstrategy._src.scheduled.values import WorkerArgument
@@ -84,7 +82,7 @@ class ServerExecutor(AbstractExecutor):
         with self._one_call:
             self._engine.define(prepared.program)
             arrays = self._engine.call(call)
-        where = self._strategy._replicas.sharding(SAME)
+        where = self._strategy._replicas.sharding(REPLICATED)
         placed = [
             array if differs else jax.device_put(array, where)
             for array, differs in zip(arrays, prepared.varies, strict=True)

@@ -29,12 +29,12 @@ from jaxstrategy._src.parameter_servers.protocol import (
 from jaxstrategy._src.replicas.mesh import (
     as_numbers,
 )
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    SPLIT,
-    Meaning,
+from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
+    ReplicaLayout,
+    Replicas,
 )
-from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.trace import PREFIX, FunctionTrace, name_in_trace
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.jaxprs.visit import (
@@ -278,7 +278,7 @@ def _has_effects(eqn: Equation) -> bool:
 _Values: TypeAlias = dict[Var, Any]
 Output: TypeAlias = Atom | int
 """A result of a program: of the trace; or a number, what that input ends as."""
-Taken: TypeAlias = tuple[Input, Var | None, Meaning, jax.ShapeDtypeStruct]
+Taken: TypeAlias = tuple[Input, Var | None, ReplicaLayout, jax.ShapeDtypeStruct]
 """An input of a program: from where, as which variable, how it lies, its type."""
 
 
@@ -320,7 +320,7 @@ class FunctionParts:
     def program(
         self,
         outputs: Sequence[Output],
-        returned: Sequence[Meaning],
+        returned: Sequence[ReplicaLayout],
         keeps_effects: bool = False,
     ) -> tuple[Wrapped, list[Input], list[jax.ShapeDtypeStruct]]:
         """The function of all replicas that computes some values of the trace."""
@@ -334,10 +334,10 @@ class FunctionParts:
         def replica(*given: Leaf) -> list[jax.Array]:
             values = self._beginning(vars_)
             inputs = dict(zip((each for each, *_ in taken), given, strict=True))
-            for (each, var, lies, _), value in zip(taken, given, strict=True):
+            for (each, var, layout, _), value in zip(taken, given, strict=True):
                 if var is not None:
                     values[var] = _held(var, self._with_keys(each, value))
-                elif lies is SPLIT:
+                elif layout is STACKED:
                     inputs[each] = jax.lax.squeeze(value, (0,))
             for one in run:
                 self._evaluate(one, values, inputs)
@@ -348,15 +348,15 @@ class FunctionParts:
                 for each in outputs
             ]
             return [
-                jax.lax.expand_dims(array, (0,)) if lies is SPLIT else array
-                for array, lies in zip(made, returned, strict=True)
+                jax.lax.expand_dims(array, (0,)) if layout is STACKED else array
+                for array, layout in zip(made, returned, strict=True)
             ]
 
-        meanings = [lies for _, _, lies, _ in taken]
+        layouts = [layout for _, _, layout, _ in taken]
         place = self._replicas.sharding
         jitted = jax.jit(
-            on_replicas(replica, self._replicas, meanings, returned),
-            in_shardings=tuple(map(place, meanings)),
+            on_replicas(replica, self._replicas, layouts, returned),
+            in_shardings=tuple(map(place, layouts)),
             out_shardings=list(map(place, returned)),
         )
         return jitted, [each for each, *_ in taken], [type_ for *_, type_ in taken]
@@ -380,15 +380,15 @@ class FunctionParts:
             argument, variable = trace.arguments[index], trace.variables.get(index)
             kind = per_worker_kind_of(variable)
             if argument is not None:
-                lies = trace.meanings[index]
+                layout = trace.layouts[index]
                 given = Input("argument", argument)
-                yield given, var, lies, self._type(var, lies)
+                yield given, var, layout, self._type(var, layout)
             elif kind is not None:
                 given = Input("own", kind.resource.number)
-                yield given, var, SAME, self._type(var, SAME)
+                yield given, var, REPLICATED, self._type(var, REPLICATED)
             elif server_kind_of(variable) is not None:
                 given = Input("variable", _number_of(variable))
-                yield given, var, SAME, self._type(var, SAME)
+                yield given, var, REPLICATED, self._type(var, REPLICATED)
 
     def _stand_ins(self, eqns: Sequence[Equation]) -> Iterator[Taken]:
         """The inputs for which something else stands in the trace."""
@@ -399,21 +399,21 @@ class FunctionParts:
                 first: ArrayType = var.aval
                 shape = (self.rows(number), *first.shape[1:])
                 of_type = jax.ShapeDtypeStruct(shape, first.dtype)
-                yield Input("table", number), var, SAME, of_type
+                yield Input("table", number), var, REPLICATED, of_type
         for eqn in eqns:
             use, name = self._uses.get(id(eqn)), name_in_trace(eqn)
             if use is not None:
                 _, lookup, operation = use
                 shape = (count, *operation.operands[0].aval.shape)
                 of_type = jax.ShapeDtypeStruct(shape, "int32")
-                yield Input("positions", lookup), None, SPLIT, of_type
+                yield Input("positions", lookup), None, STACKED, of_type
             elif name.startswith(PREFIX):
                 number = int(name.removeprefix(PREFIX))
                 aval = eqn.outvars[0].aval
-                lies = SPLIT if trace.recorder.split[number] else SAME
-                shape = (count,) * (lies is SPLIT) + aval.shape
+                layout = STACKED if trace.recorder.split[number] else REPLICATED
+                shape = (count,) * (layout is STACKED) + aval.shape
                 of_type = jax.ShapeDtypeStruct(shape, aval.dtype)
-                yield trace.recorder.inputs[number], None, lies, of_type
+                yield trace.recorder.inputs[number], None, layout, of_type
 
     def _with_keys(self, given: Input, value: jax.Array) -> jax.Array:
         """An argument as the trace knows it, which a worker has as numbers."""
@@ -421,10 +421,10 @@ class FunctionParts:
         how = self._trace.keys.get(given.number) if is_argument else None
         return value if how is None else jax.random.wrap_key_data(value, impl=how)
 
-    def _type(self, var: Var, lies: Meaning) -> jax.ShapeDtypeStruct:
+    def _type(self, var: Var, layout: ReplicaLayout) -> jax.ShapeDtypeStruct:
         aval = getattr(var.aval, "inner_aval", var.aval)
         shape = aval.shape
-        if lies is SPLIT:
+        if layout is STACKED:
             shape = (self._replicas.count, *shape[1:])
         of_type = jax.ShapeDtypeStruct(shape, aval.dtype)
         return jax.eval_shape(as_numbers, of_type)
@@ -541,13 +541,13 @@ def shipped(
     _check_stand_ins(trace)
     changes = _Changes(trace, replicas, pool)
     parts, outputs = changes.parts, changes.outputs
-    meanings = [SPLIT if differs else SAME for differs in trace.varies]
-    meanings += [SAME] * (len(outputs) - len(meanings))
-    main, inputs, types = parts.program(outputs, meanings, keeps_effects=True)
+    layouts = [STACKED if differs else REPLICATED for differs in trace.varies]
+    layouts += [REPLICATED] * (len(outputs) - len(layouts))
+    main, inputs, types = parts.program(outputs, layouts, keeps_effects=True)
     main_inputs = len(inputs)
     ids, ids_inputs, ids_types = None, list[Input](), list[jax.ShapeDtypeStruct]()
     if lookups := parts.lookups():
-        ids, ids_inputs, ids_types = parts.program(lookups, [SPLIT] * len(lookups))
+        ids, ids_inputs, ids_types = parts.program(lookups, [STACKED] * len(lookups))
         inputs += [each for each in ids_inputs if each not in inputs]
     tables = changes.tables()
     numbers = {each.number for each in inputs if each.kind == "variable"}

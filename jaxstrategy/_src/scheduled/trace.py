@@ -26,11 +26,7 @@ from jaxstrategy._src.replicas.mesh import (
     as_numbers,
     is_key,
 )
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    Meaning,
-)
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import REPLICATED, ReplicaLayout, Replicas
 from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr
 from jaxstrategy._src.tracing.nnx import object_calls
@@ -204,7 +200,7 @@ class FunctionTrace:
 
     jaxpr: Jaxpr
     arguments: Sequence[int | None]
-    meanings: Sequence[Meaning]
+    layouts: Sequence[ReplicaLayout]
     constants: dict[int, Leaf]
     variables: dict[int, Handle]
     finals: dict[int, int]
@@ -363,7 +359,7 @@ def _of_trace(
     return FunctionTrace(
         jaxpr=values.jaxpr,
         arguments=arguments,
-        meanings=[*trace.meanings, *(SAME for _ in flat.constants)],
+        layouts=[*trace.layouts, *(REPLICATED for _ in flat.constants)],
         constants=constants,
         variables=variables,
         finals=finals,

@@ -42,8 +42,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     replicas_with,
     with_inner,
 )
-from jaxstrategy._src.replicas.replica_placements import SAME, SPLIT
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
 from jaxstrategy._src.text.shown import several_whole, whole
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.values import arrays as _arrays, building, per_replica, trees
@@ -74,7 +73,7 @@ class CrossReplica:
         home, replicas = strategy._parameter_replicas, strategy._replicas
         # Comparing asks the default strategy for its devices, which would start JAX.
         is_same = home is replicas or home == replicas
-        self._variable_sharding = None if is_same else home.sharding(SAME)
+        self._variable_sharding = None if is_same else home.sharding(REPLICATED)
 
     def reduced(
         self,
@@ -158,7 +157,7 @@ class CrossReplica:
 
     def _count(self, in_step: bool) -> int:
         replicas = self._strategy._replicas
-        return replicas.count if in_step else len(replicas.own)
+        return replicas.count if in_step else len(replicas.local_ids)
 
     def _beside_variables(self, tree: PyTree) -> PyTree:
         sharding = self._variable_sharding
@@ -209,10 +208,10 @@ class CrossReplica:
             # Captured by the merge function: it may well differ between replicas.
             return per_replica.from_local(leaf, replicas).values
         if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
-            is_ours = replicas.inner_placement(leaf, SAME) is not None
+            is_ours = replicas.inner_placement(leaf, REPLICATED) is not None
             holders = replicas if is_ours else replicas_with(leaf.sharding)
             assert holders is not None, "it is mirrored"
-            return (leaf,) * len(holders.own)
+            return (leaf,) * len(holders.local_ids)
         return (leaf,) * n
 
 
@@ -342,9 +341,9 @@ def _local_versions(
 @functools.lru_cache(maxsize=64)
 def _local_replicas(replicas: Replicas) -> Replicas:
     """The replicas of this process, on a mesh of their own."""
-    if replicas.are_all_own:
+    if replicas.are_all_local:
         return replicas
-    groups = map(replicas.devices_of, replicas.own)
+    groups = map(replicas.devices_of, replicas.local_ids)
     return Replicas.on(
         list(dict.fromkeys(device for group in groups for device in group)),
         logical_axes=replicas.inner_sizes,
@@ -547,9 +546,9 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
 
 def has_copies(array: jax.Array, replicas: Replicas) -> bool:
     """Whether each replica has all of `array`, on its devices together."""
-    if mesh.lies_as(array, replicas.sharding(SAME)):  # on whatever mesh
+    if mesh.lies_as(array, replicas.sharding(REPLICATED)):  # on whatever mesh
         return True
-    return replicas.inner_placement(array, SAME) is not None
+    return replicas.inner_placement(array, REPLICATED) is not None
 
 
 def _is_divided_variable(node: object) -> bool:
@@ -620,7 +619,7 @@ def compression_state(
         if is_traced:
             return PerReplica(jnp.zeros(shape, memory.dtype))
         inner = inner_spec(like, replicas) if memory.shape == like.shape else WHOLE
-        where = with_inner(of_stacked(inner), replicas, SPLIT)
+        where = with_inner(of_stacked(inner), replicas, STACKED)
         return PerReplica(jnp.zeros(shape, memory.dtype, device=where))
 
     is_traced = isinstance(jnp.zeros(()), Tracer)

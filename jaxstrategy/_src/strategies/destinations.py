@@ -24,13 +24,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     sharding_of,
     tiles,
 )
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    SPLIT,
-)
-from jaxstrategy._src.replicas.replicas import (
-    Replicas,
-)
+from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
 from jaxstrategy._src.strategies.choices import ProcessRole
 from jaxstrategy._src.text.shown import several_whole, shown, whole
 from jaxstrategy._src.values import building, per_replica, trees
@@ -180,7 +174,7 @@ def copies_on(destinations: Destinations, replicas: Replicas) -> CopyPlace:
 
 
 def _on_each(replicas: Replicas) -> CopyPlace:
-    return CopyPlace(replicas.sharding(SAME), replicas)
+    return CopyPlace(replicas.sharding(REPLICATED), replicas)
 
 
 def _replicas_on(devices: Destinations, replicas: Replicas) -> Replicas:
@@ -282,11 +276,11 @@ def _place_tiles(
     _context.require_same(context, strategy)
     replicas = strategy._replicas
     if not isinstance(value, PerReplica):
-        sharding = sharding_of(divided, SAME, replicas)
+        sharding = sharding_of(divided, REPLICATED, replicas)
         return _constrained(value, sharding, replicas, context.in_step)
     # In a merge call it holds one replica's array.
-    meaning = SAME if context.in_step else SPLIT
-    sharding = sharding_of(divided, meaning, replicas)
+    layout = REPLICATED if context.in_step else STACKED
+    sharding = sharding_of(divided, layout, replicas)
     array = as_array(per_replica.contents(value), "tensor")
     placed = _constrained(array, sharding, replicas, context.in_step)
     return per_replica.with_contents(value, placed)

@@ -505,7 +505,7 @@ def _checked_variable(var: object, method: str) -> Variable:
 
 def _count(replicas: Replicas, in_step: bool) -> int:
     """The number of copies: of this process, in a step of all."""
-    return replicas.count if in_step else len(replicas.own)
+    return replicas.count if in_step else len(replicas.local_ids)
 
 
 def _moved_to_variable(var: Variable, arguments: PyTree) -> PyTree:

@@ -11,7 +11,7 @@ from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.replicas import Replicas, places_of
+from jaxstrategy._src.replicas.replicas import Replicas, devices_for
 from jaxstrategy._src.replicas.state_sharding import StateSharding
 from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy
@@ -100,7 +100,7 @@ class MirroredStrategy(Strategy):
         given = (
             _devices.default_devices() if devices is None else _devices.choose(devices)
         )
-        chosen, sharing = places_of(
+        chosen, sharing = devices_for(
             num_replicas, given, logical_axes, replicas_per_device
         )
         super().__init__(

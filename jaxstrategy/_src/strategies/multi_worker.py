@@ -22,7 +22,7 @@ from jaxstrategy._src.communication_options import (
 )
 from jaxstrategy._src.processes import job as _job
 from jaxstrategy._src.processes.job import Processes
-from jaxstrategy._src.replicas.replicas import Replicas, checked_sizes, places_of
+from jaxstrategy._src.replicas.replicas import Replicas, checked_sizes, devices_for
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
 from jaxstrategy._src.strategies.choices import Choices, with_order
 from jaxstrategy._src.strategies.strategy import Strategy
@@ -107,7 +107,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             seconds or _job.TIMEOUT_SECONDS,
             num_replicas=num_replicas,
         )
-        devices, sharing = places_of(
+        devices, sharing = devices_for(
             num_replicas,
             sorted(jax.devices(), key=lambda d: (d.process_index, d.id)),
             logical_axes,

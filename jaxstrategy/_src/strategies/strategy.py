@@ -804,7 +804,7 @@ class Strategy(AbstractStrategy):
             tokens=tokens,
             flops=flops,
             peak_flops=None if peak_flops is None else peak_flops * devices,
-            devices=self._replicas.own_devices,
+            devices=self._replicas.local_devices,
             every=every,
             trace_dir=trace_dir,
             log=log,
@@ -1091,7 +1091,7 @@ class Strategy(AbstractStrategy):
         """
         _context.require_host(self, "experimental_distribute_values_from_function")
         n = self.num_replicas_in_sync
-        versions = [value_fn(ValueContext(i, n)) for i in self._replicas.own]
+        versions = [value_fn(ValueContext(i, n)) for i in self._replicas.local_ids]
         return building.stack(versions, self._replicas, own=True, plain_if_alone=True)
 
     def init(
@@ -1332,7 +1332,7 @@ class Strategy(AbstractStrategy):
 
     def _copies_of(self, tree: PyTree, replica: int) -> PyTree:
         """`tree` with the copy that `replica` has of each replicated array."""
-        own, number = self._replicas.own, whole(replica)
+        own, number = self._replicas.local_ids, whole(replica)
         if number not in own:
             raise ValueError(
                 f"`replica` was {shown(replica)}; the number of a replica of this "

@@ -260,8 +260,8 @@ class Executable:
             # JAX would move those of another strategy.
             leaves = structure.flatten_up_to(inputs[place])
             for among_own, index in own:
-                lies, right = leaves[among_own].sharding, self._right[index]
-                if lies is not right and lies != right:
+                sharding, right = leaves[among_own].sharding, self._right[index]
+                if sharding is not right and sharding != right:
                     raise NotTraced
         handover = self._handover
         handover.inputs = inputs

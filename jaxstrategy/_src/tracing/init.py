@@ -33,13 +33,11 @@ from jaxstrategy._src.replicas.inner_axes import (
 from jaxstrategy._src.replicas.mesh import (
     is_key,
 )
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    SPLIT,
-    sharded_along,
-)
 from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
     Replicas,
+    sharded_along,
 )
 from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.constants import constants, fingerprint
@@ -257,14 +255,14 @@ def build_divided(
     traced, returned = jax.make_jaxpr(build, return_shape=True)(*given)
     state, versions = returned
     wanted = [sharding for _, _, sharding in shardings_of(inner.typed(state), replicas)]
-    wanted += [replicas.sharding(SPLIT)] * len(versions)
+    wanted += [replicas.sharding(STACKED)] * len(versions)
     captured: list[jax.Array] = list(traced.consts)
     is_same = _is_same_everywhere(name, traced)
     if is_same:
         captured = [
             mesh.place(value, _place_of_input(value, replicas)) for value in captured
         ]
-    whole = replicas.sharding(SAME) if is_same else None
+    whole = replicas.sharding(REPLICATED) if is_same else None
     programs = _Programs(plain(traced), [*captured, *given], wanted, whole)
     found = programs.results() if is_same else programs.of_first_process()
     return jax.tree.unflatten(jax.tree.structure(returned), found)
@@ -478,7 +476,7 @@ def build_replicated(
         )
     arrays = building.replicate(given, replicas)
     built, stacked = _built(build, arrays, inner, replicas)
-    if not replicas.are_all_own:  # what `fn` closes over may differ
+    if not replicas.are_all_local:  # what `fn` closes over may differ
         built = jax.tree.map(lambda leaf: _of_first_process(leaf, replicas), built)
     elif replicas.state_sharding is not None:
         built = building.replicate(built, replicas)
@@ -512,9 +510,9 @@ def _built(
     build: Build, arrays: Sequence[Leaf], inner: InnerState, replicas: Replicas
 ) -> tuple[PyTree, list[jax.Array]]:
     """`build(*arrays)`, whole over the replicas."""
-    where = replicas.sharding(SPLIT)
+    where = replicas.sharding(STACKED)
     if not inner.is_asked:
-        whole = replicas.sharding(SAME)
+        whole = replicas.sharding(REPLICATED)
         return jax.jit(build, out_shardings=(whole, where))(*arrays)
     traced, types = jax.make_jaxpr(build, return_shape=True)(*arrays)
     state, versions = types
@@ -526,7 +524,7 @@ def _built(
 def _of_first_process(leaf: jax.Array, replicas: Replicas) -> jax.Array:
     """What the first process has built, on the devices of all."""
     if leaf.is_fully_replicated:
-        return mesh.broadcast(leaf.addressable_data(0), replicas.sharding(SAME))
+        return mesh.broadcast(leaf.addressable_data(0), replicas.sharding(REPLICATED))
     assert isinstance(leaf.sharding, NamedSharding), "it lies on a mesh"
     # The devices of one replica are of one process.
     return mesh.broadcast(whole_here(leaf), leaf.sharding)

@@ -12,19 +12,17 @@ from jax import lax
 
 from jaxstrategy._src.contexts.replica_context import MERGE_SCOPE, REPLICA_SCOPE
 from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
-from jaxstrategy._src.replicas.replica_placements import (
-    Lies,
-)
-from jaxstrategy._src.replicas.replicas import (
-    Replicas,
-)
+from jaxstrategy._src.replicas.replicas import LayoutOrDimension, Replicas
 from jaxstrategy._src.tracing.jaxprs.rewrite import Rule, rewritten, rewritten_function
 from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr, all_eqns
 from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 def on_own_devices(
-    fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
+    fn: Function,
+    replicas: Replicas,
+    taken: Sequence[LayoutOrDimension],
+    returned: PyTree,
 ) -> Function:
     """As `on_replicas`, for replicas with one device or several."""
     # check_vma=False: with True, JAX sums the gradient of a replicated value over

@@ -11,13 +11,7 @@ from jax.ref import AbstractRef
 from jax.typing import DTypeLike
 
 from jaxstrategy._src.reductions.operations import unfolded
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    Lies,
-)
-from jaxstrategy._src.replicas.replicas import (
-    Replicas,
-)
+from jaxstrategy._src.replicas.replicas import REPLICATED, LayoutOrDimension, Replicas
 from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten_function
 from jaxstrategy._src.tracing.jaxprs.visit import (
     Atom,
@@ -73,14 +67,17 @@ _EFFECTS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER, Effect.GATHER)
 
 
 def on_cpu_devices(
-    fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
+    fn: Function,
+    replicas: Replicas,
+    taken: Sequence[LayoutOrDimension],
+    returned: PyTree,
 ) -> Function:
     """As `on_own_devices`, with such sums in float32, its derivatives' too."""
 
     def all_replicas(*given: Leaf) -> PyTree:
         is_wide = [
-            lies is SAME and _is_narrow_array(x)
-            for x, lies in zip(given, taken, strict=True)
+            layout is REPLICATED and _is_narrow_array(x)
+            for x, layout in zip(given, taken, strict=True)
         ]
 
         def narrowed(*own: jax.Array) -> PyTree:
@@ -134,7 +131,10 @@ def _compilable(array: jax.Array) -> jax.Array:
 
 
 def on_replicas(
-    fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
+    fn: Function,
+    replicas: Replicas,
+    taken: Sequence[LayoutOrDimension],
+    returned: PyTree,
 ) -> Function:
     """`fn` of one replica as a function of all replicas' arrays."""
     if replicas.per_device > 1:

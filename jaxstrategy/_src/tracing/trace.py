@@ -28,12 +28,10 @@ from jaxstrategy._src.replicas.inner_axes import has_inner_axes
 from jaxstrategy._src.replicas.mesh import (
     as_seen_on,
 )
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    SPLIT,
-    Meaning,
-)
 from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
+    ReplicaLayout,
     Replicas,
 )
 from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten
@@ -284,12 +282,12 @@ def in_shard_map(
     replica: Function,
     leaves: Sequence[Leaf],
     there: Sequence[Variable],
-    meanings: Sequence[Meaning],
+    layouts: Sequence[ReplicaLayout],
     replicas: Replicas,
 ) -> OneReplica:
     """Traces one replica inside a `shard_map` that is only looked into."""
     # The same for every output is not a claim.
-    looked_into = on_own_devices(replica, replicas, meanings, SAME)
+    looked_into = on_own_devices(replica, replicas, layouts, REPLICATED)
 
     def all_replicas(*given: jax.Array) -> PyTree:
         own, held = given[: len(leaves)], given[len(leaves) :]
@@ -324,12 +322,12 @@ def by_axes(
     replica: Function,
     leaves: Sequence[Leaf],
     there: Sequence[Variable],
-    meanings: Sequence[Meaning],
+    layouts: Sequence[ReplicaLayout],
     replicas: Replicas,
 ) -> OneReplica:
     """Traces one replica by itself, where the axes of the replicas have names."""
 
-    is_own = [replicas.differ(meaning) for meaning in meanings]
+    is_own = [replicas.differ(layout) for layout in layouts]
     row = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=1)
 
     def one_replica(*given: jax.Array) -> PyTree:
@@ -361,7 +359,7 @@ def by_axes(
     references = [eqn.outvars[0] for eqn in whole.eqns[rows:start]]
     invars = [*inputs[: len(leaves)], *references, *whole.constvars]
     jaxpr = without_meshes(jaxpr_of(invars, whole.eqns[start:], whole.outvars))
-    known = len(meanings)
+    known = len(layouts)
     places = [index if index < known else None for index in range(len(invars))]
     constants = dict(enumerate(closed.consts, start=known))
     return closed, jaxpr, places, constants
@@ -383,7 +381,7 @@ class Trace:
     jaxpr: Jaxpr
     inputs: list[int | None]
     constants: dict[int, Leaf]
-    meanings: list[Meaning]
+    layouts: list[ReplicaLayout]
     given_types: list[ArrayType]
     unpacking: int
     results: Results
@@ -437,12 +435,12 @@ class Trace:
                 more = [jnp.zeros((), jnp.int8)]
             return arrays, more
 
-        returned = [SPLIT if differs else SAME for differs in varies]
+        returned = [STACKED if differs else REPLICATED for differs in varies]
         arrays, more = on_replicas(
             replica,
             self.replicas,
-            [self.meanings[i] for i in kept],
-            (returned, SAME),
+            [self.layouts[i] for i in kept],
+            (returned, REPLICATED),
         )(*(operands[i] for i in kept))
         wrapped = [
             PerReplica(array) if differs else array
@@ -470,7 +468,7 @@ class Trace:
 def trace(
     run: Callable[[Sequence[Leaf]], tuple[list[jax.Array], Results]],
     leaves: Sequence[Leaf],
-    meanings: Sequence[Meaning],
+    layouts: Sequence[ReplicaLayout],
     replicas: Replicas,
     variables: Callable[[], Sequence[Variable]],
     may_create: bool,
@@ -498,7 +496,7 @@ def trace(
         found.append(results)
         return arrays
 
-    given = [*meanings, *(_meaning(variable, replicas) for variable in there)]
+    given = [*layouts, *(_layout(variable, replicas) for variable in there)]
     divided = [variable for variable in there if not variable.division.is_whole]
     is_by_axes = divides_state(replicas) or bool(divided) and can_divide(replicas)
     is_by_axes |= replicas.per_device > 1
@@ -512,7 +510,7 @@ def trace(
             found_in = in_shard_map(replica, leaves, there, given, replicas)
         closed, jaxpr, places, constants = found_in
     except _MadeVariables:
-        return trace(run, leaves, meanings, replicas, variables, False, ready_packing)
+        return trace(run, leaves, layouts, replicas, variables, False, ready_packing)
     except CapturedReference as error:
         raise TypeError(
             "The step uses a `jax.Ref` that was made outside of it, whose memory is on "
@@ -524,11 +522,11 @@ def trace(
         jaxpr = in_ready_packs(jaxpr, ready_packing, replicas.axis_sizes)
     if step.used:
         _check_conditions(jaxpr)
-    of_inputs = [SAME if place is None else given[place] for place in places]
-    unpacking = sum(meaning is SPLIT for meaning in meanings)
+    of_inputs = [REPLICATED if place is None else given[place] for place in places]
+    unpacking = sum(layout is STACKED for layout in layouts)
     findings = analyse(
         jaxpr,
-        [replicas.differ(meaning) for meaning in of_inputs],
+        [replicas.differ(layout) for layout in of_inputs],
         replicas.collective_axes,
         replicas.count,
         unpacking=unpacking,
@@ -539,7 +537,7 @@ def trace(
         jaxpr=jaxpr,
         inputs=places,
         constants=constants,
-        meanings=of_inputs,
+        layouts=of_inputs,
         given_types=[var.aval for var in closed.jaxpr.invars[: len(leaves)]],
         unpacking=unpacking,
         results=results,
@@ -560,16 +558,16 @@ def _with_or_without_mesh(
     replica: Function,
     leaves: Sequence[Leaf],
     there: Sequence[Variable],
-    meanings: Sequence[Meaning],
+    layouts: Sequence[ReplicaLayout],
     replicas: Replicas,
 ) -> OneReplica:
     """Traces one replica inside a `shard_map`, if what it says of meshes allows it."""
     try:
-        return in_shard_map(replica, leaves, there, meanings, replicas)
+        return in_shard_map(replica, leaves, there, layouts, replicas)
     except UnknownAxis:
         if has_inner_axes(replicas):
             raise
-    return by_axes(replica, leaves, there, meanings, replicas)
+    return by_axes(replica, leaves, there, layouts, replicas)
 
 
 def divides_state(replicas: Replicas) -> bool:
@@ -624,6 +622,6 @@ def check_not_divided(name: str) -> None:
         )
 
 
-def _meaning(variable: Variable, replicas: Replicas) -> Meaning:
+def _layout(variable: Variable, replicas: Replicas) -> ReplicaLayout:
     is_own = variable.lives_on(replicas) and not variable.copies_must_agree
-    return SPLIT if is_own else SAME
+    return STACKED if is_own else REPLICATED

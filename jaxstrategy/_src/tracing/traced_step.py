@@ -16,8 +16,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxstrategy._src.reductions.packing import Overlap
-from jaxstrategy._src.replicas.replica_placements import SAME, SPLIT, Meaning
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
+    ReplicaLayout,
+    Replicas,
+)
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing import results
 from jaxstrategy._src.tracing.constants import ProgramValue
@@ -100,9 +104,11 @@ class ReplicaStep:
         return self.signature.label(self.fn, self.signature.dynamic[index])
 
     @property
-    def meanings(self) -> list[Meaning]:
+    def layouts(self) -> list[ReplicaLayout]:
         """The meaning of each argument that is traced."""
-        return [SPLIT if role is Role.PER_REPLICA else SAME for role in self.roles]
+        return [
+            STACKED if role is Role.PER_REPLICA else REPLICATED for role in self.roles
+        ]
 
     def same(self, leaves: Sequence[Leaf]) -> dict[int, ProgramValue]:
         """The leaves that are no replica's own, by their place."""
@@ -126,7 +132,7 @@ class ReplicaStep:
             return trace(
                 functools.partial(self._run, tracing),
                 leaves,
-                self.meanings,
+                self.layouts,
                 self.replicas,
                 self._environment.variables,
                 self._may_create(),

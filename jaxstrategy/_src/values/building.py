@@ -15,13 +15,11 @@ from jax.tree_util import KeyPath
 from jaxstrategy._src.errors import TracedValueError
 from jaxstrategy._src.replicas import inner_axes, mesh
 from jaxstrategy._src.replicas.inner_axes import inner_dimensions, sharding_like
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    SPLIT,
-    sharded_along,
-)
 from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
     Replicas,
+    sharded_along,
 )
 from jaxstrategy._src.replicas.state_sharding import Shaped
 from jaxstrategy._src.text.shown import array_type
@@ -146,7 +144,7 @@ def shardings_of(
     """The paths of all leaves of `tree`, the leaves, and their placements."""
     found = jax.tree.leaves_with_path(tree, is_leaf=per_replica.is_per_replica)
     if replicas.state_sharding is None and not replicas.inner_axes:
-        whole = replicas.sharding(SAME)
+        whole = replicas.sharding(REPLICATED)
         return [(path, leaf, whole) for path, leaf in found]
     flags = optimizer_leaves(tree, per_replica.is_per_replica)
     return [
@@ -176,7 +174,7 @@ def stack(
       ValueError: the number, structure, shapes or dtypes do not fit.
       TracedValueError: JAX traces, and versions of other processes are not known.
     """
-    wanted = len(replicas.own) if own else replicas.count
+    wanted = len(replicas.local_ids) if own else replicas.count
     if len(versions) != wanted:
         raise ValueError(
             f"`{what}` has {len(versions)} versions for {wanted} replicas; one "
@@ -233,9 +231,9 @@ def _stack_leaf(
                 "with the versions of all replicas."
             )
         stacked = jnp.stack(arrays)
-        return PerReplica(mesh.place(stacked, replicas.sharding(SPLIT)))
+        return PerReplica(mesh.place(stacked, replicas.sharding(STACKED)))
     if not own:
-        arrays = [arrays[i] for i in replicas.own]
+        arrays = [arrays[i] for i in replicas.local_ids]
     return PerReplica(replicas.stacked(arrays))
 
 
@@ -247,7 +245,7 @@ def place_stacked(value: Value, replicas: Replicas, what: str = "value") -> PerR
     """
     array = _arrays.as_array(value, what)
     check_stacked(array, replicas.count, what)
-    return PerReplica(mesh.place(array, sharding_like(array, replicas, SPLIT)))
+    return PerReplica(mesh.place(array, sharding_like(array, replicas, STACKED)))
 
 
 def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:
@@ -260,7 +258,7 @@ def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:
         return jnp.broadcast_to(array[None], (replicas.count, *array.shape))
 
     inner = inner_axes.of_stacked(inner_axes.inner_spec(array, replicas))
-    where = inner_axes.with_inner(inner, replicas, SPLIT)
+    where = inner_axes.with_inner(inner, replicas, STACKED)
     return PerReplica(jax.jit(stacked, out_shardings=where)(array))
 
 

@@ -343,7 +343,7 @@ def contents(value: PerReplica) -> Leaf:
 def own_replicas(value: PerReplica) -> tuple[int, ...]:
     """Those of whose versions `value.values` has some: of this process, in order."""
     replicas = Replicas.dividing(value.stacked)
-    return tuple(range(value.num_replicas)) if replicas is None else replicas.own
+    return tuple(range(value.num_replicas)) if replicas is None else replicas.local_ids
 
 
 def _devices_of(value: jax.Array) -> Sequence[Device]:
@@ -351,7 +351,7 @@ def _devices_of(value: jax.Array) -> Sequence[Device]:
     replicas = Replicas.dividing(value)
     if replicas is None:
         return sorted(value.sharding.addressable_devices, key=lambda d: d.id)
-    found = (device for i in replicas.own for device in replicas.devices_of(i))
+    found = (device for i in replicas.local_ids for device in replicas.devices_of(i))
     return list(dict.fromkeys(found))
 
 
@@ -362,7 +362,7 @@ def _by_replica(value: jax.Array) -> list[tuple[int, str]]:
         # JAX keeps no division over one device, which several replicas may share.
         where = [devices.name(device) for device in _devices_of(value)]
         return list(enumerate(where * (value.shape[0] if len(where) == 1 else 1)))
-    return [(i, replicas.device_names_of(i)) for i in replicas.own]
+    return [(i, replicas.device_names_of(i)) for i in replicas.local_ids]
 
 
 class Handle(abc.ABC):

@@ -38,8 +38,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     with_inner,
 )
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.replicas.replica_placements import SPLIT, sharded_along
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import STACKED, Replicas, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values import per_replica
@@ -122,8 +121,10 @@ class VariableKind:
         self.division = choice.division(start.type, self.replicas)
         if not self.division.is_whole:
             self.describe = f"divided along dimension {self.division.dimension}"
-        lies = sharded_along(self.division.dimension)
-        self.sharding = self.sharding_of_value = with_inner(inner, self.replicas, lies)
+        layout = sharded_along(self.division.dimension)
+        self.sharding = self.sharding_of_value = with_inner(
+            inner, self.replicas, layout
+        )
         return Cell(start.on(self.sharding), is_alone=True)
 
     def of_one_replica(self, start: Start) -> jax.Array:
@@ -367,10 +368,10 @@ class OnReadKind(VariableKind):
     def begin(self, start: Start, choice: ShardingChoice) -> Cell:
         inner = choice.inner(start.type, self.replicas)
         self.division = LeafSharding(None, "each replica has a copy of its own")
-        self.sharding = with_inner(of_stacked(inner), self.replicas, SPLIT)
+        self.sharding = with_inner(of_stacked(inner), self.replicas, STACKED)
         self.sharding_of_value = with_inner(inner, self.replicas)
         array = start.array
-        if not self.replicas.are_all_own:  # the processes may have others
+        if not self.replicas.are_all_local:  # the processes may have others
             array = mesh.broadcast(array, self.sharding_of_value)
         copies = jnp.broadcast_to(array, (self.replicas.count, *array.shape))
         return Cell(mesh.place(copies, self.sharding), is_alone=True)
@@ -440,7 +441,7 @@ class OnReadKind(VariableKind):
             new = change.applied(old[0], given)
             at.holder[...] = new[None]
             return new
-        each = self.sharding if change.is_whole else self.replicas.sharding(SPLIT)
+        each = self.sharding if change.is_whole else self.replicas.sharding(STACKED)
         if isinstance(value, PerReplica):
             wanted = (old.shape[0], *change.shape(shape, dtype))
             given = self._checked(per_replica.contents(value), wanted, dtype)

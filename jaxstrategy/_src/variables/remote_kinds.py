@@ -28,8 +28,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
 )
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.replicas.replica_placements import SAME
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.values.arrays import Value, is_traced
 from jaxstrategy._src.values.per_replica import Handle
@@ -130,7 +129,7 @@ class PendingChange(Handle):
         self.number = next(_numbers)
         self.dtype = np.dtype(like.dtype)
         self.cell = RemoteCell(like, name)
-        self.sharding: NamedSharding = replicas.sharding(SAME)
+        self.sharding: NamedSharding = replicas.sharding(REPLICATED)
         self._name = name
         self._replicas = replicas
 

@@ -19,9 +19,7 @@ from jaxstrategy._src.options import VariableAggregation, VariableSynchronizatio
 from jaxstrategy._src.parameter_servers import worker
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import own_copy
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-)
+from jaxstrategy._src.replicas.replicas import REPLICATED
 from jaxstrategy._src.text import html as _html
 from jaxstrategy._src.text.shown import array_type, shown, with_noun
 from jaxstrategy._src.values import arrays
@@ -271,7 +269,7 @@ class Variable(AbstractVariable):
         if arrays.is_placed(value) and mesh.is_spread(value):
             value = own_copy(value)
             if mesh.is_spread(value):
-                value = mesh.place(value, self.replicas.sharding(SAME))
+                value = mesh.place(value, self.replicas.sharding(REPLICATED))
         return np.asarray(value)
 
     def __getitem__(self, index: Index) -> VariablePart:
@@ -428,7 +426,7 @@ class Variable(AbstractVariable):
             text = value_text(copies[0])
             gap = "\n" if "\n" in text else " "
             return f"{head}{kind} on {number}:{gap}{text}"
-        numbered = zip(self.replicas.own, copies, strict=True)
+        numbered = zip(self.replicas.local_ids, copies, strict=True)
         lines = (f"  {i}: {value_text(copy)}" for i, copy in numbered)
         return f"{head}{kind}, {{\n" + ",\n".join(lines) + "\n}"
 
@@ -465,7 +463,7 @@ class Variable(AbstractVariable):
                 replicas.device_names_of(number),
                 line_of_value(copy) or array_type(copy.dtype, copy.shape),
             )
-            for number, copy in zip(replicas.own, copies, strict=True)
+            for number, copy in zip(replicas.local_ids, copies, strict=True)
         ]
         return _html.rows_of(title, ("replica", "device", "copy"), rows)
 

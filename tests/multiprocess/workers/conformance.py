@@ -124,7 +124,7 @@ def local_results(s):
     x = versions(s, (2,))
     value = s.per_replica(x)
     own = s.experimental_local_results(value)
-    first = s._replicas.own[0] if len(own) < len(x) else 0
+    first = s._replicas.local_ids[0] if len(own) < len(x) else 0
     for i, version in enumerate(own):
         np.testing.assert_array_equal(version, x[first + i])
         np.testing.assert_array_equal(value.local(first + i), x[first + i])
@@ -491,7 +491,7 @@ def printing_in_a_step(s):
         s.run(lambda: jax.debug.print("here"))
         jax.effects_barrier()
     if s.num_replicas_in_sync > 1:
-        wanted = [f"replica {i}: here" for i in s._replicas.own]
+        wanted = [f"replica {i}: here" for i in s._replicas.local_ids]
         assert sorted(text.getvalue().splitlines()) == sorted(wanted)
     return {"total": total}
 

@@ -73,11 +73,13 @@ def replicas_know_their_devices(s):
     replicas, own = s._replicas, jax.process_index()
     here = replicas.count // jax.process_count()
     first = own * here
-    assert replicas.own == tuple(range(first, first + here))
-    assert not replicas.are_all_own
-    devices = [d for i in replicas.own for d in replicas.devices_of(i)]
+    assert replicas.local_ids == tuple(range(first, first + here))
+    assert not replicas.are_all_local
+    devices = [d for i in replicas.local_ids for d in replicas.devices_of(i)]
     assert set(devices) == set(jax.local_devices())
-    assert [d for d in replicas.own_devices] == [s.devices[i] for i in replicas.own]
+    assert [d for d in replicas.local_devices] == [
+        s.devices[i] for i in replicas.local_ids
+    ]
     assert f"process {own} of 2" in repr(s)
 
 
@@ -87,7 +89,7 @@ def batches_lie_on_all_devices_of_a_replica(s):
     )
     for batch in dataset:
         assert batch.stacked.sharding.device_set == set(s.mesh.devices.flat)
-        for i, version in zip(s._replicas.own, batch.values, strict=True):
+        for i, version in zip(s._replicas.local_ids, batch.values, strict=True):
             each = 12 // s.num_replicas_in_sync
             assert version.devices() == set(s._replicas.devices_of(i))
             np.testing.assert_array_equal(version, ROWS[i * each : (i + 1) * each])

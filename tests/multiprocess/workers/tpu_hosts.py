@@ -45,7 +45,7 @@ def main():
     by_process = DeviceAssignment.build(topology, [4, 1, 1, 1], num_replicas=2)
     whole = js.TPUStrategy(experimental_device_assignment=by_process)
     assert dict(whole.mesh.shape) == {"replica": 2, "core_0": 2, "core_1": 2}
-    assert whole._replicas.own == (rank,)
+    assert whole._replicas.local_ids == (rank,)
     there = DeviceAssignment(topology, [[[x, 0, 0, 0] for x in (3, 4)]])
     some = DeviceAssignment(topology, [[[0, 0, 0, 0]]])
     for arguments, text in [

@@ -16,8 +16,7 @@ from jax.extend.core import Literal
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.reductions.rows import part_of_sum
 from jaxstrategy._src.replicas.inner_axes import InnerSpec, inner_spec, with_inner
-from jaxstrategy._src.replicas.replica_placements import SPLIT, sharded_along
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import STACKED, Replicas, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text.user_code import Line
@@ -260,7 +259,7 @@ def _between_devices(eqn: Equation, replicas: Replicas) -> Iterator[DeviceExchan
         results = function(*(lax.squeeze(x, (0,)) for x in given))
         return [x[None] for x in results]
 
-    everywhere = on_replicas(one_replica, replicas, [SPLIT] * len(operands), SPLIT)
+    everywhere = on_replicas(one_replica, replicas, [STACKED] * len(operands), STACKED)
     count = replicas.count
     shapes = [jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in operands]
     for inner in all_eqns(jax.make_jaxpr(everywhere)(*shapes).jaxpr):
@@ -415,16 +414,17 @@ def _of_compiler(
     origins = origins_of(division.partition.global_)
     done: set[Var] = set()
     parts = division.replicas.parts
-    for name, (atom, lies, first) in zip(names, division.kept, strict=True):
+    for name, (atom, dimension, first) in zip(names, division.kept, strict=True):
         if isinstance(atom, Literal) or atom in done or outside.is_whole(atom):
             continue
         done.add(atom)
         # How a result that was made of parts comes to lie where it is to.
-        made, divided = outside.dimension(atom), first if lies is None else lies
+        made = outside.dimension(atom)
+        divided = first if dimension is None else dimension
         moves = []
         if made != UNKNOWN and divided not in (None, made):
             moves.append(("all_to_all", "divided along another dimension"))
-        if lies is None and (first is not None or made != UNKNOWN):
+        if dimension is None and (first is not None or made != UNKNOWN):
             moves.append(("all_gather", "a whole result that is computed in parts"))
         eqn = origins.get(atom)
         for kind, why in moves:
@@ -510,9 +510,9 @@ def _leaf(
     inner: InnerSpec,
     replicas: Replicas,
 ) -> ExplainedLeaf:
-    lies = with_inner(inner, replicas, sharded_along(sharding.dimension))
+    placed = with_inner(inner, replicas, sharded_along(sharding.dimension))
     shape = tuple(aval.shape)
-    on_device = jax.ShapeDtypeStruct(lies.shard_shape(shape), aval.dtype)
+    on_device = jax.ShapeDtypeStruct(placed.shard_shape(shape), aval.dtype)
     return ExplainedLeaf(
         path=path.strip("`"),
         shape=shape,

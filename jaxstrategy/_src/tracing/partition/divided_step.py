@@ -14,11 +14,11 @@ from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.replicas.inner_axes import with_inner
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    SPLIT,
-    Lies,
-    Meaning,
+from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
+    LayoutOrDimension,
+    ReplicaLayout,
 )
 from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten
 from jaxstrategy._src.tracing.jaxprs.visit import (
@@ -82,7 +82,7 @@ class DividedStep:
         references = self._mirrored_references(flat.jaxpr)
         self._values = with_values(flat.jaxpr, references)
         jaxpr = self.jaxpr = self._values.jaxpr
-        varies = [self._replicas.differ(meaning) for meaning in trace.meanings]
+        varies = [self._replicas.differ(layout) for layout in trace.layouts]
         self._differs = varies = varies + [False] * len(self._constants)
         unpacking = trace.unpacking
         self._varies = varying(jaxpr, varies, self._replicas, unpacking)
@@ -111,8 +111,8 @@ class DividedStep:
     def _mirrored_references(self, flat: Jaxpr) -> list[int]:
         return [
             index
-            for index, meaning in enumerate(self._trace.meanings)
-            if isinstance(flat.invars[index].aval, AbstractRef) and meaning is SAME
+            for index, layout in enumerate(self._trace.layouts)
+            if isinstance(flat.invars[index].aval, AbstractRef) and layout is REPLICATED
         ]
 
     @cached_property
@@ -180,9 +180,9 @@ class DividedStep:
     def _lies(self) -> list[int | None]:
         """The dimension along which what is equal on all replicas is divided."""
         pairs = zip(self._trace.varies, self.layout.outputs, strict=True)
-        lies = [dimension for varies, dimension in pairs if not varies]
+        dimensions = [dimension for varies, dimension in pairs if not varies]
         variables = (self.jaxpr.invars[index] for index in self._values.replaced)
-        return [*lies, *map(self.layout.inputs.get, variables)]
+        return [*dimensions, *map(self.layout.inputs.get, variables)]
 
     @property
     def variables(self) -> list[Var]:
@@ -235,15 +235,15 @@ class DividedStep:
         replicas = self._replicas
         dimensions = self.per_replica_part.dimensions
         returned = (
-            [SPLIT] * count,
-            [dimensions.get(var, SAME) for var in self._crossing],
-            SAME,
+            [STACKED] * count,
+            [dimensions.get(var, REPLICATED) for var in self._crossing],
+            REPLICATED,
         )
         function = numbered_here(replica) if replicas.inner_axes else replica
         if self._has_prints:
             function = with_numbered_prints(function, replicas)
-        lies = list(map(self._of_input, taken))
-        run = on_replicas(function, replicas, lies, returned)
+        layouts = list(map(self._of_input, taken))
+        run = on_replicas(function, replicas, layouts, returned)
         own, crossing, more = run(*(known[var] for var in taken))
         return own, crossing, more
 
@@ -257,11 +257,11 @@ class DividedStep:
         return [var for var in self.jaxpr.invars if var in read]
 
     @cached_property
-    def _meanings(self) -> dict[Var, Meaning]:
-        return dict(zip(self.jaxpr.invars, self._trace.meanings, strict=False))
+    def _layouts(self) -> dict[Var, ReplicaLayout]:
+        return dict(zip(self.jaxpr.invars, self._trace.layouts, strict=False))
 
-    def _of_input(self, var: Var) -> Lies:
-        return self.layout.inputs.get(var, self._meanings.get(var, SAME))
+    def _of_input(self, var: Var) -> LayoutOrDimension:
+        return self.layout.inputs.get(var, self._layouts.get(var, REPLICATED))
 
     def _of_replica(
         self, taken: Sequence[Var], inputs: Sequence[Leaf]
@@ -380,8 +380,8 @@ class DividedStep:
 
     def _placed_as(self, array: jax.Array, var: Var) -> jax.Array:
         """An array as the one lies whose place it takes."""
-        lies = self.layout.inputs.get(var, SAME)
-        where = with_inner(self.layout.leaves[var].inner, self._replicas, lies)
+        layout = self.layout.inputs.get(var, REPLICATED)
+        where = with_inner(self.layout.leaves[var].inner, self._replicas, layout)
         return lax.with_sharding_constraint(array, where)
 
 

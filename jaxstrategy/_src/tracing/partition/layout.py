@@ -18,7 +18,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     inner_spec,
     with_inner,
 )
-from jaxstrategy._src.replicas.replica_placements import SAME, sharded_along
+from jaxstrategy._src.replicas.replicas import REPLICATED, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.tracing.checks.varying_results import successors
 from jaxstrategy._src.tracing.jaxprs.visit import ArrayType, KeyPath, Var
@@ -205,8 +205,8 @@ class Layouts:
         """The place of a result."""
         if self._replicas.inner_axes and number not in self._replaced:
             return None
-        lies = sharded_along(self._result(number, leaves).dimension)
-        return with_inner(self._inner_of(number, leaves), self._replicas, lies)
+        layout = sharded_along(self._result(number, leaves).dimension)
+        return with_inner(self._inner_of(number, leaves), self._replicas, layout)
 
     def _inner_of(self, number: int, leaves: Mapping[int, DividedLeaf]) -> InnerSpec:
         argument = self._replaced.get(number)
@@ -230,7 +230,8 @@ def kept_placements(
     found: dict[int, NamedSharding] = {}
     for number, argument in replaced_arguments(step).items():
         leaf = leaves[argument]
-        lies = replicas.inner_placement(leaf, SAME) if arrays.has_place(leaf) else None
-        if lies is not None:
-            found[number] = lies
+        if not arrays.has_place(leaf):
+            continue
+        if (placed := replicas.inner_placement(leaf, REPLICATED)) is not None:
+            found[number] = placed
     return found

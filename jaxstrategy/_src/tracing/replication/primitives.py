@@ -13,12 +13,7 @@ from jax.extend import core
 from jax.extend.core import Literal, Primitive, primitives
 from jax.sharding import Mesh
 
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-)
-from jaxstrategy._src.replicas.replicas import (
-    Replicas,
-)
+from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
 from jaxstrategy._src.tracing.jaxprs.visit import (
     COLLECTIVES,
     ClosedJaxpr,
@@ -181,7 +176,7 @@ def _text(eqn: Equation, mesh: Mesh) -> str:
     replicas = Replicas(mesh)
     # Outside `shard_map` JAX knows no axis of the mesh: `unbound axis name`.
     avals = [atom.aval for atom in operands_of(eqn)]
-    on_each = on_own_devices(only, replicas, [SAME] * len(avals), SAME)
+    on_each = on_own_devices(only, replicas, [REPLICATED] * len(avals), REPLICATED)
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     return jax.jit(on_each).lower(*types).as_text()
 

@@ -19,13 +19,11 @@ from jaxstrategy._src.errors import DonatedValueError, PlacementError
 from jaxstrategy._src.replicas import devices, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import sharding_like
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-    SPLIT,
-    sharded_along,
-)
 from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
     Replicas,
+    sharded_along,
 )
 from jaxstrategy._src.tracing.constants import constants
 from jaxstrategy._src.tracing.roles import must_look_first
@@ -51,10 +49,10 @@ class Placement:
         self._replicas = step.replicas
         self._donated = donated
         self._label = step.label
-        meanings = step.meanings
-        self._split = tuple(meaning is SPLIT for meaning in meanings)
+        layouts = step.layouts
+        self._split = tuple(layout is STACKED for layout in layouts)
         self.shardings: tuple[NamedSharding, ...] = tuple(
-            map(self._replicas.sharding, meanings)
+            map(self._replicas.sharding, layouts)
         )
         self.divides_state = divides_state(self._replicas)
         self.is_open = self.divides_state or bool(self._replicas.inner_axes)
@@ -71,8 +69,8 @@ class Placement:
     def is_right(self, leaves: Sequence[Leaf]) -> bool:
         """Whether each `PerReplica` lies as one did before; says nothing of others."""
         for index, right in self.right.items():
-            lies = getattr(leaves[index], "sharding", None)
-            if lies is not right and (right is None or lies != right):
+            sharding = getattr(leaves[index], "sharding", None)
+            if sharding is not right and (right is None or sharding != right):
                 return False
         if self._lay is None:
             return True
@@ -113,8 +111,8 @@ class Placement:
         """How an argument lies that is divided over inner axes at most."""
         if not (self._replicas.inner_axes and arrays.has_place(leaf)):
             return None
-        meaning = SPLIT if self._split[index] else SAME
-        return self._replicas.inner_placement(leaf, meaning)
+        layout = STACKED if self._split[index] else REPLICATED
+        return self._replicas.inner_placement(leaf, layout)
 
     def placed(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`leaves` where the program needs them; the same objects where they are."""
@@ -215,7 +213,7 @@ class Placement:
                 name = f"What `{self._step.name}` captures, {constant.description},"
                 arrays.check_alive(constant.value, name)
                 what = "what a step captures"
-                is_inner = self._replicas.inner_placement(constant.value, SAME)
+                is_inner = self._replicas.inner_placement(constant.value, REPLICATED)
                 if not (is_inner or self._is_divided_state(constant.value)):
                     check_whole(constant.value, self._replicas, name, what)
 

@@ -11,12 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxstrategy._src.errors import PlacementError
-from jaxstrategy._src.replicas.replica_placements import (
-    SAME,
-)
-from jaxstrategy._src.replicas.replicas import (
-    Replicas,
-)
+from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
 from jaxstrategy._src.tracing.functions import weak_references
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.per_replica import Handle
@@ -61,7 +56,7 @@ class VariableBuffers:
     @property
     def shardings(self) -> list[NamedSharding]:
         """The places of `values` on the devices."""
-        everywhere = [self._replicas.sharding(SAME)] * len(self._away)
+        everywhere = [self._replicas.sharding(REPLICATED)] * len(self._away)
         return [*self._here.values(), *everywhere]
 
     def __contains__(self, variable: Variable) -> bool:
@@ -113,7 +108,7 @@ class VariableBuffers:
                 "step. Call the step outside, or make the variable in the scope of a "
                 "MirroredStrategy."
             )
-        return jax.device_put(cell[...], self._replicas.sharding(SAME))
+        return jax.device_put(cell[...], self._replicas.sharding(REPLICATED))
 
     def store(self, values: Sequence[jax.Array]) -> None:
         """Keep what a step made of them."""

@@ -18,8 +18,12 @@ from jax.extend.core import DropVar
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.replicas.replica_placements import SAME, SPLIT, Lies
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import (
+    REPLICATED,
+    STACKED,
+    LayoutOrDimension,
+    Replicas,
+)
 from jaxstrategy._src.tracing.jaxprs.rewrite import function_of, references, rewritten
 from jaxstrategy._src.tracing.jaxprs.visit import (
     Equation,
@@ -386,7 +390,10 @@ def _writes(eqn: Equation) -> bool:
 # traced as if each replica had a device of its own; then its collectives are replaced
 # by those over vmapped replicas and devices.
 def on_shared_devices(
-    fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
+    fn: Function,
+    replicas: Replicas,
+    taken: Sequence[LayoutOrDimension],
+    returned: PyTree,
 ) -> Function:
     """As `on_replicas`, for replicas that share devices.
 
@@ -398,21 +405,21 @@ def on_shared_devices(
         references = {i: x for i, x in enumerate(given) if _is_reference(x)}
         values = [x[...] if i in references else x for i, x in enumerate(given)]
         pairs = zip(values, taken, strict=True)
-        types = [_type_of_one(value, lies, replicas) for value, lies in pairs]
+        types = [_type_of_one(value, layout, replicas) for value, layout in pairs]
         one = vmapped_replica(fn, types, list(references), axes)
         shapes: Any = one.shapes
-        lies = jax.tree.leaves(_like(returned, shapes))
-        lies += [taken[i] for i in one.written]
-        of_inputs = [*taken, *(SAME for _ in one.constants)]
+        layouts = jax.tree.leaves(_like(returned, shapes))
+        layouts += [taken[i] for i in one.written]
+        of_inputs = [*taken, *(REPLICATED for _ in one.constants)]
         run = jax.shard_map(
-            _of_device(one, axes, of_inputs, lies),
+            _of_device(one, axes, of_inputs, layouts),
             mesh=replicas.mesh,
             in_specs=tuple(map(replicas.spec_of, of_inputs)),
-            out_specs=[replicas.spec_of(each) for each in lies],
+            out_specs=[replicas.spec_of(each) for each in layouts],
             check_vma=False,
         )
         results = run(*values, *one.constants)
-        count = len(lies) - len(one.written)
+        count = len(layouts) - len(one.written)
         for index, value in zip(one.written, results[count:], strict=True):
             references[index][...] = value
         return jax.tree.unflatten(jax.tree.structure(shapes), results[:count])
@@ -423,11 +430,11 @@ def on_shared_devices(
 def _of_device(
     one: VmappedReplica,
     axes: VmappedAxes,
-    taken: Sequence[Lies],
-    returned: Sequence[Lies],
+    taken: Sequence[LayoutOrDimension],
+    returned: Sequence[LayoutOrDimension],
 ) -> Function:
     """Of what one device has of the arrays, what it has of the results."""
-    is_own = [lies is SPLIT or i in one.referred for i, lies in enumerate(taken)]
+    is_own = [layout is STACKED or i in one.referred for i, layout in enumerate(taken)]
     vmapped = jax.vmap(
         core.jaxpr_as_fun(closed(one.jaxpr)),
         in_axes=tuple(0 if own else None for own in is_own),
@@ -435,8 +442,8 @@ def _of_device(
         axis_size=axes.per_device,
     )
 
-    def by_lane(array: jax.Array, lies: Lies, own: bool) -> jax.Array:
-        if lies is SPLIT:
+    def by_lane(array: jax.Array, layout: LayoutOrDimension, own: bool) -> jax.Array:
+        if layout is STACKED:
             return lax.expand_dims(array, (1,))
         return (
             jnp.broadcast_to(array, (axes.per_device, *array.shape)) if own else array
@@ -445,8 +452,8 @@ def _of_device(
     def on_device(*given: Leaf) -> list[jax.Array]:
         results = vmapped(*map(by_lane, given, taken, is_own))
         return [
-            lax.squeeze(x, (1,)) if lies is SPLIT else _first(x)
-            for x, lies in zip(results, returned, strict=True)
+            lax.squeeze(x, (1,)) if layout is STACKED else _first(x)
+            for x, layout in zip(results, returned, strict=True)
         ]
 
     return on_device
@@ -471,14 +478,16 @@ def _with_share(
     return vmapped[0][0], tangents[0].mean(0)
 
 
-def _type_of_one(value: Leaf, lies: Lies, replicas: Replicas) -> jax.ShapeDtypeStruct:
+def _type_of_one(
+    value: Leaf, layout: LayoutOrDimension, replicas: Replicas
+) -> jax.ShapeDtypeStruct:
     """The type of what one replica has of an array."""
     kind = jax.typeof(value)
     shape = list(kind.shape)
-    if lies is SPLIT:
+    if layout is STACKED:
         shape[0] = 1
-    elif isinstance(lies, int):
-        shape[lies] //= replicas.parts
+    elif isinstance(layout, int):
+        shape[layout] //= replicas.parts
     weak_type = getattr(kind, "weak_type", False)
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=weak_type)
 
