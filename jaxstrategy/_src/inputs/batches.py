@@ -645,7 +645,7 @@ def _array(leaf: Leaf, keys: Any, number: int) -> Array:
     _arrays.check_unmasked(leaf, f"`{path}` of batch {number}")
     try:
         return _arrays.as_array(leaf, path)
-    except mesh.NotHeldError as error:
+    except mesh.DtypeRangeError as error:
         raise ValueError(f"`{path}` of batch {number}: {error}") from None
     except (TypeError, ValueError) as error:
         shown = repr(leaf)

@@ -131,7 +131,7 @@ def _array(leaf: Leaf) -> np.ndarray | jax.Array:
             f"An element of a dataset holds {shown(leaf)}, which is not an array of "
             "numbers. Leave it out, or encode it as numbers."
         )
-    mesh.check_held(array)
+    mesh.check_range(array)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 

@@ -19,8 +19,8 @@ from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.shown import shown, whole
 
 if TYPE_CHECKING:
-    # To type checkers `jax.Device` is a variable whose type nobody knows, so that a
-    # user's strict checker would refuse whatever is made of devices.
+    # To type checkers `jax.Device` is a variable of unknown type, which strict ones
+    # refuse.
     @runtime_checkable
     class Device(Protocol):
         """A `jax.Device`."""
@@ -51,7 +51,7 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "cuda", "rocm": "rocm", "tpu":
 
 
 def name(device: Device) -> str:
-    """`cpu:3`: short, and accepted wherever a device is."""
+    """The short name of a device, such as `cpu:3`."""
     return f"{device.platform}:{device.id}"
 
 
@@ -73,7 +73,13 @@ def find(device: Device | str) -> Device:
     `"/gpu:0"`, `"cuda:0"`, `"/device:CPU:0"`, `"/job:localhost/.../device:GPU:0"`.
     """
     if isinstance(device, Device):
-        return _local(device)
+        if device.process_index != jax.process_index():
+            raise ValueError(
+                f"{device} belongs to process {device.process_index}, this is process "
+                f"{jax.process_index()}. Give devices of this host "
+                "(`jax.local_devices()`)."
+            )
+        return device
     if not isinstance(device, str):
         raise TypeError(
             f"A device was expected, got {device!r}. Use an entry of `jax.devices()` "
@@ -89,15 +95,17 @@ def find(device: Device | str) -> Device:
     found = _of_platform(platform)
     index = int(match["index"] or 0)
     if index >= len(found):
+        known = names(found) if found else f"no {platform} device"
+        advice = " `jaxstrategy.simulate(n)` gives a process n CPU devices."
         raise ValueError(
-            f"Unknown device {device!r}: this host has {_inventory(platform, found)}."
-            + _advice(platform)
+            f"Unknown device {device!r}: this host has {known}."
+            f"{advice if platform == 'cpu' else ''}"
         )
     return found[index]
 
 
 def task_of(name: str) -> tuple[str, int] | None:
-    """The job and the number of the task that a name says; None: it says none."""
+    """The job and the task number in a device name, if there are any."""
     match = _NAME.match(name.strip())
     if match is None or match["job"] is None:
         return None
@@ -117,7 +125,9 @@ def choose(devices: Sequence[Device | str] | Device | str) -> tuple[Device, ...]
     the platform's first one, as in TensorFlow.
     """
     if isinstance(devices, str):
-        devices = _of_name(devices)
+        match, first = _NAME.match(devices.strip()), find(devices)
+        is_platform = match is not None and match["index"] is None
+        devices = _of_platform(first.platform) if is_platform else [first]
     elif isinstance(devices, Device):
         devices = [devices]
     if not isinstance(devices, Iterable):
@@ -142,14 +152,6 @@ def choose(devices: Sequence[Device | str] | Device | str) -> tuple[Device, ...]
             "program runs on all replicas: give devices of one platform."
         )
     return found
-
-
-def _of_name(text: str) -> Sequence[Device]:
-    match = _NAME.match(text.strip())
-    first = find(text)
-    if match is None or match["index"] is not None:
-        return [first]
-    return _of_platform(_PLATFORMS[match["kind"].lower()])
 
 
 def _no_devices(given: Any) -> str:
@@ -224,15 +226,6 @@ def _too_late(n: int, found: Sequence[Device], started: bool) -> str:
     )
 
 
-def _local(device: Device) -> Device:
-    if device.process_index != jax.process_index():
-        raise ValueError(
-            f"{device} belongs to process {device.process_index}, this is process "
-            f"{jax.process_index()}. Give devices of this host (`jax.local_devices()`)."
-        )
-    return device
-
-
 def _of_platform(platform: str) -> list[Device]:
     try:
         return jax.local_devices(backend=platform)
@@ -240,18 +233,8 @@ def _of_platform(platform: str) -> list[Device]:
         return []
 
 
-def _inventory(platform: str, found: Sequence[Device]) -> str:
-    return names(found) if found else f"no {platform} device"
-
-
-def _advice(platform: str) -> str:
-    if platform == "cpu":
-        return " `jaxstrategy.simulate(n)` gives a process n CPU devices."
-    return ""
-
-
-# JAX keeps what took at least a second to compile, and of a size that depends on the
-# file system; 0 stands for the latter, so that -1 means everything (0.10 and 0.12).
+# By default JAX keeps what took a second to compile, above a size that depends on the
+# file system; 0 stands for that size, and -1 means everything (0.10 and 0.12).
 _KEEP_ALL = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -323,13 +306,13 @@ def compilation_cache(directory: str | os.PathLike[str] | None) -> str | None:
 
 @functools.cache
 def set_up_by_environment() -> None:
-    """Uses the folder that the environment names, once; nothing if it names none."""
+    """Uses the compilation cache that the environment names, if it names one."""
     if directory := os.environ.get(COMPILATION_CACHE):
         compilation_cache(directory)
 
 
 def _why_refused(path: str) -> str | None:
-    """Why a folder cannot be used; None if it can. Makes it if it is not there."""
+    """Makes the folder if need be; returns why it cannot be used, if it cannot."""
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -1,4 +1,4 @@
-"""Arrays over the inner axes of the mesh, the devices of one replica."""
+"""Arrays sharded over the inner axes of the mesh, the devices of one replica."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxstrategy._src.replicas.replicas import (
 from jaxstrategy._src.text.shown import shown
 
 InnerSpec: TypeAlias = PartitionSpec
-"""The division of an array over inner axes, and over no others."""
+"""A spec over inner axes, and over no others."""
 
 WHOLE = InnerSpec()
 
@@ -31,54 +31,46 @@ WHOLE = InnerSpec()
 def sharding_like(
     value: object, replicas: Replicas, layout: LayoutOrDimension = REPLICATED
 ) -> NamedSharding:
-    """How an array lies over the replicas, and over inner axes as `value` does.
-
-    Over these it is whole if `value` lies on another mesh, or nowhere yet.
-    """
+    """The sharding of a layout over the replicas, and of `value` over inner axes."""
     return with_inner(inner_spec(value, replicas), replicas, layout)
 
 
 def inner_spec(value: object, replicas: Replicas) -> InnerSpec:
-    """The division of `value` over inner axes; that over replicas is left out."""
+    """The spec of `value` over inner axes; `WHOLE` if it is on another mesh."""
     # The single replica of no strategy has an inner axis of one device.
     if not (replicas.inner_axes and replicas.axes) or isinstance(value, Tracer):
         return WHOLE
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return WHOLE
-    if sharding.mesh != replicas.mesh and not _is_of_one_replica(sharding, replicas):
-        return WHOLE
-    return _mesh.along(sharding.spec, replicas.inner_axes)
+    if sharding.mesh != replicas.mesh:
+        # The version or copy of one replica has a mesh of that replica alone.
+        if all(sharding.mesh != replicas.mesh_of(i) for i in replicas.local_ids):
+            return WHOLE
+    return _mesh.spec_over(sharding.spec, replicas.inner_axes)
 
 
 def inner_dimensions(value: object, replicas: Replicas) -> list[int]:
-    """The dimensions of `value` that inner axes divide."""
+    """The dimensions of `value` that are sharded over inner axes."""
     return divided_dimensions(inner_spec(value, replicas))
 
 
 def divided_dimensions(inner: InnerSpec) -> list[int]:
-    """The dimensions that inner axes divide."""
     return [i for i, names in enumerate(inner) if names is not None]
 
 
-def _is_of_one_replica(sharding: NamedSharding, replicas: Replicas) -> bool:
-    """Whether it is the placement of one replica's version or copy."""
-    groups = (replicas.mesh_of(i) for i in replicas.local_ids)
-    return any(sharding.mesh == mesh for mesh in groups)
-
-
 def replicas_with(sharding: Sharding) -> Replicas | None:
-    """Those on each of which `sharding` puts the same array, if there are any."""
+    """The replicas over which `sharding` replicates, if it does so."""
     if not isinstance(sharding, NamedSharding) or not _mesh.is_replicated(sharding):
         return None
     assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
     return Replicas(sharding.mesh)
 
 
-def own_copy(array: jax.Array) -> jax.Array:
-    """What the first replica of this process has of an array that is equal on all.
+def local_copy(array: jax.Array) -> jax.Array:
+    """The copy of a replicated array that the first replica of this process has.
 
-    An array that is not, or that this process has all of, as it is.
+    Other arrays, and arrays of one process, as they are.
     """
     if array.is_fully_replicated:
         return array.addressable_data(0)
@@ -91,10 +83,7 @@ def own_copy(array: jax.Array) -> jax.Array:
 def with_inner(
     inner: InnerSpec, replicas: Replicas, layout: LayoutOrDimension = REPLICATED
 ) -> NamedSharding:
-    """How an array lies over the replicas, and over inner axes as `inner` says.
-
-    The first dimension of `[replica, ...]` is divided over the replicas only.
-    """
+    """The sharding of a layout over the replicas, and of `inner` over inner axes."""
     if layout is STACKED:
         inner = of_stacked(of_versions(inner))
     if not any(inner):
@@ -104,31 +93,26 @@ def with_inner(
         )
     base = replicas.spec_of(layout)
     longest = range(max(len(base), len(inner)))
-    both = [[_mesh.names(s[i]) for s in (base, inner) if i < len(s)] for i in longest]
+    both = [[_mesh.axes_of(s[i]) for s in (base, inner) if i < len(s)] for i in longest]
     return NamedSharding(replicas.mesh, _mesh.spec_of(sum(e, ()) for e in both))
 
 
 def of_versions(inner: InnerSpec) -> InnerSpec:
-    """The division of versions `[...]`, of that of an array `[replica, ...]`."""
+    """The spec of versions `[...]`, from that of an array `[replica, ...]`."""
     return PartitionSpec(*inner[1:])
 
 
 def of_stacked(inner: InnerSpec) -> InnerSpec:
-    """The division of an array `[replica, ...]`, of that of its versions `[...]`."""
+    """The spec of an array `[replica, ...]`, from that of its versions `[...]`."""
     return PartitionSpec(None, *inner) if any(inner) else WHOLE
 
 
-Spec: TypeAlias = PartitionSpec
-"""The division of an array over inner axes."""
-
-
-def is_spec(value: object) -> TypeGuard[Spec]:
-    """Whether `value` says how an array is divided."""
+def is_spec(value: object) -> TypeGuard[InnerSpec]:
     return isinstance(value, PartitionSpec)
 
 
-def sharding_by(spec: Spec, replicas: Replicas) -> NamedSharding:
-    """The placement of an array of which each replica has all, divided so."""
+def sharding_by(spec: InnerSpec, replicas: Replicas) -> NamedSharding:
+    """The sharding of an array that is replicated, with this spec over inner axes."""
     is_whole = not any(spec)
     return (
         replicas.sharding(REPLICATED)
@@ -137,8 +121,8 @@ def sharding_by(spec: Spec, replicas: Replicas) -> NamedSharding:
     )
 
 
-def whole_here(array: jax.Array) -> np.ndarray:
-    """All of an array of which the devices of this process have all parts."""
+def assembled(array: jax.Array) -> np.ndarray:
+    """All of an array of which this process has all shards."""
     host = np.zeros(array.shape, array.dtype)
     for shard in array.addressable_shards:
         host[shard.index] = shard.data
@@ -146,17 +130,14 @@ def whole_here(array: jax.Array) -> np.ndarray:
 
 
 def has_inner_axes(replicas: Replicas) -> bool:
-    """Whether a replica has logical axes, along which arrays may be divided.
-
-    The single replica of no strategy has none: its mesh is one device.
-    """
+    """Whether replicas have logical axes; the replica of no strategy has none."""
     return bool(replicas.axes and replicas.inner_axes)
 
 
 def checked_spec(
     spec: object, shape: Sequence[int], replicas: Replicas, what: str
-) -> Spec:
-    """The division of an array over inner axes, as a user wants it."""
+) -> InnerSpec:
+    """A user's spec over inner axes, checked for an array of this shape."""
     if not is_spec(spec):
         raise TypeError(
             f"{what} is {shown(spec)}; a `jax.sharding.PartitionSpec` of logical axes "
@@ -183,18 +164,15 @@ def checked_spec(
     return spec
 
 
-def _names(entry: object, spec: Spec, what: str) -> tuple[str, ...]:
-    """The axes that an entry of a spec names."""
-    if entry is None:
-        return ()
-    given = entry if isinstance(entry, tuple) else (entry,)
-    names = tuple(name for name in given if isinstance(name, str))
-    if len(names) < len(given):
+def _names(entry: object, spec: InnerSpec, what: str) -> tuple[str, ...]:
+    """The axes of an entry of a user's spec."""
+    axes = _mesh.axes_of(entry)
+    if not all(isinstance(name, str) for name in axes):
         raise TypeError(
             f"{what} is {spec}, which has an entry {shown(entry)}; None, the name of "
             "an axis or a tuple of names was wanted."
         )
-    return names
+    return axes
 
 
 def _check_axis(name: str, named: Sequence[str], replicas: Replicas, what: str) -> None:
@@ -213,7 +191,7 @@ def _check_axis(name: str, named: Sequence[str], replicas: Replicas, what: str) 
 
 
 def which_axes(name: str, replicas: Replicas) -> str:
-    """A part of messages: that a replica has no such axis, and what to do."""
+    """The part of a message that a replica has no such axis, and what to do."""
     if replicas.per_device > 1:
         return (
             f"which names an axis {name!r}, but replicas share devices. Leave it out: "
@@ -235,13 +213,13 @@ def which_axes(name: str, replicas: Replicas) -> str:
 def over_axis(array: jax.Array, axis: str) -> jax.Array:
     """`array`, its first dimension sharded over an inner axis, the others unchanged."""
     others = [PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)
-    # No `NamedSharding` of the strategy's mesh: `jnp.zeros_like` and others refuse an
-    # array that such a one constrains beside a manual axis (JAX 0.10 and 0.12).
+    # No `NamedSharding` of the strategy's mesh: beside a manual axis `jnp.zeros_like`
+    # and others refuse an array that it constrains (JAX 0.10 and 0.12).
     return lax.with_sharding_constraint(array, PartitionSpec(axis, *others))
 
 
 Tiles = Sequence[tuple[str, ...]]
-"""For each dimension of an array the inner axes that divide it."""
+"""For each dimension of an array the inner axes over which it is sharded."""
 
 
 def logical_axes(count: int) -> dict[str, int]:
@@ -277,7 +255,7 @@ def tiles(splits: Sequence[int], replicas: Replicas) -> Tiles:
 def sharding_of(
     divided: Tiles, layout: ReplicaLayout, replicas: Replicas
 ) -> NamedSharding:
-    """The placement of an array of this meaning in tiles on each replica's devices."""
+    """The sharding of an array of this layout in tiles on each replica's devices."""
     first = [replicas.axes] if layout is STACKED else []
     return NamedSharding(replicas.mesh, PartitionSpec(*first, *divided))
 

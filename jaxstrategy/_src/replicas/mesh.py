@@ -29,25 +29,25 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import shown
 
 
-class NotHeldError(ValueError):
-    """A number is larger than its dtype holds."""
+class DtypeRangeError(ValueError):
+    """A number is out of the range of its dtype."""
 
 
 def array_of(value: Any, dtype: DTypeLike | None = None) -> jax.Array:
-    """`value` as `jnp.asarray` has it."""
+    """`jnp.asarray`, which raises `DtypeRangeError` for numbers out of range."""
     if dtype is None and isinstance(value, (np.ndarray, np.generic)):
-        check_held(np.asarray(value))
+        check_range(np.asarray(value))
     try:
         return jnp.asarray(value, dtype)
     except OverflowError:
-        raise NotHeldError(too_large(value, dtype)) from None
+        raise DtypeRangeError(too_large(value, dtype)) from None
 
 
 def types_of(leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The types of leaves as arguments of a step, which may be types of arrays."""
+    """The shapes and dtypes of leaves of a step's arguments."""
     for leaf in leaves:
         if isinstance(leaf, (np.ndarray, np.generic)):
-            check_held(np.asarray(leaf))
+            check_range(np.asarray(leaf))
     try:
         return jax.eval_shape(list, leaves)
     except OverflowError:
@@ -58,12 +58,12 @@ def types_of(leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 
 def too_large(value: Any, dtype: DTypeLike | None = None) -> str:
-    """The complaint about a number that `dtype`, by default JAX's integer, lacks."""
+    """The message for a number out of the range of `dtype`, by default JAX's int."""
     kind = jax.dtypes.canonicalize_dtype(int if dtype is None else dtype)
     is_integer = jnp.issubdtype(kind, jnp.integer)
-    held = jnp.iinfo(kind) if is_integer else jnp.finfo(kind)
+    info = jnp.iinfo(kind) if is_integer else jnp.finfo(kind)
     ends = [
-        end if is_integer else f"{end:.6g}" for end in map(int, (held.min, held.max))
+        end if is_integer else f"{end:.6g}" for end in map(int, (info.min, info.max))
     ]
     advice = ", such as `np.float32(value)`" if is_integer else ""
     if is_integer and kind.itemsize < 8:
@@ -76,15 +76,15 @@ def too_large(value: Any, dtype: DTypeLike | None = None) -> str:
     )
 
 
-def check_held(host: np.ndarray) -> None:
-    """Raise if JAX, without 64 bits, would cut integers of `host` without a word."""
+def check_range(host: np.ndarray) -> None:
+    """Raise if JAX, without 64 bits, would silently truncate integers of `host`."""
     kind = jax.dtypes.canonicalize_dtype(host.dtype)
     if host.dtype.kind not in "iu" or kind == host.dtype or not host.size:
         return
-    held = jnp.iinfo(kind)
+    info = jnp.iinfo(kind)
     for extreme in (int(host.max()), int(host.min())):
-        if not held.min <= extreme <= held.max:
-            raise NotHeldError(too_large(extreme, kind))
+        if not info.min <= extreme <= info.max:
+            raise DtypeRangeError(too_large(extreme, kind))
 
 
 def is_key(dtype: Any) -> bool:
@@ -97,7 +97,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def as_numbers(array: Any) -> Any:
-    """The numbers of which an array of random keys is made; any other array as it is.
+    """The key data of an array of random keys; any other array as it is.
 
     Shapes: keys `[...]` -> `[..., words]`.
     """
@@ -106,16 +106,12 @@ def as_numbers(array: Any) -> Any:
 
 REPLICA_AXIS = "replica"
 
-# Where replicas share devices, and only while a step is made for that: the axis of the
-# devices, and that of the replicas of one device.
+# While a step is traced for replicas that share devices: the axis of the devices, and
+# that of the replicas of one device.
 DEVICE_AXIS = "device_of_replicas"
-LANE_AXIS = "replica_of_device"
+SHARED_DEVICE_AXIS = "replica_of_device"
 
-SAME = PartitionSpec()
-SPLIT = PartitionSpec(REPLICA_AXIS)
-
-# Of an array that is divided, so much is copied or sent at once, so that no device has
-# all of a large one meanwhile.
+# A larger array is sharded in steps, so that no device ever has all of it.
 _AT_ONCE_BYTES = 64 * 2**20
 
 
@@ -145,112 +141,105 @@ def mesh_of(devices: Sequence[Device], inner: Mapping[str, int] | None = None) -
 
 
 def axis_types(axes: int) -> tuple[AxisType, ...]:
-    """The types of so many mesh axes, along which XLA may divide arrays as it likes."""
+    """The types of so many mesh axes."""
     # Auto, not Explicit (the default of `jax.make_mesh`), which refuses NumPy inputs.
     return (AxisType.Auto,) * axes
 
 
-def on_mesh(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The same division on another mesh with axes of these names."""
-    return NamedSharding(mesh, sharding.spec)
-
-
 def as_seen_on(sharding: NamedSharding, mesh: AbstractMesh) -> NamedSharding:
-    """The same on `mesh`, if it has the same axes; another mesh was meant if not."""
+    """The same spec on `mesh`, unless `sharding` has other axes."""
     is_same = sharding.mesh.shape == mesh.shape
-    return on_mesh(sharding, mesh) if is_same else sharding
+    return NamedSharding(mesh, sharding.spec) if is_same else sharding
 
 
 def has_explicit_axes(value: Tracer) -> bool:
-    """Whether the type of a traced array says how it lies on a mesh.
+    """Whether the type of a traced array has explicit sharding.
 
-    Where that is not the mesh of a `shard_map`, that raises a bare `KeyError` (JAX 0.10
-    and 0.12). `jax.make_mesh` makes such axes unless told otherwise.
+    Outside of the mesh of a `shard_map` that raises a bare `KeyError` (JAX 0.10 and
+    0.12). `jax.make_mesh` makes such axes by default.
     """
     return AxisType.Explicit in jax.typeof(value).sharding.mesh.axis_types
 
 
 def is_large(size: int) -> bool:
-    """Whether no device should have all of a divided array of so many bytes."""
+    """Whether no device should have all of a sharded array of so many bytes."""
     return size > _AT_ONCE_BYTES
 
 
 def place(value: ArrayLike, sharding: Sharding) -> jax.Array:
     """`value` on the devices of `sharding`.
 
-    With several processes each places its own part of what it has, without asking the
-    others; all must have the same.
+    With several processes each places its own shards, without communication: all must
+    have the same value.
     """
-    return _placed(value, sharding, _put_own_part)
+    return _placed(value, sharding, _put_local_shards)
 
 
 def broadcast(value: ArrayLike, sharding: Sharding) -> jax.Array:
-    """`value` of the first replica's process, as `sharding` says.
+    """`value` of the first process, on the devices of `sharding`.
 
-    With several processes it is sent to the others, which must take part. If it is to
-    be divided and large, no device has more of it at a time than some parts.
+    All processes must take part. A large array that is sharded is sent shard by shard.
     """
-    return _placed(value, sharding, _put_first)
+    return _placed(value, sharding, _put_from_first)
 
 
 def _placed(
     value: ArrayLike, sharding: Sharding, put: Callable[[np.ndarray, Any], jax.Array]
 ) -> jax.Array:
-    """`value` on devices; `put` is asked if some of them are other processes'."""
+    """`value` placed by `sharding`, by `put` if other processes have devices of it."""
     if is_spread(value):
-        return _moved(value, sharding)
+        return _reshard(value, sharding)
     if isinstance(value, (np.ndarray, np.generic)):
-        check_held(np.asarray(value))
+        check_range(np.asarray(value))
     if sharding.is_fully_addressable or isinstance(value, Tracer):
         if isinstance(value, Tracer) and not sharding.is_fully_replicated:
-            return _divided_while_traced(value, sharding)
-        if _is_divided_in_steps(value, sharding):
-            return _divided_in_steps(value, sharding)
+            return _shard_traced(value, sharding)
+        if _is_sharded_in_steps(value, sharding):
+            return _shard_in_steps(value, sharding)
         try:
             # A device may share NumPy's memory, or read it later, whatever `may_alias`
             # says (JAX 0.10 and 0.12); and NumPy may change its array in place.
-            kept = value.copy() if isinstance(value, np.ndarray) else value
-            return jax.device_put(kept, sharding)
+            copy = value.copy() if isinstance(value, np.ndarray) else value
+            return jax.device_put(copy, sharding)
         except (OverflowError, TypeError):  # the latter of 10**400
             if not isinstance(value, int):
                 raise
-            raise NotHeldError(too_large(value)) from None
+            raise DtypeRangeError(too_large(value)) from None
     if isinstance(value, jax.Array):
         if is_key(value.dtype):
             data = _placed(jax.random.key_data(value), sharding, put)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    # NumPy has 64 bits for a number of Python.
+    # NumPy makes 64 bits of a Python number.
     host = np.asarray(array_of(value) if isinstance(value, int) else value)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    found = put(host.astype(dtype, copy=False), sharding)
-    return _as_number(found, sharding) if _is_number(value) else found
+    placed = put(host.astype(dtype, copy=False), sharding)
+    return _with_weak_type(placed, sharding) if _is_weak_number(value) else placed
 
 
-def _is_number(value: ArrayLike) -> bool:
-    """Whether `value` gives way to the dtypes of arrays, as Python's numbers do."""
+def _is_weak_number(value: ArrayLike) -> bool:
+    """Whether `value` is a number without a dtype of its own: weakly typed."""
     if isinstance(value, jax.Array):
         return value.ndim == 0 and value.weak_type
     return type(value) in (int, float, complex)
 
 
-def _as_number(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """An array of one number, as JAX has it of a number of Python.
+def _with_weak_type(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """A scalar as JAX makes it of a Python number.
 
-    What comes from NumPy has no weak type, and JAX gives one to numbers of Python only.
-    Without, `bfloat16` times a number would be `float32` as soon as there are several
-    processes.
+    Arrays from NumPy have no weak type; without, `bfloat16` times a number would be
+    `float32` with several processes only.
     """
     with eval_context():
-        number = _itself(sharding)(array.addressable_data(0).item())
+        number = _identity(sharding)(array.addressable_data(0).item())
     return number if number.dtype == array.dtype else array
 
 
 @functools.cache
-def _itself(sharding: Sharding) -> Callable[[complex], jax.Array]:
+def _identity(sharding: Sharding) -> Callable[[complex], jax.Array]:
     return jax.jit(lambda number: number, out_shardings=sharding)
 
 
-def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
+def _put_local_shards(host: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(
         host.shape,
         sharding,
@@ -258,15 +247,15 @@ def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
     )
 
 
-def _divided_while_traced(value: jax.Array, sharding: Sharding) -> jax.Array:
-    # In a jitted function `device_put` does not divide a result, and in a mapped one it
-    # divides the mapped array (JAX 0.10 and 0.12). A constraint cannot move it.
+def _shard_traced(value: jax.Array, sharding: Sharding) -> jax.Array:
+    # In a jitted function `device_put` does not shard a result, and in a mapped one it
+    # shards the mapped array (JAX 0.10 and 0.12). A constraint cannot move it.
     whole = jax.device_put(value, replicated_like(sharding))
     return lax.with_sharding_constraint(whole, sharding)
 
 
-def _is_divided_in_steps(value: object, sharding: Sharding) -> TypeGuard[jax.Array]:
-    """Whether `value` is a large array of one device that is to be divided."""
+def _is_sharded_in_steps(value: object, sharding: Sharding) -> TypeGuard[jax.Array]:
+    """Whether `value` is a large array of one device that is to be sharded."""
     return (
         isinstance(value, jax.Array)
         and not isinstance(value, Tracer)
@@ -276,37 +265,37 @@ def _is_divided_in_steps(value: object, sharding: Sharding) -> TypeGuard[jax.Arr
     )
 
 
-def _divided_in_steps(value: jax.Array, sharding: Sharding) -> jax.Array:
-    """`value` divided part by part.
+def _shard_in_steps(value: jax.Array, sharding: Sharding) -> jax.Array:
+    """Shards `value` one shard at a time.
 
-    `jax.device_put` makes all parts on the device that has the array, which then has it
+    `jax.device_put` makes all shards on the device of the array, which then has it
     twice (JAX 0.10 and 0.12).
     """
-    found: list[jax.Array] = []
+    shards: list[jax.Array] = []
     size = sharding.shard_shape(value.shape)
     for device, index in sharding.devices_indices_map(value.shape).items():
         starts = [
             each.indices(n)[0] for each, n in zip(index, value.shape, strict=True)
         ]
-        part = lax.dynamic_slice(value, starts, size)
-        found.append(jax.block_until_ready(jax.device_put(part, device)))
-    return jax.make_array_from_single_device_arrays(value.shape, sharding, found)
+        shard = lax.dynamic_slice(value, starts, size)
+        shards.append(jax.block_until_ready(jax.device_put(shard, device)))
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
 
 
-def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _put_from_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     with job.exchanging("one value for all replicas", host):
         if not is_large(host.nbytes) or sharding.is_fully_replicated:
-            return _sent(host, sharding)
-        return _sent_in_steps(host, sharding)
+            return _broadcast(host, sharding)
+        return _broadcast_in_steps(host, sharding)
 
 
-def _sent(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _broadcast(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """`host` of the first process, by one collective."""
-    return _first(sharding)(_of_each_device(host, sharding))
+    return _first_entry(sharding)(_stacked_by_device(host, sharding))
 
 
-def _of_each_device(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """What the processes have, one entry for each device, whatever axes there are."""
+def _stacked_by_device(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The arrays of all processes, one entry for each device."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "values lie on devices"
     return jax.make_array_from_callback(
@@ -316,34 +305,34 @@ def _of_each_device(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     )
 
 
-def _sent_in_steps(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """`host` of the first process, by one collective for each of its parts."""
-    whole = NamedSharding(sharding.mesh, SAME)
+def _broadcast_in_steps(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """`host` of the first process, by one collective for each shard."""
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
     holders: dict[tuple[tuple[int, int, int], ...], list[Device]] = {}
     for device, index in sharding.devices_indices_map(host.shape).items():
-        # Before Python 3.12 slices are no keys.
+        # Before Python 3.12 slices cannot be hashed.
         place = (each.indices(n) for each, n in zip(index, host.shape, strict=True))
         holders.setdefault(tuple(place), []).append(device)
-    found: list[jax.Array] = []
+    shards: list[jax.Array] = []
     for place, devices in holders.items():
         part = host[tuple(slice(*each) for each in place)]
-        sent = jax.block_until_ready(_sent(part, whole))
+        sent = jax.block_until_ready(_broadcast(part, whole))
         at = {shard.device: shard.data for shard in sent.addressable_shards}
-        found += [at[device] for device in devices if device in at]
-    return jax.make_array_from_single_device_arrays(host.shape, sharding, found)
+        shards += [at[device] for device in devices if device in at]
+    return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
 
 
 @functools.cache
-def _first(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _first_entry(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda each: each[0], out_shardings=sharding)
 
 
 def are_equal(text: bytes, sharding: NamedSharding) -> bool:
-    """Whether the processes of `sharding`, which all must ask, have the same text."""
-    own = np.frombuffer(hashlib.sha256(text).digest(), np.uint32)
-    with job.exchanging("whether all processes compute the same", own):
-        found = _all_equal(sharding)(_of_each_device(own, sharding))
-    return bool(np.asarray(found.addressable_data(0)))
+    """Whether all processes of `sharding` have the same text; a collective."""
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint32)
+    with job.exchanging("whether all processes compute the same", digest):
+        equal = _all_equal(sharding)(_stacked_by_device(digest, sharding))
+    return bool(np.asarray(equal.addressable_data(0)))
 
 
 @functools.cache
@@ -353,14 +342,14 @@ def _all_equal(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def is_spread(value: object) -> TypeGuard[jax.Array]:
-    """Whether `value` is an array of several processes, divided or on each."""
+    """Whether `value` is an array on devices of several processes."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return False
     return not value.is_fully_addressable
 
 
-def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
-    """An array of several processes, elsewhere."""
+def _reshard(value: jax.Array, sharding: Sharding) -> jax.Array:
+    """An array of several processes with another sharding."""
     if sharding.is_fully_addressable:
         if not value.is_fully_replicated:
             raise PlacementError(
@@ -377,48 +366,46 @@ def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def replicated_like(sharding: Sharding) -> Sharding:
-    """The whole array on each device that `sharding` uses."""
+    """The sharding that replicates an array on the devices of `sharding`."""
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, SAME)
-    return NamedSharding(mesh_of(sorted(sharding.device_set, key=lambda d: d.id)), SAME)
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return NamedSharding(
+        mesh_of(sorted(sharding.device_set, key=lambda d: d.id)), PartitionSpec()
+    )
 
 
-def lies_as(array: jax.Array, wanted: Sharding) -> bool:
-    """Whether `array` lies where `wanted` says, and JAX knows it as being on a mesh."""
-    # On one device a plain array lies there too, but has another type to JAX.
+def has_sharding(array: jax.Array, sharding: Sharding) -> bool:
+    """Whether `array` is on a mesh, with an equivalent sharding."""
+    # On one device a plain array is equivalent, but has another type to JAX.
     return isinstance(array.sharding, NamedSharding) and (
-        array.sharding.is_equivalent_to(wanted, array.ndim)
+        array.sharding.is_equivalent_to(sharding, array.ndim)
     )
 
 
 def twin(array: jax.Array) -> jax.Array:
-    """Another array in the same memory."""
+    """Another array object with the same buffers."""
     parts = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
-def lies_on(array: jax.Array, wanted: NamedSharding) -> bool:
-    """Whether `array` lies as `wanted` says, on the same mesh."""
-    sharding = array.sharding
-    is_named = isinstance(sharding, NamedSharding) and sharding.mesh == wanted.mesh
-    return is_named and lies_as(array, wanted)
+def has_sharding_on_mesh(array: jax.Array, sharding: NamedSharding) -> bool:
+    """As `has_sharding`, on the same mesh."""
+    mesh = getattr(array.sharding, "mesh", None)
+    return mesh == sharding.mesh and has_sharding(array, sharding)
 
 
-def is_in_another_order(sharding: Sharding | None, wanted: NamedSharding) -> bool:
-    """Whether `sharding` is of the devices of `wanted` in another order."""
-    if not isinstance(sharding, NamedSharding) or sharding.mesh is wanted.mesh:
+def is_in_another_order(sharding: Sharding | None, other: NamedSharding) -> bool:
+    """Whether both are on the same devices, in different orders."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh is other.mesh:
         return False
-    devices, others = (
-        list(np.ravel(np.asarray(each.mesh.devices))) for each in (sharding, wanted)
+    one, two = (
+        list(np.ravel(np.asarray(each.mesh.devices))) for each in (sharding, other)
     )
-    return devices != others and set(devices) == set(others)
+    return one != two and set(one) == set(two)
 
 
 def is_replicated(sharding: Sharding) -> bool:
-    """Whether `sharding` puts the same array on every replica of some mesh.
-
-    The devices of one replica may have different parts of it.
-    """
+    """Whether `sharding` replicates over the replicas of some mesh."""
     return (
         isinstance(sharding, NamedSharding)
         and REPLICA_AXIS in sharding.mesh.axis_names
@@ -427,33 +414,33 @@ def is_replicated(sharding: Sharding) -> bool:
 
 
 def is_split(sharding: Sharding) -> bool:
-    """Whether `sharding` divides an array over the replicas of some mesh."""
+    """Whether `sharding` shards over the replicas of some mesh."""
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return False
-    return any(REPLICA_AXIS in names(entry) for entry in sharding.spec)
+    return any(REPLICA_AXIS in axes_of(entry) for entry in sharding.spec)
 
 
-def names(entry: object) -> tuple[Any, ...]:
-    """The axes that an entry of a `PartitionSpec` names."""
+def axes_of(entry: object) -> tuple[Any, ...]:
+    """The mesh axes in an entry of a `PartitionSpec`."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 def spec_of(entries: Iterable[Sequence[str]]) -> PartitionSpec:
-    """The division by these axes of each dimension, written as users write it."""
-    found = [tuple(e) if len(e) > 1 else next(iter(e), None) for e in entries]
-    while found and found[-1] is None:
-        found.pop()
-    return PartitionSpec(*found)
+    """The spec with these axes for each dimension, in JAX's shortest form."""
+    spec = [tuple(e) if len(e) > 1 else next(iter(e), None) for e in entries]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return PartitionSpec(*spec)
 
 
-def along(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """The division by some of the axes; that by others is left out."""
-    return spec_of([name for name in names(e) if name in axes] for e in spec)
+def spec_over(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """The part of `spec` that names some of the axes."""
+    return spec_of([name for name in axes_of(e) if name in axes] for e in spec)
 
 
 def is_divided(array: jax.Array) -> bool:
-    """Whether no device of several has all of `array`, whatever mesh divides it."""
+    """Whether `array` is sharded over several devices, on any mesh."""
     sharding = array.sharding
     return len(sharding.device_set) > 1 and not sharding.is_fully_replicated

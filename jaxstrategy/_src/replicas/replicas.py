@@ -137,7 +137,7 @@ class Replicas:
         if not _mesh.is_split(array.sharding):
             return None
         assert isinstance(array.sharding, NamedSharding), "only these name axes"
-        axes = _mesh.names(array.sharding.spec[0])
+        axes = _mesh.axes_of(array.sharding.spec[0])
         if _mesh.REPLICA_AXIS not in axes:
             return None
         return _divided_over(array.sharding.mesh, axes, array.shape[0])
@@ -248,7 +248,8 @@ class Replicas:
     def divides_over_replicas(self, sharding: Sharding) -> bool:
         """Whether a sharding shards over the replicas' axes."""
         return isinstance(sharding, NamedSharding) and any(
-            not set(self.axes).isdisjoint(_mesh.names(entry)) for entry in sharding.spec
+            not set(self.axes).isdisjoint(_mesh.axes_of(entry))
+            for entry in sharding.spec
         )
 
     def may_lie_inside(self, shape: Sequence[int]) -> bool:
@@ -263,7 +264,7 @@ class Replicas:
         sharding = array.sharding
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return None
-        entries = list(map(_mesh.names, sharding.spec))
+        entries = list(map(_mesh.axes_of, sharding.spec))
         over_replicas = [not set(self.axes).isdisjoint(names) for names in entries]
         if layout is STACKED and (self.count > 1 or any(over_replicas)):
             if not over_replicas or entries[0] != self.axes:
@@ -309,7 +310,7 @@ class Replicas:
 
     def on_mesh(self, sharding: NamedSharding) -> NamedSharding:
         """The same sharding on the mesh of these replicas."""
-        return _mesh.on_mesh(sharding, self.mesh)
+        return NamedSharding(self.mesh, sharding.spec)
 
     def dimension_of(self, array: jax.Array) -> int | None:
         """The dimension along which `array` is sharded over these replicas, if any."""
@@ -320,7 +321,7 @@ class Replicas:
 
     def dimension_along(self, sharding: NamedSharding) -> int | None:
         """The dimension that a sharding shards over all replicas, if any."""
-        for dimension, names in enumerate(map(_mesh.names, sharding.spec)):
+        for dimension, names in enumerate(map(_mesh.axes_of, sharding.spec)):
             if not set(self.axes).isdisjoint(names):
                 return dimension if names == self.axes else None
         return None
@@ -344,7 +345,7 @@ class Replicas:
     @property
     def sharing_axes(self) -> tuple[str, ...]:
         """The axis along which the replicas of one device differ, if there are any."""
-        return (_mesh.LANE_AXIS,) if self.per_device > 1 else ()
+        return (_mesh.SHARED_DEVICE_AXIS,) if self.per_device > 1 else ()
 
     @property
     def axis_sizes(self) -> list[tuple[str, int]]:
@@ -447,8 +448,8 @@ class Replicas:
         if len(parts) == 1:
             return parts[0]
         assert isinstance(array.sharding, NamedSharding), "it lies on a mesh"
-        spec = _mesh.along(array.sharding.spec, self.inner_axes)
-        over_replicas = _mesh.along(array.sharding.spec, self.axes)
+        spec = _mesh.spec_over(array.sharding.spec, self.inner_axes)
+        over_replicas = _mesh.spec_over(array.sharding.spec, self.axes)
         shape = NamedSharding(self.mesh, over_replicas).shard_shape(array.shape)
         where = NamedSharding(self.mesh_of(replica_id), PartitionSpec(*spec[first:]))
         return jax.make_array_from_single_device_arrays(
@@ -527,7 +528,7 @@ class Replicas:
             is_named = isinstance(sharding, NamedSharding)
             if not is_named or sharding.mesh != self.mesh_of(i):
                 return None
-            specs.add(_mesh.along(sharding.spec, self.inner_axes))
+            specs.add(_mesh.spec_over(sharding.spec, self.inner_axes))
         return specs.pop() if len(specs) == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""The choice of the arrays of which each replica keeps a part: `StateSharding`."""
+"""The choice of the state that is sharded over the replicas: `StateSharding`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ class Shaped(Protocol):
     """An array, or the type of one."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its dimensions."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def dtype(self) -> np.dtype:
-        """The type of its elements."""
-        ...
+    def dtype(self) -> np.dtype: ...
 
 
 ChooseDimension: TypeAlias = Callable[[str, jax.ShapeDtypeStruct], int | None]
-"""A user's choice, of the path and type of an array, of the dimension to divide."""
+"""A user's choice of the dimension to shard, from the path and type of an array."""
 
 
 @final
@@ -48,7 +44,6 @@ class LeafSharding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each replica has all of it."""
         return self.dimension is None
 
 
@@ -128,17 +123,11 @@ class StateSharding:
     def usual_division(
         self, leaf: Shaped, parts: int, taken: Sequence[int] = ()
     ) -> LeafSharding:
-        """The division of an array where `dimension` is not asked.
-
-        Args:
-          leaf: the array, or its type.
-          parts: how many there are to be, one for each replica.
-          taken: dimensions that the devices of each replica divide.
-        """
+        """As `division`, without asking `dimension`."""
         if (reason := self._reason_against(leaf, parts)) is not None:
             return LeafSharding(None, reason)
-        # The largest: where layers are stacked, that of the layers seldom is, and only
-        # the others can be gathered layer by layer.
+        # The longest is seldom that of stacked layers; only the others can be gathered
+        # layer by layer.
         fitting = [i for i in _fitting(leaf, parts) if i not in taken]
         if not fitting:
             return LeafSharding(None, "the devices of each replica divide it")
@@ -166,7 +155,7 @@ class StateSharding:
     def _chosen(
         self, path: str, leaf: Shaped, parts: int, taken: Sequence[int]
     ) -> LeafSharding:
-        """What `dimension` says, checked."""
+        """The user's choice, checked."""
         assert self.dimension is not None, "the caller has looked"
         given = self.dimension(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         if given is None:
@@ -194,7 +183,6 @@ class StateSharding:
 
 
 def _fitting(leaf: Shaped, parts: int) -> list[int]:
-    """The dimensions that can be divided into so many parts."""
     return [i for i, length in enumerate(leaf.shape) if length % parts == 0]
 
 

@@ -13,72 +13,6 @@ from typing import TypeAlias, final
 from jaxstrategy._src.text.shown import shown, whole
 
 
-def _checked_bandwidth(given: object) -> float:
-    """Bytes per second as a float."""
-    complaint = (
-        f"`bandwidth` was {shown(given)}; a positive, finite number of bytes per "
-        "second was wanted. Give a link of 200 Gbit/s as `bandwidth=25e9`."
-    )
-    found = _finite(given, complaint)
-    if found == 0:
-        raise ValueError(complaint)
-    return found
-
-
-def _checked_latency(given: object) -> float:
-    """Seconds as a float."""
-    return _finite(
-        given,
-        f"`latency` was {shown(given)}; a finite number of seconds, 0 or more, was "
-        "wanted. Give 5 microseconds as `latency=5e-6`.",
-    )
-
-
-def _checked_messages(given: object) -> tuple[tuple[float, float], ...]:
-    """Pairs of bytes and seconds as floats, in ascending order."""
-    complaint = (
-        f"`messages` was {shown(given)}; pairs of bytes and seconds were wanted, both "
-        "ascending, at least two. Give a link as `messages=((1e3, 1e-5), (1e6, 5e-5))`."
-    )
-    try:
-        pairs = [(one, two) for one, two in given]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise TypeError(complaint) from None
-    found = tuple((_finite(x, complaint), _finite(y, complaint)) for x, y in pairs)
-    for (size, seconds), (larger, longer) in itertools.pairwise(found):
-        if size >= larger or seconds > longer:
-            raise ValueError(complaint)
-    if len(found) == 1:
-        raise ValueError(complaint)
-    return found
-
-
-def _checked_spread(given: object, count: int) -> tuple[tuple[float, float], ...]:
-    """Pairs of the least and the most seconds of each of `count` messages, or none."""
-    complaint = (
-        f"`spread` was {shown(given)}; a pair of the least and the most seconds was "
-        f"wanted for each of {count} messages. Give `spread=((1e-5, 2e-5), ...)`."
-    )
-    try:
-        pairs = [(one, two) for one, two in given]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise TypeError(complaint) from None
-    found = tuple((_finite(x, complaint), _finite(y, complaint)) for x, y in pairs)
-    if len(found) not in (0, count) or any(least > most for least, most in found):
-        raise ValueError(complaint)
-    return found
-
-
-def _checked_nbytes(given: object) -> float:
-    """Bytes as a float."""
-    return _finite(
-        given,
-        f"`nbytes` was {shown(given)}; a finite number of bytes, 0 or more, was "
-        "wanted. Give the size of one replica's operand, for an array `x` its "
-        "`x.nbytes`.",
-    )
-
-
 def _finite(given: object, complaint: str) -> float:
     """`given` as a float; `complaint` is raised unless it is finite and 0 or more."""
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
@@ -92,18 +26,50 @@ def _finite(given: object, complaint: str) -> float:
     return number
 
 
+def _finite_pairs(given: object, complaint: str) -> tuple[tuple[float, float], ...]:
+    try:
+        pairs = [(one, two) for one, two in given]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise TypeError(complaint) from None
+    return tuple((_finite(x, complaint), _finite(y, complaint)) for x, y in pairs)
+
+
+def _checked_messages(given: object) -> tuple[tuple[float, float], ...]:
+    complaint = (
+        f"`messages` was {shown(given)}; pairs of bytes and seconds were wanted, both "
+        "ascending, at least two. Give a link as `messages=((1e3, 1e-5), (1e6, 5e-5))`."
+    )
+    messages = _finite_pairs(given, complaint)
+    for (size, seconds), (larger, longer) in itertools.pairwise(messages):
+        if size >= larger or seconds > longer:
+            raise ValueError(complaint)
+    if len(messages) == 1:
+        raise ValueError(complaint)
+    return messages
+
+
+def _checked_spread(given: object, count: int) -> tuple[tuple[float, float], ...]:
+    complaint = (
+        f"`spread` was {shown(given)}; a pair of the least and the most seconds was "
+        f"wanted for each of {count} messages. Give `spread=((1e-5, 2e-5), ...)`."
+    )
+    spread = _finite_pairs(given, complaint)
+    if len(spread) not in (0, count) or any(least > most for least, most in spread):
+        raise ValueError(complaint)
+    return spread
+
+
 def _checked_replicas(given: object) -> int:
-    """`given` as an int, refused unless it is a whole number of 1 or more."""
     complaint = (
         f"`replicas` was {shown(given)}; a whole number, 1 or more, was wanted. "
         "Give how many replicas take part, for example `replicas=8`."
     )
-    found = whole(given)
-    if found is None:
+    count = whole(given)
+    if count is None:
         raise TypeError(complaint)
-    if found < 1:
+    if count < 1:
         raise ValueError(complaint)
-    return found
+    return count
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
@@ -217,8 +183,21 @@ class Topology:
     spread: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bandwidth", _checked_bandwidth(self.bandwidth))
-        object.__setattr__(self, "latency", _checked_latency(self.latency))
+        complaint = (
+            f"`bandwidth` was {shown(self.bandwidth)}; a positive, finite number of "
+            "bytes per second was wanted. Give a link of 200 Gbit/s as "
+            "`bandwidth=25e9`."
+        )
+        bandwidth = _finite(self.bandwidth, complaint)
+        if bandwidth == 0:
+            raise ValueError(complaint)
+        latency = _finite(
+            self.latency,
+            f"`latency` was {shown(self.latency)}; a finite number of seconds, 0 or "
+            "more, was wanted. Give 5 microseconds as `latency=5e-6`.",
+        )
+        object.__setattr__(self, "bandwidth", bandwidth)
+        object.__setattr__(self, "latency", latency)
         object.__setattr__(self, "replicas", _checked_replicas(self.replicas))
         if not isinstance(self.inside, Topology | None):
             raise TypeError(
@@ -359,34 +338,43 @@ class Topology:
         )
 
     def _times(self, kind: str, nbytes: float, algorithm: str) -> _Times:
-        """Of all stages together, each by the better of the algorithms."""
+        """The times of all stages together, each by the faster algorithm."""
         if algorithm not in _ALGORITHMS:
             raise ValueError(
                 f"`algorithm` was {algorithm!r}; 'ring', 'tree' or 'fastest' was "
                 "wanted."
             )
         if kind not in KINDS:
-            raise _unknown(kind)
-        ways = _ALGORITHMS[algorithm]
+            names = ", ".join(map(repr, KINDS))
+            raise ValueError(
+                f"`kind` was {kind!r}; a collective was wanted. Use one of {names}."
+            )
+        size = _finite(
+            nbytes,
+            f"`nbytes` was {shown(nbytes)}; a finite number of bytes, 0 or more, was "
+            "wanted. Give the size of one replica's operand, for an array `x` its "
+            "`x.nbytes`.",
+        )
+        costs = _ALGORITHMS[algorithm]
         stages = [
             min(
-                links._of_one_level(*way(each, links.replicas), nbytes=operand)
-                for way in ways
+                links._time_of(*cost(each, links.replicas), nbytes=operand)
+                for cost in costs
             )
-            for links, each, operand in self._stages(kind, _checked_nbytes(nbytes))
+            for links, each, operand in self._stages(kind, size)
         ]
         predicted, least, most = map(sum, zip(*stages, strict=True))
         return predicted, least, most
 
-    def _of_one_level(self, messages: int, operands: float, nbytes: float) -> _Times:
+    def _time_of(self, messages: int, operands: float, nbytes: float) -> _Times:
         if not self.messages or not messages:
             seconds = messages * self.latency + operands * nbytes / self.bandwidth
             return seconds, seconds, seconds
-        predicted, least, most = self._of_message(operands * nbytes / messages)
+        predicted, least, most = self._time_of_message(operands * nbytes / messages)
         return messages * predicted, messages * least, messages * most
 
-    def _of_message(self, nbytes: float) -> _Times:
-        """Of one message, by those that are known."""
+    def _time_of_message(self, nbytes: float) -> _Times:
+        """The time of one message, interpolated between `messages`."""
         sizes, seconds = zip(*self.messages, strict=True)
         spread = self.spread or tuple((each, each) for each in seconds)
         above = bisect.bisect_left(sizes, nbytes)
@@ -404,7 +392,7 @@ class Topology:
         return predicted, spread[high][0] + more, spread[high][1] + more
 
     def _stages(self, kind: str, nbytes: float) -> list[_Stage]:
-        """What is done in turn: equal links, a collective, the bytes of one operand."""
+        """The stages in order: links, collective, and bytes of one operand of each."""
         if self.inside is None:
             return [(self, kind, nbytes)]
         if self.replicas <= self.inside.replicas:
@@ -429,7 +417,7 @@ class Topology:
         return between(kind, nbytes)
 
 
-# What is predicted, the least and the most.
+# The predicted seconds, the least and the most.
 _Times: TypeAlias = tuple[float, float, float]
 _Stage: TypeAlias = tuple[Topology, str, float]
 
@@ -443,9 +431,8 @@ def _ring(kind: str, n: int) -> tuple[int, float]:
             return n - 1, n - 1
         case "reduce_scatter" | "all_to_all":
             return n - 1, (n - 1) / n
-        case "permute":
+        case _:
             return _permute(n)
-    raise _unknown(kind)
 
 
 def _tree(kind: str, n: int) -> tuple[int, float]:
@@ -460,9 +447,8 @@ def _tree(kind: str, n: int) -> tuple[int, float]:
             return depth, (n - 1) / n
         case "all_to_all":
             return depth, depth / 2
-        case "permute":
+        case _:
             return _permute(n)
-    raise _unknown(kind)
 
 
 def _permute(n: int) -> tuple[int, float]:
@@ -471,10 +457,3 @@ def _permute(n: int) -> tuple[int, float]:
 
 
 _ALGORITHMS = {"ring": (_ring,), "tree": (_tree,), "fastest": (_ring, _tree)}
-
-
-def _unknown(kind: object) -> ValueError:
-    names = ", ".join(map(repr, KINDS))
-    return ValueError(
-        f"`kind` was {kind!r}; a collective was wanted. Use one of {names}."
-    )

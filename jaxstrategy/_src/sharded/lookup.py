@@ -17,10 +17,10 @@ from jaxstrategy._src.values.arrays import Value
 def array(name: str, given: Value, wanted: str = "an array of numbers") -> jax.Array:
     """`given` as an array of numbers."""
     if isinstance(given, np.ndarray):
-        mesh.check_held(given)
+        mesh.check_range(given)
     try:
         found = mesh.array_of(given)
-    except mesh.NotHeldError:
+    except mesh.DtypeRangeError:
         raise
     except (TypeError, ValueError):  # objects; lists of several lengths
         found = None

@@ -546,7 +546,7 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
 
 def has_copies(array: jax.Array, replicas: Replicas) -> bool:
     """Whether each replica has all of `array`, on its devices together."""
-    if mesh.lies_as(array, replicas.sharding(REPLICATED)):  # on whatever mesh
+    if mesh.has_sharding(array, replicas.sharding(REPLICATED)):  # on whatever mesh
         return True
     return replicas.inner_placement(array, REPLICATED) is not None
 

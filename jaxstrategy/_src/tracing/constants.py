@@ -19,7 +19,7 @@ from jax.export import Exported
 from jax.extend.core import Literal
 
 from jaxstrategy._src.processes.agreement import ProgramPrint
-from jaxstrategy._src.replicas.inner_axes import own_copy
+from jaxstrategy._src.replicas.inner_axes import local_copy
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.tracing.jaxprs.visit import (
@@ -189,7 +189,7 @@ def _bits_of(value: Leaf) -> str:
         with jax.ensure_compile_time_eval():
             value = jax.random.key_data(value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        value = own_copy(value)
+        value = local_copy(value)
         if not value.is_fully_addressable:
             return ""
     host = np.ascontiguousarray(np.asarray(value)).reshape(-1)

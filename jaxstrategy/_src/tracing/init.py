@@ -20,7 +20,8 @@ from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import (
     WHOLE,
-    Spec,
+    InnerSpec,
+    assembled,
     checked_spec,
     has_inner_axes,
     inner_dimensions,
@@ -28,7 +29,6 @@ from jaxstrategy._src.replicas.inner_axes import (
     is_spec,
     sharding_by,
     sharding_like,
-    whole_here,
 )
 from jaxstrategy._src.replicas.mesh import (
     is_key,
@@ -93,7 +93,7 @@ class InnerState:
         ]
         return jax.tree.unflatten(structure, told)
 
-    def _all_specs(self, types: PyTree) -> Iterator[Spec]:
+    def _all_specs(self, types: PyTree) -> Iterator[InnerSpec]:
         given = self._given(types)
         flags = building.optimizer_leaves(types, per_replica.is_per_replica)
         found = annotated_leaves(types)
@@ -109,7 +109,7 @@ class InnerState:
             else:
                 yield self._as_argument(path, leaf)
 
-    def _given(self, types: PyTree) -> list[Spec | None]:
+    def _given(self, types: PyTree) -> list[InnerSpec | None]:
         """For each array of the result what `specs` says of it."""
         leaves = jax.tree.leaves(types)
         if self._specs is None:
@@ -127,7 +127,7 @@ class InnerState:
 
     def _annotated(
         self, said: object, leaf: Leaf, is_optimizer: bool, where: str
-    ) -> Spec:
+    ) -> InnerSpec:
         try:
             what = f"The annotation of {where}"
             return checked_spec(said, leaf.shape, self._replicas, what)
@@ -137,7 +137,7 @@ class InnerState:
                 raise
             return WHOLE
 
-    def _as_argument(self, path: KeyPath, leaf: Leaf) -> Spec:
+    def _as_argument(self, path: KeyPath, leaf: Leaf) -> InnerSpec:
         for shape, end, spec in self._placed:
             is_alike = leaf.shape == shape and len(path) >= len(end)
             if is_alike and path[len(path) - len(end) :] == end:
@@ -151,7 +151,7 @@ def _is_end(node: object) -> bool:
 
 def _placed(
     args: Sequence[PyTree], replicas: Replicas
-) -> Iterator[tuple[tuple[int, ...], KeyPath, Spec]]:
+) -> Iterator[tuple[tuple[int, ...], KeyPath, InnerSpec]]:
     """The shapes, paths and divisions of arguments that lie over inner axes."""
     if not has_inner_axes(replicas):
         return
@@ -527,7 +527,7 @@ def _of_first_process(leaf: jax.Array, replicas: Replicas) -> jax.Array:
         return mesh.broadcast(leaf.addressable_data(0), replicas.sharding(REPLICATED))
     assert isinstance(leaf.sharding, NamedSharding), "it lies on a mesh"
     # The devices of one replica are of one process.
-    return mesh.broadcast(whole_here(leaf), leaf.sharding)
+    return mesh.broadcast(assembled(leaf), leaf.sharding)
 
 
 def _are_traced(arrays: Sequence[Leaf]) -> bool:

@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 from jaxstrategy._src.errors import DonatedValueError, TracedValueError
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.processes import job
-from jaxstrategy._src.replicas.inner_axes import own_copy
+from jaxstrategy._src.replicas.inner_axes import local_copy
 from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.values import per_replica, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree
@@ -89,7 +89,7 @@ def _readable(leaf: Leaf, name: str) -> Leaf:
             f"`{name}` was donated to a step, so its memory is gone. Read the state "
             "that the step returned, or call `to_host` before the step."
         )
-    return own_copy(as_numbers(leaf))
+    return local_copy(as_numbers(leaf))
 
 
 def _read(part: Leaf) -> Leaf:

@@ -108,13 +108,13 @@ def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
     check_unmasked(value, f"`{what}`")
     array = np.asarray(value)
     if array.dtype == object and isinstance(value, int):
-        raise mesh.NotHeldError(mesh.too_large(value))
+        raise mesh.DtypeRangeError(mesh.too_large(value))
     if array.dtype.kind in "OSUMm":
         raise TypeError(
             f"`{what}` is {shown(value)}, which is not an array or a number and cannot "
             "be placed on a device."
         )
-    mesh.check_held(array)
+    mesh.check_range(array)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 

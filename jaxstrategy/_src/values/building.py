@@ -316,7 +316,7 @@ def replicate_leaf(leaf: Leaf, sharding: Sharding, what: str = "A value") -> jax
 
 def _may_share(array: jax.Array, sharding: Sharding) -> bool:
     """Whether moved there, `array` may have parts in the memory in which it has now."""
-    if mesh.lies_as(array, sharding):
+    if mesh.has_sharding(array, sharding):
         return False  # it stays what it is
     # Parts of another shape are always new: no device copies all of a large array that
     # is divided now, or that will be.

@@ -222,7 +222,7 @@ def is_host_array(value: Value) -> TypeGuard[np.ndarray]:
 def _on_host(value: np.ndarray, dtype: DTypeLike | None) -> np.ndarray:
     """`value` with the dtype that it is to have on devices."""
     if dtype is None:
-        mesh.check_held(value)
+        mesh.check_range(value)
     wanted = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
     return value.astype(wanted, copy=False)
 
@@ -239,7 +239,7 @@ def _settled(value: Value, dtype: DTypeLike | None, name: str) -> jax.Array:
         if is_key(start.dtype):
             return start
         return start.astype(start.dtype)  # a Python number's dtype is settled here
-    except mesh.NotHeldError as error:
+    except mesh.DtypeRangeError as error:
         raise ValueError(f"Variable {name!r}: {error}") from None
     except (TypeError, ValueError) as error:
         raise TypeError(

@@ -331,7 +331,7 @@ class VariableKind:
         # What assigns is no part of what is differentiated.
         try:
             given = jax.lax.stop_gradient(mesh.array_of(value))
-        except mesh.NotHeldError:
+        except mesh.DtypeRangeError:
             raise
         except (TypeError, ValueError) as error:
             raise TypeError(

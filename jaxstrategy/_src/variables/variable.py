@@ -18,7 +18,7 @@ from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import VariableAggregation, VariableSynchronization
 from jaxstrategy._src.parameter_servers import worker
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.replicas.inner_axes import own_copy
+from jaxstrategy._src.replicas.inner_axes import local_copy
 from jaxstrategy._src.replicas.replicas import REPLICATED
 from jaxstrategy._src.text import html as _html
 from jaxstrategy._src.text.shown import array_type, shown, with_noun
@@ -267,7 +267,7 @@ class Variable(AbstractVariable):
         """
         value = self.value()
         if arrays.is_placed(value) and mesh.is_spread(value):
-            value = own_copy(value)
+            value = local_copy(value)
             if mesh.is_spread(value):
                 value = mesh.place(value, self.replicas.sharding(REPLICATED))
         return np.asarray(value)

@@ -91,7 +91,8 @@ class Placement:
         for index, dimension in step.division.arguments.items():
             self._dimensions[index, step.type_of(index).shape] = dimension
         return any(
-            arrays.is_placed(leaf) and not mesh.lies_on(leaf, self.wanted(i, leaf))
+            arrays.is_placed(leaf)
+            and not mesh.has_sharding_on_mesh(leaf, self.wanted(i, leaf))
             for i, leaf in enumerate(leaves)
         )
 
@@ -145,7 +146,7 @@ class Placement:
         wanted = self.wanted(index, leaf)
         # On another mesh of the same devices it has another type, and would be
         # compiled for a second time; it moves without a copy.
-        if mesh.lies_on(leaf, wanted):
+        if mesh.has_sharding_on_mesh(leaf, wanted):
             if index in self.right:
                 self.right[index] = leaf.sharding
             return leaf
