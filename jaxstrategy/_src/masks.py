@@ -54,7 +54,7 @@ def real_versions(
         return versions
     rows = np.asarray(value.mask)
     if len(versions) < len(rows):
-        rows = rows[list(per_replica.own_replicas(value))]
+        rows = rows[list(per_replica.local_replicas(value))]
     return tuple(
         version if real.all() else version[np.flatnonzero(real)]
         for version, real in zip(versions, rows, strict=True)

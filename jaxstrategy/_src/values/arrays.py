@@ -15,13 +15,13 @@ from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.text.shown import shown
 
 PyTree: TypeAlias = Any
-"""A tree of tuples, lists, dicts and other nodes that JAX knows, or a leaf alone."""
+"""A JAX pytree."""
 
 TreeT = TypeVar("TreeT")
-"""What comes back as the same kind of tree, with arrays of JAX as its leaves."""
+"""A pytree that is returned with the same structure, with arrays as leaves."""
 
 Number: TypeAlias = complex | np.ndarray | np.generic
-"""A leaf that is no array of JAX, and comes back as one."""
+"""A leaf that is returned as a JAX array."""
 
 Leaf: TypeAlias = Any
 """A leaf of a pytree: an array, a number, a string, or whatever object a user has."""
@@ -30,52 +30,40 @@ Value: TypeAlias = Any
 """An array, a number, nested lists of numbers, a variable: all `jnp.asarray` takes."""
 
 Index: TypeAlias = Any
-"""An index of an array, as in `array[index]`."""
+"""As in `array[index]`."""
 
 Function: TypeAlias = Callable[..., Any]
-"""A function of the user's, of whose arguments and results nothing is known."""
+"""A user's function."""
 
 
 class TreeStructure(Protocol):
-    """The structure of a pytree; to type checkers JAX's `PyTreeDef` is no class."""
+    """JAX's `PyTreeDef`, which to type checkers is no class."""
 
     @property
-    def num_leaves(self) -> int:
-        """The number of its leaves."""
-        ...
+    def num_leaves(self) -> int: ...
 
     @property
-    def num_nodes(self) -> int:
-        """The number of its leaves and inner nodes."""
-        ...
+    def num_nodes(self) -> int: ...
 
-    def node_data(self) -> tuple[type, object] | None:
-        """The class of the outermost node and what it keeps; None of a leaf."""
-        ...
+    def node_data(self) -> tuple[type, object] | None: ...
 
-    def children(self) -> Sequence[TreeStructure]:
-        """The structures of what the outermost node holds."""
-        ...
+    def children(self) -> Sequence[TreeStructure]: ...
 
-    def unflatten(self, leaves: Iterable[Leaf], /) -> PyTree:
-        """A pytree of this structure."""
-        ...
+    def unflatten(self, leaves: Iterable[Leaf], /) -> PyTree: ...
 
-    def flatten_up_to(self, tree: PyTree, /) -> list[PyTree]:
-        """What `tree` holds in the places of the leaves."""
-        ...
+    def flatten_up_to(self, tree: PyTree, /) -> list[PyTree]: ...
 
 
 _NOT_TRACED = get_opaque_trace_state()
 
 
 def is_traced() -> bool:
-    """Whether JAX is tracing the code that asks."""
+    """Whether JAX is tracing the caller."""
     return get_opaque_trace_state() != _NOT_TRACED
 
 
 def is_staged() -> bool:
-    """Whether JAX records what the code computes, of known numbers too, for later.
+    """Whether JAX stages the caller's operations, of constants too.
 
     It does under `jax.jit`, `jax.lax.scan`, `jax.checkpoint`, but not under `jax.grad`.
     """
@@ -83,26 +71,22 @@ def is_staged() -> bool:
 
 
 def is_array(value: object) -> TypeGuard[jax.Array | np.ndarray | np.generic]:
-    """Whether `value` is an array of JAX or NumPy (a scalar of theirs included)."""
+    """Whether `value` is an array or array scalar of JAX or NumPy."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
 def is_mirrored(value: object) -> bool:
-    """Whether `value` is an array placed whole on every replica of some strategy."""
-    return (
-        isinstance(value, jax.Array)
-        and not isinstance(value, Tracer)
-        and mesh.is_replicated(value.sharding)
-    )
+    """Whether `value` is an array replicated over the replicas of some strategy."""
+    return is_placed(value) and mesh.is_replicated(value.sharding)
 
 
 def is_sharded(value: object) -> bool:
-    """Whether `value` is a plain array that is divided over the replicas."""
+    """Whether `value` is an array sharded over the replicas of some strategy."""
     return is_placed(value) and mesh.is_split(value.sharding)
 
 
 def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
-    """`value` as an array that devices can hold; 64-bit types as JAX is set up."""
+    """`value` as an array of a dtype that JAX has."""
     if isinstance(value, jax.Array):
         return value
     check_unmasked(value, f"`{what}`")
@@ -119,7 +103,7 @@ def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
 
 
 def check_unmasked(value: object, what: str) -> None:
-    """Raise if some numbers of `value` are masked, which arrays of JAX cannot say."""
+    """Raise if `value` is a masked array of NumPy, whose mask JAX would drop."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise ValueError(
             f"{what} is a masked array of NumPy, and its mask would be lost. Choose "
@@ -129,22 +113,22 @@ def check_unmasked(value: object, what: str) -> None:
 
 
 def is_placed(value: object) -> TypeGuard[jax.Array]:
-    """Whether `value` is an array on devices, and not one that is being traced."""
+    """Whether `value` is a JAX array and no tracer."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
 def has_place(value: object) -> TypeGuard[jax.Array]:
-    """Whether `value` is an array on devices, or a type, which may say where it is."""
+    """Whether `value` is an array, or a type, which may have a sharding."""
     return is_placed(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
 def is_deleted(value: object) -> bool:
-    """Whether `value` is an array whose memory was given to a step."""
+    """Whether `value` is an array that was donated."""
     return is_placed(value) and value.is_deleted()
 
 
 def check_alive(value: object, what: str) -> None:
-    """Raise if `value` is an array whose memory was given to a step."""
+    """Raise if `value` is an array that was donated."""
     if is_deleted(value):
         raise DonatedValueError(
             f"{what} was donated to an earlier call, which has reused its memory. Go "

@@ -1,4 +1,4 @@
-"""Builds values of replicas from host data; places optimizer state like parameters."""
+"""Places values on replicas, and recognises optimizer state among them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _is_state(node: object) -> bool:
 
 
 def _is_of_optax(node: object) -> bool:
-    """Whether `node` is a state that Optax, or our part of it, has defined."""
+    """Whether `node` is a state of Optax, or of `jaxstrategy.optax`."""
     if not _is_named_tuple(node):
         return False
     # The only named tuples of ours that hold arrays are states of optimizers.
@@ -126,7 +126,7 @@ def _is_train_state(node: object) -> bool:
 def sharding_of(
     path: str, leaf: Leaf | Shaped, is_optimizer: bool, replicas: Replicas
 ) -> NamedSharding:
-    """The placement of an array that is equal on all replicas."""
+    """The sharding of an array that is equal on all replicas."""
     chosen = replicas.state_sharding
     if chosen is None or not hasattr(leaf, "dtype"):
         return sharding_like(leaf, replicas)
@@ -141,15 +141,15 @@ def sharding_of(
 def shardings_of(
     tree: PyTree, replicas: Replicas
 ) -> list[tuple[KeyPath, Leaf, NamedSharding]]:
-    """The paths of all leaves of `tree`, the leaves, and their placements."""
-    found = jax.tree.leaves_with_path(tree, is_leaf=per_replica.is_per_replica)
+    """The path, leaf and sharding of each leaf of `tree`."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=per_replica.is_per_replica)
     if replicas.state_sharding is None and not replicas.inner_axes:
         whole = replicas.sharding(REPLICATED)
-        return [(path, leaf, whole) for path, leaf in found]
+        return [(path, leaf, whole) for path, leaf in leaves]
     flags = optimizer_leaves(tree, per_replica.is_per_replica)
     return [
         (path, leaf, sharding_of(jax.tree_util.keystr(path), leaf, flag, replicas))
-        for (path, leaf), flag in zip(found, flags, strict=True)
+        for (path, leaf), flag in zip(leaves, flags, strict=True)
     ]
 
 
@@ -174,10 +174,10 @@ def stack(
       ValueError: the number, structure, shapes or dtypes do not fit.
       TracedValueError: JAX traces, and versions of other processes are not known.
     """
-    wanted = len(replicas.local_ids) if own else replicas.count
-    if len(versions) != wanted:
+    count = len(replicas.local_ids) if own else replicas.count
+    if len(versions) != count:
         raise ValueError(
-            f"`{what}` has {len(versions)} versions for {wanted} replicas; one "
+            f"`{what}` has {len(versions)} versions for {count} replicas; one "
             "per replica is wanted."
         )
     paths, structure = jax.tree.flatten_with_path(versions[0], is_leaf=_is_list)
@@ -249,10 +249,7 @@ def place_stacked(value: Value, replicas: Replicas, what: str = "value") -> PerR
 
 
 def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:
-    """An array of `replicas` as a `PerReplica` in which each has a version of its own.
-
-    Shapes: `[...]` -> versions `[...]`. Each makes its own of what it has.
-    """
+    """An array that all replicas have, as a `PerReplica`, without communication."""
 
     def stacked(array: jax.Array) -> jax.Array:
         return jnp.broadcast_to(array[None], (replicas.count, *array.shape))
@@ -274,10 +271,9 @@ def check_stacked(array: Value, num_replicas: int, what: str) -> None:
 
 
 def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
-    """`tree` with every array and number placed as `replicas` keep their state.
+    """`tree` with every array and number replicated, or sharded as state is.
 
-    That is whole on each replica's devices, unless they keep parts of large arrays.
-    Leaves that are neither (strings, bools, functions) stay as they are.
+    Other leaves (strings, bools, functions) stay as they are.
     """
     placed = [
         _replicated(leaf, sharding, f"`tree{jax.tree_util.keystr(path)}`")
@@ -298,26 +294,25 @@ def _replicated(leaf: Leaf, sharding: NamedSharding, what: str) -> Leaf:
 
 
 def is_value(leaf: object) -> bool:
-    """Whether a leaf is an array or a number, and not something static."""
+    """Whether a leaf is an array or a number, not a bool."""
     if isinstance(leaf, bool):
         return False
     return _arrays.is_array(leaf) or isinstance(leaf, (int, float, complex))
 
 
 def replicate_leaf(leaf: Leaf, sharding: Sharding, what: str = "A value") -> jax.Array:
-    """An array or a number of the first replica's process, placed as state."""
+    """An array or a number of the first process, placed on all."""
     _arrays.check_alive(leaf, what)
     if _arrays.is_placed(leaf) and _may_share(leaf, sharding):
-        # A copy, because a device that has the array already would share its memory,
-        # and donating one would delete the other.
+        # A copy, because a device that has the array would share its memory, and
+        # donating one would delete the other.
         leaf = jnp.copy(leaf)
     return mesh.broadcast(leaf, sharding)
 
 
 def _may_share(array: jax.Array, sharding: Sharding) -> bool:
-    """Whether moved there, `array` may have parts in the memory in which it has now."""
+    """Whether `array`, moved to `sharding`, may share memory with what it is now."""
     if mesh.has_sharding(array, sharding):
-        return False  # it stays what it is
-    # Parts of another shape are always new: no device copies all of a large array that
-    # is divided now, or that will be.
+        return False  # it is not moved
+    # Shards of another shape are always new, so a large array is not copied whole.
     return array.sharding.shard_shape(array.shape) == sharding.shard_shape(array.shape)

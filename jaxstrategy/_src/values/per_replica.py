@@ -25,7 +25,7 @@ _MOST_ELEMENTS = 12
 
 
 def value_text(array: np.ndarray) -> str:
-    """The value, shortened in the middle if it is large.
+    """The value as text, shortened in the middle if it is large.
 
     >>> value_text(np.float32(0.1)), value_text(np.arange(3))
     ('0.1', '[0, 1, 2]')
@@ -46,7 +46,7 @@ def line_of_value(array: jax.Array | np.ndarray) -> str:
     return " ".join(value_text(np.asarray(array)).split())
 
 
-# The special methods that an array has, by what they are for.
+# The special methods of arrays, by use.
 _READING = "array index int float complex bool round"
 _GOING_THROUGH = "len iter getitem contains"
 _COMPUTING = (
@@ -56,7 +56,7 @@ _COMPUTING = (
 )
 OPERATORS = f"{_READING} {_GOING_THROUGH} {_COMPUTING}".split()
 
-# The methods and attributes of arrays, as NumPy, JAX and TensorFlow have them.
+# The methods and attributes of arrays of NumPy, JAX and TensorFlow.
 _REDUCING = "sum mean min max".split()
 _TO_HOST = "item numpy tolist eval cpu tobytes".split()
 _OF_ARRAYS = (
@@ -82,8 +82,8 @@ _ALL = (
 )
 
 
-def of_one_array(value: object, use: str = "") -> str:
-    """The message for an operator, or for no special use."""
+def _misuse_message(value: object, use: str = "") -> str:
+    """The message for a `PerReplica` that is used like an array."""
     named = f" (`{use}`)" if use else ""
     advice = ""
     if use in _COMPUTING.split() or use == "==":
@@ -98,8 +98,8 @@ def of_one_array(value: object, use: str = "") -> str:
     )
 
 
-def of_attribute(value: object, name: str) -> str:
-    """The message for an attribute that it does not have."""
+def _attribute_message(value: object, name: str) -> str:
+    """The message for an attribute of arrays that a `PerReplica` does not have."""
     if name in _REDUCING:
         advice = (
             f"Use `strategy.reduce({name!r}, value)` over the replicas, and with "
@@ -114,7 +114,6 @@ def of_attribute(value: object, name: str) -> str:
     return f"A PerReplica has no `{name}`: it holds one version per replica. {advice}"
 
 
-# More are not printed, though each may fit.
 _MOST_VERSIONS = 16
 
 
@@ -146,13 +145,13 @@ class PerReplica:
     """
 
     _value: Leaf
-    # Inside a merge call the value is this replica's own, and these are all replicas.
+    # Set inside a merge call, where the value is the version of this replica.
     _replicas: Replicas | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
-    # Of a batch: which rows are real, bool[replica, rows]. The same on every replica,
-    # so that each knows how many there are in all. Booleans, because a function mapped
-    # over the tree then leaves them as they are, or makes what is refused.
+    # Of a batch: which rows are real, bool[replica, rows], replicated, so that each
+    # replica knows how many there are in all. Booleans, because functions mapped over
+    # the tree leave them as they are, or return what is refused.
     _mask: Leaf = None
 
     @property
@@ -187,13 +186,14 @@ class PerReplica:
         """
         versions = self.values
         if len(versions) < self.num_replicas:
-            own = own_replicas(self)
-            if replica_id not in own:
+            local_ids = local_replicas(self)
+            if replica_id not in local_ids:
                 raise IndexError(
                     f"Replica {replica_id} was asked of a value of which this process "
-                    f"has replicas {own[0]} to {own[-1]}. Use `strategy.gather`."
+                    f"has replicas {local_ids[0]} to {local_ids[-1]}. Use "
+                    "`strategy.gather`."
                 )
-            return versions[own.index(replica_id)]
+            return versions[local_ids.index(replica_id)]
         if not 0 <= replica_id < len(versions):
             raise IndexError(
                 f"Replica {replica_id} was asked of a value with {len(versions)} "
@@ -258,12 +258,12 @@ class PerReplica:
         return f"{repr(self)[:-1]}: {', '.join(lines)})"
 
     def _has_versions(self) -> bool:
-        """Whether the devices of this process have versions that can be read."""
+        """Whether it holds an array that can be read here."""
         value = self._value
         return arrays.is_placed(value) and not arrays.is_deleted(value)
 
     def _lines(self) -> list[str]:
-        """Each version of this process on a line, or "" if it does not fit."""
+        """A line for each version of this process, "" for one that does not fit."""
         return [line_of_value(version) for version in self.values]
 
     def _repr_html_(self) -> str:
@@ -278,60 +278,60 @@ class PerReplica:
         return _html.rows_of(repr(self), header, rows)
 
     def _misused(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(of_one_array(self))
+        raise TypeError(_misuse_message(self))
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise TypeError(of_one_array(self, f"format '{spec}'"))
+            raise TypeError(_misuse_message(self, f"format '{spec}'"))
         return str(self)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (bool, int, float, complex)) or arrays.is_array(other):
-            raise TypeError(of_one_array(self, "=="))
+            raise TypeError(_misuse_message(self, "=="))
         return self is other
 
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(of_attribute(self, name))
+        raise AttributeError(_attribute_message(self, name))
 
 
 def _refusal(use: str) -> Callable[..., NoReturn]:
     def refused(self: PerReplica, *_: object, **__: object) -> NoReturn:
-        raise TypeError(of_one_array(self, use))
+        raise TypeError(_misuse_message(self, use))
 
     return refused
 
 
-# A wrong use must fail here, with advice, and not somewhere inside JAX or NumPy.
+# Raise here, with advice, and not somewhere inside JAX or NumPy.
 for _name in OPERATORS:
     setattr(PerReplica, f"__{_name}__", _refusal(_name))
 
 
 def is_per_replica(value: object) -> bool:
-    """Whether `value` is a `PerReplica`; a stopping rule for tree functions."""
+    """Whether `value` is a `PerReplica`; an `is_leaf` for tree functions."""
     return isinstance(value, PerReplica)
 
 
 def from_local(value: jax.Array, replicas: Replicas) -> PerReplica:
-    """This replica's `value` as a `PerReplica` of all, while a step is being traced."""
+    """This replica's `value` as a `PerReplica`, while a step is traced."""
     return PerReplica(value, replicas)
 
 
 def local_value(value: PerReplica) -> Leaf:
-    """This replica's version, while a step is being traced."""
+    """This replica's version, while a step is traced."""
     if value._replicas is None:
         value._misused()
     return value._value
 
 
 def with_mask(value: PerReplica, mask: Value) -> PerReplica:
-    """`value`, of which only some rows are real."""
+    """`value` with a mask of its real rows."""
     return dataclasses.replace(value, _mask=mask)
 
 
 def with_contents(value: PerReplica, array: jax.Array) -> PerReplica:
-    """`value`, with an array in place of its own: see `contents`."""
+    """`value` with other `contents`."""
     return dataclasses.replace(value, _value=array)
 
 
@@ -340,36 +340,36 @@ def contents(value: PerReplica) -> Leaf:
     return value._value
 
 
-def own_replicas(value: PerReplica) -> tuple[int, ...]:
-    """Those of whose versions `value.values` has some: of this process, in order."""
+def local_replicas(value: PerReplica) -> tuple[int, ...]:
+    """The ids of the replicas whose versions are in `value.values`."""
     replicas = Replicas.dividing(value.stacked)
     return tuple(range(value.num_replicas)) if replicas is None else replicas.local_ids
 
 
 def _devices_of(value: jax.Array) -> Sequence[Device]:
-    """Those of this process that hold a stacked array, in replica order."""
+    """The devices of this process that hold a stacked array, in replica order."""
     replicas = Replicas.dividing(value)
     if replicas is None:
         return sorted(value.sharding.addressable_devices, key=lambda d: d.id)
-    found = (device for i in replicas.local_ids for device in replicas.devices_of(i))
-    return list(dict.fromkeys(found))
+    groups = map(replicas.devices_of, replicas.local_ids)
+    return list(dict.fromkeys(device for group in groups for device in group))
 
 
 def _by_replica(value: jax.Array) -> list[tuple[int, str]]:
-    """The replicas of this process and the devices that hold the version of each."""
+    """The ids of this process's replicas, with the names of their devices."""
     replicas = Replicas.dividing(value)
     if replicas is None:
-        # JAX keeps no division over one device, which several replicas may share.
-        where = [devices.name(device) for device in _devices_of(value)]
-        return list(enumerate(where * (value.shape[0] if len(where) == 1 else 1)))
+        # On one device, which several replicas may share, there is no sharding.
+        names = [devices.name(device) for device in _devices_of(value)]
+        return list(enumerate(names * (value.shape[0] if len(names) == 1 else 1)))
     return [(i, replicas.device_names_of(i)) for i in replicas.local_ids]
 
 
 class Handle(abc.ABC):
-    """Something that stands for a value and is passed on as itself: a variable.
+    """A variable, as lower layers see it: a leaf that is passed on as itself.
 
     Attributes:
-      number: its place in the order in which they were made.
+      number: variables are numbered in the order of creation.
     """
 
     number: int
@@ -381,11 +381,11 @@ class Handle(abc.ABC):
 
     @abc.abstractmethod
     def value(self) -> jax.Array:
-        """The value that the copies have together, or the replica's own in a step."""
+        """The value of all copies together; in a step that of this replica."""
 
     @abc.abstractmethod
     def distributed(self) -> jax.Array | PerReplica:
-        """All copies of it: a mirrored array or a `PerReplica`."""
+        """All copies: a mirrored array or a `PerReplica`."""
 
     @property
     @abc.abstractmethod
@@ -395,17 +395,17 @@ class Handle(abc.ABC):
     @property
     @abc.abstractmethod
     def is_distributed(self) -> bool:
-        """Whether it belongs to a strategy, and so has a copy for each replica."""
+        """Whether it belongs to a strategy."""
 
     @property
     @abc.abstractmethod
     def copies_must_agree(self) -> bool:
-        """Whether it has no copies that may differ."""
+        """Whether its copies must be equal."""
 
     @property
     @abc.abstractmethod
     def division(self) -> LeafSharding:
-        """The dimension along which it is divided over the replicas, or why none is."""
+        """The dimension along which it is sharded over the replicas, if any."""
 
 
 class _DistributedType(type):

@@ -18,7 +18,7 @@ from jaxstrategy._src.values.per_replica import Handle, PerReplica
 
 
 def is_whole(value: object) -> bool:
-    """Whether `value` is looked at as a whole, although it is a pytree."""
+    """Whether `value` is a `PerReplica` or a variable, which is treated as a leaf."""
     return _is_whole_kind(type(value))
 
 
@@ -30,10 +30,9 @@ def _is_whole_kind(kind: type) -> bool:
 
 
 def is_object(node: object) -> bool:
-    """Whether `node` is an object that is changed in place: of Flax NNX.
+    """Whether `node` is an object of Flax NNX, changed in place and copied by JAX.
 
-    A module, an optimizer, a metric. JAX takes it for a pytree, and copies it. Not to
-    be asked before `object_kinds`.
+    Call `object_kinds` before.
     """
     # By type: `isinstance` asks some libraries' objects, which then load a library.
     return issubclass(type(node), _object_kinds)
@@ -43,7 +42,7 @@ _object_kinds: tuple[type, ...] = ()
 
 
 def object_kinds() -> tuple[type, ...]:
-    """The classes of such objects; none as long as Flax NNX is not imported."""
+    """The classes of objects of Flax NNX; none while it is not imported."""
     global _object_kinds
     if not _object_kinds and (nnx := sys.modules.get("flax.nnx")) is not None:
         _object_kinds = (nnx.Pytree,)
@@ -56,7 +55,7 @@ def map_leaves(function: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
 
 
 def map_around_objects(function: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
-    """`map_leaves` that keeps objects that are changed in place, uncopied."""
+    """`map_leaves` that does not copy objects that are changed in place."""
     object_kinds()
     return jax.tree.map(
         lambda leaf: leaf if is_object(leaf) else function(leaf),
@@ -66,30 +65,29 @@ def map_around_objects(function: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree
 
 
 def annotated_leaves(tree: PyTree) -> Iterator[tuple[KeyPath, Leaf, object]]:
-    """The paths of all leaves of `tree`, the leaves, and what Flax says of each.
+    """The path, the leaf and Flax's spec, or None, of each leaf of `tree`.
 
-    That is a spec, with logical names already translated by the rules that
-    are set or that the annotation has; None where there is no annotation.
+    Logical names are translated by the rules that are set or that the annotation has.
     """
 
     def is_end(node: object) -> bool:
-        return per_replica.is_per_replica(node) or _is_annotated(node)
+        is_annotated = _is_box(node) or _is_variable(node)
+        return is_annotated or per_replica.is_per_replica(node)
 
     for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_end):
-        if not _is_annotated(node):
+        if _is_box(node):
+            spec = _spec_of_box(node)
+        elif _is_variable(node):
+            spec = _spec_of_variable(node)
+        else:
             yield path, node, None
             continue
-        spec = _spec_of_box(node) if _is_box(node) else _spec_of_variable(node)
         for inner, leaf in jax.tree.leaves_with_path(node):
             yield (*path, *inner), leaf, spec
 
 
-def _is_annotated(node: object) -> bool:
-    return _is_box(node) or _is_variable(node)
-
-
 def _is_box(node: object) -> bool:
-    """Whether `node` is an array of linen with the names of its axes."""
+    """Whether `node` is an annotated array of linen."""
     linen = sys.modules.get("flax.linen")
     return linen is not None and isinstance(node, linen.Partitioned)
 
@@ -109,19 +107,19 @@ def _spec_of_box(box: Any) -> object:
 
 def _spec_of_variable(variable: Any) -> object:
     metadata: Mapping[str, Any] = variable.get_metadata()
-    named = metadata.get("out_sharding")
-    if not named:
+    sharding = metadata.get("out_sharding")
+    if not sharding:
         return None
-    if isinstance(named, NamedSharding):
-        return named.spec
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
     nnx = sys.modules["flax.nnx"]
     return nnx.get_partition_spec([variable])[0].get_raw_value()
 
 
 def without_eager_sharding() -> contextlib.AbstractContextManager[object]:
-    """A `with` block in which Flax NNX makes annotated variables without any mesh.
+    """Lets Flax NNX make annotated variables without a mesh.
 
-    Otherwise it refuses to (Flax 0.12), or places each array after it was made whole.
+    Otherwise it raises (Flax 0.12), or places each array after it was made whole.
     """
     nnx = sys.modules.get("flax.nnx")
     return contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False)
