@@ -19,7 +19,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.planning.machine import Machine, bytes_of, describe
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import is_spec
-from jaxstrategy._src.replicas.mesh import names
+from jaxstrategy._src.replicas.mesh import axes_of
 from jaxstrategy._src.replicas.state_sharding import StateSharding
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.strategies.mirrored import MirroredStrategy
@@ -390,7 +390,7 @@ def _candidates(step: _Step) -> Iterator[PlannedLayout]:
     specs: list[Any] = [spec for _, _, spec in annotated_leaves(step.types)]
     specs += filter(is_spec, jax.tree.leaves(step.specs, is_leaf=is_spec))
     entries = [entry for spec in specs for entry in spec or ()]
-    axes = list(dict.fromkeys(name for entry in entries for name in names(entry)))
+    axes = list(dict.fromkeys(name for entry in entries for name in axes_of(entry)))
     count, inner = len(step.machine.devices), [{}]
     divisors = [size for size in range(2, count + 1) if count % size == 0]
     for each in itertools.product(divisors, repeat=len(axes)):
