@@ -55,6 +55,17 @@ class Convolutions(nn.Module):
         return nn.Dense(CLASSES)(x.mean((1, 2)))
 
 
+class Embedding(nn.Module):
+    """A large table and two small layers."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, words: jax.Array) -> jax.Array:
+        x = nn.Embed(64 * WORDS, self.width)(words).mean(1)
+        return nn.Dense(CLASSES)(nn.relu(nn.Dense(self.width)(x)))
+
+
 def over(*names: str | None) -> Any:
     """Initial weights that say how the devices of a replica divide them."""
     return nn.with_partitioning(nn.initializers.lecun_normal(), names)
@@ -156,6 +167,8 @@ CASES = {
         (Transformer(128), 16),
         (Transformer(128), 64),
         (Transformer(256), 16),
+        (Embedding(32), 64),
+        (Embedding(64), 512),
     )
 }
 
