@@ -44,6 +44,7 @@ class LeafSharding:
 
     @property
     def is_whole(self) -> bool:
+        """Whether each device holds all of it."""
         return self.dimension is None
 
 
