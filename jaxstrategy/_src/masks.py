@@ -31,25 +31,24 @@ def row_mask(counts: Sequence[int], rows: int) -> np.ndarray:
     return np.arange(rows) < np.asarray(counts)[:, None]
 
 
-# The masks of batches that were filled up, as long as they live. That of a full batch
-# is not here, so that nobody waits for a device to learn that all rows are real.
-_filled: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+# The live masks of padded batches, by identity, so that nothing waits for a device
+# to learn that all rows of a batch are real.
+_padded: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
-def note(mask: jax.Array) -> None:
-    """`mask` has rows that are not real."""
-    _filled[id(mask)] = mask
+def mark_padded(mask: jax.Array) -> None:
+    _padded[id(mask)] = mask
 
 
-def is_noted(mask: object) -> bool:
-    """Whether it is known that `mask` has rows that are not real."""
-    return mask is not None and _filled.get(id(mask)) is mask
+def is_padded(mask: object) -> bool:
+    """Whether `mask` was marked as having rows that are not real."""
+    return mask is not None and _padded.get(id(mask)) is mask
 
 
 def real_versions(
     value: PerReplica, versions: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """`versions` of `value` without the rows that only fill up those of a batch."""
+    """`versions` of `value` without padded rows."""
     if value.mask is None:
         return versions
     rows = np.asarray(value.mask)
@@ -66,21 +65,21 @@ def is_of_rows(axis: int, array: ArrayLike) -> bool:
     return axis in (0, -np.ndim(array))
 
 
-def without_filling(value: PyTree, joined: PyTree, axis: int) -> PyTree:
-    """`joined`, what all replicas have of `value`, with the real rows only."""
-    leaves, treedef = jax.tree.flatten(joined)
-    given = jax.tree.leaves(value, is_leaf=trees.is_whole)
+def without_padding(value: PyTree, gathered: PyTree, axis: int) -> PyTree:
+    """`gathered`, the versions of `value` joined along `axis`, without padded rows."""
+    leaves, treedef = jax.tree.flatten(gathered)
+    versions = jax.tree.leaves(value, is_leaf=trees.is_whole)
     masks = [
         leaf.mask if isinstance(leaf, PerReplica) and is_of_rows(axis, whole) else None
-        for leaf, whole in zip(given, leaves, strict=True)
+        for leaf, whole in zip(versions, leaves, strict=True)
     ]
     if any(isinstance(mask, Tracer) for mask in masks):
         warn_of_traced("gather")
-        return joined
-    if not any(map(is_noted, masks)):
-        return joined
+        return gathered
+    if not any(map(is_padded, masks)):
+        return gathered
     real = [
-        leaf[np.flatnonzero(np.asarray(mask))] if is_noted(mask) else leaf
+        leaf[np.flatnonzero(np.asarray(mask))] if is_padded(mask) else leaf
         for leaf, mask in zip(leaves, masks, strict=True)
     ]
     return jax.tree.unflatten(treedef, real)
@@ -90,7 +89,7 @@ def number_of_examples(batch: PyTree) -> int | None:
     """The number of real rows of `batch`; None if it has no arrays with rows."""
     for leaf in jax.tree.leaves(batch, is_leaf=per_replica.is_per_replica):
         if isinstance(leaf, PerReplica):
-            if is_noted(leaf.mask):
+            if is_padded(leaf.mask):
                 return int(np.asarray(leaf.mask).sum())
             if leaf.shape:
                 return leaf.num_replicas * leaf.shape[0]
@@ -100,7 +99,7 @@ def number_of_examples(batch: PyTree) -> int | None:
 
 
 def warn_of_traced(method: str) -> None:
-    """Warn that `strategy.method` keeps all rows of a batch while JAX traces."""
+    """Warn that `strategy.method` keeps padded rows while JAX traces."""
     user_code.warn(
         f"`{method}` was given a batch of a dataset inside a function that JAX traces "
         "(`jax.jit`), where shapes are static, so that rows that only fill up the "
@@ -130,48 +129,46 @@ class RealRows:
 
 
 class StepMasks:
-    """The masks of one call's batches, as its trace sees them."""
+    """The masks of one call's batches, and how its trace used them."""
 
-    def __init__(self, given: Sequence[BatchArray]) -> None:
-        self._given = given
-        self.asked = False
-        self.kept = False
-        self.alike: set[tuple[int, ...]] = set()
+    def __init__(self, batches: Sequence[BatchArray]) -> None:
+        self._batches = batches
+        self.asked = False  # whether the step handles padded rows
+        self.gathered = False  # whether it gathers padded rows
+        # The places of masks that equally many rows may belong to.
+        self.ambiguous: set[tuple[int, ...]] = set()
 
     @property
     def any(self) -> bool:
-        """Whether there are some."""
-        return bool(self._given)
-
-    def owns(self, array: jax.Array) -> bool:
-        """Whether `array` is one that the step was given."""
-        return any(batch.array is array for batch in self._given)
+        return bool(self._batches)
 
     def of(self, array: jax.Array) -> BatchArray | None:
-        """The mask of `array`, with its place, if the step was given it."""
-        return next((batch for batch in self._given if batch.array is array), None)
+        """The mask of `array`, if it is an argument of the step."""
+        return next((batch for batch in self._batches if batch.array is array), None)
 
     def others(self, arrays: Sequence[jax.Array]) -> list[BatchArray]:
-        """The masks of the arrays that are not among these."""
+        """The masks of arrays that are not among these."""
         known = set(map(id, arrays))
-        return [batch for batch in self._given if id(batch.array) not in known]
+        return [batch for batch in self._batches if id(batch.array) not in known]
 
     def fit(self, rows: int, parts: int) -> bool:
-        """Whether one of them has so many rows in each of its parts."""
-        return any(batch.mask.shape[1] == rows * parts for batch in self._given)
+        """Whether a batch has so many rows in each of its parts."""
+        return any(batch.mask.shape[1] == rows * parts for batch in self._batches)
 
     def find(
         self, array: jax.Array, parts: int, part: ArrayLike, asks: bool = True
     ) -> RealRows | None:
-        """Those of `array`, `[rows, ...]`; None if no batch has a mask."""
-        if not self._given:
+        """The real rows of `array`, `[rows, ...]`; None if no batch has a mask."""
+        if not self._batches:
             return None
         context.check_unstaged("The mask of a batch")
         rows = array.shape[0]
-        own = [batch for batch in self._given if batch.array is array][:1]
-        found = own or [b for b in self._given if b.mask.shape[1] == rows * parts]
-        if not found:
-            known = sorted({b.mask.shape[1] // parts for b in self._given})
+        batch = self.of(array)
+        matching = [b for b in self._batches if b.mask.shape[1] == rows * parts]
+        if batch is not None:
+            matching = [batch]
+        if not matching:
+            known = sorted({b.mask.shape[1] // parts for b in self._batches})
             raise ValueError(
                 f"An array with {rows} rows was given, but the batches of this step "
                 f"have {' or '.join(map(str, known))} on each replica, so it is not "
@@ -179,46 +176,39 @@ class StepMasks:
                 "`batch_mask(array)` of an array of the batch."
             )
         self.asked |= asks
-        if len(found) > 1:
-            self.alike.add(tuple(batch.place for batch in found))
-        whole = found[0].mask
+        if len(matching) > 1:
+            self.ambiguous.add(tuple(batch.place for batch in matching))
+        whole = matching[0].mask
         replicas = whole.shape[0]
-        mask = whole[_this_replica()]
+        strategy = context.current().strategy
+        assert strategy is not None, "only steps have masks"
+        mask = whole[context.replica_index(strategy)]
         mask = jax.lax.dynamic_slice_in_dim(mask, part * rows, rows)
         real = jnp.maximum(jnp.sum(whole), 1)
         return RealRows(mask, replicas * parts / real.astype(jnp.float32))
 
 
-def _this_replica() -> jax.Array | int:
-    strategy = context.current().strategy
-    assert strategy is not None, "only steps have masks"
-    return context.replica_index(strategy)
-
-
 @dataclasses.dataclass(frozen=True)
 class CurrentMasks:
-    """The masks that the code which is traced may ask about."""
+    """The masks of the step that is traced, and the part of the batch it works on."""
 
     masks: StepMasks
     parts: int = 1
     part: ArrayLike = 0
 
     def find(self, array: jax.Array, asks: bool = True) -> RealRows | None:
-        """As `StepMasks.find`, for this part."""
         return self.masks.find(array, self.parts, self.part, asks)
 
     def fits(self, array: jax.Array) -> bool:
-        """Whether a batch has as many rows, in this part, as `array`."""
         return self.masks.fit(array.shape[0], self.parts)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """A `with` block in which code is traced that may ask about these."""
         if not self.masks.any:
             with context.entered(batches=self):
                 yield
             return
-        # A jitted function that asks is kept with masks of this trace only.
+        # Jitted functions that ask are cached with the masks of this trace only.
         trace = context.new_trace()
         try:
             with context.entered(batches=self, trace=trace):
@@ -228,29 +218,29 @@ class CurrentMasks:
 
 
 def current() -> CurrentMasks | None:
-    """The masks that the code which is traced may ask about; None outside of steps."""
+    """The masks of the step that is traced; None outside of steps."""
     return cast("CurrentMasks | None", context.current().batches)
 
 
-def given(masks: StepMasks) -> contextlib.AbstractContextManager[object]:
-    """A `with` block in which a step with these masks is traced."""
+def tracing_with(masks: StepMasks) -> contextlib.AbstractContextManager[object]:
+    """Enters the trace of a step with these masks."""
     now = current()
     return (CurrentMasks(masks) if masks.any or now is None else now).entered()
 
 
 def part(index: ArrayLike, parts: int) -> contextlib.AbstractContextManager[object]:
-    """A `with` block in which arrays hold part `index` of so many of a batch."""
+    """Enters code that works on part `index` of so many of a batch."""
     now = current()
     if now is None:
         return contextlib.nullcontext()
-    # Parts may be divided again: this is a part of one that is traced already.
+    # Parts may be divided again.
     return CurrentMasks(
         now.masks, now.parts * parts, now.part * parts + index
     ).entered()
 
 
 def real_rows(array: jax.Array) -> RealRows | None:
-    """The real rows of `array`; None where no mask tells them."""
+    """The real rows of `array`, if there are masks."""
     now = current()
     return None if now is None else now.find(array)
 
@@ -270,31 +260,31 @@ def fits(array: jax.Array) -> bool:
     return now is not None and now.fits(array)
 
 
-def of_argument(array: jax.Array) -> jax.Array | None:
-    """The mask of the rows of `array`, if the step was given it."""
+def mask_of_argument(array: jax.Array) -> jax.Array | None:
+    """The mask of the rows of `array`, if it is an argument of the step."""
     now = current()
-    if now is None or not now.masks.owns(array):
+    if now is None or now.masks.of(array) is None:
         return None
     found = now.find(array)
     return None if found is None else found.mask
 
 
-def not_needed() -> None:
-    """Note that the step gives each row a result of its own, so that none counts."""
+def ignores_padding() -> None:
+    """Note that the step has a result for each row, so that padded ones do no harm."""
     if (now := current()) is not None:
         now.masks.asked = True
 
 
-def keeps_rows(arrays: Sequence[jax.Array]) -> None:
-    """Note that the step gathers these arrays, and cannot leave out rows."""
+def keeps_padding(arrays: Sequence[jax.Array]) -> None:
+    """Note that the step gathers these arrays, padded rows included."""
     now = current()
-    if now is not None and any(now.masks.owns(array) for array in arrays):
-        now.masks.kept = True
+    if now is not None and any(now.masks.of(array) for array in arrays):
+        now.masks.gathered = True
 
 
 @final
 class LoopMasks:
-    """The masks of several steps' batches, where the steps are traced as one loop."""
+    """The masks of the batches of several steps that are traced as one loop."""
 
     def __init__(self, columns: Sequence[Sequence[jax.Array]]) -> None:
         self._current = current() or CurrentMasks(StepMasks(()))
@@ -303,35 +293,35 @@ class LoopMasks:
         self._places: dict[int, list[int | None]] = {}
         self.masks: dict[int, jax.Array] = {}
         for number, column in enumerate(columns):
-            found = [self._outer.of(array) for array in column]
-            known = next((batch.mask for batch in found if batch), None)
+            batches = [self._outer.of(array) for array in column]
+            known = next((batch.mask for batch in batches if batch), None)
             if known is not None:
-                # A batch without one among those with one has real rows only.
-                masks = [b.mask if b else jnp.ones_like(known) for b in found]
+                # Batches without a mask among those with one have real rows only.
+                masks = [b.mask if b else jnp.ones_like(known) for b in batches]
                 self.masks[number] = jnp.stack(masks)
-                self._places[number] = [b.place if b else None for b in found]
+                self._places[number] = [b.place if b else None for b in batches]
 
     @contextlib.contextmanager
-    def turn(
+    def step(
         self, arrays: Sequence[jax.Array], masks: dict[int, jax.Array]
     ) -> Iterator[None]:
-        """A `with` block in which a step with these arrays and masks is traced."""
-        own = [BatchArray(arrays[n], mask, _numbered(n)) for n, mask in masks.items()]
-        batches = StepMasks([*own, *self._others])
+        """Enters the trace of a step with these arrays and masks."""
+        local = [BatchArray(arrays[n], mask, _place(n)) for n, mask in masks.items()]
+        batches = StepMasks([*local, *self._others])
         try:
             with dataclasses.replace(self._current, masks=batches).entered():
                 yield
         finally:
             self._outer.asked |= batches.asked
-            self._outer.kept |= batches.kept
-            for places in batches.alike:
-                self._outer.alike |= self._in_each_step(places)
+            self._outer.gathered |= batches.gathered
+            for places in batches.ambiguous:
+                self._outer.ambiguous |= self._in_each_step(places)
 
     def _in_each_step(self, places: tuple[int, ...]) -> set[tuple[int, ...]]:
-        """The places of masks that a step took for one, in the call."""
+        """The places in the call of masks that are ambiguous in a step."""
         steps = max(map(len, self._places.values()), default=1)
         columns = [
-            [place] * steps if place >= 0 else self._places[_numbered(place)]
+            [place] * steps if place >= 0 else self._places[_place(place)]
             for place in places
         ]
         rows = zip(*columns, strict=True)
@@ -339,10 +329,10 @@ class LoopMasks:
         return {row for row in known if len(row) == len(places)}
 
 
-def _numbered(number: int) -> int:
-    """A place that no mask of the call has, for one that goes through a loop; or back.
+def _place(number: int) -> int:
+    """A negative place for a mask that goes through a loop; or back.
 
-    >>> _numbered(3), _numbered(_numbered(3))
+    >>> _place(3), _place(_place(3))
     (-4, 3)
     """
     return -1 - number
@@ -409,10 +399,9 @@ def masked_sum(
     Array(10., dtype=float32)
     """
     _rows(values, "masked_sum")
-    mask = batch_mask(values) if mask is None else _given(mask, values)
-    return jnp.sum(
-        _kept(values, mask), axis=_summed_over(axis, mask, values, "masked_sum")
-    )
+    mask = batch_mask(values) if mask is None else _with_real_rows(mask, values)
+    over = _dimensions(axis, mask, values, "masked_sum")
+    return jnp.sum(_zeroed(values, mask), axis=over)
 
 
 def masked_mean(
@@ -455,16 +444,16 @@ def masked_mean(
     if mask is None:
         real = real_rows(values)
     else:
-        given = _given(mask, values)
-        real = RealRows(given, _share(given))
+        checked = _with_real_rows(mask, values)
+        real = RealRows(checked, _share(checked))
     if real is None and rows:
         every = jnp.ones(rows, bool)
-        over = _summed_over(axis, every, values, "masked_mean")
+        over = _dimensions(axis, every, values, "masked_mean")
         return jnp.mean(mesh.array_of(values), over)
     if real is None:  # NumPy's mean of nothing is NaN
         real = RealRows(jnp.ones(0, bool), jnp.ones(()))
-    over = _summed_over(axis, real.mask, values, "masked_mean")
-    total = jnp.sum(_kept(values, real.mask), axis=over)
+    over = _dimensions(axis, real.mask, values, "masked_mean")
+    total = jnp.sum(_zeroed(values, real.mask), axis=over)
     others = math.prod(np.shape(values)[real.mask.ndim : len(over)])
     share = real.share if others == 1 else real.share / others
     if not jnp.issubdtype(total.dtype, jnp.inexact):
@@ -472,21 +461,21 @@ def masked_mean(
     return total * share.astype(jnp.finfo(total.dtype).dtype)
 
 
-def given_rows(mask: Value, rows: int) -> RealRows:
-    """The real rows by a user's mask; the replicas sum up their numbers."""
+def rows_of_mask(mask: Value, rows: int) -> RealRows:
+    """The real rows by a user's mask; an all-reduce of their numbers."""
     checked = _checked(mask, (rows,))
     return RealRows(checked, _share(checked))
 
 
-def _given(mask: Value, values: Value) -> jax.Array:
-    """`mask` of rows of `values`, or of their entries: those of real rows."""
+def _with_real_rows(mask: Value, values: Value) -> jax.Array:
+    """A user's mask of rows, or of entries without those of padded rows."""
     mask = _checked(mask, np.shape(values))
     if mask.ndim > 1 and (known := real_rows(values)) is not None:
         mask &= known.mask.reshape(-1, *[1] * (mask.ndim - 1))
     return mask
 
 
-def _summed_over(
+def _dimensions(
     axis: int | None, mask: jax.Array, values: Value, name: str
 ) -> tuple[int, ...]:
     """The first dimensions of `values`: those of `mask`, or all."""
@@ -501,7 +490,7 @@ def _summed_over(
 
 
 def _share(mask: jax.Array) -> jax.Array:
-    """The factor of a sum over `mask`, from the masks of all replicas."""
+    """The factor that makes a masked sum this replica's share of the mean."""
     real = jnp.sum(mask).astype(jnp.float32)
     replica = context.current().replica
     if not isinstance(replica, ReplicaContext):
@@ -510,7 +499,7 @@ def _share(mask: jax.Array) -> jax.Array:
     return replica.num_replicas_in_sync / jnp.maximum(total, 1)
 
 
-def _kept(values: Value, mask: jax.Array) -> jax.Array:
+def _zeroed(values: Value, mask: jax.Array) -> jax.Array:
     values = mesh.array_of(values)
     along = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
     return jnp.where(along, values, jnp.zeros((), values.dtype))
@@ -525,13 +514,13 @@ def _rows(values: Value, name: str) -> int:
     return np.shape(values)[0]
 
 
-def _checked(mask: Value, wanted: tuple[int, ...]) -> jax.Array:
-    """`mask` as Booleans."""
-    shape, rows = np.shape(mask), wanted[0]
-    if not shape or shape != wanted[: len(shape)]:
+def _checked(mask: Value, values: tuple[int, ...]) -> jax.Array:
+    """`mask` as Booleans, for values of this shape."""
+    shape, rows = np.shape(mask), values[0]
+    if not shape or shape != values[: len(shape)]:
         entries = ""
-        if len(wanted) > 1:
-            entries = f" One of entries has the first dimensions of values {wanted}."
+        if len(values) > 1:
+            entries = f" One of entries has the first dimensions of values {values}."
         raise ValueError(
             f"`mask` has shape {shape}; one entry for each of the {rows} rows was "
             f"wanted.{entries}"

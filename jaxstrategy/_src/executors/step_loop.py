@@ -306,7 +306,7 @@ class StepLoop:
             batch: tuple[list[jax.Array], dict[int, jax.Array]],
         ) -> tuple[list[jax.Array], list[jax.Array]]:
             arrays, masks = batch
-            with loop_masks.turn(arrays, masks):
+            with loop_masks.step(arrays, masks):
                 return self._step(carry, batches[0].with_arrays(arrays))
 
         inputs = [jnp.stack(column) for column in columns], loop_masks.masks

@@ -131,7 +131,7 @@ def _real_rows(values: dict[str, Value], mask: Value) -> jax.Array | None:
     """The mask of this replica's rows; None where there is none."""
     rows = _rows(values)
     if mask is not None:
-        return masks.given_rows(mask, rows).mask
+        return masks.rows_of_mask(mask, rows).mask
     first = next(value for value in values.values() if jnp.ndim(value))
     return masks.batch_mask(first) if masks.fits(first) else None
 

@@ -616,7 +616,7 @@ class Transfer:
     def _mask(self, batch: HostBatch) -> jax.Array:
         if not batch.is_full:
             mask = self._everywhere(masks.row_mask(batch.counts, batch.each))
-            masks.note(mask)
+            masks.mark_padded(mask)
             return mask
         if batch.each not in self._full:
             full = masks.row_mask(batch.counts, batch.each)

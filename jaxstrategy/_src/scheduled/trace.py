@@ -248,7 +248,7 @@ def trace_function(
             if role is Role.MASK:
                 recorder.note_mask(own[place - 1], own[place], (-1, place))
         try:
-            with masks.given(recorder.masks):
+            with masks.tracing_with(recorder.masks):
                 yield
         finally:
             recorder.end()

@@ -112,7 +112,7 @@ class CrossReplica:
         if in_step:
             return self._beside_variables(across(value))
         joined = self._beside_variables(in_parts(across, value))
-        return masks.without_filling(value, joined, axis)
+        return masks.without_padding(value, joined, axis)
 
     def assert_in_sync(self, tree: PyTree, name: str) -> None:
         """Raises `OutOfSyncError` unless all replicas hold the same bits of `tree`."""
@@ -452,8 +452,8 @@ def _weights(
         if not is_over_rows:
             return None
         if OPERATIONS[op].is_sum:
-            return masks.of_argument(leaf)
-        masks.not_needed()  # copies of real rows leave extremes as they are
+            return masks.mask_of_argument(leaf)
+        masks.ignores_padding()  # copies of real rows leave extremes as they are
         return None
     if not OPERATIONS[op].is_sum:
         raise ValueError(
@@ -467,7 +467,7 @@ def _weights(
             "its first dimensions, all or some, were wanted."
         )
     for each in (leaf, given) if is_over_rows else ():
-        if (mask := masks.of_argument(each)) is not None:
+        if (mask := masks.mask_of_argument(each)) is not None:
             along = mask.reshape(mask.shape + (1,) * (weights.ndim - 1))
             weights = jnp.where(along, weights, jnp.zeros((), weights.dtype))
     return weights
@@ -503,9 +503,9 @@ def _gatherer(
     def gather(tree: PyTree) -> PyTree:
         leaves = jax.tree.leaves(tree)
         if in_step:
-            masks.keeps_rows(leaves)
+            masks.keeps_padding(leaves)
         elif all(masks.is_of_rows(axis, leaf) for leaf in leaves):
-            masks.not_needed()
+            masks.ignores_padding()
         return jax.tree.map(lambda leaf: gathered(leaf, axis), tree)
 
     return gather

@@ -82,7 +82,7 @@ def compute_average_loss(
             "[examples, ...]. Leave out the mean over the batch: it is taken here."
         )
     if mask is not None:
-        real = masks.given_rows(mask, loss.shape[0])
+        real = masks.rows_of_mask(mask, loss.shape[0])
     else:
         real = masks.real_rows(loss) if masks.fits(loss) else None
     size = global_batch_size

@@ -100,12 +100,12 @@ class MaskArguments(Stage):
     def tracing(self, own: Sequence[Leaf]) -> Iterator[None]:
         """A `with` block in which the step can ask which rows are real."""
         batches = StepMasks([BatchArray(own[i - 1], own[i], i) for i in self._places])
-        with masks.given(batches):
+        with masks.tracing_with(batches):
             yield
         self._is_traced = True
         self._is_asked_for |= batches.asked
-        self._keeps_rows |= batches.kept
-        self._alike |= batches.alike
+        self._keeps_rows |= batches.gathered
+        self._alike |= batches.ambiguous
 
     def before(self, leaves: Sequence[Leaf]) -> None:
         """Checks whether a call is one that the step does right by."""
@@ -117,7 +117,7 @@ class MaskArguments(Stage):
     def _check_used(self, found: list[Leaf]) -> None:
         if any(isinstance(mask, Tracer) for mask in found):
             told = _may_be_unmasked
-        elif any(map(masks.is_noted, found)):
+        elif any(map(masks.is_padded, found)):
             told = _gathered if self._is_asked_for else _unmasked
         else:
             return
@@ -143,7 +143,7 @@ class MaskArguments(Stage):
 
 def check_traced(masks: StepMasks, name: str) -> None:
     """Checks whether a function that was traced does right by batches with masks."""
-    for places in masks.alike:
+    for places in masks.ambiguous:
         if len(set(places)) > 1:
             raise ValueError(
                 f"`{name}` takes several batches with equal numbers of rows, and asked "
@@ -151,7 +151,7 @@ def check_traced(masks: StepMasks, name: str) -> None:
                 "is meant: `masked_mean(losses, mask=batch_mask(images))`, with an "
                 "array of that batch itself."
             )
-    if masks.kept or not masks.asked:
+    if masks.gathered or not masks.asked:
         told = _gathered if masks.asked else _unmasked
         user_code.warn(told(name), PaddedRowsWarning)
 
