@@ -486,9 +486,9 @@ def _updating(
             differentiated = value_and_grad_of_read(loss, replica.strategy)
         else:
             differentiated = value_and_grad(loss, variables, has_aux=True)
-        (_, posted), grads = differentiated(context, *inputs)
-        for message in posted:
-            step_outputs.post(message, "ctx.set_last_step_output")
+        (_, messages), grads = differentiated(context, *inputs)
+        for message in messages:
+            step_outputs.emit(message, "ctx.set_last_step_output")
         trained = variables
         if trained is None:
             trained, grads = tuple(v for _, v in grads), tuple(g for g, _ in grads)

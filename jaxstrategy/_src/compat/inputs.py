@@ -478,7 +478,7 @@ class MultiStepContext(_step_outputs.Sender):
     def _post(self, message: tuple[str, bool, str, PyTree], method: str) -> None:
         if _step_outputs.in_step() and get_replica_context() is None:  # in `merge_call`
             message = replica_context.to_replica(message)
-        _step_outputs.post(message, method)
+        _step_outputs.emit(message, method)
 
     def _receive(self, core: Strategy, message: Any) -> None:
         kind, of_replicas, name, value = message

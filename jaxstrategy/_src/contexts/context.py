@@ -35,7 +35,7 @@ from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.trees import without_eager_sharding
 
-# What local steps are part of in profiles, and how checks find what they send.
+# The name scope of local steps, by which checks find their collectives.
 LOCAL_SCOPE = "jaxstrategy.local_steps"
 
 
@@ -49,7 +49,7 @@ class LocalSteps:
 
 
 class Rebindings(Protocol):
-    """What a function refers to instead of what it refers to otherwise."""
+    """Temporary replacements of what a function captures."""
 
     def set(self) -> None: ...
 
@@ -70,17 +70,17 @@ class EagerReplica(abc.ABC):
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> PyTree:
-        """This replica's part of what `merge_fn`, called once for all, returns."""
+        """This replica's part of the result of `merge_fn`, called once for all."""
 
     @abc.abstractmethod
     def rebinding(
         self, rebindings: Rebindings
     ) -> contextlib.AbstractContextManager[None]:
-        """A `with` block in which these rebindings hold while this replica runs."""
+        """Applies rebindings while this replica runs."""
 
 
 class AbstractVariablePolicy(abc.ABC):
-    """The view that lower layers have of a strategy's choices for variables."""
+    """A strategy's policy for variables, as lower layers see it."""
 
     are_owned: bool  # whether variables made in its scope belong to the strategy
 
@@ -94,12 +94,12 @@ class AbstractVariablePolicy(abc.ABC):
         """Raise unless mirrored variables can be made on these devices."""
 
     def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """For a `with` block: variables that are read in it are of one moment."""
+        """Enters code that reads all variables as of one moment."""
         return contextlib.nullcontext()
 
 
 class AbstractStrategy(abc.ABC):
-    """A strategy, as lower layers may ask it."""
+    """A strategy, as lower layers see it."""
 
     # Users have no need of these: `dir(strategy)` shows what they may call.
     _replicas: Replicas
@@ -154,13 +154,11 @@ def new_trace() -> int:
 
 
 def forget_jitted() -> None:
-    """Let no jitted function keep tracers, if JAX is to look for kept ones.
+    """Clears JAX's caches of tracers under `jax.checking_leaks`.
 
-    One that stands outside of a step and uses a variable is kept with the tracer of its
-    reference (or of its value, in a function that is differentiated); so are masks. No
-    other trace finds it, but `jax.checking_leaks` does; and there is no telling which
-    function it is. It is the tool for finding errors: that all are traced and compiled
-    again is better than an alarm at what the user has not done.
+    A jitted function outside of a step that uses a variable or a mask is cached with
+    its tracer. No other trace finds it, but `jax.checking_leaks` does, and would blame
+    the user. Which function it is cannot be told.
     """
     if jax.config.jax_check_tracer_leaks:
         jax.clear_caches()
@@ -203,15 +201,15 @@ class Context:
     # Of a function that is differentiated: what variables hold, by their `id`; lookups
     # of tables that it makes; and what takes the `id` of each variable that it reads.
     # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
-    given: Mapping[int, object] = dataclasses.field(
+    differentiated: Mapping[int, object] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )
     lookups: object = None
-    read: set[int] | None = None
+    reads: set[int] | None = None
     # Receives values that steps return besides their results, and those of the step
     # that is traced.
     step_outputs: object = None
-    posted: tuple[object, list[Any]] | None = None
+    step_messages: tuple[object, list[Any]] | None = None
     # Whether JAX traces a function that makes an initial value, which reads what
     # variables hold now.
     is_initial: bool = False
@@ -220,7 +218,7 @@ class Context:
     # The local steps that are traced, in which each replica is by itself.
     local: LocalSteps | None = None
     # On a worker of a coordinator: what it has unpickled of a function.
-    arrived: list[object] | None = None
+    unpickled: list[object] | None = None
     # What a function uses that a coordinator sends to workers, while it is traced.
     function: object = None
     # The worker for which a dataset is built or read.
@@ -237,13 +235,12 @@ class Context:
 
     @property
     def jit_key(self) -> Hashable:
-        """The value by which JAX keys its caches, None outside of steps.
+        """The key of JAX's caches, None outside of steps.
 
         A jitted helper that a step calls must be traced again on the other side of
-        `merge_call`, and in another trace of the step: its trace has the references of
-        that trace's variables. A replica that runs eagerly computes operation by
-        operation, and each of those is compiled once for all calls; `check_unstaged`
-        refuses what a traced helper must not keep.
+        `merge_call`, and in another trace of the step: its trace has references to the
+        variables of that trace. Eager replicas compile each operation once for all
+        calls; `check_unstaged` raises for what a traced helper must not cache.
         """
         strategy = self.strategy if self.in_step else None
         if strategy is None:
@@ -255,7 +252,7 @@ class Context:
 
 
 OUTSIDE = Context()
-"""The context of code that is part of nothing; there is one, known by identity."""
+"""The context outside of all strategies; compared by identity."""
 
 _current: contextvars.ContextVar[Context] = contextvars.ContextVar(
     "jaxstrategy_context", default=OUTSIDE
@@ -288,7 +285,7 @@ def outside() -> contextlib.AbstractContextManager[Context]:
 
 
 def check_unstaged(what: str) -> None:
-    """Raise where a replica runs eagerly, but JAX records the code that asks."""
+    """Raise where a replica runs eagerly, but JAX stages the caller's code."""
     if _current.get().eager is None or not arrays.is_staged():
         return
     raise ContextError(
@@ -308,7 +305,7 @@ def set_current(strategy: AbstractStrategy | None) -> None:
 
 
 def replica_index(strategy: AbstractStrategy) -> jax.Array | int:
-    """The number of this replica: known, traced in a compiled step, 0 without axes."""
+    """The id of this replica: a tracer in compiled steps, 0 without axes."""
     eager = _current.get().eager
     return strategy._replicas.index() if eager is None else eager.index
 
@@ -332,7 +329,7 @@ def require_same(context: Context, strategy: AbstractStrategy) -> None:
 
 
 def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context:
-    """The context, if `strategy.method` may be called here: not inside a replica."""
+    """The context; raises in replica context, where `strategy.method` is an error."""
     context = _current.get()
     require_same(context, strategy)
     if context.replica is not None:
@@ -360,10 +357,10 @@ class Scope:
 
     def __enter__(self) -> AbstractStrategy:
         before = require_cross_replica(self._strategy, "scope")
-        # A new record each time, so that leaving in the wrong order is seen.
+        # A new record each time, so that leaving in the wrong order is detected.
         context = dataclasses.replace(before, strategy=self._strategy, is_set=False)
         blocks = contextlib.ExitStack()
-        # No `jax.set_mesh`, for which Flax asks: computing with arrays of one replica
+        # Not `jax.set_mesh`, as Flax advises: computing with arrays of one replica
         # would be an error then (JAX 0.10 and 0.12).
         if jax.sharding.get_abstract_mesh().empty:
             blocks.enter_context(without_eager_sharding())

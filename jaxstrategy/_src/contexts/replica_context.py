@@ -65,7 +65,7 @@ AnyStrategy: TypeAlias = AbstractStrategy | StrategyAdapter
 
 
 def core_of(strategy: object) -> object:
-    """The strategy behind an adapter; anything else as it is, to be checked."""
+    """The strategy of an adapter; anything else as it is."""
     return strategy.core if isinstance(strategy, StrategyAdapter) else strategy
 
 
@@ -76,9 +76,9 @@ def checked_core(strategy: object) -> AbstractStrategy:
     return core
 
 
-# What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
+# The name scope of a `merge_call`, by which the analysis of a step finds it.
 MERGE_SCOPE = "jaxstrategy.merge_call"
-# What in a `merge_call` each replica does for itself again: `run`, `extended.update`.
+# In a `merge_call` the name scope of replica code: `run` and `extended.update`.
 REPLICA_SCOPE = "jaxstrategy.each_replica"
 
 
@@ -208,8 +208,8 @@ class ReplicaContext:
         within = None
         if groups is not None:
             within = checked_groups(groups, self.num_replicas_in_sync)
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_one)
-        _check_here(leaves)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_whole)
+        _check_local(leaves)
         results = self._strategy._reduction.reduce_leaves(op, leaves, options, within)
         return jax.tree.unflatten(treedef, results)
 
@@ -259,10 +259,10 @@ class ReplicaContext:
         """
         self._require_current("all_reduce_compressed")
         checked_options(options, with_compression=True)
-        paths, treedef = jax.tree.flatten_with_path(value, is_leaf=_is_one)
+        paths, treedef = jax.tree.flatten_with_path(value, is_leaf=_is_whole)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]
-        _check_here(leaves)
+        _check_local(leaves)
         owed = checked_debts(state, leaves, names, treedef, compression_of(options))
         results, debts = self._strategy._reduction.reduce_compressed(
             ReduceOp(reduce_op), leaves, owed, options
@@ -294,7 +294,7 @@ class ReplicaContext:
         reduction = self._strategy._reduction
 
         def gathered(leaf: Leaf) -> Leaf:
-            _check_here([leaf])
+            _check_local([leaf])
             return reduction.gathered(leaf, axis)
 
         return trees.map_leaves(gathered, value)
@@ -389,7 +389,7 @@ class ReplicaContext:
         raise self._mismatch(method, context)
 
     def _require_no_other_step(self, method: str) -> None:
-        # The number of the default strategy is 1, which would be wrong without a word.
+        # The number of replicas of the default strategy, 1, would be silently wrong.
         context = _context.current()
         if context.in_step and context.strategy is not self._strategy:
             raise self._mismatch(method, context)
@@ -422,15 +422,15 @@ class ReplicaContext:
         )
 
 
-def _check_here(leaves: Sequence[Leaf]) -> None:
-    """Raise if one was captured from outside the step, with all replicas' versions."""
+def _check_local(leaves: Sequence[Leaf]) -> None:
+    """Raise if a leaf is a `PerReplica`, captured from outside the step."""
     for leaf in leaves:
         if isinstance(leaf, PerReplica):
             leaf._misused()
 
 
 def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
-    """The part that one replica has of `tree`, while a step is traced."""
+    """`tree` with this replica's versions, while a step is traced."""
 
     def unwrap(leaf: Leaf) -> Leaf:
         if read_variables and isinstance(leaf, Handle):
@@ -440,5 +440,5 @@ def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
     return trees.map_around_objects(unwrap, tree)
 
 
-def _is_one(node: object) -> bool:
+def _is_whole(node: object) -> bool:
     return isinstance(node, PerReplica) or is_slices(node)

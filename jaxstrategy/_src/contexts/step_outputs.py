@@ -1,8 +1,7 @@
-"""Values that a step returns besides its results: `StepOutputs`.
+"""Values that steps emit besides their results: `StepOutputs`.
 
-What code of a step computes is known to its trace only. So such values go out of the
-program as further results, and whoever has opened a `StepOutputs` around the call
-receives them afterwards, each time the program runs.
+They are further results of the compiled program. The `StepOutputs` around the call
+receives them each time the program runs.
 """
 
 from __future__ import annotations
@@ -23,65 +22,63 @@ from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 class Sender:
-    """An object with methods that steps call to hand something out.
+    """An object with methods by which steps emit messages; it has no state.
 
-    To a program one is as good as another, because it keeps nothing itself: whichever
-    a step is given, or refers to, the `StepOutputs` around the call receives it.
+    So one compiled program serves all senders of a class.
     """
 
     @classmethod
     @functools.cache
     def of_steps(cls) -> Sender:
-        """The one that steps are given in place of another."""
+        """The sender that compiled steps see in place of any other."""
         return cls()
 
 
 @final
 class StepOutputs:
-    """Receives what steps that use `sender` hand out, in order, once they started."""
+    """Receives the messages of steps that use `sender`, in order."""
 
     def __init__(self, sender: Sender, receive: Callable[[PyTree], object]) -> None:
         self.sender = sender
         self.receive = receive
-        self._posting: dict[Function, Function] = {}
+        self._wrapped: dict[Function, Function] = {}
 
     def opened(self) -> AbstractContextManager[object]:
         return _context.entered(step_outputs=self)
 
     def with_outputs(self, fn: Function) -> Function:
-        """A function that returns what `fn` does, and a list of what it hands out.
+        """`with_outputs`, cached for the last few functions.
 
-        The same for the last few functions, because what a new one refers to is looked
-        through.
+        A new function would be looked through for captured values again.
         """
         try:
-            if (known := self._posting.get(fn)) is not None:
+            if (known := self._wrapped.get(fn)) is not None:
                 return known
         except TypeError:  # it cannot be hashed
             return with_outputs(fn)
-        if len(self._posting) >= _KEPT:
-            del self._posting[next(iter(self._posting))]
-        return self._posting.setdefault(fn, with_outputs(fn))
+        if len(self._wrapped) >= _MOST_WRAPPED:
+            del self._wrapped[next(iter(self._wrapped))]
+        return self._wrapped.setdefault(fn, with_outputs(fn))
 
 
-_KEPT = 8
+_MOST_WRAPPED = 8
 
 
 def around_steps() -> StepOutputs | None:
     """The `StepOutputs` of a step that begins now, if there is one."""
     context = _context.current()
-    if context.step_outputs is None or context.posted is not None:
+    if context.step_outputs is None or context.step_messages is not None:
         return None
     return cast("StepOutputs", context.step_outputs)
 
 
 def in_step() -> bool:
-    """Whether what is handed out now goes out of a step that has not ended."""
-    return _context.current().posted is not None
+    """Whether a message emitted now is a result of a step that is traced."""
+    return _context.current().step_messages is not None
 
 
 def require_open(sender: Sender, method: str) -> None:
-    """Raise unless what `sender` hands out now is received."""
+    """Raise unless a message of `sender` is received now."""
     step_outputs = cast("StepOutputs | None", _context.current().step_outputs)
     if step_outputs is None:
         raise ContextError(
@@ -95,51 +92,45 @@ def require_open(sender: Sender, method: str) -> None:
         )
 
 
-def post(message: PyTree, method: str) -> None:
+def emit(message: PyTree, method: str) -> None:
+    """Adds a message to those of the step; outside of one it is received at once."""
     context = _context.current()
-    if context.posted is not None:
-        began, messages = context.posted
-        if get_opaque_trace_state() != began:
-            raise ContextError(_inner(method))
-        messages.append(message)
-    elif _is_traced(message):
-        raise ContextError(_inner(method))
+    state, messages = context.step_messages or (None, None)
+    if messages is None:
+        is_inner = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(message))
     else:
+        is_inner = get_opaque_trace_state() != state
+    if is_inner:
+        raise ContextError(
+            f"`{method}` was called inside a function that JAX traces by itself within "
+            "the step (`jax.jit`, `jax.grad`, `jax.lax.scan`), whose arrays nobody "
+            "outside of it can use. Let the function return the value (`has_aux=True` "
+            "of `jax.grad`), and call it where the function has returned."
+        )
+    if messages is None:
         cast("StepOutputs", context.step_outputs).receive(message)
+    else:
+        messages.append(message)
 
 
 def with_outputs(fn: Function) -> Function:
-    """A function that returns what `fn` does, and a list of what it hands out.
+    """`fn` as a function that also returns the list of its messages.
 
-    As of one step. A function that is differentiated in a step can be one: what the
-    list holds is posted again where the arrays are the step's own.
+    It may be a function that is differentiated in a step, which emits them again.
     """
 
     @functools.wraps(fn)
     def step(*args: Any, **kwargs: Any) -> tuple[PyTree, list[PyTree]]:
         messages: list[PyTree] = []
-        with _context.entered(posted=(get_opaque_trace_state(), messages)):
+        with _context.entered(step_messages=(get_opaque_trace_state(), messages)):
             return fn(*args, **kwargs), messages
 
     return step
 
 
 def without_sender(step_outputs: StepOutputs, tree: PyTree) -> PyTree:
-    """`tree` for a program that serves other senders: with that of all steps."""
+    """`tree` with the sender that compiled steps see."""
     sender = step_outputs.sender
     return trees.map_around_objects(
         lambda leaf: type(sender).of_steps() if leaf is sender else leaf, tree
-    )
-
-
-def _is_traced(message: PyTree) -> bool:
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(message))
-
-
-def _inner(method: str) -> str:
-    return (
-        f"`{method}` was called inside a function that JAX traces by itself within the "
-        "step (`jax.jit`, `jax.grad`, `jax.lax.scan`), whose arrays nobody outside of "
-        "it can use. Let the function return the value (`has_aux=True` of `jax.grad`), "
-        "and call it where the function has returned."
     )

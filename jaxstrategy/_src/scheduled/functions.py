@@ -165,7 +165,7 @@ class HostCode:
 
     def _traced_here(self, sent: peer.Dumped) -> ShippedProgram:
         arrived: list[object] = []
-        with context.entered(arrived=arrived):
+        with context.entered(unpickled=arrived):
             strategy, fn, args, kwargs, slots = sent.loaded()
         for each in arrived:
             if isinstance(each, Variable):

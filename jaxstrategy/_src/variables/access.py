@@ -312,11 +312,11 @@ class LookupTape(Protocol):
 def value_of(variable: Handle) -> jax.Array | None:
     """The value that `variable` has in the function being differentiated, or None."""
     context = _context.current()
-    found = context.given.get(id(variable))
+    found = context.differentiated.get(id(variable))
     if found is None:
         return None
-    if context.read is not None:
-        context.read.add(id(variable))
+    if context.reads is not None:
+        context.reads.add(id(variable))
     found = cast(_Given, found)
     if found.step is not tracing():
         raise _outside(variable)
@@ -329,12 +329,12 @@ def value_of(variable: Handle) -> jax.Array | None:
 
 def is_given(variable: Handle) -> bool:
     """Whether `variable` has a value in a function that is differentiated."""
-    return id(variable) in _context.current().given
+    return id(variable) in _context.current().differentiated
 
 
 def check_outside(variables: Iterable[Handle | None]) -> None:
     """Raise unless a step that uses `variables` may be called here."""
-    given = _context.current().given
+    given = _context.current().differentiated
     if given:
         for variable in variables:
             if variable is not None and id(variable) in given:
@@ -355,12 +355,14 @@ def entered(
 ) -> Iterator[None]:
     """A `with` block in which variables, by `id`, have these values."""
     context = _context.current()
-    key = context.trace, frozenset({*context.given, *values})
+    key = context.trace, frozenset({*context.differentiated, *values})
     trace = _known_trace(key) if is_repeated else _context.new_trace()
     step, state = tracing(), get_opaque_trace_state()
     given = {i: _Given(step, value, state, key) for i, value in values.items()}
     try:
-        with _context.entered(given={**context.given, **given}, trace=trace):
+        with _context.entered(
+            differentiated={**context.differentiated, **given}, trace=trace
+        ):
             yield
     finally:
         if _traces.get(key) != trace:  # a jitted function has used a value

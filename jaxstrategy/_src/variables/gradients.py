@@ -245,7 +245,7 @@ def value_and_grad_of_read(
         *args: Any,
     ) -> tuple[PyTree, list[tuple[PyTree, Variable]]]:
         found, read = _trainable(strategy), set[int]()
-        with context.entered(read=read):
+        with context.entered(reads=read):
             result, grads = value_and_grad(fn, found, has_aux=True)(*args)
         made = [v for v in _trainable(strategy) if all(v is not each for each in found)]
         if made:

@@ -249,7 +249,7 @@ class Variable(AbstractVariable):
           ValueError: outside `run`, an on-read variable whose aggregation is NONE.
           ContextError: in another strategy's scope or `run`.
         """
-        given = access.value_of(self) if context.current().given else None
+        given = access.value_of(self) if context.current().differentiated else None
         if given is not None:
             return given
         with access.exclusively():
@@ -340,7 +340,7 @@ class Variable(AbstractVariable):
         self, make: Callable[..., jax.Array | PerReplica], *given: Value
     ) -> jax.Array | PerReplica:
         now = context.current()
-        if now.given and access.value_of(self) is not None:
+        if now.differentiated and access.value_of(self) is not None:
             raise ValueError(
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
@@ -546,7 +546,7 @@ def _on_worker(
     make, *details = sent
     variable._kind = kind = make(name, variable._aggregation, *details)
     variable._cell = kind.cell
-    if (arrived := context.current().arrived) is not None:
+    if (arrived := context.current().unpickled) is not None:
         arrived.append(variable)
     return variable
 
