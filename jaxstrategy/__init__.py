@@ -110,7 +110,4 @@ if TYPE_CHECKING:
     from jaxstrategy._src.variables.variable import Variable as Variable
     from jaxstrategy._src.version import __version__ as __version__
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
-
-# Keras in scopes needs no call of `js.keras`.
-lazy_names.add_to_scopes("jaxstrategy._src.keras.keras_scope")
+    __getattr__, __dir__ = lazy_names.attach(__name__)

@@ -27,4 +27,4 @@ if TYPE_CHECKING:
         Record as Record,
     )
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

@@ -35,4 +35,4 @@ if TYPE_CHECKING:
 
     PerWorkerValues = PerWorkerValue
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

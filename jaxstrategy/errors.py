@@ -38,4 +38,4 @@ if TYPE_CHECKING:
         WorkerLost as WorkerLost,
     )
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

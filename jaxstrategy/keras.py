@@ -35,4 +35,4 @@ if TYPE_CHECKING:
         stateless_update_state as stateless_update_state,
     )
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__, extra=("keras", "Keras"))
+    __getattr__, __dir__ = lazy_names.attach(__name__, extra=("keras", "Keras"))

@@ -24,4 +24,4 @@ if TYPE_CHECKING:
         own_copies as own_copies,
     )
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

@@ -20,4 +20,4 @@ if TYPE_CHECKING:
         Explanation as Explanation,
     )
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

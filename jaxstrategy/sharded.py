@@ -17,4 +17,4 @@ if TYPE_CHECKING:
     from jaxstrategy._src.sharded.lookup import lookup as lookup
     from jaxstrategy._src.sharded.row_optimizers import SGD as SGD, Adagrad as Adagrad
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

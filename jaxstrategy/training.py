@@ -18,4 +18,4 @@ if TYPE_CHECKING:
     )
     from jaxstrategy._src.training.training_loop import training_loop as training_loop
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

@@ -172,10 +172,10 @@ class NotMirroredWarning(UserWarning):
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
     >>> def step(params, x):
     ...     return {"w": params["w"] - x}  # the gradient is not reduced
-    >>> with warnings.catch_warnings(record=True) as told:
+    >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     _ = strategy.run(step, ({"w": 1.0}, strategy.per_replica([1.0, 2.0])))
-    >>> print(told[0].category.__name__, str(told[0].message).partition(",")[0])
+    >>> print(caught[0].category.__name__, str(caught[0].message).partition(",")[0])
     NotMirroredWarning `step` was given `params['w']` equal on all replicas
     """
 
@@ -241,14 +241,14 @@ class OutOfSyncError(RuntimeError):
         arrays = with_noun(count, "array")
         lines = [f"{arrays} {are} not equal, bit by bit, on all replicas:"]
         lines += [
-            f"  `{path}`: {self._told(groups)}"
+            f"  `{path}`: {self._difference(groups)}"
             for path, groups in list(self.leaves.items())[: self._NAMED]
         ]
         if more := and_more(count, self._NAMED):
             lines += [f" {more}; the exception's `leaves` has them all"]
         return "\n".join([*lines, self._ADVICE])
 
-    def _told(self, groups: tuple[tuple[int, ...], ...]) -> str:
+    def _difference(self, groups: tuple[tuple[int, ...], ...]) -> str:
         most, *others = groups
         rest = sorted(replica_id for group in others for replica_id in group)
         if len(most) <= len(rest):
@@ -342,11 +342,11 @@ class RecompilationWarning(UserWarning):
     >>> import warnings
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> with warnings.catch_warnings(record=True) as told:
+    >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     for rows in range(1, 12):
     ...         _ = strategy.run(lambda x: x.sum(), (np.ones(rows),))
-    >>> print(told[0].category.__name__, str(told[0].message).partition(",")[0])
+    >>> print(caught[0].category.__name__, str(caught[0].message).partition(",")[0])
     RecompilationWarning `<lambda>` is being compiled for the 6th time
     """
 
@@ -360,10 +360,10 @@ class DoubleReductionWarning(UserWarning):
     >>> def step(x):
     ...     reduce = js.get_replica_context().all_reduce
     ...     return reduce("sum", reduce("mean", x))
-    >>> with warnings.catch_warnings(record=True) as told:
+    >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     total = strategy.run(step, (strategy.per_replica([1.0, 2.0]),))
-    >>> print(told[0].category.__name__, total)
+    >>> print(caught[0].category.__name__, total)
     DoubleReductionWarning 3.0
     """
 
@@ -380,10 +380,10 @@ class WholeTableWarning(UserWarning):
     >>> def step(ids):
     ...     lookup = js.experimental.embedding_lookup
     ...     return lookup(table, lookup(table, ids))
-    >>> with warnings.catch_warnings(record=True) as told:
+    >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     rows = strategy.run(step, (jnp.array([3]),))
-    >>> print(told[0].category.__name__, rows)
+    >>> print(caught[0].category.__name__, rows)
     WholeTableWarning [3]
     """
 
@@ -395,10 +395,10 @@ class PaddedRowsWarning(UserWarning):
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
     >>> (batch,) = strategy.experimental_distribute_dataset([np.arange(3.0)])
-    >>> with warnings.catch_warnings(record=True) as told:
+    >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     sums = strategy.run(lambda batch: batch.sum(), (batch,))
-    >>> print(told[0].category.__name__, strategy.reduce("sum", sums))
+    >>> print(caught[0].category.__name__, strategy.reduce("sum", sums))
     PaddedRowsWarning 5.0
     >>> strategy.reduce("sum", strategy.run(js.masked_sum, (batch,)))
     Array(3., dtype=float32)

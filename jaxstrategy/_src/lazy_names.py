@@ -14,7 +14,6 @@ when it is imported itself.
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import sys
 import threading
@@ -25,13 +24,13 @@ from typing import Any
 _importing = threading.RLock()
 
 
-def of(
+def attach(
     package: str, *, extra: tuple[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a public module, with what it lists as names.
+    """`__getattr__` and `__dir__` of a public module, for the names that it lists.
 
-    The names raise an `AttributeError` that says what to use instead if TensorFlow has
-    one that is not here, and a `MissingExtraError` if the library is not installed.
+    Other names raise an `AttributeError` with advice if TensorFlow has them; names of
+    an extra that is not installed raise a `MissingExtraError`.
     """
     listed = _listed(package)
 
@@ -47,7 +46,13 @@ def of(
         except ModuleNotFoundError as missing:
             if extra is None or (missing.name or "").partition(".")[0] != extra[0]:
                 raise
-            raise _missing_extra(f"{package}.{name}", *extra) from missing
+            from jaxstrategy._src.errors import MissingExtraError
+
+            library, title = extra
+            raise MissingExtraError(
+                f"`{package}.{name}` needs {title}, which is not installed. Install "
+                f"the extra: pip install 'jaxstrategy[{library}]'"
+            ) from missing
         found = getattr(module, defined) if defined else module
         setattr(sys.modules[package], name, found)  # asked for once
         return found
@@ -60,7 +65,7 @@ def of(
 
 
 def _listed(package: str) -> dict[str, tuple[str, str]]:
-    """For each name its module, and what it is called there; of a module nothing."""
+    """For each name its module and its name there, "" for a module itself."""
     spec = sys.modules[package].__spec__
     get_source = getattr(spec and spec.loader, "get_source", lambda name: None)
     if (source := get_source(package)) is None:
@@ -83,15 +88,6 @@ def _listed(package: str) -> dict[str, tuple[str, str]]:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=value)):
                 found[name] = hidden.get(value) or found[value]
     return found
-
-
-def _missing_extra(name: str, library: str, title: str) -> ImportError:
-    from jaxstrategy._src.errors import MissingExtraError
-
-    return MissingExtraError(
-        f"`{name}` needs {title}, which is not installed. Install the extra: pip "
-        f"install 'jaxstrategy[{library}]'"
-    )
 
 
 # Names of `tf.distribute` that are not here, and what to use instead.
@@ -177,21 +173,3 @@ def _absent(module: str, name: str) -> AttributeError:
     if full in ADVICE:
         text = f"{text}, which TensorFlow has. {ADVICE[full]}"
     return AttributeError(text, name=name)
-
-
-# `with` blocks that each scope enters too, for libraries with state of their own. They
-# are named by their modules, which the first scope imports.
-_scope_modules: list[str] = []
-
-
-def add_to_scopes(module: str) -> None:
-    """Have each scope enter `block(strategy)` of that module."""
-    _scope_modules.append(module)
-
-
-def entered_for(strategy: Any) -> contextlib.ExitStack:
-    """The blocks of all modules, entered for the scope of `strategy`."""
-    with contextlib.ExitStack() as blocks:
-        for module in _scope_modules:
-            blocks.enter_context(importlib.import_module(module).block(strategy))
-        return blocks.pop_all()

@@ -62,4 +62,4 @@ if TYPE_CHECKING:
     ReductionToOneDeviceCrossTowerOps = ReductionToOneDevice
     PerDevice = PerReplica
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

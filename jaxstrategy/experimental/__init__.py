@@ -6,18 +6,18 @@ from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
     from jaxstrategy import coordinator as coordinator
-    from jaxstrategy._src.communication_options import (
-        CollectiveHints as CollectiveHints,
-        CommunicationImplementation as CommunicationImplementation,
-        CommunicationOptions as CommunicationOptions,
-        PowerSGD as PowerSGD,
-    )
     from jaxstrategy._src.executors.eager_replicas import (
         eager_replicas as eager_replicas,
     )
     from jaxstrategy._src.executors.executor import CompiledStep as CompiledStep
     from jaxstrategy._src.inputs.dataset import grouped as grouped
-    from jaxstrategy._src.options import ValueContext as ValueContext
+    from jaxstrategy._src.options import (
+        CollectiveHints as CollectiveHints,
+        CommunicationImplementation as CommunicationImplementation,
+        CommunicationOptions as CommunicationOptions,
+        PowerSGD as PowerSGD,
+        ValueContext as ValueContext,
+    )
     from jaxstrategy._src.preemption.preemption import (
         PreemptionCheckpointHandler as PreemptionCheckpointHandler,
         PreemptionWatcher as PreemptionWatcher,
@@ -55,4 +55,4 @@ if TYPE_CHECKING:
     MultiWorkerMirroredStrategy = ExperimentalMultiWorkerMirroredStrategy
     TPUStrategy = ExperimentalTPUStrategy
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

@@ -17,4 +17,4 @@ if TYPE_CHECKING:
         Partitioner as Partitioner,
     )
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

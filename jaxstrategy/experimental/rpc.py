@@ -26,4 +26,4 @@ if TYPE_CHECKING:
     Client = RpcClient
     Server = RpcServer
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

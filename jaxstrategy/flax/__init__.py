@@ -16,4 +16,4 @@ if TYPE_CHECKING:
     )
     from jaxstrategy.flax import linen as linen, nnx as nnx
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__, extra=("flax", "Flax"))
+    __getattr__, __dir__ = lazy_names.attach(__name__, extra=("flax", "Flax"))

@@ -7,4 +7,4 @@ from jaxstrategy._src import lazy_names
 if TYPE_CHECKING:
     from jaxstrategy._src.flax.linen import BatchNorm as BatchNorm
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__, extra=("flax", "Flax"))
+    __getattr__, __dir__ = lazy_names.attach(__name__, extra=("flax", "Flax"))

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
         update_metrics as update_metrics,
     )
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__, extra=("flax", "Flax"))
+    __getattr__, __dir__ = lazy_names.attach(__name__, extra=("flax", "Flax"))

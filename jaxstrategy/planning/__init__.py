@@ -28,4 +28,4 @@ if TYPE_CHECKING:
         PlannedLayout as PlannedLayout,
     )
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

@@ -7,4 +7,4 @@ from jaxstrategy._src import lazy_names
 if TYPE_CHECKING:
     from jaxstrategy.tpu import experimental as experimental
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

@@ -21,4 +21,4 @@ if TYPE_CHECKING:
 
     Topology = TPUTopology
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)

@@ -18,7 +18,6 @@ FLOORS = [
     "processes",
     "launch",
     "options",
-    "communication_options",
     "replicas",
     "tpu",
     "values",

@@ -12,10 +12,6 @@ import jax
 from jaxstrategy._src import options as _options
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
-from jaxstrategy._src.communication_options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-)
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_V1,
     Adapter,
@@ -45,7 +41,12 @@ from jaxstrategy._src.inputs.input_options import (
     InputOptions,
     InputReplicationMode,
 )
-from jaxstrategy._src.options import ReduceOp, VariableAggregation
+from jaxstrategy._src.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+    VariableAggregation,
+)
 from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import (

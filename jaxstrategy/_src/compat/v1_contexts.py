@@ -7,11 +7,10 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.compat.adapters import NAMES_IN_V1, Adapter, same
 from jaxstrategy._src.compat.v1 import Strategy, chosen_options
 from jaxstrategy._src.contexts.replica_context import ReplicaContext as _ReplicaContext
-from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.options import CommunicationOptions, ReduceOp
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import current
 from jaxstrategy._src.text.shown import shown

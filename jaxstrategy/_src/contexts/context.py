@@ -6,6 +6,7 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
+import importlib
 import itertools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -14,10 +15,9 @@ from typing import Any, Protocol, final
 
 import jax
 
-from jaxstrategy._src import lazy_names
-from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import (
+    CommunicationOptions,
     ReduceOp,
     VariableAggregation,
     VariableSynchronization,
@@ -342,6 +342,10 @@ def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context:
     return context
 
 
+# Keras has state of its own in a scope. The module is above this one in the layers.
+_KERAS_SCOPE = "jaxstrategy._src.keras.keras_scope"
+
+
 class Scope:
     """A `with` block in which a strategy is current; may be entered again.
 
@@ -364,7 +368,8 @@ class Scope:
         # would be an error then (JAX 0.10 and 0.12).
         if jax.sharding.get_abstract_mesh().empty:
             blocks.enter_context(without_eager_sharding())
-        blocks.enter_context(lazy_names.entered_for(self._strategy))
+        keras_scope = importlib.import_module(_KERAS_SCOPE)
+        blocks.enter_context(keras_scope.block(self._strategy))
         self._entered.append((context, before, blocks))
         _current.set(context)
         return self._strategy

@@ -9,11 +9,10 @@ from typing import TypeAlias, final, overload
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy._src.communication_options import CommunicationOptions, checked_options
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.context import AbstractStrategy, Context
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.options import CommunicationOptions, ReduceOp, checked_options
 from jaxstrategy._src.reductions.compression import (
     CompressionState,
     checked_debts,

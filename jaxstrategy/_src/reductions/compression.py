@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxstrategy._src.communication_options import CommunicationOptions, PowerSGD
-from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.options import CommunicationOptions, PowerSGD, ReduceOp
 from jaxstrategy._src.reductions import operations
 from jaxstrategy._src.reductions.operations import (
     OPERATIONS,

@@ -11,8 +11,7 @@ from typing import NoReturn, final
 
 import jax
 
-from jaxstrategy._src.communication_options import CommunicationOptions
-from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.options import CommunicationOptions, ReduceOp
 from jaxstrategy._src.reductions import operations
 from jaxstrategy._src.reductions.operations import Axes, Groups, checked, chosen_groups
 from jaxstrategy._src.reductions.packing import NumberOfPacks, best_on

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxstrategy._src.communication_options import CommunicationOptions
+from jaxstrategy._src.options import CommunicationOptions
 from jaxstrategy._src.replicas.replicas import Replicas
 
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxstrategy._src.communication_options import (
+from jaxstrategy._src.options import (
     CommunicationImplementation as Implementation,
     CommunicationOptions,
+    ReduceOp,
 )
-from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.reductions import compression, operations
 from jaxstrategy._src.reductions.operations import (
     OPERATIONS,

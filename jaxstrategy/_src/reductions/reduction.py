@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.options import CommunicationOptions, ReduceOp
 from jaxstrategy._src.reductions.compression import (
     Residual,
     Sums,

@@ -8,10 +8,9 @@ import inspect
 from collections.abc import Callable
 from typing import TypeAlias, final
 
-from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.executors.executor import AbstractExecutor, CompiledExecutor
-from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.options import CommunicationOptions, RunOptions
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas.replicas import Replicas

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 
 from jaxstrategy._src import masks
-from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import (
     DonatedValueError,
@@ -24,7 +23,7 @@ from jaxstrategy._src.errors import (
     TracedValueError,
 )
 from jaxstrategy._src.executors.executor import AbstractExecutor
-from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.options import CommunicationOptions, ReduceOp
 from jaxstrategy._src.reductions.compression import CompressionState, initial_state
 from jaxstrategy._src.reductions.fingerprint import fingerprints, groups
 from jaxstrategy._src.reductions.operations import (

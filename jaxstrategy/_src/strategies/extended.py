@@ -10,13 +10,12 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.contexts import context as _context, replica_context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import check_arguments
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.executor import AbstractExecutor
-from jaxstrategy._src.options import ReduceOp
+from jaxstrategy._src.options import CommunicationOptions, ReduceOp
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas

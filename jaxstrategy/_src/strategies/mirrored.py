@@ -7,7 +7,7 @@ from typing import final
 
 import jax
 
-from jaxstrategy._src.communication_options import CommunicationOptions
+from jaxstrategy._src.options import CommunicationOptions
 from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device

@@ -15,7 +15,7 @@ from jaxstrategy._src.cluster.resolvers.environment import (
     TFConfigClusterResolver,
     default_resolver,
 )
-from jaxstrategy._src.communication_options import (
+from jaxstrategy._src.options import (
     CommunicationImplementation,
     CommunicationOptions,
     checked_options,

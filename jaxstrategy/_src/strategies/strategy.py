@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
-from jaxstrategy._src.communication_options import CommunicationOptions, checked_options
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import check_arguments, checked_core
@@ -32,7 +31,13 @@ from jaxstrategy._src.inputs.input_options import (
     InputOptions,
     checked_input_options,
 )
-from jaxstrategy._src.options import ReduceOp, RunOptions, ValueContext
+from jaxstrategy._src.options import (
+    CommunicationOptions,
+    ReduceOp,
+    RunOptions,
+    ValueContext,
+    checked_options,
+)
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.profiling import links
 from jaxstrategy._src.profiling.metric_logger import MetricLogger

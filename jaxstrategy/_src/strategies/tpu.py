@@ -8,7 +8,7 @@ from typing import Any, Self
 import jax
 
 from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
-from jaxstrategy._src.communication_options import CommunicationOptions, checked_options
+from jaxstrategy._src.options import CommunicationOptions, checked_options
 from jaxstrategy._src.processes.job import agree_on_replicas
 from jaxstrategy._src.replicas.inner_axes import logical_axes
 from jaxstrategy._src.replicas.replicas import Replicas

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from jaxstrategy._src.cluster.resolvers.environment import default_resolver
-from jaxstrategy._src.communication_options import CommunicationOptions
 from jaxstrategy._src.errors import ClusterError
+from jaxstrategy._src.options import CommunicationOptions
 from jaxstrategy._src.processes import job, rendezvous
 from jaxstrategy._src.strategies.current import get_replica_context
 from jaxstrategy._src.strategies.multi_worker import MultiWorkerMirroredStrategy

@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxstrategy._src.communication_options import CommunicationOptions, checked_options
 from jaxstrategy._src.contexts.replica_context import AnyStrategy, ReplicaContext
 from jaxstrategy._src.errors import ContextError, MissingExtraError
-from jaxstrategy._src.options import ReduceOp, RunOptions
+from jaxstrategy._src.options import (
+    CommunicationOptions,
+    ReduceOp,
+    RunOptions,
+    checked_options,
+)
 from jaxstrategy._src.reductions import compression
 from jaxstrategy._src.reductions.compression import CompressionState
 from jaxstrategy._src.replicas import mesh

@@ -53,4 +53,4 @@ if TYPE_CHECKING:
     )
     from jaxstrategy.compat.v1 import experimental as experimental
 else:
-    __getattr__, __dir__ = lazy_names.of(__name__)
+    __getattr__, __dir__ = lazy_names.attach(__name__)
