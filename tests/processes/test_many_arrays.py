@@ -188,7 +188,7 @@ def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkey
 
 def test_a_step_of_many_arrays_is_announced_once(strategy, monkeypatch, capfd):
     monkeypatch.setattr(program, "_MANY", 4)
-    monkeypatch.setattr(program, "_told", set())
+    monkeypatch.setattr(program, "_announced", set())
     alive = js.Variable(0.0)  # which no step here uses
 
     def many_steps(xs):

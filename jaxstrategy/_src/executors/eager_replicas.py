@@ -497,7 +497,7 @@ class EagerCall:
             form = None if call.objects is None else call.objects.form
             self._step_fn = step_of_arrays(lambda: self.fn, form, call.captured)
             arguments = call.args, call.kwargs
-        self.leaves, self.signature = _roles.take_apart(self._step_fn, *arguments)
+        self.leaves, self.signature = _roles.flatten(self._step_fn, *arguments)
         step = ReplicaStep(
             lambda: self._step_fn, environment, self.signature, lambda: False
         )
@@ -524,7 +524,7 @@ class EagerCall:
         try:
             return self._with_shared_changes(self._step_fn(*args, **kwargs))
         except rebinding.Leak as leak:
-            raise leak.explained() from None
+            raise leak.as_error() from None
         except Exception as error:
             better = eagerly_translated(error, self.name, self._replicas, self.options)
             if better is None:

@@ -436,7 +436,7 @@ class EagerSteps:
                 call.masks.tracing(leaves),
             ):
                 returned = call.run(leaves)
-            return _results.take_apart(returned, call.signature.statics, call.name)
+            return _results.flatten(returned, call.signature.statics, call.name)
 
         threads = [
             ReplicaThread(

@@ -30,9 +30,10 @@ from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing.explanation.explain import explain
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
+from jaxstrategy._src.tracing.function_cache import FunctionCache
 from jaxstrategy._src.tracing.functions import code
 from jaxstrategy._src.tracing.nnx import object_calls
-from jaxstrategy._src.tracing.programs import Programs
+from jaxstrategy._src.tracing.program_cache import FrozenSignatures
 from jaxstrategy._src.tracing.saved_step import (
     Facts,
     Obtain,
@@ -40,7 +41,6 @@ from jaxstrategy._src.tracing.saved_step import (
     SavedStep,
     facts_of,
 )
-from jaxstrategy._src.tracing.shared_programs import FrozenSignatures
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
 from jaxstrategy._src.tracing.traced_step import StepEnvironment, name_of
 from jaxstrategy._src.values import building, per_replica, trees
@@ -298,7 +298,7 @@ class AbstractExecutor(abc.ABC):
         if step_outputs is None:
             return self._run(fn, args, kwargs, options)
         with_outputs = step_outputs.with_outputs(fn)
-        code.define_at(with_outputs, code.place_of(fn))
+        code.copy_source_location(with_outputs, fn)
         args, kwargs = _step_outputs.without_sender(step_outputs, (args, kwargs))
         result, messages = self._run(with_outputs, args, kwargs, options)
         for message in messages:
@@ -412,8 +412,8 @@ class CompiledExecutor(AbstractExecutor):
         if processes is not None and processes.count > 1:
             self.agreement = StepAgreement(processes)
         self._processes = processes
-        self._programs = Programs(self._environment, self.agreement)
-        self._update_programs: dict[tuple[Device, ...], Programs] = {}
+        self._programs = FunctionCache(self._environment, self.agreement)
+        self._update_programs: dict[tuple[Device, ...], FunctionCache] = {}
 
     def program(
         self, fn: Function, options: RunOptions | None = None
@@ -431,9 +431,11 @@ class CompiledExecutor(AbstractExecutor):
         frozen = FrozenSignatures()
         # A cache of its own: the step shares no programs with other calls, and raises
         # where these would compile.
-        program = Programs(self._environment, self.agreement, frozen).of(fn, options)
+        program = FunctionCache(self._environment, self.agreement, frozen).of(
+            fn, options
+        )
         program.prepare(args, kwargs, obtain)
-        frozen.is_closed = True
+        frozen.is_frozen = True
         return program
 
     def run_compiled(
@@ -499,7 +501,7 @@ class CompiledExecutor(AbstractExecutor):
         programs = self._update_programs.get(devices)
         if programs is None:
             call = functools.partial(self._update_copy, devices)
-            programs = Programs(dataclasses.replace(self._environment, call=call))
+            programs = FunctionCache(dataclasses.replace(self._environment, call=call))
             programs = self._update_programs.setdefault(devices, programs)
         return programs.of(fn)(args, kwargs)
 

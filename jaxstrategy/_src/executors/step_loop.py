@@ -473,7 +473,7 @@ def several(fn: Function, are_local: bool = False) -> Function:
     if (signature := signature_of(fn)) is not None:
         steps.__dict__["__signature__"] = signature
     steps.__dict__["makes_several"] = True
-    code.define_at(steps, code.place_of(fn))
+    code.copy_source_location(steps, fn)
     return steps
 
 

@@ -29,7 +29,7 @@ from jaxstrategy._src.text.shown import columns, shown, with_bytes, with_seconds
 from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.explanation.facts import Memory
-from jaxstrategy._src.tracing.init import InnerState
+from jaxstrategy._src.tracing.init import InnerShardings
 from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica, contents, is_per_replica
@@ -167,7 +167,7 @@ class PlannedLayout:
 
         batch = jax.tree.map(divided, step.batch)
         last = batch if self.several == 1 else (batch,) * self.several
-        state = InnerState(step.specs, (), strategy._replicas).typed(step.types)
+        state = InnerShardings(step.specs, (), strategy._replicas).typed(step.types)
         parameters = inspect.signature(step.function).parameters.values()
         required = [p for p in parameters if p.default is p.empty]
         is_spread = isinstance(state, tuple) and len(required) == len(state) + 1 > 2

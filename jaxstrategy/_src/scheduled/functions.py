@@ -38,16 +38,16 @@ from jaxstrategy._src.scheduled.arguments import (
 from jaxstrategy._src.scheduled.shipping import shipped
 from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
 from jaxstrategy._src.tracing import results as _results, roles
+from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
+from jaxstrategy._src.tracing.functions.bindings import ClosureCell
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
-from jaxstrategy._src.tracing.functions.places import ClosureCell
 from jaxstrategy._src.tracing.functions.references import References
-from jaxstrategy._src.tracing.functions.weak_references import Identity, weakly
+from jaxstrategy._src.tracing.functions.weak_references import Identity, weak_function
 from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr, all_eqns
 from jaxstrategy._src.tracing.nnx.object_form import (
     is_changed_in_place,
 )
-from jaxstrategy._src.tracing.programs import FunctionKey, identity
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays
@@ -171,7 +171,7 @@ class HostCode:
             if isinstance(each, Variable):
                 each._adopt(strategy)
         with context.entered(worker=None):
-            leaves, signature = roles.take_apart(fn, args, kwargs)
+            leaves, signature = roles.flatten(fn, args, kwargs)
             arrays = [_arrays.as_array(leaf, "argument") for leaf in leaves]
             trace = trace_function(fn, strategy, signature, arrays)
             function = fn, strategy, signature, arrays, slots
@@ -223,7 +223,7 @@ class _Program:
             own.append(
                 value if how is None else jax.random.wrap_key_data(value, impl=how)
             )
-        return _results.unwrap_plain(self.results.rebuild(own))
+        return _results.unwrap_non_arrays(self.results.rebuild(own))
 
 
 @final
@@ -369,7 +369,7 @@ class FunctionTracer:
         if key not in self._table:
             self._make_room(key.code)
         programs = self._table.setdefault(key, {})
-        alive = weakly(fn, lambda _: self._functions.pop(number, None))
+        alive = weak_function(fn, lambda _: self._functions.pop(number, None))
         found = _Function(alive, key, programs, looks_again, now)
         self._functions[number] = found
         return found
@@ -472,9 +472,9 @@ def _closure(own: Any) -> list[object]:
 
 def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[FunctionKey, bool]:
     """The key of functions that do the same, and whether it changes unnoticed."""
-    with rebinding.one_at_a_time:
+    with rebinding.rebinding_lock:
         references = References(own, finds_objects=False)
-    form = references.form
+    form = references.key
     if references.opaque:  # it is known by itself alone
         function = getattr(own, "__func__", own)
         parts = [function, getattr(own, "__self__", None), *_closure(own)]
@@ -482,4 +482,4 @@ def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[FunctionKey, bool
     arrays = map(Identity, references.arrays.values())
     code = Identity(_code.code_of(own))
     key = FunctionKey((*wrappers, *form, *arrays), code, options=None)
-    return key, any(is_changed_in_place(each.value) for each in references.reached)
+    return key, any(is_changed_in_place(each.value) for each in references.nodes)

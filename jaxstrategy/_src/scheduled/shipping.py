@@ -44,7 +44,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Jaxpr,
     Var,
     closed,
-    hidden,
+    inner_eqns,
     jaxpr_of,
 )
 from jaxstrategy._src.tracing.on_replicas import on_replicas
@@ -731,7 +731,9 @@ def _check_stand_ins(trace: FunctionTrace) -> None:
     for eqn in trace.jaxpr.eqns:
         if name_in_trace(eqn).startswith(PREFIX):
             continue
-        if any(name_in_trace(each).startswith(PREFIX) for each in hidden(eqn.params)):
+        if any(
+            name_in_trace(each).startswith(PREFIX) for each in inner_eqns(eqn.params)
+        ):
             line = Site((eqn,)).line or "unknown"
             raise ValueError(
                 f"`{trace.name}` takes an element of an iterator in a branch or a "

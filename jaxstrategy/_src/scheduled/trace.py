@@ -30,7 +30,7 @@ from jaxstrategy._src.replicas.replicas import REPLICATED, ReplicaLayout, Replic
 from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr
 from jaxstrategy._src.tracing.nnx import object_calls
-from jaxstrategy._src.tracing.partition.partition import flattened
+from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.results import Results, is_one_leaf
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.stages import stages
@@ -339,8 +339,8 @@ def _of_trace(
     key_results: Sequence[Any],
     name: str,
 ) -> FunctionTrace:
-    flat = flattened(trace.jaxpr, is_ours)
-    count = len(trace.given_types)
+    flat = inline_calls(trace.jaxpr, is_ours)
+    count = len(trace.argument_types)
     arguments: list[int | None] = []
     constants: dict[int, Leaf] = {}
     variables: dict[int, Handle] = {}

@@ -380,8 +380,8 @@ def _everywhere(
         stacked.append(array)
     specs = [of_versions(inner_spec(array, local)) for array in stacked]
     versions = _unstacked(tuple(with_inner(spec, local) for spec in specs))(stacked)
-    if stages.needed(local.devices):
-        stages.dispatched(versions[0][0])
+    if stages.must_count(local.devices):
+        stages.count_dispatch(versions[0][0])
     return versions
 
 

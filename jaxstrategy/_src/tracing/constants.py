@@ -1,8 +1,7 @@
-"""The arrays that a step has captured, and its likeness in other processes.
+"""The constants of a program, and fingerprints to compare it with other processes'.
 
-To JAX they are part of the program, or arguments like those of the user. Nothing says
-that each process has captured the same: a number of the process itself, read from a
-file or drawn at random, is as good.
+A step may capture another array in each process, such as one read from a file or drawn
+at random; JAX does not notice.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.values.arrays import Leaf
 
-# Where objects lie in memory.
+# Addresses of objects.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# Where a line of a module came from: the files and lines that called the exporter too.
-_PLACE = re.compile(r' loc\((?:#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)|^#loc.*\n', re.M)
+# Locations in a module: files and lines of the code that exported it.
+_LOCATION = re.compile(r' loc\((?:#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)|^#loc.*\n', re.M)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramValue:
-    """An array that a step has captured, or an argument, the same in all processes.
+    """A constant or argument that must be the same in all processes.
 
     Attributes:
-      value: it.
-      label: of an argument, as messages call it; empty for a constant of the program.
+      value: the array or number.
+      label: the argument in messages; empty for a constant.
       site: where the program uses it first.
     """
 
@@ -56,12 +55,11 @@ class ProgramValue:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the step has captured it."""
         return not self.label or self.label.startswith("`captured ")
 
     @property
     def is_unshared(self) -> bool:
-        """Whether each process has placed it by itself: then it may differ."""
+        """Whether each process has its own, which may differ."""
         if isinstance(self.value, Tracer):
             return False
         if not isinstance(self.value, jax.Array):
@@ -69,19 +67,18 @@ class ProgramValue:
         return not self.value.is_deleted() and self.value.is_fully_addressable
 
     @property
-    def print(self) -> str:
+    def fingerprint(self) -> str:
         """Equal in all processes that have the same."""
-        is_told = not self.label or self.is_unshared
-        return f"{self._type} {_bits_of(self._array) if is_told else ''}"
+        has_bits = not self.label or self.is_unshared
+        return f"{self._type} {_checksum(self._array) if has_bits else ''}"
 
     @property
     def description(self) -> str:
-        """For messages."""
-        told = self._type
+        text = self._type
         if self.label:
-            told += f", {'' if self.is_captured else 'argument '}{self.label}"
+            text += f", {'' if self.is_captured else 'argument '}{self.label}"
         line = self.site and self.site.line
-        return told + (f", used at {line}" if line else "")
+        return text + (f", used at {line}" if line else "")
 
     @property
     def _array(self) -> jax.Array | np.ndarray:
@@ -94,40 +91,38 @@ class ProgramValue:
 
 
 def constants(jaxpr: ClosedJaxpr) -> Iterator[ProgramValue]:
-    """The constants of `jaxpr`, and of functions, branches and loops in it."""
+    """The constants of `jaxpr` and of inner jaxprs."""
     yield from _constants(jaxpr, (), set())
 
 
 def fingerprint(
     name: str,
     jaxpr: ClosedJaxpr,
-    given: Mapping[int, ProgramValue] | None = None,
+    arguments: Mapping[int, ProgramValue] | None = None,
     code: bytes | None = None,
 ) -> ProgramPrint:
-    """A print of a program, equal in all processes that have made the same, as JSON.
+    """A JSON object that is equal in all processes that have the same program.
 
     Args:
-      name: the program's.
-      jaxpr: what it computes.
-      given: what it is called with, by the places of the inputs.
-      code: what stands for its code; by default the whole.
+      arguments: by the indices of inputs.
+      code: identifies the code; `code_of(jaxpr)` by default.
     """
-    found = list(constants(jaxpr))
-    for index, each in (given or {}).items():
+    values = list(constants(jaxpr))
+    for index, argument in (arguments or {}).items():
         site = _site(_first_use(jaxpr, plain(jaxpr).invars[index]), ())
-        found.append(dataclasses.replace(each, site=site))
-    bits = zlib.crc32(code or code_of(plain(jaxpr)))
+        values.append(dataclasses.replace(argument, site=site))
+    checksum = zlib.crc32(code or code_of(plain(jaxpr)))
     return {
         "name": name,
-        "prints": [f"{bits:08x}", *(each.print for each in found)],
-        "captured": [each.description for each in found],
+        "prints": [f"{checksum:08x}", *(each.fingerprint for each in values)],
+        "captured": [each.description for each in values],
     }
 
 
 def code_of(jaxpr: Jaxpr) -> bytes:
-    """Equal for steps that compute the same from their captured arrays."""
+    """Equal for jaxprs that compute the same from their inputs."""
     modules = [
-        _PLACE.sub("", value.mlir_module()).encode()
+        _LOCATION.sub("", value.mlir_module()).encode()
         for eqn in all_eqns(jaxpr)
         for value in eqn.params.values()
         if isinstance(value, Exported)
@@ -142,11 +137,10 @@ def _constants(
         return
     seen.add(id(jaxpr))
     inside = plain(jaxpr)
-    captured = zip(inside.constvars, getattr(jaxpr, "consts", ()), strict=False)
-    for var, value in captured:
+    consts = getattr(jaxpr, "consts", ())
+    for var, value in zip(inside.constvars, consts, strict=False):
         if _is_array(value):
-            site = _site(_first_use(inside, var), holders)
-            yield ProgramValue(value, site=site)
+            yield ProgramValue(value, site=_site(_first_use(inside, var), holders))
     for eqn in inside.eqns:
         for atom in eqn.invars:
             if isinstance(atom, Literal) and _is_array(atom.val):
@@ -160,17 +154,16 @@ def _site(eqns: tuple[Equation, ...], holders: tuple[Equation, ...]) -> Site | N
 
 
 def _first_use(jaxpr: ClosedJaxpr, var: Var) -> tuple[Equation, ...]:
-    """The equation that uses `var` first, and those that hold it, innermost first."""
+    """The equation that uses `var` first, and those around it, innermost first."""
     for eqn in plain(jaxpr).eqns:
-        places = [place for place, atom in enumerate(eqn.invars) if atom is var]
-        if not places:
+        index = next((i for i, atom in enumerate(eqn.invars) if atom is var), None)
+        if index is None:
             continue
         for inner in closed_jaxprs(eqn.params):
-            # The operands of a branch come after what chooses it.
+            # The operands of a branch come after its index.
             skipped = len(eqn.invars) - len(plain(inner).invars)
-            if 0 <= skipped <= places[0]:
-                own = plain(inner).invars[places[0] - skipped]
-                if eqns := _first_use(inner, own):
+            if 0 <= skipped <= index:
+                if eqns := _first_use(inner, plain(inner).invars[index - skipped]):
                     return (*eqns, eqn)
         return (eqn,)
     return ()
@@ -180,12 +173,12 @@ def _is_array(value: object) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def _bits_of(value: Leaf) -> str:
-    """The bits of an array as a number; empty where each process has a part of it."""
-    if isinstance(value, Tracer):  # an argument of the code that calls the step
+def _checksum(value: Leaf) -> str:
+    """A checksum of the bits of an array; empty if no process has all of it."""
+    if isinstance(value, Tracer):
         return ""
     if is_key(value.dtype):
-        # While JAX traces, it would make an equation of this.
+        # Or it would be an equation, where JAX traces.
         with jax.ensure_compile_time_eval():
             value = jax.random.key_data(value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:

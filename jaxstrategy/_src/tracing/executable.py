@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, final
@@ -31,87 +30,86 @@ from jaxstrategy._src.variables import access
 
 @final
 class InputLayout:
-    """The form in which one jitted function takes the arguments of its step."""
+    """How a jitted function takes the arguments of its step: as trees, or flat."""
 
     def __init__(
         self, signature: Signature, donated: frozenset[int], is_flat: bool = False
     ) -> None:
         count = len(signature.dynamic)
         self.structure = None if is_flat else _structure_of(signature)
-        # For each argument of the jitted function its leaves.
-        self._places = [[index] for index in range(count)]
+        # For each argument of the jitted function the indices of its leaves.
+        self._leaves = [[index] for index in range(count)]
         self.has_keywords = False
         if self.structure is not None:
             args, kwargs = jax.tree.unflatten(self.structure, range(count))
-            places = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
-            # JAX takes whole arguments as donated ones.
-            if any(donated & {*own} not in (set(), {*own}) for own in places):
+            leaves = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
+            # JAX donates whole arguments.
+            if any(donated & {*some} not in (set(), {*some}) for some in leaves):
                 self.structure = None
             else:
-                self._places, self.has_keywords = places, bool(kwargs)
-        self.donated = [i for i, own in enumerate(self._places) if donated & {*own}]
+                self._leaves, self.has_keywords = leaves, bool(kwargs)
+        self.donated = [i for i, some in enumerate(self._leaves) if donated & {*some}]
         inputs = self.inputs(range(count))
         self._expected = jax.tree.structure(tuple(inputs))
         roles = [role for role in signature.roles if role is not Role.STATIC]
-        self.divided: list[tuple[int, TreeStructure, list[tuple[int, int]]]] = []
-        for place, own in enumerate(self._places):
-            divided = [
-                (among_own, index)
-                for among_own, index in enumerate(own)
+        # Arguments with a `PerReplica`: their number, structure, and for each of these
+        # its index among the argument's leaves and among all.
+        self.per_replica: list[tuple[int, TreeStructure, list[tuple[int, int]]]] = []
+        for number, indices in enumerate(self._leaves):
+            pairs = [
+                (position, index)
+                for position, index in enumerate(indices)
                 if roles[index] is Role.PER_REPLICA
             ]
-            if divided:
-                structure = jax.tree.structure(inputs[place])
-                self.divided.append((place, structure, divided))
+            if pairs:
+                structure = jax.tree.structure(inputs[number])
+                self.per_replica.append((number, structure, pairs))
 
     @property
     def count(self) -> int:
         """The number of arguments of the jitted function."""
-        return len(self._places)
+        return len(self._leaves)
 
     def inputs(self, leaves: Sequence[Leaf]) -> Sequence[PyTree]:
-        """The arguments of the jitted function that have these leaves."""
+        """The arguments of the jitted function, from their leaves."""
         if self.structure is None:
             return tuple(leaves)
         return as_inputs(*jax.tree.unflatten(self.structure, leaves))
 
     def leaves(self, inputs: Sequence[PyTree]) -> list[Tracer] | None:
-        """The leaves of what JAX gives the jitted function."""
+        """The leaves of its arguments; None if their structure is another."""
         leaves, structure = jax.tree.flatten(tuple(inputs))
         return leaves if structure == self._expected else None
 
     def shardings(self, shardings: Sequence[NamedSharding]) -> Sequence[PyTree]:
-        """The shardings for `jax.jit`."""
-        owned = [[shardings[index] for index in own] for own in self._places]
-        if all(len(set(own)) == 1 for own in owned):
-            # A class of the user may refuse what is no array.
-            return tuple(own[0] for own in owned)
+        """`in_shardings` for `jax.jit`."""
+        by_argument = [[shardings[i] for i in indices] for indices in self._leaves]
+        if all(len(set(some)) == 1 for some in by_argument):
+            # The user's classes may accept nothing but arrays.
+            return tuple(some[0] for some in by_argument)
         return self.inputs(shardings)
 
 
 def as_inputs(args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Sequence[PyTree]:
-    """The arguments of a jitted function that takes them as the user gave them."""
+    """The arguments of a jitted function: to JAX `kwargs` are one more."""
     return (*args, kwargs) if kwargs else args
 
 
 def _structure_of(signature: Signature) -> TreeStructure | None:
-    """The structure of the arguments; None if they cannot be passed as they are."""
-    if signature.kept:
+    """The structure of the arguments; None if they must be passed flat."""
+    if signature.static_leaves:
         return None
-    following = iter(range(len(signature.roles)))
     nodes: list[Leaf] = []
-    for role in signature.roles:
+    for index, role in enumerate(signature.roles):
         if role is Role.MASK:
-            nodes[-1] = dataclasses.replace(nodes[-1], _mask=next(following))
+            nodes[-1] = dataclasses.replace(nodes[-1], _mask=index)
         else:
-            place = next(following)
-            is_own = role is Role.PER_REPLICA
-            nodes.append(PerReplica(place) if is_own else place)
+            nodes.append(PerReplica(index) if role is Role.PER_REPLICA else index)
     try:
         tree = jax.tree.unflatten(signature.treedef, nodes)
         leaves, structure = jax.tree.flatten(tree)
         again = jax.tree.structure(jax.tree.unflatten(structure, leaves))
-    except Exception:  # whatever a class of the user raises for what is no array
+    except Exception:  # raised by the user's classes, which may accept arrays only
         return None
     is_same = leaves == list(range(len(signature.roles))) and again == structure
     return structure if is_same else None
@@ -122,50 +120,51 @@ _Returned: TypeAlias = tuple[PyTree, list[jax.Array], list[jax.Array]]
 
 
 class NotTraced(Exception):
-    """JAX has no executable for the arguments of a call, and it cannot be made there.
+    """The jitted function has no trace for these arguments: they must be placed first.
 
-    Of a call that has raised, JAX makes all later ones like it by a way that takes 60
-    us longer (0.10 and 0.12). So this is for calls whose arguments lie elsewhere.
+    After an exception JAX dispatches all calls of these types by a way that takes 60 us
+    longer (0.10 and 0.12). So it is raised only for arguments that must be moved.
     """
 
 
 class Retraced(Exception):
-    """A trace has told that the jitted function is to be another one."""
+    """The trace uses other variables or shardings: `jax.jit` must be called again."""
 
     def __init__(self, step: TracedStep) -> None:
         self.step = step
 
 
 @final
-class Handover:
-    """Hands the trace of a step to the jitted function that asks for it."""
+class TraceProvider:
+    """Gives a jitted function the trace of its step."""
 
-    __slots__ = ("_own", "_trace", "has_plain", "inputs")
+    __slots__ = ("_thread", "_trace", "has_non_arrays", "inputs")
 
     def __init__(self, trace: Callable[[Sequence[Leaf]], TracedStep | None]) -> None:
-        self._own = threading.local()
+        self._thread = threading.local()
         self._trace = trace
+        # Of the call in progress, of whatever thread.
         self.inputs: Sequence[PyTree] = ()
-        self.has_plain = False
+        self.has_non_arrays = False
 
     @contextlib.contextmanager
-    def of(self, trace: Callable[[], TracedStep]) -> Iterator[None]:
-        """A `with` block in which this thread may trace the step with `trace`."""
-        self._own.trace = trace
+    def using(self, trace: Callable[[], TracedStep]) -> Iterator[None]:
+        """A `with` block in which this thread traces the step with `trace`."""
+        self._thread.trace = trace
         try:
             yield
         finally:
-            self._own.trace = None
+            self._thread.trace = None
 
-    def take(self, inputs: Sequence[Tracer]) -> TracedStep:
-        """The step, traced for inputs like these."""
-        trace = getattr(self._own, "trace", None)
-        # As if nothing were being traced; JAX is about to trace what asks for this.
+    def get(self, inputs: Sequence[Tracer]) -> TracedStep:
+        """The step, traced for inputs of these types."""
+        trace = getattr(self._thread, "trace", None)
+        # Outside of the trace of the jitted function, which calls this.
         with eval_context():
             if trace is not None:
                 return trace()
             leaves = jax.tree.leaves(self.inputs)
-            # They may be those of another thread's call, which do as well if alike.
+            # Another thread's inputs do as well if their types are equal.
             step = self._trace(leaves) if _are_alike(leaves, inputs) else None
         if step is None:
             raise NotTraced
@@ -186,7 +185,7 @@ def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
 
 @final
 class Executable:
-    """A compiled step and what is done around its calls; threads may share it."""
+    """A compiled step with what its stages do around each call; thread-safe."""
 
     __slots__ = (
         "compiled",
@@ -194,139 +193,141 @@ class Executable:
         "is_plain",
         "_after",
         "_before",
-        "_carried",
+        "_buffers",
         "_checks",
-        "_handover",
+        "_traces",
         "_has_variables",
         "_in_references",
         "_layout",
         "_outdated",
-        "_right",
+        "_shardings",
     )
 
     def __init__(
         self,
         compiled: Wrapped | PreparedCall | OutdatedCall,
         layout: InputLayout,
-        handover: Handover,
+        traces: TraceProvider,
         variables: VariableArguments,
         stages: Sequence[Stage],
         placement: Placement,
     ) -> None:
         self._layout = layout
-        self._handover = handover
+        self._traces = traces
         active = [stage for stage in stages if stage.is_active]
         self.compiled = compiled
-        self._carried = variables.carried
-        self._has_variables = not self._carried.is_empty
+        self._buffers = variables.buffers
+        self._has_variables = not self._buffers.is_empty
         self._in_references = variables.in_references
         self._before = overridden(active, "before")
         self._checks = _of_outputs(active, "check")
         self._after = _of_outputs(active, "after")
         self._outdated = overridden(active, "is_outdated")
         self.is_plain = not (variables.are_used or self._outdated)
-        around = (self._before, self._checks, self._after, self._has_variables)
-        self._right = placement.right
-        is_asked = placement.is_open or any(around) or layout.structure is None
-        self.is_bare = self.is_plain and not is_asked
+        hooks = (self._before, self._checks, self._after, self._has_variables)
+        self._shardings = placement.last_shardings
+        needs_leaves = placement.is_open or any(hooks) or layout.structure is None
+        self.is_bare = self.is_plain and not needs_leaves
 
     def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
-        """The step's results for leaves that lie where they belong."""
+        """The step's results for leaves that are placed."""
         for before in self._before:
             before(leaves)
         before_call = self._in_references() if self._checks else ()
-        values = self._carried.values() if self._has_variables else ()
-        self._handover.inputs = inputs
+        values = self._buffers.values() if self._has_variables else ()
+        self._traces.inputs = inputs
         try:
-            results, outputs, kept = self.compiled(*inputs, *values)
+            results, outputs, new_values = self.compiled(*inputs, *values)
         finally:
-            self._handover.inputs = ()
+            self._traces.inputs = ()
         if self._checks:
             self._check(outputs, before_call)
-        if kept:
-            self._carried.store(kept)
-        for place, after in self._after:
-            after(outputs[place])
-        has_plain = self._handover.has_plain
-        return _results.unwrap_plain(results) if has_plain else results
+        if new_values:
+            self._buffers.store(new_values)
+        for index, after in self._after:
+            after(outputs[index])
+        has_non_arrays = self._traces.has_non_arrays
+        return _results.unwrap_non_arrays(results) if has_non_arrays else results
 
     def call_bare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """The step's results where JAX alone looks at the arguments."""
+        """The step's results, without a look at leaves other than `PerReplica`s."""
         # To JAX keyword arguments are one more argument, a dict as others may be.
         if bool(kwargs) is not self._layout.has_keywords:
             raise NotTraced
         inputs = (*args, kwargs) if kwargs else args
-        for place, structure, own in self._layout.divided:
+        for number, structure, pairs in self._layout.per_replica:
             # JAX would move those of another strategy.
-            leaves = structure.flatten_up_to(inputs[place])
-            for among_own, index in own:
-                sharding, right = leaves[among_own].sharding, self._right[index]
-                if sharding is not right and sharding != right:
+            leaves = structure.flatten_up_to(inputs[number])
+            for position, index in pairs:
+                sharding, expected = leaves[position].sharding, self._shardings[index]
+                if sharding is not expected and sharding != expected:
                     raise NotTraced
-        handover = self._handover
-        handover.inputs = inputs
+        traces = self._traces
+        traces.inputs = inputs
         try:
             results, _, _ = self.compiled(*inputs)
         finally:
-            handover.inputs = ()
-        return _results.unwrap_plain(results) if handover.has_plain else results
+            traces.inputs = ()
+        return _results.unwrap_non_arrays(results) if traces.has_non_arrays else results
 
     def _check(
         self, outputs: Sequence[jax.Array], before: Sequence[tuple[jax.Ref, jax.Array]]
     ) -> None:
         try:
-            for place, check in self._checks:
-                check(outputs[place])
+            for index, check in self._checks:
+                check(outputs[index])
         except Exception:
-            # The call has changed references in place; the other variables are stored
-            # after the check only.
+            # The call has changed references in place; other variables are unchanged.
             for reference, value in before:
                 reference[...] = value
             raise
 
     def is_outdated(self) -> bool:
-        """Whether a stage says that what was compiled is of no use any more."""
-        # All are asked: each takes note of what has changed.
+        """Whether a stage requires another compilation."""
+        # All are called: each remembers what has changed.
         return any([is_outdated() for is_outdated in self._outdated])
 
     def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
-        """JAX's lowered form for arguments of these types."""
+        """The jitted function, lowered for arguments of these types."""
         inputs = self._layout.inputs(types)
         assert isinstance(self.compiled, Wrapped), "it is compiled already"
-        return self.compiled.lower(*inputs, *self._carried.values())
+        return self.compiled.lower(*inputs, *self._buffers.values())
 
 
 def _of_outputs(
     active: Sequence[Stage], method: str
 ) -> list[tuple[int, Callable[[jax.Array], None]]]:
-    """The method of each stage that overrides it, with the place of its output."""
-    adding = [stage for stage in active if type(stage).within is not Stage.within]
+    """The method of each stage that overrides it, with the index of its output."""
+    with_output = [
+        stage for stage in active if type(stage).instrument is not Stage.instrument
+    ]
     return [
-        (place, found)
-        for place, stage in enumerate(adding)
-        for found in overridden([stage], method)
+        (index, bound)
+        for index, stage in enumerate(with_output)
+        for bound in overridden([stage], method)
     ]
 
 
 def jitted(
     name: str,
     layout: InputLayout,
-    handover: Handover,
-    carried: VariableBuffers,
+    traces: TraceProvider,
+    buffers: VariableBuffers,
     stages: Sequence[Stage],
     **options: Any,
 ) -> Wrapped:
     """The jitted function that an `Executable` calls."""
 
-    def program(*given: PyTree) -> _Returned:
-        leaves = layout.leaves(given[: layout.count])
+    def program(*inputs: PyTree) -> _Returned:
+        leaves = layout.leaves(inputs[: layout.count])
         if leaves is None:
             raise NotTraced
-        inputs = [*leaves, *given[layout.count :]]
-        step = handover.take(inputs)
-        if not access.is_traced() and _looks_for_nans():
-            return _debugged(step, inputs, carried, stages)
-        return _evaluated(step, inputs, carried, stages)
+        inputs = (*leaves, *inputs[layout.count :])
+        step = traces.get(inputs)
+        has_nan_checks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+        if has_nan_checks and not access.is_traced():
+            return _checked_for_nans(step, inputs, buffers, stages)
+        return _evaluated(step, inputs, buffers, stages)
 
     program.__name__ = program.__qualname__ = name
     return jax.jit(program, **options)
@@ -335,43 +336,38 @@ def jitted(
 def _evaluated(
     step: TracedStep,
     inputs: Sequence[Tracer],
-    carried: VariableBuffers,
+    buffers: VariableBuffers,
     stages: Sequence[Stage],
 ) -> _Returned:
-    """The results of a step that was traced, the stages' outputs, and the variables."""
+    """The results of a step, the outputs of stages, and the variables' new values."""
     count = len(step.signature.dynamic)
     leaves, values = inputs[:count], inputs[count:]
-    references = carried.references(values)
+    references = buffers.references(values)
     active = [stage for stage in stages if stage.is_active]
 
-    def within(evaluate: Evaluate) -> Evaluate:
-        # From the last stage outwards, so that their outputs stand in their order.
-        for add in reversed(overridden(active, "within")):
+    def instrument(evaluate: Evaluate) -> Evaluate:
+        # The last stage innermost, so that outputs are in the order of stages.
+        for add in reversed(overridden(active, "instrument")):
             evaluate = add(step, evaluate)
         return evaluate
 
-    is_whole = any(stage.evaluates_all for stage in active)
-    arrays, outputs = step.evaluate(leaves, references, within, is_whole)
-    return step.results.rebuild(arrays), outputs, carried.kept(references)
+    is_whole = any(stage.needs_whole_jaxpr for stage in active)
+    arrays, outputs = step.evaluate(leaves, references, instrument, is_whole)
+    return step.results.rebuild(arrays), outputs, buffers.frozen(references)
 
 
-def _looks_for_nans() -> bool:
-    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
-
-
-def _debugged(
+def _checked_for_nans(
     step: TracedStep,
     inputs: Sequence[Tracer],
-    carried: VariableBuffers,
+    buffers: VariableBuffers,
     stages: Sequence[Stage],
 ) -> _Returned:
-    """The results for what has led to a NaN, which `jax_debug_nans` looks for."""
+    """`_evaluated` where `jax_debug_nans` calls it again after it found a NaN."""
     finite = Finite(step.replica_step, bool(jax.config.jax_debug_infs))
     others = [stage for stage in stages if not isinstance(stage, Finite)]
     with jax.debug_nans(False), jax.debug_infs(False):
-        evaluated = functools.partial(_evaluated, step)
         compiled: Function = jax.jit(
-            lambda *inputs: evaluated(inputs, carried, [*others, finite])
+            lambda *inputs: _evaluated(step, inputs, buffers, [*others, finite])
         )
         returned = compiled(*inputs)
         finite.check(returned[1][-1])

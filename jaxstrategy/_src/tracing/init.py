@@ -1,4 +1,4 @@
-"""State built in mirrored form, on all devices at once."""
+"""Builds mirrored or sharded state, on all devices at once: `build_replicated`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
-from jax.extend.core import DropVar, Literal
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 
@@ -30,9 +30,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     sharding_by,
     sharding_like,
 )
-from jaxstrategy._src.replicas.mesh import (
-    is_key,
-)
+from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import (
     REPLICATED,
     STACKED,
@@ -52,6 +50,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     inner_jaxprs,
     jaxpr_of,
     plain,
+    variables,
 )
 from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.tracing.translation import needs_mesh, unknown_axis, without_axes
@@ -63,8 +62,8 @@ from jaxstrategy._src.values.trees import annotated_leaves, without_eager_shardi
 
 
 @final
-class InnerState:
-    """What is known of where the arrays lie that a function builds."""
+class InnerShardings:
+    """The shardings over the devices of a replica of arrays that a function builds."""
 
     def __init__(
         self, specs: PyTree, args: Sequence[PyTree], replicas: Replicas
@@ -74,48 +73,47 @@ class InnerState:
         self._placed = list(_placed(args, replicas))
 
     @property
-    def is_asked(self) -> bool:
-        """Whether anything is to be divided so, or the user wants it to be."""
+    def may_exist(self) -> bool:
         return self._specs is not None or has_inner_axes(self._replicas)
 
     def shardings(self, types: PyTree) -> list[NamedSharding]:
-        """For each array of the result its placement, whole over the replicas."""
+        """The sharding of each array of the result, replicated over the replicas."""
         return [sharding_by(spec, self._replicas) for spec in self._all_specs(types)]
 
     def typed(self, types: PyTree) -> PyTree:
-        """`types`, which say how the arrays lie over the devices of a replica."""
+        """`types` with these shardings."""
         leaves, structure = jax.tree.flatten(types)
-        if not self.is_asked:
+        if not self.may_exist:
             return types
-        told = [
+        typed = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(leaves, self.shardings(types), strict=True)
         ]
-        return jax.tree.unflatten(structure, told)
+        return jax.tree.unflatten(structure, typed)
 
     def _all_specs(self, types: PyTree) -> Iterator[InnerSpec]:
-        given = self._given(types)
+        specs = self._broadcast_specs(types)
         flags = building.optimizer_leaves(types, per_replica.is_per_replica)
-        found = annotated_leaves(types)
-        for own, is_optimizer, (path, leaf, said) in zip(
-            given, flags, found, strict=True
+        leaves = annotated_leaves(types)
+        for spec, is_optimizer, (path, leaf, annotation) in zip(
+            specs, flags, leaves, strict=True
         ):
             where = f"`result{jax.tree_util.keystr(path)}`"
-            if own is not None:
+            if spec is not None:
                 what = f"The entry of `specs` for {where}"
-                yield checked_spec(own, leaf.shape, self._replicas, what)
-            elif said is not None and has_inner_axes(self._replicas):
-                yield self._annotated(said, leaf, is_optimizer, where)
+                yield checked_spec(spec, leaf.shape, self._replicas, what)
+            elif annotation is not None and has_inner_axes(self._replicas):
+                yield self._annotated(annotation, leaf, is_optimizer, where)
             else:
                 yield self._as_argument(path, leaf)
 
-    def _given(self, types: PyTree) -> list[InnerSpec | None]:
-        """For each array of the result what `specs` says of it."""
+    def _broadcast_specs(self, types: PyTree) -> list[InnerSpec | None]:
+        """The entry of `specs` for each array of the result."""
         leaves = jax.tree.leaves(types)
         if self._specs is None:
             return [None] * len(leaves)
         try:
-            found = jax.tree.broadcast(self._specs, types, is_leaf=_is_end)
+            specs = jax.tree.broadcast(self._specs, types, is_leaf=_is_spec_or_none)
         except ValueError as error:
             raise ValueError(
                 f"`specs` does not fit what the function builds: {error}\nGive a "
@@ -123,14 +121,14 @@ class InnerState:
                 "structure, or the upper part of that; None leaves an array, or a part "
                 "of the pytree, as it is annotated."
             ) from error
-        return jax.tree.leaves(found, is_leaf=_is_end)
+        return jax.tree.leaves(specs, is_leaf=_is_spec_or_none)
 
     def _annotated(
-        self, said: object, leaf: Leaf, is_optimizer: bool, where: str
+        self, annotation: object, leaf: Leaf, is_optimizer: bool, where: str
     ) -> InnerSpec:
         try:
             what = f"The annotation of {where}"
-            return checked_spec(said, leaf.shape, self._replicas, what)
+            return checked_spec(annotation, leaf.shape, self._replicas, what)
         except ValueError:
             # A factored moment has the annotation of its parameter, but not its shape.
             if not is_optimizer:
@@ -138,21 +136,22 @@ class InnerState:
             return WHOLE
 
     def _as_argument(self, path: KeyPath, leaf: Leaf) -> InnerSpec:
+        """The spec of an argument with the same shape and the end of the path."""
         for shape, end, spec in self._placed:
-            is_alike = leaf.shape == shape and len(path) >= len(end)
-            if is_alike and path[len(path) - len(end) :] == end:
+            has_end = len(path) >= len(end) and path[len(path) - len(end) :] == end
+            if leaf.shape == shape and has_end:
                 return spec
         return WHOLE
 
 
-def _is_end(node: object) -> bool:
+def _is_spec_or_none(node: object) -> bool:
     return node is None or is_spec(node)
 
 
 def _placed(
     args: Sequence[PyTree], replicas: Replicas
 ) -> Iterator[tuple[tuple[int, ...], KeyPath, InnerSpec]]:
-    """The shapes, paths and divisions of arguments that lie over inner axes."""
+    """The shapes, paths and specs of arguments that are sharded over inner axes."""
     if not has_inner_axes(replicas):
         return
     for arg in args:
@@ -163,17 +162,16 @@ def _placed(
                 yield leaf.shape, path, spec
 
 
-# They move elements that are there.
+# They move elements.
 _MOVE = frozenset(
     """
     bitcast_convert_type broadcast_in_dim convert_element_type copy copy_p expand_dims
     iota name reshape select_n slice split squeeze stop_gradient transpose unstack
     """.split()
 )
-# Of whole numbers they are exact. Of others they are not: what is left at the end of a
-# row is computed by other instructions than whole vectors are, and a part has another
-# end (`log1p` and `erf_inv` on CPU, JAX 0.10 and 0.12); where XLA joins parts, it adds
-# zeros to what other devices have, and -0.0 becomes 0.0.
+# Exact for integers only. For floats the end of a row is computed by other
+# instructions than whole vectors, and a shard has another end (`log1p` and `erf_inv` on
+# CPU, JAX 0.10 and 0.12); where XLA joins shards it adds zeros: -0.0 becomes 0.0.
 _COMPUTE = frozenset(
     """
     add and clamp concatenate dynamic_slice eq gather ge gt le lt max min mul ne neg
@@ -187,22 +185,21 @@ _DRAW = frozenset(
     random_wrap
     """.split()
 )
-# They compute what the function does that they hold.
+# They only call a function.
 CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call"))
 
 
 def exact_values(jaxpr: Jaxpr) -> set[Var]:
-    """The variables of `jaxpr` that are exact however devices divide them."""
-    given = [*jaxpr.constvars, *jaxpr.invars]
-    return _exact(jaxpr, given)
+    """The variables of `jaxpr` whose values do not depend on how they are sharded."""
+    return _exact(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
 
 
 def _exact(jaxpr: Jaxpr, exact_inputs: Sequence[Var]) -> set[Var]:
     exact = set(exact_inputs)
     for eqn in jaxpr.eqns:
-        found = _results_of(eqn, [is_exact(atom, exact) for atom in eqn.invars])
-        made = zip(eqn.outvars, found, strict=True)
-        exact.update(var for var, ok in made if ok)
+        flags = _exact_results(eqn, [is_exact(atom, exact) for atom in eqn.invars])
+        pairs = zip(eqn.outvars, flags, strict=True)
+        exact.update(var for var, ok in pairs if ok)
     return exact
 
 
@@ -211,13 +208,13 @@ def is_exact(atom: Atom, exact: set[Var]) -> bool:
     return isinstance(atom, Literal) or atom in exact
 
 
-def _results_of(eqn: Equation, given: Sequence[bool]) -> list[bool]:
+def _exact_results(eqn: Equation, operands: Sequence[bool]) -> list[bool]:
     if eqn.primitive.name in CALLS:
         inner = next(inner_jaxprs(eqn.params))
-        own = zip(inner.invars, given, strict=True)
-        exact = _exact(inner, [*inner.constvars, *(var for var, ok in own if ok)])
+        pairs = zip(inner.invars, operands, strict=True)
+        exact = _exact(inner, [*inner.constvars, *(var for var, ok in pairs if ok)])
         return [is_exact(atom, exact) for atom in inner.outvars]
-    ok = all(given) and not eqn.effects and _is_exact_operation(eqn)
+    ok = all(operands) and not eqn.effects and _is_exact_operation(eqn)
     return [ok] * len(eqn.outvars)
 
 
@@ -226,62 +223,61 @@ def _is_exact_operation(eqn: Equation) -> bool:
     if name in _COMPUTE:
         return not any(jnp.issubdtype(each.aval.dtype, jnp.inexact) for each in atoms)
     if name in _DRAW:
-        # Keys of `rbg` draw what the device's generator gives, part by part.
+        # With keys of `rbg`, each device draws its shard by its own generator.
         keys = [atom.aval.dtype for atom in atoms if is_key(atom.aval.dtype)]
         return all("fry" in str(dtype) for dtype in keys)
     return name in _MOVE
 
 
-# Of what is exact in parts, such as a random key, smaller ones are computed for all
-# results at once. Larger ones are computed again for each, so that they need not stay.
+# Exact values up to this size, such as random keys, are computed once for all results;
+# larger ones again for each, so that they need not stay in memory.
 _SHARED_BYTES = 65536
 
 Known: TypeAlias = dict[Var, jax.Array]
 """Values of variables, on all replicas."""
 
 
-def build_divided(
+def build_sharded(
     build: Callable[..., tuple[PyTree, list[jax.Array]]],
     arrays: Sequence[jax.Array | np.ndarray | np.generic],
     replicas: Replicas,
-    inner: InnerState,
+    inner: InnerShardings,
     name: str,
 ) -> tuple[PyTree, list[jax.Array]]:
-    """`build(*arrays)`, with each array of it placed as `replicas` keep their state."""
-    given = [
-        building.replicate_leaf(array, _place_of_input(array, replicas))
+    """`build(*arrays)`, with each array sharded as `replicas` keep their state."""
+    inputs = [
+        building.replicate_leaf(array, _input_sharding(array, replicas))
         for array in arrays
     ]
-    traced, returned = jax.make_jaxpr(build, return_shape=True)(*given)
+    traced, returned = jax.make_jaxpr(build, return_shape=True)(*inputs)
     state, versions = returned
-    wanted = [sharding for _, _, sharding in shardings_of(inner.typed(state), replicas)]
-    wanted += [replicas.sharding(STACKED)] * len(versions)
-    captured: list[jax.Array] = list(traced.consts)
-    is_same = _is_same_everywhere(name, traced)
+    typed = inner.typed(state)
+    shardings = [sharding for _, _, sharding in shardings_of(typed, replicas)]
+    shardings += [replicas.sharding(STACKED)] * len(versions)
+    consts: list[jax.Array] = list(traced.consts)
+    is_same = _is_same_in_all_processes(name, traced)
     if is_same:
-        captured = [
-            mesh.place(value, _place_of_input(value, replicas)) for value in captured
-        ]
+        consts = [mesh.place(x, _input_sharding(x, replicas)) for x in consts]
     whole = replicas.sharding(REPLICATED) if is_same else None
-    programs = _Programs(plain(traced), [*captured, *given], wanted, whole)
-    found = programs.results() if is_same else programs.of_first_process()
-    return jax.tree.unflatten(jax.tree.structure(returned), found)
+    programs = _Programs(plain(traced), [*consts, *inputs], shardings, whole)
+    arrays = programs.results() if is_same else programs.of_first_process()
+    return jax.tree.unflatten(jax.tree.structure(returned), arrays)
 
 
-def _place_of_input(
+def _input_sharding(
     array: jax.Array | np.ndarray | np.generic, replicas: Replicas
 ) -> NamedSharding:
-    """The placement of an argument or a constant, which may be a whole state."""
-    assert replicas.state_sharding is not None, "the caller has looked"
-    # It has no path of which the user's choice could tell.
+    """The sharding of an argument or a constant, which may be state."""
+    assert replicas.state_sharding is not None, "the caller has checked"
+    # The user's choice is by path, which it lacks.
     sharding = dataclasses.replace(replicas.state_sharding, dimension=None)
     taken = inner_dimensions(array, replicas)
     division = sharding.division("", array, replicas.parts, taken)
     return sharding_like(array, replicas, sharded_along(division.dimension))
 
 
-def _is_same_everywhere(name: str, traced: ClosedJaxpr) -> bool:
-    """Whether all processes have made the same program, with the same constants."""
+def _is_same_in_all_processes(name: str, traced: ClosedJaxpr) -> bool:
+    """Whether all processes have the same program, with the same constants."""
     processes = job.current()
     if processes is None or processes.count == 1:
         return True
@@ -292,20 +288,20 @@ def _is_same_everywhere(name: str, traced: ClosedJaxpr) -> bool:
 
 @final
 class _Programs:
-    """The programs that build one state."""
+    """Builds one state by several programs, of which none needs much memory."""
 
     def __init__(
         self,
         jaxpr: Jaxpr,
         inputs: Sequence[jax.Array],
-        wanted: Sequence[NamedSharding],
+        shardings: Sequence[NamedSharding],
         whole: NamedSharding | None,
     ) -> None:
         self._jaxpr = jaxpr
-        self._wanted = wanted
+        self._shardings = shardings
         self._whole = whole
-        given = [*jaxpr.constvars, *jaxpr.invars]
-        self._known: Known = dict(zip(given, inputs, strict=True))
+        invars = [*jaxpr.constvars, *jaxpr.invars]
+        self._known: Known = dict(zip(invars, inputs, strict=True))
         self._programs: dict[Hashable, Callable[..., list[jax.Array]]] = {}
 
     def results(self) -> list[jax.Array]:
@@ -313,109 +309,105 @@ class _Programs:
         exact = exact_values(self._jaxpr)
         outvars = self._jaxpr.outvars
         found = self._exact_results(exact)
-        # Of what is whole anyway, one program makes all.
-        small = [
+        # One program for all that are replicated anyway.
+        replicated = [
             number
-            for number, sharding in enumerate(self._wanted)
+            for number, sharding in enumerate(self._shardings)
             if number not in found and sharding.is_fully_replicated
         ]
-        made = self._made([outvars[number] for number in small])
-        found |= dict(zip(small, made, strict=True))
-        for number, sharding in enumerate(self._wanted):
+        computed = self._computed([outvars[number] for number in replicated])
+        found |= dict(zip(replicated, computed, strict=True))
+        for number, sharding in enumerate(self._shardings):
             if number not in found:
-                (value,) = self._made([outvars[number]])
-                moved = mesh.place(value, sharding)
-                found[number] = jax.block_until_ready(moved)  # before the next is made
+                (value,) = self._computed([outvars[number]])
+                # Sharded before the next is computed.
+                found[number] = jax.block_until_ready(mesh.place(value, sharding))
         return [found[number] for number in range(len(outvars))]
 
     def of_first_process(self) -> list[jax.Array]:
-        """What the first process builds, sent to the others, one after the other."""
-        self._known = {var: _here(value) for var, value in self._known.items()}
-        found: list[jax.Array] = []
-        for atom, sharding in zip(self._jaxpr.outvars, self._wanted, strict=True):
-            (value,) = self._made([atom])
-            found.append(mesh.broadcast(value, sharding))
-        return found
+        """The results of the first process, sent to the others one after the other."""
+        self._known = {var: _local(value) for var, value in self._known.items()}
+        results: list[jax.Array] = []
+        for atom, sharding in zip(self._jaxpr.outvars, self._shardings, strict=True):
+            (value,) = self._computed([atom])
+            results.append(mesh.broadcast(value, sharding))
+        return results
 
     def _exact_results(self, exact: set[Var]) -> dict[int, jax.Array]:
-        """The results that are exact in parts, by number; and what others share."""
+        """The exact results, by number; adds exact values that others share."""
         outvars = self._jaxpr.outvars
         numbers = [i for i, atom in enumerate(outvars) if is_exact(atom, exact)]
         shared = _shared(self._jaxpr, exact)
         atoms = [*(outvars[number] for number in numbers), *shared]
-        where = [self._wanted[number] for number in numbers]
+        shardings = [self._shardings[number] for number in numbers]
+        shardings += [self._whole] * len(shared)
         inputs = list(self._known)
-        # With all equations, for what they do besides: a line that is printed.
+        # With all equations, as some have effects, such as prints.
         program = _function(jaxpr_of(inputs, self._jaxpr.eqns, atoms))
-        jitted = jax.jit(program, out_shardings=where + [self._whole] * len(shared))
-        made = jitted(*self._known.values())
-        self._known |= dict(zip(shared, made[len(numbers) :], strict=True))
-        return dict(zip(numbers, made, strict=False))
+        arrays = jax.jit(program, out_shardings=shardings)(*self._known.values())
+        self._known |= dict(zip(shared, arrays[len(numbers) :], strict=True))
+        return dict(zip(numbers, arrays, strict=False))
 
-    def _made(self, atoms: Sequence[Atom]) -> list[jax.Array]:
-        """Some results, whole, of arguments that are whole."""
+    def _computed(self, atoms: Sequence[Atom]) -> list[jax.Array]:
+        """Some results, replicated, from replicated inputs."""
         if not atoms:
             return []
-        inputs, eqns = self._needed(atoms)
+        inputs, eqns = self._live(atoms)
         jaxpr = jaxpr_of(inputs, eqns, atoms)
-        key = _likeness(jaxpr)
+        key = _cache_key(jaxpr)
         program = self._programs.get(key)
         if program is None:
             program = jax.jit(_function(jaxpr), out_shardings=self._whole)
             self._programs[key] = program
-        return program(*(self._as_whole(self._known[var]) for var in inputs))
+        return program(*(self._replicated(self._known[var]) for var in inputs))
 
-    def _as_whole(self, value: jax.Array) -> jax.Array:
-        is_divided = isinstance(value, jax.Array) and mesh.is_divided(value)
-        return mesh.place(value, self._whole) if self._whole and is_divided else value
+    def _replicated(self, value: jax.Array) -> jax.Array:
+        is_sharded = isinstance(value, jax.Array) and mesh.is_divided(value)
+        return mesh.place(value, self._whole) if self._whole and is_sharded else value
 
-    def _needed(self, atoms: Iterable[Atom]) -> tuple[list[Var], list[Equation]]:
-        """The known variables and the equations that some results need, in order."""
-        needed = {atom for atom in atoms if not isinstance(atom, Literal)}
-        found: list[Equation] = []
+    def _live(self, atoms: Iterable[Atom]) -> tuple[list[Var], list[Equation]]:
+        """The known variables and the equations from which results are computed."""
+        live = set(variables(atoms))
+        eqns: list[Equation] = []
         for eqn in reversed(self._jaxpr.eqns):
-            made = [var for var in eqn.outvars if not isinstance(var, DropVar)]
-            if not any(var in needed and var not in self._known for var in made):
+            if live.isdisjoint(var for var in eqn.outvars if var not in self._known):
                 continue
-            found.append(eqn)
-            needed |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
-        return [var for var in self._known if var in needed], found[::-1]
+            eqns.append(eqn)
+            live.update(variables(eqn.invars))
+        return [var for var in self._known if var in live], eqns[::-1]
 
 
 def _shared(jaxpr: Jaxpr, exact: set[Var]) -> list[Var]:
-    """The small exact values that others are made of, which all of those share."""
-    found: dict[Var, None] = {}
+    """The small exact values from which others are computed."""
+    shared: dict[Var, None] = {}
     inputs = {*jaxpr.constvars, *jaxpr.invars}
     for eqn in jaxpr.eqns:
         if not all(is_exact(var, exact) for var in eqn.outvars):
-            found |= {
-                atom: None
-                for atom in eqn.invars
-                if not isinstance(atom, Literal)
-                and atom in exact
-                and atom not in inputs
-                and _bytes(atom) <= _SHARED_BYTES
+            shared |= {
+                var: None
+                for var in variables(eqn.invars)
+                if var in exact and var not in inputs and _bytes(var) <= _SHARED_BYTES
             }
-    return list(found)
+    return list(shared)
 
 
-def _likeness(jaxpr: Jaxpr) -> Hashable:
-    """Equal for programs that do the same: layers of one kind are made by one."""
-    if jaxpr.effects or any(_hides_something(eqn) for eqn in all_eqns(jaxpr)):
+def _cache_key(jaxpr: Jaxpr) -> Hashable:
+    """Equal for programs that compute the same, such as layers of one kind."""
+    if jaxpr.effects or any(_has_callables(eqn) for eqn in all_eqns(jaxpr)):
         return jaxpr  # equal to no other
-    # JAX prints arrays in short.
+    # `str` abbreviates arrays.
     return str(jaxpr), tuple(_bits(constant.value) for constant in constants(jaxpr))
 
 
-def _hides_something(eqn: Equation) -> bool:
-    """Whether an equation may do something that it is printed without: a callback."""
-    if eqn.primitive.name in CALLS:  # which know how to differentiate themselves
+def _has_callables(eqn: Equation) -> bool:
+    """Whether an equation has parameters that `str` does not show, as callbacks."""
+    if eqn.primitive.name in CALLS:  # these are rules for derivatives
         return False
     return any(callable(param) for param in eqn.params.values())
 
 
 def _bits(constant: jax.Array | np.ndarray | np.generic) -> Hashable:
-    """Equal for equal numbers, and for one array."""
+    """Identifies an array by its `id`, a number by its value."""
     return id(constant) if np.ndim(constant) else np.asarray(constant).tobytes()
 
 
@@ -423,8 +415,8 @@ def _bytes(var: Var) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
-def _here(value: jax.Array) -> jax.Array:
-    """What this process has of a value that each device has whole."""
+def _local(value: jax.Array) -> jax.Array:
+    """A replicated value on one device of this process."""
     if not isinstance(value, jax.Array):
         return value
     if not value.is_fully_replicated:
@@ -437,7 +429,7 @@ def _function(jaxpr: Jaxpr) -> Callable[..., list[jax.Array]]:
 
 
 Build: TypeAlias = Callable[..., tuple[PyTree, list[jax.Array]]]
-"""Of arrays a state, and arrays `[replica, ...]`, of which each has its version."""
+"""arrays -> state, and arrays `[replica, ...]` for each `PerReplica` in it."""
 
 
 def build_replicated(
@@ -446,7 +438,7 @@ def build_replicated(
     replicas: Replicas,
     specs: PyTree = None,
 ) -> PyTree:
-    """`fn(*args)`, compiled so that its arrays lie as `replicas` keep their state."""
+    """`fn(*args)`, compiled, with its arrays placed as `replicas` keep their state."""
     if not callable(fn):
         raise TypeError(
             f"`init` was given {fn!r}, which cannot be called. Give the function that "
@@ -460,23 +452,24 @@ def build_replicated(
         )
     traced = [index for index, leaf in enumerate(leaves) if _arrays.is_array(leaf)]
 
-    def build(*given_arrays: jax.Array) -> PyTree:
-        given = dict(zip(traced, given_arrays, strict=True))
-        seen = [given.get(index, leaf) for index, leaf in enumerate(leaves)]
-        returned = _called(fn, jax.tree.unflatten(treedef, seen), replicas)
+    def build(*tracers: jax.Array) -> PyTree:
+        new = dict(zip(traced, tracers, strict=True))
+        inputs = [new.get(index, leaf) for index, leaf in enumerate(leaves)]
+        returned = _called(fn, jax.tree.unflatten(treedef, inputs), replicas)
         returned, stacked = _without_versions(returned, replicas)
-        arrays, results = _results.take_apart(returned, leaves, name_of(fn))
+        arrays, results = _results.flatten(returned, leaves, name_of(fn))
         return results.rebuild(arrays), stacked
 
-    given = [leaves[index] for index in traced]
-    inner = InnerState(specs, args, replicas)
-    if replicas.state_sharding is not None and not _are_traced(given):
+    inputs = [leaves[index] for index in traced]
+    inner = InnerShardings(specs, args, replicas)
+    is_traced = _arrays.is_traced() or any(isinstance(x, Tracer) for x in inputs)
+    if replicas.state_sharding is not None and not is_traced:
         return _with_versions(
-            *build_divided(build, given, replicas, inner, name_of(fn))
+            *build_sharded(build, inputs, replicas, inner, name_of(fn))
         )
-    arrays = building.replicate(given, replicas)
+    arrays = building.replicate(inputs, replicas)
     built, stacked = _built(build, arrays, inner, replicas)
-    if not replicas.are_all_local:  # what `fn` closes over may differ
+    if not replicas.are_all_local:  # what `fn` captures may differ
         built = jax.tree.map(lambda leaf: _of_first_process(leaf, replicas), built)
     elif replicas.state_sharding is not None:
         built = building.replicate(built, replicas)
@@ -486,11 +479,11 @@ def build_replicated(
 def _called(
     fn: Callable[..., PyTree], args: Sequence[PyTree], replicas: Replicas
 ) -> PyTree:
-    """What `fn` returns, traced where inner axes have names if need be."""
+    """Calls `fn`, if need be where a mesh binds the inner axes."""
     with without_eager_sharding():
         try:
-            # Where there is a mesh, Flax refuses annotations of its attention layers,
-            # which it makes as matrices first (0.12).
+            # With a mesh, Flax raises for annotations of its attention layers, which it
+            # builds as matrices first (0.12).
             return fn(*args)
         except RuntimeError as error:
             if not needs_mesh(error):
@@ -501,43 +494,38 @@ def _called(
             with jax.sharding.use_abstract_mesh(replicas.mesh.abstract_mesh):
                 return fn(*args)
         except ValueError as error:
-            if (told := unknown_axis(error, name_of(fn), replicas)) is None:
+            if (new := unknown_axis(error, name_of(fn), replicas)) is None:
                 raise
-            raise told from error
+            raise new from error
 
 
 def _built(
-    build: Build, arrays: Sequence[Leaf], inner: InnerState, replicas: Replicas
+    build: Build, arrays: Sequence[Leaf], inner: InnerShardings, replicas: Replicas
 ) -> tuple[PyTree, list[jax.Array]]:
-    """`build(*arrays)`, whole over the replicas."""
-    where = replicas.sharding(STACKED)
-    if not inner.is_asked:
+    """`build(*arrays)`, replicated over the replicas."""
+    split = replicas.sharding(STACKED)
+    if not inner.may_exist:
         whole = replicas.sharding(REPLICATED)
-        return jax.jit(build, out_shardings=(whole, where))(*arrays)
+        return jax.jit(build, out_shardings=(whole, split))(*arrays)
     traced, types = jax.make_jaxpr(build, return_shape=True)(*arrays)
     state, versions = types
-    wanted = [*inner.shardings(state), *[where] * len(versions)]
-    built = jax.jit(core.jaxpr_as_fun(traced), out_shardings=wanted)(*arrays)
+    shardings = [*inner.shardings(state), *[split] * len(versions)]
+    built = jax.jit(core.jaxpr_as_fun(traced), out_shardings=shardings)(*arrays)
     return jax.tree.unflatten(jax.tree.structure(types), built)
 
 
 def _of_first_process(leaf: jax.Array, replicas: Replicas) -> jax.Array:
-    """What the first process has built, on the devices of all."""
+    """The array of the first process, sent to all."""
     if leaf.is_fully_replicated:
         return mesh.broadcast(leaf.addressable_data(0), replicas.sharding(REPLICATED))
-    assert isinstance(leaf.sharding, NamedSharding), "it lies on a mesh"
+    assert isinstance(leaf.sharding, NamedSharding), "it is on a mesh"
     # The devices of one replica are of one process.
     return mesh.broadcast(assembled(leaf), leaf.sharding)
 
 
-def _are_traced(arrays: Sequence[Leaf]) -> bool:
-    """Whether JAX traces the code that builds, so that nothing is there to be built."""
-    return _arrays.is_traced() or any(isinstance(array, Tracer) for array in arrays)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Versions:
-    """The place of a `PerReplica` of the result, number `n` of them."""
+    """Marks the `n`-th `PerReplica` of the result."""
 
     n: int
 
@@ -545,7 +533,7 @@ class _Versions:
 def _without_versions(
     tree: PyTree, replicas: Replicas
 ) -> tuple[PyTree, list[jax.Array]]:
-    """`tree` with a mark for each `PerReplica` that was built, and their arrays."""
+    """`tree` with marks for the `PerReplica`s that were built, and their arrays."""
     stacked: list[jax.Array] = []
 
     def marked(path: KeyPath, leaf: Leaf) -> Leaf:
@@ -564,10 +552,10 @@ def _without_versions(
 
 
 def _with_versions(tree: PyTree, stacked: Sequence[jax.Array]) -> PyTree:
-    """`tree` with the `PerReplica`s of these arrays in place of their marks."""
+    """`tree` with these arrays as `PerReplica`s in place of marks."""
 
     def unmarked(leaf: Leaf) -> Leaf:
         return PerReplica(stacked[leaf.n]) if isinstance(leaf, _Versions) else leaf
 
-    plain = _results.unwrap_plain(tree)
+    plain = _results.unwrap_non_arrays(tree)
     return jax.tree.map(unmarked, plain, is_leaf=per_replica.is_per_replica)

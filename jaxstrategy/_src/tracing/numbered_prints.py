@@ -1,4 +1,4 @@
-"""Rewrites prints of a step, so that each says which replica printed."""
+"""Calls of `shard_map`, and prints in steps that say which replica printed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def on_own_devices(
     taken: Sequence[LayoutOrDimension],
     returned: PyTree,
 ) -> Function:
-    """As `on_replicas`, for replicas with one device or several."""
-    # check_vma=False: with True, JAX sums the gradient of a replicated value over
-    # the replicas by itself, and the user's own mean of it is N times too large (JAX
-    # 0.10 and 0.12).
+    """As `on_replicas`, for replicas that do not share devices."""
+    # With check_vma=True, JAX sums the gradient of a replicated value over replicas,
+    # and the user's own mean of it is N times too large (JAX 0.10 and 0.12).
     options: dict[str, Any] = {"check_vma": False}
     if replicas.inner_axes:
         options["axis_names"] = set(replicas.axes)
@@ -41,7 +40,7 @@ def on_own_devices(
 
 
 def on_each_device(fn: Function, inner: InnerSpec, replicas: Replicas) -> Function:
-    """`fn` of what one device has, as a function of what its replica has."""
+    """`fn` of one device's shard, as a function of its replica's array."""
     return jax.shard_map(
         fn,
         in_specs=inner,
@@ -52,7 +51,7 @@ def on_each_device(fn: Function, inner: InnerSpec, replicas: Replicas) -> Functi
 
 
 def on_all_devices(fn: Function, replicas: Replicas) -> Function:
-    """`fn` that makes nothing, of whole arrays, called by each device of a replica."""
+    """`fn` without results, called with whole arrays on each device of a replica."""
     return jax.shard_map(
         fn,
         in_specs=WHOLE,
@@ -64,40 +63,39 @@ def on_all_devices(fn: Function, replicas: Replicas) -> Function:
 
 @final
 class OneText(str):
-    """A format string of what is printed once for all replicas."""
+    """A format string that is printed once for all replicas."""
 
     __slots__ = ()
 
 
 @final
 class NumberedText(str):
-    """A format string of the leaves of some arguments, and the number of a replica."""
+    """A format string for the leaves of some arguments and the id of a replica."""
 
-    __slots__ = ("has_fields", "is_said", "structure")
+    __slots__ = ("has_fields", "has_prefix", "structure")
 
     structure: Any  # a `PyTreeDef`; in JAX 0.12 of another registry than the usual one
     has_fields: bool
-    is_said: bool
+    has_prefix: bool
 
     @classmethod
     def of(
-        cls, text: str, structure: object, has_fields: bool, is_said: bool
+        cls, text: str, structure: object, has_fields: bool, has_prefix: bool
     ) -> NumberedText:
-        """One of the format string `text`."""
         made = cls(text)
         made.structure, made.has_fields = structure, has_fields
-        made.is_said = is_said
+        made.has_prefix = has_prefix
         return made
 
-    def format(self, *given: object, **named: object) -> str:
-        """The text, of the leaves and then the number."""
-        *leaves, number = given
+    def format(self, *values: object, **_: object) -> str:
+        """The text for these leaves and the id."""
+        *leaves, number = values
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         if self.has_fields:
             text = super().format(*args, **kwargs)
         else:
             text = " ".join((self, *map(str, args)))
-        if not self.is_said:
+        if not self.has_prefix:
             return text
         return re.sub(r"\A|(?<=\n)(?!\Z)", f"replica {number}: ", text)
 
@@ -110,53 +108,53 @@ class NumberedText(str):
 
     @property
     def _parts(self) -> tuple[object, ...]:
-        return str(self), self.structure, self.has_fields, self.is_said
+        return str(self), self.structure, self.has_fields, self.has_prefix
 
 
 def has_prints(jaxpr: Jaxpr, replicas: Replicas) -> bool:
     """Whether a step has prints that `with_numbers` changes."""
-    named = _changed(replicas)
-    return bool(named) and any(e.primitive.name in named for e in all_eqns(jaxpr))
+    changed = _changed(replicas)
+    return bool(changed) and any(e.primitive.name in changed for e in all_eqns(jaxpr))
 
 
 def with_numbers(jaxpr: Jaxpr, replicas: Replicas) -> Jaxpr:
-    """`jaxpr`, of which each `jax.debug.print` says which replica printed."""
+    """Lets each `jax.debug.print` say which replica printed."""
     if not has_prints(jaxpr, replicas):
         return jaxpr
-    return rewritten(with_merges(jaxpr), _Prints(replicas).in_place_of)
+    return rewritten(with_merges(jaxpr), _Prints(replicas).replacement)
 
 
 def with_merges(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr`, of which the prints in a `merge_call` say that they are such."""
-    return rewritten(jaxpr, _as_of_each, rule_at=_rule_at)
+    """Marks the prints in a `merge_call`."""
+    return rewritten(jaxpr, _keep, rule_at=_rule_at)
 
 
 def with_numbered_prints(fn: Function, replicas: Replicas) -> Function:
-    """As `with_numbers`, of a function whose prints `with_merges` has seen."""
-    return rewritten_function(fn, _Prints(replicas).in_place_of)
+    """As `with_numbers`, for a function whose prints `with_merges` has marked."""
+    return rewritten_function(fn, _Prints(replicas).replacement)
 
 
 def _rule_at(eqn: Equation, rule: Rule) -> Rule:
-    """The rule for an equation, by the innermost of the scopes that it is in."""
+    """The rule for an equation, by the innermost of its scopes."""
     scopes = str(eqn.source_info.name_stack)
     merge, each = scopes.rfind(MERGE_SCOPE), scopes.rfind(REPLICA_SCOPE)
-    if merge == each:  # in neither; where an inner jaxpr stands, it does not say
+    if merge == each:  # in neither; an inner jaxpr has no outer scopes
         return rule
-    return _as_of_all if merge > each else _as_of_each
+    return _mark if merge > each else _keep
 
 
-def _as_of_each(eqn: Equation) -> Function | None:
+def _keep(eqn: Equation) -> Function | None:
     return None
 
 
-def _as_of_all(eqn: Equation) -> Function | None:
+def _mark(eqn: Equation) -> Function | None:
     if eqn.primitive.name != "debug_print":
         return None
     return _with(eqn, fmt=OneText(eqn.params["fmt"]))
 
 
 def _changed(replicas: Replicas) -> Sequence[str]:
-    """The names of the operations that are not left as they are."""
+    """The names of primitives that are rewritten."""
     if replicas.inner_axes:
         return ("debug_print", "debug_callback")
     return ("debug_print",) if replicas.count > 1 else ()
@@ -167,17 +165,16 @@ def _changed(replicas: Replicas) -> Sequence[str]:
 class _Prints:
     replicas: Replicas
 
-    def in_place_of(self, eqn: Equation) -> Function | None:
-        """What takes the place of an equation; None: it stays."""
+    def replacement(self, eqn: Equation) -> Function | None:
         if eqn.primitive.name not in _changed(self.replicas):
             return None
         if eqn.primitive.name == "debug_callback":
             return self._on_one_device(_with(eqn))
-        is_of_all = isinstance(eqn.params["fmt"], OneText)
-        is_said = self.replicas.count > 1 and not is_of_all
-        printed = self._on_one_device(_numbered(eqn, is_said))
-        if is_of_all:
-            printed = _of_first(printed)
+        is_merged = isinstance(eqn.params["fmt"], OneText)
+        has_prefix = self.replicas.count > 1 and not is_merged
+        printed = self._on_one_device(_numbered(eqn, has_prefix))
+        if is_merged:
+            printed = _on_first_replica(printed)
         return lambda *operands: printed(*operands, self.replicas.index())
 
     def _on_one_device(self, call: Function) -> Function:
@@ -193,22 +190,22 @@ class _Prints:
 
 
 def _with(eqn: Equation, **changed: object) -> Function:
-    """What an equation does, with some other parameters."""
+    """An equation with other parameters, as a function."""
     primitive: Any = eqn.primitive
     return lambda *operands: primitive.bind(*operands, **{**eqn.params, **changed})
 
 
-def _numbered(eqn: Equation, is_said: bool) -> Function:
-    """A print that is given the number of the replica; `is_said`: and prints it."""
+def _numbered(eqn: Equation, has_prefix: bool) -> Function:
+    """A print with the id of the replica as its last operand."""
     structure, has_fields = eqn.params["in_tree"], eqn.params["has_placeholders"]
-    text = NumberedText.of(eqn.params["fmt"], structure, has_fields, is_said)
+    text = NumberedText.of(eqn.params["fmt"], structure, has_fields, has_prefix)
     leaves = tuple(range(structure.num_leaves + 1))
     in_tree = jax.tree.structure((leaves, {}))
     return _with(eqn, fmt=text, in_tree=in_tree, has_placeholders=True)
 
 
-def _of_first(call: Function) -> Function:
-    """`call`, whose last operand is the number of the replica, by the first."""
+def _on_first_replica(call: Function) -> Function:
+    """`call` on the first replica; its last operand is the id."""
 
     def called(*operands: jax.Array) -> PyTree:
         return lax.cond(operands[-1] == 0, lambda: call(*operands), lambda: [])

@@ -1,4 +1,4 @@
-"""Functions of one replica as functions of all: the calls of `shard_map`."""
+"""Functions of one replica as functions of all: `on_replicas`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Atom,
     Effect,
     Equation,
+    axis_names,
     effect_of,
-    names,
 )
 from jaxstrategy._src.tracing.numbered_prints import on_own_devices
 from jaxstrategy._src.tracing.vmapped.replicas import on_shared_devices
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
-_SENDS_ITS_OWN = (
+_TRIVIAL_ALONE = (
     Effect.SUM,
     Effect.EXTREME,
     Effect.GATHER,
@@ -35,18 +35,18 @@ _SENDS_ITS_OWN = (
 
 
 def without_collectives(fn: Function, axes: Sequence[str]) -> Function:
-    """`fn` of the only replica, without its collectives along the replicas' axes."""
+    """`fn` of the only replica, without collectives over replicas."""
     return rewritten_function(fn, lambda eqn: _alone(eqn, set(axes)))
 
 
 def _alone(eqn: Equation, axes: set[str]) -> Function | None:
-    """The function that takes the place of a collective; None: the equation stays."""
-    if not names(eqn) or not axes.issuperset(names(eqn)):
+    """A rule that replaces collectives of a single replica."""
+    if not axis_names(eqn) or not axes.issuperset(axis_names(eqn)):
         return None
     if eqn.primitive.name == "axis_index":
         return lambda: [jnp.copy(jnp.zeros((), eqn.outvars[0].aval.dtype))]
     is_exchange = eqn.primitive.name == "all_to_all"
-    if effect_of(eqn) not in _SENDS_ITS_OWN and not is_exchange:
+    if effect_of(eqn) not in _TRIVIAL_ALONE and not is_exchange:
         return None
     is_sent = eqn.params.get("perm") != ()
 
@@ -72,25 +72,28 @@ def on_cpu_devices(
     taken: Sequence[LayoutOrDimension],
     returned: PyTree,
 ) -> Function:
-    """As `on_own_devices`, with such sums in float32, its derivatives' too."""
+    """As `on_own_devices`, with sums of bfloat16 in float32, in derivatives too.
 
-    def all_replicas(*given: Leaf) -> PyTree:
-        is_wide = [
-            layout is REPLICATED and _is_narrow_array(x)
-            for x, layout in zip(given, taken, strict=True)
+    Beside automatic axes XLA cannot compile others on CPUs.
+    """
+
+    def all_replicas(*inputs: Leaf) -> PyTree:
+        is_widened = [
+            layout is REPLICATED and _is_bfloat16_array(x)
+            for x, layout in zip(inputs, taken, strict=True)
         ]
 
         def narrowed(*own: jax.Array) -> PyTree:
-            return fn(*_converted(own, is_wide, jnp.bfloat16))
+            return fn(*_converted(own, is_widened, jnp.bfloat16))
 
         compilable = rewritten_function(narrowed, _in_float32)
         run = on_own_devices(compilable, replicas, taken, returned)
-        return run(*_converted(given, is_wide, jnp.float32))
+        return run(*_converted(inputs, is_widened, jnp.float32))
 
     return all_replicas
 
 
-def _is_narrow_array(value: Leaf) -> bool:
+def _is_bfloat16_array(value: Leaf) -> bool:
     kind = jax.typeof(value)
     return kind.dtype == jnp.bfloat16 and not isinstance(kind, AbstractRef)
 
@@ -103,8 +106,8 @@ def _converted(
 
 
 def _in_float32(eqn: Equation) -> Function | None:
-    """The function that takes the place of such a collective; None: it stays."""
-    if effect_of(eqn) not in _EFFECTS or not any(map(_is_changed, eqn.invars)):
+    """A rule that computes collectives in dtypes which XLA can compile."""
+    if effect_of(eqn) not in _EFFECTS or not any(map(_needs_change, eqn.invars)):
         return None
 
     def computed(*arrays: jax.Array) -> Sequence[jax.Array]:
@@ -119,7 +122,7 @@ def _in_float32(eqn: Equation) -> Function | None:
     return computed
 
 
-def _is_changed(atom: Atom) -> bool:
+def _needs_change(atom: Atom) -> bool:
     dtype = atom.aval.dtype
     return dtype == jnp.bfloat16 or jnp.issubdtype(dtype, jnp.complexfloating)
 
@@ -136,7 +139,12 @@ def on_replicas(
     taken: Sequence[LayoutOrDimension],
     returned: PyTree,
 ) -> Function:
-    """`fn` of one replica as a function of all replicas' arrays."""
+    """`fn` of one replica as a function of arrays of all replicas.
+
+    Args:
+      taken: the layout of each input.
+      returned: the same for results, a pytree prefix.
+    """
     if replicas.per_device > 1:
         return on_shared_devices(fn, replicas, taken, returned)
     if replicas.inner_axes and replicas.count == 1:

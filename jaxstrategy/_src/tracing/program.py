@@ -1,4 +1,4 @@
-"""One step compiled for all replicas of a strategy: `Program`."""
+"""A step compiled for one structure of arguments: `Program`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing.executable import (
     Executable,
-    Handover,
     InputLayout,
     NotTraced,
     Retraced,
+    TraceProvider,
     jitted,
 )
-from jaxstrategy._src.tracing.functions import weak_references
-from jaxstrategy._src.tracing.jaxprs.visit import ClosedJaxpr
-from jaxstrategy._src.tracing.partition.divided_step import DividedStep
-from jaxstrategy._src.tracing.partition.layout import kept_placements
-from jaxstrategy._src.tracing.roles import must_look_first
+from jaxstrategy._src.tracing.functions.weak_references import weak_method
+from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr
+from jaxstrategy._src.tracing.partition.layout import output_shardings
+from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
+from jaxstrategy._src.tracing.roles import must_check_first
 from jaxstrategy._src.tracing.saved_step import (
     Obtain,
     OutdatedCall,
@@ -44,17 +44,21 @@ from jaxstrategy._src.variables import access
 # Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
 _MANY = 2000
 
-_told: set[tuple[str, int]] = set()
+_announced: set[tuple[str, int]] = set()
 
 
-def tell(name: str, jaxpr: ClosedJaxpr) -> None:
-    """Say once of a step why nothing will be seen of it for a while."""
+def _announce_slow_compilation(name: str, jaxpr: Jaxpr) -> None:
+    """Prints, once for a step, why it takes long to compile."""
     if max(len(jaxpr.invars), len(jaxpr.outvars)) < _MANY:  # the usual case
         return
-    count = max(_used(jaxpr), len(jaxpr.outvars))
-    if count < _MANY or (name, count) in _told:
+    # A trace has all live variables as inputs: those count that it uses.
+    atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
+    used = {id(atom) for atom in (*atoms, *jaxpr.outvars)}
+    num_inputs = sum(id(var) in used for var in jaxpr.invars)
+    count = max(num_inputs, len(jaxpr.outvars))
+    if count < _MANY or (name, count) in _announced:
         return
-    _told.add((name, count))
+    _announced.add((name, count))
     print(
         f"jaxstrategy: `{name}` takes or returns {count:,} arrays and is being "
         "compiled. XLA needs longer than in proportion to their number: about 20 s of "
@@ -63,13 +67,6 @@ def tell(name: str, jaxpr: ClosedJaxpr) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _used(jaxpr: ClosedJaxpr) -> int:
-    """How many inputs a step uses: a trace has all variables that live, too."""
-    atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
-    used = {id(atom) for atom in (*atoms, *jaxpr.outvars)}
-    return sum(id(var) in used for var in jaxpr.invars)
 
 
 @final
@@ -81,25 +78,24 @@ class Program:
         self._stages = stages
         self._donated = frozenset[int]().union(*(stage.donated for stage in stages))
         self._placement = Placement(step, self._donated)
-        forget = weak_references.of(self, Program._compile)
-        self._variables = VariableArguments(step, forget)
-        # One thread traces, so that one trace tells which variables there are.
-        self._one_tracer = threading.RLock()
-        self._handover = Handover(weak_references.asked(self, Program._trace_in_call))
+        self._variables = VariableArguments(step, weak_method(self, Program._compile))
+        # Held while tracing: a trace decides which variables are arguments.
+        self._tracing_lock = threading.RLock()
+        self._traces = TraceProvider(weak_method(self, Program._trace_in_call))
         self.layout = InputLayout(step.signature, self._donated)
-        # Whether it is part of another program, which has options of its own.
+        # Part of another program, whose compiler options count.
         self._is_inside = False
-        # Whether the last call had to move an array: then the next one probably must.
+        # The last call had to move an array: the next one probably must, too.
         self._must_place = False
-        # Whether it was compiled before it was called, and is not to be compiled again.
+        # Compiled ahead of time; never compiled again.
         self._is_prepared = False
-        self.looks_first = must_look_first(len(step.replicas.all_devices))
+        self.must_check_first = must_check_first(len(step.replicas.all_devices))
         self._name = step.name
         self._compile()
 
     def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
         """The step's results."""
-        if self._must_place or not self._placement.is_right(leaves):
+        if self._must_place or not self._placement.is_as_before(leaves):
             return self.place_and_call(leaves)
         try:
             executable = self.executable
@@ -107,19 +103,19 @@ class Program:
                 return executable(leaves, inputs)
             return self._dispatch(leaves, inputs)
         except (NotTraced, Retraced):
-            pass  # and out of the block, or this were the context of later errors
+            pass  # out of the block: not to be the context of later errors
         except jax.errors.JaxRuntimeError:
-            self.check_once(leaves)  # of which JAX 0.10 tells so
+            self.check_once(leaves)  # JAX 0.10 raises it for an array donated twice
             raise
         except ValueError:
-            # It may be JAX's, about an array that is split in another way. Such an
-            # array is moved, or refused with our advice.
+            # JAX raises it for an array with another sharding, which is to be moved, or
+            # refused with our advice.
             if self.is_placed(leaves) and not self._is_newly_inside():
                 raise
         return self.place_and_call(leaves)
 
     def is_placed(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether live arrays lie where the program needs them."""
+        """Whether live arrays have the shardings that the program needs."""
         return not _differ(self._placement.placed(leaves), leaves)
 
     def check_once(self, leaves: Sequence[Leaf]) -> None:
@@ -127,7 +123,7 @@ class Program:
         self._placement.check_once(leaves)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
-        """The same, for leaves of any kind and in any place."""
+        """The step's results for leaves of any kind, with any sharding."""
         placed = self._placement.placed(leaves)
         moved = _differ(placed, leaves)
         try:
@@ -136,25 +132,25 @@ class Program:
             self._must_place = moved or self._variables.by_reference
 
     def lower(self, leaves: Sequence[Leaf]) -> Lowered:
-        """JAX's lowered form of the program; `leaves` may be types of arrays."""
+        """The program, lowered; `leaves` may be types of arrays."""
         with self._traced_for(leaves) as (_, placed):
             return self.executable.lower(placed)
 
     def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
-        """Has the program compiled for arguments of these types, and for no others."""
-        # A file has no trees of the user's.
+        """Compiles ahead of time for arguments of these types, and for no others."""
+        # Flat: a file cannot hold the user's trees.
         self.layout = InputLayout(self._step.signature, self._donated, is_flat=True)
         self._compile()
         with self._traced_for(leaves) as (step, placed):
             executable = self.executable
-            carried = self._variables.carried
+            buffers = self._variables.buffers
             names = {variable.cell: variable.name for variable in step.trace.used}
             preparation = Preparation(
                 step,
-                inputs=[*placed, *carried.values()],
-                variables=[names[cell] for cell in carried.cells],
+                inputs=[*placed, *buffers.values()],
+                variables=[names[cell] for cell in buffers.cells],
                 stages=[stage.kind for stage in self._active],
-                must_be_lowered=any(stage.learns_within for stage in self._active),
+                must_be_lowered=any(stage.needs_lowering for stage in self._active),
                 compiler_options=self._compiler_options,
                 lower=functools.partial(executable.lower, placed),
             )
@@ -167,168 +163,163 @@ class Program:
         self, leaves: Sequence[Leaf]
     ) -> Iterator[tuple[TracedStep, list[jax.ShapeDtypeStruct]]]:
         """A `with` block in which the program is traced for these types."""
-        # With the weak types of Python's numbers, as a call passes them: without them,
-        # this would be another program than the call's.
+        # With the weak types of Python's numbers, as a call passes them.
         types = mesh.types_of(leaves)
         self._placement.check_types(types)
-        with self._one_tracer:
+        with self._tracing_lock:
             step = self._trace([*leaves])
-            self._fit(step, access.is_traced(), types)
+            self._adapt(step, access.is_traced(), types)
             placed = [
                 jax.ShapeDtypeStruct(
                     of_type.shape,
                     of_type.dtype,
-                    sharding=self._placement.wanted(index, leaf),
+                    sharding=self._placement.sharding(index, leaf),
                     weak_type=of_type.weak_type,
                 )
                 for index, (leaf, of_type) in enumerate(zip(leaves, types, strict=True))
             ]
-            with self._handover.of(lambda: step):
+            with self._traces.using(lambda: step):
                 yield step, placed
 
     def _trace_in_call(self, leaves: Sequence[Leaf]) -> TracedStep | None:
-        """A trace for a call dispatched as it is; None if it must be placed."""
-        if _differ(self._placement.placed(leaves), leaves):
+        """Traces for a call without placement; None if leaves must be placed first."""
+        if not self.is_placed(leaves):
             return None
-        if not self._one_tracer.acquire(blocking=False):
+        if not self._tracing_lock.acquire(blocking=False):
             return None
         try:
             step = self._trace(leaves)
             if step.trace.used and not self._variables.are_used:
                 return None
-            self._check_again(leaves)
-            if self._fit(step, self._variables.caller_is_traced, leaves):
-                raise Retraced(step)
-            return step
+            return self._adapted(step, self._variables.caller_is_traced, leaves)
         finally:
-            self._one_tracer.release()
+            self._tracing_lock.release()
 
-    def _check_again(self, leaves: Sequence[Leaf]) -> None:
-        """Lets stages look at a call again, of which they may know better now."""
+    def _adapted(
+        self, step: TracedStep, is_traced: bool, leaves: Sequence[Leaf]
+    ) -> TracedStep:
+        """`step` for the call in progress; raises if `jax.jit` must be called again."""
+        # After a trace stages may find something else about the same call.
         for before in overridden(self._active, "before"):
             before(leaves)
+        if self._adapt(step, is_traced, leaves):
+            raise Retraced(step)
+        return step
 
     def _call_placed(self, leaves: Sequence[Leaf]) -> PyTree:
-        is_traced = access.is_traced()  # in the jitted function it always is
+        is_traced = access.is_traced()  # in the jitted function it is always True
         if self._is_newly_inside():
             self._is_inside = True
             self._compile()
 
         def trace() -> TracedStep:
-            step = self._trace(leaves)
-            self._check_again(leaves)
-            if self._fit(step, is_traced, leaves):
-                raise Retraced(step)
-            return step
+            return self._adapted(self._trace(leaves), is_traced, leaves)
 
-        with self._one_tracer:
+        with self._tracing_lock:
             try:
-                with self._handover.of(trace):
+                with self._traces.using(trace):
                     return self._dispatch(leaves, self.layout.inputs(leaves))
-            except Retraced as found:
-                step = found.step
+            except Retraced as retraced:
+                step = retraced.step
             leaves = self._placement.placed(leaves)
-            with self._handover.of(lambda: step):
+            with self._traces.using(lambda: step):
                 return self._dispatch(leaves, self.layout.inputs(leaves))
 
     def _dispatch(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
-        """The results for leaves that lie where they belong."""
+        """The results for placed leaves."""
         if not self._variables.are_used:
             return self._valid_executable()(leaves, inputs)
         self._variables.check_outside()
-        # Calling a program gives it the memory of the variables and takes other memory
-        # back; two threads at once would end the process (JAX 0.10 and 0.12).
+        # A call donates the variables' buffers and stores new ones; two threads at once
+        # would end the process (JAX 0.10 and 0.12).
         with access.one_at_a_time:
             return self._valid_executable()(leaves, inputs)
 
     def _valid_executable(self) -> Executable:
         if self._is_prepared and access.is_traced():
             raise CompiledStepError(traced_caller(self._name))
-        # Both are asked: each takes note of what has changed.
-        if self.executable.is_outdated() | self._variables.settle():
+        # Both are called: each remembers what has changed.
+        if self.executable.is_outdated() | self._variables.drop_references():
             self._compile()
         return self.executable
 
     def _trace(self, leaves: Sequence[Leaf]) -> TracedStep:
-        """Traces the step for arguments like these, and lets all stages know."""
+        """Traces the step for arguments of these types, and notifies all stages."""
         trace = self._step.trace(leaves, overridden(self._stages, "tracing"))
         step = TracedStep(self._step, trace, self._donated)
-        tell(step.name, step.jaxpr)
+        _announce_slow_compilation(step.name, step.jaxpr)
         self._placement.check_captured(step)
         for stage in self._stages:
             stage.traced(step)
-        if trace.is_divided:
-            step.division = DividedStep(step, leaves)
+        if trace.is_partitioned:
+            step.partitioned = PartitionedStep(step, leaves)
         elif trace.replicas.inner_axes:
-            step.placements = kept_placements(step, leaves)
+            step.output_shardings = output_shardings(step, leaves)
         return step
 
-    def _fit(self, step: TracedStep, is_traced: bool, leaves: Sequence[Leaf]) -> bool:
-        """Makes calls do what `step` needs; returns whether JAX is to compile anew."""
-        self._handover.has_plain |= step.results.has_plain
-        is_other = self._variables.traced(step, is_traced)
-        is_other |= self._placement.traced(step, leaves)
-        if is_other:
+    def _adapt(self, step: TracedStep, is_traced: bool, leaves: Sequence[Leaf]) -> bool:
+        """Adapts to a new trace; returns whether there is another jitted function."""
+        self._traces.has_non_arrays |= step.results.has_non_arrays
+        has_changed = self._variables.traced(step, is_traced)
+        has_changed |= self._placement.traced(step, leaves)
+        if has_changed:
             self._compile()
         else:
             self._use(self.executable.compiled)
-        return is_other
+        return has_changed
 
     @property
     def _compiler_options(self) -> dict[str, str]:
-        """What the compiler is asked for."""
-        overlap = self._step.overlap
-        return (
-            {} if overlap is None or self._is_inside else {**overlap.compiler_options}
-        )
+        overlap = None if self._is_inside else self._step.overlap
+        return {} if overlap is None else {**overlap.compiler_options}
 
     def _is_newly_inside(self) -> bool:
         """Whether it has compiler options, and is called inside another program."""
-        is_asked = bool(self._compiler_options) and not self._is_prepared
-        return is_asked and access.is_traced()
+        has_options = bool(self._compiler_options) and not self._is_prepared
+        return has_options and access.is_traced()
 
     @property
     def _active(self) -> list[Stage]:
         return [stage for stage in self._stages if stage.is_active]
 
     def _compile(self) -> None:
-        """Forgets what was compiled; JAX compiles anew when it is called."""
-        if self._is_prepared:  # for what is not there any more
+        """Replaces the jitted function, which compiles at its next call."""
+        if self._is_prepared:
             self._use(OutdatedCall(self._name))
             return
-        carried = self._variables.carried
+        buffers = self._variables.buffers
         layout = self.layout
-        rebound = range(layout.count, layout.count + len(carried.lent))
-        # A call that is refused afterwards leaves arguments and variables as they were.
-        is_refused_late = bool(overridden(self._stages, "check"))
-        taken = () if is_refused_late else (*layout.donated, *rebound)
+        donated = [*layout.donated]
+        donated += range(layout.count, layout.count + len(buffers.local_cells))
+        # A call that raises after it ran leaves arguments and variables unchanged.
+        if overridden(self._stages, "check"):
+            donated = []
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments; so
-        # it does where they may lie in several ways.
-        is_open = self._variables.by_reference or self._placement.is_open
+        # it does where they may have several shardings.
         options: dict[str, Any] = {}
-        if not is_open:
+        if not (self._variables.by_reference or self._placement.is_open):
             arguments = layout.shardings(self._placement.shardings)
-            options["in_shardings"] = (*arguments, *carried.shardings)
-        if asked := self._compiler_options:
-            options["compiler_options"] = asked
+            options["in_shardings"] = (*arguments, *buffers.shardings)
+        if compiler_options := self._compiler_options:
+            options["compiler_options"] = compiler_options
         compiled = jitted(
             self._step.name,
             layout,
-            self._handover,
-            carried,
+            self._traces,
+            buffers,
             self._stages,
-            donate_argnums=taken,
+            donate_argnums=donated,
             **options,
         )
         self._use(compiled)
 
     def _use(self, compiled: Wrapped | PreparedCall | OutdatedCall) -> None:
-        """Lets later calls be of this, and of the stages that are active now."""
+        """Lets later calls use this, with the stages that are active now."""
         self.executable = Executable(
             compiled,
             self.layout,
-            self._handover,
+            self._traces,
             self._variables,
             self._stages,
             self._placement,

@@ -1,11 +1,10 @@
-"""Notices that one function is compiled again and again, and says what changed.
+"""Warns when a function is compiled again and again, and says what changed.
 
-What counts is the function's code: a lambda written inside a loop is a new function at
-each turn, and always the same code. A program that was called `WORTH` times was worth
-compiling, and does not count.
+Compilations are counted by code: a lambda inside a loop is a new function at each turn,
+with the same code. A program that was called `WORTH` times does not count.
 
-A function that captures another number or array each time is told of soon: there is no
-end to those. Other functions, strings and bools that it captures are choices of a few.
+If a function captures another number or array each time, the warning comes early, as
+there may be no end to those; of functions, strings and bools there are only a few.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.values.arrays import Function, Leaf
 from jaxstrategy._src.values.per_replica import Handle
 
-# Compilations of one function that nobody needs to hear about: a few batch shapes,
-# training and evaluation.
+# Compilations of one function without a warning: a few batch shapes, training and
+# evaluation.
 QUIET = 5
 WORTH = 10
-# Of one that captures other data each time.
+# The same for a function that captures other data each time.
 QUIET_DATA = 2
 
 _CHOICES = (bool, str, bytes, type(None))
@@ -41,19 +40,19 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class Calls:
-    """The number of calls of functions with one key, and what these refer to."""
+    """The number of calls of functions with one cache key, and what they capture."""
 
     def __init__(self, references: References | None) -> None:
         self.count = 0
         self._opaque = None if references is None else references.opaque
-        self._tokens = () if references is None else references.form
-        reached = () if references is None else references.reached
-        self._labels = [step.label for step in reached]
-        self._kinds = [type(step.value) for step in reached]
-        self._texts = [_told(step.value) for step in reached]
+        self._tokens = () if references is None else references.key
+        nodes = () if references is None else references.nodes
+        self._labels = [node.label for node in nodes]
+        self._kinds = [type(node.value) for node in nodes]
+        self._texts = [_described(node.value) for node in nodes]
 
     def difference(self, other: Calls) -> tuple[str, bool]:
-        """The difference from `other` in words, and whether it is data."""
+        """Describes the difference from `other`; and whether it is data."""
         if (opaque := other._opaque) is not None:
             known = dict(zip(other._labels, other._texts, strict=True))
             text = known.get(opaque, "more than can be looked through")
@@ -76,7 +75,7 @@ class Calls:
         ), False
 
 
-def _told(value: Leaf) -> str:
+def _described(value: Leaf) -> str:
     kind = type(value)
     if kind in (*_CHOICES, int, float, complex) or issubclass(
         kind, (*_FUNCTIONS, type)
@@ -91,11 +90,11 @@ class History:
     """The compilations of one function's code."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.told: set[type[Warning]] = set()
+        self.warned: set[type[Warning]] = set()
         self._quiet = quiet
         self._count = 0
         self._count_of_data = 0
-        self._was_told = False
+        self._has_warned = False
         self._calls_before = 0
         self._last: tuple[Calls, Signature, Sequence[ArrayType]] | None = None
 
@@ -106,11 +105,11 @@ class History:
         signature: Signature,
         avals: Sequence[ArrayType],
     ) -> None:
-        """Note a compilation; warn once when there have been too many."""
+        """Counts a compilation; warns once when there have been too many."""
         last, self._last = self._last, (calls, signature, list(avals))
         if last is not None and last[0].count - self._calls_before >= WORTH:
             self._count = self._count_of_data = 0
-            self._was_told = False
+            self._has_warned = False
         self._calls_before = calls.count - 1
         self._count += 1
         if self._quiet or last is None:
@@ -119,9 +118,9 @@ class History:
         if last[0] is not calls:
             what, is_data = last[0].difference(calls)
         self._count_of_data += is_data
-        soon = is_data and self._count_of_data >= QUIET_DATA
-        if not self._was_told and (soon or self._count > QUIET):
-            self._was_told = True
+        is_early = is_data and self._count_of_data >= QUIET_DATA
+        if not self._has_warned and (is_early or self._count > QUIET):
+            self._has_warned = True
             name = getattr(fn, "__qualname__", type(fn).__name__)
             number = "3rd" if self._count == 3 else f"{self._count}th"
             what = what or _difference(fn, *last[1:], signature, avals)
@@ -132,13 +131,13 @@ class History:
 
 
 def history_of(fn: Function, known: dict[int, History]) -> History:
-    """The history of the code of `fn`, among those that are known."""
+    """The history of the code of `fn`; `known` is by the `id` of code."""
     code = code_of(fn)
-    if code is None:  # a callable object: only its own past counts
+    if code is None:  # a callable object: its own history
         return History()
     if not user_code.is_users(code.co_filename):
         return History(quiet=True)
-    # By identity: the code of a notebook cell that is run again is equal, not the same.
+    # By `id`: the code of a notebook cell that is run again is equal, but another one.
     if id(code) not in known:
         weakref.finalize(code, known.pop, id(code), None)
     return known.setdefault(id(code), History())
@@ -151,7 +150,7 @@ def _difference(
     new: Signature,
     new_avals: Sequence[ArrayType],
 ) -> str:
-    """The difference between the arguments of two compilations, in words."""
+    """Describes the difference between the arguments of two compilations."""
     if old.treedef != new.treedef:
         return (
             "the structure of its arguments changed: it was "
@@ -160,7 +159,7 @@ def _difference(
         )
     pairs = zip(_roles(old), _roles(new), strict=True) if old != new else ()
     for index, (a, b) in enumerate(pairs):
-        # By value, a variable would be read here, where JAX traces.
+        # `==` would read a variable here, while JAX traces.
         has_handle = isinstance(a[-1], Handle) or isinstance(b[-1], Handle)
         if a[-1] is not b[-1] if has_handle else a != b:
             was, now = (
@@ -192,7 +191,7 @@ def _roles(signature: Signature) -> list[tuple[Any, ...]]:
 
 
 def _shown(value: object, limit: int = 120) -> str:
-    if isinstance(value, Handle):  # to show its value makes it a reference here
+    if isinstance(value, Handle):  # `repr` would read it while JAX traces
         return f"another {type(value).__name__}"
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""The results of a step: arrays for the program, plain values kept beside it."""
+"""The results of a step: arrays, and other values that bypass the program."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._src.contexts.context import AbstractStrategy
+from jaxstrategy._src.tracing.functions.bindings import UNBOUND, ClosureCell
+from jaxstrategy._src.tracing.functions.code import attributes_of
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.roles import HandleReference
 from jaxstrategy._src.values import arrays as _arrays, trees
@@ -24,41 +26,41 @@ from jaxstrategy._src.values.per_replica import Handle, PerReplica
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _CLOSED = (type, types.ModuleType, jax.Array, np.ndarray, AbstractStrategy, Handle)
 
-# Beyond these a graph of objects is a library's, and no result of a step.
-_MOST = 100_000
+# A larger graph of objects belongs to a library, and is no result of a step.
+_MAX_OBJECTS = 100_000
 
 
-def traced_within(value: object) -> str | None:
-    """The way from `value` to an array that is being traced; None without any."""
-    waiting: deque[tuple[str, object]] = deque([("", value)])
+def path_to_tracer(value: object) -> str | None:
+    """The path from `value` to a tracer that it holds; None without any."""
+    queue: deque[tuple[str, object]] = deque([("", value)])
     seen: dict[int, object] = {}
-    while waiting and len(seen) < _MOST:
-        path, each = waiting.popleft()
+    while queue and len(seen) < _MAX_OBJECTS:
+        path, each = queue.popleft()
         if isinstance(each, Tracer):
             return path
         if id(each) not in seen:
-            seen[id(each)] = each  # kept, so that no other object gets its id
-            waiting.extend((path + step, held) for step, held in _held(each))
+            seen[id(each)] = each  # kept alive, so that no other object gets its id
+            queue.extend((path + step, child) for step, child in _children(each))
     return None
 
 
-def _held(value: object) -> Iterator[tuple[str, object]]:
-    """The values that `value` holds, each with how to write it."""
+def _children(value: object) -> Iterator[tuple[str, object]]:
+    """The values that `value` holds, each with its path."""
     if isinstance(value, _CLOSED):
         return
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", held) for key, held in value.items())
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, _CONTAINERS):
-        yield from ((f"[{i}]", held) for i, held in enumerate(value))
+        yield from ((f"[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, functools.partial):
         parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
-        yield from ((f".{name}", held) for name, held in parts.items())
+        yield from ((f".{name}", part) for name, part in parts.items())
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
     elif isinstance(value, types.FunctionType):
         # Not `__globals__`, one of its slots: its whole module, half a second of it.
         yield from _captured(value)
-        yield from ((f".{name}", held) for name, held in vars(value).items())
+        yield from ((f".{name}", item) for name, item in vars(value).items())
         return
     yield from _attributes(value)
 
@@ -66,20 +68,14 @@ def _held(value: object) -> Iterator[tuple[str, object]]:
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
-        try:
-            yield f" (captured as {name!r})", cell.cell_contents
-        except ValueError:  # it has no value yet
-            pass
+        if (value := ClosureCell(cell).get()) is not UNBOUND:
+            yield f" (captured as {name!r})", value
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        own = {}
-    yield from ((f".{name}", held) for name, held in own.items())
+    yield from ((f".{name}", item) for name, item in attributes_of(value).items())
     for kind in type(value).__mro__:
         for name, slot in vars(kind).items():
             if isinstance(slot, types.MemberDescriptorType):
@@ -91,44 +87,43 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plain:
-    """A leaf that is not an array, on its way out of the compiled program."""
+class NonArray:
+    """A leaf of the results that is not an array: static in the compiled program."""
 
-    kept: Leaf
+    leaf: Leaf  # a variable as `HandleReference`
 
     @property
     def value(self) -> Leaf:
-        """The leaf."""
-        is_reference = isinstance(self.kept, HandleReference)
-        return self.kept() if is_reference else self.kept
+        is_reference = isinstance(self.leaf, HandleReference)
+        return self.leaf() if is_reference else self.leaf
 
 
 @dataclasses.dataclass
 class Results:
     """The pytree that a step returned, without its arrays."""
 
-    leaves: list[Plain | None]
+    leaves: list[NonArray | None]
     treedef: TreeStructure
 
     @property
-    def has_plain(self) -> bool:
+    def has_non_arrays(self) -> bool:
         """Whether some leaf is not an array."""
         return any(leaf is not None for leaf in self.leaves)
 
     @property
     def variables(self) -> list[Handle]:
         """The variables among the leaves."""
-        plain = (leaf.value for leaf in self.leaves if leaf is not None)
-        return [value for value in plain if isinstance(value, Handle)]
+        values = (leaf.value for leaf in self.leaves if leaf is not None)
+        return [value for value in values if isinstance(value, Handle)]
 
     def rebuild(self, arrays: Sequence[Leaf]) -> PyTree:
-        """The pytree again, with `arrays` in place of its arrays."""
+        """The pytree with these arrays."""
         following = iter(arrays)
         leaves = [next(following) if leaf is None else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
     def array_paths(self) -> list[tuple[int, KeyPath]]:
-        """For each array, its place among the leaves and its path in the pytree."""
+        """For each array its index among the leaves and its path in the pytree."""
         numbered = jax.tree.unflatten(self.treedef, range(len(self.leaves)))
         return [
             (position, path)
@@ -137,43 +132,39 @@ class Results:
         ]
 
 
-def take_apart(
+def flatten(
     tree: PyTree, statics: Sequence[Leaf], name: str
 ) -> tuple[list[jax.Array], Results]:
-    """The arrays of what step `name` returned, and the rest of it."""
+    """The arrays that step `name` returned, and the pytree without them."""
     paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_one_leaf)
     arrays: list[jax.Array] = []
-    leaves: list[Plain | None] = []
+    leaves: list[NonArray | None] = []
     for path, leaf in paths:
         if _arrays.is_array(leaf):
             arrays.append(jnp.asarray(leaf))
             leaves.append(None)
         else:
-            _check_plain(leaf, statics, f"{name}(...){jax.tree_util.keystr(path)}")
+            _check_non_array(leaf, statics, f"{name}(...){jax.tree_util.keystr(path)}")
             is_handle = isinstance(leaf, Handle)
-            leaves.append(Plain(HandleReference(leaf) if is_handle else leaf))
+            leaves.append(NonArray(HandleReference(leaf) if is_handle else leaf))
     return arrays, Results(leaves, treedef)
 
 
-def unwrap_plain(tree: PyTree) -> PyTree:
-    """`tree` with each `Plain` replaced by its value."""
-
-    def is_plain(node: object) -> bool:
-        return isinstance(node, (Plain, PerReplica))
-
+def unwrap_non_arrays(tree: PyTree) -> PyTree:
+    """`tree` with each `NonArray` replaced by its value."""
     return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, Plain) else leaf,
+        lambda leaf: leaf.value if isinstance(leaf, NonArray) else leaf,
         tree,
-        is_leaf=is_plain,
+        is_leaf=lambda node: isinstance(node, (NonArray, PerReplica)),
     )
 
 
 def is_one_leaf(node: object) -> bool:
-    """Whether `node` counts as one leaf of what a step returns."""
+    """Whether `node` is a leaf of the results of a step."""
     return trees.is_whole(node) or isinstance(node, Iterator)  # JAX warns about these
 
 
-def _check_plain(leaf: Leaf, statics: Sequence[Leaf], where: str) -> None:
+def _check_non_array(leaf: Leaf, statics: Sequence[Leaf], where: str) -> None:
     if isinstance(leaf, PerReplica):
         raise TypeError(
             f"`{where}` is a PerReplica that the function captured from outside. Pass "
@@ -188,7 +179,7 @@ def _check_plain(leaf: Leaf, statics: Sequence[Leaf], where: str) -> None:
         )
     if isinstance(leaf, Iterator):
         what = "an iterator, which can hide arrays of the step."
-    elif (path := traced_within(leaf)) is not None:
+    elif (path := path_to_tracer(leaf)) is not None:
         what = f"and holds an array of the step as `{where}{path}`, unseen by JAX."
     else:
         return

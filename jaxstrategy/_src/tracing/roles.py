@@ -22,7 +22,7 @@ from jaxstrategy._src.values.per_replica import PerReplica
 
 
 class Role(enum.Enum):
-    """The way in which a leaf of the arguments reaches the step."""
+    """How a leaf of the arguments is passed to the step."""
 
     SAME = "same"  # traced; every replica sees the same value
     PER_REPLICA = "per replica"  # traced; every replica sees its own version
@@ -32,50 +32,54 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The common part of calls that can share a program, up to shapes and dtypes."""
+    """Equal for calls that share a program; shapes and dtypes are open.
+
+    `roles` has an entry for each leaf, and after a `PerReplica` one for its mask.
+    """
 
     treedef: TreeStructure
     roles: tuple[Role, ...]
-    kept: tuple[Leaf, ...]
+    static_leaves: tuple[Leaf, ...]  # variables as `HandleReference`
     static_types: tuple[type, ...]
 
     @property
     def statics(self) -> tuple[Leaf, ...]:
-        """The static leaves."""
         return tuple(
-            leaf() if isinstance(leaf, HandleReference) else leaf for leaf in self.kept
+            leaf() if isinstance(leaf, HandleReference) else leaf
+            for leaf in self.static_leaves
         )
 
     def with_statics(self) -> list[tuple[int, Leaf]]:
-        """The static leaves with their places in `roles`."""
-        places = (i for i, role in enumerate(self.roles) if role is Role.STATIC)
-        return list(zip(places, self.statics, strict=True))
+        """The static leaves with their indices in `roles`."""
+        indices = (i for i, role in enumerate(self.roles) if role is Role.STATIC)
+        return list(zip(indices, self.statics, strict=True))
 
     @property
     def handles(self) -> list[per_replica.Handle]:
-        """The variables among them."""
-        # Whoever asks holds the arguments, and so the variables: none is gone.
-        held = [leaf() for leaf in self.kept if isinstance(leaf, HandleReference)]
-        return cast("list[per_replica.Handle]", held)
+        """The variables among the static leaves."""
+        # The caller holds the arguments, and so the variables: none is dead.
+        leaves = self.static_leaves
+        handles = [leaf() for leaf in leaves if isinstance(leaf, HandleReference)]
+        return cast("list[per_replica.Handle]", handles)
 
     @property
     def dynamic(self) -> list[int]:
-        """The places in `roles` of what is passed to the compiled program."""
+        """The indices in `roles` of the program's inputs."""
         return [i for i, role in enumerate(self.roles) if role is not Role.STATIC]
 
     @property
     def leaves(self) -> list[int]:
-        """The places in `roles` of leaves."""
+        """The indices in `roles` of leaves: without masks."""
         return [i for i, role in enumerate(self.roles) if role is not Role.MASK]
 
-    def positions(self) -> list[list[int]]:
-        """For each positional argument which of `roles` are its leaves."""
+    def leaves_by_position(self) -> list[list[int]]:
+        """For each positional argument the indices in `roles` of its leaves."""
         args, _ = jax.tree.unflatten(self.treedef, self.leaves)
         return [jax.tree.leaves(argument) for argument in args]
 
     def donated(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """The places, in what the program is given, of these positions of `args`."""
-        leaves = self.positions()
+        """The indices, among the program's inputs, of these positions of `args`."""
+        leaves = self.leaves_by_position()
         beyond = [position for position in positions if position >= len(leaves)]
         if beyond:
             raise ValueError(
@@ -97,7 +101,7 @@ class Signature:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in self.leaves])
 
     def label(self, fn: Function, index: int) -> str:
-        """Number `index` of `roles` as the caller of `fn` would write it."""
+        """The leaf with this index in `roles`, as the caller of `fn` writes it."""
         args, kwargs = self.rebuild([0] * len(self.dynamic))
         if self.roles[index] is Role.MASK:
             return f"the mask of {self.label(fn, index - 1)}"
@@ -108,7 +112,7 @@ class HandleReference(weakref.ref):
     """A weak reference to a variable among static arguments."""
 
 
-def take_apart(
+def flatten(
     fn: Function,
     args: Sequence[PyTree],
     kwargs: dict[str, PyTree],
@@ -118,7 +122,7 @@ def take_apart(
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=trees.is_whole)
     leaves: list[Leaf] = []
     roles: list[Role] = []
-    kept: list[Leaf] = []
+    static_leaves: list[Leaf] = []
     static_types: list[type] = []
     for index, node in enumerate(nodes):
         if isinstance(node, jax.Ref):
@@ -130,10 +134,9 @@ def take_apart(
         role, value = _role(node, abstract)
         if role is Role.STATIC:
             _check_hashable(fn, args, kwargs, index, node)
-            kept.append(value)
+            is_handle = isinstance(value, per_replica.Handle)
+            static_leaves.append(HandleReference(value) if is_handle else value)
             static_types.append(type(value))
-            if isinstance(value, per_replica.Handle):
-                kept[-1] = HandleReference(value)
         else:
             leaves.append(value)
         is_struct = abstract and isinstance(value, jax.ShapeDtypeStruct)
@@ -148,8 +151,8 @@ def take_apart(
             _check_mask(node, lambda i=index: label(fn, args, kwargs, i))
             leaves.append(node.mask)
             roles.append(Role.MASK)
-    signature = Signature(treedef, tuple(roles), tuple(kept), tuple(static_types))
-    return leaves, signature
+    statics = tuple(static_leaves), tuple(static_types)
+    return leaves, Signature(treedef, tuple(roles), *statics)
 
 
 def _role(node: Leaf, abstract: bool) -> tuple[Role, Leaf]:
@@ -166,7 +169,7 @@ def _role(node: Leaf, abstract: bool) -> tuple[Role, Leaf]:
     if isinstance(node, (int, float, complex)):
         return Role.SAME, node
     if isinstance(node, (np.ndarray, np.generic)):
-        # Text and objects cannot be traced; they are static, if they can be hashed.
+        # Text and objects cannot be traced; they are static if hashable.
         return (Role.STATIC if node.dtype.kind in "OSU" else Role.SAME), node
     if hasattr(type(node), "__jax_array__"):
         return Role.SAME, jnp.asarray(node)
@@ -209,7 +212,7 @@ def _check_hashable(
 def label(
     fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], index: int
 ) -> str:
-    """A leaf of the arguments as the caller would write it: `` `batch['x']` ``."""
+    """A leaf of the arguments as the caller writes it: `` `batch['x']` ``."""
     paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=trees.is_whole)
     (_, *path) = paths[index][0]
     first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
@@ -244,21 +247,21 @@ def are_live_arrays(leaves: Sequence[Leaf]) -> bool:
     return False
 
 
-def must_look_first(num_devices: int) -> bool:
-    """Whether calls look for deleted and for twice donated arrays before JAX does."""
+def must_check_first(num_devices: int) -> bool:
+    """Whether calls check for deleted and for twice donated arrays before JAX does."""
     # On several devices JAX 0.10 ends the process for these; else JAX raises.
-    return num_devices > 1 and _is_before_012()
+    return num_devices > 1 and is_before_jaxlib_012()
 
 
 @functools.cache
-def _is_before_012() -> bool:
+def is_before_jaxlib_012() -> bool:
     major, minor, *_ = metadata.version("jaxlib").split(".")
     return (int(major), int(minor)) < (0, 12)
 
 
 def _is_deleted(leaf: Leaf) -> bool:
-    """Whether an array is deleted; of random keys too, at three times the cost."""
-    # A variable of Flax NNX has all methods of the array in it.
+    """Whether an array of any class is deleted, at three times the cost."""
+    # By class: a variable of Flax NNX has all methods of the array in it.
     if not isinstance(leaf, jax.Array):
         raise TypeError
     return leaf.is_deleted()

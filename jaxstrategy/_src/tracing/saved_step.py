@@ -1,4 +1,4 @@
-"""Steps compiled ahead, and in a file: `SavedStep`."""
+"""Steps compiled ahead of time, and saved to files: `SavedStep`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jaxstrategy._src.version import version_of
 @final
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """A step that was traced to be compiled ahead of time."""
+    """A traced step and what is needed to compile it ahead of time."""
 
     step: TracedStep
     inputs: Sequence[Leaf]
@@ -46,11 +46,10 @@ class Preparation:
 
     @property
     def num_arguments(self) -> int:
-        """How many of the inputs are arguments."""
+        """The number of inputs that are arguments, not variables."""
         return len(self.step.signature.dynamic)
 
     def label(self, index: int) -> str:
-        """The name of an input in messages."""
         if index < self.num_arguments:
             return f"argument {self.step.label(index)}"
         return f"variable {self.variables[index - self.num_arguments]!r}"
@@ -61,13 +60,13 @@ Obtain: TypeAlias = Callable[[Preparation], Compiled]
 
 @final
 class PreparedCall:
-    """A program in place of a jitted function, for inputs of certain types."""
+    """A compiled program in place of a jitted function; raises for other types."""
 
     __slots__ = ("_compiled", "_labels", "_name", "_types", "_weak")
 
     def __init__(self, compiled: Compiled, preparation: Preparation) -> None:
         self._compiled = compiled
-        # Not the preparation, which has arrays, and the trace.
+        # The preparation itself would keep arrays and the trace alive.
         self._name = preparation.step.name
         labels = map(preparation.label, range(len(preparation.inputs)))
         self._labels = [label[0].upper() + label[1:] for label in labels]
@@ -80,8 +79,8 @@ class PreparedCall:
             )
             for each in preparation.inputs
         ]
-        # JAX does not look at weak types here, by which the step's own promotions go.
-        # Random keys have none.
+        # JAX does not check weak types here, but type promotion in the step depended on
+        # them. Random keys have none.
         arguments = enumerate(self._types[: preparation.num_arguments])
         self._weak = [(i, x.weak_type) for i, x in arguments if not is_key(x.dtype)]
 
@@ -92,12 +91,12 @@ class PreparedCall:
                     raise TypeError
             return self._compiled(*inputs)
         except (TypeError, ValueError, AttributeError):
-            told = self._difference(inputs)
-            if told is None:
+            message = self._difference(inputs)
+            if message is None:
                 raise
         except Exception as error:
-            # By name: JAX keeps to itself what it raises where `jax_debug_nans` is on,
-            # and it would trace the step again.
+            # By name: JAX does not export what it raises with `jax_debug_nans`, for
+            # which it would trace the step again.
             if type(error).__name__ != "InternalFloatingPointError":
                 raise
             raise NonFiniteError(
@@ -106,17 +105,17 @@ class PreparedCall:
                 "ahead of time, nothing says where: call the step itself, or compile "
                 "it with `RunOptions(check_finite=True)`."
             ) from None
-        raise CompiledStepError(told)
+        raise CompiledStepError(message)
 
     def _difference(self, inputs: Sequence[Leaf]) -> str | None:
-        """What differs from the types that a step was compiled for, in words."""
+        """Describes how inputs differ from those the step was compiled for."""
         if any(isinstance(each, Tracer) for each in inputs):
             return traced_caller(self._name)
         pairs = list(zip(self._labels, self._types, inputs, strict=True))
         for label, known, given in pairs:
-            was, came = _typed(known), _typed(given)
+            was, came = _type_of(known), _type_of(given)
             if was != came:
-                told = (
+                message = (
                     f"{label} of `{self._name}` is {came}, and the step is compiled "
                     f"for {was}. Call it with what it was compiled for, or compile it "
                     "for this."
@@ -125,30 +124,31 @@ class PreparedCall:
                     each.shape or (0,) for each in (known, given)
                 )
                 if given_row == row and given_rows < rows:
-                    told += (
+                    message += (
                         " A dataset's last batch may have fewer rows, which one "
                         'replica takes as they are: `js.InputOptions(remainder="drop")`'
                         " leaves it out."
                     )
-                return told
+                return message
         for label, known, given in pairs:
-            lies, wanted = given.sharding, known.sharding
-            if wanted is not None and not wanted.is_equivalent_to(lies, known.ndim):
-                return (
-                    f"{label} of `{self._name}` lies otherwise than the step was "
-                    f"compiled for: as {_placed(lies)}, not as {_placed(wanted)}. "
-                    "Place it so, or compile the step for it."
-                )
+            sharding, expected = given.sharding, known.sharding
+            if expected is None or expected.is_equivalent_to(sharding, known.ndim):
+                continue
+            return (
+                f"{label} of `{self._name}` lies otherwise than the step was compiled "
+                f"for: as {_described(sharding)}, not as {_described(expected)}. "
+                "Place it so, or compile the step for it."
+            )
         return None
 
 
-def _typed(given: Leaf) -> str:
+def _type_of(given: Leaf) -> str:
     is_weak = getattr(given, "weak_type", False)
     weak = ", of the weak type of a Python number" if is_weak else ""
     return array_type(given.dtype, given.shape) + weak
 
 
-def _placed(sharding: Any) -> str:
+def _described(sharding: Any) -> str:
     spec = getattr(sharding, "spec", None)
     where = device_names(sorted(sharding.device_set, key=lambda device: device.id))
     return f"{spec} on {where}" if spec is not None else where
@@ -156,7 +156,7 @@ def _placed(sharding: Any) -> str:
 
 @final
 class OutdatedCall:
-    """In place of a program that was compiled for what is not there any more."""
+    """Replaces a program whose variables or constants have changed: calls raise."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -170,7 +170,7 @@ class OutdatedCall:
 
 
 def traced_caller(name: str) -> str:
-    """For messages: JAX traces the code that calls a compiled step."""
+    """The message for a call of a compiled step inside a JAX transformation."""
     return (
         f"`{name}` was compiled ahead of time, so it cannot be part of a function that "
         "JAX traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Call the step itself "
@@ -178,12 +178,12 @@ def traced_caller(name: str) -> str:
     )
 
 
-# What is told, by the name of it in messages.
+# What a program depends on: values by their names in messages.
 Facts: TypeAlias = dict[str, str]
 
-# Variables of the environment from which XLA takes options.
+# Environment variables with options of XLA.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Options of JAX by which no program becomes another one.
+# Options of JAX that change no program.
 _OTHER_OPTIONS = re.compile(
     "cache|log|dump|trace|tracing|profil|compiler_detailed|explain|pgle|coordination|"
     "num_cpu_devices|platforms|include_full|check_tracer|transfer_guard|array_garbage|"
@@ -192,11 +192,7 @@ _OTHER_OPTIONS = re.compile(
 
 
 def facts_of(preparation: Preparation) -> Facts:
-    """All that a program of this step depends on.
-
-    Raises:
-      CompiledStepError: it calls Python while it runs.
-    """
+    """Everything a program depends on; raises `CompiledStepError` for callbacks."""
     step, replicas = preparation.step, preparation.step.trace.replicas
     for eqn in all_eqns(step.jaxpr):
         name = eqn.primitive.name
@@ -229,10 +225,10 @@ def facts_of(preparation: Preparation) -> Facts:
         facts[f"the environment's {name}"] = os.environ.get(name, "")
     for name in sorted(jax.config.values):
         if not _OTHER_OPTIONS.search(name):
-            # What a `with` block has set counts, which `values` does not know.
+            # `values` lacks what a `with` block has set.
             facts[f"JAX's option {name}"] = str(getattr(jax.config, name, None))
-    for name, asked in sorted(preparation.compiler_options.items()):
-        facts[f"the compiler's option {name}"] = asked
+    for name, value in sorted(preparation.compiler_options.items()):
+        facts[f"the compiler's option {name}"] = value
     for index, given in enumerate(preparation.inputs):
         facts[preparation.label(index)] = (
             array_type(given.dtype, given.shape)
@@ -246,41 +242,41 @@ def facts_of(preparation: Preparation) -> Facts:
 
 
 def devices_of(step: TracedStep) -> list[Device]:
-    """The devices that take a step, in the order of the replicas."""
+    """The devices of a step, in the order of the replicas."""
     groups = step.trace.replicas.groups
     return list(dict.fromkeys(device for group in groups for device in group))
 
 
 @functools.cache
 def _processor() -> str:
-    """The kind of processor and its instructions, which programs for CPUs rest on."""
+    """The architecture and instruction sets of the CPU."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             lines = file.read().partition("\n\n")[0].splitlines()
     except OSError:
         lines = []
-    told = [line for line in lines if line.startswith(("flags", "Features"))]
-    text = "".join(told) or platform.processor()
-    kind = platform.machine()
-    return f"{kind}, instructions {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    flags = [line for line in lines if line.startswith(("flags", "Features"))]
+    text = "".join(flags) or platform.processor()
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{platform.machine()}, instructions {digest}"
 
 
 def _hash_of(step: TracedStep) -> str:
-    """Equal for steps that compute the same, whatever their code is called."""
-    text = hashlib.sha256(code_of(step.own_jaxpr))
+    """Equal for steps that compute the same, whatever their names."""
+    digest = hashlib.sha256(code_of(step.live_jaxpr))
     for constant in constants(step.trace.closed):
-        text.update(constant.print.encode())
-    text.update(repr(step.trace.varies).encode())
-    return text.hexdigest()[:16]
+        digest.update(constant.fingerprint.encode())
+    digest.update(repr(step.trace.varies).encode())
+    return digest.hexdigest()[:16]
 
 
 def difference(saved: Facts, now: Facts) -> tuple[str, str, str] | None:
-    """The first fact that differs, what it was, and what it is; None if none does."""
+    """The first fact that differs, its old and its new value."""
     for name in dict.fromkeys([*saved, *now]):
         was, given = saved.get(name, "nothing"), now.get(name, "nothing")
         if was != given:
             return name, was, given
-    # They are passed by their place, and these facts stand by their names.
+    # Inputs are passed by position, while facts have them by name.
     was, given = (
         ", ".join(name for name in facts if name.startswith(("argument ", "variable ")))
         for facts in (saved, now)
@@ -290,38 +286,38 @@ def difference(saved: Facts, now: Facts) -> tuple[str, str, str] | None:
 
 _FIRST_LINE = b"jaxstrategy compiled step 1\n"
 _SIZE = 8
-# Calls of libraries that JAX makes ready when it lowers a program that has them: one
-# with LAPACK's ends the process if it is only loaded (JAX 0.10 and 0.12).
+# Library calls, which JAX initializes when it lowers a program: one with LAPACK's ends
+# the process if it is only loaded (JAX 0.10 and 0.12).
 _LIBRARY_CALL = re.compile(r'custom_call_target="(?!Sharding|SPMD|TopK|AllocateBuffer)')
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class SavedStep:
-    """A compiled step as it is saved."""
+    """The contents of a file with a compiled step."""
 
     facts: Facts
-    num_added: int
-    num_kept: int
+    num_added: int  # outputs of stages
+    num_kept: int  # new values of variables
     calls_libraries: bool
     executable: bytes
 
     @classmethod
     def of(cls, compiled: Compiled, facts: Facts, name: str) -> SavedStep:
-        """What there is to save of a compiled step."""
+        """Serializes a compiled step."""
         from jax.experimental import serialize_executable
 
         try:
             executable, _, tree = serialize_executable.serialize(compiled)
-        except Exception as error:  # whatever JAX, pickle or the backend says
+        except Exception as error:  # from JAX, pickle or the backend
             raise CompiledStepError(
                 f"`{name}` cannot be saved: JAX cannot serialize what it was compiled "
                 f"to ({error}). Use `js.experimental.compilation_cache(directory)`."
             ) from error
-        _, added, kept = tree.children()
+        _, outputs, values = tree.children()
         text = compiled.as_text() or 'custom_call_target="unknown"'
         calls = _LIBRARY_CALL.search(text) is not None
-        return cls(facts, added.num_leaves, kept.num_leaves, calls, executable)
+        return cls(facts, outputs.num_leaves, values.num_leaves, calls, executable)
 
     def write(self, path: str) -> None:
         """Writes the file, whole or not at all; only its owner may read it."""
@@ -343,8 +339,7 @@ class SavedStep:
 
     @classmethod
     def read(cls, path: str) -> SavedStep:
-        """The step in a file."""
-        # To open a pipe otherwise would wait for who writes it.
+        # Without `O_NONBLOCK`, opening a pipe would wait for a writer.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         with open(os.open(path, flags), "rb") as file:
             _check_trusted(path, os.fstat(file.fileno()))
@@ -388,8 +383,6 @@ class SavedStep:
             )
         if self.calls_libraries or preparation.must_be_lowered:
             preparation.lower()
-        # The structures of what the program is called with, and of what it returns, as
-        # JAX keeps them.
         step = preparation.step
         results = step.results.rebuild(
             [PerReplica(0) if x else 0 for x in step.trace.varies]
@@ -413,12 +406,11 @@ class SavedStep:
 
 
 def _checksum(header: dict[str, Any], executable: bytes) -> str:
-    """Of all that is saved: with other numbers of outputs a call would fail."""
     return hashlib.sha256(json.dumps(header).encode() + executable).hexdigest()
 
 
 def _check_trusted(path: str, status: os.stat_result) -> None:
-    """Raises if it is no file, or another user can write it."""
+    """Raises unless it is a file that no other user can write."""
     if not stat.S_ISREG(status.st_mode):
         raise CompiledStepError(
             f"{path!r} is no file but a pipe or a device, which is not read. Give the "

@@ -1,4 +1,4 @@
-"""Agreement of several processes about their next step: `StepAgreement`."""
+"""Checks that all processes run the same steps in the same order: `StepAgreement`."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from jaxstrategy._src.values.arrays import Leaf
 # an event, the whole first call counts as compiling.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
-# Of the thread that compiles: whom to tell, and the name of the function.
-_own = threading.local()
+# The compilation in progress on this thread: its watchdog and the function's name.
+_thread = threading.local()
 
 
 def begin(watchdog: Watchdog, name: str) -> None:
-    """From now until the function `name` is compiled, this process is busy."""
+    """Reports this process as busy until the function `name` is compiled."""
     _listen()
-    _own.watched = watchdog, name.rpartition(".")[2]
+    _thread.compilation = watchdog, name.rpartition(".")[2]
     watchdog.step_busy(COMPILES)
 
 
 @functools.cache
 def _listen() -> None:
-    jax.monitoring.register_event_duration_secs_listener(_replies)
+    jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
-def _replies(event: str, duration_secs: float, **told: object) -> None:
-    watched = getattr(_own, "watched", None)
-    if event != _COMPILED or watched is None:
+def _on_event(event: str, duration_secs: float, **details: object) -> None:
+    compilation = getattr(_thread, "compilation", None)
+    if event != _COMPILED or compilation is None:
         return
-    watchdog, name = watched
-    if told.get("fun_name") == f"jit({name})":
-        _own.watched = None
+    watchdog, name = compilation
+    if details.get("fun_name") == f"jit({name})":
+        _thread.compilation = None
         watchdog.step_busy(None)
 
 
-_TOLD = 2000  # characters of another process's error
+_MAX_MESSAGE = 2000  # characters of another process's error
 _ADVICE_AHEAD = (
     "Each process must call `compile` or `load_compiled` for the same steps in the "
     "same order, with arguments of the same types."
@@ -64,7 +64,7 @@ _ADVICE_AHEAD = (
 
 @final
 class AgreedPreparation:
-    """A step that all processes compile or load, or none of them."""
+    """Compiles or loads a step in all processes, or in none."""
 
     def __init__(self, processes: Processes, name: str, where: str) -> None:
         self._processes = processes
@@ -72,11 +72,11 @@ class AgreedPreparation:
         self._where = where
         self._what = f"{name} at {os.path.basename(where)}, ahead of its calls"
         self._programs: list[ProgramPrint] = []
-        self._common: Exception | None = None  # of which all processes know
+        self._common_error: Exception | None = None  # raised by all processes
 
     def traced(self, step: TracedStep) -> None:
-        """Takes note of the step's trace, which is compared before it is compiled."""
-        self._programs = [_print_of(step)]
+        """Stores the trace, to be compared before it is compiled."""
+        self._programs = [_fingerprint(step)]
 
     def run(
         self,
@@ -84,10 +84,10 @@ class AgreedPreparation:
         leaves: Sequence[Leaf],
         obtain: Obtain,
     ) -> None:
-        """Prepares the step here, as all other processes do at once."""
+        """Prepares the step, as all other processes do at the same time."""
         types = mesh.types_of(leaves)
         self._compare(list(map(agreement.kind, types)))
-        work = contextlib.ExitStack()  # of this process by itself
+        work = contextlib.ExitStack()  # without the other processes
 
         def obtained(preparation: Preparation) -> Compiled:
             work.close()
@@ -102,7 +102,7 @@ class AgreedPreparation:
                 prepare(leaves, obtained)
             except Exception as error:
                 work.close()
-                if error is not self._common:
+                if error is not self._common_error:
                     self._check_all(error)
                 raise
         self._check_all(None)
@@ -118,41 +118,39 @@ class AgreedPreparation:
             try:
                 self._processes.operations.compare(operation, _ADVICE_AHEAD)
             except ClusterError as error:
-                self._common = error
+                self._common_error = error
                 raise
 
-    def _check_all(self, own: Exception | None) -> None:
-        """Tells the others of an error; raises if only others have one."""
-        said = None if own is None else f"{type(own).__name__}: {own}"[:_TOLD]
+    def _check_all(self, error: Exception | None) -> None:
+        """Sends an error to the other processes; raises if only others have one."""
+        message = error and f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]
         try:
-            replies = self._processes.operations.agree(self._what, said)
-        except ClusterError as error:
-            self._common = error
+            replies = self._processes.operations.agree(self._what, message)
+        except ClusterError as cluster_error:
+            self._common_error = cluster_error
             raise
-        failed = [
-            (index, told) for index, told in enumerate(replies) if told is not None
-        ]
-        if failed and own is None:
-            index, told = failed[0]
-            self._common = CompiledStepError(
+        failed = [(i, reply) for i, reply in enumerate(replies) if reply is not None]
+        if failed and error is None:
+            index, reply = failed[0]
+            self._common_error = CompiledStepError(
                 f"`{self._name}` is not ready here, because process {index} has raised "
-                f"{told}\nAll processes compile or load a step, or none does. Mend "
+                f"{reply}\nAll processes compile or load a step, or none does. Mend "
                 "that; or catch the errors of loading in all processes, and compile."
             )
-            self._processes.store.common_error = str(self._common)
-            raise self._common
-        if own is not None:
-            self._processes.store.common_error = str(own)
+            self._processes.store.common_error = str(self._common_error)
+            raise self._common_error
+        if error is not None:
+            self._processes.store.common_error = str(error)
 
 
-# So many steps at the beginning are compared, and then each of so many. A comparison
-# costs a message to process 0 and back, half a millisecond on one host.
+# The first steps are compared, and then one in `_EACH`. A comparison costs a message to
+# process 0 and back, half a millisecond on one host.
 _FIRST, _EACH = 32, 64
 
 
 @final
 class StepAgreement:
-    """Agreement of the processes of a strategy about the step that each takes next."""
+    """Compares the next step of each process of a strategy."""
 
     def __init__(self, processes: Processes, each: int = _EACH) -> None:
         self._processes = processes
@@ -160,20 +158,20 @@ class StepAgreement:
         self.end = self._watchdog.step_dispatched
         self._each = each
         self._count = 0
-        # The programs that were traced, also as parts of others that the caller of a
-        # step jits; and those of the latter that are not compared yet.
+        # The programs that were traced, dispatched by themselves and as parts of larger
+        # programs; and those of the latter that are to be compared.
         self._known: set[tuple[str, ...]] = set()
-        self._known_inside: set[tuple[str, ...]] = set()
-        self._made: list[ProgramPrint] = []
+        self._known_inner: set[tuple[str, ...]] = set()
+        self._pending: list[ProgramPrint] = []
         stages.on_dispatch(self._watchdog.watch)
-        processes.operations.on_refusal(self._start_over)
+        processes.operations.on_refusal(self._compare_again)
 
-    def _start_over(self) -> None:
-        """Compares the next steps as the first ones."""
+    def _compare_again(self) -> None:
+        """Compares the next steps like the first ones."""
         self._count = 0
 
     def begin(self, name: str, where: str) -> bool:
-        """Before each step; whether this one is to be compared."""
+        """Before each step; returns whether it is to be compared."""
         # Two processes on two cores call this with cold caches, where each line of
         # Python costs five times what it does in a loop by itself. So what only a
         # comparison needs is left to `compare`.
@@ -191,14 +189,13 @@ class StepAgreement:
         """Compare a step that has begun with those of the other processes."""
         step = f"{name} at {os.path.basename(where)}"
         kinds = [_described(leaf, same.get(i)) for i, leaf in enumerate(leaves)]
-        made = sorted(self._made, key=lambda program: program["prints"])
-        self._made = []
-        operation = Operation(step, where, kinds, made)
+        programs = sorted(self._pending, key=lambda program: program["prints"])
+        self._pending = []
+        operation = Operation(step, where, kinds, programs)
         self._processes.operations.compare(operation, _ADVICE)
         self._watchdog.arrivals.passed_barrier()
 
     def preparation(self, name: str, where: str) -> AgreedPreparation:
-        """A step that all are about to compile, or load, before they call it."""
         return AgreedPreparation(self._processes, name, where)
 
     def compiles(self, name: str) -> None:
@@ -213,42 +210,40 @@ class StepAgreement:
         is_dispatched: bool,
     ) -> None:
         """Compare a new program with those of the other processes."""
-        known = self._known if is_dispatched else self._known_inside
-        # Without what it is called with: that may be something else by now. Nor may it
-        # depend on what else lives here: the collector of each process has its own
-        # time, and one that compares what another knows waits for it for ever.
-        key = (step.name, *_print_of(step)["prints"])
+        known = self._known if is_dispatched else self._known_inner
+        # The key must not depend on arguments, which may have changed by now, nor on
+        # which objects are alive: garbage collection happens at another time in each
+        # process, and one that compares what another knows would wait for ever.
+        key = (step.name, *_fingerprint(step)["prints"])
         if key not in known:
-            program = _print_of(step, same)
+            program = _fingerprint(step, same)
             if is_dispatched:
-                self._compare_new(step.name, where, program)
+                # Those that have traced wait for the others.
+                self._watchdog.step_busy(None)
+                what = f"a new program of {step.name}"
+                operation = Operation(what, where, (), [program])
+                self._processes.operations.compare(operation, _ADVICE)
             else:
-                self._made.append(program)
+                self._pending.append(program)
             known.add(key)
         if is_dispatched:
             self.compiles(step.name)
 
-    def _compare_new(self, name: str, where: str, program: ProgramPrint) -> None:
-        # Who has traced it waits for who has not.
-        self._watchdog.step_busy(None)
-        operation = Operation(f"a new program of {name}", where, (), [program])
-        self._processes.operations.compare(operation, _ADVICE)
 
-
-def _print_of(
-    step: TracedStep, given: dict[int, ProgramValue] | None = None
+def _fingerprint(
+    step: TracedStep, arguments: dict[int, ProgramValue] | None = None
 ) -> ProgramPrint:
-    code = code_of(step.own_jaxpr) + repr(step.replica_step.roles).encode()
-    return fingerprint(step.name, step.trace.closed, given, code)
+    code = code_of(step.live_jaxpr) + repr(step.replica_step.roles).encode()
+    return fingerprint(step.name, step.trace.closed, arguments, code)
 
 
-def _described(leaf: Leaf, given: ProgramValue | None) -> str:
-    """The part of an argument that must be the same in all processes."""
+def _described(leaf: Leaf, value: ProgramValue | None) -> str:
+    """Describes what must be the same of an argument in all processes."""
     batch = origins.of(leaf)
-    told = agreement.described(leaf)
-    if given is not None and given.is_captured and given.is_unshared:
-        told = f"{given.print}, {given.label}"
-    return f"{told} of {batch}" if batch else told
+    text = agreement.described(leaf)
+    if value is not None and value.is_captured and value.is_unshared:
+        text = f"{value.fingerprint}, {value.label}"
+    return f"{text} of {batch}" if batch else text
 
 
 _ADVICE = (

@@ -1,4 +1,4 @@
-"""A step traced once, as one replica sees it, and what its program makes of that."""
+"""Traces a step as one replica sees it: `trace`, `Trace`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from jax.sharding import (
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.reductions.packing import AbstractPacking, in_packs
 from jaxstrategy._src.replicas.inner_axes import has_inner_axes
-from jaxstrategy._src.replicas.mesh import (
-    as_seen_on,
-)
+from jaxstrategy._src.replicas.mesh import as_seen_on
 from jaxstrategy._src.replicas.replicas import (
     REPLICATED,
     STACKED,
@@ -60,88 +58,89 @@ from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import Cell, StepVariables
 from jaxstrategy._src.variables.variable import Variable
 
-# Where in a jaxpr a value is computed: the number of the equation; of one that calls a
-# function, followed by the place in it. What is given is before all.
-_Place: TypeAlias = tuple[int, ...]
+# When a value is computed: the number of the equation; for one that calls a function,
+# followed by the number in it. Inputs, `()`, come first.
+_Position: TypeAlias = tuple[int, ...]
 
-# These call their jaxpr many times, or one of several: their results come at once.
+# Their results are ready at once, as the number of calls is not known.
 _AT_ONCE = frozenset(("scan", "while", "cond"))
 
 
-def in_ready_packs(
+def pack_reductions(
     jaxpr: Jaxpr, packing: AbstractPacking, axis_sizes: Sequence[tuple[str, int]]
 ) -> Jaxpr:
-    """`jaxpr`, in which arrays that are summed in a row are summed in packs."""
-    places: dict[Var, _Place] = {}
-    _find_places(jaxpr, places, set())
+    """Sums arrays of consecutive `psum`s in packs, in the order they are computed."""
+    positions: dict[Var, _Position] = {}
+    _find_positions(jaxpr, positions, set())
 
     def packed(eqn: Equation) -> Function | None:
         if eqn.primitive.name != "psum" or len(eqn.invars) < 2:
             return None
-        computed = [_of(atom, places) for atom in eqn.invars]
+        computed = [_position(atom, positions) for atom in eqn.invars]
         order = sorted(range(len(computed)), key=computed.__getitem__)
 
-        def alone(array: jax.Array) -> jax.Array:
+        def sum_of(array: jax.Array) -> jax.Array:
             return eqn.primitive.bind(array, **eqn.params)
 
         def sums(*arrays: jax.Array) -> list[jax.Array]:
             ready = [arrays[index] for index in order]
-            done = in_packs(alone, ready, packing, tells_places=True)
+            done = in_packs(sum_of, ready, packing, tells_places=True)
             by_index = dict(zip(order, done, strict=True))
             return [by_index[index] for index in range(len(arrays))]
 
         return sums
 
-    return rewritten(jaxpr, packed, axis_sizes, grouped=_with_runs)
+    return rewritten(jaxpr, packed, axis_sizes, grouped=_join_sums)
 
 
-def _with_runs(eqns: Sequence[Any]) -> list[Equation]:
-    """`eqns`, with one for each run of sums, which has the operands of all."""
-    found: list[Any] = []
+def _join_sums(eqns: Sequence[Any]) -> list[Equation]:
+    """Joins consecutive sums over the same replicas into one equation."""
+    joined: list[Any] = []
     for eqn in eqns:
-        last = found[-1] if found else None
-        if last is not None and _goes_on(last, eqn):
-            found[-1] = last.replace(
+        last = joined[-1] if joined else None
+        if last is not None and _can_be_joined(last, eqn):
+            joined[-1] = last.replace(
                 invars=[*last.invars, *eqn.invars],
                 outvars=[*last.outvars, *eqn.outvars],
             )
         else:
-            found.append(eqn)
-    return found
+            joined.append(eqn)
+    return joined
 
 
-def _goes_on(run: Equation, eqn: Equation) -> bool:
-    """Whether an equation is one more sum over the same replicas."""
-    is_sum = run.primitive.name == eqn.primitive.name == "psum"
-    return is_sum and run.params == eqn.params and eqn.invars[0] not in run.outvars
+def _can_be_joined(eqn: Equation, following: Equation) -> bool:
+    is_sum = eqn.primitive.name == following.primitive.name == "psum"
+    is_independent = following.invars[:1] and following.invars[0] not in eqn.outvars
+    return is_sum and eqn.params == following.params and bool(is_independent)
 
 
-def _find_places(jaxpr: Jaxpr, places: dict[Var, _Place], seen: set[int]) -> None:
-    """Notes where each variable of `jaxpr`, and of those it holds, is computed."""
+def _find_positions(
+    jaxpr: Jaxpr, positions: dict[Var, _Position], seen: set[int]
+) -> None:
+    """Adds the position of each variable of `jaxpr` and of inner jaxprs."""
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
     for number, eqn in enumerate(jaxpr.eqns):
         inner = list(inner_jaxprs(eqn.params))
         for each in inner:
-            _find_places(each, places, seen)
+            _find_positions(each, positions, seen)
         for index, var in enumerate(eqn.outvars):
             if isinstance(var, DropVar):
                 continue
-            if (source := _passed_on(eqn)) is not None and not inner:
-                places[var] = _of(source, places)
-            elif len(inner) == 1 and eqn.primitive.name not in _AT_ONCE:
-                within = inner[0].outvars
-                is_called = len(within) == len(eqn.outvars)
-                at = _of(within[index], places) if is_called else ()
-                places[var] = (number, *at)
-            else:
-                places[var] = (number,)
+            if (source := _reshaped_operand(eqn)) is not None and not inner:
+                positions[var] = _position(source, positions)
+                continue
+            positions[var] = (number,)
+            if len(inner) == 1 and eqn.primitive.name not in _AT_ONCE:
+                results = inner[0].outvars
+                if len(results) == len(eqn.outvars):
+                    positions[var] += _position(results[index], positions)
 
 
-def _passed_on(eqn: Equation) -> Atom | None:
-    """The operand of which the only result is another form, with as many elements."""
-    if len(eqn.outvars) != 1 or eqn.effects:  # as what was written to a reference
+def _reshaped_operand(eqn: Equation) -> Atom | None:
+    """The operand from which the only result is made element by element, if any."""
+    if len(eqn.outvars) != 1 or eqn.effects:  # such as of a write to a reference
         return None
     size = _size(eqn.outvars[0])
     operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
@@ -154,22 +153,22 @@ def _size(atom: Atom) -> int:
     return getattr(atom.aval, "size", 0)
 
 
-def _of(atom: Atom, places: dict[Var, _Place]) -> _Place:
-    return () if isinstance(atom, Literal) else places.get(atom, ())
+def _position(atom: Atom, positions: dict[Var, _Position]) -> _Position:
+    return () if isinstance(atom, Literal) else positions.get(atom, ())
 
 
-# They only say on which mesh an array is to be.
-_OF_MESHES = ("mesh_cast", "reshard")
+# They change nothing but the mesh of a type.
+_MESH_PRIMITIVES = ("mesh_cast", "reshard")
 _NO_MESH = AbstractMesh((), ())
 
 
 def without_meshes(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr`, and all that its equations hold, with types of no mesh."""
-    is_meant = any(map(_names_mesh, jaxpr.invars)) or any(
+    """`jaxpr`, and inner jaxprs, without meshes in the types of variables."""
+    has_mesh = any(map(_names_mesh, jaxpr.invars)) or any(
         any(map(_names_mesh, eqn.outvars)) or not eqn.ctx.cur_abstract_mesh.empty
         for eqn in all_eqns(jaxpr)
     )
-    return _Renaming().of_jaxpr(jaxpr) if is_meant else jaxpr
+    return _MeshRemoval().of_jaxpr(jaxpr) if has_mesh else jaxpr
 
 
 def _names_mesh(var: Var) -> bool:
@@ -177,8 +176,8 @@ def _names_mesh(var: Var) -> bool:
 
 
 @final
-class _Renaming:
-    """Variables that take the places of those whose types name a mesh."""
+class _MeshRemoval:
+    """Replaces variables whose types name a mesh."""
 
     def __init__(self) -> None:
         self._names: dict[Atom, Atom] = {}
@@ -202,7 +201,7 @@ class _Renaming:
 
     def _of_equation(self, eqn: Any) -> list[Equation]:
         invars = [self._read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _OF_MESHES:
+        if eqn.primitive.name in _MESH_PRIMITIVES:
             self._names.update(zip(eqn.outvars, invars, strict=True))
             return []
         outvars = self._of_vars(eqn.outvars)
@@ -240,7 +239,7 @@ class _Renaming:
             aval = _without_mesh(atom.aval)
             if aval is atom.aval:
                 return atom
-            # The value names the mesh that was set when it was made.
+            # The value has the mesh that was set when it was made.
             return core.Literal(np.asarray(atom.val), aval)
         return self._names.get(atom, atom)
 
@@ -254,7 +253,7 @@ def _seen_by_one_replica(params: dict[str, Any]) -> Sharding:
 
 
 def _context_without_mesh(ctx: Any) -> Any:
-    """The context of an equation, what else it says, without the mesh that was set."""
+    """The context of an equation, without the mesh that was set."""
     with ctx.manager, use_abstract_mesh(_NO_MESH):
         (eqn,) = jax.make_jaxpr(lax.neg)(jax.ShapeDtypeStruct((), "float32")).eqns
     return eqn.ctx
@@ -262,7 +261,7 @@ def _context_without_mesh(ctx: Any) -> Any:
 
 def _without_mesh(aval: ArrayType) -> ArrayType:
     """The same type without its mesh; the same object if it has none."""
-    # Effects hold the variables of references, which have to stay as they are.
+    # Effects refer to the variables of references, so these must stay.
     if isinstance(aval, AbstractRef):
         return aval
     sharding = getattr(aval, "sharding", None)
@@ -273,72 +272,73 @@ def _without_mesh(aval: ArrayType) -> ArrayType:
     return jax.typeof(bare)
 
 
-# A jaxpr of all that is given, then that of one replica; of the inputs of the latter
-# their places in what is given, and the constants among them.
+# The jaxpr of the whole call; the jaxpr of one replica; for each of its inputs the
+# index among arguments and variables, or None; and the constants among the inputs.
 OneReplica: TypeAlias = tuple[ClosedJaxpr, Jaxpr, list[int | None], dict[int, Leaf]]
 
 
-def in_shard_map(
+def _trace_in_shard_map(
     replica: Function,
     leaves: Sequence[Leaf],
-    there: Sequence[Variable],
+    variables: Sequence[Variable],
     layouts: Sequence[ReplicaLayout],
     replicas: Replicas,
 ) -> OneReplica:
-    """Traces one replica inside a `shard_map` that is only looked into."""
-    # The same for every output is not a claim.
-    looked_into = on_own_devices(replica, replicas, layouts, REPLICATED)
+    """Traces one replica inside a `shard_map`, of which only the body is used."""
+    # `REPLICATED` for all outputs is no claim, as the `shard_map` is not kept.
+    mapped = on_own_devices(replica, replicas, layouts, REPLICATED)
 
-    def all_replicas(*given: jax.Array) -> PyTree:
-        own, held = given[: len(leaves)], given[len(leaves) :]
-        return looked_into(*own, *map(jax.new_ref, held))
+    def all_replicas(*inputs: jax.Array) -> PyTree:
+        own, values = inputs[: len(leaves)], inputs[len(leaves) :]
+        return mapped(*own, *map(jax.new_ref, values))
 
-    values = [
-        jax.ShapeDtypeStruct(v.cell.shape, v.dtype, sharding=v.sharding) for v in there
+    types = [
+        jax.ShapeDtypeStruct(v.cell.shape, v.dtype, sharding=v.sharding)
+        for v in variables
     ]
     try:
-        closed = jax.make_jaxpr(all_replicas)(*leaves, *values)
+        closed = jax.make_jaxpr(all_replicas)(*leaves, *types)
     except AttributeError as error:
         # shard_map has no rule for references that a function captures.
         if "'AbstractRef' object" in str(error):
             raise CapturedReference from error
         raise
     *references, eqn = closed.jaxpr.eqns
-    given = closed.jaxpr.invars[: len(leaves)]
-    made = [each.outvars[0] for each in references]
-    place = {var: index for index, var in enumerate([*given, *made])}
+    arguments = closed.jaxpr.invars[: len(leaves)]
+    refs = [each.outvars[0] for each in references]
+    index_of = {var: index for index, var in enumerate([*arguments, *refs])}
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    places: list[int | None] = []
+    indices: list[int | None] = []
     constants: dict[int, Leaf] = {}
-    for index, atom in enumerate(eqn.invars):
+    for number, atom in enumerate(eqn.invars):
         is_literal = isinstance(atom, core.Literal)
-        places.append(None if is_literal else place.get(atom))
-        if places[index] is None:
-            constants[index] = atom.val if is_literal else values[atom]
-    return closed, eqn.params["jaxpr"], places, constants
+        indices.append(None if is_literal else index_of.get(atom))
+        if indices[number] is None:
+            constants[number] = atom.val if is_literal else values[atom]
+    return closed, eqn.params["jaxpr"], indices, constants
 
 
-def by_axes(
+def _trace_with_axis_names(
     replica: Function,
     leaves: Sequence[Leaf],
-    there: Sequence[Variable],
+    variables: Sequence[Variable],
     layouts: Sequence[ReplicaLayout],
     replicas: Replicas,
 ) -> OneReplica:
-    """Traces one replica by itself, where the axes of the replicas have names."""
+    """Traces one replica without a `shard_map`, where its axes are only names."""
 
     is_own = [replicas.differ(layout) for layout in layouts]
     row = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=1)
 
-    def one_replica(*given: jax.Array) -> PyTree:
-        # Its first row stands for what a replica has: whatever the dtype, or a tracer.
-        parts = [row(x) if own else x for x, own in zip(given, is_own, strict=True)]
-        own, held = parts[: len(leaves)], parts[len(leaves) :]
-        return replica(*own, *map(jax.new_ref, held))
+    def one_replica(*inputs: jax.Array) -> PyTree:
+        # The first row stands for any replica's: whatever the dtype, or a tracer.
+        parts = [row(x) if own else x for x, own in zip(inputs, is_own, strict=True)]
+        own, values = parts[: len(leaves)], parts[len(leaves) :]
+        return replica(*own, *map(jax.new_ref, values))
 
-    values = [jax.ShapeDtypeStruct(v.cell.shape, v.dtype) for v in there]
-    made = jax.make_jaxpr(one_replica, axis_env=replicas.axis_sizes)
-    # Without the mesh that an array lies on: what is traced would carry it in types.
+    values = [jax.ShapeDtypeStruct(v.cell.shape, v.dtype) for v in variables]
+    make_jaxpr = jax.make_jaxpr(one_replica, axis_env=replicas.axis_sizes)
+    # Without the mesh of arrays, which would be in the types of what is traced.
     types = [
         jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)
@@ -346,11 +346,11 @@ def by_axes(
         for leaf in jax.eval_shape(list, leaves)
     ]
     with replicas.as_one_replica():
-        closed = made(*types, *values)
+        closed = make_jaxpr(*types, *values)
     if any(isinstance(jax.typeof(value), AbstractRef) for value in closed.consts):
         raise CapturedReference
     whole, rows = closed.jaxpr, sum(is_own)
-    start = rows + len(there)
+    start = rows + len(variables)
     results = iter(eqn.outvars[0] for eqn in whole.eqns[:rows])
     inputs = [
         next(results) if own else var
@@ -359,17 +359,17 @@ def by_axes(
     references = [eqn.outvars[0] for eqn in whole.eqns[rows:start]]
     invars = [*inputs[: len(leaves)], *references, *whole.constvars]
     jaxpr = without_meshes(jaxpr_of(invars, whole.eqns[start:], whole.outvars))
-    known = len(layouts)
-    places = [index if index < known else None for index in range(len(invars))]
-    constants = dict(enumerate(closed.consts, start=known))
-    return closed, jaxpr, places, constants
+    count = len(layouts)
+    indices = [index if index < count else None for index in range(len(invars))]
+    constants = dict(enumerate(closed.consts, start=count))
+    return closed, jaxpr, indices, constants
 
 
 class CapturedReference(Exception):
-    """A step uses a reference that is no variable."""
+    """A step captures a `jax.Ref` that is no variable."""
 
 
-# Of the inputs of one replica its results, and whatever a program returns besides.
+# One replica's inputs -> its results, and the outputs of stages.
 Evaluate = Callable[[Sequence[Leaf]], tuple[list[jax.Array], list[jax.Array]]]
 
 
@@ -378,90 +378,86 @@ class Trace:
     """A step as it was traced."""
 
     closed: ClosedJaxpr
-    jaxpr: Jaxpr
-    inputs: list[int | None]
-    constants: dict[int, Leaf]
-    layouts: list[ReplicaLayout]
-    given_types: list[ArrayType]
-    unpacking: int
+    jaxpr: Jaxpr  # of one replica
+    inputs: list[int | None]  # of `jaxpr`: index among arguments and variables
+    constants: dict[int, Leaf]  # the other inputs
+    layouts: list[ReplicaLayout]  # of each input
+    argument_types: list[ArrayType]
+    unpacking: int  # leading equations that take a replica's part of arguments
     results: Results
-    variables: Sequence[Variable]
+    variables: Sequence[Variable]  # all live ones
     used: Sequence[Variable]
     replicas: Replicas
     findings: Findings
-    is_divided: bool
+    is_partitioned: bool
 
     @property
     def contents(self) -> list[tuple[Variable, Replication | None]]:
-        """The contents of each used variable afterwards, as far as they are known."""
-        first = len(self.given_types)
-        places, used = self.inputs, set(self.used)
+        """Each used variable, and the replication type of its value after the step."""
+        first, used = len(self.argument_types), set(self.used)
+        contents = self.findings.contents
         return [
-            (
-                variable,
-                self.findings.contents.get(places.index(first + index)),
-            )
-            for index, variable in enumerate(self.variables)
+            (variable, contents.get(self.inputs.index(index)))
+            for index, variable in enumerate(self.variables, start=first)
             if variable in used
         ]
 
     @property
     def varies(self) -> list[bool]:
-        """For each array that the step returns, whether it may differ."""
+        """For each array that the step returns whether replicas may differ."""
         return [state is not None and state.varies for state in self.findings.outputs]
 
     def evaluate(
         self,
         leaves: Sequence[Leaf],
         references: dict[Cell, jax.Ref],
-        within: Callable[[Evaluate], Evaluate],
+        instrument: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """The step's results, as the analysis proved them, and further outputs."""
+        """The step's results on all replicas, and the outputs of stages."""
         operands = self.operands(leaves, references)
-        kept = [i for i, each in enumerate(operands) if each is not None]
+        used = [i for i, each in enumerate(operands) if each is not None]
         varies = self.varies
 
         def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array]]:
             jaxpr = with_numbers(self.jaxpr, self.replicas)
             step = core.jaxpr_as_fun(closed(jaxpr))
-            evaluate = within(lambda inputs: (step(*inputs), []))
-            given = dict(zip(kept, locals_, strict=True))
-            returned, more = evaluate([given.get(i) for i in range(len(operands))])
+            evaluate = instrument(lambda inputs: (step(*inputs), []))
+            inputs = dict(zip(used, locals_, strict=True))
+            returned, outputs = evaluate([inputs.get(i) for i in range(len(operands))])
             arrays = [
                 jax.lax.expand_dims(array, (0,)) if differs else array
                 for array, differs in zip(returned, varies, strict=True)
             ]
-            if not arrays and not more:
-                more = [jnp.zeros((), jnp.int8)]
-            return arrays, more
+            if not arrays and not outputs:
+                outputs = [jnp.zeros((), jnp.int8)]
+            return arrays, outputs
 
         returned = [STACKED if differs else REPLICATED for differs in varies]
-        arrays, more = on_replicas(
-            replica,
-            self.replicas,
-            [self.layouts[i] for i in kept],
-            (returned, REPLICATED),
-        )(*(operands[i] for i in kept))
-        wrapped = [
+        layouts = [self.layouts[i] for i in used]
+        run = on_replicas(replica, self.replicas, layouts, (returned, REPLICATED))
+        arrays, outputs = run(*(operands[i] for i in used))
+        results = [
             PerReplica(array) if differs else array
             for array, differs in zip(arrays, varies, strict=True)
         ]
-        return wrapped, more
+        return results, outputs
 
     def operands(
         self, leaves: Sequence[Leaf], references: dict[Cell, jax.Ref]
     ) -> list[Leaf]:
-        """For each input of `jaxpr` what it is, None of a variable that is not used."""
+        """The inputs of `jaxpr`; None for variables that it does not use."""
         used = set(self.used)
-        given: list[Leaf] = list(leaves)
+        values: list[Leaf] = list(leaves)
         for variable in self.variables:
-            # A variable that is not used stays out of the program.
-            is_given = variable not in used or variable.cell in references
-            own = references.get(variable.cell) if variable in used else None
-            given.append(own if is_given else variable.cell.ref)
+            if variable not in used:
+                values.append(None)
+            elif variable.cell in references:
+                values.append(references[variable.cell])
+            else:
+                values.append(variable.cell.ref)
         return [
-            self.constants[index] if place is None else given[place]
-            for index, place in enumerate(self.inputs)
+            self.constants[number] if index is None else values[index]
+            for number, index in enumerate(self.inputs)
         ]
 
 
@@ -474,42 +470,44 @@ def trace(
     may_create: bool,
     ready_packing: AbstractPacking | None = None,
 ) -> Trace:
-    """Traces a step once; or twice, if it makes variables or names unknown axes."""
-    there = list(variables())
-    found: list[Results] = []
-    seen: list[StepVariables] = []
+    """Traces a step; again if it creates variables or names unknown axes."""
+    live = list(variables())
+    returned: list[Results] = []
+    traced: list[StepVariables] = []
 
     def replica(*locals_: Leaf) -> list[jax.Array]:
         own, references = locals_[: len(leaves)], locals_[len(leaves) :]
-        pairs = list(zip(there, references, strict=True))
-        seen.append(StepVariables(pairs, may_create))
+        step = StepVariables(list(zip(live, references, strict=True)), may_create)
+        traced.append(step)
         try:
-            with access.traced_with(seen[-1]):
+            with access.traced_with(step):
                 arrays, results = run(own)
         except UnknownAxis as error:
-            if seen[-1].created:
-                raise _MadeVariables from error
+            if step.created:
+                raise _CreatedVariables from error
             raise
-        if seen[-1].created:
+        if step.created:
             # The trace cannot end: `shard_map` has no rule for their references.
-            raise _MadeVariables
-        found.append(results)
+            raise _CreatedVariables
+        returned.append(results)
         return arrays
 
-    given = [*layouts, *(_layout(variable, replicas) for variable in there)]
-    divided = [variable for variable in there if not variable.division.is_whole]
-    is_by_axes = divides_state(replicas) or bool(divided) and can_divide(replicas)
-    is_by_axes |= replicas.per_device > 1
-    look = by_axes if is_by_axes else _with_or_without_mesh
+    all_layouts = [*layouts, *(_layout(variable, replicas) for variable in live)]
+    sharded = [variable for variable in live if not variable.division.is_whole]
+    inputs = replica, leaves, live, all_layouts, replicas
+    has_mesh = replicas.per_device == 1 and not shards_state(replicas)
+    has_mesh &= not (sharded and can_shard(replicas))
     try:
-        found_in = look(replica, leaves, there, given, replicas)
-        if is_by_axes and _goes_inside(found_in[1], replicas):
-            seen.clear()
-            found.clear()
-            is_by_axes = False
-            found_in = in_shard_map(replica, leaves, there, given, replicas)
-        closed, jaxpr, places, constants = found_in
-    except _MadeVariables:
+        if has_mesh:
+            one_replica = _trace_with_or_without_mesh(*inputs)
+        else:
+            one_replica = _trace_with_axis_names(*inputs)
+            if _has_shard_map(one_replica[1], replicas):
+                traced.clear()
+                returned.clear()
+                has_mesh = True
+                one_replica = _trace_in_shard_map(*inputs)
+    except _CreatedVariables:
         return trace(run, leaves, layouts, replicas, variables, False, ready_packing)
     except CapturedReference as error:
         raise TypeError(
@@ -517,12 +515,13 @@ def trace(
             "one device. Make a `js.Variable` in the strategy's scope, which has a "
             "copy on each; or pass `ref[...]`, and write what the step returns."
         ) from error
-    step, (results,) = seen[-1], found
+    closed, jaxpr, indices, constants = one_replica
+    step, (results,) = traced[-1], returned
     if ready_packing is not None:
-        jaxpr = in_ready_packs(jaxpr, ready_packing, replicas.axis_sizes)
+        jaxpr = pack_reductions(jaxpr, ready_packing, replicas.axis_sizes)
     if step.used:
         _check_conditions(jaxpr)
-    of_inputs = [REPLICATED if place is None else given[place] for place in places]
+    of_inputs = [REPLICATED if i is None else all_layouts[i] for i in indices]
     unpacking = sum(layout is STACKED for layout in layouts)
     findings = analyse(
         jaxpr,
@@ -535,60 +534,59 @@ def trace(
     return Trace(
         closed=closed,
         jaxpr=jaxpr,
-        inputs=places,
+        inputs=indices,
         constants=constants,
         layouts=of_inputs,
-        given_types=[var.aval for var in closed.jaxpr.invars[: len(leaves)]],
+        argument_types=[var.aval for var in closed.jaxpr.invars[: len(leaves)]],
         unpacking=unpacking,
         results=results,
-        variables=there,
+        variables=live,
         used=cast("list[Variable]", list(step.used.values())),
         replicas=replicas,
         findings=findings,
-        is_divided=is_by_axes
-        and can_divide(replicas)
+        is_partitioned=not has_mesh
+        and can_shard(replicas)
         and (
-            divides_state(replicas)
-            or any(id(variable) in step.used for variable in divided)
+            shards_state(replicas)
+            or any(id(variable) in step.used for variable in sharded)
         ),
     )
 
 
-def _with_or_without_mesh(
+def _trace_with_or_without_mesh(
     replica: Function,
     leaves: Sequence[Leaf],
-    there: Sequence[Variable],
+    variables: Sequence[Variable],
     layouts: Sequence[ReplicaLayout],
     replicas: Replicas,
 ) -> OneReplica:
-    """Traces one replica inside a `shard_map`, if what it says of meshes allows it."""
+    """Traces in a `shard_map`; without, if the step names axes that this lacks."""
     try:
-        return in_shard_map(replica, leaves, there, layouts, replicas)
+        return _trace_in_shard_map(replica, leaves, variables, layouts, replicas)
     except UnknownAxis:
         if has_inner_axes(replicas):
             raise
-    return by_axes(replica, leaves, there, layouts, replicas)
+    return _trace_with_axis_names(replica, leaves, variables, layouts, replicas)
 
 
-def divides_state(replicas: Replicas) -> bool:
-    """Whether all steps of these replicas are divided where all become equal."""
-    return replicas.state_sharding is not None and can_divide(replicas)
+def shards_state(replicas: Replicas) -> bool:
+    """Whether all state of these replicas may be sharded over them."""
+    return replicas.state_sharding is not None and can_shard(replicas)
 
 
-def can_divide(replicas: Replicas) -> bool:
-    """Whether steps of these replicas can be divided where all become equal."""
+def can_shard(replicas: Replicas) -> bool:
     return replicas.parts > 1
 
 
-def _goes_inside(jaxpr: Jaxpr, replicas: Replicas) -> bool:
-    """Whether a step says itself what each device of a replica does."""
+def _has_shard_map(jaxpr: Jaxpr, replicas: Replicas) -> bool:
+    """Whether a step has a `shard_map` over the devices of a replica."""
     return bool(replicas.inner_axes) and any(
         eqn.primitive.name == "shard_map" for eqn in all_eqns(jaxpr)
     )
 
 
-class _MadeVariables(Exception):
-    """A step has made variables: they are to be there before it."""
+class _CreatedVariables(Exception):
+    """A step has created variables: trace again, with them as inputs."""
 
 
 def _check_conditions(jaxpr: ClosedJaxpr) -> None:
@@ -610,8 +608,8 @@ def _check_conditions(jaxpr: ClosedJaxpr) -> None:
             )
 
 
-def check_not_divided(name: str) -> None:
-    """Raise if code runs on each of several devices already."""
+def check_not_in_shard_map(name: str) -> None:
+    """Raise inside `jax.pmap` or `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in mesh.axis_types:
         raise ContextError(
@@ -623,5 +621,5 @@ def check_not_divided(name: str) -> None:
 
 
 def _layout(variable: Variable, replicas: Replicas) -> ReplicaLayout:
-    is_own = variable.lives_on(replicas) and not variable.copies_must_agree
-    return STACKED if is_own else REPLICATED
+    has_copies = variable.lives_on(replicas) and not variable.copies_must_agree
+    return STACKED if has_copies else REPLICATED

@@ -12,15 +12,15 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.nnx import object_calls
 
-# What JAX raises when Python asks for a value that only the devices will know.
-_ASKED_TOO_EARLY = (
+# Raised by JAX when Python needs the value of a tracer.
+_CONCRETIZATION_ERRORS = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.TracerArrayConversionError,
     jax.errors.ConcretizationTypeError,
 )
-# A bare `Exception` of JAX 0.10 and 0.12, in terms of references.
-_CHANGED_FOR_EACH = "vmapped value on an unbatched array reference"
+# A bare `Exception` of JAX 0.10 and 0.12.
+_BATCHED_WRITE = "vmapped value on an unbatched array reference"
 _OTHER_MESH = "should match the mesh of sharding"
 _NOT_AUTO = "can only refer to Auto axes of the mesh"
 _NOT_FOUND = re.compile(r"Resource axis: (\S+) of (P.*\)) is not found in mesh")
@@ -30,24 +30,24 @@ _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
 def translated(error: Exception, name: str, replicas: Replicas) -> Exception | None:
     """An error to raise instead of `error`, which a step raised; or None."""
-    if isinstance(error, _ASKED_TOO_EARLY):
-        return _asked_too_early(error, name)
+    if isinstance(error, _CONCRETIZATION_ERRORS):
+        return _concretization_error(error, name)
     if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
-        return _unbound_axis(error, name, unbound[1], replicas.axis_name)
-    if _CHANGED_FOR_EACH in str(error):
-        return _changed_for_each(error, name)
+        return _unbound_axis_error(error, name, unbound[1], replicas.axis_name)
+    if _BATCHED_WRITE in str(error):
+        return _batched_write_error(error, name)
     if (unknown := unknown_axis(error, name, replicas)) is not None:
         return unknown
     if isinstance(error, ValueError) and _NOT_AUTO in str(error):
         return along_replicas(name, line_of(error), replicas)
     if needs_mesh(error):
-        return _of_no_axes(error, name, replicas)
+        return _no_axes_error(error, name, replicas)
     if isinstance(error, ValueError) and _OTHER_MESH in str(error):
-        return _of_other_mesh(error, name, replicas)
-    return object_calls.refused(error, name)
+        return _other_mesh_error(error, name, replicas)
+    return object_calls.translated(error, name)
 
 
-def _asked_too_early(error: Exception, name: str) -> TracedValueError:
+def _concretization_error(error: Exception, name: str) -> TracedValueError:
     return TracedValueError(
         f"`{name}` asked Python for the value of something that only the devices will "
         f"know, with `if`, `while`, `int()`, `float()`, indexing a list or NumPy:"
@@ -60,7 +60,7 @@ def _asked_too_early(error: Exception, name: str) -> TracedValueError:
     )
 
 
-def _changed_for_each(error: Exception, name: str) -> ValueError:
+def _batched_write_error(error: Exception, name: str) -> ValueError:
     return ValueError(
         f"`{name}` changes a variable inside `jax.vmap`, with another value for each "
         f"mapped element, but it holds one:{line_of(error)}"
@@ -70,7 +70,7 @@ def _changed_for_each(error: Exception, name: str) -> ValueError:
 
 
 def along_replicas(name: str, where: str, replicas: Replicas) -> ValueError:
-    """The error for a value of a step that is to be divided over the replicas."""
+    """The error for a sharding constraint along the replicas."""
     inner = replicas.inner_sizes
     advice = (
         f"Constrain it along the logical axes, {inner}, or not at all."
@@ -85,7 +85,7 @@ def along_replicas(name: str, where: str, replicas: Replicas) -> ValueError:
     )
 
 
-def _of_no_axes(error: Exception, name: str, replicas: Replicas) -> ValueError:
+def _no_axes_error(error: Exception, name: str, replicas: Replicas) -> ValueError:
     advice = (
         "Leave the constraint out."
         if replicas.per_device > 1
@@ -99,7 +99,7 @@ def _of_no_axes(error: Exception, name: str, replicas: Replicas) -> ValueError:
     )
 
 
-def _of_other_mesh(error: Exception, name: str, replicas: Replicas) -> ValueError:
+def _other_mesh_error(error: Exception, name: str, replicas: Replicas) -> ValueError:
     names = replicas.inner_axes or replicas.axes
     return ValueError(
         f"`{name}` goes on with a value that it has constrained to a mesh by name, "
@@ -110,7 +110,7 @@ def _of_other_mesh(error: Exception, name: str, replicas: Replicas) -> ValueErro
     )
 
 
-def _unbound_axis(
+def _unbound_axis_error(
     error: Exception, name: str, axis: str, ours: str | tuple[str, ...]
 ) -> NameError:
     return NameError(
@@ -124,12 +124,12 @@ def _unbound_axis(
 
 
 def needs_mesh(error: Exception) -> bool:
-    """Whether JAX was asked to divide an array, by names of axes, without a mesh."""
+    """Whether JAX was asked to shard an array by axis names, without a mesh."""
     return isinstance(error, RuntimeError) and _NEEDS_MESH in str(error)
 
 
 def without_axes(error: Exception, name: str) -> ValueError:
-    """An error to raise instead, where a replica is one device."""
+    """The error to raise instead, where a replica is one device."""
     return UnknownAxis(
         f"`{name}` wants an array to be divided over axes inside a replica:"
         f"{line_of(error)}Replicas have one device each. Make the strategy with "
@@ -139,17 +139,17 @@ def without_axes(error: Exception, name: str) -> ValueError:
 
 
 def line_of(error: Exception) -> str:
-    """The user's line that raised `error`, as a part of a message."""
+    """The user's line that raised `error`, for a message."""
     line = user_code.users_line(error.__traceback__)
     return f"\n  {line}\n" if line else " "
 
 
 class UnknownAxis(ValueError):
-    """Code divides an array along an axis of the mesh that there is not."""
+    """Code shards an array along an unknown mesh axis."""
 
 
 def unknown_axis(error: Exception, name: str, replicas: Replicas) -> UnknownAxis | None:
-    """An error to raise instead of JAX's about an unknown axis; None of another."""
+    """The error to raise instead of JAX's about an unknown axis; None for others."""
     found = _NOT_FOUND.search(str(error))
     if found is None or not isinstance(error, ValueError):
         return None

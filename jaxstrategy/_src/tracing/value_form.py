@@ -1,8 +1,8 @@
-"""A step in which variables are values: `with_values`.
+"""Replaces references in a jaxpr by inputs and outputs: `with_values`.
 
-What reads or writes a reference has to stay where the replicas are. A variable that a
-step only reads and overwrites whole, outside of loops and branches, is as good as an
-argument and a result.
+Equations with references must stay inside the `shard_map`. A variable that a step only
+reads and overwrites whole, outside of loops and branches, can be an argument and a
+result instead.
 """
 
 from __future__ import annotations
@@ -15,27 +15,34 @@ from jax.extend import core
 from jax.extend.core import DropVar, Literal, primitives
 from jax.ref import AbstractRef
 
-from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation, Jaxpr, Var, jaxpr_of
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    ArrayType,
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    jaxpr_of,
+)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class ValueForm:
-    """A step in which some references are values."""
+    """A jaxpr with values for the references `replaced`, and outputs for them last."""
 
     jaxpr: Jaxpr
     replaced: tuple[int, ...]
 
 
 def with_values(jaxpr: Jaxpr, candidates: Collection[int]) -> ValueForm:
-    """`jaxpr` in which those of some references are values that can be."""
-    chosen = [i for i in candidates if _is_simple(jaxpr, jaxpr.invars[i])]
+    """Replaces those references among the inputs `candidates` that can be replaced."""
+    chosen = [i for i in candidates if _is_replaceable(jaxpr, jaxpr.invars[i])]
     if not chosen:
         return ValueForm(jaxpr, ())
     fresh: dict[Var, Atom] = {
-        jaxpr.invars[i]: core.Var(_content(jaxpr.invars[i])) for i in chosen
+        jaxpr.invars[i]: core.Var(_content_type(jaxpr.invars[i])) for i in chosen
     }
-    held: dict[Var | None, Atom] = {**fresh}  # what each holds at this point
+    contents: dict[Var | None, Atom] = {**fresh}  # at this point
     names: dict[Var, Atom] = {}
     eqns: list[Equation] = []
 
@@ -44,40 +51,35 @@ def with_values(jaxpr: Jaxpr, candidates: Collection[int]) -> ValueForm:
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        reference = _first_var(operands)
-        if reference not in held:
+        reference = operands[0] if operands else None
+        if isinstance(reference, Literal) or reference not in contents:
             eqns.append(_with_operands(eqn, operands))
             continue
-        before = held[reference]
+        before = contents[reference]
         for var in eqn.outvars:
             if not isinstance(var, DropVar):
                 names[var] = before
         if eqn.primitive.name == "swap":
-            held[reference] = operands[1]
+            contents[reference] = operands[1]
         elif eqn.primitive.name == "addupdate":
             total = core.Var(before.aval)
             eqns.append(_addition(eqn, before, operands[1], total))
-            held[reference] = total
+            contents[reference] = total
     invars = [fresh.get(var, var) for var in jaxpr.invars]
     outvars = [read(atom) for atom in jaxpr.outvars]
-    outvars += [held[jaxpr.invars[i]] for i in chosen]
+    outvars += [contents[jaxpr.invars[i]] for i in chosen]
     return ValueForm(jaxpr_of(invars, eqns, outvars), tuple(chosen))
-
-
-def _first_var(operands: Sequence[Atom]) -> Var | None:
-    first = operands[0] if operands else None
-    return None if isinstance(first, Literal) else first
 
 
 def _with_operands(eqn: Any, operands: Sequence[Atom]) -> Equation:
     return eqn.replace(invars=list(operands))
 
 
-def _content(reference: Var) -> Any:
+def _content_type(reference: Var) -> ArrayType:
     return reference.aval.inner_aval
 
 
-def _is_simple(jaxpr: Jaxpr, reference: Var) -> bool:
+def _is_replaceable(jaxpr: Jaxpr, reference: Var) -> bool:
     """Whether a reference is only read and written whole, at the top level."""
     if not isinstance(reference.aval, AbstractRef):
         return False

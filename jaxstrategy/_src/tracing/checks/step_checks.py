@@ -1,4 +1,4 @@
-"""Checks of a traced step."""
+"""Checks of a traced step, for what would hang or is likely a mistake: `check`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.shown import listed
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.checks.varying_results import (
-    broken_promises,
     forgotten_reductions,
+    unexpected_results,
 )
 from jaxstrategy._src.tracing.jaxprs.visit import (
     COLLECTIVES,
     Effect,
-    Equation,
     all_eqns,
     effect_of,
-    hidden,
+    inner_eqns,
 )
 from jaxstrategy._src.tracing.replication.types import Collective, Replication, Site
 from jaxstrategy._src.tracing.traced_step import TracedStep
@@ -39,20 +38,23 @@ from jaxstrategy._src.values.arrays import PyTree
 
 
 def divergences(step: TracedStep) -> Iterator[DivergentCollectiveError]:
-    """One for each collective that only some replicas may reach."""
+    """An error for each collective that only some replicas may reach."""
     for found in step.findings.collectives:
         if found.decided_by is None:
             continue
         assert found.decided_at is not None
         what, control = f"the `{name_of(found)}`", _control(found.decided_at)
         line = found.site.merge_line if found.is_merge else found.site.line
-        decided = step.began(found.decided_by)
+        decided, origin = (
+            step.line_of(found.decided_by),
+            step.origin_of(found.decided_by),
+        )
         yield DivergentCollectiveError(
             f"{control.effect.format(step=step.name, what=what)}: it is inside a "
             f"`{control.name}` whose {control.decider} may differ between replicas.\n"
             f"  {what}: {or_unknown(line)}\n"
             f"  the `{control.name}`: {or_unknown(found.decided_at.line)}\n"
-            f"  its {control.decider} varies since: {step.why(found.decided_by)}\n"
+            f"  its {control.decider} varies since: {origin}\n"
             f"{control.advice.format(what=what)}",
             collective_line=line and str(line),
             predicate_line=decided and str(decided),
@@ -60,10 +62,10 @@ def divergences(step: TracedStep) -> Iterator[DivergentCollectiveError]:
 
 
 def name_of(found: Collective) -> str:
-    """The name by which the user calls it, as far as that is known."""
+    """The function that the user calls for a collective, if known."""
     if found.is_merge:
         return "merge_call"
-    # Both are inside of an operation, which only its lowering shows.
+    # Inside of an operation, visible only in its lowering.
     if found.decided_at is not None and found.decided_at.eqns[0] is found.site.eqns[0]:
         return f"collective in {found.site.primitive}"
     return found.site.called(*_COLLECTIVES) or found.site.primitive
@@ -89,7 +91,7 @@ def _control(site: Site) -> _Control:
         return dataclasses.replace(_OPERATION, name=site.primitive)
     if site.primitive == "while":
         return _CONTROLS[site.called("fori_loop", "while_loop") or "while_loop"]
-    # Both are one primitive, `cond`: the stack tells which it was, where JAX kept it.
+    # Both are the primitive `cond`; the Python stack tells them apart, if JAX kept it.
     guess = "switch" if len(site.eqns[0].params["branches"]) > 2 else "cond"
     return _CONTROLS[site.called("switch", "cond") or guess]
 
@@ -151,19 +153,18 @@ _CONTROLS = {
 
 
 def or_unknown(line: Line | None) -> str:
-    """A line, or why there is none."""
     return "a line that JAX did not keep" if line is None else str(line)
 
 
 def double_reductions(step: TracedStep) -> Iterator[tuple[str, Line | None]]:
-    """For each sum of the result of a reduction, a message and the line of the sum."""
+    """A message and a line for each sum of a value that is reduced already."""
     seen = set()
     for found in step.findings.collectives:
         before = found.reduced_before
-        if before is None or _is_no_second_sum(found.site, before):
+        if before is None or _may_be_intended(found.site, before):
             continue
-        first, again = step.began(before), found.site.line
-        # One line sums a whole pytree, by an equation for each array or pack of arrays.
+        first, again = step.line_of(before), found.site.line
+        # One line may sum a pytree, with an equation for each array or pack of arrays.
         if (first, again) in seen:
             continue
         seen.add((first, again))
@@ -178,27 +179,23 @@ def double_reductions(step: TracedStep) -> Iterator[tuple[str, Line | None]]:
         yield message, again
 
 
-def _is_no_second_sum(site: Site, before: Replication) -> bool:
-    """Whether the sum at `site` of the reduction `before` is right for all we know.
-
-    Differentiation makes sums of its own: the gradient of a sum is a sum. What they
-    make of a loss is for its scale to decide, and that is where the user put it.
-    """
+def _may_be_intended(site: Site, before: Replication) -> bool:
+    """Whether a second sum may be intended, such as those of differentiation."""
     if site.is_transposed or (before.site is not None and before.site.is_transposed):
         return True
-    # A mean; and the derivative of our 'min' and 'max', a weighted mean.
+    # A mean, or the derivative of our 'min' and 'max', a weighted mean.
     return site.called("pmean", "_extreme_jvp") is not None
 
 
 def drifting_variables(step: TracedStep) -> Iterator[NotMirroredVariableError]:
-    """One for each mirrored variable that is given something that varies."""
+    """An error for each mirrored variable that is assigned a varying value."""
     for name, must_agree, state in step.variables:
         if must_agree and state is not None and state.varies:
-            line = step.began(state)
+            line = step.line_of(state)
             yield NotMirroredVariableError(
                 f"Variable {name!r} is mirrored, but `{step.name}` assigns it a value "
                 "that may differ between replicas: its copies would drift apart.\n"
-                f"  the value varies since: {step.why(state)}\n"
+                f"  the value varies since: {step.origin_of(state)}\n"
                 "Reduce it first, or make the variable with an `aggregation` "
                 "('sum', 'mean', 'only_first_replica'), or with "
                 "`synchronization='on_read'` if each replica is to have its own.",
@@ -208,10 +205,9 @@ def drifting_variables(step: TracedStep) -> Iterator[NotMirroredVariableError]:
 
 
 def constraints_along_replicas(step: TracedStep) -> Iterator[ValueError]:
-    """One for each value of a step that is to be divided over the replicas.
+    """An error for each sharding constraint along the replicas.
 
-    JAX refuses it where the axis is that of a `shard_map`, and not where a step is
-    traced by itself (0.10 and 0.12).
+    JAX raises only where the axis is that of a `shard_map` (0.10 and 0.12).
     """
     for eqn in all_eqns(step.jaxpr):
         if eqn.primitive.name == "sharding_constraint":
@@ -221,10 +217,10 @@ def constraints_along_replicas(step: TracedStep) -> Iterator[ValueError]:
 
 
 def narrow_sums_on_some_devices(step: TracedStep) -> Iterator[NotImplementedError]:
-    """One for each reduction of bfloat16 by which XLA would end the process on a CPU.
+    """An error for each reduction of bfloat16 at which XLA ends the process on a CPU.
 
-    It stands in a `shard_map` of the step's own that leaves an inner axis to XLA; where
-    all are named, and outside of them, such a reduction is compiled (JAX 0.10, 0.12).
+    That is in a `shard_map` of the step that leaves an inner axis to XLA, not in one
+    that names all, nor outside (JAX 0.10, 0.12).
     """
     replicas = step.trace.replicas
     if len(replicas.inner_axes) < 2 or replicas.devices[0].platform != "cpu":
@@ -235,8 +231,10 @@ def narrow_sums_on_some_devices(step: TracedStep) -> Iterator[NotImplementedErro
         open_axes = set(replicas.inner_axes).difference(
             outer.params["newly_manual_axes"]
         )
-        for eqn in hidden(outer.params):
-            if open_axes and effect_of(eqn) in _REDUCTIONS and _is_narrow(eqn):
+        for eqn in inner_eqns(outer.params):
+            is_reduction = effect_of(eqn) in _REDUCTIONS
+            is_bfloat16 = any(x.aval.dtype == jnp.bfloat16 for x in eqn.invars)
+            if open_axes and is_reduction and is_bfloat16:
                 yield NotImplementedError(
                     f"`{step.name}` reduces bfloat16 in a `shard_map` that leaves the "
                     f"axes {sorted(open_axes)} to XLA, which cannot compile that on a "
@@ -250,18 +248,13 @@ def narrow_sums_on_some_devices(step: TracedStep) -> Iterator[NotImplementedErro
 _REDUCTIONS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER)
 
 
-def _is_narrow(eqn: Equation) -> bool:
-    return any(atom.aval.dtype == jnp.bfloat16 for atom in eqn.invars)
-
-
 _CALLBACKS = ("pure_callback", "io_callback")
 
 
 def callbacks_beside_inner_axes(step: TracedStep) -> Iterator[NotImplementedError]:
-    """One for each host callback of a step, which JAX cannot compile there.
+    """An error for each host callback, which JAX cannot compile beside automatic axes.
 
-    With an axis of a mesh that is left to XLA, of whatever size, nobody says which
-    devices have which parts of what the host is to be given (JAX 0.10 and 0.12).
+    Of whatever size these are (JAX 0.10 and 0.12).
     """
     if not step.trace.replicas.inner_axes:
         return
@@ -279,9 +272,10 @@ def callbacks_beside_inner_axes(step: TracedStep) -> Iterator[NotImplementedErro
 
 
 def local_collectives(step: TracedStep) -> Iterator[ContextError]:
-    """One for each collective in local steps; what `all_reduce` does there is none."""
+    """An error for each collective in local steps, where `all_reduce` makes none."""
     for found in step.findings.collectives:
-        if not found.is_merge and _is_local(found.site):
+        stacks = (str(eqn.source_info.name_stack) for eqn in found.site.eqns)
+        if not found.is_merge and any(LOCAL_SCOPE in stack for stack in stacks):
             what = name_of(found)
             yield ContextError(
                 f"`{step.name}` communicates in local steps, where each replica is by "
@@ -294,21 +288,21 @@ def local_collectives(step: TracedStep) -> Iterator[ContextError]:
             )
 
 
-def _is_local(site: Site) -> bool:
-    return any(LOCAL_SCOPE in str(eqn.source_info.name_stack) for eqn in site.eqns)
-
-
 _NAMES = {"debug_print": "jax.debug.print", "debug_callback": "jax.debug.callback"}
 
 
 def ordered_prints(step: TracedStep) -> Iterator[ValueError]:
-    """One for each ordered print of a step on several devices, which JAX refuses."""
+    """An error for each ordered print on several devices."""
     count = len(step.trace.replicas.all_devices)
     if count == 1:
         return
     for eqn in all_eqns(step.jaxpr):
         name = _NAMES.get(eqn.primitive.name)
-        if name is not None and _is_ordered(eqn):
+        # A callback says so in its effect only (JAX 0.10 and 0.12).
+        is_ordered = eqn.params.get("ordered") or (
+            str(eqn.params.get("effect", "")) == "OrderedDebug"
+        )
+        if name is not None and is_ordered:
             yield ValueError(
                 f"`{step.name}` prints with `ordered=True` on {count} devices, and JAX "
                 "keeps an order on a single one only.\n"
@@ -318,20 +312,16 @@ def ordered_prints(step: TracedStep) -> Iterator[ValueError]:
             )
 
 
-def _is_ordered(eqn: Equation) -> bool:
-    # Of a callback the effect alone tells (JAX 0.10 and 0.12).
-    effect = str(eqn.params.get("effect", ""))
-    return bool(eqn.params.get("ordered")) or effect == "OrderedDebug"
+def check(
+    step: TracedStep, expect_mirrored: PyTree, warned: set[type[Warning]]
+) -> None:
+    """Raises for what would hang or varies unexpectedly; warns of likely mistakes.
 
-
-def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -> None:
-    """Raise if `step` would hang or breaks a promise; warn of what is likely wrong.
-
-    That is a sum of what is reduced already, and state that was mirrored before.
+    These are sums of reduced values, and state that was mirrored before.
     """
     for error in _errors(step):
         raise error
-    if broken := list(broken_promises(step, expect_mirrored)):
+    if broken := list(unexpected_results(step, expect_mirrored)):
         error, *others = broken
         if others:
             paths = [other.path or "" for other in others]
@@ -341,24 +331,24 @@ def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -
         user_code.warn(message, DoubleReductionWarning, line)
     for path, message, line in forgotten_reductions(step, expect_mirrored):
         if step.trace.replicas.state_sharding is not None:
-            # Of a value for each replica none can keep a part.
+            # A varying value cannot be sharded over the replicas.
             raise NotMirroredError(message, path=path, line=line and str(line))
-        if NotMirroredWarning not in told:
-            told.add(NotMirroredWarning)
+        if NotMirroredWarning not in warned:
+            warned.add(NotMirroredWarning)
             user_code.warn(message, NotMirroredWarning, line)
 
 
 def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:
-    """All that `check` would raise or warn about, in its order."""
+    """All errors and warnings of `check`, in its order."""
     yield from map(str, _errors(step))
-    yield from map(str, broken_promises(step, expect_mirrored))
+    yield from map(str, unexpected_results(step, expect_mirrored))
     yield from (message for message, _ in double_reductions(step))
     forgotten = forgotten_reductions(step, expect_mirrored)
     yield from (message for _, message, _ in forgotten)
 
 
 def _errors(step: TracedStep) -> Iterator[Exception]:
-    """What no step may do, whatever was said of its results."""
+    """The errors that do not depend on `expect_mirrored`."""
     return itertools.chain(
         divergences(step),
         local_collectives(step),

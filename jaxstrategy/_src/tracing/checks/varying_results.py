@@ -1,4 +1,4 @@
-"""Results that differ between replicas, and are meant to be equal."""
+"""Finds results that vary between replicas although they should be equal."""
 
 from __future__ import annotations
 
@@ -40,26 +40,25 @@ _ELEMENTWISE = frozenset(
 )
 _ELEMENTWISE |= {"convert_element_type", "reduce_precision", "optimization_barrier"}
 _ELEMENTWISE |= {"clamp", "stop_gradient"}
-# It keeps all elements, and stands between each `PerReplica` and the step.
+# It keeps all elements, and takes each replica's version of a `PerReplica`.
 _ELEMENTWISE |= {"squeeze"}
 
 _SCATTERS = frozenset(("scatter", "scatter-add", "scatter-sub", "scatter-mul"))
 _SCATTERS |= {"scatter-min", "scatter-max"}
 
 
-# New parameters are the old ones plus an update, a new running mean is a part of the
-# old one plus a part of another. What was multiplied as a matrix, summed over a batch
-# or made by differentiation is something else.
+# Such as new parameters, the old ones plus an update, or a new running mean. Matrix
+# products, sums over a batch and gradients are no updates of their operands.
 def contributions(jaxpr: ClosedJaxpr) -> list[Inputs]:
-    """For each output of `jaxpr` the inputs that go into it."""
+    """For each output of `jaxpr` the inputs from which it is computed elementwise."""
     return _contributions(plain(jaxpr), {})
 
 
-# What is known of nested jaxprs, by their identity; the outer one holds them.
-_Known = dict[int, list[Inputs]]
+# The contributions of inner jaxprs, by `id`; the outer one keeps them alive.
+_Nested = dict[int, list[Inputs]]
 
 
-def _contributions(jaxpr: ClosedJaxpr, nested: _Known) -> list[Inputs]:
+def _contributions(jaxpr: ClosedJaxpr, nested: _Nested) -> list[Inputs]:
     if id(jaxpr) in nested:
         return nested[id(jaxpr)]
     known: dict[Var, Inputs] = {
@@ -73,7 +72,7 @@ def _contributions(jaxpr: ClosedJaxpr, nested: _Known) -> list[Inputs]:
         operands = [read(atom) for atom in eqn.invars]
         if any(operands) and not _is_gradient(eqn):
             outputs = _through(eqn, operands, nested)
-            # Not strict: of an operation that is not elementwise there are none.
+            # Not strict: empty for operations that are not elementwise.
             known.update(zip(eqn.outvars, outputs, strict=False))
     nested[id(jaxpr)] = [read(atom) for atom in jaxpr.outvars]
     return nested[id(jaxpr)]
@@ -83,15 +82,14 @@ def _is_gradient(eqn: Equation) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def _through(eqn: Equation, operands: list[Inputs], nested: _Known) -> list[Inputs]:
+def _through(eqn: Equation, operands: list[Inputs], nested: _Nested) -> list[Inputs]:
     name, params = eqn.primitive.name, eqn.params
-    # Also an elementwise one, but each of its results has one operand only.
     if name == "optimization_barrier":
         return operands
     if name in _ELEMENTWISE:
         return [_NONE.union(*operands)]
     if name in _SCATTERS:
-        return [operands[0]]  # some elements become others, the rest stay
+        return [operands[0]]  # most elements stay
     if name == "cond":
         rest = operands[1:]
         branches = [_called(each, rest, nested) for each in params["branches"]]
@@ -108,12 +106,9 @@ def _through(eqn: Equation, operands: list[Inputs], nested: _Known) -> list[Inpu
 
 
 def _called(
-    jaxpr: ClosedJaxpr, operands: Sequence[Inputs], nested: _Known
+    jaxpr: ClosedJaxpr, operands: Sequence[Inputs], nested: _Nested
 ) -> list[Inputs]:
-    """The same for the outputs of a jaxpr that is given these operands.
-
-    Of a loop, this is the first turn; what goes in at all does so there.
-    """
+    """The contributions to a jaxpr's outputs; for a loop, those of one iteration."""
     return [
         _NONE.union(*(operands[index] for index in inner))
         for inner in _contributions(plain(jaxpr), nested)
@@ -122,7 +117,7 @@ def _called(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A part of a pytree: its structure, and the place of its first leaf."""
+    """A subtree: its structure, and the index of its first leaf."""
 
     structure: TreeStructure
     start: int
@@ -133,41 +128,40 @@ class _Part:
     @property
     def is_anonymous(self) -> bool:
         """Whether it is a tuple or list of bare arrays."""
-        # A leaf has no data, but only parts of several nodes are asked.
+        # Never called for a leaf, which has no data.
         kind, _ = cast("tuple[type, object]", self.structure.node_data())
         inner = self.structure.children()
         return kind in (tuple, list) and all(each.num_nodes == 1 for each in inner)
 
     def parts(self) -> Iterator[_Part]:
-        """The parts it is made of."""
+        """Its children."""
         start = self.start
         for structure in self.structure.children():
             yield _Part(structure, start)
             start += structure.num_leaves
 
     def all_parts(self) -> Iterator[_Part]:
-        """It and all in it that are put together of something."""
+        """It and all subtrees with leaves."""
         if self.structure.num_nodes > 1 and len(self):
             yield self
             for part in self.parts():
                 yield from part.all_parts()
 
 
-# Nothing says which results those are. A part of the results counts as the successor of
-# a part of the arguments if both are put together alike, of arrays of the same types,
-# and some array of it is the old one, changed element by element. A bare array does not
-# count, nor does a tuple of a few that are alike: those may be anything.
-def successors(step: TracedStep) -> dict[int, int]:
-    """For each result that takes the place of an argument which argument.
+# A subtree of the results is an update of a subtree of the arguments if both have the
+# same structure and types, and some array is computed from the old one elementwise. A
+# bare array does not count, nor a tuple of a few of one type: those may be anything.
+def updated_arguments(step: TracedStep) -> dict[int, int]:
+    """For each result that updates an argument which argument.
 
-    Results are counted among all leaves, arguments among those that are arrays. Only
-    arguments count that are equal on all replicas.
+    Results are counted among all leaves, arguments among arrays. Only for arguments
+    that are equal on all replicas.
     """
     return _Matching(step).found()
 
 
 class _Matching:
-    """The search for the successors in one step."""
+    """Matches the results of one step with arguments."""
 
     def __init__(self, step: TracedStep) -> None:
         self._step = step
@@ -175,82 +169,84 @@ class _Matching:
         self._outputs = {position: n for n, position in enumerate(arrays)}
         leaves = [r for r in enumerate(step.signature.roles) if r[1] is not Role.MASK]
         numbers = {at: n for n, at in enumerate(step.signature.dynamic)}
-        # For each leaf of the arguments its place among the arrays.
-        self._arguments = [
+        # For each leaf of the arguments its index among arrays, by role.
+        self._mirrored = [
             numbers[at] if role is Role.SAME else None for at, role in leaves
         ]
-        self._own = [
+        self._per_replica = [
             numbers[at] if role is Role.PER_REPLICA else None for at, role in leaves
         ]
         self._inputs = {a: i for i, a in enumerate(step.inputs) if a is not None}
         self._contributions: list[Inputs] | None = None
 
     def found(self) -> dict[int, int]:
-        """See `successors`."""
+        """See `updated_arguments`."""
         found: dict[int, int] = {}
-        given = [
+        arguments = [
             part
-            for arguments in _Part(self._step.signature.treedef, 0).parts()
-            for argument in arguments.parts()
+            for args in _Part(self._step.signature.treedef, 0).parts()
+            for argument in args.parts()
             for part in argument.all_parts()
         ]
-        self._match(_Part(self._step.results.treedef, 0), given, found)
+        self._match(_Part(self._step.results.treedef, 0), arguments, found)
         return found
 
-    def _match(self, part: _Part, given: list[_Part], found: dict[int, int]) -> None:
+    def _match(
+        self, part: _Part, arguments: list[_Part], found: dict[int, int]
+    ) -> None:
         if part.structure.num_nodes <= 1 or not len(part):
             return
-        alike = [
+        candidates = [
             other
-            for other in given
+            for other in arguments
             if len(other) == len(part) and other.structure == part.structure
         ]
-        # State that was each replica's own before may stay so, also where it is moved
-        # by what is equal on all, as towards the parameters of all replicas.
-        if any(self._is_of_each_replica(part, other) for other in alike):
+        # State that was per replica before may stay so, even where values that are
+        # equal on all replicas go into it.
+        if any(self._updates_per_replica(part, other) for other in candidates):
             return
-        for other in alike:
-            pairs = self._pairs(part, other, self._arguments)
+        for other in candidates:
+            pairs = self._pairs(part, other, self._mirrored)
             if pairs and self._is_update(pairs):
                 found.update(pairs)
                 return
         for inner in part.parts():
-            self._match(inner, given, found)
+            self._match(inner, arguments, found)
 
-    def _is_of_each_replica(self, part: _Part, other: _Part) -> bool:
-        """Whether `part` takes the place of `other`, arrays of each replica alone."""
-        if any(self._arguments[other.start + i] is not None for i in range(len(part))):
+    def _updates_per_replica(self, part: _Part, other: _Part) -> bool:
+        """Whether `part` updates `other`, which has no mirrored arrays."""
+        if any(self._mirrored[other.start + i] is not None for i in range(len(part))):
             return False
-        pairs = self._pairs(part, other, self._own)
+        pairs = self._pairs(part, other, self._per_replica)
         return pairs is not None and bool(pairs) and self._is_update(pairs)
 
     def _pairs(
         self, part: _Part, other: _Part, arguments: Sequence[int | None]
     ) -> dict[int, int] | None:
-        """Results and the `arguments` in the same places; None if types differ."""
+        """Results and arguments at the same positions; None if types differ."""
         pairs = {}
         for offset in range(len(part)):
             output = self._outputs.get(part.start + offset)
             argument = arguments[other.start + offset]
             if output is None or argument is None:
                 continue
-            if not self._are_alike(output, argument):
+            if not self._have_same_type(output, argument):
                 return None
             pairs[part.start + offset] = argument
-        return None if part.is_anonymous and self._are_all_alike(pairs) else pairs
+        return None if part.is_anonymous and self._have_one_type(pairs) else pairs
 
-    def _are_all_alike(self, pairs: dict[int, int]) -> bool:
+    def _have_one_type(self, pairs: dict[int, int]) -> bool:
         types = [self._step.outputs[self._outputs[position]] for position in pairs]
         return len({(each.shape, each.dtype) for each in types}) <= 1
 
-    def _are_alike(self, output: int, argument: int) -> bool:
+    def _have_same_type(self, output: int, argument: int) -> bool:
         if argument not in self._inputs:
-            return True  # not used at all
+            return True  # unused
         new, old = self._step.outputs[output], self._step.type_of(argument)
         return new.shape == old.shape and new.dtype == old.dtype
 
     def _is_update(self, pairs: dict[int, int]) -> bool:
-        # Only where something matches: it goes through the whole jaxpr, once.
+        # Lazily, as it visits the whole jaxpr.
         if self._contributions is None:
             self._contributions = contributions(self._step.jaxpr)
         return any(
@@ -260,37 +256,33 @@ class _Matching:
 
 
 class NamedResults(Protocol):
-    """The results of a step, of which messages say the names."""
+    """The part of `TracedStep` that `expectation` needs."""
 
     @property
-    def results(self) -> Results:
-        """The pytree that it returned."""
-        ...
+    def results(self) -> Results: ...
 
     @property
-    def has_objects(self) -> bool:
-        """Whether new arrays of objects stand behind them."""
-        ...
+    def has_objects(self) -> bool: ...
 
-    def path(self, keys: KeyPath) -> str:
-        """The name of the result at `keys`."""
-        ...
+    def path(self, keys: KeyPath) -> str: ...
 
 
-def broken_promises(step: TracedStep, expected: PyTree) -> Iterator[NotMirroredError]:
-    """One for each result that is expected to be mirrored and varies."""
+def unexpected_results(
+    step: TracedStep, expected: PyTree
+) -> Iterator[NotMirroredError]:
+    """An error for each result that varies and is expected to be mirrored."""
     if expected is None:
         return
     for _, keys, state, is_expected in _varying(step, expected):
         if not is_expected:
             continue
-        line, path = step.began(state), step.path(keys)
+        line, path = step.line_of(state), step.path(keys)
         what, advice = (
             (f"`{step.name}` leaves {path} different on each replica.", OF_OBJECTS)
             if step.is_of_object(keys)
             else (_EXPECTED.format(path=path), OF_RESULTS)
         )
-        text = f"{what}\n  it varies since: {step.why(state)}\n{advice}"
+        text = f"{what}\n  it varies since: {step.origin_of(state)}\n{advice}"
         yield NotMirroredError(text, path=path.strip("`"), line=line and str(line))
 
 
@@ -311,16 +303,16 @@ OF_OBJECTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Unstated:
-    """A result that varies, and of which nobody has said whether it should."""
+    """A result that varies, and for which `expect_mirrored` has no entry."""
 
     path: str
     why: str
 
 
 def unstated(step: TracedStep, expected: PyTree) -> dict[int, Unstated]:
-    """The unstated results of `step`, by their place among the leaves."""
+    """The unstated results of `step`, by their index among leaves."""
     return {
-        position: Unstated(step.path(keys), step.why(state))
+        position: Unstated(step.path(keys), step.origin_of(state))
         for position, (keys, state) in _unstated(step, expected).items()
     }
 
@@ -328,7 +320,7 @@ def unstated(step: TracedStep, expected: PyTree) -> dict[int, Unstated]:
 def _unstated(
     step: TracedStep, expected: PyTree
 ) -> dict[int, tuple[KeyPath, Replication]]:
-    if step.num_replicas == 1:  # one replica cannot differ from itself
+    if step.num_replicas == 1:
         return {}
     return {
         position: (keys, state)
@@ -340,10 +332,10 @@ def _unstated(
 def forgotten_reductions(
     step: TracedStep, expected: PyTree
 ) -> Iterator[tuple[str, str, Line | None]]:
-    """A path, a message and a line if state comes out different that went in equal."""
+    """A path, a message and a line if mirrored state is returned varying."""
     varying = _unstated(step, expected)
-    replaced = successors(step) if varying else {}
-    found = [(replaced[each], *varying[each]) for each in varying if each in replaced]
+    updated = updated_arguments(step) if varying else {}
+    found = [(updated[each], *varying[each]) for each in varying if each in updated]
     if not found:
         return
     (argument, keys, state), *others = found
@@ -352,12 +344,12 @@ def forgotten_reductions(
     message = (
         f"`{step.name}` was given {step.label(argument)} equal on all replicas, and "
         f"returns {step.path(keys)}, what takes its place, different on each.\n"
-        f"  it varies since: {step.why(state)}\n"
+        f"  it varies since: {step.origin_of(state)}\n"
         + (f"  so do {also}\n" if others else "")
         + "A loop that goes on with it has a model for each replica instead of one. "
         + SHOULD_BE_REDUCED
     )
-    yield step.path(keys).strip("`"), message, step.began(state)
+    yield step.path(keys).strip("`"), message, step.line_of(state)
 
 
 SHOULD_BE_REDUCED = (
@@ -372,7 +364,7 @@ SHOULD_BE_REDUCED = (
 def _varying(
     step: TracedStep, expected: PyTree
 ) -> Iterator[tuple[int, KeyPath, Replication, bool | None]]:
-    """The results that vary: position, path, why, and whether they should not."""
+    """The varying results: position, path, type, and whether they should not vary."""
     is_expected = expectation(step, expected)
     arrays = step.results.array_paths()
     states = zip(arrays, step.outputs, step.findings.outputs, strict=True)
@@ -384,31 +376,28 @@ def _varying(
 def expectation(
     step: NamedResults, expected: PyTree
 ) -> Callable[[int, KeyPath, ArrayType], bool | None]:
-    """Whether the result with this position, path and type should be mirrored.
-
-    None: nothing was said of it.
-    """
+    """Whether a result with a position, path and type should be mirrored, if stated."""
     if expected is None:
         return lambda position, keys, output: None
     if is_function(expected):
         return lambda position, keys, output: bool(
             expected(keys, jax.ShapeDtypeStruct(output.shape, output.dtype))
         )
-    wanted = _spread(expected, step)
-    return lambda position, keys, output: wanted[position]
+    entries = _broadcast(expected, step)
+    return lambda position, keys, output: entries[position]
 
 
-def _spread(prefix: PyTree, step: NamedResults) -> list[bool | None]:
-    """For each leaf of the results the entry of `prefix`, a pytree prefix, above it."""
+def _broadcast(prefix: PyTree, step: NamedResults) -> list[bool | None]:
+    """The entry of a pytree prefix for each leaf of the results."""
     results = step.results
     shape = results.treedef.unflatten(range(len(results.leaves)))
-    # None has no leaves, but may have an entry of its own; -1 stands for it.
+    # None has no leaves, but may have an entry: use -1.
     shape = jax.tree.map(lambda n: -1 if n is None else n, shape, is_leaf=_is_none)
     try:
         spread = jax.tree.broadcast(prefix, shape, is_leaf=_is_none)
     except ValueError as error:
         treedef = results.treedef
-        if step.has_objects:  # nobody has written what stands for them
+        if step.has_objects:  # the entry for these is ours
             prefix, treedef = prefix[0], treedef.children()[0]
         structure = str(treedef).removeprefix("PyTreeDef(").removesuffix(")")
         raise ValueError(
@@ -425,25 +414,22 @@ def _is_none(entry: object) -> bool:
     return entry is None
 
 
-# A step that was given an array equal on all replicas, and is then given what it made
-# of it, different on each, has lost a reduction on the way.
+# If a step takes a mirrored array, and in a later call its own varying result instead,
+# a reduction is missing.
 class Returned:
-    """Varying results that the programs of one function returned when they were new.
-
-    It keeps no array alive.
-    """
+    """Varying results of the first call of each program, without keeping them alive."""
 
     def __init__(self) -> None:
         self._signatures: list[Signature] = []
         self._results: dict[int, tuple[weakref.ref[jax.Array], Unstated]] = {}
-        self._is_told = False
+        self._has_warned = False
 
     def add(
         self, signature: Signature, results: PyTree, unstated: dict[int, Unstated]
     ) -> None:
-        """Take note of what a new program returned."""
+        """Adds the results of a new program."""
         self._signatures.append(signature)
-        if self._is_told or not unstated:
+        if self._has_warned or not unstated:
             return
         leaves = jax.tree.leaves(results, is_leaf=trees.is_whole)
         for position, each in unstated.items():
@@ -453,13 +439,13 @@ class Returned:
                 self._results[id(array)] = weakref.ref(array), each
 
     def check(self, signature: Signature, leaves: Sequence[Leaf], fn: Function) -> None:
-        """Warn, once, if an argument is such a result and was mirrored before."""
+        """Warns, once, if an argument is such a result and was mirrored before."""
         if not self._results:
             return
         before = [s for s in self._signatures if s.treedef == signature.treedef]
         for index, array in zip(signature.dynamic, leaves, strict=True):
             known = self._results.get(id(array))
-            # An array that is gone may have left its id to another one.
+            # Another array may have got the id.
             if known is None or known[0]() is not array:
                 continue
             leaf = signature.leaves.index(index)
@@ -468,7 +454,7 @@ class Returned:
                 return
 
     def _warn(self, argument: str, result: Unstated, fn: Function) -> None:
-        self._is_told, self._results = True, {}
+        self._has_warned, self._results = True, {}
         name = getattr(fn, "__name__", type(fn).__name__)
         user_code.warn(
             f"{argument}, an argument of `{name}`, was equal on all replicas at an "

@@ -37,7 +37,7 @@ from jaxstrategy._src.tracing.explanation.facts import (
     UndecidedOperation,
     WholeSum,
 )
-from jaxstrategy._src.tracing.functions.code import place_of
+from jaxstrategy._src.tracing.functions.code import source_location
 from jaxstrategy._src.tracing.jaxprs.rewrite import function_of
 from jaxstrategy._src.tracing.jaxprs.visit import (
     COLLECTIVES,
@@ -53,8 +53,8 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.on_replicas import on_replicas
-from jaxstrategy._src.tracing.partition.divided_step import DividedStep
 from jaxstrategy._src.tracing.partition.global_part import UNKNOWN
+from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
 from jaxstrategy._src.tracing.partition.per_replica_part import Exchange
 from jaxstrategy._src.tracing.partition.reduce_scatters import is_sum_of_all
 from jaxstrategy._src.tracing.program import Program
@@ -83,7 +83,7 @@ def explain(
 ) -> Explanation:
     """A description of `fn(*args, **kwargs)` on the replicas of a strategy."""
     fn, args, kwargs, options = object_calls.as_arrays(fn, args, kwargs, options)
-    leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
+    leaves, signature = _roles.flatten(fn, args, kwargs, abstract=True)
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
     seen = _Collected()
     unchecked = dataclasses.replace(options, check_finite=False)
@@ -101,7 +101,7 @@ def explain(
     donatable = list(_donatable(step))
     statics = iter(signature.statics)
     # None stands for what comes at the end of local steps: there the step is named.
-    place = place_of(replica_step.fn)
+    place = source_location(replica_step.fn)
     defined = None if place is None else Line(*place)
     collectives = [
         dataclasses.replace(each, line=each.line or defined)
@@ -166,7 +166,7 @@ def _results(step: TracedStep) -> tuple[list[ExplainedValue], list[ExplainedValu
         if state is None or not state.varies:
             mirrored.append(_value(step.path(keys), aval))
         else:
-            line, why = step.began(state), step.why(state)
+            line, why = step.line_of(state), step.origin_of(state)
             per_replica.append(_value(step.path(keys), aval, line=line, why=why))
     return mirrored, per_replica
 
@@ -193,7 +193,7 @@ def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
     """The positions in `args` all of whose arrays are among `leaves`."""
     dynamic = {leaf: index for index, leaf in enumerate(step.signature.dynamic)}
     found = []
-    for position, members in enumerate(step.signature.positions()):
+    for position, members in enumerate(step.signature.leaves_by_position()):
         arrays = {dynamic[leaf] for leaf in members if leaf in dynamic}
         if arrays and arrays <= leaves:
             found.append(position)
@@ -205,9 +205,9 @@ def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
 
 def _collectives(step: TracedStep) -> Iterator[ExplainedCollective]:
     """The collectives over the replicas, in order."""
-    if isinstance(step.division, DividedStep):
-        yield from _of_each_replica(step.division)
-        yield from _of_compiler(step, step.division)
+    if isinstance(step.partitioned, PartitionedStep):
+        yield from _of_each_replica(step.partitioned)
+        yield from _of_compiler(step, step.partitioned)
         return
     replicas = step.trace.replicas
     between: dict[tuple[str, ...], tuple[DeviceExchange, ...]] = {}
@@ -270,45 +270,49 @@ def _between_devices(eqn: Equation, replicas: Replicas) -> Iterator[DeviceExchan
             yield DeviceExchange(known.kind, _nbytes_of(x.aval for x in atoms))
 
 
-def _of_each_replica(division: DividedStep) -> Iterator[ExplainedCollective]:
+def _of_each_replica(partitioned: PartitionedStep) -> Iterator[ExplainedCollective]:
     """What each replica does: its own collectives, and those for parts of arrays."""
-    eqns, scatters = division.partition.per_replica, division.reduce_scatters
+    eqns, scatters = partitioned.partition.per_replica, partitioned.reduce_scatters
     origins = origins_of(eqns)
     own: dict[int, list[Collective]] = collections.defaultdict(list)
-    for found in division.collectives:
+    for found in partitioned.collectives:
         own[id(found.site.eqns[-1])].append(found)
     exchanges: dict[int, list[Exchange]] = collections.defaultdict(list)
-    for exchange in division.per_replica_part.exchanges:
+    for exchange in partitioned.per_replica_part.exchanges:
         exchanges[id(exchange.before)].append(exchange)
     for eqn in eqns:
         gathers = [each for each in exchanges[id(eqn)] if each.kind == "all_gather"]
         for exchange in gathers:
-            yield _exchanged(division, exchange, origins)
+            yield _exchanged(partitioned, exchange, origins)
         for found in own[id(eqn)]:
             inner = found.site.eqns
             operands = [atom.aval for atom in inner[0].invars]
-            if len(inner) == 1 and is_sum_of_all(inner[0], division.replicas):
+            if len(inner) == 1 and is_sum_of_all(inner[0], partitioned.replicas):
                 # Without those of which each replica gets its part.
                 pairs = zip(operands, inner[0].outvars, strict=True)
                 operands = [aval for aval, sum_ in pairs if sum_ not in scatters.sums]
             if operands:
-                yield _collective(found.site.primitive, operands, division.site(inner))
+                yield _collective(
+                    found.site.primitive, operands, partitioned.site(inner)
+                )
         # Those of functions that are computed from parts.
-        function = division.per_replica_part.functions.get(id(eqn))
+        function = partitioned.per_replica_part.functions.get(id(eqn))
         if function is not None:
-            name = _label(division, eqn.invars[function.divided[0]], origins)
+            name = _label(partitioned, eqn.invars[function.divided[0]], origins)
             of_parts, divided = function.of_parts, function.divided
-            yield from _traced(division, eqn, of_parts, divided, name)
+            yield from _traced(partitioned, eqn, of_parts, divided, name)
         for result in eqn.outvars:
-            for call in scatters.of_functions.get(result, ()):
-                yield from _traced(division, call, _part_of_sum(call, result), (), "")
+            for call in scatters.row_updates.get(result, ()):
+                yield from _traced(
+                    partitioned, call, _part_of_sum(call, result), (), ""
+                )
         for exchange in exchanges[id(eqn)]:
             if exchange not in gathers:
-                yield _exchanged(division, exchange, origins)
+                yield _exchanged(partitioned, exchange, origins)
 
 
 def _exchanged(
-    division: DividedStep, exchange: Exchange, origins: Mapping[Var, Equation]
+    partitioned: PartitionedStep, exchange: Exchange, origins: Mapping[Var, Equation]
 ) -> ExplainedCollective:
     """An array made whole of its parts, or a sum of which each gets its part."""
     loop, is_gather = exchange.loop, exchange.kind == "all_gather"
@@ -316,21 +320,23 @@ def _exchanged(
     more: dict[str, Any] = {"loops": turns, "in_branch": False, "groups": None}
     if is_gather:
         more["is_transposed"] = False
-        more["array"] = _label(division, exchange.var, origins)
-        more["parts"] = division.replicas.parts
-        more["why"] = _why_gathered(division, exchange)
+        more["array"] = _label(partitioned, exchange.var, origins)
+        more["parts"] = partitioned.replicas.parts
+        more["why"] = _why_gathered(partitioned, exchange)
     else:
         more["why"] = "each replica needs its part of the sum only"
     eqn = exchange.before if is_gather else origins[exchange.var]
     parts = math.prod(turns) * more.get("parts", 1)
     more["nbytes"] = _nbytes_of([exchange.type]) // parts
-    site = division.site((eqn,))
+    site = partitioned.site((eqn,))
     return _collective(exchange.kind, [exchange.type], site, cause="sharding", **more)
 
 
-def _label(division: DividedStep, var: Var, origins: Mapping[Var, Equation]) -> str:
+def _label(
+    partitioned: PartitionedStep, var: Var, origins: Mapping[Var, Equation]
+) -> str:
     """The argument that a value is, perhaps in another dtype."""
-    leaves = division.layout.leaves
+    leaves = partitioned.layout.leaves
     while var not in leaves:
         origin = origins.get(var)
         if origin is None or origin.primitive.name != "convert_element_type":
@@ -339,23 +345,23 @@ def _label(division: DividedStep, var: Var, origins: Mapping[Var, Equation]) -> 
     return leaves[var].label.strip("`")
 
 
-def _why_gathered(division: DividedStep, exchange: Exchange) -> str:
+def _why_gathered(partitioned: PartitionedStep, exchange: Exchange) -> str:
     if exchange.loop is not None:
         return "in the turns of the loop over its layers"
     if exchange.before.primitive.name in ("checkpoint", "remat", "remat2"):
         return "again, for what is computed a second time"
-    for eqn in division.partition.per_replica:
+    for eqn in partitioned.partition.per_replica:
         is_loop = eqn.primitive.name == "scan"
         layers = eqn.invars[sum(scan_counts(eqn)) :] if is_loop else ()
         if any(atom is exchange.var for atom in layers):
-            if division.per_replica_part.dimensions.get(exchange.var) == 0:
+            if partitioned.per_replica_part.dimensions.get(exchange.var) == 0:
                 return "whole for a loop, along whose turns it is divided"
             return "whole, as it is used outside of the loop over its layers too"
     return "whole from its first use on"
 
 
 def _traced(
-    division: DividedStep,
+    partitioned: PartitionedStep,
     eqn: Equation,
     function: Callable[..., Any],
     divided: Sequence[int],
@@ -366,9 +372,9 @@ def _traced(
     for place, atom in enumerate(eqn.invars):
         shape = atom.aval.shape
         if shape and place in divided:
-            shape = (shape[0] // division.replicas.parts, *shape[1:])
+            shape = (shape[0] // partitioned.replicas.parts, *shape[1:])
         operands.append(jax.ShapeDtypeStruct(shape, atom.aval.dtype))
-    replicas = division.replicas
+    replicas = partitioned.replicas
     jaxpr = jax.make_jaxpr(
         lambda *operands: function(*operands, axes=replicas.collective_axes),
         axis_env=replicas.axis_sizes,
@@ -379,7 +385,7 @@ def _traced(
                 inner.primitive.name,
                 [atom.aval for atom in inner.invars],
                 Site((inner,)),
-                line=division.site((eqn,)).line,
+                line=partitioned.site((eqn,)).line,
                 cause="sharding",
                 array=name,
                 why="for rows of a table of which each replica has a part",
@@ -397,41 +403,42 @@ def _part_of_sum(call: Equation, result: Var) -> Callable[..., jax.Array]:
 
 
 def _of_compiler(
-    step: TracedStep, division: DividedStep
+    step: TracedStep, partitioned: PartitionedStep
 ) -> Iterator[ExplainedCollective]:
     """What XLA needs where it computes once for all replicas."""
     more: dict[str, Any] = {"cause": "compiler", "is_transposed": False}
-    outside = division.global_part
+    outside = partitioned.global_part
     for exchange in outside.exchanges:
-        site, why = division.site(exchange.eqns), "of parts"
+        site, why = partitioned.site(exchange.eqns), "of parts"
         yield _collective(exchange.kind, [exchange.type], site, why=why, **more)
     varies = zip(step.results.array_paths(), step.trace.varies, strict=True)
     names = [step.path(keys) for (_, keys), differs in varies if not differs]
-    for var in division.variables:
+    for var in partitioned.variables:
         # One that the step might use, and does not, goes through as it is.
-        leaf = division.layout.leaves.get(var)
+        leaf = partitioned.layout.leaves.get(var)
         names.append("an unused variable" if leaf is None else leaf.label)
-    origins = origins_of(division.partition.global_)
+    origins = origins_of(partitioned.partition.global_)
     done: set[Var] = set()
-    parts = division.replicas.parts
-    for name, (atom, dimension, first) in zip(names, division.kept, strict=True):
+    parts = partitioned.replicas.parts
+    for name, (atom, layout, first) in zip(
+        names, partitioned.common_results, strict=True
+    ):
         if isinstance(atom, Literal) or atom in done or outside.is_whole(atom):
             continue
         done.add(atom)
         # How a result that was made of parts comes to lie where it is to.
-        made = outside.dimension(atom)
-        divided = first if dimension is None else dimension
+        made, divided = outside.dimension(atom), first if layout is None else layout
         moves = []
         if made != UNKNOWN and divided not in (None, made):
             moves.append(("all_to_all", "divided along another dimension"))
-        if dimension is None and (first is not None or made != UNKNOWN):
+        if layout is None and (first is not None or made != UNKNOWN):
             moves.append(("all_gather", "a whole result that is computed in parts"))
         eqn = origins.get(atom)
         for kind, why in moves:
             yield _collective(
                 kind,
                 [atom.aval],
-                None if eqn is None else division.site((eqn,)),
+                None if eqn is None else partitioned.site((eqn,)),
                 nbytes=_nbytes_of([atom.aval]) // parts,
                 array=name.strip("`"),
                 why=why,
@@ -446,17 +453,17 @@ def _of_compiler(
 def _sharding(
     step: TracedStep, given: Sequence[Leaf], collectives: Sequence[ExplainedCollective]
 ) -> ExplainedSharding | None:
-    """How state lies, and what is exchanged for that; None if it lies in no way."""
-    replicas, division = step.trace.replicas, step.division
+    """The shardings of state, and the collectives for them; None without any."""
+    replicas, partitioned = step.trace.replicas, step.partitioned
     chosen = replicas.state_sharding
-    is_divided = isinstance(division, DividedStep)
+    is_divided = isinstance(partitioned, PartitionedStep)
     if is_divided:
-        layout = division.layout
+        layout = partitioned.layout
         state = [
             (leaf.label, leaf.type, leaf.sharding, leaf.inner)
             for leaf in layout.leaves.values()
         ]
-        lie, placements = layout.results, layout.placements
+        lie, placements = layout.results, layout.shardings
     elif chosen is None and not replicas.inner_axes:
         return None
     else:
@@ -471,7 +478,7 @@ def _sharding(
             if each in step.trace.used and each.copies_must_agree
         ]
         lie = [whole] * len(step.outputs)
-        placements = [step.placements.get(i) for i in range(len(step.outputs))]
+        placements = [step.output_shardings.get(i) for i in range(len(step.outputs))]
     inner = [
         inner_spec(types.SimpleNamespace(sharding=each), replicas)
         for each in placements
@@ -488,8 +495,8 @@ def _sharding(
             if not varies
         ),
         collectives=tuple(each for each in collectives if each.cause != "step"),
-        whole_sums=tuple(_whole_sums(division)) if is_divided else (),
-        undecided=tuple(_undecided(division)) if is_divided else (),
+        whole_sums=tuple(_whole_sums(partitioned)) if is_divided else (),
+        undecided=tuple(_undecided(partitioned)) if is_divided else (),
     )
 
 
@@ -510,9 +517,9 @@ def _leaf(
     inner: InnerSpec,
     replicas: Replicas,
 ) -> ExplainedLeaf:
-    placed = with_inner(inner, replicas, sharded_along(sharding.dimension))
+    layout = with_inner(inner, replicas, sharded_along(sharding.dimension))
     shape = tuple(aval.shape)
-    on_device = jax.ShapeDtypeStruct(placed.shard_shape(shape), aval.dtype)
+    on_device = jax.ShapeDtypeStruct(layout.shard_shape(shape), aval.dtype)
     return ExplainedLeaf(
         path=path.strip("`"),
         shape=shape,
@@ -525,31 +532,31 @@ def _leaf(
     )
 
 
-def _whole_sums(division: DividedStep) -> Iterator[WholeSum]:
+def _whole_sums(partitioned: PartitionedStep) -> Iterator[WholeSum]:
     """The large sums that are not divided."""
-    chosen = division.replicas.state_sharding
-    leaves = division.layout.leaves.values()
+    chosen = partitioned.replicas.state_sharding
+    leaves = partitioned.layout.leaves.values()
     # Where variables only are divided, what is like one of them.
     divided = {tuple(leaf.type.shape) for leaf in leaves if not leaf.sharding.is_whole}
-    for found in division.collectives:
-        site = division.site(found.site.eqns)
-        for result, reason in _undivided(division, found.site.eqns, site):
+    for found in partitioned.collectives:
+        site = partitioned.site(found.site.eqns)
+        for result, reason in _undivided(partitioned, found.site.eqns, site):
             aval = result.aval
             shape, nbytes = tuple(aval.shape), _nbytes_of([aval])
             is_large = nbytes >= chosen.min_bytes if chosen else shape in divided
             if shape and is_large:
                 reader = None
-                if result in division.reduce_scatters.undivided:
-                    reader = _reader(division, result, site.line)
+                if result in partitioned.reduce_scatters.reasons:
+                    reader = _reader(partitioned, result, site.line)
                 dtype = str(aval.dtype)
                 yield WholeSum(shape, dtype, nbytes, site.line, reason, reader)
 
 
 def _undivided(
-    division: DividedStep, eqns: Sequence[Equation], site: Site
+    partitioned: PartitionedStep, eqns: Sequence[Equation], site: Site
 ) -> Iterator[tuple[Var, str]]:
     """The sums of a collective that are not divided, and why."""
-    eqn, scatters = eqns[0], division.reduce_scatters
+    eqn, scatters = eqns[0], partitioned.reduce_scatters
     names = [holder.primitive.name for holder in eqns[1:]]
     effect = effect_of(eqn)
     if effect is Effect.GATHER and site.called("all_reduce") == "all_reduce":
@@ -566,26 +573,28 @@ def _undivided(
         reason = "it is a sum of groups of replicas"
     for result in eqn.outvars:
         if effect is Effect.GATHER or names or result not in scatters.sums:
-            yield result, scatters.undivided.get(result, reason)
+            yield result, scatters.reasons.get(result, reason)
 
 
-def _reader(division: DividedStep, result: Var, line: Line | None) -> Line | None:
+def _reader(
+    partitioned: PartitionedStep, result: Var, line: Line | None
+) -> Line | None:
     """The first other line of the replicas' part that reads a sum made at `line`."""
     made_of_it = {result}
-    for eqn in division.partition.per_replica:
+    for eqn in partitioned.partition.per_replica:
         if not made_of_it.isdisjoint(variables(eqn.invars)):
             made_of_it.update(eqn.outvars)
-            at = division.site((eqn,)).line
+            at = partitioned.site((eqn,)).line
             if at is not None and at != line:
                 return at
     return None
 
 
-def _undecided(division: DividedStep) -> Iterator[UndecidedOperation]:
+def _undecided(partitioned: PartitionedStep) -> Iterator[UndecidedOperation]:
     """The operations of which XLA chooses the exchanges, by line."""
     counts = collections.Counter(
-        (eqns[0].primitive.name, division.site(eqns).line)
-        for eqns in division.global_part.undecided
+        (eqns[0].primitive.name, partitioned.site(eqns).line)
+        for eqns in partitioned.global_part.undecided
     )
     for (operation, line), count in counts.items():
         yield UndecidedOperation(operation, count, line)

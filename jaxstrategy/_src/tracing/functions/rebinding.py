@@ -18,24 +18,24 @@ from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.shown import and_more
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.functions import code
-from jaxstrategy._src.tracing.functions.places import GONE, Index, Place, rebuilt
-from jaxstrategy._src.tracing.functions.references import References, Referred
+from jaxstrategy._src.tracing.functions.bindings import (
+    UNBOUND,
+    Binding,
+    ListItem,
+    substituted,
+)
+from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.values.arrays import Function
 
 # A Keras model of a hundred layers has about twenty thousand.
-_LIMIT = 50_000
+_MAX_NODES = 50_000
 
 
 class Leak(Exception):
-    """A step left values of its trace behind; `explained` when the trace has ended."""
+    """A tracer outlives its trace; `as_error` may be called once that has ended."""
 
     def __init__(
-        self,
-        fn: Function,
-        name: str,
-        labels: Sequence[str],
-        value: Tracer,
-        keras: bool,
+        self, fn: Function, name: str, labels: Sequence[str], value: Tracer, keras: bool
     ) -> None:
         self._code = code.code_of(fn)
         self._name = name
@@ -43,8 +43,8 @@ class Leak(Exception):
         self._value = value
         self._is_keras = keras
 
-    def explained(self) -> LeakedTracerError:
-        """The error, with the line where the value was made."""
+    def as_error(self) -> LeakedTracerError:
+        """The error for the user, with the line where the tracer was made."""
         line = _line_of(self._value)
         made = "made"
         if line is None and self._code is not None:  # an argument is made nowhere
@@ -70,11 +70,11 @@ class Leak(Exception):
 
 
 def _line_of(tracer: Tracer) -> Line | None:
-    """The user's line where a value was made, of a trace that has ended."""
+    """The user's line that made a tracer whose trace has ended."""
     try:
         jnp.negative(tracer)
     except jax.errors.UnexpectedTracerError as error:
-        # JAX tells it in no other way: the line, then the frames around it.
+        # JAX says it in its message only: the line, then the frames around it.
         frames = re.findall(
             r"(?:line |^)(/.+?|<.+?>):(\d+)(?::\d+)? \(", str(error), re.M
         )
@@ -86,78 +86,61 @@ def _line_of(tracer: Tracer) -> Line | None:
 
 
 @contextlib.contextmanager
-def refused(
-    fn: Function,
-    name: str,
-    given: Sequence[tuple[str, object]] = (),
+def checking_leaks(
+    fn: Function, name: str, statics: Sequence[tuple[str, object]] = ()
 ) -> Iterator[None]:
-    """A `with` block in which a step may leave no values of its trace."""
+    """A `with` block for tracing; raises `Leak` if `fn` or `statics` hold a tracer.
 
-    def look() -> References:
-        return References(fn, limit=_LIMIT, with_form=False, more=given)
+    Whatever the tracers replaced is put back.
+    """
 
-    before = look()
+    def references() -> References:
+        return References(fn, limit=_MAX_NODES, with_key=False, more=statics)
+
+    before = references()
     try:
         yield
     except BaseException:
-        _restore(look(), before)
+        _restore(references(), before)
         raise
-    left = _restore(look(), before)
-    if left:
-        labels, values, owners = zip(*left, strict=True)
-        keras = any(map(_is_keras, owners))
-        raise Leak(fn, name, labels, values[0], keras)
+    if leaked := _restore(references(), before):
+        labels, values, owners = zip(*leaked, strict=True)
+        raise Leak(fn, name, labels, values[0], any(map(_is_keras, owners)))
 
 
 def _restore(after: References, before: References) -> list[tuple[str, Tracer, Any]]:
-    """Puts back what tracers took the place of; returns label, tracer and owner."""
-    # `before` keeps its values, so that no new value has the `id` of one.
-    known = {id(step.value) for step in before.reached}
-    new = {
-        number
-        for number, step in enumerate(after.reached)
-        if isinstance(step.value, Tracer) and id(step.value) not in known
-    }
-    if not new:
-        return []
-    old = {s.place.where: s.value for s in before.reached if s.place is not None}
-    found, holders = [], {}
-    for number in sorted(new):
-        value, label = after.reached[number].value, after.reached[number].label
-        holder = _holder(after.reached, number)
-        if holder is not None and holder.place is not None:
-            holders[holder.place.where] = holder.place
-            owner = after.reached[holder.parent].value if holder.parent >= 0 else None
-            label = _label_in_keras(after.reached, number, owner) or label
-            found.append((label, value, owner))
-    # From the end of a list, so that places before stay what they are.
-    for where, place in sorted(
-        holders.items(),
-        key=lambda item: -item[1].index if isinstance(item[1], Index) else 1,
+    """Puts back what new tracers replaced; returns label, tracer and its owner."""
+    nodes = after.nodes
+    # `before` keeps its values alive, so that no new value has the `id` of one.
+    known = {id(node.value) for node in before.nodes}
+    old = {n.binding.identity: n.value for n in before.nodes if n.binding is not None}
+    leaked, bindings = [], {}
+    for index, (label, _, value, _) in enumerate(nodes):
+        if not isinstance(value, Tracer) or id(value) in known:
+            continue
+        holder = next((n for n in after.ancestors(index) if nodes[n].binding), None)
+        if holder is None:
+            continue
+        binding, parent = nodes[holder].binding, nodes[holder].parent
+        assert binding is not None
+        bindings[binding.identity] = binding
+        owner = nodes[parent].value if parent >= 0 else None
+        if _is_keras(owner):
+            label = _label_in_keras(after, index, owner) or label
+        leaked.append((label, value, owner))
+    # From the end of a list, so that earlier indices stay valid.
+    for identity, binding in sorted(
+        bindings.items(),
+        key=lambda item: -item[1].key if isinstance(item[1], ListItem) else 1,
     ):
-        place.set(old.get(where, GONE))
-    return found
+        binding.set(old.get(identity, UNBOUND))
+    return leaked
 
 
-def _holder(steps: Sequence[Referred], number: int) -> Referred | None:
-    while steps[number].place is None:
-        number = steps[number].parent
-        if number < 0:
-            return None
-    return steps[number]
-
-
-def _label_in_keras(
-    steps: Sequence[Referred], number: int, owner: object
-) -> str | None:
-    """The object of Keras that a variable belongs to, and its path."""
-    if not _is_keras(owner):
-        return None
-    label = None
-    while number >= 0:
-        if _is_keras(steps[number].value):
-            label = steps[number].label
-        number = steps[number].parent
+def _label_in_keras(references: References, index: int, owner: object) -> str | None:
+    """The outermost Keras object that holds a variable, and the variable's path."""
+    nodes = [references.nodes[above] for above in references.ancestors(index)]
+    label = next((n.label for n in reversed(nodes) if _is_keras(n.value)), None)
     path = getattr(owner, "path", None)
     return f"{label}: {path}" if isinstance(path, str) else label
 
@@ -167,50 +150,50 @@ def _is_keras(owner: object) -> bool:
     return any(base.__module__.startswith("keras.") for base in type(owner).__mro__)
 
 
-# Held while a function is traced that refers to other values.
-one_at_a_time = threading.RLock()
-# The present rebindings, another object whenever these change.
+# Held while a function is traced with substitutes for what it captures.
+rebinding_lock = threading.RLock()
+# Those in effect; `_version` is another object after each change.
 _active: list[FunctionRebindings] = []
 _version = object()
-_MOST_LOOKS = 5
+_MAX_ATTEMPTS = 5
 
 
 def references(fn: Function) -> References:
-    """What `fn` refers to, and nothing that another thread's trace has rebound."""
-    for _ in range(_MOST_LOOKS):
+    """What `fn` captures, and nothing that another thread's trace has substituted."""
+    for _ in range(_MAX_ATTEMPTS):
         version, active = _version, list(_active)
         found = References(fn)
         if version is _version:
-            if any(rebindings.are_met_in(found) for rebindings in active):
+            if any(rebindings.has_substitutes_in(found) for rebindings in active):
                 break
             return found
-    with one_at_a_time:
+    with rebinding_lock:
         return References(fn)
 
 
-def callers_value(place: Place) -> object:
-    """The value of a place, whatever another thread's trace has rebound."""
+def original_value(binding: Binding) -> object:
+    """The value of a binding, whatever another thread's trace has substituted."""
     while True:
-        version, found = _version, place.get()
+        version, value = _version, binding.get()
         for rebindings in reversed(_active):
-            found = rebindings.callers_value(place, found)
+            value = rebindings.original_value(binding, value)
         if version is _version:
-            return found
+            return value
 
 
 @contextlib.contextmanager
 def rebound(fn: Function, replaced: Mapping[str, object]) -> Iterator[Function]:
-    """`fn`, which refers to other values for the length of the `with` block."""
+    """A `with` block in which `fn` captures other values, given by label."""
     if not replaced:
         yield fn
         return
     if (eager := context.current().eager) is not None:
-        # Others of its threads wait meanwhile, and may ask for the lock.
+        # Other threads of this step wait meanwhile, and may ask for the lock.
         rebindings = FunctionRebindings(fn, replaced)
         with eager.rebinding(rebindings):
             yield rebindings.function
         return
-    with one_at_a_time:
+    with rebinding_lock:
         rebindings = FunctionRebindings(fn, replaced)
         try:
             rebindings.set()
@@ -221,60 +204,57 @@ def rebound(fn: Function, replaced: Mapping[str, object]) -> Iterator[Function]:
 
 @final
 class FunctionRebindings:
-    """The places where a function refers to something else for a while."""
+    """Substitutes for values that a function captures, while it is traced."""
 
-    def __init__(
-        self,
-        fn: Function,
-        replaced: Mapping[str, object],
-    ) -> None:
+    def __init__(self, fn: Function, replaced: Mapping[str, object]) -> None:
         labelled = references(fn)  # as when the values were taken
         known = {**labelled.objects, **labelled.arrays}
-        self._references = References(fn, with_form=False)
-        self._others = {id(known[label]): new for label, new in replaced.items()}
-        self.function: Function = rebuilt(self._references.root, self._others)
-        self._rebound: list[tuple[Place, object, object]] | None = None
+        self._references = References(fn, with_key=False)
+        self._substitutes = {id(known[label]): new for label, new in replaced.items()}
+        self.function: Function = substituted(self._references.root, self._substitutes)
+        # Each binding with its original value and the substitute.
+        self._rebound: list[tuple[Binding, object, object]] | None = None
         self._thread = 0
 
     def set(self) -> None:
-        """Let the function refer to the other values."""
+        """Binds the substitutes."""
         global _version
         # First, so that whoever looks meanwhile knows of it.
         self._thread = threading.get_ident()
         _active.append(self)
         _version = object()
-        if self._rebound is None:
-            self._rebound = []
-            for step in self._references.holders(set(self._others)):
-                assert step.place is not None
-                new = rebuilt(step.value, self._others)
-                self._rebound.append((step.place, step.value, new))
-                step.place.set(new)
+        if self._rebound is not None:
+            for binding, _, new in self._rebound:
+                binding.set(new)
             return
-        for place, _, new in self._rebound:
-            place.set(new)
+        self._rebound = []
+        for node in self._references.nodes_with(set(self._substitutes)):
+            assert node.binding is not None
+            new = substituted(node.value, self._substitutes)
+            self._rebound.append((node.binding, node.value, new))
+            node.binding.set(new)
 
     def take_back(self) -> None:
-        """Let it refer to the caller's."""
+        """Binds the original values again."""
         global _version
-        for place, value, new in reversed(self._rebound or ()):
-            if place.get() is new:  # else the function has put another there
-                place.set(value)
+        for binding, value, new in reversed(self._rebound or ()):
+            if binding.get() is new:  # else the function has assigned another
+                binding.set(value)
         _active.remove(self)
         _version = object()
 
-    def callers_value(self, place: Place, found: object) -> object:
-        """What was in a place if that is rebound; else `found`."""
+    def original_value(self, binding: Binding, value: object) -> object:
+        """The original value if `value` is a substitute; else `value`."""
         if self._thread != threading.get_ident():
-            for other, value, new in self._rebound or ():
-                if new is found and other.where == place.where:
-                    return value
-        return found
+            for other, original, new in self._rebound or ():
+                if new is value and other.identity == binding.identity:
+                    return original
+        return value
 
-    def are_met_in(self, found: References) -> bool:
-        """Whether another thread than theirs uses what is rebound."""
+    def has_substitutes_in(self, found: References) -> bool:
+        """Whether another thread has found a substitute."""
         if self._thread == threading.get_ident():
             return False
-        rebound = {id(new) for _, _, new in self._rebound or ()}
-        rebound |= {id(new) for new in self._others.values()}
-        return any(id(each.value) in rebound for each in found.reached)
+        substitutes = {id(new) for _, _, new in self._rebound or ()}
+        substitutes |= {id(new) for new in self._substitutes.values()}
+        return any(id(node.value) in substitutes for node in found.nodes)

@@ -1,4 +1,4 @@
-"""The values that a function refers to without being given them."""
+"""The values that a function captures, and the cache key that they make."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ import enum
 import functools
 import hashlib
 import types
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,106 +17,70 @@ from jax.core import Tracer
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.step_outputs import Sender
 from jaxstrategy._src.tracing.functions import code as _code
-from jaxstrategy._src.tracing.functions.code import Reach, as_method
-from jaxstrategy._src.tracing.functions.places import (
-    GONE,
+from jaxstrategy._src.tracing.functions.bindings import (
     Attribute,
+    Binding,
     ClosureCell,
-    Index,
-    Key,
-    Place,
+    DictEntry,
+    ListItem,
+    flatten_one_level,
     is_container,
-    one_level,
 )
+from jaxstrategy._src.tracing.functions.code import NameUses, as_method
 from jaxstrategy._src.tracing.functions.weak_references import Identity
 from jaxstrategy._src.tracing.nnx.object_form import is_changed_in_place
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.variables.abstract_variable import Reference
 
-# Larger arrays of NumPy are not read at each look.
-_DIGESTED_BYTES = 1 << 28
-# What these do has no part in what a step computes.
-_BESIDES = (
-    "io",
-    "_io",
-    "logging",
-    "threading",
-    "_thread",
-    "queue",
-    "_queue",
-    "weakref",
-)
-# Known by themselves, whatever they hold.
-_WHOLE = (
+# Larger NumPy arrays are not hashed.
+_MAX_HASHED_BYTES = 1 << 28
+# Objects of these packages do not change what a step computes.
+_IGNORED_PACKAGES = "io _io logging threading _thread queue _queue weakref".split()
+# In the cache key by identity, whatever they hold.
+_BY_IDENTITY = (
     per_replica.Handle,
     per_replica.PerReplica,
     context.AbstractStrategy,
     types.MemberDescriptorType,  # of a slot
 )
 _COMPILED = ("jax", "jaxlib")
-# The name by which an object has its class.
-ITS_CLASS = "__class__"
+_CLASS = "__class__"
 
-# What stands for a value in the form of a function.
+# What stands for a value in the cache key of a function.
 Token = Hashable
 _DELETED: Token = ("deleted",)
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    str,
-    bytes,
-    range,
-    type(Ellipsis),
-    type(NotImplemented),
-)
+_NoneType, _Ellipsis, _NotImplemented = map(type, (None, ..., NotImplemented))
+_PLAIN = (_NoneType, bool, int, str, bytes, range, _Ellipsis, _NotImplemented)
 
 
-class Referred(NamedTuple):
-    """One value that a walk came to."""
+class Node(NamedTuple):
+    """A value that a function refers to; `parent` is the index of its holder."""
 
     label: str
-    place: Place | None
+    binding: Binding | None
     value: Any
     parent: int
 
 
-def are_plain(values: Iterable[object]) -> bool:
-    """Whether each of `values` is known by its value alone."""
-    return all(type(value) in _PLAIN for value in values)
-
-
-def path_to(reached: Sequence[Referred], number: int) -> Iterator[int]:
-    """The number of a value, of what refers to it, and so on up to the function."""
-    while number >= 0:
-        yield number
-        number = reached[number].parent
-
-
-def look_into(
-    walk: References,
-    label: str,
-    value: Any,
-    number: int,
-) -> Token:
-    """Goes on with what `value` refers to; returns what stands for it in the form."""
+def _token_of(walk: References, label: str, value: Any, number: int) -> Token:
+    """Visits what `value` refers to, and returns its part of the cache key."""
     kind = type(value)
     if walk.finds_objects and is_changed_in_place(value):
-        walk.objects[walk.unused(label)] = value
+        walk.objects[walk.unused_label(label)] = value
         return ("object", len(walk.objects))
     if issubclass(kind, (jax.Array, Tracer)):
         return _array(walk, label, value)
     if issubclass(kind, (np.ndarray, np.generic)):
         return _host_array(walk, label, value)
-    if issubclass(kind, _WHOLE):
+    if issubclass(kind, _BY_IDENTITY):
         return Identity(value)
     if issubclass(kind, Sender):
         return kind
-    for kinds, follow in _FOLLOWED:
+    for kinds, visit in _VISITORS:
         if issubclass(kind, kinds):
-            return follow(walk, label, value, number)
+            return visit(walk, label, value, number)
     if is_container(value):
         return _tree(walk, label, value, number)
     return _other(walk, label, value, kind, number)
@@ -140,25 +97,25 @@ def _unknown(walk: References, label: str, value: object) -> Token:
 def _array(walk: References, label: str, value: jax.Array | Tracer) -> Token:
     if not isinstance(value, Tracer) and value.is_deleted():
         return _DELETED
-    # One that is divided otherwise may be captured along with what the function does
-    # use, and would be refused as an argument.
+    # Another sharding would be refused as an argument, though the function may not use
+    # this array at all.
     is_argument = (
         isinstance(value, Tracer)
         or value.sharding.is_fully_replicated
         or arrays.is_mirrored(value)
         or arrays.is_sharded(value)
     )
-    if walk.is_enclosed and is_argument:
-        walk.arrays[walk.unused(label)] = value
+    if walk.captures_arrays and is_argument:
+        walk.arrays[walk.unused_label(label)] = value
         return ("array",)
     return Identity(value)
 
 
 def _host_array(walk: References, label: str, value: np.ndarray | np.generic) -> Token:
-    if not walk.with_form:
+    if not walk.with_key:
         return Identity(value)
     # The bytes of an array of objects are their addresses.
-    if value.dtype.hasobject or value.nbytes > _DIGESTED_BYTES:
+    if value.dtype.hasobject or value.nbytes > _MAX_HASHED_BYTES:
         return _unknown(walk, label, value)
     digest = hashlib.blake2b(np.ascontiguousarray(value), digest_size=16).digest()
     return (type(value), value.dtype.str, value.shape, digest)
@@ -171,19 +128,17 @@ def _function(
     walk: References, label: str, fn: types.FunctionType, number: int
 ) -> Token:
     code = fn.__code__
-    about = _code.about(code)
-    # What is only written is nothing that its program depends on.
-    names = about.reads if walk.with_form else {*about.reads, *about.writes}
-    if about.is_users:
-        walk.reach = walk.reach.plus(_code.of(code))
-    cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
-    for name, cell in cells:
-        place = ClosureCell(cell)
-        known = name if about.is_users else None
-        walk.visit(f"captured {name}", place, place.get(), number, known)
+    reads, writes, is_users = _code.global_names(code)
+    if is_users:
+        walk.uses = walk.uses.plus(_code.name_uses(code))
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        binding = ClosureCell(cell)
+        used_as = name if is_users else None
+        walk.visit(f"captured {name}", binding, binding.get(), number, used_as)
     _defaults(walk, label, fn, number)
-    if names:
-        _globals(walk, fn.__globals__, names, number)
+    # A program does not depend on what the function only writes.
+    names = reads if walk.with_key else {*reads, *writes}
+    _globals(walk, fn.__globals__, names, number)
     return ("function", Identity(code))
 
 
@@ -193,32 +148,31 @@ def _defaults(
     if fn.__defaults__:
         parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
         labels = parameters[len(parameters) - len(fn.__defaults__) :]
-        place = Attribute(fn, "__defaults__")
-        parent = walk.add(label, place, fn.__defaults__, number, len(labels))
+        binding = Attribute(fn, "__defaults__")
+        parent = walk.add(label, binding, fn.__defaults__, number, len(labels))
         for name, value in zip(labels, fn.__defaults__, strict=True):
             walk.visit(f"captured {name}", None, value, parent)
     keyword_defaults = fn.__kwdefaults__ or {}
     for name in keyword_defaults:
-        place = Key(keyword_defaults, name)
-        walk.visit(f"captured {name}", place, place.get(), number)
+        binding = DictEntry(keyword_defaults, name)
+        walk.visit(f"captured {name}", binding, binding.get(), number)
 
 
 def _globals(
     walk: References, scope: dict[str, object], names: Collection[str], number: int
 ) -> None:
-    with walk.in_the_open():
+    with walk.shared():
         for name in names:
-            value = scope.get(name, GONE)
-            if value is not GONE:
-                place = Key(scope, name)
-                walk.visit(f"captured {name}", place, value, number, name)
+            if name in scope:
+                binding = DictEntry(scope, name)
+                walk.visit(f"captured {name}", binding, scope[name], number, name)
 
 
 def _method(
     walk: References, label: str, method: types.MethodType, number: int
 ) -> Token:
     label = "captured self" if label == "captured" else label
-    name = _code.first_name(method.__func__)
+    name = _code.self_name(method.__func__)
     walk.visit(label, None, method.__self__, number, name)
     walk.visit("captured", None, method.__func__, number)
     return "method"
@@ -250,7 +204,7 @@ def _partial(
 
 def _list(walk: References, label: str, items: list[object], number: int) -> Token:
     for i, item in enumerate(items):
-        walk.visit(f"{label}[{i}]", Index(items, i), item, number)
+        walk.visit(f"{label}[{i}]", ListItem(items, i), item, number)
     return (type(items), len(items))
 
 
@@ -269,7 +223,7 @@ def _dict(
 ) -> Token:
     for key, item in list(items.items()):
         walk.visit(label, None, key, number)
-        walk.visit(f"{label}[{_named(key)}]", Key(items, key), item, number)
+        walk.visit(f"{label}[{_named(key)}]", DictEntry(items, key), item, number)
     return (type(items), len(items))
 
 
@@ -300,17 +254,17 @@ def _set(
     items: set[Hashable] | frozenset[Hashable],
     number: int,
 ) -> Token:
-    if are_plain(items):
+    if all(type(item) in _PLAIN for item in items):
         return (type(items), frozenset((type(item), item) for item in items))
     return _unknown(walk, label, items)
 
 
 def _tree(walk: References, label: str, value: PyTree, number: int) -> Token:
-    """A container that somebody has registered with JAX."""
+    """A container registered with JAX."""
     try:
-        children, structure = one_level(value)
+        children, structure = flatten_one_level(value)
         hash(structure)
-    except Exception:  # anybody's code flattens it, and compares what it is made of
+    except Exception:  # raised by the user's code
         return _unknown(walk, label, value)
     for path, child in children:
         walk.visit(label + jax.tree_util.keystr(path), None, child, number)
@@ -325,22 +279,21 @@ def _module(
 ) -> Token:
     if _code.is_users_module(module):
         scope = vars(module)
-        names = sorted(walk.reach.used & scope.keys())
-        with walk.in_the_open():
+        names = sorted(walk.uses.names & scope.keys())
+        with walk.shared():
             for name in names:
-                place = Key(scope, name)
-                walk.visit(f"{label}.{name}", place, scope[name], number, name)
+                binding = DictEntry(scope, name)
+                walk.visit(f"{label}.{name}", binding, scope[name], number, name)
     return Identity(module)
 
 
 def _class(walk: References, label: str, kind: type, number: int) -> Token:
     if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
-        with walk.in_the_open():
+        with walk.shared():
             for base in filter(_code.is_users_class, kind.__mro__):
-                for name in walk.named(kind, vars(base)):
-                    if not _code.is_bookkeeping(name):
-                        place = Attribute(base, name)
-                        walk.member(kind, f"{label}.{name}", place, number, name)
+                for name in walk.used_attributes(kind, vars(base)):
+                    if name not in _code.IMPLICIT_ATTRIBUTES:
+                        walk.visit_attribute(kind, label, Attribute(base, name), number)
     return Identity(kind)
 
 
@@ -359,10 +312,12 @@ def _other(
     walk: References, label: str, value: object, kind: type, number: int
 ) -> Token:
     package = kind.__module__.partition(".")[0]
-    is_ours = package == "jaxstrategy" and not _code.is_layer(kind)
-    if package in _BESIDES or is_ours:
+    # Objects of our classes for Flax are a model's.
+    is_model = kind.__module__.startswith("jaxstrategy._src.flax")
+    is_ours = package == "jaxstrategy" and not is_model
+    if package in _IGNORED_PACKAGES or is_ours:
         return Identity(value)
-    if _code.consists_of_attributes(kind):
+    if _code.has_no_c_state(kind):
         return _object(walk, label, value, kind, number)
     if package in _COMPILED or callable(value):  # written in C
         return Identity(value)
@@ -378,26 +333,24 @@ def _other(
 def _object(
     walk: References, label: str, value: object, kind: type, number: int
 ) -> Token:
-    in_part = walk.is_in_part(value)
-    walk.visit(label, None, kind, number, ITS_CLASS if in_part else None)
+    is_partial = walk.is_partial(value)
+    walk.visit(label, None, kind, number, _CLASS if is_partial else None)
     attributes = _code.attributes_of(value)
-    compared = _code.compared(kind) if walk.with_form else None
-    names = walk.named(value, attributes)
-    with walk.in_the_open():
+    compared = _code.compared_fields(kind) if walk.with_key else None
+    names = walk.used_attributes(value, attributes)
+    with walk.shared():
         for name in names:
             if compared is None or name in compared:
-                place = Key(attributes, name)
-                walk.member(value, f"{label}.{name}", place, number, name)
-        for name in walk.named(value, _code.slots_of(kind)):
-            place = Attribute(value, name)
-            walk.member(value, f"{label}.{name}", place, number, name)
-    if in_part:
+                walk.visit_attribute(value, label, DictEntry(attributes, name), number)
+        for name in walk.used_attributes(value, _code.slots_of(kind)):
+            walk.visit_attribute(value, label, Attribute(value, name), number)
+    if is_partial:
         return ("attributes", *names)
     return ("attributes", len(names) if compared is None else compared)
 
 
-# `Any`: each function takes values of its own kinds alone. The first that fits counts.
-_FOLLOWED: list[
+# `Any`: each function takes values of its own types. The first type that fits counts.
+_VISITORS: list[
     tuple[type | tuple[type, ...], Callable[[References, str, Any, int], Token]]
 ] = [
     (types.FunctionType, _function),
@@ -416,48 +369,55 @@ _FOLLOWED: list[
 ]
 
 
-def is_alike(form: Sequence[Token], before: Sequence[Token]) -> bool:
-    """Whether what a function refers to is the same, but for arrays donated since."""
-    return len(form) == len(before) and all(
-        new == old or new == _DELETED for new, old in zip(form, before, strict=True)
+def keys_match(key: Sequence[Token], before: Sequence[Token]) -> bool:
+    """Whether cache keys are equal, except for arrays donated since `before`."""
+    return len(key) == len(before) and all(
+        new == old or new == _DELETED for new, old in zip(key, before, strict=True)
     )
 
 
-# As many values are looked at; with more, a function is known by itself alone.
-_LIMIT = 5000
+# A function that refers to more values is in the cache by its identity.
+_MAX_NODES = 5000
 
 
 class References:
-    """All that a function refers to, in an order that is always the same."""
+    """All values that a function refers to, in an order that is always the same.
+
+    Without `with_key` everything is visited, whether the program depends on it or not.
+    """
 
     def __init__(
         self,
         fn: Function,
         *,
         finds_objects: bool = True,
-        limit: int = _LIMIT,
-        with_form: bool = True,
+        limit: int = _MAX_NODES,
+        with_key: bool = True,
         more: Sequence[tuple[str, object]] = (),
     ) -> None:
         self.root = as_method(fn)
         self.finds_objects = finds_objects
-        self.with_form = with_form
+        self.with_key = with_key
         self._limit = limit
-        self.is_enclosed = True
-        self.reach = Reach()
-        self.whole: set[int] = set()
-        # What code can ask for decides where a walk goes, and a walk comes to more
-        # code: until nothing is added.
-        known = None
-        while known != (found := (self.reach, frozenset(self.whole))):
-            known = found
-            # By identity; `reached` keeps the values, so that no `id` is used again.
+        self.captures_arrays = True
+        # The names in all code visited so far decide which attributes are visited, and
+        # these lead to more code: repeat until nothing is added.
+        self.uses = NameUses()
+        # By `id`, objects of which any attribute may be used.
+        self._whole: set[int] = set()
+        before = None
+        while before != (uses := (self.uses, frozenset(self._whole))):
+            before = uses
+            # By `id`; `nodes` keeps the values alive, so that no `id` is used again.
             self._seen: dict[int, int] = {}
-            self._in_part: set[int] = set()
-            self.reached: list[Referred] = []
+            # Objects of which only the attributes count that code names.
+            self._partial: set[int] = set()
+            self.nodes: list[Node] = []
             self._tokens: list[Token] = []
+            # Flax NNX objects and arrays that become arguments, by label.
             self.objects: dict[str, object] = {}
             self.arrays: dict[str, jax.Array | Tracer] = {}
+            # The label of the first value whose changes cannot be noticed.
             self.opaque: str | None = None
             self.visit("captured", None, self.root, -1)
             for label, value in more:
@@ -466,128 +426,135 @@ class References:
     def visit(
         self,
         label: str,
-        place: Place | None,
+        binding: Binding | None,
         value: object,
         parent: int,
         name: str | None = None,
     ) -> None:
-        """Looks into a value; `name` is what the user's code calls it, if it does."""
+        """Adds a value and what it refers to; user's code has it as `name`, or None."""
         kind = type(value)
         if kind in _PLAIN:  # with its class: True is equal to 1
-            self.add(label, place, value, parent, (kind, value))
+            self.add(label, binding, value, parent, (kind, value))
         elif kind in (float, complex):  # -0.0 is not 0.0, and nan is nan
-            self.add(label, place, value, parent, (kind, repr(value)))
+            self.add(label, binding, value, parent, (kind, repr(value)))
         elif id(value) in self._seen:
-            again = self._seen[id(value)]
-            if id(value) in self._in_part and not self._is_part(value, name):
-                self.whole.add(id(value))
-            self.add(label, place, value, parent, ("again", again))
-        elif len(self.reached) >= self._limit:
+            index = self._seen[id(value)]
+            if id(value) in self._partial and not self._may_be_partial(value, name):
+                self._whole.add(id(value))
+            self.add(label, binding, value, parent, ("again", index))
+        elif len(self.nodes) >= self._limit:
             self.opaque = self.opaque or label
         else:
-            self._seen[id(value)] = len(self.reached)
-            number = self.add(label, place, value, parent, None)
-            if self._is_part(value, name):
-                self._in_part.add(id(value))
-            self._tokens[number] = look_into(self, label, value, number)
+            self._seen[id(value)] = len(self.nodes)
+            index = self.add(label, binding, value, parent, None)
+            if self._may_be_partial(value, name):
+                self._partial.add(id(value))
+            self._tokens[index] = _token_of(self, label, value, index)
 
     def add(
-        self, label: str, place: Place | None, value: object, parent: int, token: Token
+        self,
+        label: str,
+        binding: Binding | None,
+        value: object,
+        parent: int,
+        token: Token,
     ) -> int:
-        """Takes note of a value; returns its number."""
-        self.reached.append(Referred(label, place, value, parent))
+        """Adds a node; returns its index."""
+        self.nodes.append(Node(label, binding, value, parent))
         self._tokens.append(token)
-        return len(self.reached) - 1
+        return len(self.nodes) - 1
 
-    def member(
-        self, owner: object, label: str, place: Place, number: int, name: str
+    def visit_attribute(
+        self, owner: object, label: str, binding: Binding, parent: int
     ) -> None:
-        """Looks into the attribute `name` of `owner`."""
-        # Who is handed the owner as a whole may hand on what it has.
-        own = name if self.is_in_part(owner) else None
-        self.visit(label, place, place.get(), number, own)
+        # Code that is handed the owner as a whole may hand on its attributes.
+        name = binding.key if self.is_partial(owner) else None
+        label = f"{label}.{binding.key}"
+        self.visit(label, binding, binding.get(), parent, name)
 
-    def named(self, value: object, names: Iterable[str]) -> list[str]:
-        """The names of attributes that count, of all these names."""
-        if not self.is_in_part(value):
+    def used_attributes(self, value: object, names: Iterable[str]) -> list[str]:
+        """The names of attributes that the function may use."""
+        if not self.is_partial(value):
             return list(names)
-        return [name for name in names if name in self.reach.used]
+        return [name for name in names if name in self.uses.names]
 
-    def is_in_part(self, value: object) -> bool:
-        """Whether of `value` only what the code names counts."""
-        return id(value) in self._in_part
+    def is_partial(self, value: object) -> bool:
+        """Whether only the attributes count that the code names."""
+        return id(value) in self._partial
 
-    def _is_part(self, value: object, name: str | None) -> bool:
-        """Whether of `value`, come by as `name`, only what the code names counts."""
-        if not self.with_form or name is None or id(value) in self.whole:
+    def _may_be_partial(self, value: object, name: str | None) -> bool:
+        if not self.with_key or name is None or id(value) in self._whole:
             return False
         if isinstance(value, type):
-            return name == ITS_CLASS
-        return self.reach.only_asks(value, name)
+            return name == _CLASS
+        return self.uses.reads_named_attributes_only(value, name)
 
-    def unused(self, label: str) -> str:
-        """`label`, or one like it that no object and no array has."""
+    def unused_label(self, label: str) -> str:
         number, free = 2, label
         while free in self.objects or free in self.arrays:
             free, number = f"{label} ({number})", number + 1
         return free
 
     @contextlib.contextmanager
-    def in_the_open(self) -> Iterator[None]:
-        """A `with` block for values that other code of the user's can come to, too."""
-        was, self.is_enclosed = self.is_enclosed, False
+    def shared(self) -> Iterator[None]:
+        """A `with` block for values that other code shares: no arrays are captured."""
+        before, self.captures_arrays = self.captures_arrays, False
         try:
             yield
         finally:
-            self.is_enclosed = was
+            self.captures_arrays = before
 
     @property
-    def form(self) -> tuple[Token, ...]:
+    def key(self) -> tuple[Token, ...]:
         """Equal for functions that do the same with the same objects and arrays."""
         return tuple(self._tokens)
 
-    def changed_since(self, before: References) -> tuple[int, ...]:
-        """The numbers of values that hold others than at another look."""
-        was = {id(value): held for value, held in before._contents().values()}
+    def ancestors(self, index: int) -> Iterator[int]:
+        """The index of a node, of its parent, and so on up to the function."""
+        while index >= 0:
+            yield index
+            index = self.nodes[index].parent
+
+    def mutated_since(self, before: References) -> tuple[int, ...]:
+        """The indices of values that hold others than `before`."""
+        was = {id(value): children for value, children in before._children()}
         return tuple(
-            number
-            for number, (value, held) in self._contents().items()
-            if was.get(id(value), held) != held
+            index
+            for index, (value, children) in enumerate(self._children())
+            if was.get(id(value), children) != children
         )
 
-    def _contents(self) -> dict[int, tuple[object, list[Hashable]]]:
-        """By its number each value that holds others, and what stands for those."""
-        found: dict[int, tuple[object, list[Hashable]]] = {}
-        for number, each in enumerate(self.reached):
-            found[number] = each.value, []
-            if each.parent >= 0:
-                is_plain = are_plain([each.value])
-                token = self._tokens[number] if is_plain else id(each.value)
-                found[each.parent][1].append(token)
+    def _children(self) -> list[tuple[object, list[Hashable]]]:
+        """For each node its value, and tokens or `id`s of what that holds."""
+        found: list[tuple[object, list[Hashable]]] = []
+        for node, token in zip(self.nodes, self._tokens, strict=True):
+            found.append((node.value, []))
+            if node.parent >= 0:
+                is_plain = type(node.value) in _PLAIN
+                found[node.parent][1].append(token if is_plain else id(node.value))
         return found
 
-    def holders(self, values: Collection[int]) -> list[Referred]:
-        """The places that hold values, or a tuple with one in it, in their order."""
-        carriers = set(values)
-        for number, each in enumerate(self.reached):
-            if id(each.value) in values:
-                for step in path_to(self.reached, number):
-                    carriers.add(id(self.reached[step].value))
-                    if self.reached[step].place is not None:
+    def nodes_with(self, values: Collection[int]) -> list[Node]:
+        """The nodes bound to values, by `id`, or to a tuple that holds one."""
+        holders = set(values)
+        for index, node in enumerate(self.nodes):
+            if id(node.value) in values:
+                for above in self.ancestors(index):
+                    holders.add(id(self.nodes[above].value))
+                    if self.nodes[above].binding is not None:
                         break
         return [
-            each for each in self.reached if each.place and id(each.value) in carriers
+            node for node in self.nodes if node.binding and id(node.value) in holders
         ]
 
-    def watched(self) -> list[tuple[Place, object]]:
-        """The places that must hold what they hold for the same objects to be found."""
-        slots = {id(v) for v in (*self.objects.values(), *self.arrays.values())}
-        wanted: set[int] = set()
-        for number, each in enumerate(self.reached):
-            if id(each.value) in slots:
-                for step in path_to(self.reached, number):
-                    if step in wanted:
-                        break
-                    wanted.add(step)
-        found = (self.reached[number] for number in sorted(wanted))
-        return [(each.place, each.value) for each in found if each.place is not None]
+    def captured_bindings(self) -> list[tuple[Binding, object]]:
+        """The bindings that lead to captured objects and arrays, and their values."""
+        captured = {id(v) for v in (*self.objects.values(), *self.arrays.values())}
+        indices: set[int] = set()
+        for index, node in enumerate(self.nodes):
+            if id(node.value) in captured:
+                indices.update(self.ancestors(index))
+        nodes = (self.nodes[index] for index in sorted(indices))
+        return [
+            (node.binding, node.value) for node in nodes if node.binding is not None
+        ]

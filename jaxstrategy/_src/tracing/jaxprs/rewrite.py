@@ -1,4 +1,4 @@
-"""Jaxprs in which other equations stand for some: `rewritten`."""
+"""Replaces equations of jaxprs: `rewritten`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 Rule: TypeAlias = Callable[[Equation], Function | None]
-"""Of an equation the function that takes its place; None: it stays.
+"""Replaces an equation by a function of its operands; None: it stays.
 
-The function takes the operands and returns a sequence of the results. The equation is
-one whose inner jaxprs are rewritten already.
+The function returns a sequence of results. Inner jaxprs are already rewritten.
 """
 
 RuleAt: TypeAlias = Callable[[Equation, Rule], Rule]
-"""Of an equation, and the rule where it stands, that for it and all that it holds."""
+"""Changes the current rule for an equation and its inner jaxprs."""
 
 Grouped: TypeAlias = Callable[[Sequence[Equation]], Sequence[Equation]]
-"""Equations of a jaxpr, with others in place of some."""
+"""Changes the equations of a jaxpr before they are rewritten."""
 
 
 def rewritten(
@@ -45,38 +44,32 @@ def rewritten(
     rule_at: RuleAt = lambda _, rule: rule,
     grouped: Grouped = lambda eqns: eqns,
 ) -> Jaxpr:
-    """`jaxpr` with all that its equations hold, rewritten equation by equation."""
-    return _Rewriting(rule, axis_sizes, operands, rule_at, grouped).of_jaxpr(jaxpr)
+    """Rewrites `jaxpr` and inner jaxprs by a rule.
+
+    Args:
+      operands: replaces the operands of an equation by functions of them.
+    """
+    return _Rewriter(rule, axis_sizes, operands, rule_at, grouped).of_jaxpr(jaxpr)
 
 
 def rewritten_function(
     fn: Function, rule: Rule, rule_at: RuleAt = lambda _, rule: rule
 ) -> Function:
-    """`fn`, of which some equations are others.
+    """`fn` with its equations rewritten; call it where its axis names are bound."""
 
-    It is called where the axes that it names have names.
-    """
-
-    def called(*given: Leaf) -> PyTree:
-        shapes: list[PyTree] = []
-
-        def flat(*given: Leaf) -> list[jax.Array]:
-            leaves, structure = jax.tree.flatten(fn(*given))
-            shapes.append(structure)
-            return leaves
-
-        made: Any = jax.make_jaxpr(flat)(*given)
-        jaxpr = made.jaxpr
+    def called(*args: Leaf) -> PyTree:
+        made, results = jax.make_jaxpr(fn, return_shape=True)(*args)
+        jaxpr: Any = made.jaxpr
         whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         evaluate = core.jaxpr_as_fun(closed(rewritten(whole, rule, rule_at=rule_at)))
-        results = evaluate(*made.consts, *given)
-        return jax.tree.unflatten(shapes[0], results)
+        arrays = evaluate(*made.consts, *args)
+        return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
     return called
 
 
 @final
-class _Rewriting:
+class _Rewriter:
     def __init__(
         self,
         rule: Rule,
@@ -90,14 +83,14 @@ class _Rewriting:
         self._rule_at = rule_at
         self._grouped = grouped
         self._axis_sizes = list(axis_sizes)
-        self._of_rules: dict[Rule, _Rewriting] = {rule: self}
-        # An inner jaxpr may stand in several equations.
+        self._by_rule: dict[Rule, _Rewriter] = {rule: self}
+        # An inner jaxpr may be in several equations.
         self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
     def of_jaxpr(self, jaxpr: Any) -> Jaxpr:
         if id(jaxpr) not in self._done:
-            given = self._grouped(jaxpr.eqns)
-            eqns = [new for eqn in given for new in self._of_equation(eqn)]
+            grouped = self._grouped(jaxpr.eqns)
+            eqns = [new for eqn in grouped for new in self._of_equation(eqn)]
             effects = frozenset[Any](jaxpr.effects).union(*(e.effects for e in eqns))
             is_same = len(eqns) == len(jaxpr.eqns) and all(
                 new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
@@ -108,63 +101,60 @@ class _Rewriting:
 
     def _of_equation(self, eqn: Any) -> list[Equation]:
         if eqn.primitive.name == "shard_map":
-            return [eqn]  # on each device its collectives are those of the devices
-        return self._under(self._rule_at(eqn, self._rule))._in_place_of(eqn)
+            return [eqn]  # its collectives are those of devices
+        return self._with_rule(self._rule_at(eqn, self._rule))._replaced(eqn)
 
-    def _under(self, rule: Rule) -> _Rewriting:
-        """The same rewriting, where another rule holds."""
-        if rule not in self._of_rules:
-            other = _Rewriting(
+    def _with_rule(self, rule: Rule) -> _Rewriter:
+        """The same rewriter with another rule."""
+        if rule not in self._by_rule:
+            other = _Rewriter(
                 rule, self._axis_sizes, self._operands, self._rule_at, self._grouped
             )
-            other._of_rules = self._of_rules
-            self._of_rules[rule] = other
-        return self._of_rules[rule]
+            other._by_rule = self._by_rule
+            self._by_rule[rule] = other
+        return self._by_rule[rule]
 
-    def _in_place_of(self, eqn: Any) -> list[Equation]:
-        new = self._with_inner(eqn)
-        if (given := self._operands(new)) is not None:
-            return self._with_operands(new, given)
-        found = self._rule(new)
-        return [new] if found is None else self._in_place(new, found)
+    def _replaced(self, eqn: Any) -> list[Equation]:
+        new = self._with_inner_rewritten(eqn)
+        if (operands := self._operands(new)) is not None:
+            # The equation with what the function makes of its operands.
+            fresh = [core.Var(atom.aval) for atom in new.invars]
+            eqns = self._equations_of(operands, new.replace(outvars=fresh))
+            return [*eqns, new.replace(invars=list(fresh))]
+        function = self._rule(new)
+        return [new] if function is None else self._equations_of(function, new)
 
-    def _with_inner(self, eqn: Any) -> Equation:
+    def _with_inner_rewritten(self, eqn: Any) -> Any:
         params = {
             key: with_jaxprs(value, self.of_jaxpr) for key, value in eqn.params.items()
         }
         if all(params[key] is value for key, value in eqn.params.items()):
             return eqn
         inner = (each.effects for each in params.values() if hasattr(each, "effects"))
-        # Axis names are effects: JAX looks for those of an equation's own functions.
+        # Axis names are effects, which JAX expects of inner jaxprs, too.
         effects = frozenset[Any](eqn.effects).union(
-            effect for found in inner for effect in found if hasattr(effect, "name")
+            effect for some in inner for effect in some if hasattr(effect, "name")
         )
         return eqn.replace(params=params, effects=effects)
 
-    def _with_operands(self, eqn: Any, function: Function) -> list[Equation]:
-        """The equation of what `function` makes of its operands."""
-        fresh = [core.Var(atom.aval) for atom in eqn.invars]
-        made = self._in_place(eqn.replace(outvars=fresh), function)
-        return [*made, eqn.replace(invars=list(fresh))]
-
-    def _in_place(self, eqn: Any, function: Function) -> list[Equation]:
-        """The equations of `function`, which make what `eqn` made."""
+    def _equations_of(self, function: Function, eqn: Any) -> list[Equation]:
+        """The equations of a function that replaces `eqn`."""
         types = [_type(atom) for atom in eqn.invars]
-        references = [i for i, atom in enumerate(eqn.invars) if _is_reference(atom)]
+        refs = references(eqn)
 
         def called(*operands: jax.Array, function: Function = function) -> list[Any]:
-            own = {i: jax.new_ref(operands[i]) for i in references}
-            return list(function(*(own.get(i, x) for i, x in enumerate(operands))))
+            new = {i: jax.new_ref(operands[i]) for i in refs}
+            return list(function(*(new.get(i, x) for i, x in enumerate(operands))))
 
         made: Any = jax.make_jaxpr(called, axis_env=self._axis_sizes)(*types)
-        if _constants(made):
-            # In a function of its own they need no inputs of the jaxpr here.
+        if made.consts:
+            # Constants inside a jitted function need no inputs of the jaxpr here.
             wrapped = functools.partial(called, function=jax.jit(function))
             made = jax.make_jaxpr(wrapped, axis_env=self._axis_sizes)(*types)
         names: dict[Atom, Atom] = dict(zip(made.jaxpr.invars, eqn.invars, strict=True))
-        # The equation works on references that there are.
-        eqns = made.jaxpr.eqns[len(references) :]
-        for each in made.jaxpr.eqns[: len(references)]:
+        # Without the creation of references, which exist already.
+        eqns = made.jaxpr.eqns[len(refs) :]
+        for each in made.jaxpr.eqns[: len(refs)]:
             names[each.outvars[0]] = names[each.invars[0]]
         return _renamed(eqns, made.jaxpr.outvars, names, eqn)
 
@@ -172,17 +162,14 @@ class _Rewriting:
 def _renamed(
     eqns: Sequence[Any], results: Sequence[Atom], names: dict[Atom, Atom], eqn: Any
 ) -> list[Equation]:
-    """`eqns` under other names, so that they make what `eqn` made."""
-    wanted = [
-        (atom, var)
-        for atom, var in zip(results, eqn.outvars, strict=True)
-        if not isinstance(var, DropVar)
-    ]
-    made = {var for each in eqns for var in each.outvars}
-    # One that is made twice, or not here, needs an equation of its own.
+    """Renames variables so that `results` are those of `eqn`."""
+    computed = {var for each in eqns for var in each.outvars}
+    # A result that is no result of `eqns`, or that of two, needs a copy.
     copied: list[tuple[Atom, Atom]] = []
-    for atom, var in wanted:
-        if isinstance(atom, Literal) or atom not in made or atom in names:
+    for atom, var in zip(results, eqn.outvars, strict=True):
+        if isinstance(var, DropVar):
+            continue
+        if isinstance(atom, Literal) or atom not in computed or atom in names:
             copied.append((atom, var))
         else:
             names[atom] = var
@@ -190,7 +177,7 @@ def _renamed(
     def read(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
-    found: list[Equation] = [
+    renamed: list[Equation] = [
         each.replace(
             invars=list(map(read, each.invars)),
             outvars=[names.get(var, var) for var in each.outvars],
@@ -198,21 +185,13 @@ def _renamed(
         )
         for each in eqns
     ]
-    return found + [_copy(read(atom), var, eqn) for atom, var in copied]
+    return renamed + [_copy(read(atom), var, eqn) for atom, var in copied]
 
 
 def _copy(atom: Atom, var: Var, eqn: Any) -> Equation:
     made: Any = jax.make_jaxpr(lambda x: lax.copy_p.bind(x))(_type(atom))
     (copy,) = made.jaxpr.eqns
     return copy.replace(invars=[atom], outvars=[var], source_info=eqn.source_info)
-
-
-def _is_reference(atom: Atom) -> bool:
-    return isinstance(atom.aval, AbstractRef)
-
-
-def _constants(closed: Any) -> Sequence[object]:
-    return closed.consts
 
 
 def _type(atom: Atom) -> jax.ShapeDtypeStruct:
@@ -222,8 +201,8 @@ def _type(atom: Atom) -> jax.ShapeDtypeStruct:
 
 
 def function_of(eqn: Any) -> Function:
-    """What an equation computes of its operands."""
-    # Each operand is one of its own, or one that is given twice had one derivative.
+    """An equation as a function of its operands."""
+    # With distinct inputs: an operand passed twice has two derivatives.
     invars = [core.Var(atom.aval) for atom in eqn.invars]
     outvars = [core.Var(var.aval) for var in eqn.outvars]
     alone = eqn.replace(invars=list(invars), outvars=list(outvars))
@@ -231,31 +210,30 @@ def function_of(eqn: Any) -> Function:
 
 
 def references(eqn: Equation) -> list[int]:
-    """The operands that are references, by place."""
+    """The indices of operands that are references."""
     return [i for i, x in enumerate(eqn.invars) if isinstance(x.aval, AbstractRef)]
 
 
-def on_contents(function: Function, places: Sequence[int]) -> Function:
-    """`function` of what some references hold; it returns what they hold then, last."""
+def on_contents(function: Function, refs: Sequence[int]) -> Function:
+    """`function` with values for references; it returns their new values last."""
 
     def called(*operands: Leaf) -> list[jax.Array]:
-        own = {place: jax.new_ref(operands[place]) for place in places}
-        results = function(*(own.get(i, x) for i, x in enumerate(operands)))
-        return [*results, *(own[place][...] for place in places)]
+        new = {index: jax.new_ref(operands[index]) for index in refs}
+        results = function(*(new.get(i, x) for i, x in enumerate(operands)))
+        return [*results, *(new[index][...] for index in refs)]
 
     return called
 
 
-def with_contents(function: Function, places: Sequence[int]) -> Function:
-    """A function of references, of one `on_contents`."""
+def with_contents(function: Function, refs: Sequence[int]) -> Function:
+    """The inverse of `on_contents`: reads and writes references around `function`."""
 
     def called(*operands: Leaf) -> Sequence[jax.Array]:
-        held = [operands[place] for place in places]
-        given = [x[...] if i in places else x for i, x in enumerate(operands)]
-        results = list(function(*given))
-        count = len(results) - len(places)
-        for reference, content in zip(held, results[count:], strict=True):
-            reference[...] = content
+        values = [x[...] if i in refs else x for i, x in enumerate(operands)]
+        results = list(function(*values))
+        count = len(results) - len(refs)
+        for index, content in zip(refs, results[count:], strict=True):
+            operands[index][...] = content
         return results[:count]
 
     return called

@@ -12,29 +12,27 @@ import numpy as np
 from jax.extend import core
 
 KeyPath: TypeAlias = tuple[Any, ...]
-"""The keys that lead to a leaf of a pytree."""
+"""The keys of a leaf in a pytree."""
 
 ArrayType: TypeAlias = Any
-"""Shape and dtype of an array that is being traced; to JAX a type that has neither."""
+"""An abstract value; `Any`, as not all of JAX's have a shape and a dtype."""
 
 
 class Atom(Protocol):
     """An operand of an equation, a `Var` or a `Literal`."""
 
     @property
-    def aval(self) -> ArrayType:
-        """Its type."""
-        ...
+    def aval(self) -> ArrayType: ...
 
 
 Var: TypeAlias = Atom
-"""An input of a jaxpr, or what an equation makes."""
+"""An input of a jaxpr, or a result of an equation."""
 
 
 class Equation(Protocol):
     """One operation of a jaxpr."""
 
-    # `Any`: JAX exports no classes of what equations hold besides.
+    # `Any`: JAX does not export these classes.
     primitive: core.Primitive
     params: dict[str, Any]
     effects: Any
@@ -42,14 +40,10 @@ class Equation(Protocol):
     ctx: Any
 
     @property
-    def invars(self) -> Sequence[Atom]:
-        """Its operands."""
-        ...
+    def invars(self) -> Sequence[Atom]: ...
 
     @property
-    def outvars(self) -> Sequence[Var]:
-        """The values that it makes."""
-        ...
+    def outvars(self) -> Sequence[Var]: ...
 
 
 Jaxpr: TypeAlias = core.Jaxpr
@@ -60,19 +54,19 @@ ClosedJaxpr: TypeAlias = Any
 
 
 def plain(jaxpr: ClosedJaxpr) -> Jaxpr:
-    """`jaxpr` without its constants; before JAX 0.12 those are a class of their own."""
+    """`jaxpr` without its constants; before JAX 0.12 a class of its own."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def hidden(params: object) -> Iterator[Equation]:
-    """All equations in the jaxprs among the parameters of an equation."""
+def inner_eqns(params: object) -> Iterator[Equation]:
+    """All equations in the jaxprs among an equation's parameters."""
     seen: set[int] = set()
     for jaxpr in inner_jaxprs(params):
         yield from all_eqns(jaxpr, seen)
 
 
 def all_eqns(jaxpr: Jaxpr, seen: set[int] | None = None) -> Iterator[Equation]:
-    """All equations of `jaxpr`, those inside others too, each once."""
+    """All equations of `jaxpr` and inner jaxprs, each once."""
     seen = set() if seen is None else seen
     if id(jaxpr) in seen:
         return
@@ -84,12 +78,12 @@ def all_eqns(jaxpr: Jaxpr, seen: set[int] | None = None) -> Iterator[Equation]:
 
 
 def inner_jaxprs(value: object) -> Iterator[Jaxpr]:
-    """The jaxprs in some parameters, without their constants."""
+    """The jaxprs among parameters, without their constants."""
     return map(plain, closed_jaxprs(value))
 
 
 def closed_jaxprs(value: object) -> Iterator[ClosedJaxpr]:
-    """The jaxprs in some parameters, with their constants."""
+    """The jaxprs among parameters, with their constants."""
     if value.__class__ in _PLAIN:
         return
     if hasattr(value, "eqns"):
@@ -105,17 +99,17 @@ def closed_jaxprs(value: object) -> Iterator[ClosedJaxpr]:
 
 
 def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
-    """The atoms that are no literals."""
+    """The atoms without literals."""
     return (x for x in atoms if not isinstance(x, core.Literal | core.DropVar))
 
 
 def origins_of(eqns: Iterable[Equation]) -> dict[Var, Equation]:
-    """The equation that makes each variable."""
+    """The equation that computes each variable."""
     return {var: eqn for eqn in eqns for var in eqn.outvars}
 
 
 def uses_of(eqns: Iterable[Equation]) -> dict[Var, list[Equation]]:
-    """The equations that read each variable; of one that is not read there are none."""
+    """The equations that read each variable."""
     uses: dict[Var, list[Equation]] = collections.defaultdict(list)
     for eqn in eqns:
         for var in variables(eqn.invars):
@@ -123,14 +117,14 @@ def uses_of(eqns: Iterable[Equation]) -> dict[Var, list[Equation]]:
     return uses
 
 
-def live_equations(eqns: Sequence[Equation], wanted: Iterable[Var]) -> list[Equation]:
-    """The equations that some variables are made by."""
-    live, found = set(wanted), list[Equation]()
+def live_equations(eqns: Sequence[Equation], outputs: Iterable[Var]) -> list[Equation]:
+    """The equations from which `outputs` are computed (dead code elimination)."""
+    live, eqns_kept = set(outputs), list[Equation]()
     for eqn in reversed(eqns):
         if not live.isdisjoint(eqn.outvars):
-            found.append(eqn)
+            eqns_kept.append(eqn)
             live.update(variables(eqn.invars))
-    return found[::-1]
+    return eqns_kept[::-1]
 
 
 def with_jaxprs(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
@@ -139,7 +133,7 @@ def with_jaxprs(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
         new = [with_jaxprs(each, change) for each in value]
         if all(a is b for a, b in zip(new, value, strict=True)):
             return value
-        # `custom_linear_solve` has named tuples.
+        # `custom_linear_solve` has primitives_with tuples.
         make = getattr(value, "_make", type(value))
         return make(new)
     if not hasattr(value, "eqns"):
@@ -154,7 +148,7 @@ def with_jaxprs(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
     return closed.replace(jaxpr=new)
 
 
-# Most parameters of most equations.
+# The classes of most parameters.
 _PLAIN = frozenset((int, bool, float, str, type(None), np.dtype))
 
 
@@ -164,21 +158,21 @@ def jaxpr_of(
     """A jaxpr of these equations, without constants."""
     effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
     given: Any = (list(invars), list(outvars), list(eqns))
-    # Those of JAX count inputs and results, which are others here.
+    # JAX's own would have other numbers of inputs and results.
     debug_info = core.DebugInfo("jit", "part of a step", None, None)
     return core.Jaxpr((), *given, effects=effects, debug_info=debug_info)
 
 
 def closed(jaxpr: Jaxpr) -> ClosedJaxpr:
-    """`jaxpr`, which has no constants, in the form that can be called."""
-    # One class since JAX 0.12, where `ClosedJaxpr` is on its way out.
+    """A closed jaxpr without constants."""
+    # One class since JAX 0.12, where `ClosedJaxpr` is deprecated.
     if hasattr(jaxpr, "consts"):
         return jaxpr
     return core.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Effect(enum.Enum):
-    """The effect of a collective on the replicas' values."""
+    """What a collective does."""
 
     SUM = "every replica has the sum"
     EXTREME = "every replica has the smallest or largest"
@@ -196,13 +190,11 @@ class CollectivePrimitive:
 
     name: str
     effect: Effect
-    kind: str
-    lowered: str
-    functions: tuple[str, ...] = ()
+    kind: str  # for a `Topology`
+    lowered: str  # the StableHLO operation
+    functions: tuple[str, ...] = ()  # of `jax.lax`, for users
 
 
-# Each: its name, what it does, what it is to a `Topology`, what StableHLO calls it, and
-# the functions of `jax.lax` that users call for it.
 _ROWS = (
     ("psum", Effect.SUM, "all_reduce", "all_reduce", ("psum", "pmean")),
     ("psum_invariant", Effect.SUM, "all_reduce", "all_reduce"),
@@ -210,7 +202,7 @@ _ROWS = (
     ("pmin", Effect.EXTREME, "all_reduce", "all_reduce", ("pmin",)),
     ("all_gather", Effect.GATHER, "all_gather", "all_gather", ("all_gather",)),
     ("all_gather_invariant", Effect.GATHER, "all_gather", "all_gather"),
-    # It takes no longer than an all-reduce, and a `Topology` has no formula for it.
+    # No slower than an all-reduce; a `Topology` has no formula for it.
     ("pbroadcast", Effect.BROADCAST, "all_reduce", "collective_broadcast",
      ("pbroadcast",)),
     ("ppermute", Effect.PERMUTE, "permute", "collective_permute",
@@ -229,18 +221,18 @@ COLLECTIVES = {row[0]: CollectivePrimitive(*row) for row in cast(Any, _ROWS)}
 
 
 def effect_of(eqn: Equation) -> Effect | None:
-    """The effect of the collective that `eqn` is; None if it is none of JAX's."""
+    """The effect of a collective; None for other equations."""
     row = COLLECTIVES.get(eqn.primitive.name)
     return None if row is None else row.effect
 
 
-def named(*effects: Effect) -> list[str]:
-    """The primitives with one of these effects."""
+def primitives_with(*effects: Effect) -> list[str]:
+    """The names of primitives with one of these effects."""
     return [row.name for row in COLLECTIVES.values() if row.effect in effects]
 
 
-def names(eqn: Equation) -> tuple[object, ...]:
-    """The names of the mesh axes along which an equation works; none of most."""
+def axis_names(eqn: Equation) -> tuple[object, ...]:
+    """The mesh axes along which an equation communicates; none for most."""
     # `psum`, `pmax` and `pmin` have `axes`, the others `axis_name`: a tuple of names
     # or one name (JAX 0.10 and 0.12).
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -248,5 +240,5 @@ def names(eqn: Equation) -> tuple[object, ...]:
 
 
 def is_along(eqn: Equation, axes: Iterable[str]) -> bool:
-    """Whether an equation works along one of these mesh axes."""
-    return not set(axes).isdisjoint(names(eqn))
+    """Whether an equation communicates along one of these mesh axes."""
+    return not set(axes).isdisjoint(axis_names(eqn))

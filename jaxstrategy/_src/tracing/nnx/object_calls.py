@@ -53,7 +53,7 @@ def step_of_arrays(
         args, kwargs = jax.tree.unflatten(structure, leaves)
         replaced = {name: kwargs.pop(name) for name in captured}
         with rebinding.rebound(fn, replaced) as own:
-            with rebinding.refused(own, step.__name__):
+            with rebinding.checking_leaks(own, step.__name__):
                 returned = own(*args, **kwargs)
         if form is None:
             return returned, []
@@ -102,7 +102,7 @@ def _name_like(step: Any, fn: Function) -> None:
     """Gives `step` the names of `fn`, as `functools.wraps`, but without a reference."""
     step.__name__ = getattr(fn, "__name__", type(fn).__name__)
     step.__qualname__ = getattr(fn, "__qualname__", step.__name__)
-    code.define_at(step, code.place_of(fn))
+    code.copy_source_location(step, fn)
     try:
         step.__signature__ = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -345,8 +345,8 @@ class BoundCall:
         return (*args, *rest), {**kwargs, **captured}
 
 
-def refused(error: Exception, name: str) -> ObjectError | None:
-    """Flax's error about an object that a step captured, in our words."""
+def translated(error: Exception, name: str) -> ObjectError | None:
+    """The error to raise instead of Flax's about a captured object."""
     text = str(error)
     is_ours = type(error).__name__ == "TraceContextError" or (
         isinstance(error, ValueError)

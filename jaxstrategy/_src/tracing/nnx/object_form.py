@@ -15,7 +15,7 @@ import jax
 from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.text.shown import listed
 from jaxstrategy._src.tracing.functions import weak_references
-from jaxstrategy._src.tracing.functions.places import are_same
+from jaxstrategy._src.tracing.functions.bindings import are_identical
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.trees import is_object, object_kinds
@@ -339,7 +339,7 @@ class CallersObjects:
         nnx = sys.modules["flax.nnx"]
         objects = list(objects)
         _alive.add(self)
-        clear = weak_references.of(self, CallersObjects._clear)
+        clear = weak_references.weak_method(self, CallersObjects._clear)
         # `Any`: the programs of `ObjectCalls`, whose type is a parameter there.
         self.known: tuple[tuple[str, ...], Any] | None = None
         self.may_be_kept = all(map(is_object, objects))
@@ -385,7 +385,7 @@ class CallersObjects:
         if not self.has_roots(objects):
             return False
         nodes, structure = jax.tree.flatten(list(objects), is_leaf=is_variable)
-        return structure == self._structure and are_same(nodes, self._nodes)
+        return structure == self._structure and are_identical(nodes, self._nodes)
 
     def holders_of(self, arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
         """The variables with an array among these, by identity, and whose they are."""
@@ -400,12 +400,12 @@ class CallersObjects:
 
     def has_roots(self, objects: Sequence[object]) -> bool:
         """Whether `objects` are these, however they are put together now."""
-        return are_same([each() for each in self._objects], objects)
+        return are_identical([each() for each in self._objects], objects)
 
     def is_outdated_by(self, other: CallersObjects) -> bool:
         """Whether `other` is of the same objects, with other variables."""
         roots = [each() for each in other._objects]
-        return self.has_roots(roots) and not are_same(self._nodes, other._nodes)
+        return self.has_roots(roots) and not are_identical(self._nodes, other._nodes)
 
     def parts(self) -> list[Parts]:
         """The arrays of each object."""

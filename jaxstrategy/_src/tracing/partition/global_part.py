@@ -19,23 +19,23 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 
 Dimension: TypeAlias = int | None
-"""The dimension along which a value is divided; None: it is whole."""
+"""The dimension along which a value is sharded; None: it is replicated."""
 
 UNKNOWN: Final = -1
-"""Of what XLA chooses for itself."""
+"""XLA chooses the sharding."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class ResultDimensions:
-    """How the results of an equation lie."""
+    """How the results of an equation are sharded; `is_sum`: after an all-reduce."""
 
     dimensions: list[Dimension]
     is_sum: bool = False
 
 
-def of_results(eqn: Equation, operands: Sequence[Dimension]) -> ResultDimensions:
-    """How the results of `eqn` lie."""
+def result_dimensions(eqn: Equation, operands: Sequence[Dimension]) -> ResultDimensions:
+    """How the results of `eqn` are sharded, given its operands."""
     name = eqn.primitive.name
     if name == "optimization_barrier":
         return ResultDimensions([*operands])
@@ -87,7 +87,7 @@ def _product(eqn: Equation, operands: Sequence[Dimension]) -> ResultDimensions:
 
 
 def _free_place(eqn: Equation, side: int, dimension: Dimension) -> int:
-    """The place in a product of a dimension that only one of the factors has."""
+    """The index in a product of a dimension that only one of the factors has."""
     (contracted, batches) = eqn.params["dimension_numbers"]
 
     def free(operand: int) -> list[int]:
@@ -151,8 +151,7 @@ _RULES = {
     "rev": _unless_along("dimensions"),
     "sort": _unless_along("dimension"),
     **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
-        _unless_along("axis"),
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _unless_along("axis")
     ),
 }
 _OF_ANY_OPERAND = frozenset(("concatenate", "sort"))
@@ -186,44 +185,44 @@ _CALLS = {
 @final
 @dataclasses.dataclass(frozen=True)
 class GlobalExchange:
-    """A collective that XLA needs to compute an equation from parts."""
+    """A collective that XLA inserts to compute an equation from parts."""
 
     kind: str
     type: ArrayType
     eqns: tuple[Equation, ...]
 
 
-# XLA divides that part. It goes on as its operands lie, element by element; where an
-# element needs others, it has to exchange something. What it exchanges for sums and for
-# whole results is known; for matrix products and sorts it chooses by its own estimates.
+# XLA partitions the global part: elementwise operations keep the sharding of operands,
+# others need collectives. Those for sums and replicated results are known; for matrix
+# products and sorts XLA chooses by its own cost estimates.
 @final
 class GlobalPart:
-    """The equations that are computed once for all, from parts of arrays."""
+    """Predicts how XLA shards the equations that are computed once for all."""
 
     def __init__(
         self,
         eqns: Sequence[Equation],
         parts: Mapping[Var, int],
-        whole: Collection[Atom] = (),
+        replicated: Collection[Atom],
     ) -> None:
         self.exchanges: list[GlobalExchange] = []
         self.undecided: list[tuple[Equation, ...]] = []
         self._known: dict[Var, Dimension] = dict(parts)
-        self._whole = whole
+        self._replicated = replicated
         self._gathered: dict[Var, Dimension] = {}
-        self._go_through(eqns, self._known, ())
+        self._propagate(eqns, self._known, ())
 
     def dimension(self, atom: Atom) -> Dimension:
-        """The dimension along which a value is divided; None of whole ones."""
+        """The dimension along which a value is sharded before it is gathered."""
         if isinstance(atom, Literal):
             return None
         return self._gathered.get(atom, self._known.get(atom))
 
     def is_whole(self, atom: Atom) -> bool:
-        """Whether each device has all of a value, without any exchange."""
+        """Whether each device has all of a value without any collective."""
         return self.dimension(atom) is None
 
-    def _go_through(
+    def _propagate(
         self,
         eqns: Iterable[Equation],
         known: dict[Var, Dimension],
@@ -235,14 +234,11 @@ class GlobalPart:
                 results = self._results(eqn, operands, holders)
                 known.update(zip(eqn.outvars, results, strict=True))
                 for var in eqn.outvars:
-                    if var in self._whole and known[var] != UNKNOWN:
+                    if var in self._replicated and known[var] != UNKNOWN:
                         self._gathered[var], known[var] = known[var], None
 
     def _results(
-        self,
-        eqn: Equation,
-        operands: list[Dimension],
-        holders: tuple[Equation, ...],
+        self, eqn: Equation, operands: list[Dimension], holders: tuple[Equation, ...]
     ) -> list[Dimension]:
         inner = (eqn, *holders)
         if (key := _CALLS.get(eqn.primitive.name)) is not None:
@@ -250,23 +246,23 @@ class GlobalPart:
         if eqn.primitive.name == "cond":
             branches = eqn.params["branches"]
             each = [self._called(plain(b), operands[1:], inner) for b in branches]
-            return [_agreed(found) for found in zip(*each, strict=True)]
+            return [_joined(dimensions) for dimensions in zip(*each, strict=True)]
         if UNKNOWN in operands:
             return [UNKNOWN if var.aval.shape else None for var in eqn.outvars]
-        found = of_results(eqn, operands)
-        if found.is_sum:
+        results = result_dimensions(eqn, operands)
+        if results.is_sum:
             types = (var.aval for var in eqn.outvars)
             exchanges = (GlobalExchange("all_reduce", each, inner) for each in types)
             self.exchanges.extend(exchanges)
-        if UNKNOWN in found.dimensions:
+        if UNKNOWN in results.dimensions:
             self.undecided.append(inner)
-        return found.dimensions
+        return results.dimensions
 
     def _called(
         self, jaxpr: Jaxpr, operands: list[Dimension], holders: tuple[Equation, ...]
     ) -> list[Dimension]:
         known: dict[Var, Dimension] = dict(zip(jaxpr.invars, operands, strict=True))
-        self._go_through(jaxpr.eqns, known, holders)
+        self._propagate(jaxpr.eqns, known, holders)
         return [_read(known, atom) for atom in jaxpr.outvars]
 
 
@@ -274,7 +270,7 @@ def _read(known: Mapping[Var, Dimension], atom: Atom) -> Dimension:
     return None if isinstance(atom, Literal) else known.get(atom)
 
 
-def _agreed(found: Sequence[Dimension]) -> Dimension:
-    """What branches have in common: a whole value need not be told from a part."""
-    divided = {dimension for dimension in found if dimension is not None}
-    return divided.pop() if len(divided) == 1 else (UNKNOWN if divided else None)
+def _joined(dimensions: Sequence[Dimension]) -> Dimension:
+    """The sharding of a result of several branches."""
+    sharded = {dimension for dimension in dimensions if dimension is not None}
+    return sharded.pop() if len(sharded) == 1 else (UNKNOWN if sharded else None)

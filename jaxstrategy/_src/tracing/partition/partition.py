@@ -1,8 +1,8 @@
-"""A step, flat, and parted into each replica's equations and those of all.
+"""Partitions a step into equations of each replica and equations computed once.
 
-After the last reduction everything is equal on all replicas. What is equal, and is
-needed by nothing that differs, is computed once for all, outside of the `shard_map`,
-where XLA divides it over the devices. Y. Xu et al. Automatic cross-replica sharding of
+After the last reduction everything is equal on all replicas. What is equal, and read by
+nothing that varies, is computed once, outside of the `shard_map`, where XLA partitions
+it over the devices. Y. Xu et al. Automatic cross-replica sharding of
 weight update in data-parallel training. arXiv:2004.13336 (2020).
 """
 
@@ -30,49 +30,46 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     variables,
 )
 from jaxstrategy._src.tracing.partition.values import (
-    AROUND_FUNCTIONS,
-    is_around_function,
+    WRAPPERS,
     shard_function,
+    wraps_shard_function,
 )
 from jaxstrategy._src.values.arrays import Leaf
 
 _Names: TypeAlias = dict[Var, Atom]
-# What calls a function once, and does nothing else. A function with a rule of its own
-# for derivatives stays: somebody may differentiate the program. So does `checkpoint`,
-# which keeps XLA from joining what is computed twice on purpose.
+# They call a function once, and do nothing else. Functions with rules for derivatives
+# are not inlined: the program may be differentiated. Nor is `checkpoint`, which keeps
+# XLA from merging what is computed twice on purpose.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Flat:
-    """A jaxpr without calls."""
+class InlinedJaxpr:
+    """A jaxpr without calls; its constants are the last inputs."""
 
     jaxpr: Jaxpr
     constants: list[Leaf]
-    calls: Mapping[Var, tuple[Equation, ...]]
+    calls: Mapping[Var, tuple[Equation, ...]]  # around the equation of a variable
 
 
-# A reduction inside a jitted function could not be where the step is divided.
-def flattened(
+# So that reductions inside jitted functions can be where the step is partitioned.
+def inline_calls(
     jaxpr: Jaxpr, stays: Callable[[Equation], bool] = lambda _: False
-) -> Flat:
-    """`jaxpr` with the equations of the functions that it calls in place of the calls.
-
-    Calls of functions that can be computed from parts stay as they are.
-    """
-    flattening = _Flattening(stays)
+) -> InlinedJaxpr:
+    """Inlines calls, but those of shard functions, and equations that `stays` names."""
+    inlining = _Inlining(stays)
     names: _Names = {}
-    flattening.add(jaxpr.eqns, names)
+    inlining.add(jaxpr.eqns, names)
     outvars = [_read(names, atom) for atom in jaxpr.outvars]
-    invars = [*jaxpr.invars, *flattening.constant_vars]
-    flat = jaxpr_of(invars, flattening.eqns, outvars)
-    return Flat(flat, flattening.constants, flattening.calls)
+    invars = [*jaxpr.invars, *inlining.constant_vars]
+    inlined = jaxpr_of(invars, inlining.eqns, outvars)
+    return InlinedJaxpr(inlined, inlining.constants, inlining.calls)
 
 
 @final
-class _Flattening:
-    """The equations so far, and the constants that they need."""
+class _Inlining:
+    """The equations so far, and their constants."""
 
     def __init__(self, stays: Callable[[Equation], bool]) -> None:
         self._stays = stays
@@ -82,12 +79,9 @@ class _Flattening:
         self.calls: dict[Var, tuple[Equation, ...]] = {}
 
     def add(
-        self,
-        eqns: Sequence[Equation],
-        names: _Names,
-        calls: tuple[Equation, ...] = (),
+        self, eqns: Sequence[Equation], names: _Names, calls: tuple[Equation, ...] = ()
     ) -> None:
-        """Add equations, in which `names` stand for some variables."""
+        """Adds equations, with some variables replaced by `names`."""
         for eqn in eqns:
             operands = [_read(names, atom) for atom in eqn.invars]
             called = None if self._stays(eqn) else self._callee(eqn)
@@ -104,15 +98,15 @@ class _Flattening:
             names.update(zip(eqn.outvars, results, strict=True))
 
     def _callee(self, eqn: Equation) -> ClosedJaxpr | None:
-        """The function that `eqn` calls, and does nothing else; None of others."""
+        """The function of an equation that only calls it; None of others."""
         name = eqn.primitive.name
-        if name in AROUND_FUNCTIONS:
-            called = eqn.params[AROUND_FUNCTIONS[name]]
+        if name in WRAPPERS:
+            called = eqn.params[WRAPPERS[name]]
             inner = plain(called)
-            is_around = is_around_function(inner) or any(
+            is_wrapper = wraps_shard_function(inner) or any(
                 self._stays(each) for each in all_eqns(inner)
             )
-            return called if is_around else None
+            return called if is_wrapper else None
         if name not in _CALLS or shard_function(eqn) is not None:
             return None
         return eqn.params[_CALLS[name]]
@@ -140,106 +134,98 @@ def _with_atoms(eqn: Any, invars: Sequence[Atom], outvars: Sequence[Var]) -> Equ
     return eqn.replace(invars=list(invars), outvars=list(outvars))
 
 
-# They take about as long as reading what they read, which the other side has, too.
-_NOT_LIGHT = frozenset(("dot_general", "conv_general_dilated", "sort", "fft"))
+# Other operations take about as long as reading their operands.
+_EXPENSIVE = frozenset(("dot_general", "conv_general_dilated", "sort", "fft"))
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A step, divided into what each replica computes and what is computed once."""
+    """The equations of a step that each replica computes, and those computed once."""
 
     per_replica: Sequence[Equation]
     global_: Sequence[Equation]
-    copied: Sequence[Equation]
+    duplicated: Sequence[Equation]  # in `per_replica`, and computed once as well
     unused: Sequence[Equation]
 
     @cached_property
     def read_per_replica(self) -> frozenset[Var]:
-        """The variables that the replicas' equations read."""
         return frozenset(
             variables(atom for eqn in self.per_replica for atom in eqn.invars)
         )
 
     @cached_property
     def read_by_users(self) -> frozenset[Var]:
-        """The variables that the replicas' part of the user's step mentions.
+        """`read_per_replica`, and what unused equations read.
 
-        Whether a step returns its loss, too, is not to change where state lies.
+        Whether a step returns its loss, too, must not change how state is sharded.
         """
         unused = variables(atom for eqn in self.unused for atom in eqn.invars)
         return self.read_per_replica.union(unused)
 
     @cached_property
     def read_globally(self) -> frozenset[Var]:
-        """Those that the others read."""
-        eqns = (*self.copied, *self.global_)
+        eqns = (*self.duplicated, *self.global_)
         return frozenset(variables(atom for eqn in eqns for atom in eqn.invars))
 
     @cached_property
     def made_per_replica(self) -> frozenset[Var]:
-        """Those that the replicas' equations make."""
         return frozenset(var for eqn in self.per_replica for var in eqn.outvars)
 
     @cached_property
     def made_globally(self) -> frozenset[Var]:
-        """Those that the others make."""
-        eqns = (*self.copied, *self.global_)
+        eqns = (*self.duplicated, *self.global_)
         return frozenset(var for eqn in eqns for var in eqn.outvars)
 
 
 def partition(
     jaxpr: Jaxpr,
     varies: Callable[[Atom], bool],
-    stays: Callable[[Equation], bool] = lambda eqn: False,
+    is_per_replica: Callable[[Equation], bool],
 ) -> Partition:
-    """The division of a step."""
+    """Partitions a step; `is_per_replica` names equations that may not be global."""
     per_replica: list[Equation] = []
     global_: list[Equation] = []
-    needed: set[Var] = set()
+    read: set[Var] = set()
     alive, unused = set(variables(jaxpr.outvars)), list[Equation]()
     for eqn in reversed(jaxpr.eqns):
         if not eqn.effects and alive.isdisjoint(eqn.outvars):
             unused.append(eqn)
             continue
         alive.update(variables(eqn.invars))
-        is_free = _is_equal(eqn, varies) and not stays(eqn)
-        if is_free and needed.isdisjoint(eqn.outvars):
+        may_be_global = _is_equal(eqn, varies) and not is_per_replica(eqn)
+        if may_be_global and read.isdisjoint(eqn.outvars):
             global_.append(eqn)
         else:
             per_replica.append(eqn)
-            needed.update(variables(eqn.invars))
+            read.update(variables(eqn.invars))
     per_replica.reverse()
     global_.reverse()
-    wanted = set(variables(atom for eqn in global_ for atom in eqn.invars))
-    wanted.update(variables(jaxpr.outvars))
-    copied = _copied(per_replica, set(jaxpr.invars), wanted, varies)
-    return Partition(per_replica, global_, copied, unused)
+    used = set(variables(atom for eqn in global_ for atom in eqn.invars))
+    used.update(variables(jaxpr.outvars))
+    duplicated = _cheap_equations(per_replica, set(jaxpr.invars), used, varies)
+    return Partition(per_replica, global_, duplicated, unused)
 
 
 def _is_equal(eqn: Equation, varies: Callable[[Atom], bool]) -> bool:
-    """Whether it computes the same on all replicas, and does nothing besides."""
+    """Whether it computes the same on all replicas, without effects."""
     # Collectives have an effect, the name of their axis (JAX 0.10 and 0.12).
     return not eqn.effects and not any(map(varies, (*eqn.invars, *eqn.outvars)))
 
 
-def _copied(
+def _cheap_equations(
     per_replica: Sequence[Equation],
-    given: set[Var],
-    wanted: set[Var],
+    inputs: set[Var],
+    used: set[Var],
     varies: Callable[[Atom], bool],
 ) -> list[Equation]:
-    """The equations of the replicas that are made of arguments alone, cheaply."""
-    known, light = set(given), list[Equation]()
+    """The equations that compute `used` from inputs alone, cheaply."""
+    known, cheap = set(inputs), list[Equation]()
     for eqn in per_replica:
-        is_light = eqn.primitive.name not in _NOT_LIGHT and not any(
-            True for _ in inner_jaxprs(eqn.params)
-        )
-        if (
-            is_light
-            and _is_equal(eqn, varies)
-            and known.issuperset(variables(eqn.invars))
-        ):
-            light.append(eqn)
+        is_cheap = eqn.primitive.name not in _EXPENSIVE
+        is_cheap = is_cheap and not any(inner_jaxprs(eqn.params))
+        is_cheap = is_cheap and _is_equal(eqn, varies)
+        if is_cheap and known.issuperset(variables(eqn.invars)):
+            cheap.append(eqn)
             known.update(eqn.outvars)
-    return live_equations(light, wanted)
+    return live_equations(cheap, used)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 from jax import lax
@@ -24,6 +24,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Var,
     closed,
     jaxpr_of,
+    variables,
 )
 from jaxstrategy._src.tracing.partition.reduce_scatters import (
     LoopSum,
@@ -33,95 +34,82 @@ from jaxstrategy._src.tracing.partition.reduce_scatters import (
 from jaxstrategy._src.tracing.partition.values import (
     Evaluation,
     ReplicaValues,
-    call_of_parts,
-    computed_again,
-    evaluation_of_parts,
-    parts_computed_again,
+    evaluate_remat,
+    evaluate_sharded_call,
+    rematerialized_parts,
+    sharded_call,
 )
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.values.arrays import Leaf
 
 
-def layers_in_parts(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:
-    """The operands of a loop that it can gather turn by turn, and their dimensions."""
+def sharded_layers(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:
+    """The operands that a loop can gather in each iteration, with their dimensions."""
     first = sum(scan_counts(eqn))
     return {
         place: parts[atom]
         for place, atom in enumerate(eqn.invars)
-        # Along the first dimension are the turns: each would need another's part.
+        # The first dimension is that of the iterations.
         if place >= first and not isinstance(atom, Literal) and parts.get(atom, 0) > 0
     }
 
 
-def divided_loop(
+def evaluate_loop(
     eqn: Equation, layers: Mapping[int, int], sums: Mapping[Var, LoopSum]
 ) -> Evaluation:
-    """A loop that gathers in each turn what it reads, and sums what it makes."""
+    """Evaluates a loop that gathers its inputs and scatters sums in each iteration."""
     n_consts, n_carry = scan_counts(eqn)
     first = n_consts + n_carry
     function = core.jaxpr_as_fun(eqn.params["jaxpr"])
-    summed = {
-        list(eqn.outvars).index(each.stacked): sum_ for sum_, each in sums.items()
-    }
+    outvars = list(eqn.outvars)
+    # By the index of the output.
+    summed = {outvars.index(each.stacked): result for result, each in sums.items()}
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    options = {name: eqn.params[name] for name in names if name in eqn.params}
 
     def evaluate(values: ReplicaValues) -> None:
+        collectives = values.collectives
         operands = [
-            values.parts[atom] if place in layers else values.whole(atom)
-            for place, atom in enumerate(eqn.invars)
+            values.parts[atom] if i in layers else values.whole(atom)
+            for i, atom in enumerate(eqn.invars)
         ]
 
-        collectives = values.collectives
+        def scattered(array: jax.Array, result: Var) -> jax.Array:
+            for dtype in sums[result].dtypes:
+                array = lax.convert_element_type(array, dtype)
+            dimension = sums[result].dimension - 1
+            return collectives.reduce_scatter(array, dimension, result, in_loop=True)
 
         def body(carry: list[Leaf], layer: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
             whole = [
-                collectives.gathered(x, layers[place] - 1, eqn.invars[place], True)
-                if place in layers
+                collectives.all_gather(x, layers[i] - 1, eqn.invars[i], in_loop=True)
+                if i in layers
                 else x
-                for place, x in enumerate(layer, start=first)
+                for i, x in enumerate(layer, start=first)
             ]
             results = function(*operands[:n_consts], *carry, *whole)
             stacked = [
-                _part_of_layer_sum(x, summed[place], sums, values)
-                if place in summed
-                else x
-                for place, x in enumerate(results[n_carry:], start=n_carry)
+                scattered(x, summed[i]) if i in summed else x
+                for i, x in enumerate(results[n_carry:], start=n_carry)
             ]
             return results[:n_carry], stacked
 
         carry, stacked = lax.scan(
-            body, operands[n_consts:first], operands[first:], **_options(eqn)
+            body, operands[n_consts:first], operands[first:], **options
         )
-        for place, (var, value) in enumerate(
-            zip(eqn.outvars, [*carry, *stacked], strict=True)
-        ):
-            if place not in summed:
+        for i, (var, value) in enumerate(zip(outvars, [*carry, *stacked], strict=True)):
+            if i in summed:
+                values.parts[summed[i]] = value
+            else:
                 values.keep([var], [value])
-        for result, each in sums.items():
-            values.parts[result] = stacked[
-                list(eqn.outvars).index(each.stacked) - n_carry
-            ]
 
     return evaluate
-
-
-def _part_of_layer_sum(
-    array: jax.Array, result: Var, sums: Mapping[Var, LoopSum], values: ReplicaValues
-) -> jax.Array:
-    for dtype in sums[result].dtypes:
-        array = lax.convert_element_type(array, dtype)
-    dimension = sums[result].dimension - 1
-    return values.collectives.scattered(array, dimension, result, True)
-
-
-def _options(eqn: Equation) -> dict[str, Any]:
-    names = ("length", "reverse", "unroll", "_split_transpose")
-    return {name: eqn.params[name] for name in names if name in eqn.params}
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One gather or scatter that dividing the state has made."""
+    """One gather or scatter for sharded state."""
 
     kind: str
     var: Var
@@ -132,7 +120,7 @@ class Exchange:
 
 @final
 class PerReplicaPart:
-    """The equations of each replica, with arrays of which it has parts."""
+    """Evaluates the equations of each replica, which has parts of sharded arrays."""
 
     def __init__(
         self,
@@ -140,7 +128,7 @@ class PerReplicaPart:
         parts: Mapping[Var, int],
         inner: Mapping[Var, InnerSpec],
         reduce_scatters: ReduceScatters,
-        wanted: Iterable[Var],
+        outputs: Iterable[Var],
         replicas: Replicas,
         varies: Callable[[Atom], bool],
     ) -> None:
@@ -149,62 +137,61 @@ class PerReplicaPart:
         self._replicas = replicas
         self._dimensions = dict(parts)
         self.inner = {**inner, **reduce_scatters.inner}
-        self._last = _last_uses(eqns, wanted, reduce_scatters)
+        self._last = _last_uses(eqns, outputs, reduce_scatters)
         self.exchanges: list[Exchange] = []
         self.functions: dict[int, ShardFunction] = {}
         self._gathered: set[Var] = set()
         self._evaluations: list[Evaluation] = []
+        # Equations that are evaluated unchanged, all at once.
         self._pending: list[Equation] = []
         for number, eqn in enumerate(eqns):
             self._add(number, eqn)
-        self._close(len(eqns))
+        self._flush(len(eqns))
 
     def evaluate(self, values: ReplicaValues) -> None:
-        """Evaluates all equations."""
         for evaluation in self._evaluations:
             evaluation(values)
 
     @property
     def dimensions(self) -> Mapping[Var, int]:
-        """The dimension of everything of which a replica has a part."""
+        """The dimension of each sharded value."""
         return {**self._dimensions, **self._reduce_scatters.sums}
 
     def _add(self, number: int, eqn: Equation) -> None:
-        if id(eqn) in self._reduce_scatters.passed_over:
+        if id(eqn) in self._reduce_scatters.skipped:
             return
-        special = self._special(eqn)
-        if special is None:
+        evaluation = self._evaluation_of_parts(eqn)
+        if evaluation is None:
             self._pending.append(eqn)
-            self._need_whole(eqn, eqn.invars)
+            self._gather(eqn, eqn.invars)
         else:
-            self._close(number)
-            self._evaluations.append(special)
+            self._flush(number)
+            self._evaluations.append(evaluation)
 
-    def _special(self, eqn: Equation) -> Evaluation | None:
+    def _evaluation_of_parts(self, eqn: Equation) -> Evaluation | None:
         """The evaluation of an equation that works on parts; None of others."""
         name = eqn.primitive.name
-        if name == "convert_element_type" and eqn.invars[0] in self._parts_of(eqn):
+        if name == "convert_element_type" and self._is_part(eqn.invars[0]):
             return self._conversion(eqn)
         if name == "scan":
             return self._loop(eqn)
-        if (function := call_of_parts(eqn, self._dimensions, self._varies)) is not None:
+        if (function := sharded_call(eqn, self._dimensions, self._varies)) is not None:
             return self._call(eqn, function)
-        if divided := parts_computed_again(eqn, self._dimensions):
-            return self._second_computation(eqn, divided)
+        if sharded := rematerialized_parts(eqn, self._dimensions):
+            for index in sharded:
+                self._add_exchange("all_gather", eqn.invars[index], eqn)
+            self._gather(eqn, (a for i, a in enumerate(eqn.invars) if i not in sharded))
+            return evaluate_remat(eqn, sharded)
         if is_sum_of_all(eqn, self._replicas):
-            divided = [var for var in eqn.outvars if var in self._reduce_scatters.sums]
-            return self._sum(eqn) if divided else None
+            sums = self._reduce_scatters.sums
+            return self._sum(eqn) if any(var in sums for var in eqn.outvars) else None
         return None
 
-    def _parts_of(self, eqn: Equation) -> list[Var]:
-        return [
-            atom
-            for atom in eqn.invars
-            if not isinstance(atom, Literal) and atom in self._dimensions
-        ]
+    def _is_part(self, atom: Atom) -> bool:
+        return not isinstance(atom, Literal) and atom in self._dimensions
 
     def _conversion(self, eqn: Equation) -> Evaluation:
-        """Of the part: what is gathered afterwards has fewer bytes, as a rule."""
+        """Converts the part before it is gathered, which is usually fewer bytes."""
         (operand,), (result,) = eqn.invars, eqn.outvars
         self._dimensions[result] = self._dimensions[operand]
         self.inner[result] = self.inner.get(operand, WHOLE)
@@ -220,125 +207,121 @@ class PerReplicaPart:
     def _call(self, eqn: Equation, function: ShardFunction) -> Evaluation:
         self.functions[id(eqn)] = function
         self._dimensions.update((eqn.outvars[i], 0) for i in function.returns_divided)
-        divided = function.divided
-        self._need_whole(eqn, (a for i, a in enumerate(eqn.invars) if i not in divided))
-        return evaluation_of_parts(eqn, function)
-
-    def _second_computation(
-        self, eqn: Equation, divided: Mapping[int, int]
-    ) -> Evaluation:
-        for place in divided:
-            self._tell("all_gather", eqn.invars[place], eqn)
-        self._need_whole(eqn, (a for i, a in enumerate(eqn.invars) if i not in divided))
-        return computed_again(eqn, divided)
+        sharded = function.divided
+        self._gather(eqn, (a for i, a in enumerate(eqn.invars) if i not in sharded))
+        return evaluate_sharded_call(eqn, function)
 
     def _loop(self, eqn: Equation) -> Evaluation | None:
-        layers = layers_in_parts(eqn, self._dimensions)
+        layers = sharded_layers(eqn, self._dimensions)
         in_loops = self._reduce_scatters.in_loops
         sums = {var: each for var, each in in_loops.items() if each.loop is eqn}
         if not layers and not sums:
             return None
-        for place in layers:
-            self._tell("all_gather", eqn.invars[place], eqn, loop=eqn)
+        for index in layers:
+            self._add_exchange("all_gather", eqn.invars[index], eqn, loop=eqn)
         for result in sums:
-            self._tell("reduce_scatter", result, eqn, loop=eqn)
-        self._need_whole(eqn, (a for i, a in enumerate(eqn.invars) if i not in layers))
-        return divided_loop(eqn, layers, sums)
+            self._add_exchange("reduce_scatter", result, eqn, loop=eqn)
+        self._gather(eqn, (a for i, a in enumerate(eqn.invars) if i not in layers))
+        return evaluate_loop(eqn, layers, sums)
 
     def _sum(self, eqn: Equation) -> Evaluation:
         reduce_scatters = self._reduce_scatters
-        done = reduce_scatters.in_loops  # where the loop is
-        pairs = zip(eqn.invars, eqn.outvars, strict=True)
-        own = [(operand, result) for operand, result in pairs if result not in done]
-        for operand, result in own:
-            if result in reduce_scatters.of_functions:
-                for call in reduce_scatters.of_functions[result]:
-                    self._need_whole(eqn, call.invars)
+        pairs = [
+            (operand, result)
+            for operand, result in zip(eqn.invars, eqn.outvars, strict=True)
+            if result not in reduce_scatters.in_loops
+        ]
+        for operand, result in pairs:
+            if result in reduce_scatters.row_updates:
+                for update in reduce_scatters.row_updates[result]:
+                    self._gather(eqn, update.invars)
                 continue
             if result in reduce_scatters.sums:
-                self._tell("reduce_scatter", result, eqn)
-            self._need_whole(eqn, [operand])
+                self._add_exchange("reduce_scatter", result, eqn)
+            self._gather(eqn, [operand])
 
         def evaluate(values: ReplicaValues) -> None:
-            for operand, result in own:
+            for operand, result in pairs:
                 _evaluate_sum(operand, result, values, reduce_scatters)
 
         return evaluate
 
-    def _need_whole(self, eqn: Equation, atoms: Iterable[Atom]) -> None:
+    def _gather(self, eqn: Equation, atoms: Iterable[Atom]) -> None:
+        """Adds gathers, before an equation, of what it needs whole."""
         for atom in atoms:
-            if isinstance(atom, Literal) or atom not in self._dimensions:
-                continue
-            if atom not in self._gathered:
+            if self._is_part(atom) and atom not in self._gathered:
                 self._gathered.add(atom)
-                self._tell("all_gather", atom, eqn)
+                self._add_exchange("all_gather", atom, eqn)
 
-    def _tell(
+    def _add_exchange(
         self, kind: str, var: Atom, before: Equation, loop: Equation | None = None
     ) -> None:
         self.exchanges.append(Exchange(kind, var, var.aval, loop, before))
 
-    def _close(self, number: int) -> None:
-        """End the run of equations that are evaluated as they are."""
+    def _flush(self, number: int) -> None:
+        """Adds the evaluation of pending equations, before equation `number`."""
         if self._pending:
-            made = [
+            results = [
                 var
                 for eqn in self._pending
                 for var in eqn.outvars
                 if not isinstance(var, DropVar) and self._last.get(var, -1) >= number
             ]
-            self._evaluations.append(_as_they_are(self._pending, made))
+            self._evaluations.append(_evaluate_unchanged(self._pending, results))
             self._pending = []
 
 
 def _evaluate_sum(
     operand: Atom, result: Var, values: ReplicaValues, reduce_scatters: ReduceScatters
 ) -> None:
-    """One sum over the replicas, or this replica's part of it."""
-    if (calls := reduce_scatters.of_functions.get(result)) is not None:
+    """Evaluates one sum over the replicas, or this replica's part of it."""
+    collectives = values.collectives
+    if (updates := reduce_scatters.row_updates.get(result)) is not None:
         dtype = result.aval.dtype
-        parts = [_part_of_sum(call, dtype, values) for call in calls]
+        parts = [_part_of_sum(update, dtype, values) for update in updates]
         total = functools.reduce(operator.add, parts)
-        values.parts[result] = values.collectives.of_one_device(total)
+        values.parts[result] = collectives.sum_on_device(total)
     elif (dimension := reduce_scatters.sums.get(result)) is not None:
         array = values.whole(operand)
-        values.parts[result] = values.collectives.scattered(array, dimension, result)
+        values.parts[result] = collectives.reduce_scatter(array, dimension, result)
     else:
-        values.keep([result], [values.collectives.total(values.whole(operand))])
+        values.keep([result], [collectives.all_reduce(values.whole(operand))])
 
 
-def _part_of_sum(call: Equation, dtype: DTypeLike, values: ReplicaValues) -> jax.Array:
-    """This replica's part of the sum of the tables to which each adds rows."""
-    table, *rows = call.invars
+def _part_of_sum(
+    update: Equation, dtype: DTypeLike, values: ReplicaValues
+) -> jax.Array:
+    """This replica's part of the sum of tables to which each replica adds rows."""
+    table, *rows = update.invars
     operands = map(values.whole, rows)
     axes = values.collectives.axes
     return part_of_sum(table.aval.shape, *operands, axes=axes, dtype=dtype)
 
 
 def _last_uses(
-    eqns: Sequence[Equation], wanted: Iterable[Var], reduce_scatters: ReduceScatters
+    eqns: Sequence[Equation], outputs: Iterable[Var], reduce_scatters: ReduceScatters
 ) -> dict[Var, int]:
     """The number of the last equation that reads each variable."""
     last: dict[Var, int] = {}
     for number, eqn in enumerate(eqns):
-        of = reduce_scatters.of_functions
-        calls = [call for var in eqn.outvars for call in of.get(var, ())]
-        for atom in (*eqn.invars, *(a for call in calls for a in call.invars)):
-            if not isinstance(atom, Literal):
-                last[atom] = number
-    last.update((var, len(eqns)) for var in wanted)
+        updates = [
+            update
+            for var in eqn.outvars
+            for update in reduce_scatters.row_updates.get(var, ())
+        ]
+        atoms = [atom for each in (eqn, *updates) for atom in each.invars]
+        last.update((atom, number) for atom in variables(atoms))
+    last.update((var, len(eqns)) for var in outputs)
     return last
 
 
-def _as_they_are(eqns: Sequence[Equation], wanted: Sequence[Var]) -> Evaluation:
-    """The evaluation of equations one after the other, for some of their results."""
-    made = {var for eqn in eqns for var in eqn.outvars}
-    atoms = [atom for eqn in eqns for atom in eqn.invars]
-    needed = [a for a in atoms if not isinstance(a, Literal) and a not in made]
-    free = list(dict.fromkeys(needed))
-    function = core.jaxpr_as_fun(closed(jaxpr_of(free, list(eqns), wanted)))
+def _evaluate_unchanged(eqns: Sequence[Equation], results: Sequence[Var]) -> Evaluation:
+    computed = {var for eqn in eqns for var in eqn.outvars}
+    atoms = variables(atom for eqn in eqns for atom in eqn.invars)
+    free = list(dict.fromkeys(atom for atom in atoms if atom not in computed))
+    function = core.jaxpr_as_fun(closed(jaxpr_of(free, list(eqns), results)))
 
     def evaluate(values: ReplicaValues) -> None:
-        values.keep(wanted, function(*map(values.whole, free)))
+        values.keep(results, function(*map(values.whole, free)))
 
     return evaluate

@@ -30,53 +30,52 @@ from jaxstrategy._src.tracing.replication.control import scan_counts
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Along:
-    """A division over the replicas and over the devices of each."""
+class StateSpec:
+    """How a value is sharded over the replicas and over the devices of each."""
 
     dimension: int
     inner: InnerSpec
 
 
-# Two weights of one shape may lie along different dimensions. A gradient is to lie as
-# the results do that are made of it, element by element.
-def meant_like(
+# Two weights of one shape may be sharded along different dimensions. A gradient gets
+# the sharding of the results that are computed from it element by element.
+def propagate_output_specs(
     jaxpr: Jaxpr, partition: Partition, layout: Layout
-) -> Mapping[Var, Along]:
-    """For values of the shape of results that are made of parts how they lie."""
+) -> Mapping[Var, StateSpec]:
+    """Propagates the shardings of results to values of the same shape before them."""
     origins = origins_of(partition.global_)
-    found: dict[Var, Along] = {}
-    for atom, along in _results(jaxpr, layout):
+    specs: dict[Var, StateSpec] = {}
+    for atom, spec in _result_specs(jaxpr, layout):
         pending = [atom]
         while pending:
             var = pending.pop()
-            if isinstance(var, Literal) or var in found:
+            if isinstance(var, Literal) or var in specs:
                 continue
-            found[var] = along
-            pending += _alike(var, origins.get(var))
-    return found
+            specs[var] = spec
+            pending += _same_shape_operands(var, origins.get(var))
+    return specs
 
 
-def _results(jaxpr: Jaxpr, layout: Layout) -> Iterable[tuple[Atom, Along]]:
-    """The results that are divided, and then those that are made whole of parts."""
-    for dimensions in (layout.outputs, layout.divisible):
+def _result_specs(jaxpr: Jaxpr, layout: Layout) -> Iterable[tuple[Atom, StateSpec]]:
+    """The sharded results, and then the replicated ones that are shardable."""
+    for dimensions in (layout.outputs, layout.shardable):
         for atom, dimension, inner in zip(
             jaxpr.outvars, dimensions, layout.inner, strict=False
         ):
             if dimension is not None:
-                yield atom, Along(dimension, inner)
+                yield atom, StateSpec(dimension, inner)
 
 
-def _alike(var: Var, eqn: Equation | None) -> list[Atom]:
-    """The operands of which a value is made, element by element, by its shape."""
+def _same_shape_operands(var: Var, eqn: Equation | None) -> list[Atom]:
     if eqn is None or any(closed_jaxprs(eqn.params)):
-        return []  # which of the operands of a loop or a branch are meant, none says
+        return []  # unknown for loops and branches
     return [atom for atom in eqn.invars if atom.aval.shape == var.aval.shape]
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class LoopSum:
-    """A sum of what a loop stacks, which the body of the loop can take turn by turn."""
+    """A sum of a stacked output of a loop, to be computed in the body of the loop."""
 
     loop: Equation
     stacked: Var
@@ -87,51 +86,50 @@ class LoopSum:
 @final
 @dataclasses.dataclass(frozen=True)
 class ReduceScatters:
-    """The sums over the replicas that are divided, where the replicas' part ends."""
+    """The all-reduces of a step that become reduce-scatters."""
 
-    sums: Mapping[Var, int]
+    sums: Mapping[Var, int]  # with the dimension to scatter
     inner: Mapping[Var, InnerSpec]
     in_loops: Mapping[Var, LoopSum]
-    of_functions: Mapping[Var, Sequence[Equation]]
-    passed_over: frozenset[int]
-    undivided: Mapping[Var, str]
+    row_updates: Mapping[Var, Sequence[Equation]]  # the summands add few rows to zeros
+    skipped: frozenset[int]  # by `id`, equations that are evaluated within others
+    reasons: Mapping[Var, str]  # of sums that stay all-reduces
 
 
 def reduce_scatters_of(
     jaxpr: Jaxpr, partition: Partition, layout: Layout, replicas: Replicas
 ) -> ReduceScatters:
-    """The sums that only the part outside reads, and that can be divided."""
+    """Finds the sums that only the global part reads, and that can be scattered."""
     search = _Search(jaxpr, partition, layout, replicas)
     sums: dict[Var, int] = {}
-    undivided: dict[Var, str] = {}
+    reasons: dict[Var, str] = {}
     for eqn in partition.per_replica:
         if is_sum_of_all(eqn, replicas):
             for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
-                found = search.dimension(operand, result)
-                if isinstance(found, int):
-                    sums[result] = found
+                dimension = search.dimension(operand, result)
+                if isinstance(dimension, int):
+                    sums[result] = dimension
                 else:
-                    undivided[result] = found
+                    reasons[result] = dimension
     in_loops: dict[Var, LoopSum] = {}
-    of_functions: dict[Var, Sequence[Equation]] = {}
-    passed_over: set[int] = set()
+    row_updates: dict[Var, Sequence[Equation]] = {}
+    skipped: set[int] = set()
     for result, dimension in sums.items():
-        calls, additions = search.calls_of(result, dimension)
-        if calls:
-            of_functions[result] = calls
-            passed_over.update(map(id, [*calls, *additions]))
-            continue
-        found = search.loop_of(result, dimension)
-        if found is not None:
+        updates, additions = search.row_updates_of(result, dimension)
+        if updates:
+            row_updates[result] = updates
+            skipped.update(map(id, [*updates, *additions]))
+        elif (found := search.loop_of(result, dimension)) is not None:
             in_loops[result], conversions = found
-            passed_over.update(map(id, conversions))
-    needless = frozenset(passed_over)
+            skipped.update(map(id, conversions))
     inner = {var: search.inner(var) for var in sums}
-    return ReduceScatters(sums, inner, in_loops, of_functions, needless, undivided)
+    return ReduceScatters(
+        sums, inner, in_loops, row_updates, frozenset(skipped), reasons
+    )
 
 
 def is_sum_of_all(eqn: Equation, replicas: Replicas) -> bool:
-    """Whether an equation is the sum over all replicas of its operands."""
+    """Whether an equation sums its operands over all replicas."""
     if effect_of(eqn) is not Effect.SUM or eqn.params.get("axis_index_groups"):
         return False
     return set(eqn.params["axes"]) == set(replicas.collective_axes)
@@ -146,69 +144,69 @@ class _Search:
     ) -> None:
         self._partition = partition
         self._replicas = replicas
-        self._like = {tuple(v.aval.shape): d for v, d in layout.inputs.items()}
+        self._by_shape = {tuple(v.aval.shape): d for v, d in layout.inputs.items()}
         self._results = jaxpr.outvars
-        self._meant = meant_like(jaxpr, partition, layout)
+        self._specs = propagate_output_specs(jaxpr, partition, layout)
         self._origins = origins_of(jaxpr.eqns)
         self._uses = uses_of(jaxpr.eqns)
 
     def dimension(self, operand: Atom, result: Var) -> int | str:
-        """The dimension along which a sum is divided, or why it is not."""
+        """The dimension along which to scatter a sum, or why it stays an all-reduce."""
         if self._is_pack(operand, result):
             return "arrays were joined to be summed at once"
-        if result in self._meant:
-            found = self._meant[result].dimension
-        elif (found := self._like.get(tuple(result.aval.shape))) is None:
+        if result in self._specs:
+            dimension = self._specs[result].dimension
+        elif (dimension := self._by_shape.get(tuple(result.aval.shape))) is None:
             sharding = self._replicas.usual_division(result.aval)
-            if (found := sharding.dimension) is None:
+            if (dimension := sharding.dimension) is None:
                 return sharding.reason
         if result in self._partition.read_per_replica:
             return "the replicas compute with it"
         if result not in self._partition.read_globally:
             return "it is returned as it is"
-        return found
+        return dimension
 
     def inner(self, result: Var) -> InnerSpec:
-        """How the devices of a replica divide a sum."""
-        return self._meant[result].inner if result in self._meant else WHOLE
+        """How a sum is sharded over the devices of a replica."""
+        return self._specs[result].inner if result in self._specs else WHOLE
 
     def _is_pack(self, operand: Atom, result: Var) -> bool:
-        """Whether arrays were joined to be summed, and are cut apart again."""
+        """Whether arrays are concatenated, summed and split again."""
         cutting = ("slice", "dynamic_slice")
         origin = None if isinstance(operand, Literal) else self._origins.get(operand)
         is_joined = origin is not None and origin.primitive.name == "concatenate"
         uses = self._uses[result]
-        # A mean divides the sum before, and one of few bits is converted back.
+        # A mean scales the sum before, and one with fewer bits is converted back.
         while len(uses) == 1 and uses[0].primitive.name in _SCALING:
             uses = self._uses[uses[0].outvars[0]]
         return is_joined and all(eqn.primitive.name in cutting for eqn in uses)
 
-    def calls_of(
+    def row_updates_of(
         self, result: Var, dimension: int
     ) -> tuple[list[Equation], list[Equation]]:
-        """The equations that make a sum's summands of few rows, and how they are added.
+        """The summands of a sum if each adds few rows to zeros; and their additions.
 
-        Each may be converted to the type of the sum, before it is added. None if
-        something else is summed as well, or along another dimension.
+        Each may be converted to the type of the sum first. Empty if there are other
+        summands, or for another dimension than 0.
         """
         eqn = self._origins[result]
-        calls, additions = list[Equation](), list[Equation]()
+        updates, additions = list[Equation](), list[Equation]()
         pending: list[Atom] = [eqn.invars[list(eqn.outvars).index(result)]]
         while pending:
-            origin = self._only_used_once(pending.pop())
+            origin = self._origin_if_read_once(pending.pop())
             if origin is not None and origin.primitive.name == "convert_element_type":
                 additions.append(origin)
-                origin = self._only_used_once(origin.invars[0])
+                origin = self._origin_if_read_once(origin.invars[0])
                 if origin is None or not self._adds_few_rows(origin):
                     return [], []
             if origin is not None and not dimension and self._adds_few_rows(origin):
-                calls.append(origin)
+                updates.append(origin)
             elif origin is not None and origin.primitive.name in ("add", "add_any"):
                 additions.append(origin)
                 pending += origin.invars
             else:
                 return [], []
-        return calls, additions
+        return updates, additions
 
     def _adds_few_rows(self, eqn: Equation) -> bool:
         if not adds_few_rows(eqn, self._replicas.parts):
@@ -223,11 +221,11 @@ class _Search:
     def loop_of(
         self, result: Var, dimension: int
     ) -> tuple[LoopSum, list[Equation]] | None:
-        """The loop that makes what is summed, and the conversions in between."""
+        """The loop whose output is summed, and the conversions in between."""
         eqn = self._origins[result]
         var = eqn.invars[list(eqn.outvars).index(result)]
         conversions: list[Equation] = []
-        while (origin := self._only_used_once(var)) is not None:
+        while (origin := self._origin_if_read_once(var)) is not None:
             if origin.primitive.name == "scan":
                 return self._loop_sum(origin, var, dimension, conversions)
             if origin.primitive.name != "convert_element_type":
@@ -237,11 +235,7 @@ class _Search:
         return None
 
     def _loop_sum(
-        self,
-        loop: Equation,
-        var: Var,
-        dimension: int,
-        conversions: list[Equation],
+        self, loop: Equation, var: Var, dimension: int, conversions: list[Equation]
     ) -> tuple[LoopSum, list[Equation]] | None:
         _, n_carry = scan_counts(loop)
         # Along the first dimension are the turns of the loop.
@@ -250,8 +244,8 @@ class _Search:
         dtypes = [each.params["new_dtype"] for each in reversed(conversions)]
         return LoopSum(loop, var, dimension, dtypes), conversions
 
-    def _only_used_once(self, var: Atom) -> Equation | None:
-        """The equation that makes `var`, if one other alone reads it."""
+    def _origin_if_read_once(self, var: Atom) -> Equation | None:
+        """The equation that computes `var`, if only one other reads it."""
         if isinstance(var, Literal) or len(self._uses[var]) != 1:
             return None
         if any(atom is var for atom in self._results):

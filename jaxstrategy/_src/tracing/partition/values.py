@@ -1,4 +1,4 @@
-"""Values of one replica, whole ones and parts, while its equations are evaluated."""
+"""Values of one replica, whole or sharded, while its equations are evaluated."""
 
 from __future__ import annotations
 
@@ -31,55 +31,47 @@ from jaxstrategy._src.values.arrays import Function, Leaf
 
 @final
 class PartCollectives:
-    """The gathers and scatters of arrays of which every replica has a part."""
+    """Collectives for arrays of which every replica has a part."""
 
     def __init__(self, replicas: Replicas, inner: Mapping[Var, InnerSpec]) -> None:
         self.axes = replicas.part_axes
         self._replicas = replicas
         self._inner = inner
 
-    def gathered(
-        self, part: jax.Array, dimension: int, var: Var, in_turn: bool = False
+    def all_gather(
+        self, part: jax.Array, dimension: int, var: Var, in_loop: bool = False
     ) -> jax.Array:
-        """All of an array of which every replica has a part."""
-
-        def all_parts(part: jax.Array) -> jax.Array:
+        def gather(part: jax.Array) -> jax.Array:
             return lax.all_gather(part, self.axes, axis=dimension, tiled=True)
 
-        return self._on_devices(all_parts, var, in_turn)(part)
+        return self._on_devices(gather, var, in_loop)(part)
 
-    def scattered(
-        self, array: jax.Array, dimension: int, var: Var, in_turn: bool = False
+    def reduce_scatter(
+        self, array: jax.Array, dimension: int, var: Var, in_loop: bool = False
     ) -> jax.Array:
-        """This replica's part of the sum of all replicas' arrays."""
-
-        def own_part(array: jax.Array) -> jax.Array:
+        def scatter(array: jax.Array) -> jax.Array:
+            array = self.sum_on_device(array)
             return lax.psum_scatter(
-                self.of_one_device(array),
-                self.axes,
-                scatter_dimension=dimension,
-                tiled=True,
+                array, self.axes, scatter_dimension=dimension, tiled=True
             )
 
-        return self._on_devices(own_part, var, in_turn)(array)
+        return self._on_devices(scatter, var, in_loop)(array)
 
-    def total(self, array: jax.Array) -> jax.Array:
-        """The sum of all replicas' arrays."""
+    def all_reduce(self, array: jax.Array) -> jax.Array:
         return lax.psum(array, self._replicas.collective_axes)
 
-    def of_one_device(self, array: jax.Array) -> jax.Array:
+    def sum_on_device(self, array: jax.Array) -> jax.Array:
         """The sum of the arrays of those replicas that share a device."""
         shared = self._replicas.sharing_axes
         return lax.psum(array, shared) if shared else array
 
-    def _on_devices(self, function: Function, var: Var, in_turn: bool) -> Function:
-        """`function` on each device's part of what the replica has.
+    def _on_devices(self, function: Function, var: Var, in_loop: bool) -> Function:
+        """`function` on each device's part of a replica's array.
 
-        XLA would make what it gathers or scatters over the replicas whole on each
-        device before (JAX 0.10 and 0.12).
+        Otherwise XLA would first gather the array on each device (JAX 0.10 and 0.12).
         """
         inner = self._inner.get(var, WHOLE)
-        inner = of_versions(inner) if in_turn else inner
+        inner = of_versions(inner) if in_loop else inner
         return (
             on_each_device(function, inner, self._replicas) if any(inner) else function
         )
@@ -87,7 +79,7 @@ class PartCollectives:
 
 @final
 class ReplicaValues:
-    """What one replica has: whole values, and its parts of others."""
+    """The values of one replica: whole ones, and its parts of sharded ones."""
 
     def __init__(
         self,
@@ -102,32 +94,31 @@ class ReplicaValues:
         self.collectives = collectives
 
     def whole(self, atom: Atom) -> Leaf:
-        """All of a value; of one that is divided it is gathered, once."""
+        """The whole value; a sharded one is gathered, once."""
         if isinstance(atom, Literal):
             return atom.val
         if atom not in self._whole:
             dimension = self._dimensions[atom]
-            self._whole[atom] = self.collectives.gathered(
-                self.parts[atom], dimension, atom
-            )
+            part = self.parts[atom]
+            self._whole[atom] = self.collectives.all_gather(part, dimension, atom)
         return self._whole[atom]
 
     def keep(self, variables: Sequence[Var], values: Sequence[Leaf]) -> None:
-        """Takes note of whole values."""
+        """Stores whole values."""
         self._whole.update(zip(variables, values, strict=True))
 
 
 Evaluation: TypeAlias = Callable[[ReplicaValues], None]
-"""Reads values, and keeps others."""
+"""Computes values from others."""
 
 
-# What stands around a call of such a function, and where it keeps the call.
-AROUND_FUNCTIONS = {"custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call"}
+# Primitives around the call of a shard function, and the parameter with the call.
+WRAPPERS = {"custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call"}
 _SHAPES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim"))
 
 
 def shard_function(eqn: Equation) -> ShardFunction | None:
-    """The function that an equation calls if it can be computed from parts."""
+    """The function that an equation calls, if it can be computed from shards."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
     operands = [atom.aval for atom in eqn.invars]
@@ -135,27 +126,26 @@ def shard_function(eqn: Equation) -> ShardFunction | None:
     return _rows.called_by(eqn.params["name"], operands, results)
 
 
-def is_around_function(jaxpr: Jaxpr) -> bool:
-    """Whether nothing is computed but one call of such a function.
+def wraps_shard_function(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr is one call of a shard function, perhaps with reshapes.
 
-    `jax.vmap` may have put changes of shapes around it. A rule for derivatives that is
-    given for such a call is that of the call from parts, too. One that a user gives is
-    around another rule, ours, and stays.
+    Our rule for its derivatives holds for shards, too. A user's rule is around ours, so
+    that this is False, and its call is not inlined.
     """
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in _SHAPES]
     if len(eqns) != 1:
         return False
     if eqns[0].primitive.name != "custom_vmap_call":
         return shard_function(eqns[0]) is not None
-    inside = plain(eqns[0].params[AROUND_FUNCTIONS["custom_vmap_call"]])
+    inside = plain(eqns[0].params[WRAPPERS["custom_vmap_call"]])
     return len(inside.eqns) == 1 and shard_function(inside.eqns[0]) is not None
 
 
 def adds_few_rows(eqn: Equation, parts: int) -> bool:
-    """Whether an equation adds rows to a table, of which `part_of_sum` is computed.
+    """Whether an equation adds so few rows to a table that `part_of_sum` is cheaper.
 
-    It is what JAX makes of the gradient of rows that were taken, if it adds them to
-    zeros. Few are those of which all replicas together send less than the table.
+    Such as the gradient of a lookup, which JAX adds to zeros. Few: all replicas
+    together send less than the table.
     """
     if eqn.primitive.name != "scatter-add":
         return False
@@ -174,14 +164,14 @@ def adds_few_rows(eqn: Equation, parts: int) -> bool:
     return is_of_rows and is_known and is_few
 
 
-def call_of_parts(
+def sharded_call(
     eqn: Equation, parts: Mapping[Var, int], varies: Callable[[Atom], bool]
 ) -> ShardFunction | None:
-    """The function, if what it takes parts of lies divided along dimension 0."""
+    """The shard function of an equation whose operands are sharded as it needs."""
     function = shard_function(eqn)
     if function is None:
         return None
-    # Parts of what differs between replicas would be parts of several arrays.
+    # Shards of a varying array would be shards of different arrays.
     if function.are_rest_equal and any(map(varies, eqn.invars)):
         return None
     operands = [eqn.invars[place] for place in function.divided]
@@ -189,9 +179,7 @@ def call_of_parts(
     return function if all(is_divided) else None
 
 
-def evaluation_of_parts(eqn: Equation, function: ShardFunction) -> Evaluation:
-    """The evaluation of such a call."""
-
+def evaluate_sharded_call(eqn: Equation, function: ShardFunction) -> Evaluation:
     def evaluate(values: ReplicaValues) -> None:
         operands = [
             values.parts[atom] if place in function.divided else values.whole(atom)
@@ -209,19 +197,15 @@ def evaluation_of_parts(eqn: Equation, function: ShardFunction) -> Evaluation:
     return evaluate
 
 
-_NAMES = ("remat2", "remat", "checkpoint")
+REMAT = ("remat2", "remat", "checkpoint")
 
 
-# The forward pass has gathered them; they are gathered again rather than kept until
-# then.
-def parts_computed_again(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:
-    """The operands of `jax.checkpoint` that are gathered for it, with dimensions.
-
-    None of an equation that is something else, or that is no second computation.
-    """
+# The forward pass has gathered them; they are gathered again rather than kept.
+def rematerialized_parts(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:
+    """The sharded operands of a rematerialization, with dimensions; else empty."""
     params = eqn.params
-    is_again = eqn.primitive.name in _NAMES and params.get("differentiated")
-    if not is_again or not params.get("prevent_cse"):
+    is_remat = eqn.primitive.name in REMAT and params.get("differentiated")
+    if not is_remat or not params.get("prevent_cse"):
         return {}
     if any(isinstance(atom.aval, AbstractRef) for atom in eqn.invars):
         return {}
@@ -232,43 +216,37 @@ def parts_computed_again(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, i
     }
 
 
-def computed_again(eqn: Equation, divided: Mapping[int, int]) -> Evaluation:
-    """The second computation of something, with gathers of its own."""
+def evaluate_remat(eqn: Equation, sharded: Mapping[int, int]) -> Evaluation:
+    """Evaluates a rematerialization, with gathers of its own."""
     function = core.jaxpr_as_fun(closed(eqn.params["jaxpr"]))
 
     def evaluate(values: ReplicaValues) -> None:
-        given = [
-            values.parts[atom] if place in divided else values.whole(atom)
-            for place, atom in enumerate(eqn.invars)
+        operands = [
+            values.parts[atom] if i in sharded else values.whole(atom)
+            for i, atom in enumerate(eqn.invars)
         ]
-        # As JAX does for `checkpoint`: or XLA would join this with the first time.
-        given = lax.optimization_barrier(given)
+        # As JAX does for `checkpoint`: keeps XLA from merging it with the first time.
+        operands = lax.optimization_barrier(operands)
         whole = [
-            values.collectives.gathered(x, divided[place], eqn.invars[place])
-            if place in divided
+            values.collectives.all_gather(x, sharded[i], eqn.invars[i])
+            if i in sharded
             else x
-            for place, x in enumerate(given)
+            for i, x in enumerate(operands)
         ]
         values.keep(eqn.outvars, function(*whole))
 
     return evaluate
 
 
-# JAX makes of `axis_index` beside automatic axes a `shard_map` when it lowers a
-# program, on the mesh where the equation was traced (JAX 0.10 and 0.12). A step with
-# divided state is traced without one: its loops, branches and calls would end in "The
-# context mesh cannot be empty".
-def numbered_here(fn: Function) -> Function:
-    """`fn` of one replica, with its numbers traced where this is called."""
-    return rewritten_function(fn, _traced_here)
+# Beside automatic axes JAX lowers `axis_index` to a `shard_map`, on the mesh where the
+# equation was traced (JAX 0.10 and 0.12). A step with sharded state is traced without a
+# mesh: its loops, branches and calls would raise "The context mesh cannot be empty".
+def retrace_axis_indices(fn: Function) -> Function:
+    """`fn` with each `axis_index` traced again, on the current mesh."""
 
+    def rule(eqn: Equation) -> Function | None:
+        if eqn.primitive.name != "axis_index":
+            return None
+        return lambda: [eqn.primitive.bind(**eqn.params)]
 
-def _traced_here(eqn: Equation) -> Function | None:
-    """The function that takes the place of an `axis_index`; None: another equation."""
-    if eqn.primitive.name != "axis_index":
-        return None
-
-    def computed() -> list[jax.Array]:
-        return [eqn.primitive.bind(**eqn.params)]
-
-    return computed
+    return rewritten_function(fn, rule)

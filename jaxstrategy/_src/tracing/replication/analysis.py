@@ -1,4 +1,4 @@
-"""Going through a step: what is known of each value, by rules of its equations."""
+"""Interprets a jaxpr on replication types, by the rules of its primitives."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ from jaxstrategy._src.tracing.replication.types import (
     SAME,
     Collective,
     Findings,
-    HeldState,
-    Known,
+    RefState,
     Replication,
     SameReference,
+    State,
     content_of,
     join,
 )
 
 
-# What is found out about a nested jaxpr is kept in terms of its inputs, and translated
-# each time that it is called (`_lifted`). What an operation does is for its rule to
-# say.
+# The findings of an inner jaxpr are cached in terms of its inputs, and translated at
+# each call (`_lifted`).
 class Analysis:
-    """One analysis of a step."""
+    """The analysis of one step, with caches for inner jaxprs."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class Analysis:
         self.replicas = replicas
         self.rules = rules
         self.mesh = mesh
-        # How many transformations of the step the jaxpr at hand is the result of.
+        # How often the current jaxpr has been transformed, such as differentiated.
         self.order = 0
         # The jaxprs live as long as the step's, which the caller holds.
         self._known: dict[Hashable, Findings] = {}
@@ -66,30 +65,35 @@ class Analysis:
     def of(
         self,
         jaxpr: Jaxpr,
-        inputs: Sequence[Known],
+        inputs: Sequence[State],
         unpacking: int = 0,
         repeats: Sequence[int] = (),
     ) -> Findings:
-        """Goes through `jaxpr` once."""
-        frame = self.passed(jaxpr, inputs, unpacking, repeats)
+        """The findings for a jaxpr whose inputs have these types.
+
+        Args:
+          unpacking: how many leading equations take a replica's part of an input.
+          repeats: for each input the first one that is the same value.
+        """
+        frame = self.evaluated(jaxpr, inputs, unpacking, repeats)
         written = {
             index: state
             for index, state in enumerate(inputs)
-            if isinstance(state, HeldState) and state.is_written
+            if isinstance(state, RefState) and state.is_written
         }
         outputs = [frame.read(atom) for atom in jaxpr.outvars]
         contents = {index: state.content for index, state in written.items()}
         overwritten = frozenset(i for i, s in written.items() if s.is_overwritten)
         return Findings(outputs, frame.collectives, contents, overwritten)
 
-    def passed(
+    def evaluated(
         self,
         jaxpr: Jaxpr,
-        inputs: Sequence[Known],
+        inputs: Sequence[State],
         unpacking: int = 0,
         repeats: Sequence[int] = (),
     ) -> Frame:
-        """One pass through `jaxpr`; see `of`."""
+        """The types of all values of a jaxpr; see `of`."""
         frame = Frame(self, dict(zip(jaxpr.invars, inputs, strict=True)))
         frame.names = {
             jaxpr.invars[index]: jaxpr.invars[first]
@@ -97,28 +101,30 @@ class Analysis:
         }
         for eqn in jaxpr.eqns[:unpacking]:
             frame.known[eqn.outvars[0]] = frame.known[eqn.invars[0]]
-        frame.go_through(jaxpr, unpacking)
+        frame.run(jaxpr, unpacking)
         return frame
 
     def in_terms_of_inputs(
-        self, jaxpr: Jaxpr, operands: Sequence[Known], repeats: tuple[int, ...] = ()
+        self, jaxpr: Jaxpr, operands: Sequence[State], repeats: tuple[int, ...] = ()
     ) -> Findings:
-        """The findings for operands of these levels, worked out once."""
-        # By the order, too: in the last one `_derived` applies no more transforms.
-        key = (id(jaxpr), self.order, repeats, *map(_kind, operands))
+        """The findings for operands of these levels, cached."""
+        # By the order, too: in the last one `also` applies no more transforms.
+        key = (id(jaxpr), self.order, repeats, *map(_cache_key, operands))
         findings = self._known.get(key)
         if findings is None:
             inputs = [_as_input(index, state) for index, state in enumerate(operands)]
             findings = self._known[key] = self.of(jaxpr, inputs, 0, repeats)
-            outputs = [_by_index(output, inputs) for output in findings.outputs]
+            outputs = [
+                _without_references(output, inputs) for output in findings.outputs
+            ]
             findings.outputs[:] = outputs
         return findings
 
     def expanded(self, eqn: Equation) -> Jaxpr | None:
-        """The jaxpr that JAX puts in the place of a primitive of Python, or None."""
+        """The jaxpr to which JAX expands a primitive defined in Python, or None."""
         primitive: Any = eqn.params.get("_prim")
         avals = [atom.aval for atom in eqn.invars]
-        # To be equal such primitives need not take operands of the same types.
+        # Equal primitives may take operands of different types.
         key = (primitive, *((aval.shape, aval.dtype) for aval in avals))
         if key not in self._expanded:
             structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -128,13 +134,13 @@ class Analysis:
                 )
                 make = jax.make_jaxpr(primitive.expand, axis_env=self.axis_env)
                 jaxpr = plain(make(*args))
-            except _NOT_EXPANDED:  # anybody's code, not meant to be traced here
+            except _NOT_EXPANDED:  # the user's code, not meant to be traced here
                 jaxpr = None
             self._expanded[key] = jaxpr
         return self._expanded[key]
 
     def lowered(self, eqn: Equation) -> Lowered:
-        """The description of `eqn` by what JAX lowers it to."""
+        """Describes the StableHLO of an equation, cached."""
         if id(eqn) not in self._lowered:
             self._lowered[id(eqn)] = lowered(eqn, self.mesh)
         return self._lowered[id(eqn)]
@@ -142,11 +148,10 @@ class Analysis:
     def transformed(
         self, eqn: Equation, transform: Hashable, make: Callable[..., Jaxpr]
     ) -> Jaxpr:
-        """The jaxpr that `make` makes of `eqn` under `transform`, made once."""
+        """`make(eqn, transform, axis_env)`, cached."""
         key = (id(eqn), transform)
         if key not in self._transformed:
-            made = make(eqn, transform, self.axis_env)
-            self._transformed[key] = made
+            self._transformed[key] = make(eqn, transform, self.axis_env)
         return self._transformed[key]
 
     @property
@@ -166,36 +171,36 @@ class Analysis:
         return is_along(eqn, self.axes)
 
 
-# What tracing says of code that is not meant for it, or of an unknown mesh axis.
+# Raised by code that cannot be traced, or that names an unknown mesh axis.
 _NOT_EXPANDED = (TypeError, ValueError, AttributeError, NameError, NotImplementedError)
 
 
-def _known(state: Known) -> tuple[int, tuple[int, ...] | None]:
+def _known(state: State) -> tuple[int, tuple[int, ...] | None]:
     state = content_of(state)
     return (0, None) if state is None else (state.level, state.classes)
 
 
-def _kind(state: Known) -> Hashable:
-    """The part of an operand that decides about the findings; references apart."""
-    if isinstance(state, HeldState):
-        return -1, _kind(state.content)
+def _cache_key(state: State) -> Hashable:
+    """The part of an operand's type on which findings depend."""
+    if isinstance(state, RefState):
+        return -1, _cache_key(state.content)
     if state is None:
         return 0
     return state.level if state.classes is None else (state.level, state.classes)
 
 
-def _as_input(index: int, state: Known) -> Known:
-    if isinstance(state, HeldState):
-        return HeldState(content_of(_as_input(index, state.content)))
+def _as_input(index: int, state: State) -> State:
+    if isinstance(state, RefState):
+        return RefState(content_of(_as_input(index, state.content)))
     if state is None or state is SAME:
         return state
     return Replication(state.level, index, classes=state.classes)
 
 
-def _by_index(
-    output: Known | SameReference, inputs: list[Known]
-) -> Known | SameReference:
-    if isinstance(output, HeldState):
+def _without_references(
+    output: State | SameReference, inputs: list[State]
+) -> State | SameReference:
+    if isinstance(output, RefState):
         for index, state in enumerate(inputs):
             if state is output:
                 return SameReference(index)
@@ -203,9 +208,9 @@ def _by_index(
 
 
 class Frame:
-    """One pass through one jaxpr."""
+    """The types of the values of one jaxpr, while it is interpreted."""
 
-    def __init__(self, analysis: Analysis, known: dict[Var, Known]) -> None:
+    def __init__(self, analysis: Analysis, known: dict[Var, State]) -> None:
         self.analysis = analysis
         self.known = known
         self.collectives: list[Collective] = []
@@ -213,8 +218,8 @@ class Frame:
         self.jaxpr: ClosedJaxpr = None
         self.names: Mapping[Var, Var] = {}
 
-    def go_through(self, jaxpr: Jaxpr, start: int) -> None:
-        """Learn about every variable, from equation number `start` on."""
+    def run(self, jaxpr: Jaxpr, start: int) -> None:
+        """Interprets a jaxpr from equation number `start` on."""
         self.jaxpr = jaxpr
         known, read = self.known, self.read
         rules = self.analysis.rules
@@ -224,41 +229,38 @@ class Frame:
             for var, state in zip(eqn.outvars, rule(self, eqn, operands), strict=True):
                 known[var] = state
 
-    def read(self, atom: Atom) -> Known:
-        """The knowledge of a variable or literal."""
+    def read(self, atom: Atom) -> State:
         return None if isinstance(atom, Literal) else self.known.get(atom)
 
     @functools.cached_property
     def uses(self) -> Mapping[Var, Sequence[Equation]]:
-        """The equations that read each variable."""
         return uses_of(self.jaxpr.eqns)
 
     @functools.cached_property
     def origins(self) -> Mapping[Var, Equation]:
-        """The equation that makes each variable."""
         return origins_of(self.jaxpr.eqns)
 
-    def enter(
+    def call(
         self,
         jaxpr: ClosedJaxpr,
-        operands: Sequence[Known],
+        operands: Sequence[State],
         eqn: Equation,
         is_certain: bool = True,
         repeats: tuple[int, ...] = (),
-    ) -> tuple[list[Known], list[Collective]]:
-        """The results of `jaxpr`, called by `eqn` with `operands`; its collectives."""
+    ) -> tuple[list[State], list[Collective]]:
+        """The results and collectives of `jaxpr`, called by `eqn` with `operands`."""
         findings = self.analysis.in_terms_of_inputs(plain(jaxpr), operands, repeats)
         before = [content_of(state) for state in operands]
 
-        def lifted(state: Known) -> Any:
+        def lifted(state: State) -> Any:
             return _lifted(state, before, eqn)
 
         for index, content in findings.contents.items():
             cell = operands[index]
-            # A reference passed twice is two inside: what is written by one name is
-            # not seen by the other, so that neither is certain to overwrite it.
-            is_one_name = sum(other is cell for other in operands) == 1
-            if is_certain and is_one_name and index in findings.overwritten:
+            # A reference passed twice is two inside: a write to one is not seen in the
+            # other, so that neither is certain to overwrite it.
+            is_unique = sum(other is cell for other in operands) == 1
+            if is_certain and is_unique and index in findings.overwritten:
                 self.overwrite(cell, lifted(content))
             else:
                 self.write(cell, lifted(content))
@@ -280,35 +282,35 @@ class Frame:
         ]
         return outputs, collectives
 
-    def write(self, cell: Known, state: Replication | None) -> None:
-        """Note that `cell`, a reference, may hold `state` from now on."""
-        assert isinstance(cell, HeldState), "only those can be written to"
+    def write(self, cell: State, state: Replication | None) -> None:
+        """Adds `state` to what a reference may hold."""
+        assert isinstance(cell, RefState), "only those can be written to"
         cell.is_written = True
         after = join((cell.content, state))
         if _known(after) != _known(cell.content):
             cell.content = after
             self.changes += 1
 
-    def overwrite(self, cell: Known, state: Replication | None) -> None:
-        """Note that `cell`, a reference, now holds `state` and nothing else."""
-        assert isinstance(cell, HeldState), "only those can be written to"
+    def overwrite(self, cell: State, state: Replication | None) -> None:
+        """Replaces what a reference holds."""
+        assert isinstance(cell, RefState), "only those can be written to"
         cell.is_written = cell.is_overwritten = True
         cell.content = content_of(state)
 
-    def until_stable(
+    def fixed_point(
         self,
-        turn: Callable[[list[Known]], tuple[list[Known], list[Collective]]],
-        carry: list[Known],
-    ) -> list[Known]:
-        """The carry of a loop with body `turn`, whatever the number of turns.
+        turn: Callable[[list[State]], tuple[list[State], list[Collective]]],
+        carry: list[State],
+    ) -> list[State]:
+        """The carry of a loop with body `turn`, for any number of iterations.
 
-        The collectives of the last turn are the loop's.
+        The collectives of the last one are the loop's.
         """
-        # Levels only ever rise, and classes are only ever divided, so this ends.
+        # Levels only rise, and classes are only split, so this ends.
         while True:
             changes = self.changes
             after, collectives = turn(carry)
-            joined: list[Known] = [
+            joined: list[State] = [
                 join((old, new)) for old, new in zip(carry, after, strict=True)
             ]
             is_same = list(map(_known, joined)) == list(map(_known, carry))
@@ -318,10 +320,10 @@ class Frame:
             carry = joined
 
 
-def _lifted(state: Known, operands: Sequence[Known], eqn: Equation) -> Any:
-    """`state` of a jaxpr called by `eqn` as the caller sees it."""
-    if isinstance(state, HeldState):  # a reference made inside
-        return HeldState(_lifted(state.content, operands, eqn))
+def _lifted(state: State, operands: Sequence[State], eqn: Equation) -> Any:
+    """Translates a type of an inner jaxpr for the caller, `eqn`."""
+    if isinstance(state, RefState):  # a reference made inside
+        return RefState(_lifted(state.content, operands, eqn))
     if state is None or state is SAME:
         return state
     site = None if state.site is None else state.site.within(eqn)
@@ -337,44 +339,40 @@ def _lifted(state: Known, operands: Sequence[Known], eqn: Equation) -> Any:
     return Replication(outer.level, outer.input, site, classes=state.classes)
 
 
-# What an operation makes of its operands.
-Rule = Callable[[Frame, Equation, list[Known]], list[Known]]
+# The types of results from those of operands.
+Rule = Callable[[Frame, Equation, list[State]], list[State]]
 
 
-# What changes the form of an array and not its numbers.
-FORMING = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim")
-FORMING += ("transpose", "rev", "copy")
-_FORMING = (*FORMING, "optimization_barrier")
-_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
+# They change the shape or dtype of an array, not its numbers.
+SHAPE_OPS = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim")
+SHAPE_OPS += ("transpose", "rev", "copy")
+_SHAPE_OPS = (*SHAPE_OPS, "optimization_barrier")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-# Both are seen by a division by the number of replicas, which is a literal, or the sum
-# over the replicas of one.
+# The number of replicas is a literal, or the sum over the replicas of a literal.
 def is_mean(frame: Frame, eqn: Equation) -> bool:
-    """Whether all that happens to the sum `eqn` is a division by the replicas.
-
-    Or a comparison with something: the sum is a check then.
-    """
+    """Whether the sum `eqn` is only divided by the number of replicas, or compared."""
     sums = list(eqn.outvars)
     for var in sums:  # which grows meanwhile
         for use in frame.uses.get(var, ()):
-            if use.primitive.name in _FORMING:
+            if use.primitive.name in _SHAPE_OPS:
                 sums += use.outvars
-            elif use.primitive.name not in _COMPARING and not is_share(frame, use):
+            elif use.primitive.name not in _COMPARISONS and not is_share(frame, use):
                 return False
     return not any(atom is var for atom in frame.jaxpr.outvars for var in sums)
 
 
 def gathers_sums(frame: Frame, eqn: Equation) -> bool:
-    """Whether `eqn` gathers the parts of a sum, which is then whole everywhere."""
+    """Whether `eqn` gathers the parts of a reduce-scatter: together an all-reduce."""
     return any(
         effect_of(origin) in (Effect.SUM, Effect.SUM_SCATTER)
         for origin in _origins(frame, eqn.invars[0], ("mul", "div"))
     )
 
 
-def gathered(frame: Frame, eqn: Equation) -> Equation | None:
-    """The gathering of the axis along which `eqn` reduces its operand, or None."""
+def gather_before(frame: Frame, eqn: Equation) -> Equation | None:
+    """The gather of the axis along which `eqn` reduces its operand, or None."""
     for origin in _origins(frame, eqn.invars[0], ()):
         if effect_of(origin) is Effect.GATHER:
             is_along = origin.params["all_gather_dimension"] in eqn.params["axes"]
@@ -385,19 +383,19 @@ def gathered(frame: Frame, eqn: Equation) -> Equation | None:
 
 
 def _origins(frame: Frame, atom: Atom, through: Sequence[str]) -> Iterator[Equation]:
-    """The equations that `atom` comes from by first operands, the last one first."""
+    """The equations that compute `atom`, through first operands, the last one first."""
     while not isinstance(atom, Literal):
         eqn = frame.origins.get(atom)
         if eqn is None:
             return
         yield eqn
         name = eqn.primitive.name
-        if name not in _FORMING and name not in _CUTTING and name not in through:
+        if name not in _SHAPE_OPS and name not in _SLICING and name not in through:
             return
         atom = eqn.invars[0]
 
 
-_CUTTING = ("slice", "pad", "dynamic_slice", "concatenate")
+_SLICING = ("slice", "pad", "dynamic_slice", "concatenate")
 
 
 def is_share(frame: Frame, eqn: Equation) -> bool:
@@ -405,10 +403,10 @@ def is_share(frame: Frame, eqn: Equation) -> bool:
     replicas = frame.analysis.replicas
     if eqn.primitive.name == "div":
         divisor = eqn.invars[1]
-        return _literal(divisor) == replicas or _is_counted(frame, divisor)
+        return _literal(divisor) == replicas or _is_replica_count(frame, divisor)
     if eqn.primitive.name != "mul":
         return False
-    # A reciprocal is a rounded one: in float32 it is wrong by up to 6e-8 of itself.
+    # A reciprocal is rounded, in float32 with a relative error of up to 6e-8.
     factors = [_literal(atom) for atom in eqn.invars]
     return any(
         factor is not None and abs(factor * replicas - 1) < 1e-6 for factor in factors
@@ -421,15 +419,15 @@ def _literal(atom: Atom) -> complex | None:
     return None
 
 
-def _is_counted(frame: Frame, atom: Atom) -> bool:
-    """Whether this is a sum over the replicas of a literal: so much for each."""
+def _is_replica_count(frame: Frame, atom: Atom) -> bool:
+    """Whether this is the sum over the replicas of a literal."""
     if isinstance(atom, Literal):
         return False
     eqn = frame.origins.get(atom)
     if eqn is None:
         return False
     if eqn.primitive.name in ("convert_element_type", "broadcast_in_dim"):
-        return _is_counted(frame, eqn.invars[0])
+        return _is_replica_count(frame, eqn.invars[0])
     is_sum = effect_of(eqn) is Effect.SUM
     return is_sum and all(isinstance(each, Literal) for each in eqn.invars)
 
@@ -443,44 +441,44 @@ _COMPUTING: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 
 
-def are_one(frame: Frame, atoms: Sequence[Atom]) -> bool:
+def are_identical(frame: Frame, atoms: Sequence[Atom]) -> bool:
     """Whether `atoms` are the same value, bit by bit."""
-    return len({_name(frame, atom) for atom in atoms}) == 1
+    return len({_value_key(frame, atom) for atom in atoms}) == 1
 
 
 def repeats(frame: Frame, atoms: Sequence[Atom]) -> tuple[int, ...]:
-    """For each of `atoms` the first that is the same value; () if none is another."""
+    """For each of `atoms` the first that is the same value; () if all differ."""
     numbers: dict[Hashable, int] = {}
     firsts = tuple(
-        numbers.setdefault(_name(frame, atom), index)
+        numbers.setdefault(_value_key(frame, atom), index)
         for index, atom in enumerate(atoms)
     )
     return firsts if len(numbers) < len(firsts) else ()
 
 
-def _name(frame: Frame, atom: Atom) -> Hashable:
-    """Equal for what is the same value, bit by bit."""
+def _value_key(frame: Frame, atom: Atom) -> Hashable:
+    """Equal for the same value, bit by bit."""
     if isinstance(atom, Literal):
         # By its bits: NaN is not equal to itself, and 0.0 is equal to -0.0.
         return str(atom.aval), np.asarray(atom.val).tobytes()
     eqn = frame.origins.get(atom)
-    if eqn is None or eqn.primitive.name not in FORMING:
+    if eqn is None or eqn.primitive.name not in SHAPE_OPS:
         return frame.names.get(atom, atom)
-    of = tuple(_name(frame, each) for each in eqn.invars)
-    return eqn.primitive.name, str(eqn.params), of
+    operands = tuple(_value_key(frame, each) for each in eqn.invars)
+    return eqn.primitive.name, str(eqn.params), operands
 
 
 def compared_ids(frame: Frame, eqn: Equation) -> list[bool] | None:
-    """The outcome on each replica of a comparison of their ids with literals."""
+    """The result on each replica of comparing its id with literals."""
     compare = _COMPARISONS_OF_IDS.get(eqn.primitive.name)
-    sides = [_ids(frame, atom) for atom in eqn.invars]
+    sides = [_values_by_replica(frame, atom) for atom in eqn.invars]
     if compare is None or any(side is None for side in sides):
         return None
     return compare(*sides).tolist()
 
 
-def _ids(frame: Frame, atom: Atom) -> np.ndarray | None:
-    """The value of `atom` on each replica, if literals and the id tell it."""
+def _values_by_replica(frame: Frame, atom: Atom) -> np.ndarray | None:
+    """The value of `atom` on each replica, if only literals and the id determine it."""
     replicas = frame.analysis.replicas
     if isinstance(atom, Literal):
         return np.full(replicas, atom.val) if np.shape(atom.val) == () else None
@@ -490,11 +488,11 @@ def _ids(frame: Frame, atom: Atom) -> np.ndarray | None:
     if eqn.primitive.name == "axis_index":
         is_along = frame.analysis.mentions_replicas(eqn)
         return np.arange(replicas, dtype=np.int32) if is_along else None
-    # JAX makes `0 + 1 * id` of the id along several axes of which there is one.
+    # JAX traces the id along a tuple of one axis as `0 + 1 * id`.
     compute = _COMPUTING.get(eqn.primitive.name)
     if compute is None or sum(isinstance(side, Literal) for side in eqn.invars) != 1:
         return None
-    sides = [_ids(frame, side) for side in eqn.invars]
+    sides = [_values_by_replica(frame, side) for side in eqn.invars]
     if any(side is None for side in sides):
         return None
     return compute(*sides).astype(np.int32)  # as JAX's ids are

@@ -1,4 +1,4 @@
-"""Calls, branches and loops."""
+"""Rules for calls, branches and loops."""
 
 from __future__ import annotations
 
@@ -11,124 +11,124 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Atom,
     ClosedJaxpr,
     Equation,
-    hidden,
+    inner_eqns,
     plain,
 )
 from jaxstrategy._src.tracing.replication.analysis import Frame, repeats
 from jaxstrategy._src.tracing.replication.primitives import is_declared_call
 from jaxstrategy._src.tracing.replication.types import (
     Collective,
-    HeldState,
-    Known,
     Level,
+    RefState,
     Replication,
     Site,
+    State,
     computed,
     content_of,
     decided,
-    for_all,
+    for_each_result,
     join,
     level_of,
     varying_since,
 )
 
 
-def call(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """A function called once, with the operands as they are."""
+def call(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """A function called once with the operands."""
     return _called(frame, eqn, operands, repeats(frame, eqn.invars))
 
 
-def mapped(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """A function called once, with parts of the operands; of the same, other ones."""
+def mapped(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """A function called once with other parts of each operand."""
     return _called(frame, eqn, operands, ())
 
 
 def _called(
-    frame: Frame, eqn: Equation, operands: list[Known], same: tuple[int, ...]
-) -> list[Known]:
+    frame: Frame, eqn: Equation, operands: list[State], same: tuple[int, ...]
+) -> list[State]:
     (jaxpr,) = (eqn.params[key] for key in _CALLEES if key in eqn.params)
-    outputs, collectives = frame.enter(jaxpr, operands, eqn, repeats=same)
+    outputs, collectives = frame.call(jaxpr, operands, eqn, repeats=same)
     frame.collectives += collectives
     if is_declared_call(eqn):
-        return for_all(eqn, computed(eqn, operands))
+        return for_each_result(eqn, computed(eqn, operands))
     return outputs
 
 
-# Where the primitives that call a function once keep it.
+# The parameters in which primitives that call a function once have it.
 _CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr")
 
 
-def run_state(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """A function of references, called once; the results are what those hold then."""
+def run_state(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """A function of references, called once; results are the references' contents."""
     inner = plain(eqn.params["jaxpr"])
-    given: Iterator[Known] = iter(operands)
-    cells: list[Known] = []
-    for var, is_given in zip(inner.invars, eqn.params["is_initialized"], strict=True):
-        # What was not initialised is what lies in the memory of each device.
-        state: Known = next(given) if is_given else varying_since(eqn)
-        if isinstance(var.aval, AbstractRef) and not isinstance(state, HeldState):
-            state = HeldState(state)
+    following: Iterator[State] = iter(operands)
+    cells: list[State] = []
+    is_initialized = eqn.params["is_initialized"]
+    for var, has_value in zip(inner.invars, is_initialized, strict=True):
+        state: State = next(following) if has_value else varying_since(eqn)
+        if isinstance(var.aval, AbstractRef) and not isinstance(state, RefState):
+            state = RefState(state)
         cells.append(state)
-    _, collectives = frame.enter(inner, cells, eqn)
+    _, collectives = frame.call(inner, cells, eqn)
     frame.collectives += collectives
     return list(map(content_of, cells))
 
 
-def linear_solve(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """The solver, called once; the other functions are for derivatives."""
+def linear_solve(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """The solver is called once; the other functions are for derivatives."""
     sizes = eqn.params["const_lengths"]
     start = sizes.matvec + sizes.vecmat
     constants = operands[start : start + sizes.solve]
     right = operands[sum(sizes) :]
     solver = eqn.params["jaxprs"].solve
-    outputs, collectives = frame.enter(solver, constants + right, eqn)
+    outputs, collectives = frame.call(solver, constants + right, eqn)
     frame.collectives += collectives
     return outputs
 
 
 def hi_primitive(
-    frame: Frame, eqn: Equation, operands: list[Known]
-) -> list[Known] | None:
-    """A Python function that JAX traces when it lowers the step; None if it cannot yet.
+    frame: Frame, eqn: Equation, operands: list[State]
+) -> list[State] | None:
+    """A function that JAX traces when it lowers the step; None if it cannot yet.
 
-    Several functions of `jax.numpy` are such primitives since JAX 0.12.
+    Such as several functions of `jax.numpy` since JAX 0.12.
     """
     jaxpr = frame.analysis.expanded(eqn)
-    if jaxpr is None or any(isinstance(state, HeldState) for state in operands):
+    if jaxpr is None or any(isinstance(state, RefState) for state in operands):
         return None
     same = repeats(frame, eqn.invars)
-    outputs, collectives = frame.enter(jaxpr, operands, eqn, repeats=same)
+    outputs, collectives = frame.call(jaxpr, operands, eqn, repeats=same)
     frame.collectives += collectives
     return outputs
 
 
-def branching(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def branching(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     predicate, operands = operands[0], operands[1:]
     entered, ends = [], []
     same = repeats(frame, eqn.invars[1:])
     for branch in eqn.params["branches"]:
-        # Each branch starts from what was there before, not from another's writes.
+        # Each branch starts from the same contents, without the writes of others.
         starts = [
-            HeldState(state.content) if isinstance(state, HeldState) else state
+            RefState(state.content) if isinstance(state, RefState) else state
             for state in operands
         ]
-        entered.append(frame.enter(branch, starts, eqn, repeats=same))
+        entered.append(frame.call(branch, starts, eqn, repeats=same))
         ends.append(starts)
     decider = _decider(eqn, content_of(predicate))
     for branch, (_, collectives) in zip(eqn.params["branches"], entered, strict=True):
         frame.collectives += _decided(collectives, decider, eqn, branch)
     for cell, *versions in zip(operands, *ends, strict=True):
-        if isinstance(cell, HeldState) and any(end.is_written for end in versions):
+        if isinstance(cell, RefState) and any(end.is_written for end in versions):
             _merge(frame, cell, versions)
             if decider is not None:  # replicas may take different branches
                 frame.write(cell, decider)
-    # Replicas that take one branch together still have what they had before.
+    # Replicas that take the same branch still agree.
     results = zip(*(outputs for outputs, _ in entered), strict=True)
     return [join((decider, *versions)) for versions in results]
 
 
-def _merge(frame: Frame, cell: HeldState, versions: list[HeldState]) -> None:
-    """Note that `cell` holds one of `versions`, which are what branches left of it."""
+def _merge(frame: Frame, cell: RefState, versions: list[RefState]) -> None:
+    """Lets a reference hold what one of several branches left in it."""
     if all(version.is_overwritten for version in versions):
         frame.overwrite(cell, join(versions))
         return
@@ -149,84 +149,83 @@ def _decided(
     eqn: Equation,
     *jaxprs: ClosedJaxpr,
 ) -> list[Collective]:
-    """The `collectives` of the `jaxprs` of `eqn`, where `decider` decides."""
+    """Marks the collectives in branches or loops of `eqn` with its varying decider."""
     if decider is None:
         return collectives
-    found = [
-        each if each.is_whole(decider) else decided(each, decider, eqn)
+    marked = [
+        each if each.agrees_on(decider) else decided(each, decider, eqn)
         for each in collectives
     ]
-    if all(each.decided_by is None for each in found):
+    if all(each.decided_by is None for each in marked):
         if merge := _first_merge(eqn, jaxprs):
             site, at = Site((merge, eqn)), Site((eqn,))
-            found.append(Collective(site, decider, at, is_merge=True))
-    return found
+            marked.append(Collective(site, decider, at, is_merge=True))
+    return marked
 
 
 def _first_merge(eqn: Equation, jaxprs: Iterable[ClosedJaxpr]) -> Equation | None:
-    """The first equation of a `merge_call` in `jaxprs`, which `eqn` holds, or None."""
+    """The first equation of a `merge_call` inside `eqn`, or None."""
     if _in_merge(eqn):
         return None
-    return next(filter(_in_merge, hidden(tuple(jaxprs))), None)
+    return next(filter(_in_merge, inner_eqns(tuple(jaxprs))), None)
 
 
 def _in_merge(eqn: Equation) -> bool:
     return MERGE_SCOPE in str(eqn.source_info.name_stack)
 
 
-def while_loop(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def while_loop(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts = operands[:n_cond]
     body_consts = operands[n_cond : n_cond + n_body]
 
-    def turn(carry: list[Known]) -> tuple[list[Known], list[Collective]]:
-        (goes_on,), tests = frame.enter(
+    def turn(carry: list[State]) -> tuple[list[State], list[Collective]]:
+        (goes_on,), tests = frame.call(
             params["cond_jaxpr"], cond_consts + carry, eqn, is_certain=False
         )
-        returned, steps = frame.enter(
+        returned, steps = frame.call(
             params["body_jaxpr"], body_consts + carry, eqn, is_certain=False
         )
-        after: list[Known] = returned
+        after: list[State] = returned
         decider = _decider(eqn, content_of(goes_on))
-        if decider is not None:  # replicas may stop at different turns
+        if decider is not None:  # replicas may stop at different iterations
             for cell in cond_consts + body_consts:
-                if isinstance(cell, HeldState) and cell.is_written:
+                if isinstance(cell, RefState) and cell.is_written:
                     frame.write(cell, decider)
             after = [join((decider, state)) for state in returned]
         jaxprs = params["cond_jaxpr"], params["body_jaxpr"]
         return after, _decided(tests + steps, decider, eqn, *jaxprs)
 
-    return frame.until_stable(turn, operands[n_cond + n_body :])
+    return frame.fixed_point(turn, operands[n_cond + n_body :])
 
 
-def scan(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def scan(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     inner = plain(eqn.params["jaxpr"])
     n_consts, n_carry = scan_counts(eqn)
     n_same = n_consts + n_carry
     consts, xs = operands[:n_consts], operands[n_same:]
-    results: list[Known] = []
+    results: list[State] = []
 
-    def turn(carry: list[Known]) -> tuple[list[Known], list[Collective]]:
-        results[:], collectives = frame.enter(
+    def turn(carry: list[State]) -> tuple[list[State], list[Collective]]:
+        results[:], collectives = frame.call(
             inner, consts + carry + xs, eqn, is_certain=False
         )
         return results[:n_carry], collectives
 
-    carry = frame.until_stable(turn, operands[n_consts:n_same])
-    # Without a turn the carry comes out as it went in, and not as the body returns it.
+    carry = frame.fixed_point(turn, operands[n_consts:n_same])
+    # Without iterations the carry is returned unchanged.
     if eqn.params["length"] == 0:
         results[:n_carry] = carry
-    # What comes out is what the last turn made, whatever the first one was given.
     return results
 
 
 def scan_counts(eqn: Equation) -> tuple[int, int]:
     """The numbers of operands of a scan that are constants, and that are its carry."""
     inner = plain(eqn.params["jaxpr"])
-    # The operands are constants, carry and xs; the results are carry and ys. Their
-    # numbers are named differently from version to version, but only xs and ys have
-    # one dimension more outside the loop than inside it.
+    # Operands are constants, carry and xs; results are carry and ys. The parameters
+    # with their numbers change between versions; but only xs and ys have one dimension
+    # more outside the loop.
     n_carry = _count_equal_rank(eqn.outvars, inner.outvars)
     return _count_equal_rank(eqn.invars, inner.invars) - n_carry, n_carry
 

@@ -1,4 +1,4 @@
-"""Primitives: those that only compute, by name, by declaration, by their lowering."""
+"""Which primitives are pure: by name, by declaration, by their lowering."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.numbered_prints import on_own_devices
 
-# Those of `jax.extend.core.primitives`, which tell JAX's own from others of that name.
+# Those of `jax.extend.core.primitives`: another of that name is not JAX's own.
 _REGISTERED = """
     abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan
     atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim cbrt ceil
@@ -58,14 +58,13 @@ _OTHERS = """
 PURE = frozenset(_REGISTERED.split()) | frozenset(_OTHERS.split())
 
 _declared: set[Primitive] = set()
-# A jitted function keeps its name under differentiation and vmap; so the name tells.
+# A jitted function keeps its name under differentiation and vmap.
 _MARK = " (declared pure)"
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-# A primitive that is not listed here may look at which device it is on, call a host, or
-# draw a number: `_unknown` says what is made of those.
+# A primitive that is not listed may depend on its device, call a host, draw numbers.
 def declare_pure(operation: Any) -> Any:
     """Declares that an operation gives every replica the same for the same operands.
 
@@ -118,12 +117,11 @@ def declare_pure(operation: Any) -> Any:
 
 
 def is_declared(primitive: Primitive) -> bool:
-    """Whether `declare_pure` was given this primitive."""
     return primitive in _declared
 
 
 def is_declared_call(eqn: Equation) -> bool:
-    """Whether `eqn` calls a function that `declare_pure` was given."""
+    """Whether `eqn` calls a function declared pure."""
     return str(eqn.params.get("name", "")).endswith(_MARK)
 
 
@@ -139,34 +137,30 @@ def is_registered(primitive: Primitive) -> bool:
 
 
 def is_named_by_jax(primitive: Primitive) -> bool:
-    """Whether the name of `primitive` says what it is.
-
-    A user's primitive may have the name of a listed one of JAX, and do something else.
-    """
+    """Whether a primitive is JAX's own, or no user's with the name of one of JAX's."""
     return is_registered(primitive) or primitive.name not in _registered()
 
 
-# A primitive may be lowered to any StableHLO. If all of that is listed here, its
-# results depend on nothing but its operands. What is not listed may be anything.
+# A primitive is pure if all StableHLO operations to which it is lowered are listed.
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A description of what an operation is lowered to."""
+    """The properties of an operation's StableHLO."""
 
     is_pure: bool
     communicates: bool
-    decides: bool
+    decides: bool  # has branches or loops
 
 
 UNKNOWN = Lowered(is_pure=False, communicates=False, decides=True)
 
 
 def lowered(eqn: Equation, mesh: Mesh | None) -> Lowered:
-    """A description of `eqn` as it is lowered for the devices of `mesh`."""
+    """Describes `eqn` as it is lowered for the devices of `mesh`."""
     if mesh is None:
         return UNKNOWN
     try:
         text = _text(eqn, mesh)
-    except Exception:  # anybody's code; what cannot be lowered is refused later
+    except Exception:  # JAX raises later, when it lowers the step
         return UNKNOWN
     return scanned(text)
 
@@ -187,7 +181,7 @@ def operands_of(eqn: Equation) -> list[Any]:
 
 
 def alone(eqn: Equation) -> ClosedJaxpr:
-    """A jaxpr with this one equation, which takes its variables in turn."""
+    """A jaxpr of this one equation, with its variables as inputs."""
     eqns: Any = [eqn]
     outvars: Any = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
     jaxpr = core.Jaxpr(
@@ -202,10 +196,10 @@ def alone(eqn: Equation) -> ClosedJaxpr:
 
 
 def scanned(text: str) -> Lowered:
-    """A description of a module of StableHLO."""
+    """Describes a module of StableHLO."""
     operations = {_operation(line) for line in text.splitlines()}
     return Lowered(
-        # `custom_call` is among the pure ones, so what it calls must be known, too.
+        # `custom_call` counts as pure, so its target must be known.
         is_pure=operations <= _PURE and all(map(_LIBRARY.fullmatch, _targets(text))),
         communicates=bool(operations & _COLLECTIVES),
         decides=not operations <= _STRAIGHT,
@@ -216,7 +210,7 @@ def _operation(line: str) -> str:
     """The name of the operation on a line; "" where there is only structure."""
     if match := _OPERATION.match(line):
         return match[1]
-    # What is read as neither stands for itself: it is in no set, so nothing is proved.
+    # An unknown line is in no set, so nothing is proved.
     return "" if _STRUCTURE.fullmatch(line) else line
 
 
@@ -260,7 +254,7 @@ _SPECIAL = """
     top_k zeta
 """
 _AROUND = "func.func func.call func.return sdy.mesh sdy.manual_computation sdy.return"
-# What is nothing but a sequence of operations, and computes.
+# Without branches, loops and communication.
 _SEQUENCE = (
     {"", *_AROUND.split(), "sdy.sharding_constraint"}
     | {f"stablehlo.{name}" for name in _ARITHMETIC.split()}
@@ -268,7 +262,7 @@ _SEQUENCE = (
 )
 _PURE = _SEQUENCE | _CONTROL
 _STRAIGHT = _SEQUENCE | _COLLECTIVES
-# Functions of libraries that JAX itself calls.
+# Library functions that JAX itself calls.
 _LIBRARY = re.compile(
     r"lapack_.*|(cu|hip)_(threefry2x32|lu_pivots_to_permutation).*"
     r"|(cu|hip)solver_.*|(cu|hip)blas_.*|mhlo\.topk|ApproxTopK|PartialReduce|Sharding"

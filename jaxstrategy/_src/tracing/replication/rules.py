@@ -21,8 +21,8 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Equation,
     effect_of,
     inner_jaxprs,
-    named,
     plain,
+    primitives_with,
 )
 from jaxstrategy._src.tracing.replication import (
     analysis as _analysis,
@@ -33,7 +33,7 @@ from jaxstrategy._src.tracing.replication.analysis import (
     Analysis,
     Frame,
     Rule,
-    gathered,
+    gather_before,
     gathers_sums,
     is_mean,
     is_share,
@@ -43,51 +43,51 @@ from jaxstrategy._src.tracing.replication.types import (
     SAME,
     Collective,
     Findings,
-    HeldState,
-    Known,
     Level,
+    RefState,
     Replication,
     Site,
+    State,
+    as_classes,
     computed,
     content_of,
     decided,
-    for_all,
+    for_each_result,
     join,
     level_of,
     not_reduced,
-    numbered,
     varying_since,
 )
 from jaxstrategy._src.values.arrays import Function
 
 
-def each(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """Several operations at once, each of one operand."""
+def per_operand(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """One result for each operand."""
     if len(operands) != len(eqn.outvars):
-        return for_all(eqn, computed(eqn, operands))
+        return for_each_result(eqn, computed(eqn, operands))
     return [computed(eqn, (operand,)) for operand in operands]
 
 
-def axis_index(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """The replica's id varies; an index along another axis does not."""
+def axis_index(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """The id of the replica varies; an index along another axis does not."""
     varies = frame.analysis.mentions_replicas(eqn)
-    return for_all(eqn, varying_since(eqn) if varies else None)
+    return for_each_result(eqn, varying_since(eqn) if varies else None)
 
 
-def summing(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def summing(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """A sum over the replicas."""
     return _collective(frame, eqn, operands, _summed_before(frame, eqn, operands))
 
 
-def reducing(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """The smallest or largest over the replicas: again, it changes nothing."""
+def reducing(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """The smallest or largest over the replicas; repeating it changes nothing."""
     return _collective(frame, eqn, operands, None)
 
 
 def _summed_before(
-    frame: Frame, eqn: Equation, operands: list[Known]
+    frame: Frame, eqn: Equation, operands: list[State]
 ) -> Replication | None:
-    """The operand that `eqn` sums although it is reduced, if it is not for a mean."""
+    """The operand that `eqn` sums a second time, unless for a mean."""
     state = join(operands)
     if state is not None and state.varies:
         state = state.part
@@ -97,61 +97,60 @@ def _summed_before(
 
 
 def _collective(
-    frame: Frame, eqn: Equation, operands: list[Known], before: Replication | None
-) -> list[Known]:
-    """A reduction: its result is the same on all members of its group."""
+    frame: Frame, eqn: Equation, operands: list[State], before: Replication | None
+) -> list[State]:
+    """A reduction, whose result is the same on all members of a group."""
     if not frame.analysis.mentions_replicas(eqn):
-        return each(frame, eqn, operands)
-    frame.collectives.append(_noted(eqn, before))
+        return per_operand(frame, eqn, operands)
+    frame.collectives.append(_collective_of(eqn, before))
     if eqn.params.get("axis_index_groups") is not None:
-        pairs = zip(eqn.invars, operands, strict=True)
         return [
             _grouped(
                 frame, eqn, content_of(operand), Level.REDUCED, _is_exact(frame, atom)
             )
-            for atom, operand in pairs
+            for atom, operand in zip(eqn.invars, operands, strict=True)
         ]
     reduced = Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     return [None if operand is None else reduced for operand in operands]
 
 
-def _noted(eqn: Equation, before: Replication | None = None) -> Collective:
+def _collective_of(eqn: Equation, before: Replication | None = None) -> Collective:
     groups = eqn.params.get("axis_index_groups")
-    waiting = None if groups is None else tuple(map(tuple, groups))
-    return Collective(Site((eqn,)), reduced_before=before, groups=waiting)
+    groups = None if groups is None else tuple(map(tuple, groups))
+    return Collective(Site((eqn,)), reduced_before=before, groups=groups)
 
 
-def gathering(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def gathering(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """A collective after which all members of a group have the same."""
     if not frame.analysis.mentions_replicas(eqn):
-        return each(frame, eqn, operands)
-    frame.collectives.append(_noted(eqn))
+        return per_operand(frame, eqn, operands)
+    frame.collectives.append(_collective_of(eqn))
     of_sums = gathers_sums(frame, eqn)
     whole = Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     if eqn.params.get("axis_index_groups") is not None:
         state = _grouped(frame, eqn, join(operands), Level.SAME)
         return [whole if of_sums and state is SAME else state]
-    return for_all(eqn, whole if of_sums else SAME)
+    return for_each_result(eqn, whole if of_sums else SAME)
 
 
-def folding(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """A sum or an extreme along axes of an array, which may be those of replicas."""
+def folding(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """A sum or extreme along an array's axes, which may have been gathered."""
     state = computed(eqn, operands)
-    if state is SAME and (origin := gathered(frame, eqn)) is not None:
+    if state is SAME and (origin := gather_before(frame, eqn)) is not None:
         if frame.analysis.mentions_replicas(origin):
             return [Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)]
     return [state]
 
 
-def permuting(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """A value sent on: each replica has that of another, or zeros if none sends."""
+def permuting(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """Each replica has the value of another, or zeros."""
     if not frame.analysis.mentions_replicas(eqn):
-        return each(frame, eqn, operands)
+        return per_operand(frame, eqn, operands)
     sender = {target: source for source, target in eqn.params["perm"]}
     replicas = range(frame.analysis.replicas)
     if any(replica not in sender for replica in replicas):
         return scattering(frame, eqn, operands)
-    frame.collectives.append(_noted(eqn))
+    frame.collectives.append(_collective_of(eqn))
     return [
         _sent(eqn, content_of(operand), [sender[r] for r in replicas])
         for operand in operands
@@ -161,22 +160,22 @@ def permuting(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]
 def _sent(
     eqn: Equation, operand: Replication | None, senders: list[int]
 ) -> Replication | None:
-    """The knowledge of `operand` when each replica has that of its sender."""
+    """The type of `operand` when each replica has that of its sender."""
     state = computed(eqn, (operand,))
     if state is None or not state.varies:
         return state
     classes = operand.classes if operand is not None else None
     if classes is None:
         return varying_since(eqn)
-    sent = numbered([classes[sender] for sender in senders])
+    sent = as_classes([classes[sender] for sender in senders])
     return dataclasses.replace(varying_since(eqn), classes=sent)
 
 
 def _is_exact(frame: Frame, atom: Atom) -> bool:
-    """Whether a sum of such numbers is the same in whatever order they are added.
+    """Whether a sum does not depend on the order of its summands, or that is fixed.
 
-    XLA adds on CPUs in the order of the replicas. On accelerators the order follows
-    the links between the devices of a group; that of two numbers makes no difference.
+    On CPUs XLA adds in the order of the replicas, on accelerators along the links
+    between the devices of a group. For two numbers it makes no difference.
     """
     return frame.analysis.is_on_cpu or not jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
@@ -197,30 +196,26 @@ def _grouped(
     replicas = range(frame.analysis.replicas)
     is_sum = level is Level.REDUCED
     if operand is not None and operand.varies:
-        held = operand.classes or tuple(replicas)
+        classes = operand.classes or tuple(replicas)
     elif is_sum and len(groups) > 1:
-        # The same in groups of one size. But who reduces in groups means to differ.
-        held = tuple(replicas)
+        # Equal in groups of one size, but reductions in groups are meant to vary.
+        classes = tuple(replicas)
     else:
-        held = (0,) * len(replicas)
+        classes = (0,) * len(replicas)
     results = []
     for replica in replicas:
-        group = _group_of(replica, groups)
-        is_alike = is_exact or len(group) < 3
-        results.append((None if is_alike else group, *(held[each] for each in group)))
+        group = next(group for group in groups if replica in group)
+        order = None if is_exact or len(group) < 3 else group
+        results.append((order, *(classes[member] for member in group)))
     if len(set(results)) == 1:
         return (
             Replication(level, None, Site((eqn,)), is_direct=True) if is_sum else SAME
         )
-    return dataclasses.replace(varying_since(eqn), classes=numbered(results))
+    return dataclasses.replace(varying_since(eqn), classes=as_classes(results))
 
 
-def _group_of(replica: int, groups: list[tuple[int, ...]]) -> tuple[int, ...]:
-    return next(group for group in groups if replica in group)
-
-
-def joining(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """Arrays joined into one."""
+def joining(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """Concatenation: remembers a part that was reduced."""
     state = computed(eqn, operands)
     if level_of(state) == Level.VARYING:
         reduced = list(filter(None, map(_reduced_of, operands)))
@@ -229,15 +224,15 @@ def joining(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     return [state]
 
 
-def _reduced_of(operand: Known) -> Replication | None:
-    """What of an operand is reduced: all of it, or a part that was joined before."""
+def _reduced_of(operand: State) -> Replication | None:
+    """An operand if it is reduced, or its part that is."""
     state = content_of(operand)
     if state is None or state.level is Level.REDUCED:
         return state
     return state.part
 
 
-def reshaping(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def reshaping(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """The same elements in another shape."""
     state, before = computed(eqn, operands), content_of(operands[0])
     if before is not None and before.part is not None and state is not None:
@@ -245,96 +240,87 @@ def reshaping(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]
     return [state]
 
 
-def scattering(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def scattering(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """A collective that gives each member another part."""
     if not frame.analysis.mentions_replicas(eqn):
-        return each(frame, eqn, operands)
+        return per_operand(frame, eqn, operands)
     before = None
     if effect_of(eqn) is Effect.SUM_SCATTER:
         before = _summed_before(frame, eqn, operands)
-    frame.collectives.append(_noted(eqn, before))
-    # Also of the same on all: each has the parts at its own place, which differ.
-    return for_all(eqn, varying_since(eqn))
+    frame.collectives.append(_collective_of(eqn, before))
+    # Even if the operand is equal on all: each gets another part of it.
+    return for_each_result(eqn, varying_since(eqn))
 
 
-def scaling(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def scaling(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """A product or quotient."""
     state = computed(eqn, operands)
     if level_of(state) == Level.REDUCED and is_share(frame, eqn):
-        # Each replica's equal share, to be summed: it counts as reduced no more. But a
-        # sum divided by the number of replicas is a mean.
+        # A share to be summed, no longer the reduced value itself. But a sum divided by
+        # the number of replicas is a mean.
         if not any(isinstance(s, Replication) and s.is_direct for s in operands):
             return [not_reduced(state)]
     return [state]
 
 
-# Of a function and the types of its arguments another function and the types of its
-# own. It takes the arguments once or several times, and so returns the results.
+# A function and the types of its arguments -> another function and its types, which
+# takes the arguments once or several times, and returns the results as often.
 Types = list[jax.ShapeDtypeStruct]
 Transform = Callable[[Function, Types], tuple[Function, Types]]
 
 
-# A rule often calls the function that it is of, so this must end somewhere: derivatives
-# of derivatives are looked at.
+# Derivatives of derivatives are analysed. A derivative rule often calls the function
+# itself, so that there must be a limit.
 _ORDERS = 2
 
 
-# A function with rules of its own for derivatives, or for `vmap`, is one thing in the
-# step and another under `jax.grad` around `run`. The same program serves both, so what
-# is called equal on all replicas must be so under the rules, too.
-def also(rule: Rule, *transforms: Transform) -> Rule:
-    """`rule`, and what becomes of the equation under `transforms`."""
+# Under `jax.grad` around `run`, JAX replaces a function by its own rule for derivatives
+# or `vmap`. The same program serves both, so results that count as equal on all
+# replicas must be so under these rules, too.
+def also(rule: Rule, transform: Transform) -> Rule:
+    """`rule`, applied to the equation and to what it is under `transform`."""
 
-    def both(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+    def both(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
         results = rule(frame, eqn, operands)
         if all(level_of(state) == Level.VARYING for state in results):
             return results
         if frame.analysis.order == _ORDERS:
             return results
-        for transform in transforms:
-            others = _transformed(frame, eqn, operands, transform)
-            pairs = zip(results, others, strict=True)
-            results = [
-                result if isinstance(result, HeldState) else _worse(result, other)
-                for result, other in pairs
-            ]
-        return results
+        others = _transformed(frame, eqn, operands, transform)
+        return [
+            other
+            if level_of(other) == Level.VARYING and not isinstance(result, RefState)
+            else result
+            for result, other in zip(results, others, strict=True)
+        ]
 
     return both
 
 
-def _worse(result: Known, other: Known) -> Known:
-    return other if level_of(other) == Level.VARYING else result
-
-
 def _transformed(
-    frame: Frame, eqn: Equation, operands: list[Known], transform: Transform
-) -> list[Known]:
-    """The knowledge of each result of `eqn` under `transform`."""
-    unknown: list[Known] = [varying_since(eqn)] * len(eqn.outvars)
-    if any(isinstance(state, HeldState) for state in operands):
+    frame: Frame, eqn: Equation, operands: list[State], transform: Transform
+) -> list[State]:
+    """The type of each result of `eqn` under `transform`."""
+    unknown: list[State] = [varying_since(eqn)] * len(eqn.outvars)
+    if any(isinstance(state, RefState) for state in operands):
         return unknown
     try:
         jaxpr = frame.analysis.transformed(eqn, transform, _jaxpr_of)
     except NotImplementedError:  # nor can the step be transformed
         return [None] * len(eqn.outvars)
-    except Exception:  # anybody's code, in a place that it was not written for
+    except Exception:  # raised by the user's code
         return unknown
     pairs = zip(eqn.invars, operands, strict=True)
-    given = [state for atom, state in pairs if not isinstance(atom, core.Literal)]
-    copies = len(jaxpr.invars) // len(given) if given else 1
+    states = [state for atom, state in pairs if not isinstance(atom, core.Literal)]
+    copies = len(jaxpr.invars) // len(states) if states else 1
     frame.analysis.order += 1
     # Collectives of a rule are in no program unless it is differentiated.
-    outputs, _ = frame.enter(jaxpr, given * copies, eqn)
+    outputs, _ = frame.call(jaxpr, states * copies, eqn)
     frame.analysis.order -= 1
-    kept = _is_kept(eqn)
-    each = [join(outputs[i :: sum(kept)]) for i in range(sum(kept))]
-    found = iter(each)
-    return [next(found) if is_kept else None for is_kept in kept]
-
-
-def _is_kept(eqn: Equation) -> list[bool]:
-    return [not isinstance(var, core.DropVar) for var in eqn.outvars]
+    is_used = [not isinstance(var, core.DropVar) for var in eqn.outvars]
+    count = sum(is_used)
+    results = iter([join(outputs[i::count]) for i in range(count)])
+    return [next(results) if used else None for used in is_used]
 
 
 def _jaxpr_of(
@@ -373,10 +359,9 @@ def _is_discrete(array: jax.Array) -> bool:
 
 
 def backward(function: Function, types: Types) -> tuple[Function, Types]:
-    """The results, as they are when a gradient is to follow.
+    """The results of a forward pass.
 
-    The gradient itself needs no proof: JAX sums that of a mirrored argument over the
-    replicas.
+    The gradient needs no proof: JAX sums that of a mirrored argument over the replicas.
     """
     return lambda *given: jax.vjp(function, *given)[0], types
 
@@ -387,18 +372,18 @@ def batched(function: Function, types: Types) -> tuple[Function, Types]:
     return jax.vmap(function), more
 
 
-def pure(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """An operation that computes from its operands and does nothing else."""
-    return for_all(eqn, computed(eqn, operands))
+def pure(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """An operation whose results depend on its operands only."""
+    return for_each_result(eqn, computed(eqn, operands))
 
 
-def outside(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """An operation whose results differ between replicas whatever it is given."""
+def outside(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """An operation whose results vary for any operands."""
     return _varying(frame, eqn, operands, _hidden_collectives(frame, eqn, operands))
 
 
-def other(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """An operation that JAX lowers to something; what that is decides."""
+def other(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """An unknown operation, judged by its lowering."""
     if frame.analysis.mentions_replicas(eqn):
         return _varying(frame, eqn, operands, [Collective(Site((eqn,)))])
     lowered = frame.analysis.lowered(eqn)
@@ -413,35 +398,35 @@ def other(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
 
 
 def _varying(
-    frame: Frame, eqn: Equation, operands: list[Known], collectives: list[Collective]
-) -> list[Known]:
+    frame: Frame, eqn: Equation, operands: list[State], collectives: list[Collective]
+) -> list[State]:
     frame.collectives += collectives
     state = varying_since(eqn)
     for cell in operands:
-        if isinstance(cell, HeldState):  # it may write there
+        if isinstance(cell, RefState):  # it may write there
             frame.write(cell, state)
-    return for_all(eqn, state)
+    return for_each_result(eqn, state)
 
 
 def _hidden_collectives(
-    frame: Frame, eqn: Equation, operands: list[Known]
+    frame: Frame, eqn: Equation, operands: list[State]
 ) -> list[Collective]:
-    """The collectives in the jaxprs of `eqn`, however it calls them."""
+    """The collectives in inner jaxprs of `eqn`, however it calls them."""
     given = join(operands)
     found: list[Collective] = []
     for jaxpr in inner_jaxprs(eqn.params):
         inputs = [
-            HeldState(given) if isinstance(var.aval, AbstractRef) else given
+            RefState(given) if isinstance(var.aval, AbstractRef) else given
             for var in jaxpr.invars
         ]
-        found += frame.enter(jaxpr, inputs, eqn)[1]
+        found += frame.call(jaxpr, inputs, eqn)[1]
     return found
 
 
 def _decided_inside(
-    collectives: list[Collective], eqn: Equation, operands: list[Known]
+    collectives: list[Collective], eqn: Equation, operands: list[State]
 ) -> list[Collective]:
-    """The `collectives`, which something inside `eqn` may leave out."""
+    """Marks collectives that branches or loops inside `eqn` may skip."""
     decider = join(operands)
     if decider is None or not decider.varies:
         return collectives
@@ -456,7 +441,7 @@ def analyse(
     unpacking: int = 0,
     mesh: Mesh | None = None,
 ) -> Findings:
-    """The findings about each output of `jaxpr`, and its collectives."""
+    """Finds which outputs of one replica's jaxpr vary, and its collectives."""
     analysis = Analysis(axes, replicas, Rules(), mesh)
     findings = analysis.of(jaxpr, _inputs(jaxpr, varies), unpacking)
     return findings if replicas > 1 else findings.of_one_replica()
@@ -465,20 +450,20 @@ def analyse(
 def varying(
     jaxpr: Jaxpr, varies: Sequence[bool], replicas: Replicas, unpacking: int = 0
 ) -> Callable[[Atom], bool]:
-    """Whether a value of `jaxpr`, at its top level, may differ between replicas."""
+    """A predicate of values at the top level of `jaxpr`: may replicas differ?"""
     axes, count = replicas.collective_axes, replicas.count
     analysis = Analysis(axes, count, Rules(), replicas.mesh)
-    frame = analysis.passed(jaxpr, _inputs(jaxpr, varies), unpacking)
+    frame = analysis.evaluated(jaxpr, _inputs(jaxpr, varies), unpacking)
     return lambda atom: level_of(frame.read(atom)) == Level.VARYING
 
 
-def _inputs(jaxpr: Jaxpr, varies: Sequence[bool]) -> list[Known]:
+def _inputs(jaxpr: Jaxpr, varies: Sequence[bool]) -> list[State]:
     states = [
         Replication(Level.VARYING, index) if differs else SAME
         for index, differs in enumerate(varies)
     ]
     return [
-        HeldState(state) if isinstance(var.aval, AbstractRef) else state
+        RefState(state) if isinstance(var.aval, AbstractRef) else state
         for var, state in zip(jaxpr.invars, states, strict=True)
     ]
 
@@ -504,70 +489,74 @@ def _rule_of(primitive: Primitive) -> Rule:
     return also(other, forward)
 
 
-def _comparison(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def _comparison(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     state = not_reduced(computed(eqn, operands))
     ids = _analysis.compared_ids(frame, eqn)
     if ids is not None and state is not None and state.varies:
         is_one = len(set(ids)) == 1
-        state = SAME if is_one else dataclasses.replace(state, classes=numbered(ids))
-    return for_all(eqn, state)
+        state = SAME if is_one else dataclasses.replace(state, classes=as_classes(ids))
+    return for_each_result(eqn, state)
 
 
-def _select(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def _select(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     choice, *cases = operands
-    if level_of(choice) == Level.VARYING and _analysis.are_one(frame, eqn.invars[1:]):
-        # Whichever case a replica chooses, it is the same value.
-        return for_all(eqn, computed(eqn, cases))
-    # What is chosen by the result of a reduction is not itself such a result.
-    return for_all(eqn, computed(eqn, [not_reduced(content_of(choice)), *cases]))
+    if level_of(choice) == Level.VARYING and _analysis.are_identical(
+        frame, eqn.invars[1:]
+    ):
+        # All cases are the same value.
+        return for_each_result(eqn, computed(eqn, cases))
+    # A value chosen by the result of a reduction is no such result.
+    return for_each_result(
+        eqn, computed(eqn, [not_reduced(content_of(choice)), *cases])
+    )
 
 
-def _hi_primitive(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def _hi_primitive(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     found = control.hi_primitive(frame, eqn, operands)
     return outside(frame, eqn, operands) if found is None else found
 
 
-def _empty(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    """Whatever lies in the memory of each device."""
+def _empty(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    """Uninitialized memory."""
     (result,) = eqn.outvars
-    # Without elements there is nothing that could differ.
+    # Without elements nothing can differ.
     return [varying_since(eqn) if 0 not in result.aval.shape else None]
 
 
 # References.
 
 
-def _empty_ref(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    return [HeldState(varying_since(eqn))]
+def _empty_ref(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    return [RefState(varying_since(eqn))]
 
 
-def _new_ref(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    return [HeldState(join(operands))]
+def _new_ref(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    return [RefState(join(operands))]
 
 
-def _get(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
-    # What it holds, unless an index varies.
-    return for_all(eqn, computed(eqn, operands))
+def _get(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
+    # Its content, unless an index varies.
+    return for_each_result(eqn, computed(eqn, operands))
 
 
-def _swap(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def _swap(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     cell, written = operands[0], operands[1:]
     before = computed(eqn, operands)
-    # Without indices that are computed, a part of the reference's shape is all of it.
+    # Without computed indices, a result of the same shape is all of the content.
     (replaced,), (reference, *others) = eqn.outvars, eqn.invars
     if len(others) == 1 and replaced.aval.shape == reference.aval.shape:
         frame.overwrite(cell, computed(eqn, written))
     else:
         frame.write(cell, computed(eqn, written))
-    return for_all(eqn, before)
+    return for_each_result(eqn, before)
 
 
-def _addupdate(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+def _addupdate(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     frame.write(operands[0], computed(eqn, operands[1:]))
     return []
 
 
-# The rule of each effect that a collective can have. Of others nothing is known.
+# Rules of collectives by effect; the others are judged by their lowering.
 _OF_EFFECTS: dict[Effect, Rule] = {
     Effect.SUM: summing,
     Effect.EXTREME: reducing,
@@ -581,7 +570,7 @@ _FOLDING = ("reduce_sum", "reduce_max", "reduce_min")
 # Callbacks run on a host whose state we cannot see, once per device.
 _OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
 _OUTSIDE += ("rng_uniform",)
-# A kernel writes as much of its results as it likes.
+# A kernel may leave parts of its results uninitialized.
 _OUTSIDE += ("pallas_call", "mpmd_map", "core_map", "tpu_custom_call")
 _CALLS = ("jit", "call", "closed_call", "eval_jaxpr", "remat2")
 _CALLS += ("composite",)
@@ -591,7 +580,7 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 _COMPARISONS += ("eq_to", "le_to", "lt_to")
 
 _RULES: dict[str, Rule] = {
-    **{name: rule for e, rule in _OF_EFFECTS.items() for name in named(e)},
+    **{name: rule for e, rule in _OF_EFFECTS.items() for name in primitives_with(e)},
     **dict.fromkeys(_FOLDING, folding),
     "axis_index": axis_index,
     "shard_map": control.mapped,
@@ -618,7 +607,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("empty", "empty2"), _empty),
     "run_state": control.run_state,
     "accum_grad_in_ref": _addupdate,
-    **dict.fromkeys(("optimization_barrier", "device_put", "pvary"), each),
+    **dict.fromkeys(("optimization_barrier", "device_put", "pvary"), per_operand),
     **dict.fromkeys(_COMPARISONS, _comparison),
     **dict.fromkeys(_OUTSIDE, outside),
     **dict.fromkeys(_CALLS, control.call),

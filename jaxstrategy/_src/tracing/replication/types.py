@@ -15,27 +15,26 @@ from jaxstrategy._src.tracing.jaxprs.visit import Equation
 _LOOPS = ("scan", "while")
 
 
-# JAX keeps the Python stack of every equation, up to the function that was traced: a
-# nested function, loop body or branch is traced by itself. So the line of an operation
-# inside a function of JAX's own is found in the stack of the equation that calls it.
+# JAX keeps the Python stack of an equation up to the function that was traced. Inner
+# functions are traced by themselves, so the user's line may only be in the stack of an
+# equation around it.
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """An equation of a step."""
+    """An equation of a step, with the equations around it, innermost first."""
 
     eqns: tuple[Equation, ...]
 
     def within(self, eqn: Equation) -> Site:
-        """The same site seen from outside `eqn`, which holds it."""
+        """The same site, inside of `eqn`."""
         return Site((*self.eqns, eqn))
 
     @property
     def primitive(self) -> str:
-        """The name of the operation."""
         return self.eqns[0].primitive.name
 
     @property
     def loops(self) -> tuple[int | None, ...]:
-        """The turns of each loop around it, the innermost first; None: unknown."""
+        """The iterations of each loop around it, innermost first; None: unknown."""
         return tuple(
             eqn.params["length"] if eqn.primitive.name == "scan" else None
             for eqn in self.eqns[1:]
@@ -44,12 +43,11 @@ class Site:
 
     @property
     def in_branch(self) -> bool:
-        """Whether it is in one of several branches."""
         return any(eqn.primitive.name == "cond" for eqn in self.eqns[1:])
 
     @property
     def is_transposed(self) -> bool:
-        """Whether differentiation made it, not the user."""
+        """Whether it is part of a backward pass."""
         # The name stack of a backward pass is `transpose(jvp())` (JAX 0.10 and 0.12).
         return any("transpose(" in str(eqn.source_info.name_stack) for eqn in self.eqns)
 
@@ -60,15 +58,12 @@ class Site:
 
     @property
     def merge_line(self) -> Line | None:
-        """The user's line that called the `merge_call` it is part of."""
+        """The user's line that called the `merge_call` around it."""
         stacks = map(_stack, self.eqns)
         return _line([_callers(stack, "merge_call") for stack in stacks])
 
     def called(self, *functions: str) -> str | None:
-        """The one of these functions that the user's line called to make it.
-
-        The outermost, if one calls another: an `all_reduce` is a `psum` inside.
-        """
+        """The outermost of these functions through which the user's line made it."""
         frames = (frame for eqn in self.eqns for frame in _stack(eqn))
         ours = itertools.takewhile(lambda frame: _function(frame) is not None, frames)
         names = [name for name in map(_function, ours) if name in functions]
@@ -92,7 +87,7 @@ def _stack(eqn: Equation) -> list[Any]:
 
 
 def _callers(stack: list[Any], function: str) -> list[Any]:
-    """The part of `stack` outside the call of a `function` of ours, or all of it."""
+    """The part of `stack` outside of our `function`, or all of it."""
     for index, frame in enumerate(stack):
         if _function(frame) == function:
             return stack[index + 1 :]
@@ -100,34 +95,33 @@ def _callers(stack: list[Any], function: str) -> list[Any]:
 
 
 def _function(frame: Any) -> str | None:
-    """The name of JAX's or our function that `frame` is in, None in other code."""
+    """The name of the frame's function in JAX or our code; None in other code."""
     if user_code.is_users(frame.file_name):
         return None
     return frame.function_name.rpartition(".")[2]
 
 
 class Level(enum.IntEnum):
-    """A degree of knowledge; a result has the highest level of its operands."""
+    """Kinds of replication types; a result has the highest level of its operands."""
 
-    SAME = 1
-    REDUCED = 2
+    SAME = 1  # equal on all replicas
+    REDUCED = 2  # equal, as the result of a reduction over the replicas
     VARYING = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replication:
-    """The knowledge about one value; None stands for a constant."""
+    """The replication type of a value; None stands for a constant."""
 
     level: Level
-    input: int | None = None
-    site: Site | None = None
-    is_direct: bool = False
-    classes: tuple[int, ...] | None = None
-    part: Replication | None = None
+    input: int | None = None  # from which it comes
+    site: Site | None = None  # where it got its level
+    is_direct: bool = False  # the very result of a reduction
+    classes: tuple[int, ...] | None = None  # a number for each replica: equal, if equal
+    part: Replication | None = None  # of a concatenation, what was reduced
 
     @property
     def varies(self) -> bool:
-        """Whether it may differ between replicas."""
         return self.level is Level.VARYING
 
 
@@ -136,7 +130,7 @@ SAME = Replication(Level.SAME)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective over the replicas, or part of them."""
+    """A collective over all replicas or groups of them."""
 
     site: Site
     decided_by: Replication | None = None
@@ -145,12 +139,12 @@ class Collective:
     is_merge: bool = False
     groups: tuple[tuple[int, ...], ...] | None = None
 
-    def is_whole(self, decider: Replication) -> bool:
-        """Whether those that wait for each other see the same of `decider`."""
-        if self.groups is None or decider.classes is None:
+    def agrees_on(self, decider: Replication) -> bool:
+        """Whether replicas that wait for each other have the same `decider`."""
+        classes = decider.classes
+        if self.groups is None or classes is None:
             return False
-        held = decider.classes
-        return all(len({held[member] for member in each}) == 1 for each in self.groups)
+        return all(len({classes[i] for i in group}) == 1 for group in self.groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,19 +156,15 @@ class SameReference:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """The knowledge of the analysis about a jaxpr."""
+    """The result of analysing a jaxpr."""
 
     outputs: list[Any]
     collectives: list[Collective]
-    contents: dict[int, Replication | None]
+    contents: dict[int, Replication | None]  # of references, by input
     overwritten: frozenset[int] = frozenset()
 
     def of_one_replica(self) -> Findings:
-        """The same where nothing can differ, and a sum over the replicas is harmless.
-
-        Arrays of a batch are equal on all replicas there, so that nothing tells what
-        was computed from them from what was reduced.
-        """
+        """The findings for one replica: nothing varies, and no sum is a mistake."""
         alone = [
             Collective(found.site) for found in self.collectives if not found.is_merge
         ]
@@ -186,8 +176,8 @@ def _alone(state: Replication | None) -> Replication | None:
     return SAME if level_of(state) == Level.VARYING else state
 
 
-class HeldState:
-    """The contents of a mutable reference. One object however many names it has."""
+class RefState:
+    """The type of a reference's content; one object for all names of a reference."""
 
     def __init__(self, content: Replication | None) -> None:
         self.content = content
@@ -195,26 +185,26 @@ class HeldState:
         self.is_overwritten = False
 
 
-# What is known of a value, or of what a reference holds; None of a constant.
-Known: TypeAlias = Replication | HeldState | None
+# Of a value or reference; None of a constant.
+State: TypeAlias = Replication | RefState | None
 
 
-def content_of(state: Known) -> Replication | None:
-    """`state` itself, or what the reference holds."""
-    return state.content if isinstance(state, HeldState) else state
+def content_of(state: State) -> Replication | None:
+    """The type of a value, or of a reference's content."""
+    return state.content if isinstance(state, RefState) else state
 
 
-def level_of(state: Known) -> int:
+def level_of(state: State) -> int:
     """The level of a state, 0 of a constant."""
     state = content_of(state)
     return 0 if state is None else state.level
 
 
-def join(states: Iterable[Known]) -> Replication | None:
-    """The first state of the highest level; a reference counts as what it holds."""
+def join(states: Iterable[State]) -> Replication | None:
+    """The first type of the highest level; a reference counts as its content."""
     best, highest = None, 0
     for known in states:
-        state = known.content if isinstance(known, HeldState) else known
+        state = known.content if isinstance(known, RefState) else known
         if state is None:
             continue
         if state.level > highest:
@@ -225,21 +215,21 @@ def join(states: Iterable[Known]) -> Replication | None:
 
 
 def _common(one: Replication, other: Replication) -> tuple[int, ...] | None:
-    """The classes of replicas that agree on both values."""
+    """Classes of replicas that agree on both values."""
     if one.classes is None or other.classes is None:
         return None
-    return numbered(list(zip(one.classes, other.classes, strict=True)))
+    return as_classes(list(zip(one.classes, other.classes, strict=True)))
 
 
-def numbered(kinds: Sequence[Hashable]) -> tuple[int, ...] | None:
-    """Classes of equal `kinds`; None if no two are equal."""
+def as_classes(kinds: Sequence[Hashable]) -> tuple[int, ...] | None:
+    """Numbers for replicas that are equal for equal `kinds`; None if all differ."""
     numbers: dict[Hashable, int] = {}
     classes = tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
     return classes if len(numbers) < len(kinds) else None
 
 
-def computed(eqn: Equation, operands: Iterable[Known]) -> Replication | None:
-    """The knowledge about something that `eqn` computes from `operands`."""
+def computed(eqn: Equation, operands: Iterable[State]) -> Replication | None:
+    """The type of something that `eqn` computes from `operands`."""
     state = join(operands)
     if state is None or state is SAME:
         return state
@@ -254,11 +244,11 @@ def computed(eqn: Equation, operands: Iterable[Known]) -> Replication | None:
 
 
 def _reduced_and_used(eqn: Equation, state: Replication) -> Replication:
-    # A `Plan` sums 16 bits in float32 and converts back: that is still the sum itself.
+    # A `Plan` sums 16 bits in float32 and converts back: still the sum itself.
     if eqn.primitive.name == "convert_element_type":
         return state
     if "transpose(" in str(eqn.source_info.name_stack):
-        # Part of a gradient: its local share of what differentiation would sum.
+        # Part of a gradient: a local share of what differentiation would sum.
         return SAME
     if state.site is None or state.is_direct:
         site = Site((eqn,)) if state.site is None else state.site
@@ -267,24 +257,24 @@ def _reduced_and_used(eqn: Equation, state: Replication) -> Replication:
 
 
 def not_reduced(state: Replication | None) -> Replication | None:
-    """`state`, but equal on all replicas for no special reason if it was reduced."""
+    """`state` with level `SAME` instead of `REDUCED`."""
     return SAME if state is not None and state.level is Level.REDUCED else state
 
 
-def for_all(eqn: Equation, state: Known) -> list[Known]:
-    """`state` for each result of `eqn`."""
+def for_each_result(eqn: Equation, state: State) -> list[State]:
+    """The same type for each result of `eqn`."""
     return [state] * len(eqn.outvars)
 
 
 def varying_since(eqn: Equation) -> Replication:
-    """The knowledge of a result that differs whatever `eqn` is given."""
+    """The type of a result of `eqn` that varies for any operands."""
     return Replication(Level.VARYING, None, Site((eqn,)))
 
 
 def decided(
     found: Collective, decider: Replication | None, eqn: Equation
 ) -> Collective:
-    """`found`, where `decider` decides at `eqn` unless something further in does."""
+    """Marks a collective as decided by `decider` at `eqn`, unless it is marked."""
     if found.decided_by is not None:
         return found
     return dataclasses.replace(found, decided_by=decider, decided_at=Site((eqn,)))

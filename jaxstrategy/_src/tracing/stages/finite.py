@@ -1,8 +1,7 @@
-"""Looks for NaN and Inf in all that a step computes.
+"""Finds the first operation of a step that makes a NaN or Inf: `Finite`.
 
-The trace is evaluated equation by equation, and after each it is looked whether its
-results hold a NaN where its operands held none. The first such equation of a replica is
-what the program returns besides: its number, which the host knows.
+The trace is evaluated equation by equation. The program also returns, for each replica,
+the number of the first equation with a NaN in its results and none in its operands.
 """
 
 from __future__ import annotations
@@ -42,20 +41,19 @@ _INLINED = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint")
 )
 _INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-# They make nothing of their own: bits are what they are, and a reference holds what was
-# looked at when it was written.
+# They make no NaN: bits are kept, and references are checked when they are written.
 _MOVES = frozenset(("bitcast_convert_type", "get", "swap", "addupdate"))
 
 _Flag: TypeAlias = jax.Array | bool
 # Whether an array holds a NaN, and whether it holds an Inf.
 _Kinds: TypeAlias = tuple[jax.Array, _Flag]
-# Of a branch or a turn of a loop its outputs, and what was found until then.
-_Ended: TypeAlias = tuple[list[jax.Array], jax.Array]
+# The outputs of a branch or an iteration, and what was found so far.
+_Outputs: TypeAlias = tuple[list[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Where something may become infinite: an equation, or what a step is given."""
+    """An equation, or an input at the beginning or end of a step."""
 
     source: str = ""
     site: Site | None = None
@@ -64,54 +62,54 @@ class _Origin:
 
 @final
 class Finite(Stage):
-    """A search for NaN, and perhaps Inf, in all that one program computes."""
+    """Checks all values of a program for NaN, and perhaps Inf."""
 
-    evaluates_all = True
-    learns_within = True
+    needs_whole_jaxpr = True
+    needs_lowering = True
 
     def __init__(self, step: ReplicaStep, with_infinities: bool) -> None:
         self._name = step.name
         self.replicas = step.replicas
         self.with_infinities = with_infinities
-        # Of all traces, so that a number means one place whatever was called last.
-        self._places: list[_Origin] = []
+        # Of all traces, so that numbers are unique.
+        self._origins: list[_Origin] = []
 
     @property
     def kind(self) -> str:
-        """What it looks for, too."""
         what = "NaN and Inf" if self.with_infinities else "NaN"
         return f"{type(self).__name__} ({what})"
 
-    def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
-        """Evaluates the step equation by equation, and adds what was found first."""
+    def instrument(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
         return lambda inputs: self._evaluate(step.jaxpr, inputs, step.sources)
 
-    def number(self, place: _Origin) -> int:
-        """A number for `place`, not 0; later places have larger ones."""
-        self._places.append(place)
-        return len(self._places)
+    def number(self, origin: _Origin) -> int:
+        """A number for `origin`, not 0, larger than those before."""
+        self._origins.append(origin)
+        return len(self._origins)
 
     def _evaluate(
-        self, jaxpr: Jaxpr, given: Sequence[Value], sources: Sequence[str | None]
+        self, jaxpr: Jaxpr, inputs: Sequence[Value], sources: Sequence[str | None]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The outputs of `jaxpr`, and for each replica what was found first."""
-        turn = _Turn(self, ())
+        """The outputs of `jaxpr`, and the first finding of each replica."""
+        evaluation = _Evaluation(self, ())
         references = []
-        for value, source in zip(given, sources, strict=True):
+        for value, source in zip(inputs, sources, strict=True):
             if value is None:  # a variable that the step does not use
                 continue
             if isinstance(jax.typeof(value), AbstractRef):
                 references.append((value, source))
                 value = value[...]
-            # Captured infinities are meant, as in a mask.
-            turn.look(value, _Origin(source or "an array that it captured"), source)
-        outputs = turn.through(plain(jaxpr), given)
+            # Captured infinities are intended, as in a mask.
+            origin = _Origin(source or "an array that it captured")
+            evaluation.check(value, origin, source)
+        outputs = evaluation.run(plain(jaxpr), inputs)
         for reference, source in references:
-            turn.look(reference[...], _Origin(source or "", is_end=True), source)
-        return outputs, [lax.all_gather(turn.found, self.replicas.collective_axes)]
+            origin = _Origin(source or "", is_end=True)
+            evaluation.check(reference[...], origin, source)
+        axes = self.replicas.collective_axes
+        return outputs, [lax.all_gather(evaluation.found, axes)]
 
     def check(self, output: jax.Array) -> None:
-        """Raises if a call has found something."""
         if isinstance(output, Tracer):
             raise ContextError(
                 f"`{self._name}` is to be checked (`check_finite`) inside a function "
@@ -123,25 +121,26 @@ class Finite(Stage):
             raise self._error(codes)
 
     def _error(self, codes: np.ndarray) -> NonFiniteError:
-        place = self._places[codes[codes > 0].min() // 2 - 1]
-        replicas = np.flatnonzero(codes // 2 == codes[codes > 0].min() // 2)
+        first = codes[codes > 0].min() // 2
+        origin = self._origins[first - 1]
+        replicas = np.flatnonzero(codes // 2 == first)
         kinds = [name for bit, name in _KINDS.items() if bit in codes[replicas] % 2]
         where = f"{' or '.join(kinds)} {_on(replicas.tolist(), len(codes))}"
-        line = place.site and place.site.line
+        line = origin.site and origin.site.line
         return NonFiniteError(
-            f"{self._told(place, where)}\n{_ADVICE}",
+            f"{self._described(origin, where)}\n{_ADVICE}",
             replicas=tuple(replicas.tolist()),
             line=line and str(line),
-            source=place.source.partition("`")[2].strip("`") or place.source or None,
+            source=origin.source.partition("`")[2].strip("`") or origin.source or None,
         )
 
-    def _told(self, place: _Origin, where: str) -> str:
-        if place.site is None:
-            when = "ends" if place.is_end else "begins"
-            return f"{place.source} holds {where} when `{self._name}` {when}."
-        eqn = place.site.eqns[0]
+    def _described(self, origin: _Origin, where: str) -> str:
+        if origin.site is None:
+            when = "ends" if origin.is_end else "begins"
+            return f"{origin.source} holds {where} when `{self._name}` {when}."
+        eqn = origin.site.eqns[0]
         made = ", ".join(_type(var.aval) for var in eqn.outvars)
-        line = place.site.line or "a line that JAX did not keep"
+        line = origin.site.line or "a line that JAX did not keep"
         return (
             f"`{self._name}` makes {where}, of values that are finite:\n"
             f"  {line}\n"
@@ -168,8 +167,8 @@ def _type(aval: ArrayType) -> str:
     return array_type(getattr(aval, "dtype", aval), getattr(aval, "shape", ()), ", ")
 
 
-class _Turn:
-    """One pass through a jaxpr: the program itself, a branch, the body of a loop."""
+class _Evaluation:
+    """Evaluates a jaxpr with checks: the program, a branch, the body of a loop."""
 
     def __init__(
         self,
@@ -180,19 +179,18 @@ class _Turn:
         self._owner = owner
         self._holders = holders
         self.found = jnp.zeros((), jnp.int32) if found is None else found
-        # What was seen of each value, by its identity; with the value itself, because
-        # the identity of an object that is gone is given to another one.
+        # By `id`; with the value, so that no other gets its `id`.
         self._seen: dict[int, tuple[Value, _Kinds]] = {}
 
-    def look(self, value: Value, place: _Origin, source: str | None) -> None:
-        """Note what `value` holds, whose place is this; an Inf only with a `source`."""
+    def check(self, value: Value, origin: _Origin, source: str | None) -> None:
+        """Records what an input holds; an Inf only with a `source`."""
         kinds = self._kinds(value)
         if kinds is not None:
             infinite = kinds[1] if source is not None else False
-            self._note(kinds[0], infinite, place)
+            self._record(kinds[0], infinite, origin)
 
-    def _note(self, nan: _Flag, infinite: _Flag, place: _Origin) -> None:
-        number = self._owner.number(place) * 2
+    def _record(self, nan: _Flag, infinite: _Flag, origin: _Origin) -> None:
+        number = self._owner.number(origin) * 2
         code = jnp.where(nan, number + 1, jnp.where(infinite, number, 0))
         self.found = jnp.where(self.found == 0, code.astype(jnp.int32), self.found)
 
@@ -206,8 +204,8 @@ class _Turn:
             known = self._seen[id(value)] = value, (jnp.isnan(value).any(), infinite)
         return known[1]
 
-    def through(self, jaxpr: ClosedJaxpr, inputs: Sequence[Value]) -> list[jax.Array]:
-        """The outputs of `jaxpr`, which is evaluated here."""
+    def run(self, jaxpr: ClosedJaxpr, inputs: Sequence[Value]) -> list[jax.Array]:
+        """The outputs of `jaxpr`."""
         inside = plain(jaxpr)
         known: dict[Atom, Value] = dict(zip(inside.invars, inputs, strict=True))
         known.update(zip(inside.constvars, getattr(jaxpr, "consts", ()), strict=False))
@@ -216,7 +214,7 @@ class _Turn:
             return atom.val if isinstance(atom, Literal) else known[atom]
 
         for eqn in inside.eqns:
-            # The mesh and the settings of JAX under which the step's code made it.
+            # The mesh and the settings of JAX when it was traced.
             with eqn.ctx.manager:
                 outputs = self._outputs(eqn, [read(atom) for atom in eqn.invars])
             known.update(zip(eqn.outvars, outputs, strict=True))
@@ -230,7 +228,11 @@ class _Turn:
                 for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
                 if key in eqn.params
             )
-            return self._inside(eqn).through_and_back(self, inner, operands)
+            inlined = self._inside(eqn)
+            inlined._seen = self._seen
+            outputs = inlined.run(inner, operands)
+            self.found = inlined.found
+            return outputs
         if name == "cond":
             return self._branch(eqn, operands)
         if name == "scan":
@@ -244,48 +246,36 @@ class _Turn:
             self._compare(eqn, operands, outputs)
         return outputs
 
-    def _inside(self, eqn: Equation, found: jax.Array | None = None) -> _Turn:
+    def _inside(self, eqn: Equation, found: jax.Array | None = None) -> _Evaluation:
         found = self.found if found is None else found
-        return _Turn(self._owner, (eqn, *self._holders), found)
-
-    def through_and_back(
-        self, outer: _Turn, jaxpr: ClosedJaxpr, operands: Sequence[Value]
-    ) -> list[jax.Array]:
-        """The outputs of a function called in `outer`, which learns what was found."""
-        self._seen = outer._seen
-        outputs = self.through(jaxpr, operands)
-        outer.found = self.found
-        return outputs
+        return _Evaluation(self._owner, (eqn, *self._holders), found)
 
     def _compare(
         self, eqn: Equation, operands: Sequence[Value], outputs: Sequence[jax.Array]
     ) -> None:
-        """Note if there is something in `outputs` that was not in `operands`."""
+        """Records a NaN or Inf in `outputs` if there is none in `operands`."""
         after = [kinds for kinds in map(self._kinds, outputs) if kinds is not None]
         if not after:
             return
         before = [kinds for kinds in map(self._kinds, operands) if kinds is not None]
         had_nan, had_inf = _any(before, 0), _any(before, 1)
         if is_along(eqn, self._owner.replicas.collective_axes):
-            # What another replica gave was found there.
+            # That of another replica was found there.
             flags = jnp.stack([jnp.asarray(had_nan), jnp.asarray(had_inf)])
-            had = (
-                lax.pmax(flags.astype(jnp.int32), self._owner.replicas.collective_axes)
-                > 0
-            )
-            had_nan, had_inf = had[0], had[1]
-        # Inf minus Inf is a NaN of its own; an Inf made of a NaN is not.
+            axes = self._owner.replicas.collective_axes
+            had_nan, had_inf = lax.pmax(flags.astype(jnp.int32), axes) > 0
+        # Inf minus Inf makes a NaN; an Inf made of a NaN does not count.
         nan = _any(after, 0) & ~jnp.asarray(had_nan)
         infinite = _any(after, 1) & ~(jnp.asarray(had_inf) | had_nan)
-        self._note(nan, infinite, _Origin(site=Site((eqn, *self._holders))))
+        self._record(nan, infinite, _Origin(site=Site((eqn, *self._holders))))
 
     def _branch(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
         index, *rest = operands
 
-        def branch(jaxpr: ClosedJaxpr) -> Callable[[jax.Array], _Ended]:
-            def taken(found: jax.Array) -> _Ended:
-                turn = self._inside(eqn, found)
-                return turn.through(jaxpr, rest), turn.found
+        def branch(jaxpr: ClosedJaxpr) -> Callable[[jax.Array], _Outputs]:
+            def taken(found: jax.Array) -> _Outputs:
+                inner = self._inside(eqn, found)
+                return inner.run(jaxpr, rest), inner.found
 
             return taken
 
@@ -299,10 +289,12 @@ class _Turn:
         last = first + count
         consts, start, rows = operands[:first], operands[first:last], operands[last:]
 
-        def body(carry: _Ended, row: list[jax.Array]) -> tuple[_Ended, list[jax.Array]]:
-            turn = self._inside(eqn, carry[1])
-            outputs = turn.through(params["jaxpr"], [*consts, *carry[0], *row])
-            return (outputs[:count], turn.found), outputs[count:]
+        def body(
+            carry: _Outputs, row: list[jax.Array]
+        ) -> tuple[_Outputs, list[jax.Array]]:
+            inner = self._inside(eqn, carry[1])
+            outputs = inner.run(params["jaxpr"], [*consts, *carry[0], *row])
+            return (outputs[:count], inner.found), outputs[count:]
 
         (end, self.found), stacked = lax.scan(
             body,
@@ -318,17 +310,17 @@ class _Turn:
         params = eqn.params
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
-        asked, consts = operands[:first], operands[first:last]
-        # A condition returns nothing but a bool: it cannot hand on what it has found.
+        cond_consts, consts = operands[:first], operands[first:last]
+        # Not checked: a condition returns only a bool.
         condition = core.jaxpr_as_fun(params["cond_jaxpr"])
 
-        def body(carry: _Ended) -> _Ended:
-            turn = self._inside(eqn, carry[1])
-            outputs = turn.through(params["body_jaxpr"], [*consts, *carry[0]])
-            return outputs, turn.found
+        def body(carry: _Outputs) -> _Outputs:
+            inner = self._inside(eqn, carry[1])
+            outputs = inner.run(params["body_jaxpr"], [*consts, *carry[0]])
+            return outputs, inner.found
 
         end, self.found = lax.while_loop(
-            lambda carry: condition(*asked, *carry[0])[0],
+            lambda carry: condition(*cond_consts, *carry[0])[0],
             body,
             (operands[last:], self.found),
         )

@@ -1,4 +1,4 @@
-"""Stages that look at each new trace of a step and at nothing else."""
+"""What a program does for a step besides computing it: `Stage`."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 
 class Stage:
-    """One thing that a program does for a step besides computing it.
+    """Hooks around the trace and the calls of a program, in the order of a first call.
 
-    A program has a list of stages. Of each it calls what the class of the stage
-    overrides, and nothing else, so that a step pays for no stage that is of no use to
-    it. The methods stand here in the order of a first call.
+    A program calls only those hooks that a stage overrides: others cost nothing.
     """
 
     donated: frozenset[int] = frozenset()
-    evaluates_all = False
-    learns_within = False
+    needs_whole_jaxpr = False
+    needs_lowering = False
 
     @property
     def kind(self) -> str:
-        """What it does, in words that are equal where programs have the same of it."""
+        """Equal for stages that do the same to a program."""
         return type(self).__name__
 
-    def tracing(self, own: Sequence[Leaf]) -> contextlib.AbstractContextManager[None]:
-        """A `with` block for the step's own code, while it is traced."""
+    def tracing(
+        self, leaves: Sequence[Leaf]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A `with` block for the user's code; `leaves` are one replica's arguments."""
         return contextlib.nullcontext()
 
     def traced(self, step: TracedStep) -> None:
-        """Takes note of a new trace; may raise what is wrong with it."""
+        """After a trace; may raise."""
 
     @property
     def is_active(self) -> bool:
-        """Whether calls are checked by this stage, after the traces so far."""
+        """Whether calls need the hooks below, after the traces so far."""
         return True
 
     def is_outdated(self) -> bool:
-        """Before a call: whether what was compiled is of no use any more."""
+        """Before a call: whether the program must be compiled again."""
         return False
 
     def before(self, leaves: Sequence[Leaf]) -> None:
-        """Before a call: whether it may be made; raises if not."""
+        """Before a call; may raise."""
 
-    def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
-        """In the compiled function: `evaluate`, with one output more, for `after`."""
+    def instrument(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
+        """In the compiled function: adds one output to those of `evaluate`."""
         return evaluate
 
     def check(self, output: jax.Array) -> None:
-        """After a call: whether what it has made may be kept."""
+        """After a call, with that output; raises to discard the call's results."""
 
     def after(self, output: jax.Array) -> None:
-        """After a call: what to do with the output that `within` has added."""
+        """After a call, with that output."""
 
 
 def overridden(stages: Sequence[Stage], method: str) -> tuple[Function, ...]:
-    """The method of this name of each stage whose class has one of its own."""
+    """The method of each stage that overrides it."""
     base = getattr(Stage, method)
     return tuple(
         getattr(stage, method)
@@ -75,26 +75,24 @@ def overridden(stages: Sequence[Stage], method: str) -> tuple[Function, ...]:
 
 @final
 class Checked(Stage):
-    """Refuses a step that would hang or breaks a promise."""
+    """Raises for a step that would hang, or whose results vary unexpectedly."""
 
-    def __init__(self, expect_mirrored: PyTree, told: set[type[Warning]]) -> None:
+    def __init__(self, expect_mirrored: PyTree, warned: set[type[Warning]]) -> None:
         self._expected = expect_mirrored
-        self._told = told
+        self._warned = warned
         self.unstated: dict[int, Unstated] = {}
 
     def traced(self, step: TracedStep) -> None:
-        """Looks at a new trace."""
-        check(step, self._expected, self._told)
+        check(step, self._expected, self._warned)
         self.unstated = unstated(step, self._expected)
 
 
 @final
 class Counted(Stage):
-    """Takes note of how often a step is compiled."""
+    """Counts traces."""
 
-    def __init__(self, note: Callable[[Function, Sequence[ArrayType]], None]) -> None:
-        self._note = note
+    def __init__(self, count: Callable[[Function, Sequence[ArrayType]], None]) -> None:
+        self._count = count
 
     def traced(self, step: TracedStep) -> None:
-        """Notes a new trace."""
-        self._note(step.replica_step.fn, step.trace.given_types)
+        self._count(step.replica_step.fn, step.trace.argument_types)

@@ -1,4 +1,4 @@
-"""All stages that a program may have, in the order of `stages_of`."""
+"""The stages of a program, in the order of `stages_of`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import metadata
 from typing import final
 
 import jax
@@ -24,11 +23,8 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.constants import constants
-from jaxstrategy._src.tracing.nnx.object_form import (
-    holders_of,
-    structure_of,
-)
-from jaxstrategy._src.tracing.roles import Role, must_look_first
+from jaxstrategy._src.tracing.nnx.object_form import holders_of, structure_of
+from jaxstrategy._src.tracing.roles import Role, is_before_jaxlib_012, must_check_first
 from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
@@ -40,20 +36,18 @@ from jaxstrategy._src.values.trees import is_object
 
 @final
 class Donation(Stage):
-    """The donated arguments of a program; none may be passed twice."""
+    """Donates arguments; raises if one of them is passed twice."""
 
     def __init__(self, step: ReplicaStep, donated: frozenset[int]) -> None:
         self.donated = donated
         self._step = step
-        self._looks_first = must_look_first(len(step.replicas.all_devices))
+        self._must_check_first = must_check_first(len(step.replicas.all_devices))
 
     @property
     def is_active(self) -> bool:
-        """Whether calls look for such an array before JAX does."""
-        return self._looks_first
+        return self._must_check_first
 
     def before(self, leaves: Sequence[Leaf]) -> None:
-        """Raises if a donated array is passed twice."""
         check_once(self._step, leaves, self.donated)
 
 
@@ -77,62 +71,61 @@ def check_once(
 
 @final
 class MaskArguments(Stage):
-    """The masks among a program's arguments, and what its traces did with them."""
+    """Lets a step use the masks of batches; warns if it ignores padded rows."""
 
     def __init__(self, step: ReplicaStep) -> None:
-        self._places = [i for i, role in enumerate(step.roles) if role is Role.MASK]
+        self._indices = [i for i, role in enumerate(step.roles) if role is Role.MASK]
         self._step = step
-        # What the step asked, known once it is traced.
+        # What the traces so far did.
         self._is_traced = False
-        self._is_asked_for = False
-        self._keeps_rows = False
-        self._alike: set[tuple[int, ...]] = set()
-        # Each warning is given once; and once more where JAX traces what calls.
-        self._told: set[tuple[Callable[[str], str], bool]] = set()
+        self._uses_masks = False
+        self._gathers_rows = False
+        # Masks of batches with equal numbers of rows, which the step could not tell
+        # apart.
+        self._ambiguous: set[tuple[int, ...]] = set()
+        # Each warning is given once; and once more where JAX traces the caller.
+        self._given: set[tuple[Callable[[str], str], bool]] = set()
 
     @property
     def is_active(self) -> bool:
-        """Whether there is a mask among the arguments that has to be looked at."""
-        is_settled = self._is_traced and self._is_asked_for and not self._keeps_rows
-        return bool(self._places) and (bool(self._alike) or not is_settled)
+        is_fine = self._is_traced and self._uses_masks and not self._gathers_rows
+        return bool(self._indices) and (bool(self._ambiguous) or not is_fine)
 
     @contextlib.contextmanager
-    def tracing(self, own: Sequence[Leaf]) -> Iterator[None]:
-        """A `with` block in which the step can ask which rows are real."""
-        batches = StepMasks([BatchArray(own[i - 1], own[i], i) for i in self._places])
+    def tracing(self, leaves: Sequence[Leaf]) -> Iterator[None]:
+        arrays = [BatchArray(leaves[i - 1], leaves[i], i) for i in self._indices]
+        batches = StepMasks(arrays)
         with masks.tracing_with(batches):
             yield
         self._is_traced = True
-        self._is_asked_for |= batches.asked
-        self._keeps_rows |= batches.gathered
-        self._alike |= batches.ambiguous
+        self._uses_masks |= batches.asked
+        self._gathers_rows |= batches.gathered
+        self._ambiguous |= batches.ambiguous
 
     def before(self, leaves: Sequence[Leaf]) -> None:
-        """Checks whether a call is one that the step does right by."""
-        for places in self._alike:
-            self._check_alike(places, [leaves[i] for i in places])
-        if self._is_traced and (self._keeps_rows or not self._is_asked_for):
-            self._check_used([leaves[i] for i in self._places])
+        for indices in self._ambiguous:
+            self._check_same(indices, [leaves[i] for i in indices])
+        if self._is_traced and (self._gathers_rows or not self._uses_masks):
+            self._warn_if_padded([leaves[i] for i in self._indices])
 
-    def _check_used(self, found: list[Leaf]) -> None:
-        if any(isinstance(mask, Tracer) for mask in found):
-            told = _may_be_unmasked
-        elif any(map(masks.is_padded, found)):
-            told = _gathered if self._is_asked_for else _unmasked
+    def _warn_if_padded(self, row_masks: list[Leaf]) -> None:
+        if any(isinstance(mask, Tracer) for mask in row_masks):
+            warning = _may_be_unmasked
+        elif any(map(masks.is_padded, row_masks)):
+            warning = _gathered if self._uses_masks else _unmasked
         else:
             return
-        turn = told, _arrays.is_traced()
-        if turn not in self._told:
-            self._told.add(turn)
-            user_code.warn(told(self._step.name), PaddedRowsWarning)
+        key = warning, _arrays.is_traced()
+        if key not in self._given:
+            self._given.add(key)
+            user_code.warn(warning(self._step.name), PaddedRowsWarning)
 
-    def _check_alike(self, places: tuple[int, ...], masks: list[Leaf]) -> None:
-        first, *others = masks
-        if any(isinstance(mask, Tracer) for mask in masks):
-            return  # of one array there can be several
-        if all(mask is first for mask in others):
+    def _check_same(self, indices: tuple[int, ...], row_masks: list[Leaf]) -> None:
+        if any(isinstance(mask, Tracer) for mask in row_masks):
+            return  # there may be several tracers of one array
+        if all(mask is row_masks[0] for mask in row_masks):
             return
-        names = ", ".join(self._step.label(i - 1) for i in places)
+        names = ", ".join(self._step.label(i - 1) for i in indices)
         raise ValueError(
             f"`{self._step.name}` was given {names}, of different batches with equal "
             "numbers of rows, and asked which rows of something computed from them are "
@@ -142,9 +135,9 @@ class MaskArguments(Stage):
 
 
 def check_traced(masks: StepMasks, name: str) -> None:
-    """Checks whether a function that was traced does right by batches with masks."""
-    for places in masks.ambiguous:
-        if len(set(places)) > 1:
+    """Raises or warns if a traced function may ignore masks of batches."""
+    for indices in masks.ambiguous:
+        if len(set(indices)) > 1:
             raise ValueError(
                 f"`{name}` takes several batches with equal numbers of rows, and asked "
                 "which rows of something computed from them are real. Say which batch "
@@ -152,8 +145,8 @@ def check_traced(masks: StepMasks, name: str) -> None:
                 "array of that batch itself."
             )
     if masks.gathered or not masks.asked:
-        told = _gathered if masks.asked else _unmasked
-        user_code.warn(told(name), PaddedRowsWarning)
+        warning = _gathered if masks.asked else _unmasked
+        user_code.warn(warning(name), PaddedRowsWarning)
 
 
 def _gathered(name: str) -> str:
@@ -186,17 +179,18 @@ def _unmasked(name: str) -> str:
     )
 
 
+# At least so many steps may run at once, and at most twice as many.
 DEPTH = 8
 
-# One window for the process: all strategies share the threads.
+# One queue for the process: all strategies share the threads.
 _running: collections.deque[jax.Array] = collections.deque()
 
 
 @final
 class InFlight(Stage):
-    """Counts the calls of a program, and waits until few enough are running."""
+    """Limits how many calls run at once."""
 
-    def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
+    def instrument(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
         """Adds an output that is ready when the step is done."""
 
         def with_token(
@@ -208,72 +202,61 @@ class InFlight(Stage):
         return with_token
 
     def after(self, output: jax.Array) -> None:
-        """Counts the call, and waits for an earlier one."""
-        dispatched(output)
+        count_dispatch(output)
 
 
-def needed(devices: Iterable[Device]) -> bool:
-    """Whether steps on `devices` must be bounded, or others are told of them."""
+def must_count(devices: Iterable[Device]) -> bool:
+    """Whether steps on these devices must be limited, or reported to observers."""
     devices = list(devices)
     if any(d.process_index != jax.process_index() for d in devices):
         return True
     if len(devices) == 1 or devices[0].platform != "cpu":
         return False
-    return _version(metadata.version("jaxlib")) < (0, 12)
+    return is_before_jaxlib_012()
 
 
 _observers: list[Callable[[jax.Array], None]] = []
 
 
 def on_dispatch(observer: Callable[[jax.Array], None]) -> None:
-    """Let `observer` be called with one of the results of each step that is counted."""
+    """Calls `observer` with one result of each step that is counted."""
     if observer not in _observers:
         _observers.append(observer)
 
 
-def dispatched(token: jax.Array) -> None:
-    """Count a step, known by one of its results; sometimes wait for earlier ones."""
+def count_dispatch(token: jax.Array) -> None:
+    """Counts a step, given one of its results; sometimes waits for earlier ones."""
     if isinstance(token, Tracer):
         return  # part of a larger program, which its caller dispatches
     for observer in _observers:
         observer(token)
     _running.append(token)
-    if len(_running) >= 2 * DEPTH:
-        _wait_for_earlier()
-
-
-def _wait_for_earlier() -> None:
-    """Wait for the `DEPTH` steps that have been running longest."""
+    if len(_running) < 2 * DEPTH:
+        return
     for _ in range(DEPTH):
-        # A step that failed says so to whoever reads its results, not to this one; and
-        # another thread may be waiting for them already.
+        # A step that failed raises where its results are read, not here; and another
+        # thread may be waiting for them already.
         with contextlib.suppress(jax.errors.JaxRuntimeError, IndexError):
             _running.popleft().block_until_ready()
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
-
-
 @final
 class ConstantObjects(Stage):
-    """The objects whose arrays are constants of a program."""
+    """Compiles again when Flax NNX objects change whose arrays are constants."""
 
     def __init__(self, step: ReplicaStep) -> None:
         self._name = step.name
         self._variables: list[tuple[Leaf, Leaf]] = []
         self._owners: list[tuple[weakref.ref[object], object]] = []
-        self._times = 0
+        self._num_changes = 0
 
     @property
     def is_active(self) -> bool:
-        """Whether a trace so far has such constants."""
         return bool(self._variables)
 
     def traced(self, step: TracedStep) -> None:
-        """Takes note of the constants of a traced step."""
-        found = (constant.value for constant in constants(step.trace.closed))
-        arrays = {id(value) for value in found if isinstance(value, jax.Array)}
+        values = (constant.value for constant in constants(step.trace.closed))
+        arrays = {id(value) for value in values if isinstance(value, jax.Array)}
         if not arrays:
             return
         holders = holders_of(arrays)
@@ -284,14 +267,16 @@ class ConstantObjects(Stage):
         )
 
     def is_outdated(self) -> bool:
-        """Whether a constant is not what its object has now; forgets them if so."""
-        arrays = all(v.get_raw_value() is array for v, array in self._variables)
-        if arrays and all(map(_is_as_it_was, self._owners)):
+        is_same = all(v.get_raw_value() is array for v, array in self._variables)
+        for ref, structure in self._owners:
+            owner = ref()
+            is_same &= owner is None or structure_of(owner) == structure
+        if is_same:
             return False
         self._variables, self._owners = [], []
-        self._times += 1
-        # Once can also mean that a constant came from a copy of what has changed.
-        if self._times == 2:
+        self._num_changes += 1
+        # The first time, the constant may have been that of a copy.
+        if self._num_changes == 2:
             user_code.warn(
                 f"`{self._name}` is compiled again because an object of Flax NNX has "
                 "changed that it uses but was not given, and to which no name, "
@@ -302,21 +287,13 @@ class ConstantObjects(Stage):
         return True
 
 
-def _is_as_it_was(known: tuple[weakref.ref[object], object]) -> bool:
-    owner = known[0]()
-    return owner is None or structure_of(owner) == known[1]
-
-
 def stages_of(step: ReplicaStep, options: RunOptions) -> list[Stage]:
-    """The stages of the program of a step that is compiled with these options.
-
-    In this order they look at a call, and at what comes of it.
-    """
+    """The stages of a program with these options, in the order of their hooks."""
     stages: list[Stage] = []
     if donated := frozenset(step.signature.donated(options.donated)):
         stages.append(Donation(step, donated))
     stages += (MaskArguments(step), ConstantObjects(step))
-    if needed(step.replicas.all_devices):
+    if must_count(step.replicas.all_devices):
         stages.append(InFlight())
     if options.check_finite:
         stages.append(Finite(step, with_infinities=options.check_finite != "nan"))

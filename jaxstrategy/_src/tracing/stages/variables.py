@@ -1,4 +1,4 @@
-"""Variables that the program of a step is given as arrays: `VariableArguments`."""
+"""Variables as arguments of a program, which donates their buffers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy._src.errors import PlacementError
 from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
-from jaxstrategy._src.tracing.functions import weak_references
+from jaxstrategy._src.tracing.functions.weak_references import weak_method
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
-from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import Cell
 from jaxstrategy._src.variables.variable import Variable
@@ -22,9 +21,9 @@ from jaxstrategy._src.variables.variable import Variable
 
 @dataclasses.dataclass(frozen=True)
 class _Home:
-    """Where a variable is that lives elsewhere, and what messages say of it.
+    """The sharding of a variable on other devices, and its name for messages.
 
-    A program does not hold the variable itself, which may be dropped before it.
+    The variable itself is not kept alive.
     """
 
     sharding: NamedSharding
@@ -33,73 +32,72 @@ class _Home:
 
 @final
 class VariableBuffers:
-    """The variables that one program is given; does not change."""
+    """The variables that are arguments of one program; immutable."""
 
     def __init__(
         self,
         replicas: Replicas,
-        here: dict[Cell, NamedSharding] | None = None,
-        away: dict[Cell, _Home] | None = None,
+        local: dict[Cell, NamedSharding] | None = None,
+        remote: dict[Cell, _Home] | None = None,
     ) -> None:
         self._replicas = replicas
-        self._here = here or {}
-        self._away = away or {}
-        # Those that live on all replicas: the first `values`, which may be overwritten.
-        self.lent = list(self._here)
-        self.is_empty = not self._here and not self._away
+        self._local = local or {}
+        self._remote = remote or {}
+        # On all replicas: the first of `values`, which may be donated.
+        self.local_cells = list(self._local)
+        self.is_empty = not self._local and not self._remote
 
     @property
     def cells(self) -> list[Cell]:
-        """Where each of the `values` is kept."""
-        return [*self._here, *self._away]
+        """The cells of `values`."""
+        return [*self._local, *self._remote]
 
     @property
     def shardings(self) -> list[NamedSharding]:
-        """The places of `values` on the devices."""
-        everywhere = [self._replicas.sharding(REPLICATED)] * len(self._away)
-        return [*self._here.values(), *everywhere]
+        """The shardings of `values`."""
+        replicated = [self._replicas.sharding(REPLICATED)] * len(self._remote)
+        return [*self._local.values(), *replicated]
 
     def __contains__(self, variable: Variable) -> bool:
-        return variable.cell in self._here or variable.cell in self._away
+        return variable.cell in self._local or variable.cell in self._remote
 
     def missing(self, used: Sequence[Variable], traced: bool) -> list[Variable]:
-        """The variables among `used` that should be carried and are not."""
+        """The variables among `used` that should be arguments and are not."""
 
         def by_reference(variable: Variable) -> bool:
-            here = variable.lives_on(self._replicas)
-            return here and (traced or variable.cell.is_reference)
+            is_local = variable.lives_on(self._replicas)
+            return is_local and (traced or variable.cell.is_reference)
 
         return [v for v in used if v not in self and not by_reference(v)]
 
     def plus(self, variables: Sequence[Variable]) -> VariableBuffers:
-        """These too."""
-        here, away = dict(self._here), dict(self._away)
+        local, remote = dict(self._local), dict(self._remote)
         for variable in variables:
             if variable.lives_on(self._replicas):
-                here[variable.cell] = variable.sharding
+                local[variable.cell] = variable.sharding
             else:
                 where = variable.replicas.device_names
                 home = _Home(variable.sharding, f"{variable.name!r} lives on {where}")
-                away[variable.cell] = home
-        return VariableBuffers(self._replicas, here, away)
+                remote[variable.cell] = home
+        return VariableBuffers(self._replicas, local, remote)
 
     def without_references(self, traced: bool) -> VariableBuffers:
-        """Without those that must not be carried any more."""
-        here = self._here.items()
-        kept = {c: s for c, s in here if not traced and not c.is_reference}
-        return VariableBuffers(self._replicas, kept, self._away)
+        """Without variables that became references; without local ones if `traced`."""
+        local = {} if traced else self._local
+        local = {cell: s for cell, s in local.items() if not cell.is_reference}
+        return VariableBuffers(self._replicas, local, self._remote)
 
     def values(self) -> list[jax.Array]:
-        """For the program."""
+        """The arguments for the program."""
         # Written out, because it is done for every variable at every step.
-        here = [cell.array for cell in self.lent if cell.is_alone]
-        if len(here) < len(self.lent):
-            here = [cell.lend() for cell in self.lent]
-        if not self._away:
-            return here
-        return here + [self._fetched(cell, home) for cell, home in self._away.items()]
+        local = [cell.array for cell in self.local_cells if cell.is_alone]
+        if len(local) < len(self.local_cells):
+            local = [cell.lend() for cell in self.local_cells]
+        if not self._remote:
+            return local
+        return local + [self._copy_of(*item) for item in self._remote.items()]
 
-    def _fetched(self, cell: Cell, home: _Home) -> jax.Array:
+    def _copy_of(self, cell: Cell, home: _Home) -> jax.Array:
         if access.is_traced():
             raise PlacementError(
                 f"Variable {home.description}, not on all replicas, so a step "
@@ -111,92 +109,89 @@ class VariableBuffers:
         return jax.device_put(cell[...], self._replicas.sharding(REPLICATED))
 
     def store(self, values: Sequence[jax.Array]) -> None:
-        """Keep what a step made of them."""
-        for cell, value in zip(self.lent, values, strict=False):
+        """Stores the values after a step."""
+        for cell, value in zip(self.local_cells, values, strict=False):
             cell.array = value
-        away = values[len(self.lent) :]
-        for (cell, home), value in zip(self._away.items(), away, strict=True):
+        remote = values[len(self.local_cells) :]
+        for (cell, home), value in zip(self._remote.items(), remote, strict=True):
             first = value.addressable_data(0)
             cell[...] = jax.device_put(first, home.sharding)
 
     def references(self, values: Sequence[jax.Array]) -> dict[Cell, jax.Ref]:
-        """For each a reference that a program works on, while it is traced."""
-        refs = map(jax.new_ref, values)
-        return dict(zip([*self._here, *self._away], refs, strict=True))
+        """References with these values, for the trace of the program."""
+        return dict(zip(self.cells, map(jax.new_ref, values), strict=True))
 
-    def kept(self, references: Mapping[Cell, jax.Ref]) -> list[jax.Array]:
-        """What these hold when the step has ended, where it is kept between steps."""
-        places = zip(references.values(), self.shardings, strict=True)
-        # Along inner axes XLA might divide what is to be whole.
-        is_open = bool(self._replicas.inner_axes)
-        return [
-            jax.lax.with_sharding_constraint(frozen, where)
-            if is_open or not where.is_fully_replicated
-            else frozen
-            for reference, where in places
-            for frozen in [jax.freeze(reference)]
-        ]
+    def frozen(self, references: Mapping[Cell, jax.Ref]) -> list[jax.Array]:
+        """The values of references at the end of the step, with their shardings."""
+        arrays = []
+        for reference, sharding in zip(
+            references.values(), self.shardings, strict=True
+        ):
+            array = jax.freeze(reference)
+            # Along inner axes XLA might shard what is to be replicated.
+            if self._replicas.inner_axes or not sharding.is_fully_replicated:
+                array = jax.lax.with_sharding_constraint(array, sharding)
+            arrays.append(array)
+        return arrays
 
 
 @final
 class VariableArguments:
-    """The variables that a program is given, as far as traces have told.
+    """The variables that are arguments of a program, after the traces so far.
 
-    A step's variables are known when it is traced. Those that JAX may turn into
-    references, because it traces the code that calls the step, are not given.
+    References are captured instead: JAX makes variables references where it traces the
+    code that calls the step.
     """
 
-    def __init__(self, step: ReplicaStep, forget: Callable[[], object]) -> None:
+    def __init__(self, step: ReplicaStep, recompile: Callable[[], object]) -> None:
         self._step = step
-        self._forget = forget
+        self._recompile = recompile
         self._used: list[weakref.ref[Any]] = []
-        self.carried = VariableBuffers(step.replicas)
+        self.buffers = VariableBuffers(step.replicas)
         self.are_used = False
         self.by_reference = False
         self.caller_is_traced = False
 
     def check_outside(self) -> None:
-        """Raises inside a function that is differentiated with respect to one."""
+        """Raises where JAX differentiates with respect to a variable."""
         access.check_outside(used() for used in self._used)
 
     def traced(self, step: TracedStep, is_traced: bool) -> bool:
-        """Takes note of a new trace; returns whether the program must be made anew."""
+        """Adds the variables of a trace; returns whether the arguments changed."""
         used = step.trace.used
-        self._watch([*used, *step.results.variables])
-        missing = self.carried.missing(used, is_traced)
-        carried_now = sum(variable in self.carried for variable in used)
-        by_reference = carried_now + len(missing) < len(used)
+        on_death = weak_method(self, VariableArguments._drop_all)
+        known = {ref() for ref in self._used}
+        watched = (v for v in (*used, *step.results.variables) if v not in known)
+        self._used += [weakref.ref(variable, on_death) for variable in watched]
+        missing = self.buffers.missing(used, is_traced)
+        num_known = sum(variable in self.buffers for variable in used)
+        by_reference = num_known + len(missing) < len(used)
         if not missing and by_reference <= self.by_reference:
             return False
         self.are_used = True
         self.by_reference |= by_reference
-        self.carried = self.carried.plus(missing)
+        self.buffers = self.buffers.plus(missing)
         return True
 
-    def settle(self) -> bool:
-        """Before a call: leaves out what is a reference now; whether there was any."""
+    def drop_references(self) -> bool:
+        """Before a call: drops arguments that are references now; whether any was."""
         self.caller_is_traced = access.is_traced()
-        lent = self.carried.lent
-        traced = bool(lent) and self.caller_is_traced
-        if not traced and not any([cell.array is None for cell in lent]):
+        cells = self.buffers.local_cells
+        traced = bool(cells) and self.caller_is_traced
+        if not traced and not any([cell.array is None for cell in cells]):
             return False
         self.by_reference = True
-        self.carried = self.carried.without_references(traced)
+        self.buffers = self.buffers.without_references(traced)
         return True
 
     def in_references(self) -> list[tuple[jax.Ref, jax.Array]]:
-        """The references that the step changes in place, and what they hold now."""
+        """The references that the step may change in place, and their values."""
         used = [variable.cell for ref in self._used if (variable := ref()) is not None]
         return [(cell.ref, cell[...]) for cell in used if cell.is_reference]
 
-    def _watch(self, variables: Sequence[Handle]) -> None:
-        """Forgets what was compiled when one of these is gone."""
-        gone = weak_references.of(self, VariableArguments._gone)
-        watched = {used() for used in self._used}
-        self._used += (weakref.ref(v, gone) for v in variables if v not in watched)
-
-    def _gone(self, _: object) -> None:
+    def _drop_all(self, _: object) -> None:
+        """Callback of a variable that died: compiles again."""
         if self._step.is_alive:
             self._used, self.by_reference = [], False
-            self.carried = VariableBuffers(self._step.replicas)
-            self._forget()
+            self.buffers = VariableBuffers(self._step.replicas)
+            self._recompile()

@@ -1,4 +1,4 @@
-"""Collectives of vmapped replicas: over those of a device, then over devices."""
+"""Collectives of vmapped replicas: over those of a device, and over devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxstrategy._src.reductions.operations import unfolded
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.jaxprs.visit import Equation, is_along
+from jaxstrategy._src.tracing.jaxprs.visit import Equation, axis_names, is_along
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.values.arrays import Function
 
@@ -21,7 +21,7 @@ from jaxstrategy._src.values.arrays import Function
 @final
 @dataclasses.dataclass(frozen=True)
 class VmappedAxes:
-    """The axes of replicas that share devices, those of each device in a row."""
+    """Axis names of replicas that share devices; those of a device are consecutive."""
 
     replicas: str
     parts: str
@@ -33,7 +33,6 @@ class VmappedAxes:
 
     @staticmethod
     def of(replicas: Replicas) -> VmappedAxes:
-        """Those of some replicas."""
         (axis,), (parts,) = replicas.axes, replicas.part_axes
         (vmapped,) = replicas.sharing_axes
         return VmappedAxes(
@@ -47,8 +46,8 @@ class VmappedAxes:
         )
 
     @property
-    def of_steps(self) -> list[tuple[str, int]]:
-        """The axes that steps know, and their sizes; the last two if divided only."""
+    def in_steps(self) -> list[tuple[str, int]]:
+        """The axes in steps, and their sizes; the last two with sharded state only."""
         return [
             (self.replicas, self.count),
             (self.parts, self.num_devices),
@@ -56,8 +55,8 @@ class VmappedAxes:
         ]
 
     @property
-    def of_vmapped(self) -> list[tuple[str, int]]:
-        """The axes that vmapped replicas know, and their sizes."""
+    def in_vmap(self) -> list[tuple[str, int]]:
+        """The axes of vmapped replicas, and their sizes."""
         return [(self.devices, self.num_devices), (self.vmapped, self.per_device)]
 
     @property
@@ -67,27 +66,26 @@ class VmappedAxes:
 
     @property
     def count(self) -> int:
-        """The number of replicas."""
         return self.num_devices * self.per_device
 
     def index(self) -> jax.Array:
-        """The number of this replica."""
+        """The id of this replica."""
         return lax.axis_index(self.devices) * self.per_device + self.vmapped_index()
 
     def vmapped_index(self) -> jax.Array:
-        """The number of this vmapped replica on its device."""
+        """The index of this replica on its device."""
         return lax.axis_index(self.vmapped)
 
-    def own(self, *arrays: jax.Array) -> list[jax.Array]:
-        """`arrays`, which to `jax.vmap` each vmapped replica then has for itself."""
+    def batched(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Makes `jax.vmap` treat arrays as batched, whether they are or not."""
         is_any = self.vmapped_index() >= 0
         return [lax.select(is_any, x, x) for x in arrays]
 
-    def versions(self, array: jax.Array) -> jax.Array:
+    def gather(self, array: jax.Array) -> jax.Array:
         """All replicas' arrays: `[...]` -> `[replica, ...]`."""
-        own = lax.all_gather(array, self.vmapped)
-        everything = lax.all_gather(own, self.devices)
-        return everything.reshape(self.count, *array.shape)
+        on_device = lax.all_gather(array, self.vmapped)
+        gathered = lax.all_gather(on_device, self.devices)
+        return gathered.reshape(self.count, *array.shape)
 
 
 _Groups: TypeAlias = Sequence[Sequence[int]] | None
@@ -98,20 +96,19 @@ _REDUCTIONS = frozenset((*_SUMS, *_EXTREMES))
 
 
 # JAX has no rules for most collectives over an axis of `jax.vmap` and one of the mesh
-# at once, nor for groups along an axis of `jax.vmap` (0.10 and 0.12). Here, what it
-# lacks is a gather of all versions, of which each replica picks.
+# at once, nor for groups along an axis of `jax.vmap` (0.10 and 0.12). These gather the
+# arrays of all replicas, from which each takes what it needs.
 @final
 @dataclasses.dataclass(frozen=True)
 class VmappedCollectives:
-    """What takes the place of the collectives over all replicas."""
+    """Replaces collectives over all replicas."""
 
     axes: VmappedAxes
 
-    def in_place_of(self, eqn: Equation) -> Function | None:
-        """The function that takes the place of an equation; None: it stays."""
+    def replacement(self, eqn: Equation) -> Function | None:
         name, params = eqn.primitive.name, eqn.params
         if is_along(eqn, [self.axes.parts]):
-            return self._of_parts(eqn)
+            return self._over_devices(eqn)
         if name == "axis_index":
             is_ours = params["axis_name"] == self.axes.replicas
             return (lambda: [self.axes.index()]) if is_ours else None
@@ -132,8 +129,8 @@ class VmappedCollectives:
             )
         return rule(eqn)
 
-    def _of_parts(self, eqn: Equation) -> Function:
-        """The same of the devices, which have another name under `jax.vmap`."""
+    def _over_devices(self, eqn: Equation) -> Function:
+        """The same collective, with the name of the devices' axis under `jax.vmap`."""
         primitive, params = eqn.primitive, dict(eqn.params)
         key = "axes" if "axes" in params else "axis_name"
         is_tuple = isinstance(params[key], tuple)
@@ -146,10 +143,8 @@ class VmappedCollectives:
         return computed
 
     def _other_axes(self, eqn: Equation) -> tuple[Any, ...]:
-        """The axes besides: numbers of those that a user's `jax.vmap` has made."""
-        found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        names = found if isinstance(found, (tuple, list)) else (found,)
-        return tuple(name for name in names if name != self.axes.replicas)
+        """The other axes: numbers of those of the user's `jax.vmap`."""
+        return tuple(name for name in axis_names(eqn) if name != self.axes.replicas)
 
     def _sum(self, eqn: Equation) -> Function:
         groups = _groups_of(eqn)
@@ -185,14 +180,14 @@ class VmappedCollectives:
 
         def scattered(array: jax.Array) -> list[jax.Array]:
             if groups is None:
-                # Over vmapped replicas first: they would send an array each.
+                # First over vmapped replicas, which would send an array each.
                 total = lax.psum(unfolded(array), self.axes.vmapped)
                 parts = _parts(total, axis, self.axes.count, is_tiled)
-                of_device = lax.psum_scatter(parts, self.axes.devices, tiled=True)
-                return [_picked(of_device, self.axes.vmapped_index())]
+                on_device = lax.psum_scatter(parts, self.axes.devices, tiled=True)
+                return [_at(self.axes.vmapped_index(), on_device)]
             total = self._sum_of(array, groups)
             parts = _parts(total, axis, len(groups[0]), is_tiled)
-            return [_picked(parts, self._place(groups))]
+            return [_at(self._index_in_group(groups), parts)]
 
         return scattered
 
@@ -203,14 +198,14 @@ class VmappedCollectives:
 
         def permuted(array: jax.Array) -> list[jax.Array]:
             source = jnp.asarray(sources)[self.axes.index()]
-            found = _picked(self.axes.versions(array), jnp.maximum(source, 0))
-            return [jnp.where(source < 0, jnp.zeros_like(found), found)]
+            received = _at(jnp.maximum(source, 0), self.axes.gather(array))
+            return [jnp.where(source < 0, jnp.zeros_like(received), received)]
 
         return permuted
 
     def _pbroadcast(self, eqn: Equation) -> Function:
         source = eqn.params["source"]
-        return lambda array: [self.axes.versions(array)[source]]
+        return lambda array: [self.axes.gather(array)[source]]
 
     def _all_to_all(self, eqn: Equation) -> Function:
         groups, params = _groups_of(eqn), eqn.params
@@ -218,42 +213,41 @@ class VmappedCollectives:
 
         def exchanged(array: jax.Array) -> list[jax.Array]:
             members = self._members(array, groups)
-            # `jax.lax` has put in the dimension that is new without `tiled`.
+            # Without `tiled`, `jax.lax` has inserted the new dimension already.
             length = array.shape[split] // members.shape[0]
-            start = self._place(groups) * length
+            start = self._index_in_group(groups) * length
             mine = lax.dynamic_slice_in_dim(members, start, length, split + 1)
             return [_joined(mine, concat, True)]
 
         return exchanged
 
     def _members(self, array: jax.Array, groups: _Groups) -> jax.Array:
-        """The versions of a replica's group: `[...]` -> `[member, ...]`."""
-        versions = self.axes.versions(array)
+        """The arrays of a replica's group: `[...]` -> `[member, ...]`."""
+        gathered = self.axes.gather(array)
         if groups is None:
-            return versions
-        # Of a smaller group than others one member stands for those that it lacks.
+            return gathered
+        # Smaller groups are padded with their first member.
         size = max(map(len, groups))
-        full = [
+        padded = [
             [*group, *group[:1] * (size - len(group))] for group in map(list, groups)
         ]
-        members = {i: group for group in full for i in group}
+        members = {i: group for group in padded for i in group}
         table = jnp.asarray([members[i] for i in range(self.axes.count)])
-        return versions[table[self.axes.index()]]
+        return gathered[table[self.axes.index()]]
 
     def _sum_of(self, array: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
         members = self._members(array, groups)
         sizes = {i: len(group) for group in groups for i in group}
         size = jnp.asarray([sizes[i] for i in range(self.axes.count)])
-        is_there = jnp.arange(members.shape[0]) < size[self.axes.index()]
-        is_there = jnp.expand_dims(is_there, range(1, members.ndim))
-        return jnp.where(is_there, members, 0).sum(0, dtype=array.dtype)
+        is_real = jnp.arange(members.shape[0]) < size[self.axes.index()]
+        is_real = jnp.expand_dims(is_real, range(1, members.ndim))
+        return jnp.where(is_real, members, 0).sum(0, dtype=array.dtype)
 
-    def _place(self, groups: _Groups) -> jax.Array:
-        """The place of a replica in its group."""
+    def _index_in_group(self, groups: _Groups) -> jax.Array:
         if groups is None:
             return self.axes.index()
-        places = {i: place for group in groups for place, i in enumerate(group)}
-        table = jnp.asarray([places[i] for i in range(self.axes.count)])
+        indices = {i: index for group in groups for index, i in enumerate(group)}
+        table = jnp.asarray([indices[i] for i in range(self.axes.count)])
         return table[self.axes.index()]
 
 
@@ -261,13 +255,12 @@ def _groups_of(eqn: Equation) -> _Groups:
     return eqn.params["axis_index_groups"]
 
 
-def _picked(versions: jax.Array, index: jax.Array) -> jax.Array:
-    """One of the arrays that are stacked along the first dimension."""
-    return lax.dynamic_index_in_dim(versions, index, 0, keepdims=False)
+def _at(index: jax.Array, stacked: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
 
 
 def _joined(members: jax.Array, axis: int, is_tiled: bool) -> jax.Array:
-    """Arrays `[member, ...]` along one of their own dimensions, or along a new one."""
+    """Concatenates `[member, ...]` along a dimension if tiled; else stacks them."""
     stacked = jnp.moveaxis(members, 0, axis)
     if not is_tiled:
         return stacked
@@ -277,7 +270,7 @@ def _joined(members: jax.Array, axis: int, is_tiled: bool) -> jax.Array:
 
 
 def _parts(array: jax.Array, axis: int, count: int, is_tiled: bool) -> jax.Array:
-    """The parts of an array along a dimension, `[part, ...]`."""
+    """Splits an array along a dimension: `[part, ...]`."""
     if not is_tiled:
         return jnp.moveaxis(array, axis, 0)
     shape: Any = list(array.shape)

@@ -1,4 +1,4 @@
-"""Branches, loops and callbacks of vmapped replicas."""
+"""Branches, loops and callbacks of vmapped replicas: `VmappedControlFlow`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from jaxstrategy._src.tracing.jaxprs.rewrite import (
     rewritten,
     with_contents,
 )
-from jaxstrategy._src.tracing.jaxprs.visit import Equation, hidden, is_along, jaxpr_of
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    Equation,
+    inner_eqns,
+    is_along,
+    jaxpr_of,
+)
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes
 from jaxstrategy._src.values.arrays import Function, Leaf
 
 
 def in_turn(eqn: Equation, axes: VmappedAxes) -> Function:
-    """An equation without collectives that each vmapped replica computes by itself."""
-    held = references(eqn)
-    function = on_contents(function_of(eqn), held)
-    if any(_is_index(each, axes) for each in hidden(eqn.params)):
-        return with_contents(_numbered(eqn, function, held, axes), held)
+    """Evaluates an equation without collectives for one replica after the other."""
+    refs = references(eqn)
+    function = on_contents(function_of(eqn), refs)
+    if any(_is_index(each, axes) for each in inner_eqns(eqn.params)):
+        return with_contents(_unrolled(eqn, function, refs, axes), refs)
 
     @custom_vmap
     def called(*operands: jax.Array) -> list[jax.Array]:
@@ -38,26 +43,26 @@ def in_turn(eqn: Equation, axes: VmappedAxes) -> Function:
 
     @called.def_vmap
     def _of_vmapped(size: int, is_batched: list[bool], *operands: jax.Array) -> Any:
-        own = [x for x, batched in zip(operands, is_batched, strict=True) if batched]
+        batched = [x for x, is_ in zip(operands, is_batched, strict=True) if is_]
 
         # Not `called` itself: JAX 0.10 has no rule for its references in a loop.
-        def one(some: list[jax.Array]) -> list[jax.Array]:
-            mapped = iter(some)
+        def one(rows: list[jax.Array]) -> list[jax.Array]:
+            following = iter(rows)
             pairs = zip(operands, is_batched, strict=True)
-            return function(*(next(mapped) if b else x for x, b in pairs))
+            return function(*(next(following) if b else x for x, b in pairs))
 
-        results = lax.map(one, own)
+        results = lax.map(one, batched)
         return results, [True] * len(results)
 
-    return with_contents(called, held)
+    return with_contents(called, refs)
 
 
-def _numbered(
-    eqn: Equation, function: Function, held: Sequence[int], axes: VmappedAxes
+def _unrolled(
+    eqn: Equation, function: Function, refs: Sequence[int], axes: VmappedAxes
 ) -> Function:
-    """As `in_turn`, where the number of each vmapped replica is written out.
+    """As `in_turn`, unrolled with the index of each replica as a constant.
 
-    In a loop over the vmapped replicas none of them has the name of the axis.
+    In a loop over vmapped replicas the name of their axis would be unbound.
     """
 
     @custom_vmap
@@ -70,19 +75,18 @@ def _numbered(
     ) -> Any:
         results: list[list[jax.Array]] = []
         for number in range(size):
-            own = on_contents(function_of(_of_replica(eqn, number, axes)), held)
+            one = on_contents(function_of(_with_index(eqn, number, axes)), refs)
             pairs = zip(operands, is_batched[1:], strict=True)
-            results.append(own(*(x[number] if b else x for x, b in pairs)))
+            results.append(one(*(x[number] if b else x for x, b in pairs)))
         stacked = [jnp.stack(each) for each in zip(*results, strict=True)]
         return stacked, [True] * len(stacked)
 
-    # With its number, each vmapped replica is another one even if the operands are all
-    # the same.
+    # The index is batched, even if no operand is.
     return lambda *operands: called(axes.vmapped_index(), *operands)
 
 
-def _of_replica(eqn: Equation, number: int, axes: VmappedAxes) -> Equation:
-    """`eqn` as the vmapped replica of this number computes it."""
+def _with_index(eqn: Equation, number: int, axes: VmappedAxes) -> Equation:
+    """`eqn` with a constant for the index of the vmapped replica."""
 
     def rule(each: Equation) -> Function | None:
         if not _is_index(each, axes):
@@ -91,8 +95,8 @@ def _of_replica(eqn: Equation, number: int, axes: VmappedAxes) -> Equation:
         return lambda: [jnp.copy(jnp.asarray(number, dtype))]
 
     alone = jaxpr_of(eqn.invars, [eqn], eqn.outvars)
-    (own,) = rewritten(alone, rule, axes.of_vmapped).eqns
-    return own
+    (new,) = rewritten(alone, rule, axes.in_vmap).eqns
+    return new
 
 
 def _is_index(eqn: Equation, axes: VmappedAxes) -> bool:
@@ -104,138 +108,129 @@ _CALLBACKS = frozenset(
 )
 
 
-# Where vmapped replicas decide otherwise, `jax.vmap` computes all branches, and all
-# turns of a loop until the last vmapped replica has ended. What is called there on the
-# host would be called for replicas that have not decided so.
+# Where the predicates of vmapped replicas differ, `jax.vmap` computes all branches, and
+# loops until the last replica has ended. Callbacks would be called for all of them.
 @final
 @dataclasses.dataclass(frozen=True)
 class VmappedControlFlow:
-    """What takes the place of branches, loops and callbacks."""
+    """Replaces branches, loops and callbacks."""
 
     axes: VmappedAxes
     has_groups: bool
 
-    def in_place_of(self, eqn: Equation) -> Function | None:
-        """The function that takes the place of an equation; None: it stays."""
+    def replacement(self, eqn: Equation) -> Function | None:
         name = eqn.primitive.name
         if name in _CALLBACKS:
-            return self._once_for_each(eqn)
+            return self._callback(eqn)
         if name not in ("cond", "while"):
             return None
-        inside = list(hidden(eqn.params))
-        calls = any(each.primitive.name in _CALLBACKS for each in inside)
-        if any(self._meets(each) for each in inside):
-            if calls and self.has_groups:
-                raise NotImplementedError(_in_groups(eqn))
-            return self._branch(eqn) if name == "cond" else self._loop(eqn)
-        if calls:
+        inside = list(inner_eqns(eqn.params))
+        has_callbacks = any(each.primitive.name in _CALLBACKS for each in inside)
+        if any(self._is_collective(each) for each in inside):
+            if has_callbacks and self.has_groups:
+                raise NotImplementedError(_callback_in_groups(eqn))
+            if name == "cond":
+                return self._branch(eqn)
+            return self._loop_of_groups(eqn) if self.has_groups else self._loop(eqn)
+        if has_callbacks:
             return in_turn(eqn, self.axes)
-        # `jax.vmap` chooses between values, and not between what references hold.
-        return _chosen(eqn) if name == "cond" and references(eqn) else None
+        # `jax.vmap` selects between values, not between contents of references.
+        return _switch(eqn) if name == "cond" and references(eqn) else None
 
     def _branch(self, eqn: Equation) -> Function:
-        """All replicas that meet in a branch decide alike, those of a device too."""
-        chosen = _chosen(eqn)
+        """A branch with collectives, for which all replicas decide alike."""
+        switch = _switch(eqn)
         if self.has_groups:
-            return chosen
-        return lambda index, *operands: chosen(self._agreed(index), *operands)
+            return switch
+        return lambda index, *operands: switch(self._agreed(index), *operands)
 
     def _loop(self, eqn: Equation) -> Function:
-        """All replicas that meet in a loop go on together."""
-        return self._loop_of_groups(eqn) if self.has_groups else self._loop_of_all(eqn)
-
-    def _loop_of_all(self, eqn: Equation) -> Function:
+        """A loop with collectives, which all replicas end together."""
         n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         condition = core.jaxpr_as_fun(eqn.params["cond_jaxpr"])
         body = core.jaxpr_as_fun(eqn.params["body_jaxpr"])
 
         def repeated(*operands: Leaf) -> Sequence[jax.Array]:
-            own, shared = operands[:n], operands[n : n + m]
-
-            def goes_on(carry: Sequence[jax.Array]) -> jax.Array:
-                return self._agreed(condition(*own, *carry)[0])
-
-            def turn(carry: Sequence[jax.Array]) -> Sequence[jax.Array]:
-                return body(*shared, *carry)
-
-            return lax.while_loop(goes_on, turn, list(operands[n + m :]))
+            cond_consts, body_consts = operands[:n], operands[n : n + m]
+            return lax.while_loop(
+                lambda carry: self._agreed(condition(*cond_consts, *carry)[0]),
+                lambda carry: body(*body_consts, *carry),
+                list(operands[n + m :]),
+            )
 
         return repeated
 
     def _loop_of_groups(self, eqn: Equation) -> Function:
-        """A loop that some groups of replicas may end before others.
+        """A loop with collectives of groups, some of which may end before others.
 
-        All go on until the last has ended: here the collectives of a group are those
-        of all replicas.
+        All go on until the last has ended, as the collectives are here those of all.
         """
         n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         condition = core.jaxpr_as_fun(eqn.params["cond_jaxpr"])
-        held = [place - n for place in references(eqn) if n <= place < n + m]
-        body = on_contents(core.jaxpr_as_fun(eqn.params["body_jaxpr"]), held)
+        refs = [index - n for index in references(eqn) if n <= index < n + m]
+        body = on_contents(core.jaxpr_as_fun(eqn.params["body_jaxpr"]), refs)
 
         def repeated(*operands: Leaf) -> Sequence[jax.Array]:
-            own, shared = operands[:n], list(operands[n : n + m])
+            cond_consts, body_consts = operands[:n], list(operands[n : n + m])
             count = len(operands) - n - m
 
             def decision(carry: Sequence[jax.Array]) -> jax.Array:
-                return condition(*own, *carry[:count])[0]
+                return condition(*cond_consts, *carry[:count])[0]
 
-            def goes_on(carry: Sequence[jax.Array]) -> jax.Array:
+            def any_goes_on(carry: Sequence[jax.Array]) -> jax.Array:
                 number = lax.convert_element_type(decision(carry), jnp.int32)
                 return lax.pmax(number, self.axes.both) != 0
 
-            def turn(carry: Sequence[jax.Array]) -> list[jax.Array]:
-                for place, content in zip(held, carry[count:], strict=True):
-                    shared[place] = content
-                is_own = decision(carry)
-                pairs = zip(body(*shared, *carry[:count]), carry, strict=True)
-                return [jnp.where(is_own, new, old) for new, old in pairs]
+            def iteration(carry: Sequence[jax.Array]) -> list[jax.Array]:
+                for index, content in zip(refs, carry[count:], strict=True):
+                    body_consts[index] = content
+                goes_on = decision(carry)
+                pairs = zip(body(*body_consts, *carry[:count]), carry, strict=True)
+                return [jnp.where(goes_on, new, old) for new, old in pairs]
 
-            contents = [operands[n + place] for place in held]
-            first = [*operands[n + m :], *contents]
-            return lax.while_loop(goes_on, turn, first)
+            contents = [operands[n + index] for index in refs]
+            start = [*operands[n + m :], *contents]
+            return lax.while_loop(any_goes_on, iteration, start)
 
-        return with_contents(repeated, [place + n for place in held])
+        return with_contents(repeated, [index + n for index in refs])
 
     def _agreed(self, decision: jax.Array) -> jax.Array:
-        """What all of a device have decided, for `jax.vmap` one value."""
+        """The decision of all replicas of a device, unbatched under `jax.vmap`."""
         number = lax.convert_element_type(decision, jnp.int32)
         agreed = lax.pmax(number, self.axes.vmapped)
         return lax.convert_element_type(agreed, decision.dtype)
 
-    def _once_for_each(self, eqn: Equation) -> Function | None:
-        """A callback that is called for each replica."""
+    def _callback(self, eqn: Equation) -> Function | None:
+        """A callback that is called once for each replica."""
         params = dict(eqn.params)
         if params.get("ordered"):
             return in_turn(eqn, self.axes)
         if "vmap_method" not in params:
-            return None  # JAX itself calls it for each
+            return None  # JAX does so
         params["vmap_method"] = "sequential"
         primitive: Any = eqn.primitive
         return lambda *operands: primitive.bind(*operands, **params)
 
-    def _meets(self, eqn: Equation) -> bool:
-        """Whether replicas have to come there together."""
-        is_number = eqn.primitive.name == "axis_index"
-        return is_along(eqn, self.axes.both) and not is_number
+    def _is_collective(self, eqn: Equation) -> bool:
+        is_index = eqn.primitive.name == "axis_index"
+        return is_along(eqn, self.axes.both) and not is_index
 
 
-def _chosen(eqn: Equation) -> Function:
-    """A branch of the contents of references."""
-    held = references(eqn)
-    inside = [place - 1 for place in held]
+def _switch(eqn: Equation) -> Function:
+    """A branch on the contents of references."""
+    refs = references(eqn)
     branches = [
-        on_contents(core.jaxpr_as_fun(branch), inside)
+        on_contents(core.jaxpr_as_fun(branch), [index - 1 for index in refs])
         for branch in eqn.params["branches"]
     ]
 
-    def chosen(index: jax.Array, *operands: Leaf) -> Sequence[jax.Array]:
+    def switch(index: jax.Array, *operands: Leaf) -> Sequence[jax.Array]:
         return lax.switch(index, branches, *operands)
 
-    return with_contents(chosen, held)
+    return with_contents(switch, refs)
 
 
-def _in_groups(eqn: Equation) -> str:
+def _callback_in_groups(eqn: Equation) -> str:
     return (
         f"A `{eqn.primitive.name}` has a callback and a collective in it, and the step "
         "has collectives of groups of replicas, so that not all may come there:\n"

@@ -1,4 +1,4 @@
-"""Functions of one replica, for the replicas that share devices, under `jax.vmap`."""
+"""Runs replicas that share a device under `jax.vmap`: `on_shared_devices`."""
 
 from __future__ import annotations
 
@@ -31,40 +31,33 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Var,
     all_eqns,
     closed,
-    hidden,
+    inner_eqns,
     is_along,
     jaxpr_of,
     variables,
     with_jaxprs,
 )
-from jaxstrategy._src.tracing.partition.partition import flattened
+from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes, VmappedCollectives
 from jaxstrategy._src.tracing.vmapped.control_flow import VmappedControlFlow
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
-Rewrite: TypeAlias = Callable[[Jaxpr], Jaxpr]
-"""Of a jaxpr of one replica, without constants, that of one vmapped replica."""
-
-_Vmapped: TypeAlias = Callable[[Function, Sequence[int | None]], Function]
-"""Of a function of one replica, and the dimension of replicas of each of its operands,
-that of all on a device."""
+# (function of one replica, `in_axes`) -> the function vmapped.
+_Vmap: TypeAlias = Callable[[Function, Sequence[int | None]], Function]
 
 
-# Of `jax.custom_jvp` and `jax.custom_vjp` a trace holds the rules as functions of
-# Python, which JAX calls when somebody differentiates the whole program, and without
-# the names of the axes of `jax.vmap` (0.10 and 0.12). A collective in them would be
-# that of devices.
+# A trace has the rules of `jax.custom_jvp` and `jax.custom_vjp` as Python functions,
+# which JAX calls when the whole program is differentiated, without the axis names of
+# `jax.vmap` (0.10 and 0.12). Collectives in them would be those of devices.
 @final
+@dataclasses.dataclass(frozen=True)
 class VmappedDerivatives:
-    """What takes the place of functions whose rules have collectives."""
+    """Replaces functions with collectives in their rules for derivatives."""
 
-    def __init__(self, axes: VmappedAxes, vmapped_jaxpr: Rewrite) -> None:
-        self._axes = axes
-        self._rewrite = vmapped_jaxpr
+    axes: VmappedAxes
 
-    def in_place_of(self, eqn: Equation) -> Function | None:
-        """The function that takes the place of an equation; None: it stays."""
+    def replacement(self, eqn: Equation) -> Function | None:
         if eqn.primitive.name == "custom_jvp_call":
             return self._forward(eqn)
         if eqn.primitive.name in ("custom_vjp_call", "custom_vjp_call_jaxpr"):
@@ -72,14 +65,14 @@ class VmappedDerivatives:
         return None
 
     def _forward(self, eqn: Equation) -> Function | None:
-        """A function that is differentiated as a `jax.custom_jvp`."""
-        whole = function_of(eqn)
+        """A `jax.custom_jvp`, whose derivative is vmapped as well."""
+        function = function_of(eqn)
         count = len(eqn.invars)
 
         def derivative(*operands: jax.Array) -> list[jax.Array]:
-            of_some, some = _of_inexact(whole, operands[:count])
-            results, found = jax.jvp(of_some, some, list(operands[count:]))
-            return [*results, *filter(_is_inexact, found)]
+            of_inexact, inexact = _inexact_only(function, operands[:count])
+            results, tangents = jax.jvp(of_inexact, inexact, list(operands[count:]))
+            return [*results, *filter(_is_inexact, tangents)]
 
         operands = _types(eqn.invars)
         on_replica = self._with_collectives(
@@ -88,39 +81,37 @@ class VmappedDerivatives:
         if on_replica is None:
             return None
 
-        def of_vmapped(
-            vmapped: _Vmapped, axes: Sequence[int | None]
-        ) -> Callable[..., Any]:
-            function = jax.custom_jvp(vmapped(_of_call(eqn), axes))
+        def vmapped(vmap: _Vmap, axes: Sequence[int | None]) -> Callable[..., Any]:
+            called = jax.custom_jvp(vmap(_callee(eqn), axes))
 
-            @function.defjvp
+            @called.defjvp
             def _rule(primals: Sequence[Leaf], tangents: Sequence[Leaf]) -> Any:
-                own = [i for i, x in enumerate(primals) if _is_inexact(x)]
-                all_axes = [*axes, *(axes[i] for i in own)]
-                found = vmapped(on_replica, all_axes)(
-                    *primals, *(tangents[i] for i in own)
+                inexact = [i for i, x in enumerate(primals) if _is_inexact(x)]
+                all_axes = [*axes, *(axes[i] for i in inexact)]
+                outputs = vmap(on_replica, all_axes)(
+                    *primals, *(tangents[i] for i in inexact)
                 )
-                results = found[: len(eqn.outvars)]
-                return results, _with_none(results, found[len(results) :])
+                results = outputs[: len(eqn.outvars)]
+                return results, _with_float0(results, outputs[len(results) :])
 
-            return function
+            return called
 
-        return self._vmapped_function(eqn, of_vmapped)
+        return self._custom_vmap(eqn, vmapped)
 
     def _backward(self, eqn: Equation) -> Function | None:
-        """A function that is differentiated as a `jax.custom_vjp`."""
-        whole = function_of(eqn)
+        """A `jax.custom_vjp`, whose gradients are vmapped as well."""
+        function = function_of(eqn)
         count = len(eqn.invars)
 
         def forward(*operands: jax.Array) -> list[jax.Array]:
-            of_some, some = _of_inexact(whole, operands)
-            return jax.vjp(of_some, *some)[0]
+            of_inexact, inexact = _inexact_only(function, operands)
+            return jax.vjp(of_inexact, *inexact)[0]
 
-        # What the rule keeps for the backward pass is computed again.
+        # Residuals are computed again.
         def gradients(*operands: jax.Array) -> Sequence[jax.Array]:
-            of_some, some = _of_inexact(whole, operands[:count])
-            results, pull = jax.vjp(of_some, *some)
-            return pull(_with_none(results, operands[count:]))
+            of_inexact, inexact = _inexact_only(function, operands[:count])
+            results, pull_back = jax.vjp(of_inexact, *inexact)
+            return pull_back(_with_float0(results, operands[count:]))
 
         operands, results = _types(eqn.invars), _types(eqn.outvars)
         on_replica = self._with_collectives(
@@ -129,42 +120,39 @@ class VmappedDerivatives:
         if on_replica is None:
             return None
         forward_on_replica = self._on_replica(
-            jax.make_jaxpr(forward, axis_env=self._axes.of_steps)(*operands)
+            jax.make_jaxpr(forward, axis_env=self.axes.in_steps)(*operands)
         )
 
-        def of_vmapped(
-            vmapped: _Vmapped, axes: Sequence[int | None]
-        ) -> Callable[..., Any]:
-            function = jax.custom_vjp(vmapped(_of_call(eqn), axes))
+        def vmapped(vmap: _Vmap, axes: Sequence[int | None]) -> Callable[..., Any]:
+            called = jax.custom_vjp(vmap(_callee(eqn), axes))
 
-            def first(*given: jax.Array) -> tuple[Any, Any]:
-                return vmapped(forward_on_replica, axes)(*given), given
+            def first(*primals: jax.Array) -> tuple[Any, Any]:
+                return vmap(forward_on_replica, axes)(*primals), primals
 
-            def second(given: Sequence[jax.Array], cotangents: Any) -> Any:
-                some = list(filter(_is_inexact, cotangents))
-                all_axes = [*axes, *(0 for _ in some)]
-                found = iter(vmapped(on_replica, all_axes)(*given, *some))
-                # Of what all vmapped replicas have in common, the gradient is that of
-                # all.
-                return tuple(
-                    (next(found) if axis == 0 else next(found).sum(0, dtype=x.dtype))
-                    if _is_inexact(x)
-                    else None
-                    for x, axis in zip(given, axes, strict=True)
-                )
+            def second(primals: Sequence[jax.Array], cotangents: Any) -> Any:
+                inexact = list(filter(_is_inexact, cotangents))
+                all_axes = [*axes, *(0 for _ in inexact)]
+                outputs = iter(vmap(on_replica, all_axes)(*primals, *inexact))
 
-            function.defvjp(first, second)
-            return function
+                def gradient(primal: jax.Array, axis: int | None) -> Any:
+                    if not _is_inexact(primal):
+                        return None
+                    # That of an unbatched operand is summed over the replicas.
+                    found = next(outputs)
+                    return found if axis == 0 else found.sum(0, dtype=primal.dtype)
 
-        return self._vmapped_function(eqn, of_vmapped)
+                return tuple(map(gradient, primals, axes))
 
-    def _vmapped_function(
-        self,
-        eqn: Equation,
-        of_vmapped: Callable[[_Vmapped, Sequence[int | None]], Function],
+            called.defvjp(first, second)
+            return called
+
+        return self._custom_vmap(eqn, vmapped)
+
+    def _custom_vmap(
+        self, eqn: Equation, vmapped: Callable[[_Vmap, Sequence[int | None]], Function]
     ) -> Function:
-        """A function of one replica, for `jax.vmap` that of all of a device."""
-        function, axis_name = _of_call(eqn), self._axes.vmapped
+        """The function of `eqn`, which `jax.vmap` replaces by `vmapped`."""
+        function, axis_name = _callee(eqn), self.axes.vmapped
 
         @custom_vmap
         def called(_: jax.Array, *operands: jax.Array) -> list[jax.Array]:
@@ -174,67 +162,68 @@ class VmappedDerivatives:
         def _of_all(
             size: int, is_batched: list[bool], _: jax.Array, *operands: jax.Array
         ) -> tuple[list[jax.Array], list[bool]]:
-            def vmapped(one: Function, axes: Sequence[int | None]) -> Function:
+            def vmap(one: Function, axes: Sequence[int | None]) -> Function:
                 return jax.vmap(one, tuple(axes), axis_name=axis_name, axis_size=size)
 
             axes = [0 if batched else None for batched in is_batched[1:]]
-            results = of_vmapped(vmapped, axes)(*operands)
+            results = vmapped(vmap, axes)(*operands)
             return results, [True] * len(results)
 
-        # The number of the vmapped replica makes JAX ask, whatever the vmapped replicas
-        # have in common.
-        return lambda *operands: called(self._axes.vmapped_index(), *operands)
+        # The index is batched, even if no operand is.
+        return lambda *operands: called(self.axes.vmapped_index(), *operands)
 
     def _with_collectives(
         self, rule: Function, types: Sequence[jax.ShapeDtypeStruct]
     ) -> Function | None:
-        """What a rule computes on one replica; None of one without collectives."""
+        """A derivative rule, rewritten for a vmapped replica, if it has collectives."""
         try:
-            made = jax.make_jaxpr(rule, axis_env=self._axes.of_steps)(*types)
-        except Exception:  # anybody's code, which nobody may call
+            made = jax.make_jaxpr(rule, axis_env=self.axes.in_steps)(*types)
+        except Exception:  # raised by the user's code, which may never be called
             return None
-        known = [self._axes.replicas]
-        if not any(is_along(each, known) for each in all_eqns(made.jaxpr)):
+        axes = [self.axes.replicas]
+        if not any(is_along(each, axes) for each in all_eqns(made.jaxpr)):
             return None
         return self._on_replica(made)
 
     def _on_replica(self, made: Any) -> Function:
-        """What a traced function computes on one vmapped replica."""
+        """A traced function, rewritten for a vmapped replica."""
 
-        # Not before somebody calls it: a rule may use the function that it is for.
+        # Lazily, as a rule may use the function that it is for.
         @functools.cache
         def evaluate() -> Function:
             jaxpr = made.jaxpr
             inputs = [*jaxpr.constvars, *jaxpr.invars]
             whole = jaxpr.replace(constvars=[], invars=inputs)
-            return core.jaxpr_as_fun(closed(self._rewrite(whole)))
+            return core.jaxpr_as_fun(closed(vmapped_jaxpr(whole, self.axes)))
 
         return lambda *operands: evaluate()(*made.consts, *operands)
 
 
-def _of_call(eqn: Equation) -> Function:
-    """The function itself, without its rules."""
+def _callee(eqn: Equation) -> Function:
+    """The function without its rules for derivatives."""
     return core.jaxpr_as_fun(eqn.params["call_jaxpr"])
 
 
-def _of_inexact(
+def _inexact_only(
     function: Function, operands: Sequence[jax.Array]
 ) -> tuple[Function, list[jax.Array]]:
-    """A function of those operands only that have derivatives, and these operands."""
-    places = [i for i, x in enumerate(operands) if _is_inexact(x)]
+    """`function` of its differentiable operands, and these operands."""
+    indices = [i for i, x in enumerate(operands) if _is_inexact(x)]
 
-    def called(*some: jax.Array) -> list[jax.Array]:
-        own = dict(zip(places, some, strict=True))
-        return function(*(own.get(i, x) for i, x in enumerate(operands)))
+    def called(*inexact: jax.Array) -> list[jax.Array]:
+        new = dict(zip(indices, inexact, strict=True))
+        return function(*(new.get(i, x) for i, x in enumerate(operands)))
 
-    return called, [operands[place] for place in places]
+    return called, [operands[index] for index in indices]
 
 
-def _with_none(values: Sequence[jax.Array], some: Sequence[jax.Array]) -> list[Leaf]:
-    """`some` for the values that have derivatives, and nothing for the others."""
-    found = iter(some)
+def _with_float0(
+    values: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> list[Leaf]:
+    """Tangents of differentiable values, and `float0` zeros for the others."""
+    following = iter(tangents)
     return [
-        next(found) if _is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0)
+        next(following) if _is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0)
         for x in values
     ]
 
@@ -248,47 +237,37 @@ def _is_inexact(value: Leaf) -> bool:
 
 
 def vmapped_jaxpr(jaxpr: Jaxpr, axes: VmappedAxes) -> Jaxpr:
-    """`jaxpr` with what takes the place of all that `jax.vmap` does otherwise."""
-
-    def again(other: Jaxpr) -> Jaxpr:
-        return vmapped_jaxpr(other, axes)
-
+    """Rewrites one replica's jaxpr so that `jax.vmap` of it computes all replicas'."""
+    has_groups = any(eqn.params.get("axis_index_groups") for eqn in all_eqns(jaxpr))
     rules = (
-        VmappedCollectives(axes).in_place_of,
-        VmappedControlFlow(axes, _has_groups(jaxpr)).in_place_of,
-        VmappedDerivatives(axes, again).in_place_of,
-        _without_own_vmap(axes),
+        VmappedCollectives(axes).replacement,
+        VmappedControlFlow(axes, has_groups).replacement,
+        VmappedDerivatives(axes).replacement,
+        _without_custom_vmap(axes),
     )
 
     def rule(eqn: Equation) -> Function | None:
         return next(filter(None, (each(eqn) for each in rules)), None)
 
     def operands(eqn: Equation) -> Function | None:
-        return axes.own if _makes_reference(eqn) else None
+        return axes.batched if _creates_reference(eqn) else None
 
-    return rewritten(jaxpr, rule, axes.of_vmapped, operands)
-
-
-def _makes_reference(eqn: Equation) -> bool:
-    # `jax.vmap` writes none that vmapped replicas have in common (JAX 0.10 and 0.12).
-    is_made = any(isinstance(var.aval, AbstractRef) for var in eqn.outvars)
-    return is_made and not references(eqn)
+    return rewritten(jaxpr, rule, axes.in_vmap, operands)
 
 
-def _has_groups(jaxpr: Jaxpr) -> bool:
-    return any(eqn.params.get("axis_index_groups") for eqn in all_eqns(jaxpr))
+def _creates_reference(eqn: Equation) -> bool:
+    # `jax.vmap` cannot write to unbatched references (JAX 0.10 and 0.12).
+    is_created = any(isinstance(var.aval, AbstractRef) for var in eqn.outvars)
+    return is_created and not references(eqn)
 
 
-def _without_own_vmap(axes: VmappedAxes) -> Callable[[Equation], Function | None]:
-    """A rule for functions that say themselves what `jax.vmap` makes of them.
-
-    That knows of the vmapped replicas, and its collectives are those of devices.
-    """
+def _without_custom_vmap(axes: VmappedAxes) -> Callable[[Equation], Function | None]:
+    """A rule that drops custom rules for `jax.vmap` of functions with collectives."""
 
     def rule(eqn: Equation) -> Function | None:
         if eqn.primitive.name != "custom_vmap_call":
             return None
-        if not any(is_along(each, axes.both) for each in hidden(eqn.params)):
+        if not any(is_along(each, axes.both) for each in inner_eqns(eqn.params)):
             return None
         return core.jaxpr_as_fun(eqn.params["call"])
 
@@ -301,13 +280,13 @@ _WRITES = frozenset(("swap", "addupdate"))
 @final
 @dataclasses.dataclass(frozen=True)
 class VmappedReplica:
-    """A function of one replica, as `jax.vmap` is to call it for each."""
+    """One replica's jaxpr, ready for `jax.vmap`."""
 
     jaxpr: Jaxpr
     constants: list[Leaf]
-    shapes: PyTree
-    written: list[int]
-    referred: frozenset[int]
+    template: PyTree  # results, with zeros for arrays
+    written: list[int]  # inputs that were references, whose contents are returned
+    in_place: frozenset[int]  # those that still are references inside
 
 
 def vmapped_replica(
@@ -316,39 +295,39 @@ def vmapped_replica(
     references: Sequence[int],
     axes: VmappedAxes,
 ) -> VmappedReplica:
-    """`fn` of one replica, of vmapped replicas."""
-    made, shapes = _traced(fn, types, references, axes)
+    """Traces `fn` of one replica, with values for the inputs `references`."""
+    made, template = _traced(fn, types, references, axes)
     whole: Any = made.jaxpr
     count = len(references)
-    # The references are inputs at first, as they are where they can become values.
+    # For now, references are inputs, so that `with_values` can replace them.
     creation: dict[int, Any] = dict(zip(references, whole.eqns[:count], strict=True))
     invars = [
         creation[i].outvars[0] if i in creation else var
         for i, var in enumerate(whole.invars)
     ]
     body = jaxpr_of([*invars, *whole.constvars], whole.eqns[count:], whole.outvars)
-    flat = flattened(body)
-    form = with_values(flat.jaxpr, references)
-    kept = [i for i in references if i not in form.replaced]
+    inlined = inline_calls(body)
+    form = with_values(inlined.jaxpr, references)
+    remaining = [i for i in references if i not in form.replaced]
     outvars = form.jaxpr.outvars[: len(whole.outvars)]
     results, contents = outvars[: len(outvars) - count], outvars[len(outvars) - count :]
     last = dict(zip(references, contents, strict=True))
-    referred = [i for i in kept if _is_written(form.jaxpr, invars[i])]
+    in_place = [i for i in remaining if _is_written(form.jaxpr, invars[i])]
     inputs = form.jaxpr.invars
     replaced = [i for i in form.replaced if last[i] is not inputs[i]]
-    written = sorted((*referred, *replaced))
-    wanted = [*results, *(last[i] for i in written)]
-    one = vmapped_jaxpr(jaxpr_of(inputs, form.jaxpr.eqns, wanted), axes)
+    written = sorted((*in_place, *replaced))
+    outputs = [*results, *(last[i] for i in written)]
+    one = vmapped_jaxpr(jaxpr_of(inputs, form.jaxpr.eqns, outputs), axes)
     if axes.in_turn:
         one = _in_turn(one, axes.both)
-    values = [whole.invars[i] if i in kept else var for i, var in enumerate(inputs)]
-    eqns = [*(creation[i] for i in kept), *one.eqns]
+    values = [whole.invars[i] if i in remaining else v for i, v in enumerate(inputs)]
+    eqns = [*(creation[i] for i in remaining), *one.eqns]
     return VmappedReplica(
         jaxpr_of(values, eqns, one.outvars),
-        [*made.consts, *flat.constants],
-        shapes,
+        [*made.consts, *inlined.constants],
+        template,
         written,
-        frozenset(referred),
+        frozenset(in_place),
     )
 
 
@@ -358,37 +337,34 @@ def _traced(
     references: Sequence[int],
     axes: VmappedAxes,
 ) -> tuple[Any, PyTree]:
-    """The jaxpr of one replica, which returns what references hold last."""
-    shapes: list[PyTree] = []
+    """The jaxpr of one replica, which returns the references' contents last.
 
-    def one(*given: jax.Array) -> list[jax.Array]:
-        own = {i: jax.new_ref(given[i]) for i in references}
-        result = fn(*(own.get(i, x) for i, x in enumerate(given)))
-        leaves, structure = jax.tree.flatten(result)
-        kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        shapes.append(jax.tree.unflatten(structure, kinds))
-        return [*leaves, *(own[i][...] for i in references)]
+    And its results as a tree of zeros.
+    """
+    templates: list[PyTree] = []
 
-    made = jax.make_jaxpr(one, axis_env=axes.of_steps)(*types)
-    return made, shapes[0]
+    def one(*inputs: jax.Array) -> list[jax.Array]:
+        refs = {i: jax.new_ref(inputs[i]) for i in references}
+        result = fn(*(refs.get(i, x) for i, x in enumerate(inputs)))
+        templates.append(jax.tree.map(lambda _: 0, result))
+        return [*jax.tree.leaves(result), *(refs[i][...] for i in references)]
+
+    made = jax.make_jaxpr(one, axis_env=axes.in_steps)(*types)
+    return made, templates[0]
 
 
 def _is_written(jaxpr: Jaxpr, reference: Var) -> bool:
-    """Whether an equation may write a reference."""
+    """Whether an equation may write to a reference."""
     return any(
-        any(atom is reference for atom in eqn.invars) and _writes(eqn)
+        each.primitive.name in _WRITES
         for eqn in jaxpr.eqns
+        if any(atom is reference for atom in eqn.invars)
+        for each in (eqn, *inner_eqns(eqn.params))
     )
 
 
-def _writes(eqn: Equation) -> bool:
-    found = (eqn, *hidden(eqn.params))
-    return any(each.primitive.name in _WRITES for each in found)
-
-
-# The replicas of a device are the vmapped replicas of a `jax.vmap`. A function is
-# traced as if each replica had a device of its own; then its collectives are replaced
-# by those over vmapped replicas and devices.
+# A function is traced as if each replica had its own device; then its collectives are
+# replaced by those over vmapped replicas and devices.
 def on_shared_devices(
     fn: Function,
     replicas: Replicas,
@@ -397,60 +373,62 @@ def on_shared_devices(
 ) -> Function:
     """As `on_replicas`, for replicas that share devices.
 
-    References are values in `jax.vmap`. They are written when it has ended.
+    References are values in `jax.vmap`; they are written when it has ended.
     """
     axes = VmappedAxes.of(replicas)
 
-    def all_replicas(*given: Leaf) -> PyTree:
-        references = {i: x for i, x in enumerate(given) if _is_reference(x)}
-        values = [x[...] if i in references else x for i, x in enumerate(given)]
+    def all_replicas(*inputs: Leaf) -> PyTree:
+        references = {i: x for i, x in enumerate(inputs) if _is_reference(x)}
+        values = [x[...] if i in references else x for i, x in enumerate(inputs)]
         pairs = zip(values, taken, strict=True)
-        types = [_type_of_one(value, layout, replicas) for value, layout in pairs]
+        types = [_type_on_replica(value, layout, replicas) for value, layout in pairs]
         one = vmapped_replica(fn, types, list(references), axes)
-        shapes: Any = one.shapes
-        layouts = jax.tree.leaves(_like(returned, shapes))
-        layouts += [taken[i] for i in one.written]
-        of_inputs = [*taken, *(REPLICATED for _ in one.constants)]
+        layout = jax.tree.leaves(jax.tree.broadcast(returned, one.template))
+        layout += [taken[i] for i in one.written]
+        layouts_in = [*taken, *(REPLICATED for _ in one.constants)]
         run = jax.shard_map(
-            _of_device(one, axes, of_inputs, layouts),
+            _on_device(one, axes, layouts_in, layout),
             mesh=replicas.mesh,
-            in_specs=tuple(map(replicas.spec_of, of_inputs)),
-            out_specs=[replicas.spec_of(each) for each in layouts],
+            in_specs=tuple(map(replicas.spec_of, layouts_in)),
+            out_specs=[replicas.spec_of(each) for each in layout],
             check_vma=False,
         )
         results = run(*values, *one.constants)
-        count = len(layouts) - len(one.written)
+        count = len(layout) - len(one.written)
         for index, value in zip(one.written, results[count:], strict=True):
             references[index][...] = value
-        return jax.tree.unflatten(jax.tree.structure(shapes), results[:count])
+        return jax.tree.unflatten(jax.tree.structure(one.template), results[:count])
 
     return all_replicas
 
 
-def _of_device(
+def _on_device(
     one: VmappedReplica,
     axes: VmappedAxes,
     taken: Sequence[LayoutOrDimension],
     returned: Sequence[LayoutOrDimension],
 ) -> Function:
-    """Of what one device has of the arrays, what it has of the results."""
-    is_own = [layout is STACKED or i in one.referred for i, layout in enumerate(taken)]
+    """Computes one device's shard of the results from its shard of the inputs."""
+    is_batched = [
+        layout is STACKED or i in one.in_place for i, layout in enumerate(taken)
+    ]
     vmapped = jax.vmap(
         core.jaxpr_as_fun(closed(one.jaxpr)),
-        in_axes=tuple(0 if own else None for own in is_own),
+        in_axes=tuple(0 if batched else None for batched in is_batched),
         axis_name=axes.vmapped,
         axis_size=axes.per_device,
     )
 
-    def by_lane(array: jax.Array, layout: LayoutOrDimension, own: bool) -> jax.Array:
+    def by_replica(
+        array: jax.Array, layout: LayoutOrDimension, batched: bool
+    ) -> jax.Array:
         if layout is STACKED:
             return lax.expand_dims(array, (1,))
-        return (
-            jnp.broadcast_to(array, (axes.per_device, *array.shape)) if own else array
-        )
+        shape = (axes.per_device, *array.shape)
+        return jnp.broadcast_to(array, shape) if batched else array
 
-    def on_device(*given: Leaf) -> list[jax.Array]:
-        results = vmapped(*map(by_lane, given, taken, is_own))
+    def on_device(*inputs: Leaf) -> list[jax.Array]:
+        results = vmapped(*map(by_replica, inputs, taken, is_batched))
         return [
             lax.squeeze(x, (1,)) if layout is STACKED else _first(x)
             for x, layout in zip(results, returned, strict=True)
@@ -460,7 +438,7 @@ def _of_device(
 
 
 def _first(vmapped: jax.Array) -> jax.Array:
-    """What is the same on all replicas, of the first vmapped replica."""
+    """The value of the first vmapped replica, which is that of all."""
     is_number = jnp.issubdtype(vmapped.dtype, jnp.inexact)
     return _first_number(vmapped) if is_number else vmapped[0]
 
@@ -474,14 +452,14 @@ def _first_number(vmapped: jax.Array) -> jax.Array:
 def _with_share(
     vmapped: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    # So each replica has its share of a cotangent, as `shard_map` gives it to devices.
+    # Each replica gets its share of a cotangent, as devices do from `shard_map`.
     return vmapped[0][0], tangents[0].mean(0)
 
 
-def _type_of_one(
+def _type_on_replica(
     value: Leaf, layout: LayoutOrDimension, replicas: Replicas
 ) -> jax.ShapeDtypeStruct:
-    """The type of what one replica has of an array."""
+    """The type of one replica's part of an array."""
     kind = jax.typeof(value)
     shape = list(kind.shape)
     if layout is STACKED:
@@ -496,27 +474,18 @@ def _is_reference(value: Leaf) -> bool:
     return isinstance(jax.typeof(value), AbstractRef)
 
 
-def _like(prefix: PyTree, tree: PyTree) -> PyTree:
-    return jax.tree.broadcast(prefix, tree)
-    return jax.tree.broadcast(prefix, tree)
-
-
 def _in_turn(jaxpr: Jaxpr, axes: Sequence[str]) -> Jaxpr:
-    """`jaxpr`, whose replicas compute all between collectives one after the other.
+    """Lets replicas compute one after the other what is between collectives.
 
-    What XLA makes of a batch of matrix products or sums depends on how many there are,
-    and with it how numbers are rounded. One replica's own operations, in a loop over
-    the replicas of a device, are mostly rounded alike however many take turns.
-
-    Args:
-      jaxpr: of one replica, for `jax.vmap` if several share a device.
-      axes: along which replicas differ.
+    XLA chooses algorithms for batched products and sums by the size of the batch, and
+    so the rounding. Operations of one replica, in a loop over the replicas of a device,
+    are mostly rounded alike, however many there are.
     """
 
     def is_together(eqn: Equation) -> bool:
         if eqn.effects or any(is_key(var.aval.dtype) for var in eqn.outvars):
             return True  # random keys are whole numbers
-        return any(is_along(each, axes) for each in (eqn, *hidden(eqn.params)))
+        return any(is_along(each, axes) for each in (eqn, *inner_eqns(eqn.params)))
 
     last: dict[Var, int] = {}
     for number, eqn in enumerate(jaxpr.eqns):
@@ -527,24 +496,24 @@ def _in_turn(jaxpr: Jaxpr, axes: Sequence[str]) -> Jaxpr:
         enumerate(jaxpr.eqns), lambda numbered: is_together(numbered[1])
     )
     for together, group in groups:
-        numbers, found = zip(*group, strict=True)
+        numbers, members = zip(*group, strict=True)
         if together:
-            eqns += (_with_inner_in_turn(eqn, axes) for eqn in found)
+            eqns += (_with_inner_in_turn(eqn, axes) for eqn in members)
             continue
-        made = (var for eqn in found for var in eqn.outvars)
-        wanted = [
+        results = [
             var
-            for var in made
+            for eqn in members
+            for var in eqn.outvars
             if not isinstance(var, DropVar) and last.get(var, -1) > numbers[-1]
         ]
-        eqns += _call_in_turn(found, wanted)
+        eqns += _call_in_turn(members, results)
     whole: Any = jaxpr
     effects = frozenset[Any](jaxpr.effects).union(*(eqn.effects for eqn in eqns))
     return whole.replace(eqns=eqns, effects=effects)
 
 
 def _with_inner_in_turn(eqn: Any, axes: Sequence[str]) -> Equation:
-    """A loop or a branch with collectives, whose other parts are computed in turn."""
+    """`eqn` with its inner jaxprs rewritten by `_in_turn`."""
     params = {
         name: with_jaxprs(value, lambda inner: _in_turn(inner, axes))
         for name, value in eqn.params.items()
@@ -552,20 +521,20 @@ def _with_inner_in_turn(eqn: Any, axes: Sequence[str]) -> Equation:
     return eqn.replace(params=params)
 
 
-def _call_in_turn(eqns: Sequence[Equation], wanted: Sequence[Var]) -> list[Equation]:
-    """The equations as one, of a function that replicas call in turn."""
-    made = {var for eqn in eqns for var in eqn.outvars}
+def _call_in_turn(eqns: Sequence[Equation], results: Sequence[Var]) -> list[Equation]:
+    """Joins equations into a function that replicas call one after the other."""
+    computed = {var for eqn in eqns for var in eqn.outvars}
     read = (var for eqn in eqns for var in variables(eqn.invars))
-    given = [var for var in dict.fromkeys(read) if var not in made]
-    function = core.jaxpr_as_fun(closed(jaxpr_of(given, list(eqns), wanted)))
+    inputs = [var for var in dict.fromkeys(read) if var not in computed]
+    function = core.jaxpr_as_fun(closed(jaxpr_of(inputs, list(eqns), results)))
     types = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-        for x in (var.aval for var in given)
+        for x in (var.aval for var in inputs)
     ]
-    call: Any = jax.make_jaxpr(_taking_turns(function))(*types)
+    call: Any = jax.make_jaxpr(_sequential(function))(*types)
     names = {
-        **dict(zip(call.jaxpr.invars, given, strict=True)),
-        **dict(zip(call.jaxpr.outvars, wanted, strict=True)),
+        **dict(zip(call.jaxpr.invars, inputs, strict=True)),
+        **dict(zip(call.jaxpr.outvars, results, strict=True)),
     }
     return [
         eqn.replace(
@@ -576,7 +545,9 @@ def _call_in_turn(eqns: Sequence[Equation], wanted: Sequence[Var]) -> list[Equat
     ]
 
 
-def _taking_turns(function: Function) -> Function:
+def _sequential(function: Function) -> Function:
+    """`function`, which `jax.vmap` calls in a loop."""
+
     @custom_vmap
     def called(*operands: jax.Array) -> list[jax.Array]:
         return function(*operands)
@@ -587,10 +558,10 @@ def _taking_turns(function: Function) -> Function:
     ) -> tuple[list[jax.Array], list[bool]]:
         pairs = list(zip(operands, is_batched, strict=True))
 
-        def turn(number: jax.Array) -> list[jax.Array]:
-            return function(*(x[number] if own else x for x, own in pairs))
+        def one(number: jax.Array) -> list[jax.Array]:
+            return function(*(x[number] if batched else x for x, batched in pairs))
 
-        results = lax.map(turn, jnp.arange(size))
+        results = lax.map(one, jnp.arange(size))
         return results, [True] * len(results)
 
     return called

@@ -1,4 +1,4 @@
-"""The programs that functions which do the same share: `SharedPrograms`."""
+"""The programs of functions with one cache key, by signature: `ProgramCache`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing import recompilation, roles as _roles
 from jaxstrategy._src.tracing.checks.varying_results import Returned
 from jaxstrategy._src.tracing.executable import InputLayout, NotTraced, Retraced
-from jaxstrategy._src.tracing.functions import code, weak_references
-from jaxstrategy._src.tracing.functions.weak_references import weakly
+from jaxstrategy._src.tracing.functions import code
+from jaxstrategy._src.tracing.functions.weak_references import (
+    weak_function,
+    weak_method,
+)
 from jaxstrategy._src.tracing.jaxprs.visit import ArrayType
 from jaxstrategy._src.tracing.nnx.object_calls import (
     BoundCall,
@@ -44,7 +47,7 @@ from jaxstrategy._src.variables import access
 
 @final
 class AgreedProgram(Stage):
-    """A program that several processes run together."""
+    """A program that several processes agree on before they trace or run it."""
 
     def __init__(
         self,
@@ -57,28 +60,25 @@ class AgreedProgram(Stage):
         self._program = Program(step, [checked, self, *stages])
         self._agreement = agreement
         self._name = getattr(step.fn, "__qualname__", type(step.fn).__name__)
-        place = code.place_of(step.fn)
-        self._where = f"{place[0]}:{place[1]}" if place else "unknown line"
+        location = code.source_location(step.fn)
+        self._where = f"{location[0]}:{location[1]}" if location else "unknown line"
         self._is_new = True
-        self._is_dispatched = False  # now, and not part of a larger program
-        self._leaves: Sequence[Leaf] = ()  # what it is called with now
-        self._preparation: AgreedPreparation | None = None  # now
+        # Of the call in progress.
+        self._is_dispatched = False  # and not part of a larger program
+        self._leaves: Sequence[Leaf] = ()
+        self._preparation: AgreedPreparation | None = None
 
     @property
     def layout(self) -> InputLayout:
-        """The form in which the compiled function takes the arguments."""
         return self._program.layout
 
     def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
-        """The step's results for these leaves, which are live arrays, as `Program`."""
         return self._agreed(self._program, leaves, inputs)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
-        """The same, for leaves of any kind and in any place."""
         return self._agreed(self._program.place_and_call, leaves)
 
     def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
-        """Has it compiled for arguments of these types, and for no others."""
         self._preparation = self._agreement.preparation(self._name, self._where)
         try:
             self._preparation.run(self._program.prepare, leaves, obtain)
@@ -94,11 +94,11 @@ class AgreedProgram(Stage):
     ) -> PyTree:
         agreement, self._leaves = self._agreement, leaves
         try:
-            # In a larger program it is part of what its caller dispatches.
+            # Part of a larger program, which the caller dispatches.
             if access.is_traced():
                 return call(leaves, *more)
             if agreement.begin(self._name, self._where):
-                same = {} if self._is_new else self._step.same(leaves)
+                same = {} if self._is_new else self._step.mirrored_values(leaves)
                 agreement.compare(self._name, self._where, leaves, same)
             if self._is_new:
                 agreement.compiles(self._name)
@@ -118,27 +118,26 @@ class AgreedProgram(Stage):
         if self._preparation is not None:
             self._preparation.traced(step)
             return
-        # Another thread's call may have ended, which has cleared them.
+        # Another thread's call may have cleared them.
         leaves = self._leaves
-        same = self._step.same(leaves) if leaves else {}
+        same = self._step.mirrored_values(leaves) if leaves else {}
         self._agreement.traced(step, self._where, same, self._is_dispatched)
 
 
 @final
 class FrozenSignatures:
-    """Says whether a step may have further programs."""
+    """The signatures of a step compiled ahead; no others are compiled once frozen."""
 
     def __init__(self) -> None:
-        self.is_closed = False
-        self._signatures: list[Signature] = []
+        self.is_frozen = False
+        self._last: Signature | None = None
 
     def add(self, signature: Signature) -> None:
-        """Takes note of arguments for which there is a program."""
-        self._signatures.append(signature)
+        self._last = signature
 
     def check_function(self, fn: Function) -> None:
-        """Raises if the step refers to other things than when it was compiled."""
-        if self.is_closed:
+        """Raises if frozen, for a function that captures other values."""
+        if self.is_frozen:
             raise CompiledStepError(
                 f"`{name_of(fn)}` was compiled ahead of time, and what it captures has "
                 "changed since: a variable of the function around it, or an attribute "
@@ -146,11 +145,11 @@ class FrozenSignatures:
             )
 
     def check_arguments(self, fn: Function, signature: Signature) -> None:
-        """Raises if a step has no program for these arguments, and is to have none."""
-        if not self.is_closed:
+        """Raises if frozen, for arguments of another signature."""
+        if not self.is_frozen:
             return
-        known = self._signatures[-1]
-        what = _structures(known, signature) or _roles_of(fn, known, signature)
+        assert self._last is not None, "it is frozen after it was compiled"
+        what = _difference(fn, self._last, signature)
         raise CompiledStepError(
             f"`{name_of(fn)}` was compiled ahead of time for other arguments: {what}. "
             "Call it with arguments like those it was compiled for, or compile it for "
@@ -158,16 +157,25 @@ class FrozenSignatures:
         )
 
 
-def _structures(known: Signature, given: Signature) -> str | None:
-    if known.treedef == given.treedef:
-        return None
-    if _paths(known.treedef) == _paths(given.treedef):
+def _difference(fn: Function, old: Signature, new: Signature) -> str:
+    """The difference between two signatures, in words."""
+    if old.treedef != new.treedef:
+        if _paths(old.treedef) != _paths(new.treedef):
+            was, now = shown(old.treedef), shown(new.treedef)
+            return f"their structure was {was}, and is {now}"
         return (
             "their structure holds other static data, such as functions or settings of "
             "a `TrainState`. A model or an optimizer that is made anew is another one: "
             "make it once, outside of the function that builds the state"
         )
-    return f"their structure was {shown(known.treedef)}, and is {shown(given.treedef)}"
+    pairs = zip(_descriptions(old), _descriptions(new), strict=True)
+    for leaf, (was, now) in enumerate(pairs):
+        if was != now:
+            return f"{new.label(fn, new.leaves[leaf])} was {was}, and is {now}"
+    return (
+        "something static in them, as an argument or an attribute of an object, has "
+        "another value, or is equal to what it was and not the same"
+    )
 
 
 def _paths(structure: TreeStructure) -> list[str]:
@@ -175,29 +183,17 @@ def _paths(structure: TreeStructure) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _roles_of(fn: Function, known: Signature, given: Signature) -> str:
-    was, now = _described(known), _described(given)
-    for leaf, (old, new) in enumerate(zip(was, now, strict=True)):
-        if old != new:
-            label = given.label(fn, given.leaves[leaf])
-            return f"{label} was {old}, and is {new}"
-    return (
-        "something static in them, as an argument or an attribute of an object, has "
-        "another value, or is equal to what it was and not the same"
-    )
-
-
-def _described(signature: Signature) -> list[str]:
-    """For each leaf what it is, in words."""
+def _descriptions(signature: Signature) -> list[str]:
+    """Describes each leaf."""
     statics = dict(signature.with_statics())
     roles = [*signature.roles, Role.SAME]
     return [
-        _words(roles[i], roles[i + 1] is Role.MASK, statics.get(i))
+        _description(roles[i], roles[i + 1] is Role.MASK, statics.get(i))
         for i in signature.leaves
     ]
 
 
-def _words(role: Role, has_mask: bool, static: Leaf) -> str:
+def _description(role: Role, has_mask: bool, static: Leaf) -> str:
     if role is Role.STATIC:  # of a variable the `repr` reads its array
         is_handle = isinstance(static, Handle)
         return f"variable {static.name!r}" if is_handle else shown(static)
@@ -207,12 +203,12 @@ def _words(role: Role, has_mask: bool, static: Leaf) -> str:
 
 
 _Program: TypeAlias = Program | AgreedProgram
-_MOST_REFUSED = 3
+_MAX_FAST_PATH_MISSES = 3
 
 
 @final
-class SharedPrograms:
-    """The programs of functions that do the same, with one choice of options."""
+class ProgramCache:
+    """The programs of functions with one cache key, by signature."""
 
     def __init__(
         self,
@@ -221,47 +217,46 @@ class SharedPrograms:
         options: RunOptions | None,
         history: recompilation.History,
         calls: recompilation.Calls,
-        holder: SharedPrograms | None = None,
-        seal: FrozenSignatures | None = None,
+        parent: ProgramCache | None = None,
+        frozen: FrozenSignatures | None = None,
     ) -> None:
         self._environment = environment
         self._agreement = agreement
         self._options = options if options is not None else RunOptions()
         self._history = history
         self._calls = calls
-        self._holder = holder
-        self._seal = seal
+        self._parent = parent
+        self._frozen = frozen
         self._functions: list[Callable[[], Function | None]] = []
-        # The one that is called now; another thread may call another.
+        # The function that is called now; another thread may call another.
         self.get_caller: Callable[[], Function | None] = lambda: None
-        # Of the one function that they are left to, as a trace has changed something.
-        self.sole: object | None = None
+        # The only function that may use these, as their trace has mutated its captures.
+        self.owner: object | None = None
         self.traces = 0
         self.has_succeeded = False
-        # Kept, so that the programs are forgotten with one of these.
-        self.referred_to: list[object] = []
+        # Weak references whose callbacks drop these programs; kept alive here.
+        self.watched_captures: list[object] = []
+        self._watched_handles: list[weakref.ref[per_replica.Handle]] = []
         self._returned = Returned()
-        self._watched: list[weakref.ref[per_replica.Handle]] = []
-        # The programs, by signature; and where no argument is static by the structure
-        # of the arguments too, which is found in half the time. The last one first.
+        # By signature; without static arguments also by the structure of the arguments,
+        # which is found in half the time.
         self._programs: dict[Hashable, _Program] = {}
         self._last: tuple[Any, _Program | None] = (None, None)
-        # What the last call can be made of without looking at its arguments; no more
-        # when JAX has refused a few calls, for each of which an exception is raised.
-        self._direct: Program | None = None
-        self._refused = 0
-        # With objects, the functions are ones of arrays, which have programs of their
-        # own for objects that are put together alike.
-        self._object_calls = ObjectCalls(self._get_fn, self._for_arrays)
+        # The program to call without a look at the arguments: JAX raises for those that
+        # differ. Given up after a few misses, each of which costs an exception.
+        self._fast_path: Program | None = None
+        self._fast_path_misses = 0
+        # Flax NNX objects become arrays: a cache for each structure of objects.
+        self._object_calls = ObjectCalls(self._get_fn, self._cache_for_arrays)
 
     def add(self, fn: Function) -> None:
-        """Takes note of a function; it is not kept alive."""
+        """Adds a function that may use these programs, without keeping it alive."""
         self._functions = [get for get in self._functions if get() is not None]
-        self._functions.append(weakly(fn))
+        self._functions.append(weak_function(fn))
 
     @property
     def is_in_use(self) -> bool:
-        """Whether one of the functions lives."""
+        """Whether one of its functions is alive."""
         return self._get_fn() is not None
 
     def _get_fn(self) -> Function | None:
@@ -279,14 +274,14 @@ class SharedPrograms:
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """The results of the function on all replicas."""
         self._calls.count += 1
-        direct = self._direct
-        if direct is not None and (executable := direct.executable).is_bare:
+        program = self._fast_path
+        if program is not None and (executable := program.executable).is_bare:
             try:
                 return executable.call_bare(args, kwargs)
             except Exception as error:
-                if not self._is_for_others(direct, error, args, kwargs):
+                if not self._is_fast_path_miss(program, error, args, kwargs):
                     raise
-            return self._call_other(args, kwargs)
+            return self._call_by_structure(args, kwargs)
         structure, program = self._last
         if program is not None:
             # Flattening as the last call's arguments takes half the time of flattening
@@ -294,11 +289,11 @@ class SharedPrograms:
             try:
                 leaves = structure.flatten_up_to((args, kwargs))
             except (ValueError, RuntimeError):
-                pass  # of a deleted array JAX's message fails, which shows all of them
+                pass  # `RuntimeError`: JAX's message shows arrays, one of them deleted
             else:
                 if are_live_arrays(leaves):
                     return self._call_live(program, leaves, args, kwargs)
-        return self._call_other(args, kwargs)
+        return self._call_by_structure(args, kwargs)
 
     def _call_live(
         self,
@@ -312,39 +307,39 @@ class SharedPrograms:
         if program.layout.structure is not None:
             inputs = (*args, kwargs) if kwargs else args
         results = program(leaves, inputs)
-        if self._refused < _MOST_REFUSED and isinstance(program, Program):
-            self._direct = None if program.looks_first else program
+        may_be_fast = self._fast_path_misses < _MAX_FAST_PATH_MISSES
+        if may_be_fast and isinstance(program, Program):
+            self._fast_path = None if program.must_check_first else program
         return results
 
-    def _is_for_others(
+    def _is_fast_path_miss(
         self,
-        direct: Program,
+        program: Program,
         error: Exception,
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
     ) -> bool:
-        """Whether a call that JAX alone has refused is to be made in another way."""
+        """Whether a call failed only because its arguments need the slow path."""
         if isinstance(error, jax.errors.JaxRuntimeError):
-            direct.check_once(jax.tree.leaves((args, kwargs)))
+            program.check_once(jax.tree.leaves((args, kwargs)))
             return False  # the devices have begun
         if not isinstance(error, (NotTraced, Retraced)):
-            trees.object_kinds()
-            leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
-            is_alike = structure == direct.layout.structure and are_live_arrays(leaves)
-            if is_alike and direct.is_placed(leaves):
+            leaves, structure = _flatten(args, kwargs)
+            is_same = structure == program.layout.structure and are_live_arrays(leaves)
+            if is_same and program.is_placed(leaves):
                 return False
-        self._refused += 1
-        self._direct = None
+        self._fast_path_misses += 1
+        self._fast_path = None
         return True
 
-    def _call_other(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """A call that is not like the last one, or not of live arrays alone."""
-        # A variable is not to be read here, and an object not to be looked into.
-        trees.object_kinds()
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
+    def _call_by_structure(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> PyTree:
+        """A call whose structure differs from the last one, or with other leaves."""
+        leaves, structure = _flatten(args, kwargs)
         program = self._programs.get(structure)
         if program is None or not are_live_arrays(leaves):
-            return self._call_carefully(args, kwargs, structure)
+            return self._call_by_signature(args, kwargs, structure)
         self._last = (structure, program)
         return self._call_live(program, leaves, args, kwargs)
 
@@ -354,7 +349,7 @@ class SharedPrograms:
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """The results of a function that is given what it captured besides."""
+        """The results of a function with captured values as further arguments."""
         if not captured:
             results = self(args, kwargs)
         else:
@@ -372,22 +367,21 @@ class SharedPrograms:
         kwargs: dict[str, PyTree],
         obtain: Obtain,
     ) -> None:
-        """Has the program of such a call compiled now; types may stand for arrays."""
+        """Compiles the program of such a call now; types may stand for arrays."""
         call = self._object_calls.find(args, kwargs, captured)
         if call is not None:
             programs = self._object_calls.programs(call)
             programs.prepare({}, call.args, call.kwargs, obtain)
         else:
-            fn = self._fn
-            leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
+            leaves, signature = _roles.flatten(self._fn, args, kwargs, abstract=True)
             program, _ = self._new_program(signature)
             program.prepare(leaves, obtain)
             self._programs[signature] = program
-            if self._seal is not None:
-                self._seal.add(signature)
+            if self._frozen is not None:
+                self._frozen.add(signature)
         self.has_succeeded = True
 
-    def _call_carefully(
+    def _call_by_signature(
         self,
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
@@ -397,7 +391,7 @@ class SharedPrograms:
         call = self._object_calls.find(args, kwargs, {})
         if call is not None:
             return self._call_with_objects(call)
-        leaves, signature = _roles.take_apart(fn, args, kwargs)
+        leaves, signature = _roles.flatten(fn, args, kwargs)
         program = self._programs.get(signature)
         if program is None:
             return self._call_new(fn, leaves, signature, structure)
@@ -411,14 +405,14 @@ class SharedPrograms:
         signature: Signature,
         structure: TreeStructure,
     ) -> PyTree:
-        """The first call for arguments of this structure."""
-        if self._seal is not None:
-            self._seal.check_arguments(fn, signature)
+        """The first call with this signature."""
+        if self._frozen is not None:
+            self._frozen.check_arguments(fn, signature)
         self._returned.check(signature, leaves, fn)
         made, checked = self._new_program(signature)
         program = self._programs.setdefault(signature, made)  # or another thread's
-        forget = weak_references.of(self, SharedPrograms._gone, signature)
-        self._watched += (weakref.ref(v, forget) for v in signature.handles)
+        drop = weak_method(self, ProgramCache._drop, signature)
+        self._watched_handles += (weakref.ref(v, drop) for v in signature.handles)
         self._remember(program, signature, structure)
         results = program.place_and_call(leaves)
         self._returned.add(signature, results, checked.unstated)
@@ -427,7 +421,7 @@ class SharedPrograms:
     def _remember(
         self, program: _Program, signature: Signature, structure: TreeStructure
     ) -> None:
-        if not signature.kept:
+        if not signature.static_leaves:
             self._programs[structure] = program
             self._last = (structure, program)
 
@@ -435,26 +429,26 @@ class SharedPrograms:
         step = ReplicaStep(
             self._get_fn, self._environment, signature, lambda: not self.traces
         )
-        checked = Checked(self._options.expect_mirrored, self._history.told)
-        counted = Counted(functools.partial(self._note, signature))
+        checked = Checked(self._options.expect_mirrored, self._history.warned)
+        counted = Counted(functools.partial(self._count_trace, signature))
         stages = [*stages_of(step, self._options), counted]
         if self._agreement is None:
             return Program(step, [checked, *stages]), checked
         return AgreedProgram(step, checked, stages, self._agreement), checked
 
-    def _gone(
-        self, signature: Signature, gone: weakref.ref[per_replica.Handle]
+    def _drop(
+        self, signature: Signature, dead: weakref.ref[per_replica.Handle]
     ) -> None:
-        """Drops the program for arguments one of which is gone, and its memory."""
+        """Drops the program for a static variable that died."""
         self._programs.pop(signature, None)
-        self._watched.remove(gone)
+        self._watched_handles.remove(dead)
 
-    def _note(
+    def _count_trace(
         self, signature: Signature, fn: Function, avals: Sequence[ArrayType]
     ) -> None:
         self.traces += 1
-        if self._holder is not None:
-            self._holder.traces += 1
+        if self._parent is not None:
+            self._parent.traces += 1
         self._history.record(fn, self._calls, signature, avals)
 
     # Calls with objects that the step changes in place.
@@ -463,17 +457,16 @@ class SharedPrograms:
         programs = self._object_calls.programs(call)
         return call.finish(programs(call.args, call.kwargs))
 
-    def _for_arrays(self, function: Function) -> SharedPrograms:
-        """The programs of these functions as one of arrays."""
-        options = options_of(self._options)
-        programs = SharedPrograms(
+    def _cache_for_arrays(self, function: Function) -> ProgramCache:
+        """The programs of `function`, which takes arrays instead of objects."""
+        programs = ProgramCache(
             self._environment,
             self._agreement,
-            options,
+            options_of(self._options),
             self._history,
             self._calls,
             self,
-            self._seal,
+            self._frozen,
         )
         programs.add(function)
         return programs
@@ -481,7 +474,7 @@ class SharedPrograms:
     def bound(
         self, fn: Function, objects: Sequence[PyTree], captured: dict[str, Leaf]
     ) -> Callable[..., PyTree]:
-        """A function with these first arguments, which are looked into only now."""
+        """A function with these first arguments, which are flattened only once."""
         call = self._object_calls.require(objects, captured)
         programs, kept = self._object_calls.programs(call), objects
         bound = BoundCall(call)
@@ -494,5 +487,13 @@ class SharedPrograms:
         return step
 
 
-def _is_whole(node: object) -> bool:
+def _flatten(
+    args: Sequence[PyTree], kwargs: dict[str, PyTree]
+) -> tuple[list[Leaf], TreeStructure]:
+    """Flattens a call, without reading variables or the arrays of objects."""
+    trees.object_kinds()
+    return jax.tree.flatten((args, kwargs), is_leaf=_is_variable_or_object)
+
+
+def _is_variable_or_object(node: object) -> bool:
     return isinstance(node, per_replica.Handle) or trees.is_object(node)

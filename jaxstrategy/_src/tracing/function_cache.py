@@ -1,0 +1,424 @@
+"""The cache of compiled functions of one strategy: `FunctionCache`."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, final
+
+from jaxstrategy._src import errors
+from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.tracing import recompilation
+from jaxstrategy._src.tracing.functions import code as _code, rebinding
+from jaxstrategy._src.tracing.functions.bindings import Binding, ClosureCell
+from jaxstrategy._src.tracing.functions.code import attributes_of
+from jaxstrategy._src.tracing.functions.references import References, keys_match
+from jaxstrategy._src.tracing.functions.weak_references import (
+    Identity,
+    weak_function,
+    weak_method,
+)
+from jaxstrategy._src.tracing.nnx.object_calls import came_from_step
+from jaxstrategy._src.tracing.nnx.object_form import is_changed_in_place
+from jaxstrategy._src.tracing.program_cache import FrozenSignatures, ProgramCache
+from jaxstrategy._src.tracing.saved_step import Obtain
+from jaxstrategy._src.tracing.step_agreement import StepAgreement
+from jaxstrategy._src.tracing.traced_step import StepEnvironment
+from jaxstrategy._src.values import trees
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+
+# For each code, keys of functions that died are kept: a function may be defined anew.
+_MAX_UNUSED_KEYS = 8
+_MAX_MUTATING = 256
+
+
+class FunctionKey(NamedTuple):
+    """The cache key of a function: equal for functions that do the same."""
+
+    tokens: tuple[Hashable, ...]
+    code: Identity
+    options: RunOptions | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another function can have the same key."""
+        return not (self.tokens and isinstance(self.tokens[0], _Unshared))
+
+    @property
+    def identities(self) -> list[Identity]:
+        """The objects without which no function can have this key any more."""
+        return [token for token in self.tokens if isinstance(token, Identity)]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether one of these died."""
+        return any(identity.is_gone for identity in self.identities)
+
+
+class _Unshared(Identity):
+    """The first token in the key of a function that is cached by its identity."""
+
+
+@final
+class FunctionCache:
+    """All programs of a strategy: functions with equal keys share theirs.
+
+    The programs of functions that died stay, a few for each code, as long as the code:
+    the function around them may define them anew.
+    """
+
+    def __init__(
+        self,
+        environment: StepEnvironment,
+        agreement: StepAgreement | None = None,
+        frozen: FrozenSignatures | None = None,
+    ) -> None:
+        self._environment = environment
+        self._agreement = agreement
+        self._frozen = frozen
+        self._functions: dict[Hashable, CachedFunction] = {}
+        self._histories: dict[int, recompilation.History] = {}
+        self._table: dict[FunctionKey, ProgramCache] = {}
+        self._codes: set[int] = set()
+        # The captured values that a trace mutates, as indices into its references.
+        self._mutated: dict[FunctionKey, tuple[int, ...]] = {}
+        # Functions that need the values of captured arrays in Python, by their code.
+        self.with_constants: set[Identity] = set()
+
+    def of(self, fn: Function, options: RunOptions | None = None) -> CachedFunction:
+        """The programs of `fn`, the same object as long as `fn` lives."""
+        key = identity(fn), options
+        function = self._functions.get(key)
+        if function is None:
+            on_death = weak_method(self, FunctionCache._on_death, key)
+            function = CachedFunction(fn, options, self, on_death)
+            self._functions[key] = function
+        return function
+
+    def _on_death(self, key: Hashable, *_: object) -> None:
+        function = self._functions.pop(key, None)
+        programs = None if function is None else function.unshared_programs
+        if programs is not None and not programs.is_in_use:
+            self._drop([k for k, v in self._table.items() if v is programs])
+
+    def programs(
+        self, key: FunctionKey, fn: Function, references: References | None
+    ) -> ProgramCache:
+        """The programs of functions with this key."""
+        known = self._table.get(key)
+        if known is not None:
+            return known
+        if self._frozen is not None:
+            self._frozen.check_function(fn)
+        made = ProgramCache(
+            self._environment,
+            self._agreement,
+            key.options,
+            recompilation.history_of(fn, self._histories),
+            recompilation.Calls(references),
+            frozen=self._frozen,
+        )
+        self._make_room(key)
+        if (known := self._table.setdefault(key, made)) is not made:
+            return known  # another thread's
+        if key.is_shared:
+            drop = weak_method(self, FunctionCache._drop_gone)
+            made.watched_captures = [each.watch(drop) for each in key.identities]
+        code = _code.code_of(fn)
+        if code is not None and id(code) not in self._codes:
+            self._codes.add(id(code))
+            drop_code = weak_method(self, FunctionCache._drop_code, id(code))
+            weakref.finalize(code, drop_code)
+        return made
+
+    def share_mutating(
+        self,
+        key: FunctionKey,
+        references: References,
+        mutated: tuple[int, ...],
+        programs: ProgramCache,
+    ) -> None:
+        """Lets functions share programs whose trace has mutated what they capture."""
+        if len(self._mutated) >= _MAX_MUTATING:
+            del self._mutated[next(iter(self._mutated))]
+        self._mutated[key] = mutated
+        self._table.setdefault(self.with_mutated(key, references), programs)
+
+    def with_mutated(self, key: FunctionKey, references: References) -> FunctionKey:
+        """`key`, with the identities of what a trace mutates."""
+        indices = self._mutated.get(key, ())
+        mutated = (Identity(references.nodes[i].value) for i in indices)
+        return key._replace(tokens=(*key.tokens, *mutated)) if indices else key
+
+    def unshare(self, key: FunctionKey, programs: ProgramCache) -> None:
+        """Lets no other function use these programs by this key."""
+        if self._table.get(key) is programs:
+            self._drop([key])
+
+    def _make_room(self, key: FunctionKey) -> None:
+        """Drops keys that cannot come back, and old ones of the same code."""
+        self._drop_gone()
+        unused = [
+            k
+            for k, programs in self._table.items()
+            if k.code == key.code and not programs.is_in_use
+        ]
+        self._drop(unused[: max(0, len(unused) - _MAX_UNUSED_KEYS + 1)])
+
+    def _drop_gone(self, *_: object) -> None:
+        """Drops keys with an object that died."""
+        items = list(self._table.items())
+        self._drop([k for k, each in items if k.is_gone and not each.is_in_use])
+
+    def _drop_code(self, code: int) -> None:
+        """Drops the programs of a code that died."""
+        self._codes.discard(code)
+        self._drop([k for k in list(self._table) if k.code.is_gone])
+        for key in [k for k in list(self._mutated) if k.code.is_gone]:
+            self._mutated.pop(key, None)
+
+    def _drop(self, keys: Iterable[FunctionKey]) -> None:
+        for key in keys:
+            self._table.pop(key, None)
+
+
+@final
+class CachedFunction:
+    """The programs of one function object with one choice of options.
+
+    The cache key is computed at the first call, and again whenever the function may
+    capture something else.
+    """
+
+    def __init__(
+        self,
+        fn: Function,
+        options: RunOptions | None,
+        cache: FunctionCache,
+        on_death: Callable[[object], object],
+    ) -> None:
+        self._get_fn = weak_function(fn, on_death)
+        self._options = options
+        self._cache = cache
+        self._key: FunctionKey | None = None
+        self._programs: ProgramCache | None = None
+        # What it referred to at the last lookup, during a call; and the tokens of that.
+        self._references: References | None = None
+        self._tokens: tuple[Hashable, ...] = ()
+        # Captured values that its programs take as arguments, by label; and bindings
+        # that lead to them, with their values.
+        self._captured: dict[str, Leaf] = {}
+        self._captured_bindings: list[tuple[Binding, object]] = []
+        is_method = isinstance(fn, types.MethodType)
+        self._names = _code.attributes_read(fn) if is_method else set[str]()
+        self._take_snapshot(fn)
+
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        """The results of the function on all replicas."""
+        programs = self._programs
+        if programs is None or self._captured or programs.owner not in (None, self):
+            return self._call_checked(args, kwargs)
+        # Outside of the block, because a step may raise the same.
+        is_same = True
+        try:
+            for cell, value in self._cells:
+                if cell.cell_contents is not value:
+                    is_same = False
+        except ValueError:  # a variable that is not assigned yet
+            is_same = False
+        if not is_same:
+            return self._call_checked(args, kwargs)
+        if self._names and self._attributes_of(self._get_fn()) != self._attributes:
+            return self._call_checked(args, kwargs)
+        programs.get_caller = self._get_fn
+        traces = programs.traces
+        try:
+            return programs(args, kwargs)
+        finally:
+            if programs.traces != traces:
+                self._update_key(programs)
+
+    def prepare(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], obtain: Obtain
+    ) -> None:
+        """Compiles the program of such a call now; types may stand for arrays."""
+        prepare = functools.partial(ProgramCache.prepare, obtain=obtain)
+        self._call(self._lookup(self._fn), args, kwargs, prepare)
+        if self._programs is not None:
+            self._update_key(self._programs)
+        self._references = None
+
+    def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
+        """The function with these first arguments, which are flattened only once."""
+        fn = self._fn
+        programs, self._references = self._lookup(fn), None
+        return programs.bound(fn, objects, self._captured)
+
+    @property
+    def unshared_programs(self) -> ProgramCache | None:
+        """Its programs if no other function can use them."""
+        is_shared = self._key is None or self._key.is_shared
+        return None if is_shared else self._programs
+
+    @property
+    def _fn(self) -> Function:
+        fn = self._get_fn()
+        assert fn is not None, "the caller holds the function"
+        return fn
+
+    def _take_snapshot(self, fn: Function) -> None:
+        """Remembers the values of free variables, and of attributes that `fn` reads."""
+        function = fn.__func__ if isinstance(fn, types.MethodType) else fn
+        cells = list(map(ClosureCell, getattr(function, "__closure__", None) or ()))
+        self._free_variables = [(binding, binding.get()) for binding in cells]
+        # The same, for each call.
+        self._cells = [
+            (binding.owner, value) for binding, value in self._free_variables
+        ]
+        self._attributes = self._attributes_of(fn)
+
+    def _attributes_of(self, method: Any) -> dict[str, Identity]:
+        """The attributes that a method reads of its object."""
+        values = attributes_of(method.__self__) if self._names else {}
+        return {name: Identity(values[name]) for name in self._names & values.keys()}
+
+    def _call_checked(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> PyTree:
+        """A call of a function that may capture something else than before."""
+        fn, programs = self._fn, self._programs
+        is_usable = programs is not None and programs.owner in (None, self)
+        if programs is None or not is_usable or not self._captures_the_same(fn):
+            programs = self._lookup(fn)
+        programs.get_caller = self._get_fn
+        traces = programs.traces
+        try:
+            return self._call(programs, args, kwargs)
+        finally:
+            if programs.traces != traces:
+                self._update_key(programs)
+            self._references = None
+
+    def _call(
+        self,
+        programs: ProgramCache,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        call: Callable[..., PyTree] = ProgramCache.call_with,
+    ) -> PyTree:
+        try:
+            return call(programs, self._captured, args, kwargs)
+        except Exception as error:
+            has_arrays = not all(map(is_changed_in_place, self._captured.values()))
+            if not has_arrays or programs.has_succeeded or not _needs_constants(error):
+                raise
+            # The function may need the value of an array in Python, or the sharding of
+            # a captured array is none of an argument: then they are constants.
+            return self._call_with_constants(args, kwargs, call)
+
+    def _call_with_constants(
+        self,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        call: Callable[..., PyTree],
+    ) -> PyTree:
+        fn = self._fn
+        code = Identity(_code.code_of(fn))
+        self._cache.with_constants.add(code)
+        try:
+            return self._call(self._lookup(fn), args, kwargs, call)
+        except BaseException:
+            self._cache.with_constants.discard(code)  # they were not the reason
+            self._programs = None
+            raise
+
+    def _captures_the_same(self, fn: Function) -> bool:
+        bindings = (*self._free_variables, *self._captured_bindings)
+        is_same = all(
+            rebinding.original_value(binding) is value for binding, value in bindings
+        )
+        return is_same and self._attributes_of(fn) == self._attributes
+
+    def _lookup(self, fn: Function) -> ProgramCache:
+        """Computes the cache key and finds its programs."""
+        self._programs = None  # the previous ones are not right any more
+        if _is_module_level(fn) and not trees.object_kinds():
+            self._captured, self._captured_bindings, references = {}, [], None
+            code = Identity(_code.code_of(fn))
+            self._key = FunctionKey((_Unshared(fn),), code, self._options)
+        else:
+            references = rebinding.references(fn)
+            self._captured, key = self._key_of(fn, references)
+            self._key = self._cache.with_mutated(key, references)
+            self._references, self._tokens = references, key.tokens
+            captured_bindings = references.captured_bindings
+            self._captured_bindings = captured_bindings() if self._captured else []
+        self._take_snapshot(fn)
+        self._programs = self._cache.programs(self._key, fn, references)
+        self._programs.add(fn)
+        return self._programs
+
+    def _key_of(
+        self, fn: Function, references: References
+    ) -> tuple[dict[str, Leaf], FunctionKey]:
+        """The captured values that programs of `fn` take, and the cache key."""
+        code = Identity(_code.code_of(fn))
+        captured: dict[str, Leaf] = dict(references.objects)
+        constants: list[Leaf] = []
+        if code in self._cache.with_constants:
+            constants = list(references.arrays.values())
+        else:
+            captured |= references.arrays
+        tokens = references.key
+        if references.opaque or _is_module_level(fn):
+            is_method = isinstance(fn, types.MethodType)
+            # The function of a method is the same at each access, the method is not.
+            function, *owner = (fn.__func__, fn.__self__) if is_method else (fn,)
+            tokens = (_Unshared(function), *map(Identity, owner))
+        tokens = (*tokens, *map(Identity, constants))
+        return captured, FunctionKey(tokens, code, self._options)
+
+    def _update_key(self, programs: ProgramCache) -> None:
+        """After a trace, which may have changed what the function captures."""
+        fn = self._fn
+        if self._programs is not programs:
+            return
+        self._take_snapshot(fn)
+        if self._key is None or not self._key.is_shared:
+            return
+        references = rebinding.references(fn)
+        key = self._key_of(fn, references)[1]
+        if keys_match(key.tokens, self._tokens):
+            return
+        self._cache.unshare(self._key, programs)
+        programs.owner = self  # other functions may have found them already
+        before = self._references
+        if before and (mutated := references.mutated_since(before)):
+            self._cache.share_mutating(key, references, mutated, programs)
+
+
+def _is_module_level(fn: Function) -> bool:
+    """Whether `fn` was defined at the top of a module, and is not defined again."""
+    if not isinstance(fn, types.FunctionType):
+        return False
+    is_plain = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
+    return is_plain and "<" not in fn.__qualname__
+
+
+def _needs_constants(error: Exception) -> bool:
+    """Whether a step may succeed with captured arrays as constants."""
+    if isinstance(error, errors.PlacementError):
+        return True
+    is_ours = type(error).__module__ == errors.__name__
+    if is_ours and not isinstance(error, errors.TracedValueError):
+        return False
+    return came_from_step(error)
+
+
+def identity(fn: Function) -> Hashable:
+    """The `id` of a function; a method is another object at each access."""
+    if isinstance(fn, types.MethodType):
+        return id(fn.__self__), id(fn.__func__)
+    return id(fn)

@@ -1,0 +1,350 @@
+"""A step with state that is sharded over the replicas: `PartitionedStep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.extend.core import Literal
+from jax.ref import AbstractRef
+
+from jaxstrategy._src.replicas.inner_axes import with_inner
+from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, LayoutOrDimension
+from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten
+from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation, Var, closed, jaxpr_of
+from jaxstrategy._src.tracing.numbered_prints import (
+    has_prints,
+    with_merges,
+    with_numbered_prints,
+)
+from jaxstrategy._src.tracing.on_replicas import on_replicas
+from jaxstrategy._src.tracing.partition.global_part import GlobalPart
+from jaxstrategy._src.tracing.partition.layout import Layout, LayoutChoice
+from jaxstrategy._src.tracing.partition.partition import (
+    Partition,
+    inline_calls,
+    partition,
+)
+from jaxstrategy._src.tracing.partition.per_replica_part import PerReplicaPart
+from jaxstrategy._src.tracing.partition.reduce_scatters import (
+    ReduceScatters,
+    reduce_scatters_of,
+)
+from jaxstrategy._src.tracing.partition.values import (
+    PartCollectives,
+    ReplicaValues,
+    retrace_axis_indices,
+    shard_function,
+)
+from jaxstrategy._src.tracing.replication.rules import analyse, varying
+from jaxstrategy._src.tracing.replication.types import Collective, Site
+from jaxstrategy._src.tracing.trace import Evaluate
+from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.value_form import with_values
+from jaxstrategy._src.values.arrays import Function, Leaf
+from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.variables.access import Cell
+
+
+@final
+class PartitionedStep:
+    """A step in two parts: what each replica computes, and what is computed once."""
+
+    def __init__(self, step: TracedStep, given: Sequence[Leaf]) -> None:
+        trace = step.trace
+        self._trace = trace
+        self.replicas = self._replicas = trace.replicas
+        self._has_prints = has_prints(trace.jaxpr, self._replicas)
+        whole = with_merges(trace.jaxpr) if self._has_prints else trace.jaxpr
+        inlined = inline_calls(whole)
+        self._constants, self._calls = inlined.constants, inlined.calls
+        references = [
+            index
+            for index, layout in enumerate(trace.layouts)
+            if isinstance(inlined.jaxpr.invars[index].aval, AbstractRef)
+            and layout is REPLICATED
+        ]
+        self._values = with_values(inlined.jaxpr, references)
+        jaxpr = self.jaxpr = self._values.jaxpr
+        varies = [self._replicas.differ(layout) for layout in trace.layouts]
+        self._differs = varies + [False] * len(self._constants)
+        self._varies = varying(jaxpr, self._differs, self._replicas, trace.unpacking)
+        self.partition: Partition = partition(
+            jaxpr, self._varies, lambda eqn: shard_function(eqn) is not None
+        )
+        self.layout: Layout = LayoutChoice(
+            step, jaxpr.invars, self.partition, given
+        ).layout()
+        self.reduce_scatters: ReduceScatters = reduce_scatters_of(
+            jaxpr, self.partition, self.layout, self._replicas
+        )
+        parts = {
+            var: dimension
+            for var, dimension in self.layout.inputs.items()
+            if var in self.partition.read_per_replica
+        }
+        self.per_replica_part = PerReplicaPart(
+            self.partition.per_replica,
+            parts,
+            {var: self.layout.leaves[var].inner for var in parts},
+            self.reduce_scatters,
+            [*self._crossing, *self._varying_results],
+            self._replicas,
+            self._varies,
+        )
+
+    @cached_property
+    def _results(self) -> Sequence[Atom]:
+        """The step's results, without the new values of variables."""
+        return self.jaxpr.outvars[: len(self._trace.varies)]
+
+    @cached_property
+    def _varying_results(self) -> list[Atom]:
+        pairs = zip(self._results, self._trace.varies, strict=True)
+        return [atom for atom, varies in pairs if varies]
+
+    @cached_property
+    def _common_results(self) -> list[Atom]:
+        """Results and new values of variables that are equal on all replicas."""
+        pairs = zip(self._results, self._trace.varies, strict=True)
+        results = [atom for atom, varies in pairs if not varies]
+        return [*results, *self.jaxpr.outvars[len(self._trace.varies) :]]
+
+    @cached_property
+    def _crossing(self) -> list[Var]:
+        """The outputs of the per-replica part that the global part reads or returns."""
+        used = self._used_globally
+        made = self.partition.made_per_replica - self.partition.made_globally
+        variables = (var for eqn in self.partition.per_replica for var in eqn.outvars)
+        return [var for var in variables if var in made and var in used]
+
+    @cached_property
+    def _used_globally(self) -> frozenset[Var]:
+        results = (a for a in self._common_results if not isinstance(a, Literal))
+        return self.partition.read_globally.union(results)
+
+    # For explanations.
+
+    @cached_property
+    def collectives(self) -> Sequence[Collective]:
+        """The collectives of the user's step in `jaxpr`."""
+        replicas = self._replicas
+        findings = analyse(
+            self.jaxpr,
+            self._differs,
+            replicas.collective_axes,
+            replicas.count,
+            unpacking=self._trace.unpacking,
+            mesh=replicas.mesh,
+        )
+        return [found for found in findings.collectives if not found.is_merge]
+
+    def site(self, eqns: tuple[Equation, ...]) -> Site:
+        """The location of an equation in the user's step."""
+        calls = (self._calls[var] for var in eqns[-1].outvars if var in self._calls)
+        return Site((*eqns, *next(calls, ())))
+
+    @property
+    def common_results(self) -> list[tuple[Atom, int | None, int | None]]:
+        """Results, and last the variables' values, that are equal on all replicas.
+
+        For each the dimension along which it is sharded, and that along which it is
+        sharded before it is gathered.
+        """
+        first = self._sharded_first
+        return list(zip(self._common_results, self._dimensions, first, strict=True))
+
+    @property
+    def _dimensions(self) -> list[int | None]:
+        """The dimensions along which `_common_results` are sharded."""
+        pairs = zip(self._trace.varies, self.layout.outputs, strict=True)
+        dimensions = [dimension for varies, dimension in pairs if not varies]
+        return [*dimensions, *map(self.layout.inputs.get, self.variables)]
+
+    @property
+    def variables(self) -> list[Var]:
+        """The variables that are inputs and outputs instead of references."""
+        return [self.jaxpr.invars[index] for index in self._values.replaced]
+
+    @property
+    def arguments(self) -> Mapping[int, int | None]:
+        """The dimension along which arguments are sharded; None: replicated."""
+        return self.layout.arguments
+
+    # Evaluation.
+
+    def evaluate(
+        self,
+        leaves: Sequence[Leaf],
+        references: dict[Cell, jax.Ref],
+        instrument: Callable[[Evaluate], Evaluate],
+    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
+        """As `Trace.evaluate`, with arrays sharded as the layout says."""
+        inputs = self._trace.operands(leaves, references) + self._constants
+        refs = {i: inputs[i] for i in self._values.replaced if inputs[i] is not None}
+        for index, reference in refs.items():
+            inputs[index] = reference[...]
+        known: dict[Var, Leaf] = dict(zip(self.jaxpr.invars, inputs, strict=True))
+        varying_results, crossing, outputs = self._per_replica(known, instrument)
+        known.update(zip(self._crossing, crossing, strict=True))
+        common = self._sharded(self._computed_once(known))
+        count = len(self._common_results) - len(self._values.replaced)
+        for index, value in zip(self._values.replaced, common[count:], strict=True):
+            if index in refs:
+                refs[index][...] = self._sharded_like(self.jaxpr.invars[index], value)
+        varying, equal = iter(varying_results), iter(common[:count])
+        results = [
+            PerReplica(next(varying)) if varies else next(equal)
+            for varies in self._trace.varies
+        ]
+        return self.constrained(results), outputs
+
+    def _per_replica(
+        self, known: dict[Var, Leaf], instrument: Callable[[Evaluate], Evaluate]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """The varying results, `_crossing`, and the outputs of stages."""
+        read = [var for var in self._read_per_replica if known[var] is not None]
+        evaluate = instrument(lambda inputs: (self._one_replica(read, inputs), []))
+        count = len(self._varying_results)
+
+        def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array], list]:
+            returned, outputs = evaluate(locals_)
+            varying = [lax.expand_dims(array, (0,)) for array in returned[:count]]
+            # Without any output XLA would run callbacks on one device only.
+            return varying, returned[count:], outputs or [jnp.zeros((), jnp.int8)]
+
+        replicas = self._replicas
+        dimensions = self.per_replica_part.dimensions
+        returned = (
+            [STACKED] * count,
+            [dimensions.get(var, REPLICATED) for var in self._crossing],
+            REPLICATED,
+        )
+        function = replica
+        if replicas.inner_axes:
+            function = retrace_axis_indices(replica)
+        if self._has_prints:
+            function = with_numbered_prints(function, replicas)
+        pairs = zip(self.jaxpr.invars, self._trace.layouts, strict=False)
+        layouts: dict[Var, LayoutOrDimension] = dict(pairs)
+        layout = [self.layout.inputs.get(v, layouts.get(v, REPLICATED)) for v in read]
+        run = on_replicas(function, replicas, layout, returned)
+        varying, crossing, outputs = run(*(known[var] for var in read))
+        return varying, crossing, outputs
+
+    @cached_property
+    def _read_per_replica(self) -> list[Var]:
+        """The inputs that the per-replica part reads or returns."""
+        results = (a for a in self._varying_results if not isinstance(a, Literal))
+        read = self.partition.read_per_replica.union(results)
+        return [var for var in self.jaxpr.invars if var in read]
+
+    def _one_replica(
+        self, variables: Sequence[Var], inputs: Sequence[Leaf]
+    ) -> list[jax.Array]:
+        """The varying results of one replica, and `_crossing`."""
+        given = dict(zip(variables, inputs, strict=True))
+        sharded = self.layout.inputs
+        values = ReplicaValues(
+            {var: value for var, value in given.items() if var not in sharded},
+            {var: value for var, value in given.items() if var in sharded},
+            self.per_replica_part.dimensions,
+            PartCollectives(self._replicas, self.per_replica_part.inner),
+        )
+        self.per_replica_part.evaluate(values)
+        parts = self.per_replica_part.dimensions
+        crossing = self._crossing
+        return [
+            *map(values.whole, self._varying_results),
+            *(values.parts[v] if v in parts else values.whole(v) for v in crossing),
+        ]
+
+    def _computed_once(self, known: dict[Var, Leaf]) -> list[jax.Array]:
+        """`_common_results`, computed by the global part."""
+        eqns = [*self.partition.duplicated, *self.partition.global_]
+        read = self._used_globally - self.partition.made_globally
+        free = [var for var in known if var in read]
+        jaxpr = jaxpr_of(free, eqns, self._common_results)
+        if self._replicas.inner_axes:
+            jaxpr = rewritten(jaxpr, self._constraint)
+        return core.jaxpr_as_fun(closed(jaxpr))(*(known[var] for var in free))
+
+    def _constraint(self, eqn: Equation) -> Function | None:
+        """A constraint along inner axes, on the mesh of all replicas."""
+        if eqn.primitive.name != "sharding_constraint":
+            return None
+        where = self._replicas.on_mesh(eqn.params["sharding"])
+        return lambda array: [lax.with_sharding_constraint(array, where)]
+
+    def _sharded(self, common: Sequence[jax.Array]) -> list[jax.Array]:
+        """`_common_results`, sharded first where they are computed from parts.
+
+        Otherwise XLA would compute the last sum on each device, from parts that it
+        gathers, and round differently (JAX 0.10 and 0.12).
+        """
+        constraint = self._replicas.constraint_along
+        return [
+            array
+            if dimension is None
+            else lax.with_sharding_constraint(array, constraint(dimension, array.ndim))
+            for array, dimension in zip(common, self._sharded_first, strict=True)
+        ]
+
+    @cached_property
+    def _sharded_first(self) -> list[int | None]:
+        """The dimensions along which replicated results are sharded at first."""
+        return [
+            None if dimension is None or self.global_part.is_whole(atom) else dimension
+            for atom, dimension in self._shardable
+        ]
+
+    @cached_property
+    def _shardable(self) -> list[tuple[Atom, int | None]]:
+        """`_common_results`, and a dimension if they are replicated but shardable."""
+        shardable = zip(self._trace.varies, self.layout.shardable, strict=True)
+        dimensions = [dimension for varies, dimension in shardable if not varies]
+        dimensions += (
+            None
+            if var in self.layout.inputs
+            else self._replicas.usual_division(var.aval).dimension
+            for var in self.variables
+        )
+        return list(zip(self._common_results, dimensions, strict=True))
+
+    @cached_property
+    def global_part(self) -> GlobalPart:
+        """The shardings of what is computed once for all replicas."""
+        dimensions = {**self.layout.inputs, **self.per_replica_part.dimensions}
+        used = self._used_globally
+        parts = {var: d for var, d in dimensions.items() if var in used}
+        replicated = {
+            atom
+            for (atom, shardable), dimension in zip(
+                self._shardable, self._dimensions, strict=True
+            )
+            if shardable is None and dimension is None and not isinstance(atom, Literal)
+        }
+        eqns = [*self.partition.duplicated, *self.partition.global_]
+        return GlobalPart(eqns, parts, replicated)
+
+    def constrained(
+        self, results: Sequence[jax.Array | PerReplica]
+    ) -> list[jax.Array | PerReplica]:
+        """The results with their shardings."""
+        return [
+            each
+            if isinstance(each, PerReplica) or sharding is None
+            else lax.with_sharding_constraint(each, sharding)
+            for each, sharding in zip(results, self.layout.shardings, strict=True)
+        ]
+
+    def _sharded_like(self, var: Var, array: jax.Array) -> jax.Array:
+        """`array` with the sharding of an input."""
+        layout = self.layout.inputs.get(var, REPLICATED)
+        where = with_inner(self.layout.leaves[var].inner, self._replicas, layout)
+        return lax.with_sharding_constraint(array, where)
