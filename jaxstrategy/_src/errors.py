@@ -461,7 +461,18 @@ class ParameterServerLost(RuntimeError):
     """
 
 
-class ClosureInputError(RuntimeError):
+class _ClosureError(RuntimeError):
+    _what: str
+
+    def __init__(self, original_exception: BaseException) -> None:
+        if isinstance(original_exception, _ClosureError):
+            original_exception = original_exception.original_exception
+        self.original_exception = original_exception
+        name = type(original_exception).__name__
+        super().__init__(f"{self._what}: {name}: {original_exception}")
+
+
+class ClosureInputError(_ClosureError):
     """An input of a scheduled function, such as a dataset, could not be built.
 
     Attributes:
@@ -473,18 +484,10 @@ class ClosureInputError(RuntimeError):
     KeyError('x')
     """
 
-    def __init__(self, original_exception: BaseException) -> None:
-        if isinstance(original_exception, ClosureInputError | ClosureAbortedError):
-            original_exception = original_exception.original_exception
-        self.original_exception = original_exception
-        name = type(original_exception).__name__
-        super().__init__(
-            "An input of a scheduled function could not be built on its worker: "
-            f"{name}: {original_exception}"
-        )
+    _what = "An input of a scheduled function could not be built on its worker"
 
 
-class ClosureAbortedError(RuntimeError):
+class ClosureAbortedError(_ClosureError):
     """A scheduled function did not run, because an earlier one had failed.
 
     Attributes:
@@ -495,15 +498,7 @@ class ClosureAbortedError(RuntimeError):
     KeyError('x')
     """
 
-    def __init__(self, original_exception: BaseException) -> None:
-        if isinstance(original_exception, ClosureInputError | ClosureAbortedError):
-            original_exception = original_exception.original_exception
-        self.original_exception = original_exception
-        name = type(original_exception).__name__
-        super().__init__(
-            "The function did not run, because one that was scheduled before it "
-            f"failed: {name}: {original_exception}"
-        )
+    _what = "The function did not run, because one that was scheduled before it failed"
 
 
 class CancelledError(RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -404,7 +404,14 @@ class CommunicationOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes_per_pack", _checked_size(self.bytes_per_pack))
+        size = whole(self.bytes_per_pack)
+        if size is None or size < 0:
+            error = ValueError if isinstance(self.bytes_per_pack, int) else TypeError
+            raise error(
+                f"`bytes_per_pack` was {self.bytes_per_pack!r}; a number of bytes was "
+                "wanted, or 0 for what is best on the platform."
+            )
+        object.__setattr__(self, "bytes_per_pack", size)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ValueError(
                 f"`timeout_seconds` was {self.timeout_seconds!r}; a positive number "
@@ -415,7 +422,14 @@ class CommunicationOptions:
         )
         if self.reduce_dtype is not None:
             object.__setattr__(self, "reduce_dtype", _float_dtype(self.reduce_dtype))
-        _check_compression(self.compression)
+        is_known = self.compression is None or isinstance(self.compression, PowerSGD)
+        if not is_known and not (
+            isinstance(self.compression, str) and self.compression == "int8"
+        ):
+            raise ValueError(
+                f"`compression` was {self.compression!r}; 'int8', a `PowerSGD(rank=2)` "
+                "or None was wanted."
+            )
         for name in ("overlap", "deterministic"):
             if not isinstance(given := getattr(self, name), bool):
                 raise TypeError(f"`{name}` was {given!r}; a bool was wanted.")
@@ -440,7 +454,8 @@ class CommunicationOptions:
                 )
 
     def _checked_groups(self, given: object) -> tuple[tuple[int, ...], ...]:
-        rows = [several_whole(each) for each in given] if _is_iterable(given) else []
+        is_iterable = isinstance(given, Iterable)
+        rows = [several_whole(each) for each in given] if is_iterable else []
         groups = tuple(row for row in rows if row)
         if not groups or len(groups) < len(rows) or len(set(map(len, groups))) > 1:
             raise ValueError(
@@ -456,17 +471,6 @@ class CommunicationOptions:
         return groups
 
 
-def _checked_size(given: object) -> int:
-    size = whole(given)
-    if size is None or size < 0:
-        error = ValueError if isinstance(given, int) else TypeError
-        raise error(
-            f"`bytes_per_pack` was {given!r}; a number of bytes was wanted, or 0 for "
-            "what is best on the platform."
-        )
-    return size
-
-
 def _float_dtype(given: DTypeLike) -> np.dtype:
     try:
         dtype = jnp.dtype(given)
@@ -480,19 +484,6 @@ def _float_dtype(given: DTypeLike) -> np.dtype:
     return dtype
 
 
-def _check_compression(given: object) -> None:
-    is_known = isinstance(given, str) and given == "int8"
-    if given is not None and not is_known and not isinstance(given, PowerSGD):
-        raise ValueError(
-            f"`compression` was {given!r}; 'int8', a `PowerSGD(rank=2)` or None was "
-            "wanted."
-        )
-
-
-def _is_iterable(given: object) -> TypeGuard[Iterable[object]]:
-    return isinstance(given, Iterable)
-
-
 def checked_options(
     options: object,
     *,
@@ -501,33 +492,21 @@ def checked_options(
     of_strategy: bool = False,
 ) -> None:
     """Raise unless this is a `CommunicationOptions` or None."""
-    if options is not None and not isinstance(options, CommunicationOptions):
+    if options is None:
+        return
+    if not isinstance(options, CommunicationOptions):
         raise TypeError(
             f"`options` was {options!r}; a `CommunicationOptions` was wanted, for "
             "example `experimental.CommunicationOptions(bytes_per_pack=2**20)`."
         )
-    if options is not None and options.timeout_seconds is not None and not with_timeout:
+    if options.timeout_seconds is not None and not with_timeout:
         raise ValueError(
             f"`timeout_seconds` was {options.timeout_seconds!r}, which cannot be kept: "
             "reductions are part of a compiled program, and no part of one can be "
             "given up. `MultiWorkerMirroredStrategy(communication_options=...)` ends a "
             "process whose step makes no progress for so long; leave it out elsewhere."
         )
-    if not isinstance(options, CommunicationOptions):
-        return
-    if not with_compression:
-        _check_exact(options)
-    if options.overlap and not of_strategy:
-        raise ValueError(
-            "`overlap=True` was given in the options of one reduction; the compiler "
-            "can be asked for it once for a whole program only. Give it to the "
-            "strategy: `MirroredStrategy(communication_options="
-            "CommunicationOptions(overlap=True))`."
-        )
-
-
-def _check_exact(options: CommunicationOptions) -> None:
-    if options.compression is not None:
+    if options.compression is not None and not with_compression:
         raise ValueError(
             f"`compression` was {options.compression!r} in the options of a reduction "
             "that has no state, so that what is not sent would be lost: numbers much "
@@ -535,6 +514,13 @@ def _check_exact(options: CommunicationOptions) -> None:
             "`jaxstrategy.optax.all_reduce_gradients(options=...)`, which keeps it in "
             "the optimizer's state, or `get_replica_context().all_reduce_compressed("
             "'mean', grads, state, options)`."
+        )
+    if options.overlap and not of_strategy:
+        raise ValueError(
+            "`overlap=True` was given in the options of one reduction; the compiler "
+            "can be asked for it once for a whole program only. Give it to the "
+            "strategy: `MirroredStrategy(communication_options="
+            "CommunicationOptions(overlap=True))`."
         )
 
 

@@ -25,7 +25,7 @@ def eight():
 
 def compiled(strategy, step, state):
     """The program of a step, of shapes alone: no table is made."""
-    whole = strategy._replicas.sharding_along(0)
+    whole = strategy._replicas.sharding(0)
 
     def shape(array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole)

@@ -165,7 +165,7 @@ PLACES = {
     "one device": lambda strategy, tree: jax.device_put(tree, jax.devices()[5]),
     "whole": lambda strategy, tree: whole(4).mirror(tree),
     "other dimensions": lambda strategy, tree: jax.tree.map(
-        lambda a: jax.device_put(a, strategy._replicas.sharding_along(0))
+        lambda a: jax.device_put(a, strategy._replicas.sharding(0))
         if np.ndim(a) and np.shape(a)[0] % 4 == 0 else a, tree),
     "mirrored": lambda strategy, tree: strategy.mirror(tree),
 }  # fmt: skip

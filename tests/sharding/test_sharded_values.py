@@ -233,7 +233,7 @@ def tampered(array, replica):
 def test_whole_leaves_are_compared_and_parts_are_not(shard):
     strategy = sharded(4, shard)
     whole = js.MirroredStrategy(jax.devices()[:4]).mirror
-    divided = jax.device_put(np.arange(8.0), strategy._replicas.sharding_along(0))
+    divided = jax.device_put(np.arange(8.0), strategy._replicas.sharding(0))
     strategy.assert_in_sync({"parts": divided})
     strategy.assert_in_sync({"parts": divided, "big": whole(np.ones(8)), "n": 3})
     state = {"parts": tampered(divided, 2), "big": whole(np.ones(8))}

@@ -139,7 +139,7 @@ def test_parameters_that_the_replicas_read_stay_whole_under_optimizer():
 
 def test_an_argument_that_was_given_whole_and_is_not_replaced_stays_whole():
     own = strategy()
-    table = own._replicas.sharding_along(None)
+    table = jax.sharding.NamedSharding(own.mesh, jax.P())
     given = jax.device_put(np.ones(16, np.float32), table)
     found = own.explain(lambda w, x: (w * x).sum(), (given, rows(16)), compiled=False)
     reason = "it was given whole, and no result replaces it"

@@ -87,11 +87,8 @@ def with_inner(
     if layout is STACKED:
         inner = of_stacked(of_versions(inner))
     if not any(inner):
-        is_along = isinstance(layout, int)
-        return (
-            replicas.sharding_along(layout) if is_along else replicas.sharding(layout)
-        )
-    base = replicas.spec_of(layout)
+        return replicas.sharding(layout)
+    base = replicas.spec(layout)
     longest = range(max(len(base), len(inner)))
     both = [[_mesh.axes_of(s[i]) for s in (base, inner) if i < len(s)] for i in longest]
     return NamedSharding(replicas.mesh, _mesh.spec_of(sum(e, ()) for e in both))

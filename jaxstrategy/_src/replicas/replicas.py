@@ -225,21 +225,24 @@ class Replicas:
         """Whether all replicas' devices are in this process."""
         return self.sharding(REPLICATED).is_fully_addressable
 
-    def spec(self, layout: ReplicaLayout) -> PartitionSpec:
-        """The partition spec of an array of this layout."""
-        is_divided = layout is STACKED and self.axes
-        return PartitionSpec(self.axes) if is_divided else PartitionSpec()
+    def spec(self, layout: LayoutOrDimension) -> PartitionSpec:
+        """The partition spec of an array of this layout over the replicas' axes."""
+        if isinstance(layout, int):
+            return PartitionSpec(*(None,) * layout, self.axes)
+        is_stacked = layout is STACKED and self.axes
+        return PartitionSpec(self.axes) if is_stacked else PartitionSpec()
 
-    def sharding(self, layout: ReplicaLayout) -> NamedSharding:
+    def sharding(self, layout: LayoutOrDimension) -> NamedSharding:
         """The sharding of an array of this layout."""
-        return self._shardings[layout]
+        known = self._shardings.get(layout)
+        if known is None:
+            known = NamedSharding(self.mesh, self.spec(layout))
+            self._shardings[layout] = known
+        return known
 
     @functools.cached_property
-    def _shardings(self) -> dict[ReplicaLayout, NamedSharding]:
-        return {
-            layout: NamedSharding(self.mesh, self.spec(layout))
-            for layout in ReplicaLayout
-        }
+    def _shardings(self) -> dict[LayoutOrDimension, NamedSharding]:
+        return {}  # One object for each, so that they are compared by identity.
 
     def differ(self, layout: ReplicaLayout) -> bool:
         """Whether replicas may have different arrays of this layout."""
@@ -272,45 +275,18 @@ class Replicas:
             over_replicas[0] = False
         return None if any(over_replicas) else sharding
 
-    def spec_of(self, layout: LayoutOrDimension) -> PartitionSpec:
-        """The partition spec of an array over the replicas' axes."""
-        return self.spec_along(layout) if isinstance(layout, int) else self.spec(layout)
-
     @functools.cached_property
     def parts(self) -> int:
         """The number of shards of an array that is sharded over the replicas."""
         return self.count // self.per_device
 
-    def spec_along(self, dimension: int | None) -> PartitionSpec:
-        """The partition spec of an array sharded along a dimension, if any."""
-        if dimension is None:
-            return PartitionSpec()
-        return PartitionSpec(*(None,) * dimension, self.axes)
-
-    def sharding_along(self, dimension: int | None) -> NamedSharding:
-        """The sharding of an array sharded along a dimension, if any."""
-        known = self._sharding_along.get(dimension)
-        if known is None:
-            known = NamedSharding(self.mesh, self.spec_along(dimension))
-            self._sharding_along[dimension] = known
-        return known
-
-    @functools.cached_property
-    def _sharding_along(self) -> dict[int | None, NamedSharding]:
-        # One object for each, so that shardings are compared by identity.
-        return {None: self.sharding(REPLICATED)}
-
     def constraint_along(self, dimension: int, rank: int) -> NamedSharding:
-        """As `sharding_along`, but inner axes are left to XLA."""
+        """As `sharding`, but inner axes are left to XLA."""
         if not self.inner_axes:
-            return self.sharding_along(dimension)
+            return self.sharding(dimension)
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * rank
         entries[dimension] = self.axes
         return NamedSharding(self.mesh, PartitionSpec(*entries))
-
-    def on_mesh(self, sharding: NamedSharding) -> NamedSharding:
-        """The same sharding on the mesh of these replicas."""
-        return NamedSharding(self.mesh, sharding.spec)
 
     def dimension_of(self, array: jax.Array) -> int | None:
         """The dimension along which `array` is sharded over these replicas, if any."""
@@ -363,10 +339,6 @@ class Replicas:
     def index(self) -> jax.Array | int:
         """The number of this replica: in a traced step a scalar; 0 without axes."""
         return lax.axis_index(self.collective_axes) if self.collective_axes else 0
-
-    def device_index(self) -> jax.Array:
-        """The number of this device in its replica, a scalar; inner axes have names."""
-        return lax.axis_index(self.inner_axes)
 
     def division(
         self, path: str, leaf: Shaped, taken: Sequence[int] = ()

@@ -35,10 +35,10 @@ def updated(
     gradient: jax.Array,
     learning_rate: jax.Array,
 ) -> tuple[jax.Array, Slots]:
-    """The table and its slots after a step; rows that are not in `ids` as they were.
+    """The table and its slots after a step on the rows in `ids`.
 
     Shapes: table and slots `[length, ...]`, ids `[n]` from -1 to the length, gradient
-    `[n, ...]`, of which the rows of one id are added up.
+    `[n, ...]`: rows with the same id are added up.
     """
     names = tuple(sorted(slots))
     numbers = [jnp.asarray(number, table.dtype) for number in optimizer.numbers]
@@ -61,11 +61,13 @@ def _updating(
         length = arrays[0].shape[0]
         if not ids.size:
             return arrays
-        different, sums = summed_by_id(ids, gradient)
-        places = jnp.where(different < 0, length, different)  # dropped, as all beyond
-        rows, *slots = (_taken(array, places) for array in arrays)
-        given = dict(zip(names, slots, strict=True))
-        rows, changed = kind.changed(rows, given, sums, *scalars)
+        distinct, sums = summed_by_id(ids, gradient)
+        places = jnp.where(distinct < 0, length, distinct)  # dropped, as all beyond
+        rows, *slots = (
+            array.at[places].get(mode="fill", fill_value=0) for array in arrays
+        )
+        by_name = dict(zip(names, slots, strict=True))
+        rows, changed = kind.changed(rows, by_name, sums, *scalars)
         new = [rows, *(changed[name] for name in names)]
         return tuple(
             array.at[places].set(rows.astype(array.dtype), mode="drop")
@@ -74,8 +76,8 @@ def _updating(
 
     def of_parts(*operands: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
         blocks, (ids, *rest) = operands[:stored], operands[stored:]
-        own = _rows.numbers_in_block(ids, blocks[0].shape[0], axes)
-        return whole(*blocks, own, *rest)
+        local_ids = _rows.numbers_in_block(ids, blocks[0].shape[0], axes)
+        return whole(*blocks, local_ids, *rest)
 
     return registered(
         ShardFunction(
@@ -89,12 +91,8 @@ def _updating(
     )
 
 
-def _taken(array: jax.Array, places: jax.Array) -> jax.Array:
-    return array.at[places].get(mode="fill", fill_value=0)
-
-
 Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
-"""What Flax calls so: `initializer(key, shape, dtype)`, an array."""
+"""As of Flax: `initializer(key, shape, dtype)` returns an array."""
 
 # That of `flax.linen.Embed`.
 _initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -153,7 +151,7 @@ class Embedding:
     rows: int
     features: int
     optimizer: RowOptimizer | None = None
-    # Two that differ in it alone describe the same state, and share compiled steps.
+    # Not compared: embeddings that differ in it alone share compiled steps.
     initializer: Initializer = dataclasses.field(default=_initializer, compare=False)
     dtype: DTypeLike = np.dtype("float32")
     multiple: int | None = None
@@ -174,7 +172,16 @@ class Embedding:
                 f"`initializer` was {shown(self.initializer)}; a function of a key, a "
                 "shape and a dtype was wanted, such as `jax.nn.initializers.zeros`."
             )
-        object.__setattr__(self, "dtype", _floating(self.dtype))
+        try:
+            kind = jnp.dtype(self.dtype)
+        except TypeError:
+            kind = None
+        if kind is None or not jnp.issubdtype(kind, jnp.floating):
+            raise TypeError(
+                f"`dtype` was {shown(self.dtype)}; a type of floating-point numbers "
+                'was wanted, such as "float32".'
+            )
+        object.__setattr__(self, "dtype", kind)
 
     @property
     def stored_rows(self) -> int:
@@ -299,7 +306,7 @@ class EmbeddingState:
             self.table, places, row_gradients, combiner, weights
         )
         length, *features = self.table.shape
-        # Beyond the table an addition drops it; a negative index is another row.
+        # Additions drop indices beyond the table; negative ones count from the end.
         indices = jnp.where(places < 0, length, places).reshape(-1)
         values = rows.reshape(-1, *features)
         return IndexedSlices(values, indices, self.table.shape)
@@ -386,12 +393,10 @@ class EmbeddingState:
             )
         rows = _lookup.array("gradient.values", gradient.values)
         ids = self._ids(gradient.indices)
-        known = None, self.table.shape, (self.embedding.rows, *self.table.shape[1:])
-        if rows.shape != (*ids.shape, *self.table.shape[1:]) or ids.ndim != 1:
-            fits = False
-        else:
-            fits = gradient.dense_shape in known
-        if not fits:
+        features = self.table.shape[1:]
+        shapes = None, self.table.shape, (self.embedding.rows, *features)
+        fits = ids.ndim == 1 and rows.shape == (*ids.shape, *features)
+        if not fits or gradient.dense_shape not in shapes:
             raise ValueError(
                 f"`gradient` has values of shape {rows.shape}, indices of shape "
                 f"{ids.shape} and dense_shape {gradient.dense_shape}; the gradient of "
@@ -401,7 +406,7 @@ class EmbeddingState:
 
 
 def _reduced(op: ReduceOp | str, slices: IndexedSlices) -> IndexedSlices:
-    """The rows of all replicas."""
+    """The rows of all replicas, joined."""
     checked = ReduceOp(op)
     if not OPERATIONS[checked].is_sum:
         raise ValueError(
@@ -436,16 +441,3 @@ def _positive(name: str, given: Value) -> int:
         error = TypeError if number is None else ValueError
         raise error(f"`{name}` was {shown(given)}; a whole number from 1 was wanted.")
     return number
-
-
-def _floating(given: DTypeLike) -> np.dtype:
-    try:
-        kind = jnp.dtype(given)
-    except TypeError:
-        kind = None
-    if kind is None or not jnp.issubdtype(kind, jnp.floating):
-        raise TypeError(
-            f"`dtype` was {shown(given)}; a type of floating-point numbers was wanted, "
-            'such as "float32".'
-        )
-    return kind

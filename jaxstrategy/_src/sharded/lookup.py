@@ -46,10 +46,7 @@ def table_of(given: Value) -> jax.Array:
 
 
 def ids_of(given: Value, rows: int, length: int) -> jax.Array:
-    """`given` as ids of a table: -1 for none, `length` for all beyond the table.
-
-    Shapes: those given.
-    """
+    """`given` as ids of a table: -1 for none, `length` for all beyond the table."""
     ids = jnp.maximum(row_numbers(integers(given), length), -1)
     return jnp.where(ids < rows, ids, length)
 
@@ -105,7 +102,7 @@ def check_combiner(
 def combined(
     rows: jax.Array, ids: jax.Array, combiner: str, weights: jax.Array | None
 ) -> jax.Array:
-    """The rows of each group as one.
+    """Combines the rows of each group.
 
     Shapes: rows `[..., longest, *features]`, ids `[..., longest]`
     -> `[..., *features]`.
@@ -116,27 +113,21 @@ def combined(
     each = jnp.where(ids >= 0, given, 0)
     features = rows.ndim - ids.ndim
     total = (rows.astype(kind) * _widened(each, features)).sum(ids.ndim - 1)
-    if combiner != "sum":
-        total = _quotient(total, _widened(_divisor(each, combiner), features))
+    if combiner == "mean":
+        total = _safe_quotient(total, _widened(each.sum(-1), features))
+    elif combiner == "sqrtn":
+        squares = (each**2).sum(-1)
+        # The derivative of the root of 0 would be infinite.
+        root = jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
+        total = _safe_quotient(total, _widened(root, features))
     is_whole = combiner == "sum" and weights is None
     is_float = jnp.issubdtype(rows.dtype, jnp.inexact)
     return total.astype(rows.dtype) if is_float or is_whole else total
 
 
-def _divisor(weights: jax.Array, combiner: str) -> jax.Array:
-    """The number that a group's sum is divided by; 0 if it has no ids."""
-    if combiner == "mean":
-        return weights.sum(-1)
-    squares = (weights**2).sum(-1)
-    # The derivative of the root of 0 would be infinite.
-    is_none = squares == 0
-    return jnp.where(is_none, 0, jnp.sqrt(jnp.where(is_none, 1, squares)))
-
-
-def _quotient(total: jax.Array, divisor: jax.Array) -> jax.Array:
-    """`total / divisor`, and zeros for 0: a group without ids."""
-    is_none = divisor == 0
-    return jnp.where(is_none, 0, total / jnp.where(is_none, 1, divisor))
+def _safe_quotient(total: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`total / divisor`, and 0 for a group without ids."""
+    return jnp.where(divisor == 0, 0, total / jnp.where(divisor == 0, 1, divisor))
 
 
 def _widened(array: jax.Array, dimensions: int) -> jax.Array:
@@ -199,7 +190,7 @@ def looked_up(
     combiner: Combiner | None,
     weights: Value | None,
 ) -> jax.Array:
-    """`lookup` of ids that are from -1 to the length of the table."""
+    """`lookup` of ids from -1 to the length of the table."""
     each = check_combiner(combiner, ids, weights)
     shape = (*ids.shape, *table.shape[1:])
     rows = table_rows(table, ids.reshape(-1)).reshape(shape)
@@ -215,7 +206,7 @@ def rows_gradient(
     combiner: Combiner | None,
     weights: Value | None,
 ) -> jax.Array:
-    """The gradient of each row, of one of what `looked_up` returned.
+    """The gradient of each row, from the gradient of the result of `looked_up`.
 
     Shapes: ids `[...]`, and a gradient of the shape of the result
     -> `[*ids.shape, *table.shape[1:]]`.

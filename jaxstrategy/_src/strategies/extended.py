@@ -18,7 +18,7 @@ from jaxstrategy._src.executors.executor import AbstractExecutor
 from jaxstrategy._src.options import CommunicationOptions, ReduceOp
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import Replicas, sharded_along
 from jaxstrategy._src.strategies.choices import ProcessRole, check_function
 from jaxstrategy._src.strategies.destinations import (
     CopyPlace,
@@ -533,4 +533,4 @@ def _sharding_beside(var: Variable, array: jax.Array) -> NamedSharding:
     if array.shape == var.shape:
         return var.sharding
     dimension = var.replicas.dimension_of(array)
-    return var.replicas.sharding_along(dimension)
+    return var.replicas.sharding(sharded_along(dimension))

@@ -33,8 +33,8 @@ def on_own_devices(
     return jax.shard_map(
         fn,
         mesh=replicas.mesh,
-        in_specs=tuple(map(replicas.spec_of, taken)),
-        out_specs=jax.tree.map(replicas.spec_of, returned),
+        in_specs=tuple(map(replicas.spec, taken)),
+        out_specs=jax.tree.map(replicas.spec, returned),
         **options,
     )
 
@@ -183,7 +183,7 @@ class _Prints:
             return call
 
         def device(*whole: jax.Array) -> PyTree:
-            is_first = self.replicas.device_index() == 0
+            is_first = lax.axis_index(self.replicas.inner_axes) == 0
             return lax.cond(is_first, lambda: call(*whole), lambda: [])
 
         return on_all_devices(device, self.replicas)

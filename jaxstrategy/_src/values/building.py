@@ -275,22 +275,19 @@ def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
 
     Other leaves (strings, bools, functions) stay as they are.
     """
-    placed = [
-        _replicated(leaf, sharding, f"`tree{jax.tree_util.keystr(path)}`")
-        for path, leaf, sharding in shardings_of(tree, replicas)
-    ]
+    placed = []
+    for path, leaf, sharding in shardings_of(tree, replicas):
+        what = f"`tree{jax.tree_util.keystr(path)}`"
+        if isinstance(leaf, PerReplica):
+            raise TypeError(
+                f"{what} is a PerReplica: its versions may differ, so it cannot be "
+                "mirrored as it is. Use `strategy.reduce('mean', value)` to make one "
+                "value of it first."
+            )
+        is_placed = is_value(leaf)
+        placed.append(replicate_leaf(leaf, sharding, what) if is_placed else leaf)
     structure = jax.tree.structure(tree, is_leaf=per_replica.is_per_replica)
     return jax.tree.unflatten(structure, placed)
-
-
-def _replicated(leaf: Leaf, sharding: NamedSharding, what: str) -> Leaf:
-    if isinstance(leaf, PerReplica):
-        raise TypeError(
-            f"{what} is a PerReplica: its versions may differ, so it cannot be "
-            "mirrored as it is. Use `strategy.reduce('mean', value)` to make one value "
-            "of it first."
-        )
-    return replicate_leaf(leaf, sharding, what) if is_value(leaf) else leaf
 
 
 def is_value(leaf: object) -> bool:

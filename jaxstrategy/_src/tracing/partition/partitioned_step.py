@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import Literal
 from jax.ref import AbstractRef
+from jax.sharding import NamedSharding
 
 from jaxstrategy._src.replicas.inner_axes import with_inner
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, LayoutOrDimension
@@ -278,7 +279,7 @@ class PartitionedStep:
         """A constraint along inner axes, on the mesh of all replicas."""
         if eqn.primitive.name != "sharding_constraint":
             return None
-        where = self._replicas.on_mesh(eqn.params["sharding"])
+        where = NamedSharding(self._replicas.mesh, eqn.params["sharding"].spec)
         return lambda array: [lax.with_sharding_constraint(array, where)]
 
     def _sharded(self, common: Sequence[jax.Array]) -> list[jax.Array]:

@@ -389,8 +389,8 @@ def on_shared_devices(
         run = jax.shard_map(
             _on_device(one, axes, layouts_in, layout),
             mesh=replicas.mesh,
-            in_specs=tuple(map(replicas.spec_of, layouts_in)),
-            out_specs=[replicas.spec_of(each) for each in layout],
+            in_specs=tuple(map(replicas.spec, layouts_in)),
+            out_specs=[replicas.spec(each) for each in layout],
             check_vma=False,
         )
         results = run(*values, *one.constants)
