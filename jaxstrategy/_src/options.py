@@ -142,18 +142,18 @@ class RunOptions:
         object.__setattr__(self, "_hash", hash(key[:2]))
 
     def _check_donated(self) -> None:
-        given = self.donate_argnums
-        one = whole(given)
-        numbers = several_whole(given if one is None else (one,))
+        value = self.donate_argnums
+        one = whole(value)
+        numbers = several_whole(value if one is None else (one,))
         if numbers is None:
             raise TypeError(
-                f"`donate_argnums` was {given!r}; an argument position or a sequence "
+                f"`donate_argnums` was {value!r}; an argument position or a sequence "
                 "of them was wanted, for example `donate_argnums=(0,)`."
             )
         positions = tuple(sorted(set(numbers)))
         if positions and positions[0] < 0:
             raise ValueError(
-                f"`donate_argnums` was {given!r}; positions count from 0 at the first "
+                f"`donate_argnums` was {value!r}; positions count from 0 at the first "
                 "argument of the function and cannot be negative."
             )
         object.__setattr__(self, "donate_argnums", positions)
@@ -161,8 +161,8 @@ class RunOptions:
     @property
     def donated(self) -> tuple[int, ...]:
         """The positions of `donate_argnums`, always as a tuple."""
-        given = self.donate_argnums
-        return (given,) if isinstance(given, int) else tuple(given)
+        value = self.donate_argnums
+        return (value,) if isinstance(value, int) else tuple(value)
 
 
 def is_function(expected: object) -> bool:
@@ -431,8 +431,8 @@ class CommunicationOptions:
                 "or None was wanted."
             )
         for name in ("overlap", "deterministic"):
-            if not isinstance(given := getattr(self, name), bool):
-                raise TypeError(f"`{name}` was {given!r}; a bool was wanted.")
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"`{name}` was {value!r}; a bool was wanted.")
         if self.deterministic:
             self._check_order()
         if self.groups is not None:
@@ -446,39 +446,39 @@ class CommunicationOptions:
             "compression": self.compression,
             "overlap": self.overlap or None,
         }
-        for name, given in others.items():
-            if given is not None:
+        for name, value in others.items():
+            if value is not None:
                 raise ValueError(
-                    f"`deterministic` was True and `{name}` {given!r}, which adds "
+                    f"`deterministic` was True and `{name}` {value!r}, which adds "
                     "numbers in an order of its own. Give one of the two."
                 )
 
-    def _checked_groups(self, given: object) -> tuple[tuple[int, ...], ...]:
-        is_iterable = isinstance(given, Iterable)
-        rows = [several_whole(each) for each in given] if is_iterable else []
+    def _checked_groups(self, value: object) -> tuple[tuple[int, ...], ...]:
+        is_iterable = isinstance(value, Iterable)
+        rows = [several_whole(each) for each in value] if is_iterable else []
         groups = tuple(row for row in rows if row)
         if not groups or len(groups) < len(rows) or len(set(map(len, groups))) > 1:
             raise ValueError(
-                f"`groups` was {given!r}; groups of replica ids, all of one size, were "
+                f"`groups` was {value!r}; groups of replica ids, all of one size, were "
                 "wanted, such as [[0, 1], [2, 3]]."
             )
         chosen = CommunicationImplementation(self.implementation)
         if chosen is not CommunicationImplementation.HIERARCHICAL:
             raise ValueError(
-                f"`groups` was {given!r}, which `implementation='hierarchical'` has, "
+                f"`groups` was {value!r}, which `implementation='hierarchical'` has, "
                 f"and `implementation` is {chosen.name}."
             )
         return groups
 
 
-def _float_dtype(given: DTypeLike) -> np.dtype:
+def _float_dtype(value: DTypeLike) -> np.dtype:
     try:
-        dtype = jnp.dtype(given)
+        dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"`reduce_dtype` was {given!r}; a floating-point dtype was wanted, for "
+            f"`reduce_dtype` was {value!r}; a floating-point dtype was wanted, for "
             "example 'bfloat16'. Whole numbers are always summed in their own."
         )
     return dtype

@@ -92,16 +92,16 @@ def find(device: Device | str) -> Device:
             f"{device!r} is not the name of a device. "
             'Names look like "CPU:0", "GPU:1", "/gpu:0", "cuda:0" or "TPU:0".'
         )
-    found = _of_platform(platform)
+    chosen = _of_platform(platform)
     index = int(match["index"] or 0)
-    if index >= len(found):
-        known = names(found) if found else f"no {platform} device"
+    if index >= len(chosen):
+        known = names(chosen) if chosen else f"no {platform} device"
         advice = " `jaxstrategy.simulate(n)` gives a process n CPU devices."
         raise ValueError(
             f"Unknown device {device!r}: this host has {known}."
             f"{advice if platform == 'cpu' else ''}"
         )
-    return found[index]
+    return chosen[index]
 
 
 def task_of(name: str) -> tuple[str, int] | None:
@@ -132,43 +132,43 @@ def choose(devices: Sequence[Device | str] | Device | str) -> tuple[Device, ...]
         devices = [devices]
     if not isinstance(devices, Iterable):
         raise TypeError(_no_devices(devices))
-    found = tuple(find(device) for device in devices)
-    if not found:
+    chosen = tuple(find(device) for device in devices)
+    if not chosen:
         raise ValueError(
             "An empty list of devices was given. Leave `devices` out to use all "
             "devices of this host, or name at least one."
         )
-    repeated = sorted({name(d) for d in found if found.count(d) > 1})
+    repeated = sorted({name(d) for d in chosen if chosen.count(d) > 1})
     if repeated:
         raise ValueError(
             f"No duplicates are allowed in `devices`: {', '.join(repeated)} is there "
             "more than once. Give every device once; with `replicas_per_device` "
             "several replicas share each of them."
         )
-    platforms = sorted({device.platform for device in found})
+    platforms = sorted({device.platform for device in chosen})
     if len(platforms) > 1:
         raise ValueError(
             f"`devices` mixes the platforms {' and '.join(platforms)}. One compiled "
             "program runs on all replicas: give devices of one platform."
         )
-    return found
+    return chosen
 
 
-def _no_devices(given: Any) -> str:
-    if isinstance(given, Mesh):
+def _no_devices(value: Any) -> str:
+    if isinstance(value, Mesh):
         advice = (
             "A strategy makes a mesh of its own: give the devices, "
             "`list(mesh.devices.flat)`"
         )
-    elif whole(given) is not None:
+    elif whole(value) is not None:
         advice = (
-            f"Give the devices themselves: `jax.devices()[:{given}]`, or on a computer "
-            f"without accelerators `jaxstrategy.simulate({given})`"
+            f"Give the devices themselves: `jax.devices()[:{value}]`, or on a computer "
+            f"without accelerators `jaxstrategy.simulate({value})`"
         )
     else:
         advice = "Give entries of `jax.devices()`, or leave it out to use all"
     return (
-        f"`devices` was {given!r}; a list of devices, or of their names such as "
+        f"`devices` was {value!r}; a list of devices, or of their names such as "
         f'"GPU:0", was wanted. {advice}.'
     )
 
@@ -204,18 +204,18 @@ def simulate(n: int) -> tuple[Device, ...]:
     else:
         cause = None
         jax.config.update("jax_platforms", "cpu")
-    found = tuple(jax.local_devices(backend="cpu"))
-    if len(found) != count or jax.default_backend() != "cpu":
+    chosen = tuple(jax.local_devices(backend="cpu"))
+    if len(chosen) != count or jax.default_backend() != "cpu":
         raise SimulationError(
-            _too_late(count, found, started=cause is not None)
+            _too_late(count, chosen, started=cause is not None)
         ) from cause
-    return found
+    return chosen
 
 
-def _too_late(n: int, found: Sequence[Device], started: bool) -> str:
+def _too_late(n: int, chosen: Sequence[Device], started: bool) -> str:
     if not started:
         return (
-            f"{n} simulated CPU devices were asked for, JAX made {len(found)}. Unset "
+            f"{n} simulated CPU devices were asked for, JAX made {len(chosen)}. Unset "
             "the environment variables JAX_NUM_CPU_DEVICES and XLA_FLAGS, which "
             "overrule `simulate`, and start Python again."
         )

@@ -591,11 +591,11 @@ def _name(name: object) -> str:
     return name
 
 
-def _size(name: str, given: object) -> int:
-    size = whole(given)
+def _size(name: str, value: object) -> int:
+    size = whole(value)
     if size is None:
         raise TypeError(
-            f"`logical_axes` has {shown(given)} as the size of {name!r}; a whole "
+            f"`logical_axes` has {shown(value)} as the size of {name!r}; a whole "
             "number was wanted."
         )
     if size < 1:

@@ -158,13 +158,13 @@ class StateSharding:
     ) -> LeafSharding:
         """The user's choice, checked."""
         assert self.dimension is not None, "the caller has looked"
-        given = self.dimension(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        if given is None:
+        value = self.dimension(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        if value is None:
             return LeafSharding(None, "`dimension` left it whole")
-        chosen = whole(given)
+        chosen = whole(value)
         if chosen is None:
             raise TypeError(
-                f"`dimension` returned {given!r} for `{path}`; the number of a "
+                f"`dimension` returned {value!r} for `{path}`; the number of a "
                 "dimension was wanted, or None to leave the array whole."
             )
         rank = len(leaf.shape)
@@ -187,11 +187,11 @@ def _fitting(leaf: Shaped, parts: int) -> list[int]:
     return [i for i, length in enumerate(leaf.shape) if length % parts == 0]
 
 
-def checked_sharding(given: object) -> StateSharding | None:
-    """`given`, if it says which state is divided."""
-    if given is None or isinstance(given, StateSharding):
-        return given
+def checked_sharding(value: object) -> StateSharding | None:
+    """`value`, if it says which state is divided."""
+    if value is None or isinstance(value, StateSharding):
+        return value
     raise TypeError(
-        f"`sharding` was {given!r}; a `StateSharding` was wanted, for example "
+        f"`sharding` was {value!r}; a `StateSharding` was wanted, for example "
         "`js.StateSharding('state')`."
     )

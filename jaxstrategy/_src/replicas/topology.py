@@ -13,12 +13,12 @@ from typing import TypeAlias, final
 from jaxstrategy._src.text.shown import shown, whole
 
 
-def _finite(given: object, complaint: str) -> float:
-    """`given` as a float; `complaint` is raised unless it is finite and 0 or more."""
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+def _finite(value: object, complaint: str) -> float:
+    """`value` as a float; `complaint` is raised unless it is finite and 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(complaint)
     try:
-        number = float(given)
+        number = float(value)
     except OverflowError:
         raise ValueError(complaint) from None
     if not 0 <= number < math.inf:
@@ -26,20 +26,20 @@ def _finite(given: object, complaint: str) -> float:
     return number
 
 
-def _finite_pairs(given: object, complaint: str) -> tuple[tuple[float, float], ...]:
+def _finite_pairs(value: object, complaint: str) -> tuple[tuple[float, float], ...]:
     try:
-        pairs = [(one, two) for one, two in given]  # type: ignore[attr-defined]
+        pairs = [(one, two) for one, two in value]  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise TypeError(complaint) from None
     return tuple((_finite(x, complaint), _finite(y, complaint)) for x, y in pairs)
 
 
-def _checked_messages(given: object) -> tuple[tuple[float, float], ...]:
+def _checked_messages(value: object) -> tuple[tuple[float, float], ...]:
     complaint = (
-        f"`messages` was {shown(given)}; pairs of bytes and seconds were wanted, both "
+        f"`messages` was {shown(value)}; pairs of bytes and seconds were wanted, both "
         "ascending, at least two. Give a link as `messages=((1e3, 1e-5), (1e6, 5e-5))`."
     )
-    messages = _finite_pairs(given, complaint)
+    messages = _finite_pairs(value, complaint)
     for (size, seconds), (larger, longer) in itertools.pairwise(messages):
         if size >= larger or seconds > longer:
             raise ValueError(complaint)
@@ -48,23 +48,23 @@ def _checked_messages(given: object) -> tuple[tuple[float, float], ...]:
     return messages
 
 
-def _checked_spread(given: object, count: int) -> tuple[tuple[float, float], ...]:
+def _checked_spread(value: object, count: int) -> tuple[tuple[float, float], ...]:
     complaint = (
-        f"`spread` was {shown(given)}; a pair of the least and the most seconds was "
+        f"`spread` was {shown(value)}; a pair of the least and the most seconds was "
         f"wanted for each of {count} messages. Give `spread=((1e-5, 2e-5), ...)`."
     )
-    spread = _finite_pairs(given, complaint)
+    spread = _finite_pairs(value, complaint)
     if len(spread) not in (0, count) or any(least > most for least, most in spread):
         raise ValueError(complaint)
     return spread
 
 
-def _checked_replicas(given: object) -> int:
+def _checked_replicas(value: object) -> int:
     complaint = (
-        f"`replicas` was {shown(given)}; a whole number, 1 or more, was wanted. "
+        f"`replicas` was {shown(value)}; a whole number, 1 or more, was wanted. "
         "Give how many replicas take part, for example `replicas=8`."
     )
-    count = whole(given)
+    count = whole(value)
     if count is None:
         raise TypeError(complaint)
     if count < 1:

@@ -381,8 +381,8 @@ class EmbeddingState:
         )
         return EmbeddingState(table, slots, self.embedding)
 
-    def _ids(self, given: Value) -> jax.Array:
-        return _lookup.ids_of(given, self.embedding.rows, self.table.shape[0])
+    def _ids(self, value: Value) -> jax.Array:
+        return _lookup.ids_of(value, self.embedding.rows, self.table.shape[0])
 
     def _checked(self, gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
         """The ids and rows of a gradient of this table."""
@@ -426,18 +426,18 @@ def _reduced(op: ReduceOp | str, slices: IndexedSlices) -> IndexedSlices:
     return context.replica.all_reduce(checked, slices)
 
 
-def _scalar(given: Value, kind: np.dtype) -> jax.Array:
-    array = _lookup.array("learning_rate", given)
+def _scalar(value: Value, kind: np.dtype) -> jax.Array:
+    array = _lookup.array("learning_rate", value)
     if array.shape or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise ValueError(
-            f"`learning_rate` was {shown(given)}; a number or a scalar was wanted."
+            f"`learning_rate` was {shown(value)}; a number or a scalar was wanted."
         )
     return array.astype(kind)
 
 
-def _positive(name: str, given: Value) -> int:
-    number = whole(given)
+def _positive(name: str, value: Value) -> int:
+    number = whole(value)
     if number is None or number < 1:
         error = TypeError if number is None else ValueError
-        raise error(f"`{name}` was {shown(given)}; a whole number from 1 was wanted.")
+        raise error(f"`{name}` was {shown(value)}; a whole number from 1 was wanted.")
     return number

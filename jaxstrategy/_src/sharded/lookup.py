@@ -14,29 +14,29 @@ from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Value
 
 
-def array(name: str, given: Value, wanted: str = "an array of numbers") -> jax.Array:
-    """`given` as an array of numbers."""
-    if isinstance(given, np.ndarray):
-        mesh.check_range(given)
+def array(name: str, value: Value, wanted: str = "an array of numbers") -> jax.Array:
+    """`value` as an array of numbers."""
+    if isinstance(value, np.ndarray):
+        mesh.check_range(value)
     try:
-        found = mesh.array_of(given)
+        numbers = mesh.array_of(value)
     except mesh.DtypeRangeError:
         raise
     except (TypeError, ValueError):  # objects; lists of several lengths
-        found = None
-    if found is None or not jnp.issubdtype(found.dtype, jnp.number):
-        raise TypeError(f"`{name}` was {shown(given)}; {wanted} was wanted.")
-    return found
+        numbers = None
+    if numbers is None or not jnp.issubdtype(numbers.dtype, jnp.number):
+        raise TypeError(f"`{name}` was {shown(value)}; {wanted} was wanted.")
+    return numbers
 
 
-def table_of(given: Value) -> jax.Array:
-    """`given` as a table `[rows, ...]`.
+def table_of(value: Value) -> jax.Array:
+    """`value` as a table `[rows, ...]`.
 
     Raises:
       TypeError: it is no array of numbers.
       ValueError: it has no rows; numbers that no dtype of JAX holds.
     """
-    table = array("table", given, "an array of numbers, such as `state.table`,")
+    table = array("table", value, "an array of numbers, such as `state.table`,")
     if not table.ndim or not table.shape[0]:
         raise ValueError(
             f"`table` has shape {table.shape}; one of [rows, ...] with at least one "
@@ -45,16 +45,16 @@ def table_of(given: Value) -> jax.Array:
     return table
 
 
-def ids_of(given: Value, rows: int, length: int) -> jax.Array:
-    """`given` as ids of a table: -1 for none, `length` for all beyond the table."""
-    ids = jnp.maximum(row_numbers(integers(given), length), -1)
+def ids_of(value: Value, rows: int, length: int) -> jax.Array:
+    """`value` as ids of a table: -1 for none, `length` for all beyond the table."""
+    ids = jnp.maximum(row_numbers(integers(value), length), -1)
     return jnp.where(ids < rows, ids, length)
 
 
-def integers(given: Value) -> jax.Array:
+def integers(value: Value) -> jax.Array:
     """Ids as an array of whole numbers, of its own dtype."""
-    ids = array("ids", given, "an array of numbers, with groups filled up with -1,")
-    if not ids.size and not hasattr(given, "dtype"):
+    ids = array("ids", value, "an array of numbers, with groups filled up with -1,")
+    if not ids.size and not hasattr(value, "dtype"):
         ids = ids.astype("int32")  # an empty list, to NumPy one of floats
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(
@@ -88,15 +88,15 @@ def check_combiner(
             "`weights` were given without a `combiner`; 'sum', 'mean' or 'sqrtn' was "
             "wanted."
         )
-    found = array("weights", weights)
-    if jnp.issubdtype(found.dtype, jnp.complexfloating):
-        raise TypeError(f"`weights` are {found.dtype}; real numbers were wanted.")
-    if found.shape != ids.shape:
+    checked = array("weights", weights)
+    if jnp.issubdtype(checked.dtype, jnp.complexfloating):
+        raise TypeError(f"`weights` are {checked.dtype}; real numbers were wanted.")
+    if checked.shape != ids.shape:
         raise ValueError(
-            f"`weights` have shape {found.shape} and `ids` {ids.shape}; one weight "
+            f"`weights` have shape {checked.shape} and `ids` {ids.shape}; one weight "
             "for each id was wanted."
         )
-    return found
+    return checked
 
 
 def combined(
@@ -109,14 +109,14 @@ def combined(
     """
     # Sums of 16 bits lose their last terms.
     kind = jnp.promote_types(rows.dtype, jnp.float32)
-    given = jnp.ones(ids.shape, kind) if weights is None else weights.astype(kind)
-    each = jnp.where(ids >= 0, given, 0)
+    weight = jnp.ones(ids.shape, kind) if weights is None else weights.astype(kind)
+    weight = jnp.where(ids >= 0, weight, 0)
     features = rows.ndim - ids.ndim
-    total = (rows.astype(kind) * _widened(each, features)).sum(ids.ndim - 1)
+    total = (rows.astype(kind) * _widened(weight, features)).sum(ids.ndim - 1)
     if combiner == "mean":
-        total = _safe_quotient(total, _widened(each.sum(-1), features))
+        total = _safe_quotient(total, _widened(weight.sum(-1), features))
     elif combiner == "sqrtn":
-        squares = (each**2).sum(-1)
+        squares = (weight**2).sum(-1)
         # The derivative of the root of 0 would be infinite.
         root = jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
         total = _safe_quotient(total, _widened(root, features))
@@ -191,12 +191,12 @@ def looked_up(
     weights: Value | None,
 ) -> jax.Array:
     """`lookup` of ids from -1 to the length of the table."""
-    each = check_combiner(combiner, ids, weights)
+    checked = check_combiner(combiner, ids, weights)
     shape = (*ids.shape, *table.shape[1:])
     rows = table_rows(table, ids.reshape(-1)).reshape(shape)
     if combiner is None:
         return rows
-    return combined(rows, ids, combiner, each)
+    return combined(rows, ids, combiner, checked)
 
 
 def rows_gradient(
@@ -215,19 +215,19 @@ def rows_gradient(
       ValueError: another shape; no such combiner, or weights that do not fit.
       TypeError: not an array of numbers.
     """
-    each = check_combiner(combiner, ids, weights)
+    checked = check_combiner(combiner, ids, weights)
     shape = ids.shape if combiner is None else ids.shape[:-1]
-    wanted = (*shape, *table.shape[1:])
-    given = array("row_gradients", gradient)
-    if given.shape != wanted:
+    shape = (*shape, *table.shape[1:])
+    gradients = array("row_gradients", gradient)
+    if gradients.shape != shape:
         by = "" if combiner is None else f" with the combiner {combiner!r}"
         raise ValueError(
-            f"`row_gradients` have shape {given.shape}; {wanted} was wanted, the shape "
-            f"of the rows that `lookup` gives for ids of shape {ids.shape}{by}."
+            f"`row_gradients` have shape {gradients.shape}; {shape} was wanted, the "
+            f"shape of the rows that `lookup` gives for ids of shape {ids.shape}{by}."
         )
     if combiner is None:
-        return given
+        return gradients
     rows = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
     # It is linear in the rows, whichever they are.
-    _, back = jax.vjp(lambda rows: combined(rows, ids, combiner, each), rows)
-    return back(given.astype(table.dtype))[0]
+    _, back = jax.vjp(lambda rows: combined(rows, ids, combiner, checked), rows)
+    return back(gradients.astype(table.dtype))[0]

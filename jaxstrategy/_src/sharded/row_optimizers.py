@@ -156,13 +156,13 @@ class Adagrad(RowOptimizer):
         return rows - learning_rate * (gradient * root), {"accumulator": sums}
 
 
-def _check_number(name: str, given: Value) -> None:
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
+def _check_number(name: str, value: Value) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
-            f"`{name}` was {shown(given)}; a number was wanted. One that changes is "
+            f"`{name}` was {shown(value)}; a number was wanted. One that changes is "
             "given to `update(..., learning_rate=)`."
         )
-    if not 0 <= given < math.inf:
+    if not 0 <= value < math.inf:
         raise ValueError(
-            f"`{name}` was {shown(given)}; a finite number from 0 was wanted."
+            f"`{name}` was {shown(value)}; a finite number from 0 was wanted."
         )

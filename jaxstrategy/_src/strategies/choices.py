@@ -115,12 +115,15 @@ def needs_arguments(fn: Function) -> bool:
     return False
 
 
-def check_function(fn: object, method: str) -> None:
-    """Raise unless this is a function, given to a method."""
+def check_function(
+    fn: object,
+    method: str,
+    advice: str = "the function itself, and its arguments as `args`",
+) -> None:
+    """Raise unless `fn`, an argument of a method, can be called."""
     if not callable(fn):
         raise TypeError(
-            f"`{method}` was given {fn!r}, which cannot be called. Give the function "
-            "itself, and its arguments as `args`."
+            f"`{method}` was given {fn!r}, which cannot be called. Give {advice}."
         )
 
 

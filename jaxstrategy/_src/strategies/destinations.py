@@ -216,12 +216,12 @@ def replicate(
     return _place_tiles(strategy, value, [()] * len(value.shape))
 
 
-def check_logical_device(given: object, replicas: Replicas) -> None:
+def check_logical_device(value: object, replicas: Replicas) -> None:
     """Raise unless a replica has a logical device of this number."""
-    number, count = whole(given), math.prod(replicas.inner_sizes.values())
+    number, count = whole(value), math.prod(replicas.inner_sizes.values())
     if number is None or not 0 <= number < count:
         raise ValueError(
-            f"`logical_device_id` not in range: it was {shown(given)}, and a replica "
+            f"`logical_device_id` not in range: it was {shown(value)}, and a replica "
             f"has {count}, with the numbers 0 to {count - 1}. "
             "`TPUStrategy(cores_per_replica=...)` chooses how many."
         )
@@ -234,12 +234,12 @@ def _checked(tensor: Value | PerReplica | Handle) -> _Array | PerReplica:
 
 
 def _checked_splits(
-    given: object, shape: tuple[int, ...], replicas: Replicas
+    value: object, shape: tuple[int, ...], replicas: Replicas
 ) -> tuple[int, ...]:
-    splits = several_whole(given)
+    splits = several_whole(value)
     if splits is None:
         raise TypeError(
-            f"`partition_dimensions` was {shown(given)}; a list of whole numbers was "
+            f"`partition_dimensions` was {shown(value)}; a list of whole numbers was "
             "wanted, the number of parts of each dimension."
         )
     if min(splits, default=1) < 1:

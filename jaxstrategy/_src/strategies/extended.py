@@ -362,13 +362,13 @@ class StrategyExtended:
         >>> v.devices
         (CpuDevice(id=1),)
         """
-        given = colocate_with_variable
-        if isinstance(given, (str, Device, list, tuple)):
-            replicas = self._place(given).replicas
+        value = colocate_with_variable
+        if isinstance(value, (str, Device, list, tuple)):
+            replicas = self._place(value).replicas
             self._strategy._variable_policy.check_devices(replicas.devices)
             return self._colocated(replicas)
         return self._colocated(
-            self._checked(given, "colocate_vars_with", ordinary=False)
+            self._checked(value, "colocate_vars_with", ordinary=False)
         )
 
     def value_container(self, value: object) -> object:
@@ -421,9 +421,9 @@ class StrategyExtended:
         check_task(destinations, self._role)
         return copies_on(destinations, self._strategy._replicas)
 
-    def _checked(self, given: object, method: str, ordinary: bool = True) -> Variable:
-        """`given`, a variable of this strategy; an `ordinary` one has no strategy."""
-        var = _checked_variable(given, method)
+    def _checked(self, value: object, method: str, ordinary: bool = True) -> Variable:
+        """`value`, a variable of this strategy; an `ordinary` one has no strategy."""
+        var = _checked_variable(value, method)
         if self.variable_created_in_scope(var) or (ordinary and var.strategy is None):
             return var
         whose = "no strategy" if var.strategy is None else repr(var.strategy)

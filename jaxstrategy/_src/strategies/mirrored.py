@@ -97,11 +97,11 @@ class MirroredStrategy(Strategy):
         replicas_per_device: int = 1,
         num_replicas: int | None = None,
     ) -> None:
-        given = (
+        available = (
             _devices.default_devices() if devices is None else _devices.choose(devices)
         )
         chosen, sharing = devices_for(
-            num_replicas, given, logical_axes, replicas_per_device
+            num_replicas, available, logical_axes, replicas_per_device
         )
         super().__init__(
             chosen,
@@ -157,15 +157,14 @@ class CentralStorageStrategy(Strategy):
             if compute_devices is None
             else _devices.choose(compute_devices)
         )
-        home = _central(devices) if parameter_device is None else parameter_device
+        if parameter_device is None:
+            is_cpu = devices[0].platform == "cpu"
+            cpu = devices[0] if is_cpu else jax.local_devices(backend="cpu")[0]
+            parameter_device = cpu
         replicas = Replicas.on(
             devices, logical_axes=logical_axes, per_device=replicas_per_device
         )
-        variables = ReplicatedVariables(replicas, Replicas.on([_devices.find(home)]))
+        variables = ReplicatedVariables(
+            replicas, Replicas.on([_devices.find(parameter_device)])
+        )
         self._compose(Choices(replicas, variables=variables))
-
-
-def _central(compute_devices: Sequence[Device]) -> Device:
-    if compute_devices[0].platform == "cpu":
-        return compute_devices[0]
-    return jax.local_devices(backend="cpu")[0]

@@ -284,11 +284,8 @@ class Strategy(AbstractStrategy):
         check_options(options)
         if fn is NOT_GIVEN:
             return functools.partial(self._decorate, options=options)
-        if not callable(fn):
-            raise TypeError(
-                f"`run` was given {fn!r}, which cannot be called. Give the step "
-                "function itself: `strategy.run(step, args=(state, batch))`."
-            )
+        advice = "the step function itself: `strategy.run(step, args=(state, batch))`"
+        check_function(fn, "run", advice)
         if args is NOT_GIVEN:
             if kwargs is None and needs_arguments(fn):
                 return self._decorate(fn, options=options)
@@ -338,11 +335,11 @@ class Strategy(AbstractStrategy):
         check_options(options)
         if fn is NOT_GIVEN:
             return functools.partial(self.step, options=options)
-        if not callable(fn):
-            raise TypeError(
-                f"`step` was given {fn!r}, which cannot be called. Give the step "
-                "function itself; it is called afterwards: `strategy.step(fn)(*args)`."
-            )
+        advice = (
+            "the step function itself; it is called afterwards: "
+            "`strategy.step(fn)(*args)`"
+        )
+        check_function(fn, "step", advice)
         return self._decorate(fn, options=options)
 
     @overload
@@ -1310,11 +1307,8 @@ class Strategy(AbstractStrategy):
     ) -> ReplicatedFunction | Decorator:
         if step is NOT_GIVEN:
             return functools.partial(getattr(self, method), options=options)
-        if not callable(step):
-            raise TypeError(
-                f"`{method}` was given {step!r}, which cannot be called. Give the "
-                f"step: `many = strategy.{method}(step)`."
-            )
+        advice = f"the step: `many = strategy.{method}(step)`"
+        check_function(step, method, advice)
         check_options(options)
         step, options = _undecorated(step, options)
         return self._decorate(several(step, method == "local_steps"), options=options)

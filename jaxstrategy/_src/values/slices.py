@@ -120,11 +120,11 @@ class IndexedSlices:
         return mesh.array_of(array).at[rows].add(mesh.array_of(self.values))
 
 
-def _checked_shape(given: Value) -> tuple[int, ...]:
-    shape = several_whole(given)
+def _checked_shape(value: Value) -> tuple[int, ...]:
+    shape = several_whole(value)
     if shape is None or any(not 0 <= n < 2**63 for n in shape):
         raise ValueError(
-            f"`dense_shape` was {shown(given)}; a shape, such as (10, 3), was wanted."
+            f"`dense_shape` was {shown(value)}; a shape, such as (10, 3), was wanted."
         )
     return shape
 
