@@ -11,10 +11,11 @@ from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
     from jaxstrategy._src.sharded.embedding import (
+        SGD as SGD,
+        Adagrad as Adagrad,
         Embedding as Embedding,
         EmbeddingState as EmbeddingState,
     )
     from jaxstrategy._src.sharded.lookup import lookup as lookup
-    from jaxstrategy._src.sharded.row_optimizers import SGD as SGD, Adagrad as Adagrad
 else:
     __getattr__, __dir__ = lazy_names.attach(__name__)
