@@ -263,7 +263,7 @@ def _drifted(
     where = "" if line is None else f"  it was assigned at {line}\n"
     return NotMirroredVariableError(
         f"Variable {variable.name!r} is mirrored, but `{name}` assigned it values that "
-        f"differ between replicas: its copies would drift local_values.\n{where}"
+        f"differ between replicas: its copies would drift apart.\n{where}"
         f"{describe_versions([copy.array for copy in copies], column, replicas)}\n"
         "Reduce it first, or make the variable with an `aggregation` "
         "('sum', 'mean', 'only_first_replica'), or with `synchronization='on_read'` if "
@@ -558,7 +558,7 @@ def eager_replicas(*, disable_jit: bool = True) -> Iterator[None]:
     function once for each replica of this process, in a Python thread of its own,
     instead of compiling it. So `print`, `breakpoint()`, a Python `if` on values or on
     the replica's id, and shapes that depend on data work. One replica runs at a time,
-    in their order, from one collective to the next. What the replicas do per_replica_of
+    in their order, from one collective to the next. What the replicas do together
     (`all_reduce`, `all_gather`, `merge_call`, assignments with an aggregation) they do
     by the compiled operations, with the same numbers; also in gradients. The rest is
     computed operation by operation, as the compiled step up to rounding, and slowly:
