@@ -35,9 +35,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps, PlannedOps
+from jaxstrategy._src.reductions.cross_device_ops import (
+    CrossDeviceOps,
+    Plan,
+    PlannedOps,
+)
 from jaxstrategy._src.reductions.packing import Packing
-from jaxstrategy._src.reductions.plan import Plan
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.stages.stages import stages_of

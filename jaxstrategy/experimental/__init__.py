@@ -43,11 +43,9 @@ if TYPE_CHECKING:
         declare_pure as declare_pure,
     )
     from jaxstrategy._src.values.slices import Versions as Versions
-    from jaxstrategy._src.variables.embedding_lookup import (
-        embedding_lookup as embedding_lookup,
-    )
     from jaxstrategy._src.variables.sharded_variable import (
         ShardedVariable as ShardedVariable,
+        embedding_lookup as embedding_lookup,
     )
     from jaxstrategy.experimental import partitioners as partitioners, rpc as rpc
 

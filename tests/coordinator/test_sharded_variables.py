@@ -10,7 +10,7 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.variables.initial_value import InitialProgram
+from jaxstrategy._src.variables.initial_value import Start
 
 WHOLE = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 
@@ -163,7 +163,7 @@ def test_a_function_is_called_once_and_makes_parts(plain, is_large, monkeypatch)
 
     if is_large:
         monkeypatch.setattr(mesh, "_AT_ONCE_BYTES", 64)
-        monkeypatch.delattr(InitialProgram, "whole")
+        monkeypatch.delattr(Start, "array")
     variable = made(plain, start, sharding=0)
     assert seen == [True] and lies_at(variable) == 0
     wanted = np.asarray(jax.random.normal(jax.random.key(3), (8, 4)) * 0.1)

@@ -11,7 +11,7 @@ from helpers.cases import each_of
 from jax.extend.core import Literal
 
 import jaxstrategy as js
-from jaxstrategy._src.reductions.packing import Overlap, ReadyPacking, overlap_on
+from jaxstrategy._src.reductions.packing import Overlap, Packing, overlap_on
 from jaxstrategy._src.strategies import strategy as strategy_module
 from jaxstrategy.experimental import CommunicationOptions
 
@@ -36,7 +36,7 @@ def on(n, **options):
     ],
 )
 def test_small_arrays_wait_for_those_that_come_next(sizes, expected):
-    assert ReadyPacking(5, 8, 30).buckets(sizes) == expected
+    assert Packing(5, 8, 30).buckets(sizes) == expected
 
 
 # Four layers, of which the tree's order is not that of their use.
@@ -231,7 +231,7 @@ def test_each_platform_is_asked_for_what_it_can():
     assert v6e["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] == "true"
     assert not v5p and "xla_enable_async_all_reduce" not in v6e
     cpu = overlap_on(replicas("cpu", "cpu"), sized)
-    assert cpu == Overlap(ReadyPacking(10**6, 10**6, 10**6), {})
+    assert cpu == Overlap(Packing(10**6, 10**6, 10**6), {})
 
 
 def test_nobody_is_asked_without_reason():

@@ -83,11 +83,7 @@ class AbstractVariablePolicy(abc.ABC):
     """A strategy's policy for variables, as lower layers see it."""
 
     are_owned: bool  # whether variables made in its scope belong to the strategy
-
-    @property
-    @abc.abstractmethod
-    def replicas(self) -> Replicas:
-        """The replicas on whose devices mirrored variables are, one copy each."""
+    replicas: Replicas  # that mirrored variables are on, one copy each
 
     # Not abstract, as most policies take any device.
     def check_devices(self, devices: tuple[Device, ...]) -> None:  # noqa: B027

@@ -37,13 +37,8 @@ from jaxstrategy._src.executors.replica_thread import (
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes.agreement import Operation, users_line
 from jaxstrategy._src.processes.job import Processes
-from jaxstrategy._src.reductions.reduction import (
-    Derivative,
-    EagerCollective,
-    Mapped,
-    Reduction,
-    Transposed,
-)
+from jaxstrategy._src.reductions import reduction as _reduction
+from jaxstrategy._src.reductions.reduction import EagerCollective, Reduction
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing import results as _results
@@ -139,7 +134,7 @@ def _derivative(
     results = _rendezvous_p.bind(*primals, collective=collective)
     differs = tuple(not isinstance(each, ad.Zero) for each in tangents)
     nonzero = [each for each in tangents if not isinstance(each, ad.Zero)]
-    derivative = Derivative(collective, differs)
+    derivative = _reduction.derivative(collective, differs)
     out = iter(_rendezvous_p.bind(*primals, *nonzero, collective=derivative))
     return results, [
         next(out)
@@ -162,7 +157,7 @@ def _transpose(
     )
     known = [each for each in operands if not ad.is_undefined_primal(each)]
     cotangents = [ad.instantiate_zeros(each) for each in cotangents]
-    transposed = Transposed(collective, linear)
+    transposed = _reduction.transposed(collective, linear)
     out = iter(_rendezvous_p.bind(*known, *cotangents, collective=transposed))
     return [None if like is None else next(out) for like in linear]
 
@@ -170,7 +165,7 @@ def _transpose(
 def _mapped(
     operands: Sequence[Any], dimensions: Sequence[Any], *, collective: EagerCollective
 ) -> tuple[list[Any], list[int]]:
-    mapped = Mapped(collective, tuple(dimensions))
+    mapped = _reduction.mapped(collective, tuple(dimensions))
     results = _rendezvous_p.bind(*operands, collective=mapped)
     return results, [0] * len(results)
 

@@ -46,7 +46,7 @@ from jaxstrategy._src.tracing.traced_step import StepEnvironment, name_of
 from jaxstrategy._src.values import building, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.variables import abstract_variable
+from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.variable import Variable
 
 
@@ -397,7 +397,7 @@ class AbstractExecutor(abc.ABC):
             yield replica
 
     def _variables(self) -> list[Variable]:
-        return cast("list[Variable]", abstract_variable.usable_by(self._strategy))
+        return cast("list[Variable]", access.usable_by(self._strategy))
 
 
 @final

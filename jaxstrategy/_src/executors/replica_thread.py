@@ -125,7 +125,7 @@ class ReplicaThread(EagerReplica):
         self.error: BaseException | None = None
         self.is_ended = False
         self._is_paused = False
-        self._shapes = SameShapes(replicas)
+        self._shapes = SameShapes(replicas.count)
         self._body = body
         self._reply: object = None
         self._error_reply: BaseException | None = None

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias, final
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +86,7 @@ class HostBatch:
         return dataclasses.replace(self, arrays=_copied(self.arrays))
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class BatchSpec:
+class BatchSpec(NamedTuple):
     """The structure, row shapes and dtypes that all batches of a dataset share."""
 
     treedef: PyTree
@@ -358,13 +356,26 @@ class Steps:
                         "generators."
                     )
                 raise StopIteration
-            batch = batch or self._without_rows()
+            if batch is None:  # this process has read all of its own
+                if self._last is None:
+                    raise ValueError(
+                        "The input pipeline of this process has no batches, but "
+                        "another one's has. Give each process at least one batch."
+                    )
+                none = (0,) * len(self._last.own_counts)
+                batch = dataclasses.replace(self._last, own_counts=none)
             if len({said[0] for said in replies if said}) > 1:
                 batch = self._widened(batch, replies)
             elif all(replies):
-                self._agree_ahead(replies)
-            none = [0] * len(batch.own_counts)
-            counts = [n for said in replies for n in (said[1] if said else none)]
+                # Take note of the steps that all processes are sure of already.
+                each = [said[2] for said in replies if said]
+                own = [[run[1] for run in runs for _ in range(run[0])] for runs in each]
+                self._counts_ahead.extend(
+                    [n for counts in step for n in counts]
+                    for step in zip(*own, strict=False)
+                )
+            nobody = [0] * len(batch.own_counts)
+            counts = [n for said in replies for n in (said[1] if said else nobody)]
         self._last, self._each = batch, batch.each
         self.done += 1
         return dataclasses.replace(batch, counts=tuple(counts), state=self.state())
@@ -374,10 +385,9 @@ class Steps:
         replies = self.agreement.exchange(self._said(batch))
         if all(isinstance(said, list) for said in replies):
             self._own_replicas = [len(said[1]) for said in replies]
+        each, own = self._each, self._own_replicas
         return [
-            [self._each, [self._each] * self._own_replicas[process], []]
-            if said == _FULL
-            else said
+            [each, [each] * own[process], []] if said == _FULL else said
             for process, said in enumerate(replies)
         ]
 
@@ -416,12 +426,6 @@ class Steps:
             found.append(counts)
         return found
 
-    def _agree_ahead(self, replies: list[Any]) -> None:
-        """Take note of the steps that all processes are sure of already."""
-        own = [[run[1] for run in said[2] for _ in range(run[0])] for said in replies]
-        for step in zip(*own, strict=False):
-            self._counts_ahead.append([count for counts in step for count in counts])
-
     def _as_announced(
         self, batch: HostBatch | None, counts: Sequence[int]
     ) -> HostBatch:
@@ -453,16 +457,6 @@ class Steps:
         return dataclasses.replace(
             batch, arrays=[_widened(a, each) for a in batch.arrays], each=each
         )
-
-    def _without_rows(self) -> HostBatch:
-        """A batch without real rows, for a process that has read all of its own."""
-        last = self._last
-        if last is None:
-            raise ValueError(
-                "The input pipeline of this process has no batches, but another one's "
-                "has. Give each process at least one batch."
-            )
-        return dataclasses.replace(last, own_counts=(0,) * len(last.own_counts))
 
     # Steps some of whose rows are missing.
 
@@ -559,9 +553,8 @@ class Steps:
 class Transfer:
     """Places batches on the replicas' devices."""
 
-    def __init__(self, replicas: Replicas, fed: ReplicaRange | None = None) -> None:
+    def __init__(self, replicas: Replicas, fed: ReplicaRange) -> None:
         self._replicas = replicas
-        fed = fed or ReplicaRange.of(replicas)
         self._is_one, self._are_all = fed.total == 1, fed.are_all
         self._split = replicas.sharding(STACKED)
         self._same = replicas.sharding(REPLICATED)
@@ -571,12 +564,16 @@ class Transfer:
     def place(self, batch: HostBatch, steps: Steps) -> PyTree:
         """A batch on the devices, each array a `PerReplica` with the mask of its rows.
 
-        One replica has its rows and no others, in plain arrays. The host's arrays may
-        be overwritten as soon as it returns.
+        The host's arrays may be overwritten as soon as it returns.
         """
         assert steps.spec is not None, "a batch was read"
         if self._is_one:
-            leaves = [self._whole(array, steps.are_own) for array in batch.arrays]
+            # Of `[1, rows, ...]` the rows.
+            first = [a[0] if isinstance(a, list) else a for a in batch.arrays]
+            given = first if steps.are_own else map(self._private, first)
+            leaves = [
+                jax.device_put(array[0], self._same, may_alias=False) for array in given
+            ]
             jax.block_until_ready(leaves)
             return jax.tree.unflatten(steps.spec.treedef, leaves)
         mask = self._mask(batch) if steps.is_padded else None
@@ -601,12 +598,6 @@ class Transfer:
         shape = self._replicas.count, *array.shape[1:]
         return jax.make_array_from_process_local_data(self._split, array, shape)
 
-    def _whole(self, array: Array, is_own: bool) -> jax.Array:
-        """The only replica's part of `array`, `[1, rows, ...]`, as `[rows, ...]`."""
-        array = array[0] if isinstance(array, list) else array
-        array = array if is_own else self._private(array)
-        return jax.device_put(array[0], self._same, may_alias=False)
-
     def _private(self, array: Array) -> Array:
         """`array`, or a copy, so that no device shares its memory."""
         if self.is_on_host and isinstance(array, np.ndarray):
@@ -618,10 +609,10 @@ class Transfer:
             mask = self._everywhere(masks.row_mask(batch.counts, batch.each))
             masks.mark_padded(mask)
             return mask
-        if batch.each not in self._full:
-            full = masks.row_mask(batch.counts, batch.each)
-            self._full[batch.each] = self._everywhere(full)
-        return self._full[batch.each]
+        each = batch.each
+        if each not in self._full:
+            self._full[each] = self._everywhere(masks.row_mask(batch.counts, each))
+        return self._full[each]
 
     def _everywhere(self, mask: np.ndarray) -> jax.Array:
         if self._are_all:
@@ -648,20 +639,18 @@ def _array(leaf: Leaf, keys: Any, number: int) -> Array:
     except mesh.DtypeRangeError as error:
         raise ValueError(f"`{path}` of batch {number}: {error}") from None
     except (TypeError, ValueError) as error:
-        shown = repr(leaf)
+        text = repr(leaf)
+        text = text if len(text) < 80 else f"{text[:77]}..."
         raise TypeError(
-            f"`{path}` of batch {number} is "
-            f"{shown if len(shown) < 80 else shown[:77] + '...'}, which is not an "
-            "array of numbers and cannot be placed on a device. Leave it out, or "
-            "encode it as numbers, before the batch is made."
+            f"`{path}` of batch {number} is {text}, which is not an array of numbers "
+            "and cannot be placed on a device. Leave it out, or encode it as numbers, "
+            "before the batch is made."
         ) from error
 
 
 def _type(shape: Sequence[int] | None, dtype: DTypeLike) -> str:
     """The name in messages of arrays of rows of this shape; None of scalars."""
-    if shape is None:
-        return array_type(dtype, ())
-    return array_type(dtype, ("rows", *shape), ", ")
+    return array_type(dtype, () if shape is None else ("rows", *shape), ", ")
 
 
 def _rows(arrays: Sequence[Array]) -> int:

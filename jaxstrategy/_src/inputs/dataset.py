@@ -15,11 +15,11 @@ from jaxstrategy._src.inputs.input_options import (
 )
 from jaxstrategy._src.inputs.iterator import DistributedIterator
 from jaxstrategy._src.inputs.library_sources import as_source
-from jaxstrategy._src.inputs.sources import Dataset, Source, SourceIterator
+from jaxstrategy._src.inputs.sources import Dataset, Source
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text.shown import whole, with_noun
-from jaxstrategy._src.values.arrays import PyTree, Value
+from jaxstrategy._src.values.arrays import PyTree
 
 _S = TypeVar("_S")
 
@@ -88,11 +88,7 @@ class DistributedDataset:
         return self._spec
 
     def __len__(self) -> int:
-        """The number of steps of a pass.
-
-        Raises:
-          TypeError: that is not known before it ends, or it has no end.
-        """
+        """The number of steps of a pass, if that is known before it ends."""
         length = None if self._sized is None else self._sized.length
         if length is None:
             raise TypeError(
@@ -209,32 +205,31 @@ class Feeding:
         """Global batches, divided."""
         refuse_for_each_replica(options)
         source = as_source(dataset)
-
-        def start() -> Steps:
-            return self._steps([source.start()], True, options)
-
         # A source knows its number of batches, not how many are too small.
         known = None if options.leaves_out else source
-        return DistributedDataset(start, self._transfer, options, source.name, known)
+        return self._made([source], True, options, source.name, known)
 
     def of_function(
         self, function: Callable[[InputContext], Dataset], options: InputOptions
     ) -> DistributedDataset:
         """The batches of an input function, one for each replica."""
         sources = [as_source(function(each)) for each in self._contexts(options)]
-
-        def start() -> Steps:
-            passes = [source.start() for source in sources]
-            return self._steps(passes, False, options)
-
         name = getattr(function, "__name__", type(function).__name__)
-        return DistributedDataset(start, self._transfer, options, name, None)
+        return self._made(sources, False, options, name, None)
 
-    def _steps(
-        self, passes: list[SourceIterator], are_global: bool, options: InputOptions
-    ) -> Steps:
-        agreement, remainder = self._agree(), options.remainder
-        return Steps(passes, are_global, self._fed, agreement, remainder)
+    def _made(
+        self,
+        sources: Sequence[Source],
+        are_global: bool,
+        options: InputOptions,
+        name: str,
+        sized: Source | None,
+    ) -> DistributedDataset:
+        def start() -> Steps:
+            passes, agreement = [each.start() for each in sources], self._agree()
+            return Steps(passes, are_global, self._fed, agreement, options.remainder)
+
+        return DistributedDataset(start, self._transfer, options, name, sized)
 
     def _contexts(self, options: InputOptions) -> Sequence[InputContext]:
         total, first = self._fed.total, self._fed.first
@@ -285,11 +280,7 @@ class Grouped(Iterable[tuple[PyTree, ...]]):
             yield tuple(group)
 
     def __len__(self) -> int:
-        """The number of tuples of a pass.
-
-        Raises:
-          TypeError: the dataset does not know its length.
-        """
+        """The number of tuples of a pass, if the dataset knows its length."""
         return -(-self.number_of_batches() // self._k)
 
     def number_of_batches(self) -> int:
@@ -333,10 +324,6 @@ def grouped(dataset: Iterable[PyTree], k: int) -> Grouped:
             f"`dataset` was {dataset!r}, which cannot be iterated over; batches were "
             "wanted."
         )
-    return Grouped(dataset, _checked(k))
-
-
-def _checked(k: Value) -> int:
     number = whole(k)
     if number is None:
         raise TypeError(
@@ -345,4 +332,4 @@ def _checked(k: Value) -> int:
         )
     if number < 1:
         raise ValueError(f"`k` was {number}; a tuple has at least one batch.")
-    return number
+    return Grouped(dataset, number)

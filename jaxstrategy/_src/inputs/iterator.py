@@ -130,14 +130,7 @@ class DistributedIterator(AbstractInputIterator):
         self._is_closed = False
 
     def __next__(self) -> PyTree:
-        """The next batch.
-
-        Raises:
-          StopIteration: there is none.
-          ContextError: inside a function that JAX traces, such as a step.
-          Exception: what the source raised when it was asked for this batch; the same
-            again at each further call.
-        """
+        """The next batch; what the source has raised is raised at each further call."""
         if is_traced():
             raise _within_trace()
         batch, self._state = self._begun.pop() if self._begun else self._next()

@@ -7,7 +7,7 @@ import inspect
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import jax
@@ -17,7 +17,6 @@ import numpy as np
 from jaxstrategy._src.inputs import sources
 from jaxstrategy._src.inputs.sources import (
     Dataset,
-    MadeSource,
     ReadingOrder,
     ReplayIterator,
     SnapshotIterator,
@@ -33,40 +32,41 @@ _NAME = "the PyTorch DataLoader"
 
 
 def torch_source(loader: Dataset) -> Source:
-    """A loader whose tensors become NumPy arrays, in the same memory where it can be.
-
-    Lists become tuples: PyTorch gives a batch of pairs as the list `[x, y]`.
-    """
+    """A loader whose tensors become NumPy arrays, in the same memory if it can be."""
+    # Lists become tuples: PyTorch gives a batch of pairs as the list `[x, y]`.
     order = ReadingOrder()
 
     def length() -> int | None:
-        if _is_iterable_style(loader):  # its `len` is only a guess
-            return None
-        try:
-            return len(loader)
-        except (TypeError, NotImplementedError):
-            return None
+        # The `len` of an iterable is only a guess.
+        return None if _is_iterable_style(loader) else sources.length_of(loader)
 
     def start() -> SourceIterator:
         if hasattr(loader, "state_dict"):
-            return _StatefulPass(loader, order, length())
-        refusal = _why_not(loader)
+            return _StatefulPass(loader, _NAME, order, length())
         return ReplayIterator(
-            lambda _: map(to_numpy, iter(loader)), _NAME, length(), refusal=refusal
+            lambda _: map(to_numpy, iter(loader)),
+            _NAME,
+            length(),
+            refusal=_refusal(loader),
         )
 
-    return MadeSource(_NAME, start, length)
+    return Source(_NAME, start, length)
 
 
-def _why_not(loader: Dataset) -> str | None:
-    """Why a pass over `loader` cannot resume; None if it can."""
-    if _keeps_order(loader):
+def _refusal(loader: Dataset) -> str | None:
+    """Why a pass cannot resume; None if each gives the same batches in order."""
+    data = sys.modules["torch.utils.data"]
+    sampler, of_batches = loader.sampler, loader.batch_sampler
+    is_plain = of_batches is None or type(of_batches) is data.BatchSampler
+    if of_batches is not None and is_plain:
+        sampler = of_batches.sampler
+    # With a batch sampler of the user's own, `loader.sampler` is not used.
+    if _is_iterable_style(loader):
+        why = "its dataset is an iterable, which PyTorch cannot begin in the middle"
+    elif is_plain and type(sampler) is data.SequentialSampler:
         return None
-    why = (
-        "its dataset is an iterable, which PyTorch cannot begin in the middle"
-        if _is_iterable_style(loader)
-        else "its sampler is not sequential, so the order would differ"
-    )
+    else:
+        why = "its sampler is not sequential, so the order would differ"
     return (
         f"{why}. Use a `torchdata.stateful_dataloader.StatefulDataLoader`, Grain, or "
         "`js.batches(arrays, batch_size, shuffle=seed)`."
@@ -77,56 +77,38 @@ def _why_not(loader: Dataset) -> str | None:
 class _StatefulPass(SnapshotIterator):
     """A pass over a loader with `state_dict` and `load_state_dict`."""
 
-    name = _NAME
+    _is_over = False  # a loader's state at the end begins a new pass
 
-    def __init__(
-        self, loader: Dataset, order: ReadingOrder, length: int | None
-    ) -> None:
-        self._loader = loader
-        self._length = length
-        self._order = order
-        self._iterator: Any = None
-        self._is_over = False  # a loader's state at the end begins a new pass
-
-    def _begun(self) -> Any:
-        if self._iterator is None:
-            self._order.begin(self)
-            self._iterator = iter(self._loader)
-        return self._iterator
+    def _begin(self) -> Any:
+        return iter(self._dataset)
 
     def _read(self) -> PyTree:
-        iterator = self._begun()
-        self._order.take(self)
         try:
-            return to_numpy(next(iterator))
+            return to_numpy(super()._read())
         except StopIteration:
             self._is_over = True
             raise
 
-    def _check_place(self) -> None:
-        self._begun()
-        self._order.check(self, _NAME)
-
     def _take(self) -> dict[str, State]:
-        state = _to_text(self._loader.state_dict())
-        place = {"torch": state, "is_over": self._is_over}
+        file = io.BytesIO()
+        sys.modules["torch"].save(self._dataset.state_dict(), file)
+        text = base64.b64encode(file.getvalue()).decode()
+        place = {"torch": text, "is_over": self._is_over}
         return {**place, **sources.of_length(self._length)}
 
     def _load(self, state: State) -> None:
         match state:
             case {"torch": str(text), "is_over": bool(is_over)}:
-                own = _from_text(text)
+                file = io.BytesIO(base64.b64decode(text))
+                # Only tensors and plain values are read: a checkpoint runs no code.
+                own = sys.modules["torch"].load(file, weights_only=True)
             case _:
                 raise sources.foreign(_NAME, state, "its `state_dict`")
         sources.check_length(state, self._length, _NAME)
         self.close()
-        self._loader.load_state_dict(own)
+        self._dataset.load_state_dict(own)
         self._is_over = is_over
-        if is_over:
-            self._order.begin(self)
-            self._iterator = iter(())
-        else:
-            self._begun()
+        self._begin_with((lambda: iter(())) if is_over else self._begin)
 
     def close(self) -> None:
         self._iterator = None  # workers end with it
@@ -171,32 +153,9 @@ def _array(tensor: Leaf, what: str) -> np.ndarray:
         ) from error
 
 
-def _keeps_order(loader: Dataset) -> bool:
-    """Whether each pass gives the same batches, as far as the samplers tell."""
-    data = sys.modules["torch.utils.data"]
-    sampler = loader.sampler
-    if loader.batch_sampler is not None:
-        if type(loader.batch_sampler) is not data.BatchSampler:
-            return False  # with one of the user's own, `loader.sampler` is not used
-        sampler = loader.batch_sampler.sampler
-    return type(sampler) is data.SequentialSampler and not _is_iterable_style(loader)
-
-
 def _is_iterable_style(loader: Dataset) -> bool:
     kind = sys.modules["torch.utils.data"].IterableDataset
     return isinstance(getattr(loader, "dataset", None), kind)
-
-
-def _to_text(state: State) -> str:
-    file = io.BytesIO()
-    sys.modules["torch"].save(state, file)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def _from_text(text: str) -> State:
-    file = io.BytesIO(base64.b64decode(text))
-    # Only tensors and plain values are read: a checkpoint runs no code.
-    return sys.modules["torch"].load(file, weights_only=True)
 
 
 # Elements are whole batches here: Grain's 500 read ahead would fill the memory.
@@ -206,7 +165,9 @@ _AHEAD = 32
 
 def grain_source(dataset: Dataset) -> Source:
     """A Grain dataset or loader of batches, resumed by Grain's own state."""
-    name, length = f"the Grain {_kind(dataset)}", _length(dataset)
+    bases = [base.__name__ for base in type(dataset).__mro__]
+    kinds = (kind for kind in ("MapDataset", "IterDataset") if kind in bases)
+    name, length = f"the Grain {next(kinds, bases[0])}", _length(dataset)
 
     def start() -> SourceIterator:
         read = dataset
@@ -215,29 +176,18 @@ def grain_source(dataset: Dataset) -> Source:
                 num_threads=_THREADS, prefetch_buffer_size=_AHEAD
             )
             read = dataset.to_iter_dataset(options)
-        return _GrainPass(read, name, length)
+        return _GrainPass(read, name, length=length)
 
-    return MadeSource(name, start, lambda: length)
+    return Source(name, start, lambda: length)
 
 
 @final
 class _GrainPass(SnapshotIterator):
-    def __init__(self, dataset: Dataset, name: str, length: int | None) -> None:
-        self._dataset = dataset
-        self.name = name
-        self._length = length
-        self._iterator: Any = None  # begun when first needed; it starts threads
-
-    def _begun(self) -> Any:
-        if self._iterator is None:
-            self._iterator = _told(lambda: iter(self._dataset))
-        return self._iterator
+    def _begin(self) -> Any:
+        return _told(lambda: iter(self._dataset))
 
     def _read(self) -> PyTree:
-        return _told(lambda: next(self._begun()))
-
-    def _check_place(self) -> None:
-        """All can."""
+        return _told(super()._read)
 
     def _take(self) -> dict[str, State]:
         state = self._begun().get_state()
@@ -270,10 +220,6 @@ class _GrainPass(SnapshotIterator):
             wanted = f"a state that Grain takes (it said: {error})"
             raise sources.foreign(self.name, state, wanted) from error
 
-    def close(self) -> None:
-        iterator, self._iterator = self._iterator, None
-        sources.close(iterator)  # a DataLoader's ends when it is let go
-
 
 def _told(read: Callable[[], Any]) -> Any:
     """What `read` returns; Grain's error about flags says what to do."""
@@ -286,13 +232,6 @@ def _told(read: Callable[[], Any]) -> Any:
                 "`absl.flags.FLAGS.mark_as_parsed()` before the first batch."
             )
         raise
-
-
-def _kind(dataset: Dataset) -> str:
-    for kind in ("MapDataset", "IterDataset"):
-        if any(base.__name__ == kind for base in type(dataset).__mro__):
-            return kind
-    return type(dataset).__name__
 
 
 def _length(dataset: Dataset) -> int | None:
@@ -331,49 +270,38 @@ def table_source(dataset: Dataset) -> Source:
     def start() -> SourceIterator:
         return ReplayIterator(begin, name, len(dataset), skips=True)
 
-    return MadeSource(name, start, lambda: len(dataset))
+    return Source(name, start, lambda: len(dataset))
 
 
 def stream_source(dataset: Dataset) -> Source:
     """A `datasets.IterableDataset` of batches, resumed by its own state."""
     name, order = "the Hugging Face IterableDataset", ReadingOrder()
-    return MadeSource(name, lambda: _StreamPass(dataset, order, name))
+    return Source(name, lambda: _StreamPass(dataset, name, order))
 
 
 @final
 class _StreamPass(SnapshotIterator):
-    def __init__(self, dataset: Dataset, order: ReadingOrder, name: str) -> None:
-        self._dataset = dataset
-        self._order = order
-        self.name = name
-        self._view: Dataset = None
-        self._batches: Iterator[PyTree] | None = None
+    _view: Dataset = None
 
-    def _begin(self, epoch: int, state: State = None) -> Iterator[PyTree]:
-        self.close()
-        self._order.begin(self)
+    def _begin(self) -> Iterator[PyTree]:
+        return self._begin_at(self._dataset.epoch)
+
+    def _begin_at(self, epoch: int, state: State = None) -> Iterator[PyTree]:
         # A dataset of its own, because a state that is loaded stays for good.
         self._view = self._dataset.with_format("numpy")
         self._view.set_epoch(epoch)
         if state is not None:
             self._view.load_state_dict(state)
-        self._batches = iter(self._view)
-        return self._batches
-
-    def _begun(self) -> Iterator[PyTree]:
-        return self._batches or self._begin(self._dataset.epoch)
+        return iter(self._view)
 
     def _read(self) -> PyTree:
-        batches = self._begun()
-        self._order.take(self)
-        batch = next(batches)
+        batch = super()._read()
         _check(batch)
         return batch
 
     def _check_place(self) -> None:
         self._check_buffer()
-        self._begun()
-        self._order.check(self, self.name)
+        super()._check_place()
 
     def _take(self) -> dict[str, State]:
         # Before the first batch its own state has epoch 0.
@@ -385,7 +313,8 @@ class _StreamPass(SnapshotIterator):
         self._check_buffer()
         match state:
             case {"stream": {"examples_iterable": dict(), "epoch": int(epoch)}}:
-                self._begin(epoch, state["stream"])
+                self.close()
+                self._begin_with(lambda: self._begin_at(epoch, state["stream"]))
             case _:
                 raise sources.foreign(self.name, state, "its `state_dict`")
 
@@ -398,10 +327,6 @@ class _StreamPass(SnapshotIterator):
                 "a dataset that is not streamed, or use Grain or "
                 "`js.batches(arrays, batch_size, shuffle=seed)`."
             )
-
-    def close(self) -> None:
-        batches, self._batches, self._view = self._batches, None, None
-        sources.close(batches)
 
 
 def _shuffles(examples: Dataset) -> bool:
@@ -460,8 +385,8 @@ def as_source(dataset: Dataset) -> Source:
     if isinstance(dataset, Iterable):
         return sources.repeatable(dataset)
     if callable(dataset):
-        _check_no_arguments(dataset)
         function: Dataset = dataset
+        _check_no_arguments(function)
         return sources.generated(function)
     raise TypeError(f"{_named(dataset)} is not a dataset. {_KINDS}")
 
@@ -498,9 +423,16 @@ def _check_not_data(dataset: Dataset) -> None:
             f" Give one of them, as in `dataset[{next(iter(dataset))!r}]`."
         )
     if _is_arrays(dataset):
-        is_named = hasattr(dataset, "_fields")
-        if isinstance(dataset, (list, tuple)) and not is_named:
-            raise TypeError(_several_arrays(dataset))
+        if isinstance(dataset, (list, tuple)) and not hasattr(dataset, "_fields"):
+            types = first_few((array_type(x.dtype, x.shape) for x in dataset), 4)
+            is_tuple = isinstance(dataset, tuple)
+            why = "" if is_tuple else ", which are not batches of one kind"
+            raise TypeError(
+                f"{_named(dataset)} holds {types}{why}. A list is a list of batches, "
+                "alike but for their rows; a tuple of arrays is one batch. Give "
+                "`js.batches((x, y), batch_size)`, which cuts arrays into batches; if "
+                "they are one batch, put a tuple of them in a list: `[(x, y)]`."
+            )
         raise TypeError(
             f"{_named(dataset)} is arrays without a batch size. Give "
             "`js.batches(arrays, batch_size)`, which cuts them into batches; if it is "
@@ -520,19 +452,6 @@ def _is_arrays(dataset: Dataset) -> bool:
         kinds = {(part.dtype, part.shape[1:]) for part in dataset}
         return len(kinds) > 1 or (isinstance(dataset, tuple) and bool(kinds))
     return dataset is not None and not jax.tree_util.all_leaves([dataset])
-
-
-def _several_arrays(arrays: Sequence[Leaf]) -> str:
-    """The complaint about arrays that are neither batches of one kind nor one batch."""
-    types = (array_type(array.dtype, array.shape) for array in arrays)
-    named = first_few(types, 4)
-    why = "" if isinstance(arrays, tuple) else ", which are not batches of one kind"
-    return (
-        f"{_named(arrays)} holds {named}{why}. A list is a list of batches, alike but "
-        "for their rows; a tuple of arrays is one batch. Give "
-        "`js.batches((x, y), batch_size)`, which cuts arrays into batches; if they are "
-        "one batch, put a tuple of them in a list: `[(x, y)]`."
-    )
 
 
 def _check_no_arguments(function: Dataset) -> None:

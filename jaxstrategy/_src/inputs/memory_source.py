@@ -22,10 +22,8 @@ _ALIGNMENT = 64
 
 
 def unshared(array: np.ndarray) -> np.ndarray:
-    """`array`, or a copy if devices of the host might share memory with a part of it.
-
-    The copy lies where it can be taken over, so that no second one is made.
-    """
+    """`array`, or a copy if devices of the host might share memory with a part."""
+    # The copy lies where it can be taken over, so that no second one is made.
     if array.flags.c_contiguous:
         start, step = array.ctypes.data, array.strides[0]
         starts = [start + i * step for i in range(len(array))]
@@ -109,6 +107,8 @@ class ArrayBatches(Source):
       TypeError: the same.
     """
 
+    name = "js.batches"
+
     def __init__(
         self,
         arrays: PyTree,
@@ -133,7 +133,6 @@ class ArrayBatches(Source):
         self._next_epoch = 0
 
     def start(self) -> _ArrayPass:
-        """A new pass over all batches."""
         first = self._next_epoch
         self._next_epoch += self._epochs or 1
         return _ArrayPass(self, first)
@@ -156,11 +155,6 @@ class ArrayBatches(Source):
         """The number of batches of a pass; None without end."""
         return None if self._epochs is None else self._epochs * self._per_epoch
 
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return "js.batches"
-
     def __repr__(self) -> str:
         shuffled = "" if self._seed is None else f", shuffle={self._seed}"
         epochs = "" if self._epochs == 1 else f", epochs={self._epochs}"
@@ -178,11 +172,7 @@ class ArrayBatches(Source):
         }
 
     def check_described(self, state: State) -> None:
-        """Raise if `state` was saved with other batches than these.
-
-        Raises:
-          ValueError: it was; the message says what differs.
-        """
+        """Raise if `state` was saved with other batches than these."""
         then = state.get("data") if isinstance(state, dict) else None
         if not isinstance(then, dict):
             raise sources.foreign(self.name, state, "what its data are under 'data'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
@@ -21,27 +21,8 @@ Dataset: TypeAlias = Any
 """A dataset of another library, an iterable, or a function that makes one."""
 
 
-class Source(abc.ABC):
+class Source:
     """Batches, read from the beginning as often as asked for."""
-
-    @abc.abstractmethod
-    def start(self) -> SourceIterator:
-        """A new pass over all batches."""
-
-    @property
-    def length(self) -> int | None:
-        """The number of batches of a pass; None when unknown or without end."""
-        return None
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The name in messages."""
-
-
-@final
-class MadeSource(Source):
-    """A source that is made of functions: what starts a pass, what tells the length."""
 
     def __init__(
         self,
@@ -49,34 +30,25 @@ class MadeSource(Source):
         start: Callable[[], SourceIterator],
         length: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._name = name
+        self.name = name  # in messages
         self._start = start
         self._length = length
 
     def start(self) -> SourceIterator:
+        """A new pass over all batches."""
         return self._start()
 
     @property
     def length(self) -> int | None:
+        """The number of batches of a pass; None when unknown or without end."""
         return self._length()
 
-    @property
-    def name(self) -> str:
-        return self._name
 
-
-class SourceIterator(abc.ABC):
+class SourceIterator(Iterator[PyTree], abc.ABC):
     """One pass over a source."""
 
-    are_own = False
+    are_own = False  # the arrays of a batch stay as they are
     is_in_memory = False
-
-    def __iter__(self) -> Self:
-        return self
-
-    @abc.abstractmethod
-    def __next__(self) -> PyTree:
-        """The next batch."""
 
     def part(self, choose: Callable[[int], slice]) -> tuple[int, PyTree] | None:
         """Some rows of the next batch, for a source that need not read the others."""
@@ -100,25 +72,16 @@ class SourceIterator(abc.ABC):
 
 @final
 class ReplayIterator(SourceIterator):
-    """Batches of an iterator; a later pass gets to the same place by reading again.
-
-    Args:
-      begin: the iterator of all batches, from the one of a number on if it `skips`.
-      name: of the source, for messages.
-      length: how many batches there are, if that is known.
-      in_memory: the batches, if they are all there.
-      skips: whether `begin` takes the number of a batch, not only 0.
-      refusal: why a pass cannot resume, if it cannot.
-    """
+    """Batches of an iterator; a later pass gets to the same place by reading again."""
 
     def __init__(
         self,
-        begin: Callable[[int], Iterator[PyTree]],
+        begin: Callable[[int], Iterator[PyTree]],  # from a batch on, if it `skips`
         name: str,
         length: int | None = None,
         in_memory: Sequence[PyTree] = (),
         skips: bool = False,
-        refusal: str | None = None,
+        refusal: str | None = None,  # why a pass cannot resume
     ) -> None:
         self._begin = begin
         self._in_memory = in_memory
@@ -186,17 +149,48 @@ _EVERY = 16
 class SnapshotIterator(SourceIterator):
     """A pass over a source that has a state of its own, which takes long to ask for."""
 
-    name: str
     _snapshot: dict[str, State] | None = None
     _since = 0
 
-    @abc.abstractmethod
-    def _read(self) -> PyTree:
-        """The next batch of the source."""
+    def __init__(
+        self,
+        dataset: Dataset,
+        name: str,
+        order: ReadingOrder | None = None,
+        length: int | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self.name = name
+        self._order = order
+        self._length = length
+        self._iterator: Any = None  # begun when first needed; it may start threads
+
+    def _begun(self) -> Any:
+        """The iterator, which begins if it has not."""
+        if self._iterator is None:
+            self._begin_with(self._begin)
+        return self._iterator
+
+    def _begin_with(self, begin: Callable[[], Any]) -> None:
+        if self._order is not None:
+            self._order.begin(self)
+        self._iterator = begin()
 
     @abc.abstractmethod
+    def _begin(self) -> Any: ...
+
+    def _read(self) -> PyTree:
+        """The next batch of the source."""
+        iterator = self._begun()
+        if self._order is not None:
+            self._order.take(self)
+        return next(iterator)
+
     def _check_place(self) -> None:
         """Raise if the source's state is not that of this pass, or there is none."""
+        self._begun()
+        if self._order is not None:
+            self._order.check(self, self.name)
 
     @abc.abstractmethod
     def _take(self) -> dict[str, State]:
@@ -221,7 +215,7 @@ class SnapshotIterator(SourceIterator):
         since = 0
         if isinstance(state, dict) and "since" in state:
             since = counted(state, "since", self.name)
-            state = {key: value for key, value in state.items() if key != "since"}
+            state = {key: state[key] for key in state if key != "since"}
         self._load(state)
         for _ in range(since):
             try:
@@ -232,6 +226,10 @@ class SnapshotIterator(SourceIterator):
                     f"{SAME_DATA}"
                 ) from None
         self._snapshot, self._since = state, since
+
+    def close(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        close(iterator)
 
 
 def close(iterator: Any) -> None:
@@ -322,20 +320,21 @@ _AGAIN = (
 def repeatable(batches: Iterable[PyTree]) -> Source:
     """An iterable that begins anew whenever it is asked: a list, a loader."""
     name = f"the {type(batches).__name__}"
-    in_memory: Sequence[PyTree] = ()
-    if isinstance(batches, (list, tuple)) and type(batches) in (list, tuple):
-        in_memory = batches
-
-    def length() -> int | None:
-        try:
-            return len(batches)  # type: ignore[arg-type]  # asked, not known
-        except (TypeError, NotImplementedError):
-            return None
+    in_memory: Any = batches if type(batches) in (list, tuple) else ()
 
     def start() -> SourceIterator:
-        return ReplayIterator(lambda _: iter(batches), name, length(), in_memory)
+        length = length_of(batches)
+        return ReplayIterator(lambda _: iter(batches), name, length, in_memory)
 
-    return MadeSource(name, start, length)
+    return Source(name, start, lambda: length_of(batches))
+
+
+def length_of(dataset: Any) -> int | None:
+    """Its `len`, None if it has none."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def generated(read: Callable[[], Iterable[PyTree]]) -> Source:
@@ -355,7 +354,7 @@ def generated(read: Callable[[], Iterable[PyTree]]) -> Source:
             )
         return iter(batches)
 
-    return MadeSource(name, lambda: ReplayIterator(begin, name))
+    return Source(name, lambda: ReplayIterator(begin, name))
 
 
 def once(batches: Iterator[PyTree]) -> Source:
@@ -372,7 +371,7 @@ def once(batches: Iterator[PyTree]) -> Source:
         # Never closed, as a chain cannot be: the iterator is the user's own.
         return ReplayIterator(lambda _: itertools.chain(batches), name, refusal=refusal)
 
-    return MadeSource(name, start)
+    return Source(name, start)
 
 
 def is_tf_data(dataset: Dataset) -> bool:
@@ -393,4 +392,4 @@ def tf_data(dataset: Dataset) -> Source:
         begin = dataset.as_numpy_iterator
         return ReplayIterator(lambda _: iter(begin()), name, length())
 
-    return MadeSource(name, start, length)
+    return Source(name, start, length)

@@ -7,11 +7,9 @@ common one would be as large as the largest, and known only after a collective m
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -20,69 +18,26 @@ from jax import lax
 
 from jaxstrategy._src.options import CommunicationOptions, PowerSGD, ReduceOp
 from jaxstrategy._src.reductions import operations
-from jaxstrategy._src.reductions.operations import (
-    OPERATIONS,
-    Axes,
-    Groups,
-    checked,
-    sums as names_of_sums,
-)
+from jaxstrategy._src.reductions.operations import OPERATIONS, Axes, Groups, checked
 from jaxstrategy._src.text.shown import array_type, shown
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.slices import is_slices
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """One array after its compressed reduction.
+class Sent(NamedTuple):
+    """One array after its compressed reduction."""
 
-    Attributes:
-      value: the sum or mean, `[...]`, equal on all replicas; NaN where an array was not
-        finite.
-      missed: what of this replica's array is not in it, `[...]`. The sum of it over the
-        replicas is what the sum misses.
-      basis: what the next reduction begins with, if it begins with something.
-    """
-
-    value: jax.Array
-    missed: jax.Array
-    basis: jax.Array | None = None
+    value: jax.Array  # equal on all replicas; NaN where an array was not finite
+    missed: jax.Array  # what of this replica's array is not in it
+    basis: jax.Array | None = None  # what the next reduction begins with
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """The sums over the replicas, or means, that a compression is made of.
-
-    Attributes:
-      exact: of this replica's arrays, with all bits.
-      in_eight_bits: of arrays of floating-point numbers of 32 bits or more; with what
-        of this replica's array is not in the result.
-    """
+class Sums(NamedTuple):
+    """The sums over the replicas, or means, that a compression is made of."""
 
     exact: Callable[[Sequence[Leaf]], list[Leaf]]
+    # With what of this replica's array is not in the result.
     in_eight_bits: Callable[[Sequence[jax.Array]], list[tuple[jax.Array, jax.Array]]]
-
-
-class Compression(abc.ABC):
-    """A reduction that sends less than all bits, and says what it did not send."""
-
-    @abc.abstractmethod
-    def takes(self, shape: Sequence[int]) -> bool:
-        """Whether it is worth while for floating-point numbers of this shape."""
-
-    @abc.abstractmethod
-    def basis(self, leaf: jax.ShapeDtypeStruct, number: int) -> jax.Array | None:
-        """What the first reduction of the array begins with."""
-
-    @abc.abstractmethod
-    def reduced(
-        self,
-        exact: Sequence[Leaf],
-        arrays: Sequence[jax.Array],
-        bases: Sequence[jax.Array | None],
-        sums: Sums,
-    ) -> tuple[list[Leaf], list[Sent]]:
-        """The sums of `exact` with all bits, and of `arrays` compressed."""
 
 
 def memory_of(
@@ -97,17 +52,11 @@ def memory_of(
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Residual:
-    """What one leaf carries from one reduction to the next.
+class Residual(NamedTuple):
+    """What one leaf carries from one reduction to the next."""
 
-    Attributes:
-      error: what this replica has not sent, `[...]`.
-      basis: what the reduction begins with, if it begins with something.
-    """
-
-    error: jax.Array
-    basis: jax.Array | None
+    error: jax.Array  # what this replica has not sent
+    basis: jax.Array | None  # what the reduction begins with
 
 
 def reduce_with_memory(
@@ -123,22 +72,32 @@ def reduce_with_memory(
     check_compressible(op)
     pairs = list(zip(leaves, owed, strict=True))
     exact = [leaf for leaf, debt in pairs if debt is None]
-    debts = [debt for debt in owed if debt is not None]
-    arrays = [_with_debt(op, leaf, debt) for leaf, debt in pairs if debt is not None]
+    arrays, bases = [], []
+    for leaf, debt in pairs:
+        if debt is not None:
+            array = checked(op, leaf).astype(debt.error.dtype)
+            arrays.append(_not_differentiable(array) + debt.error)
+            bases.append(debt.basis)
     if is_alone:
         exact = sums.exact(exact)
         sent = [Sent(array, jnp.zeros_like(array)) for array in arrays]
     else:
-        bases = [debt.basis for debt in debts]
         exact, sent = compression.reduced(exact, arrays, bases, sums)
-    unsent = iter(exact)
-    settled = iter([_settled(*each) for each in zip(sent, debts, strict=True)])
-    arrived = iter([each.value for each in sent])
-    results = [
-        next(unsent) if debt is None else next(arrived).astype(jnp.result_type(leaf))
-        for leaf, debt in pairs
-    ]
-    return results, [None if debt is None else next(settled) for debt in owed]
+    unsent, arrived = iter(exact), iter(sent)
+    results: list[Leaf] = []
+    settled: list[Residual | None] = []
+    for leaf, debt in pairs:
+        if debt is None:
+            results.append(next(unsent))
+            settled.append(None)
+            continue
+        value, missed, basis = next(arrived)
+        # Of what is not finite nothing arrived that a step could use: who skips the
+        # step finds the old debt.
+        error = jnp.where(jnp.isfinite(value), missed, debt.error)
+        results.append(value.astype(jnp.result_type(leaf)))
+        settled.append(Residual(error, debt.basis if basis is None else basis))
+    return results, settled
 
 
 def check_compressible(op: ReduceOp) -> None:
@@ -146,23 +105,8 @@ def check_compressible(op: ReduceOp) -> None:
     if not OPERATIONS[op].is_sum:
         raise ValueError(
             f"{op.name} cannot be compressed, because what is not sent is added to the "
-            f"next values; only {names_of_sums()} can. Use `all_reduce` for it."
+            f"next values; only {operations.sums()} can. Use `all_reduce` for it."
         )
-
-
-def _with_debt(op: ReduceOp, leaf: Leaf, debt: Residual) -> jax.Array:
-    array = checked(op, leaf).astype(debt.error.dtype)
-    return _not_differentiable(array) + debt.error
-
-
-def _settled(sent: Sent, debt: Residual) -> Residual:
-    """What is owed after a reduction.
-
-    Of what is not finite nothing arrived that a step could use: who skips the step
-    finds the old debt.
-    """
-    error = jnp.where(jnp.isfinite(sent.value), sent.missed, debt.error)
-    return Residual(error, debt.basis if sent.basis is None else sent.basis)
 
 
 @jax.custom_jvp
@@ -198,16 +142,7 @@ def summed(
 ) -> tuple[jax.Array, jax.Array]:
     """The sum over all replicas, and what of this replica's numbers is not in it.
 
-    The sum over the replicas of the second is what the first misses, times `divisor`.
-
-    Args:
-      flat: this replica's numbers, `[n]`, of 32 bits or more.
-      axes: the mesh axes.
-      divisor: what to divide the sum by.
-      near: groups of replicas inside which whole numbers are summed first.
-
-    Returns:
-      Two arrays `[n]`.
+    Both `[n]`. Inside the groups that are `near` whole numbers are summed first.
     """
     if near is None:
         return _in_two_steps(flat, axes, divisor, None)
@@ -222,7 +157,10 @@ def summed(
 
 
 def _in_two_steps(
-    flat: jax.Array, axes: Axes, divisor: int, groups: Groups | None
+    flat: jax.Array,
+    axes: Axes,
+    divisor: int,
+    groups: Groups | None,
 ) -> tuple[jax.Array, jax.Array]:
     members = lax.axis_size(axes) if groups is None else len(groups[0])
     if members == 1:  # nothing is sent
@@ -258,10 +196,8 @@ def _at(place: jax.Array, row: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _coded(blocks: jax.Array) -> jax.Array:
-    """`[..., numbers]` as 8 bits for each number, and those of the scale.
-
-    A block with NaN or infinity in it has such a scale, and so is NaN when it arrives.
-    """
+    """`[..., numbers]` as 8 bits for each number, and those of the scale."""
+    # A block with NaN or infinity in it has such a scale, and so is NaN at the end.
     scale = jnp.max(jnp.abs(blocks), -1, keepdims=True) / _LARGEST
     # Where all are zeros, or so small that the scale is one, none is sent.
     whole = jnp.round(blocks / jnp.where(scale == 0, 1, scale))
@@ -277,15 +213,15 @@ def _decoded(coded: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 @final
-class EightBitNumbers(Compression):
+class EightBitNumbers:
     """Each number in 8 bits, with a scale for each block of them."""
 
     def takes(self, shape: Sequence[int]) -> bool:
-        """Arrays of a block or more: of less there is little to save."""
+        """Whether it is worth while: of less than a block there is little to save."""
         return math.prod(shape) >= BLOCK
 
     def basis(self, leaf: jax.ShapeDtypeStruct, number: int) -> None:
-        """None: each reduction begins anew."""
+        """Of the first reduction of an array: none, each begins anew."""
 
     def reduced(
         self,
@@ -294,8 +230,7 @@ class EightBitNumbers(Compression):
         bases: Sequence[jax.Array | None],
         sums: Sums,
     ) -> tuple[list[Leaf], list[Sent]]:
-        """Apart, because what is exact has other dtypes."""
-        del bases
+        """The sums of `exact` with all bits, and of `arrays` compressed."""
         sent = [Sent(*each) for each in sums.in_eight_bits(arrays)]
         return sums.exact(exact), sent
 
@@ -307,12 +242,8 @@ _LITTLE = 0.01
 
 
 @final
-class LowRankCompression(Compression):
-    """One step of power iteration on each gradient, begun where the last one ended.
-
-    Args:
-      options: the rank, and what is compressed at all.
-    """
+class LowRankCompression:
+    """One step of power iteration on each gradient, begun where the last one ended."""
 
     def __init__(self, options: PowerSGD) -> None:
         self._options = options
@@ -356,6 +287,9 @@ class LowRankCompression(Compression):
         return first[: len(exact)], sent
 
 
+Compression: TypeAlias = EightBitNumbers | LowRankCompression
+
+
 def _disturbed(basis: jax.Array) -> jax.Array:
     """`basis`, of columns of length 1, with a little of all directions in it."""
     # Multiples of the golden ratio, modulo 1, lie evenly and follow no pattern that a
@@ -373,14 +307,9 @@ def _sent(
     total: jax.Array,
     basis: jax.Array,
 ) -> Sent:
-    """What arrives of `array`, and what of it does not.
+    """What arrives of `array`, `[..., columns]`, and what of it does not.
 
-    Args:
-      array: this replica's, `[..., columns]`.
-      span: the directions of rows that are sent, `[rows, rank]`, orthonormal.
-      own: this replica's part in them, `[columns, rank]`.
-      total: the sum or mean of the parts.
-      basis: what the iteration began with, `[columns, rank]`.
+    Shapes: `span`, orthonormal, `[rows, rank]`; the others `[columns, rank]`.
     """
     is_finite = jnp.all(jnp.isfinite(total)) & jnp.all(jnp.isfinite(span))
     value = jnp.where(is_finite, _product(span, total.T), jnp.nan)
@@ -446,13 +375,14 @@ def initial_state(
     """A state in which nothing is owed, with the types of a replica's errors."""
     compression = compression_of(options)
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_slices)
-    errors: list[Leaf] = []
-    bases: list[Leaf] = []
-    for number, leaf in enumerate(leaves):
-        memory = None if is_slices(leaf) else memory_of(compression, _type_of(leaf))
-        basis = None if memory is None else compression.basis(memory, number)
-        errors.append(memory)
-        bases.append(basis)
+    errors = [
+        None if is_slices(leaf) else memory_of(compression, _type_of(leaf))
+        for leaf in leaves
+    ]
+    bases = [
+        None if memory is None else compression.basis(memory, number)
+        for number, memory in enumerate(errors)
+    ]
     return CompressionState(treedef.unflatten(errors), treedef.unflatten(bases))
 
 

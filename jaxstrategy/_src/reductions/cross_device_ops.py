@@ -1,4 +1,4 @@
-"""Ways to reduce that a strategy is given: ours, and those of users."""
+"""Ways to reduce that a strategy is given, ours and users', and the plans of both."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NoReturn, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 
-from jaxstrategy._src.options import CommunicationOptions, ReduceOp
-from jaxstrategy._src.reductions import operations
-from jaxstrategy._src.reductions.operations import Axes, Groups, checked, chosen_groups
-from jaxstrategy._src.reductions.packing import NumberOfPacks, best_on
-from jaxstrategy._src.reductions.plan import AbstractPlan, Plan
+from jaxstrategy._src.options import (
+    CommunicationImplementation as Implementation,
+    CommunicationOptions,
+    ReduceOp,
+)
+from jaxstrategy._src.reductions import compression, operations, packing
+from jaxstrategy._src.reductions.operations import OPERATIONS, Axes, Groups, checked
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
@@ -51,11 +56,8 @@ class CrossDeviceOps(abc.ABC):
     ) -> jax.Array:
         """One array `[...]` from all replicas' versions, each `[...]`.
 
-        Args:
-          reduce_op: a `ReduceOp` or its name in any case.
-          per_replica_value: the versions.
-          destinations: where the result is wanted; it is on all replicas.
-          options: by default those of the class.
+        As `reduce_implementation`, but that `reduce_op` may be a name, and `options`
+        are by default those of the class.
 
         Raises:
           ValueError: `reduce_op` is not a reduction.
@@ -73,15 +75,7 @@ class CrossDeviceOps(abc.ABC):
     ) -> list[jax.Array]:
         """One array for each pair of a value and its destinations, in the same order.
 
-        Args:
-          reduce_op: a `ReduceOp` or its name in any case.
-          value_destination_pairs: values with versions `[...]`, and where each result,
-            `[...]`, is wanted.
-          options: by default those of the class.
-
-        Raises:
-          ValueError: `reduce_op` is not a reduction.
-          TypeError: a class of this library is called by itself: give it to a strategy.
+        Otherwise as `reduce`.
         """
         op = ReduceOp(reduce_op)
         options = options or CommunicationOptions()
@@ -117,11 +111,7 @@ class CrossDeviceOps(abc.ABC):
         value_destination_pairs: Sequence[tuple[PerReplica, object]],
         options: CommunicationOptions,
     ) -> list[jax.Array]:
-        """Several of them; by default one after the other, in their own shapes.
-
-        Raises:
-          TypeError: a class of this library is called by itself: give it to a strategy.
-        """
+        """Several of them; by default one after the other, in their own shapes."""
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
@@ -130,10 +120,7 @@ class CrossDeviceOps(abc.ABC):
     def broadcast_implementation(
         self, tensor: jax.Array, destinations: object
     ) -> jax.Array:
-        """By default `tensor` as it is: a step's array is on all replicas already.
-
-        Its shape is kept.
-        """
+        """By default `tensor` as it is: a step's array is on all replicas already."""
         return tensor
 
 
@@ -152,11 +139,6 @@ class PlannedOps(CrossDeviceOps):
         destinations: object,
         options: CommunicationOptions,
     ) -> NoReturn:
-        """Not called: a strategy follows the plan.
-
-        Raises:
-          TypeError: somebody has called it.
-        """
         raise TypeError(
             f"{type(self).__name__} cannot be called by itself: give it to a strategy, "
             "`MirroredStrategy(cross_device_ops=...)`."
@@ -168,13 +150,12 @@ class DefaultOps(PlannedOps):
     """One all-reduce for each pack of small arrays, and for each large one."""
 
     def plan(self, replicas: Replicas) -> Plan:
-        """Packing as is best there."""
         devices = replicas.all_devices
         processes = len({device.process_index for device in devices})
         platform = next(iter(devices)).platform
-        packing = best_on(platform, replicas.count, processes)
+        best = packing.best_on(platform, replicas.count, processes)
         # Between processes each collective more waits for messages, at each call.
-        return Plan(packing, is_packing_free=processes == 1)
+        return Plan(best, is_packing_free=processes == 1)
 
 
 @final
@@ -198,7 +179,6 @@ class NcclAllReduce(PlannedOps):
         self._packing = _packs(num_packs)
 
     def plan(self, replicas: Replicas) -> Plan:
-        """All-reduces."""
         return Plan(self._packing)
 
 
@@ -232,12 +212,9 @@ class HierarchicalCopyAllReduce(PlannedOps):
         self._groups = groups
 
     def plan(self, replicas: Replicas) -> Plan:
-        """Sums in two levels.
-
-        Raises:
-          ValueError: the groups are not of these replicas.
-        """
-        return Plan(self._packing).in_levels(chosen_groups(self._groups, replicas))
+        return Plan(self._packing).in_levels(
+            operations.chosen_groups(self._groups, replicas)
+        )
 
 
 @final
@@ -269,32 +246,19 @@ class ReductionToOneDevice(PlannedOps):
         self._accumulate = accumulation_fn or operations.in_order
 
     def plan(self, replicas: Replicas) -> Plan:
-        """Every array by itself, to one replica and back.
-
-        Raises:
-          TypeError: `reduce_to_device` is no device and no name.
-          ValueError: no replica is there.
-        """
-        return Plan(
-            NumberOfPacks(0),
-            functools.partial(
-                operations.to_one_device,
-                root=self._root(replicas),
-                accumulate=self._accumulate,
-            ),
+        root: int | None = 0
+        if self._device is not None:
+            device = _devices.find(self._device)
+            root = replicas.replica_on(device)
+            if root is None:
+                raise ValueError(
+                    f"`reduce_to_device` is {_devices.name(device)}, where no replica "
+                    f"is: they are on {replicas.device_names}. Name one of these."
+                )
+        way = functools.partial(
+            operations.to_one_device, root=root, accumulate=self._accumulate
         )
-
-    def _root(self, replicas: Replicas) -> int:
-        if self._device is None:
-            return 0
-        device = _devices.find(self._device)
-        root = replicas.replica_on(device)
-        if root is None:
-            raise ValueError(
-                f"`reduce_to_device` is {_devices.name(device)}, where no replica is: "
-                f"they are on {replicas.device_names}. Name one of these."
-            )
-        return root
+        return Plan(packing.NumberOfPacks(0), way)
 
 
 def checked_ops(given: CrossDeviceOps | None) -> CrossDeviceOps:
@@ -309,27 +273,145 @@ def checked_ops(given: CrossDeviceOps | None) -> CrossDeviceOps:
     return given
 
 
-def _packs(num_packs: int) -> NumberOfPacks:
+def _packs(num_packs: int) -> packing.NumberOfPacks:
     number = whole(num_packs)
     if number is None or number < 0:
         raise ValueError(
             f"`num_packs` was {num_packs!r}; the number of packs was wanted, or 0 to "
             "pack nothing."
         )
-    return NumberOfPacks(number)
+    return packing.NumberOfPacks(number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A reduction of the replicas' arrays by collectives, decided before the trace."""
+
+    packing: packing.AbstractPacking  # which arrays are joined first
+    sum: operations.Sum = operations.direct
+    groups: Groups | None = None  # reduced are the replicas of each group
+    # What floating-point numbers are summed in; None: their own, those of 16 bits and
+    # less in float32.
+    reduce_dtype: DTypeLike | None = None
+    near: Groups | None = None  # replicas inside which sums are made first
+    # Sums stand in a trace as equations in a row, whose arrays are joined when it is
+    # known in which order they are computed.
+    is_packed_later: bool = False
+    is_packing_free: bool = False  # nobody chose it
+
+    def in_levels(self, groups: Groups) -> Plan:
+        """The same, with sums inside these groups, between them, and back to all."""
+        in_groups = functools.partial(operations.hierarchical, groups=groups)
+        return dataclasses.replace(self, sum=in_groups, near=groups)
+
+    def with_options(
+        self, options: CommunicationOptions | None, replicas: Replicas
+    ) -> Plan:
+        """The same, but for what `options` say."""
+        if options is None:
+            return self
+        new: dict[str, Any] = {}
+        if size := options.bytes_per_pack:
+            new |= {"packing": packing.Packing(size, size), "is_packing_free": False}
+        if size or options.overlap:
+            new["is_packed_later"] = options.overlap
+        if options.reduce_dtype is not None:
+            new["reduce_dtype"] = options.reduce_dtype
+        plan = self
+        match options.implementation:
+            case Implementation.RING:
+                new |= {"sum": operations.ring, "near": None}
+            case Implementation.NCCL:
+                new |= {"sum": operations.direct, "near": None}
+            case Implementation.HIERARCHICAL:
+                plan = self.in_levels(
+                    operations.chosen_groups(options.groups, replicas)
+                )
+        if options.deterministic:
+            new |= {"sum": operations.in_replica_order, "near": None}
+            new["is_packed_later"] = False
+        return dataclasses.replace(plan, **new)
+
+    def within(self, groups: Groups | None) -> Plan:
+        """The same, but over the replicas of each group."""
+        if groups is None or len(groups) == 1:  # one group is all replicas
+            return self
+        is_ordered = self.sum is operations.in_replica_order
+        way = operations.in_replica_order if is_ordered else operations.grouped
+        sum_ = functools.partial(way, groups=groups)
+        return dataclasses.replace(self, sum=sum_, groups=groups)
+
+    def alone(self) -> Plan:
+        """The same, but that arrays are not joined unless somebody chose how."""
+        if not self.is_packing_free:
+            return self
+        return dataclasses.replace(self, packing=packing.NumberOfPacks(0))
+
+    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
+        """Each of `values` reduced over all replicas, which all get the results.
+
+        SUM, MIN and MAX keep each dtype (so small integers wrap in a sum as they do in
+        NumPy); MEAN of integers has JAX's default float dtype. With no axes there is
+        one replica, and the values stay what they are.
+        """
+        row = OPERATIONS[op]
+        arrays = [row.prepared(checked(op, value)) for value in values]
+        if not axes:
+            return arrays
+        if any(array.size == 0 for array in arrays):
+            # These are equal on all; zeros do not vary to the analysis of a step.
+            reduced = iter(self.reduce(op, [x for x in arrays if x.size], axes))
+            return [next(reduced) if x.size else jnp.zeros_like(x) for x in arrays]
+        if not row.is_sum:
+            return packing.in_packs(
+                lambda x: row.across(x, axes, self.groups), arrays, self.packing
+            )
+        members = lax.axis_size(axes) if self.groups is None else len(self.groups[0])
+        divisor = members if row.divides else 1
+        wide = [array.astype(self._dtype_for(array)) for array in arrays]
+        if self.is_packed_later and self.sum is operations.direct:
+            sums = operations.all_direct(wide, axes, divisor)
+        else:
+            unfolded = operations.unfolded
+            sums = packing.in_packs(
+                lambda x: unfolded(self.sum(unfolded(x), axes, divisor)),
+                wide,
+                self.packing,
+            )
+        return [
+            done.astype(array.dtype) for done, array in zip(sums, arrays, strict=True)
+        ]
+
+    def in_eight_bits(
+        self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """For each array the sum or mean, and what of this replica's is not in it."""
+        if self.near is None and self.sum not in (operations.direct, operations.ring):
+            raise ValueError(
+                "`compression='int8'` was given, but this strategy's cross-device "
+                "operations add up whole arrays. Use the default ones, "
+                "`NcclAllReduce` or `HierarchicalCopyAllReduce`."
+            )
+        divisor = lax.axis_size(axes) if OPERATIONS[op].divides else 1
+        summed = functools.partial(
+            compression.summed, axes=axes, divisor=divisor, near=self.near
+        )
+        return packing.pairs_in_packs(summed, arrays, self.packing)
+
+    def _dtype_for(self, array: jax.Array) -> DTypeLike:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return array.dtype
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        return jnp.float32 if array.dtype.itemsize <= 2 else array.dtype
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class UserPlan(AbstractPlan):
-    """Arrays are given to a `CrossDeviceOps`, one pair for each.
+class UserPlan:
+    """Arrays are given to a `CrossDeviceOps`, one pair with the destinations for each.
 
-    Attributes:
-      ops: the operations.
-      destinations: what is given to them as where the results go.
-      as_per_replica: makes a `PerReplica` of this replica's array.
-      cross_replica: a `with` block in cross-replica context, in which they are called.
-      options: what they are given.
+    `cross_replica` is a `with` block in cross-replica context for that.
     """
 
     ops: CrossDeviceOps
@@ -341,11 +423,9 @@ class UserPlan(AbstractPlan):
     def with_options(
         self, options: CommunicationOptions | None, replicas: Replicas
     ) -> UserPlan:
-        """The same with these options, if there are some."""
         return dataclasses.replace(self, options=options) if options else self
 
     def within(self, groups: Groups | None) -> UserPlan:
-        """The same, for no groups."""
         if groups is None:
             return self
         raise ValueError(
@@ -355,13 +435,11 @@ class UserPlan(AbstractPlan):
         )
 
     def alone(self) -> UserPlan:
-        """The same: the operations decide."""
         return self
 
     def in_eight_bits(
         self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
     ) -> NoReturn:
-        """Nothing: the operations get whole arrays."""
         raise ValueError(
             f"`compression='int8'` was given, but {type(self.ops).__name__} reduces "
             "whole arrays. Use a strategy with one of jaxstrategy's own cross-device "
@@ -370,12 +448,7 @@ class UserPlan(AbstractPlan):
         )
 
     def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
-        """The results that the operations return.
-
-        Raises:
-          TypeError: a value has no such reduction.
-          ValueError: they return another number of results.
-        """
+        """The results that the operations return."""
         pairs = [
             (self.as_per_replica(checked(op, value)), self.destinations)
             for value in values
@@ -389,3 +462,6 @@ class UserPlan(AbstractPlan):
                 "for each pair, in order."
             )
         return results
+
+
+AnyPlan: TypeAlias = Plan | UserPlan

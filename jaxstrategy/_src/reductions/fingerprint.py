@@ -38,10 +38,6 @@ def fingerprints(
     """The fingerprints of all arrays on all replicas: uint32 `[replicas, arrays, 2]`.
 
     Reads each array once, keeps nothing as large as one, and sends 8 bytes per array.
-
-    Args:
-      tree: a replica's arrays.
-      gathered: joins all replicas' versions of an array along a dimension.
     """
     prints = jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])
     return gathered(prints[None], 0)
@@ -63,22 +59,18 @@ def fingerprint(array: jax.Array) -> jax.Array:
     # One reduction of both: XLA makes it a single pass, as fast on CPU as a plain sum.
     # Two reductions keep an array of the input's size, and take three times as long.
     dimensions = tuple(range(first.ndim))
-    return jnp.stack(lax.reduce((first, second), zeros, _added, dimensions))
+    both = lax.reduce(
+        (first, second), zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), dimensions
+    )
+    return jnp.stack(both)
 
 
 def groups(prints: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """The replicas whose fingerprints `[replicas, 2]` are equal, largest group first.
-
-    Groups of one size, and the replicas in a group, are in the order of the replicas.
-    """
+    """Replicas whose fingerprints `[replicas, 2]` are equal, largest group first."""
     members: dict[tuple[int, ...], list[int]] = {}
     for replica_id, pair in enumerate(prints.tolist()):
         members.setdefault(tuple(pair), []).append(replica_id)
     return tuple(sorted(map(tuple, members.values()), key=len, reverse=True))
-
-
-def _added(a: Sequence[Word], b: Sequence[Word]) -> tuple[Word, Word]:
-    return a[0] + b[0], a[1] + b[1]
 
 
 def _scattered(low: Word, high: Word, position: Word) -> tuple[Word, Word]:

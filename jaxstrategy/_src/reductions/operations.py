@@ -47,12 +47,9 @@ def all_direct(
 
 
 def ring(array: jax.Array, axes: Axes, divisor: int) -> jax.Array:
-    """A reduce-scatter, then an all-gather, as around a ring.
-
-    Each replica sums one part of the array. P. Patarasuk, X. Yuan. Bandwidth optimal
-    all-reduce algorithms for clusters of workstations. J. Parallel Distrib. Comput. 69
-    (2009) 117-124.
-    """
+    """A reduce-scatter, then an all-gather, as around a ring."""
+    # P. Patarasuk, X. Yuan. Bandwidth optimal all-reduce algorithms for clusters of
+    # workstations. J. Parallel Distrib. Comput. 69 (2009) 117-124.
     if lax.axis_size(axes) == 1:  # which XLA would not see
         return direct(array, axes, divisor)
     flat = padded(array, lax.axis_size(axes))
@@ -63,10 +60,7 @@ def ring(array: jax.Array, axes: Axes, divisor: int) -> jax.Array:
 def hierarchical(
     array: jax.Array, axes: Axes, divisor: int, *, groups: Groups
 ) -> jax.Array:
-    """A sum inside each group, then between groups, then inside groups to all.
-
-    Between groups, where links are slow, goes one part of the array per replica.
-    """
+    """A sum inside each group, then of a part between groups, then inside to all."""
     if lax.axis_size(axes) == 1:  # which XLA would not see
         return direct(array, axes, divisor)
     flat = padded(array, len(groups[0]))
@@ -81,8 +75,7 @@ def in_replica_order(
 ) -> jax.Array:
     """A sum, over the replica's group, whose order does not depend on where they are.
 
-    Each replica gets a part of all replicas' arrays and adds these in pairs, numbers 0
-    and 1, 2 and 3, then the sums; then the parts go to all.
+    Each adds its part of all arrays in pairs, numbers 0 and 1, 2 and 3, then the sums.
     """
     is_exact = not jnp.issubdtype(array.dtype, jnp.inexact)
     if is_exact or lax.axis_size(axes) == 1:  # whole numbers have one sum
@@ -105,19 +98,10 @@ def _ordered(
     return _restored(lax.all_gather(part, axes, **among), array)
 
 
-def _ordered_forward(
-    array: jax.Array, axes: Axes, divisor: int, groups: Groups | None
-) -> tuple[jax.Array, None]:
-    return _ordered(array, axes, divisor, groups), None
-
-
-def _ordered_backward(
-    axes: Axes, divisor: int, groups: Groups | None, _: None, gradient: jax.Array
-) -> tuple[jax.Array]:
-    return (_ordered(gradient, axes, divisor, groups),)
-
-
-_ordered.defvjp(_ordered_forward, _ordered_backward)
+_ordered.defvjp(
+    lambda array, *settings: (_ordered(array, *settings), None),
+    lambda axes, divisor, groups, _, g: (_ordered(g, axes, divisor, groups),),
+)
 
 
 def in_pairs(versions: Sequence[jax.Array]) -> jax.Array:
@@ -185,34 +169,23 @@ def _restored(flat: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def unfolded(array: jax.Array) -> jax.Array:
-    """`array`, with nothing known of it while it is compiled if it is complex.
-
-    XLA computes the sum over replicas of a constant while it compiles, and ends the
-    process if that is complex (jaxlib 0.10.2 to 0.12). A sum of no rows is a constant,
-    as is the gradient of a sum; so results need this, too.
-    """
+    """`array`, with nothing known of it while it is compiled if it is complex."""
+    # XLA computes the sum over replicas of a constant while it compiles, and ends the
+    # process if that is complex (jaxlib 0.10.2 to 0.12). A sum of no rows is one, as is
+    # the gradient of a sum; so results need this, too.
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
     return lax.optimization_barrier(array) if is_complex else array
 
 
 @dataclasses.dataclass(frozen=True)
 class ReduceOperation:
-    """One row: everything that differs between reduce operations.
+    """One row: everything that differs between reduce operations."""
 
-    Attributes:
-      locally: reduces an array over dimensions of its own.
-      extreme: the collective that reduces over replicas; None where arrays are summed,
-        which a `Plan` has several ways to do.
-      divides: whether the sum is divided by the number of what was added.
-      takes_bool: whether Booleans can be reduced.
-      takes_complex: whether complex numbers can be.
-    """
-
+    # Reduces an array over dimensions of its own.
     locally: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    # The collective over replicas; None where arrays are summed, as a `Plan` says.
     extreme: Callable[..., jax.Array] | None = None
-    divides: bool = False
-    takes_bool: bool = False
-    takes_complex: bool = True
+    divides: bool = False  # the sum, by the number of what was added
 
     @property
     def is_sum(self) -> bool:
@@ -235,21 +208,11 @@ class ReduceOperation:
         return _extreme(array, axes, self.extreme, groups)
 
 
-def _sum(array: jax.Array, dimensions: tuple[int, ...]) -> jax.Array:
-    return jnp.sum(array, dimensions, dtype=array.dtype)
-
-
-def _extremes(
-    locally: Callable[..., jax.Array], across: Callable[..., jax.Array]
-) -> ReduceOperation:
-    return ReduceOperation(locally, across, takes_bool=True, takes_complex=False)
-
-
 OPERATIONS: Mapping[ReduceOp, ReduceOperation] = {
-    ReduceOp.SUM: ReduceOperation(_sum),
+    ReduceOp.SUM: ReduceOperation(lambda x, axes: jnp.sum(x, axes, dtype=x.dtype)),
     ReduceOp.MEAN: ReduceOperation(jnp.mean, divides=True),
-    ReduceOp.MIN: _extremes(jnp.min, lax.pmin),
-    ReduceOp.MAX: _extremes(jnp.max, lax.pmax),
+    ReduceOp.MIN: ReduceOperation(jnp.min, lax.pmin),
+    ReduceOp.MAX: ReduceOperation(jnp.max, lax.pmax),
 }
 
 
@@ -281,11 +244,11 @@ def checked(op: ReduceOp, value: Leaf) -> jax.Array:
         ) from error
     row = OPERATIONS[op]
     if jnp.issubdtype(array.dtype, jnp.number):
-        if row.takes_complex or not jnp.issubdtype(array.dtype, jnp.complexfloating):
+        if row.is_sum or not jnp.issubdtype(array.dtype, jnp.complexfloating):
             return array
         advice = "Complex numbers have no order; reduce `jnp.abs(value)` instead."
     elif array.dtype == jnp.bool_:
-        if row.takes_bool:
+        if not row.is_sum:
             return array
         advice = "Convert it first: `value.astype('int32')` counts the true ones."
     else:
@@ -348,14 +311,7 @@ def checked_axis(axis: int) -> int:
 
 
 def all_gather(value: Leaf, axis: int, replicas: Replicas) -> jax.Array:
-    """Every replica's `value`, joined along dimension `axis` in replica order.
-
-    Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`.
-
-    Raises:
-      ValueError: `value` is a scalar, or `axis` is out of range.
-      TypeError: `axis` is not a whole number.
-    """
+    """Every replica's `value`, joined along dimension `axis` in replica order."""
     array = mesh.array_of(value)
     dimension = checked_axis(axis)
     if array.ndim == 0:
@@ -372,23 +328,14 @@ def all_gather(value: Leaf, axis: int, replicas: Replicas) -> jax.Array:
         return array
     axis = dimension % array.ndim
     if array.size == 0:  # XLA refuses to join nothing
-        longer = array.shape[axis] * replicas.count
-        shape = (*array.shape[:axis], longer, *array.shape[axis + 1 :])
-        return jnp.zeros(shape, array.dtype)
+        return jnp.zeros_like(jnp.concatenate([array] * replicas.count, axis))
     return lax.all_gather(array, replicas.collective_axes, axis=axis, tiled=True)
 
 
 def reduce_slices(
     op: ReduceOp, slices: IndexedSlices, replicas: Replicas
 ) -> IndexedSlices:
-    """The rows of all replicas: their sum, or for MEAN that divided by the replicas.
-
-    Shapes: values `[rows, ...]` -> `[num_replicas * rows, ...]`.
-
-    Raises:
-      ValueError: `op` is no sum: a result that rows that are not there would change.
-      TypeError: the rows are no numbers.
-    """
+    """The rows of all replicas: their sum, or for MEAN that divided by the replicas."""
     check_sum(op)
     row = OPERATIONS[op]
     rows = row.prepared(checked(op, slices.values))

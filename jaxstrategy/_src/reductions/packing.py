@@ -10,14 +10,13 @@ What XLA makes of reductions that are to overlap can be seen without a device:
 
 from __future__ import annotations
 
-import abc
 import collections
 import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -28,49 +27,46 @@ from jaxstrategy._src.options import CommunicationOptions
 from jaxstrategy._src.replicas.replicas import Replicas
 
 
-class AbstractPacking(abc.ABC):
-    """A choice of the arrays that are joined."""
+@final
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Small arrays are joined; a large one goes alone."""
 
-    @abc.abstractmethod
+    largest: int  # arrays of up to so many bytes are joined
+    pack: int  # into arrays of up to so many bytes
+    # Arrays come in the order of computing; none waits for more bytes than these.
+    window: int | None = None
+
     def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
         """The numbers of the arrays that go together, for arrays of so many bytes.
 
-        In the order of their first arrays, which is the same on every process.
+        By their first arrays, or with a window by their last, on all processes alike.
         """
-
-
-@dataclasses.dataclass(frozen=True)
-class Packing(AbstractPacking):
-    """Small arrays are joined, in order; a large one goes alone.
-
-    Attributes:
-      largest: arrays of up to so many bytes are joined,
-      pack: into arrays of up to so many bytes.
-    """
-
-    largest: int
-    pack: int
-
-    def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Joined ones, and large ones alone."""
-        limit = min(self.largest, self.pack)
-        groups: list[list[int]] = []
-        alone: list[list[int]] = []
-        room = -1  # in the group that is being filled; there is none yet
+        buckets: list[list[int]] = []
+        joined: list[int] = []
+        room = waited = 0
         for index, size in enumerate(sizes):
-            if size > limit:
-                alone.append([index])
+            is_small = size <= min(self.largest, self.pack)
+            waited += size
+            is_late = self.window is not None and waited > self.window
+            if joined and (is_late or (is_small and size > room)):
+                buckets.append(joined)
+                joined = []
+            if not is_small:
+                buckets.append([index])
                 continue
-            if size > room:
-                groups.append([])
-                room = self.pack
-            groups[-1].append(index)
+            if not joined:
+                room, waited = self.pack, size
+            joined.append(index)
             room -= size
-        return sorted(groups + alone)
+        if joined:
+            buckets.append(joined)
+        return sorted(buckets) if self.window is None else buckets
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class NumberOfPacks(AbstractPacking):
+class NumberOfPacks:
     """All arrays are joined, in order, into so many of about one size; 0: none are."""
 
     number: int
@@ -89,6 +85,8 @@ class NumberOfPacks(AbstractPacking):
         return list(groups.values())
 
 
+AbstractPacking: TypeAlias = Packing | NumberOfPacks
+
 # From so many replicas on, arrays of up to so many bytes are joined. Measured on
 # simulated CPU devices, on two shared cores: packing 100 arrays of 8, 16, 32 and 64 KB
 # takes 0.62, 0.95, 1.02 and over 1 times as long as not packing them on two devices,
@@ -103,12 +101,10 @@ _BETWEEN_PROCESSES = Packing(1024**2, 8 * 1024**2)
 
 
 def best_on(platform: str, replicas: int, processes: int = 1) -> AbstractPacking:
-    """The best packing for replicas of some processes on a platform (`"cpu"`).
-
-    Elsewhere XLA joins: on GPUs it copies arrays that are computed one after the other
-    into packs of 30 MB, on TPUs one operation takes all (JAX 0.10 and 0.12,
-    `benchmarks/reductions.py overlap`). What was joined before it cannot take apart.
-    """
+    """The best packing for replicas of some processes on a platform (`"cpu"`)."""
+    # Elsewhere XLA joins: on GPUs it copies arrays that are computed one after the
+    # other into packs of 30 MB, on TPUs one operation takes all (JAX 0.10 and 0.12,
+    # `benchmarks/reductions.py overlap`). What was joined before it cannot take apart.
     # XLA drops the all-reduces of one replica, and not the copies into a pack.
     if platform != "cpu" or replicas == 1:
         return NumberOfPacks(0)
@@ -129,20 +125,12 @@ def in_packs(
     *,
     tells_places: bool = False,
 ) -> list[jax.Array]:
-    """`function`, which works element by element, of each of some arrays.
-
-    Arrays of one dtype are joined; the results are those of the arrays one by one, up
-    to the order in which the collective adds.
-    """
+    """`function`, which works element by element, of each of some arrays."""
     # Without elements they are equal on all replicas, and no collective takes them.
     results = {i: jnp.zeros_like(x) for i, x in enumerate(arrays) if x.size == 0}
-    for indices in _by_dtype(arrays):
-        sizes = [arrays[index].nbytes for index in indices]
-        for bucket in packing.buckets(sizes):
-            chosen = [indices[place] for place in bucket]
-            given = [arrays[index] for index in chosen]
-            done = _together(function, given, tells_places)
-            results.update(zip(chosen, done, strict=True))
+    for chosen, given in _buckets(arrays, packing):
+        done = _together(function, given, tells_places)
+        results.update(zip(chosen, done, strict=True))
     return [results[index] for index in range(len(arrays))]
 
 
@@ -153,24 +141,25 @@ def pairs_in_packs(
 ) -> list[tuple[jax.Array, jax.Array]]:
     """`function` of each of some arrays that are not empty, and of the joined ones."""
     results: dict[int, tuple[jax.Array, jax.Array]] = {}
-    for indices in _by_dtype(arrays):
-        sizes = [arrays[index].nbytes for index in indices]
-        for bucket in packing.buckets(sizes):
-            chosen = [indices[place] for place in bucket]
-            like = [arrays[index] for index in chosen]
-            first, second = function(_joined(like))
-            parts = zip(_apart(first, like), _apart(second, like), strict=True)
-            results.update(zip(chosen, parts, strict=True))
+    for chosen, like in _buckets(arrays, packing):
+        first, second = function(_joined(like))
+        parts = zip(_apart(first, like), _apart(second, like), strict=True)
+        results.update(zip(chosen, parts, strict=True))
     return [results[index] for index in range(len(arrays))]
 
 
-def _by_dtype(arrays: Sequence[jax.Array]) -> Iterable[list[int]]:
-    """The places of the arrays of each dtype that have elements, in order."""
-    found: dict[object, list[int]] = {}
+def _buckets(
+    arrays: Sequence[jax.Array], packing: AbstractPacking
+) -> Iterator[tuple[list[int], list[jax.Array]]]:
+    """The places of arrays of one dtype that are joined, and these."""
+    by_dtype: dict[object, list[int]] = {}
     for index, array in enumerate(arrays):
         if array.size:
-            found.setdefault(array.dtype, []).append(index)
-    return found.values()
+            by_dtype.setdefault(array.dtype, []).append(index)
+    for indices in by_dtype.values():
+        for bucket in packing.buckets([arrays[index].nbytes for index in indices]):
+            chosen = [indices[place] for place in bucket]
+            yield chosen, [arrays[index] for index in chosen]
 
 
 def _together(
@@ -249,11 +238,10 @@ def _apart(
     counts = collections.Counter(sizes)
     # A size that occurs once has a kernel of its own however it is cut.
     repeated = [i for i, size in enumerate(sizes) if counts[size] > 1]
-    starts: dict[int, jax.Array] = {}
-    if flat.size <= _LARGEST_UINT32 and not tells_places:
-        starts = dict(
-            zip(repeated, _unknown([offsets[i] for i in repeated]), strict=True)
-        )
+    if flat.size > _LARGEST_UINT32 or tells_places:
+        repeated = []
+    unknown = _unknown([offsets[index] for index in repeated])
+    starts = dict(zip(repeated, unknown, strict=True))
     parts: list[jax.Array] = []
     for index, (offset, array) in enumerate(zip(offsets, like, strict=True)):
         if index in starts:
@@ -272,13 +260,11 @@ _LARGEST_UINT32 = 2**32 - 1
 
 
 def _unknown(numbers: Sequence[int]) -> list[jax.Array]:
-    """Numbers, each a scalar, that XLA does not know while it makes kernels.
-
-    It then compiles one kernel for all parts of one size, not one for each, which takes
-    some 20 ms of processor time: a step with 60 arrays on eight CPU devices compiles in
-    0.5 s, not 1.3 s. JAX 0.10 removes the barrier before XLA fuses, which takes
-    constants of one element into a kernel; so each has two.
-    """
+    """Numbers, each a scalar, that XLA does not know while it makes kernels."""
+    # It then compiles one kernel for all parts of one size, not one for each, which
+    # takes some 20 ms: a step with 60 arrays on eight CPU devices compiles in 0.5 s,
+    # not 1.3 s. JAX 0.10 removes the barrier before XLA fuses, which takes constants
+    # of one element into a kernel; so each has two.
     if not numbers:
         return []
     table = np.array([(number, 0) for number in numbers], np.uint32)
@@ -314,55 +300,12 @@ _OF_USER = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 @final
 @dataclasses.dataclass(frozen=True)
-class ReadyPacking(AbstractPacking):
-    """Small arrays that are computed one after the other are joined.
-
-    The arrays come in the order in which they are computed.
-
-    Attributes:
-      largest: arrays of up to so many bytes are joined, a larger one goes alone;
-      pack: into arrays of up to so many bytes,
-      window: of which no array waits for more than so many bytes after it.
-    """
-
-    largest: int
-    pack: int
-    window: int
-
-    def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
-        """In the order in which their last arrays are there."""
-        buckets: list[list[int]] = []
-        joined: list[int] = []
-        room = waited = 0
-        for index, size in enumerate(sizes):
-            is_small = size <= min(self.largest, self.pack)
-            waited += size
-            if joined and (waited > self.window or (is_small and size > room)):
-                buckets.append(joined)
-                joined = []
-            if not is_small:
-                buckets.append([index])
-                continue
-            if not joined:
-                room, waited = self.pack, size
-            joined.append(index)
-            room -= size
-        return [*buckets, joined] if joined else buckets
-
-
-@final
-@dataclasses.dataclass(frozen=True)
 class Overlap:
-    """What is done for a strategy's programs so that reductions go beside the rest.
+    """What is done for a strategy's programs so that reductions go beside the rest."""
 
-    Attributes:
-      packing: of arrays in the order in which a step computes them; None: XLA joins
-        them, in that order too.
-      compiler_options: of `jax.jit`.
-    """
-
+    # Of arrays in the order in which a step computes them; None: XLA joins them.
     packing: AbstractPacking | None
-    compiler_options: Mapping[str, str]
+    compiler_options: Mapping[str, str]  # of `jax.jit`
 
 
 def overlap_on(
@@ -386,7 +329,7 @@ def overlap_on(
     if size:
         largest = size if device.platform == "cpu" else min(largest, size)
         pack = window = size
-    packing = ReadyPacking(largest, pack, window)
+    packing = Packing(largest, pack, window)
     kinds = (known for part, known in _ON_TPU.items() if part in device.device_kind)
     return Overlap(packing, _open(next(kinds, {})))
 

@@ -31,12 +31,9 @@ from jaxstrategy._src.replicas.state_sharding import Shaped
 
 
 def summed_by_id(ids: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each id once, with the sum of its rows.
+    """The different ids `[n]` in ascending order, then -1; the sums `[n, ...]` of rows.
 
     The rows of an id are added in their order, as a scatter adds them.
-
-    Shapes: ids `[n]`, rows `[n, ...]` -> ids `[n]`, sums `[n, ...]`, of which the first
-    are the different ids in ascending order; after those come ids -1 with zeros.
     """
     order = jnp.argsort(ids, stable=True)
     ascending = ids[order]
@@ -48,35 +45,24 @@ def summed_by_id(ids: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Route:
-    """The way of each of n ids: `[n]` to `[owner, n]` and back.
+    """The way of each of n ids: `[n]` to `[owner, n]` and back."""
 
-    Attributes:
-      owners: of each id, the replica that has its row.
-      places: of each id, its place among those for that replica.
-      rows: of each id, the number of its row in its owner's block; the length of the
-        block for an id that is no row of the table.
-      parts: the number of owners.
-      axes: those of the replicas.
-    """
-
-    owners: jax.Array
-    places: jax.Array
-    rows: jax.Array
-    parts: int
+    owners: jax.Array  # of each id, the replica that has its row
+    places: jax.Array  # of each id, its place among those for that replica
+    rows: jax.Array  # in the owner's block; its length for what is no row
+    parts: int  # the number of owners
     axes: Axes
 
     def sent(self, values: jax.Array, filling: int) -> jax.Array:
         """The others' `values` `[n, ...]` for this owner: `[sender, n, ...]`."""
-        shape = (self.parts, *values.shape)
-        buffer = jnp.full(shape, filling, values.dtype)
-        return self._exchanged(buffer.at[self.owners, self.places].set(values))
+        buffer = jnp.full((self.parts, *values.shape), filling, values.dtype)
+        buffer = buffer.at[self.owners, self.places].set(values)
+        return lax.all_to_all(buffer, self.axes, 0, 0)
 
     def returned(self, values: jax.Array) -> jax.Array:
         """What owners have for this replica, `[n, ...]`, of `[sender, n, ...]`."""
-        return self._exchanged(values)[self.owners, self.places]
-
-    def _exchanged(self, buffer: jax.Array) -> jax.Array:
-        return lax.all_to_all(buffer, self.axes, 0, 0)
+        found = lax.all_to_all(values, self.axes, 0, 0)
+        return found[self.owners, self.places]
 
 
 def _route(ids: jax.Array, block: int, axes: Axes) -> _Route:
@@ -93,11 +79,7 @@ def _route(ids: jax.Array, block: int, axes: Axes) -> _Route:
 
 
 def taken(block: jax.Array, ids: jax.Array, axes: Axes) -> jax.Array:
-    """The rows of the table with these ids, from their owners.
-
-    Shapes: this replica's block `[rows / replicas, ...]`, its ids `[n]` -> `[n, ...]`.
-    An id that is no row of the table gives what `jnp.take` fills in.
-    """
+    """The rows `[n, ...]` of the table with these ids `[n]`, from their owners."""
     if not ids.size or not block.size:  # XLA refuses to send nothing
         return jnp.take(block, ids, axis=0, mode="fill")
     route = _route(ids, block.shape[0], axes)
@@ -110,9 +92,7 @@ def added(
 ) -> jax.Array:
     """This replica's block of the sum of all replicas' rows, each added at its id.
 
-    Shapes: ids `[n]`, rows `[n, ...]` -> `[block, ...]`. Rows with an id that is no row
-    of the table are left out. What each replica has added up is of the type of its
-    rows; the sum of that over the replicas is of type `dtype`.
+    What each replica has added up is of the type of its rows, the sum of type `dtype`.
     """
     zeros = jnp.zeros((block, *rows.shape[1:]), dtype)
     if not rows.size:
@@ -151,32 +131,24 @@ class ShardFunction:
     The function must not be differentiated: JAX's own derivative of the equation would
     keep its name. A `jax.custom_jvp` around it has the derivative; a `custom_vmap` in
     between may say what becomes of several calls.
-
-    Attributes:
-      name: how its equation is found. Of another definition it must be another name;
-        in every process it is the same.
-      whole: the definition on whole arrays; of one array, or a tuple of them.
-      ranks: the number of dimensions of each operand. An equation with others is not
-        this function: `jax.vmap` keeps the name, and adds a dimension.
-      of_parts: the same from parts.
-      divided: the operands of which `of_parts` takes parts: all of these must lie
-        divided along dimension 0. The others it takes whole: each replica's own, which
-        may differ between replicas unless `are_rest_equal`.
-      returns_divided: the results of which `of_parts` gives this replica's part.
-      are_rest_equal: whether the other operands must be equal on all replicas. They
-        are of every function that returns parts: parts of one array.
     """
 
+    # How its equation is found; the same in every process, and of no other definition.
     name: str
     whole: Callable[..., Result]
+    # Dimensions of the operands. An equation with others is not this function:
+    # `jax.vmap` keeps the name, and adds a dimension.
     ranks: tuple[int, ...]
     of_parts: Callable[..., Result]
+    # The operands of which `of_parts` takes parts, along dimension 0. The others it
+    # takes whole: each replica's own, which may differ unless `are_rest_equal`.
     divided: tuple[int, ...]
-    returns_divided: tuple[int, ...] = ()
+    returns_divided: tuple[int, ...] = ()  # the results of which it gives a part
 
     @property
     def are_rest_equal(self) -> bool:
         """Whether operands that are not divided must be equal on all replicas."""
+        # Those of a function that returns parts are: parts of one array.
         return bool(self.returns_divided)
 
     def __call__(self, *operands: jax.Array) -> Result:
@@ -219,10 +191,7 @@ def called_by(
 
 
 def row_numbers(ids: jax.Array, rows: int) -> jax.Array:
-    """`ids` as equations take them: in 32 bits if these are enough for so many rows.
-
-    What is no row stays none.
-    """
+    """`ids` in 32 bits if these are enough; what is no row stays none."""
     wanted = jnp.iinfo("int32" if rows < 2**31 else "int64")
     given = jnp.iinfo(ids.dtype)
     # Before they are cut to fewer bits: what is beyond must not become a row. What
@@ -244,8 +213,7 @@ def own_rows(
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
     """For each of several tables the numbers of its own rows, and which ids these are.
 
-    Those of other tables become its length, which `at` leaves out; a negative one would
-    count from the end.
+    Those of others become its length, which `at` leaves out; a negative one would not.
     """
     for start, stop in itertools.pairwise(starts):
         is_own = (ids >= start) & (ids < stop)
@@ -257,13 +225,7 @@ def rows_of_tables(
     tables: Sequence[jax.Array],
     take: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """The rows of several tables, one after the other; no table of all is made.
-
-    Args:
-      ids: `[n]`; what is no row gives what `take` gives of an id beyond a table.
-      tables: one or more.
-      take: gives the rows of one table, some at least, with numbers from 0.
-    """
+    """The rows of several tables, one after the other; no table of all is made."""
     rows = jnp.zeros(())
     for number, (own, is_own) in enumerate(own_rows(ids, row_starts(tables))):
         table = tables[number]
@@ -279,8 +241,7 @@ def row_reader(
 ) -> Callable[..., jax.Array]:
     """`ids, *tables -> rows` that stands in traces as `equation` of these.
 
-    So it does if it is differentiated with respect to tables, which leaves out ids that
-    are no rows, and mapped over ids. Mapped over tables it is its `definition`.
+    Also differentiated by tables, and mapped over ids; over tables as `definition`.
     """
 
     @custom_vmap
@@ -338,10 +299,7 @@ def _gathered(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """The rows of `table`, `[rows, ...]`, with these ids: `[n, ...]`.
-
-    Its gradient leaves ids out that are no rows.
-    """
+    """The rows of a table with these ids; the gradient leaves out what is no row."""
     return _table_reader(table.ndim)(ids, table)
 
 
@@ -372,14 +330,7 @@ def part_of_sum(
     """This replica's block of the sum over replicas of a table that has few rows.
 
     Shapes: indices `[..., 1]`, rows `[..., *features]`
-    -> `[length / replicas, *features]`.
-
-    Args:
-      shape: that of the table, `(length, *features)`.
-      indices: of the rows; those that are no row of the table are left out.
-      rows: what each replica adds.
-      axes: the mesh axes over which the table is divided.
-      dtype: to which each replica converts its table before it is summed.
+    -> `[length / replicas, *features]`, of a table of this shape.
     """
     length, *features = shape
     parts = lax.axis_size(axes)

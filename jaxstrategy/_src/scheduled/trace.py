@@ -50,7 +50,7 @@ from jaxstrategy._src.values.arrays import (
 from jaxstrategy._src.values.per_replica import (
     Handle,
 )
-from jaxstrategy._src.variables import abstract_variable, access
+from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.remote_kinds import (
     PendingChange,
     named,
@@ -254,7 +254,7 @@ def trace_function(
             recorder.end()
 
     def variables() -> list[Variable]:
-        there = abstract_variable.usable_by(strategy)
+        there = access.usable_by(strategy)
         kinds = [kind for v in there if (kind := server_kind_of(v)) is not None]
         pending[1:] = [change for kind in kinds for change in kind.pending]
         return cast("list[Variable]", [*there, *pending])

@@ -48,7 +48,7 @@ from jaxstrategy._src.values import arrays as _arrays, building, per_replica, tr
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, Versions, is_slices
-from jaxstrategy._src.variables import components
+from jaxstrategy._src.variables import access
 
 TreeFunction: TypeAlias = Callable[[PyTree], PyTree]
 
@@ -197,7 +197,7 @@ class CrossReplica:
             is_shared = not in_step and not isinstance(contents, PerReplica)
             return tuple(map(mesh.twin, copies)) if is_shared else copies
 
-        return components.of(variable, variable.distributed(), divide)
+        return access.copies_of(variable, variable.distributed(), divide)
 
     def _copies(self, leaf: Leaf, n: int, in_step: bool) -> Column:
         """The copies that `n` replicas hold of a leaf that is no `PerReplica`."""

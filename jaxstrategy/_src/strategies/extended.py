@@ -35,7 +35,7 @@ from jaxstrategy._src.tracing.nnx.object_form import (
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
-from jaxstrategy._src.variables import access, components
+from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.variable import Variable
 
 ColocateWith: TypeAlias = Variable | Device | str | Sequence[Device | str]
@@ -386,7 +386,7 @@ class StrategyExtended:
         >>> strategy.extended.value_container(second) is v
         True
         """
-        owner = components.owner_of(value)
+        owner = access.owner_of(value)
         return value if owner is None else owner
 
     def variable_created_in_scope(self, v: Variable) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, cast
 
@@ -16,9 +17,11 @@ from jax.core import eval_context
 from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
+from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import is_traced
-from jaxstrategy._src.values.per_replica import Handle
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
 
 
 class Holder(Protocol):
@@ -104,12 +107,7 @@ class Cell:
 
 
 class RemoteCell(Cell):
-    """The shape and dtype of what is elsewhere: no array or reference for steps here.
-
-    Args:
-      like: shape and dtype of what it stands for.
-      name: the variable's, for messages.
-    """
+    """The shape and dtype of what is elsewhere: no array for steps here."""
 
     def __init__(self, like: jax.ShapeDtypeStruct, name: str) -> None:
         super().__init__(None)
@@ -145,30 +143,15 @@ class Side(enum.Enum):
 
 
 class Access(NamedTuple):
-    """How the code that asks may use a variable.
+    """How the code that asks may use a variable."""
 
-    Attributes:
-      holder: of one replica's copy in a step, of all copies outside.
-      side: of the code.
-      in_step: whether a step is being traced.
-    """
-
-    holder: Holder
-    side: Side
-    in_step: bool
+    holder: Holder  # of one replica's copy in a step, of all copies outside
+    side: Side  # of the code
+    in_step: bool  # whether a step is being traced
 
 
 class StepVariables:
-    """The variables of one trace of a step.
-
-    Args:
-      references: what the step has of each variable.
-      may_create: whether it may make new ones.
-
-    Attributes:
-      used: those that it has read or written so far, in order.
-      created: those that it has made.
-    """
+    """The variables of one trace of a step, which may make new ones."""
 
     def __init__(
         self, references: Sequence[tuple[Handle, Holder]], may_create: bool
@@ -177,7 +160,7 @@ class StepVariables:
         self._state = get_opaque_trace_state()
         self._is_used_within = False
         self.may_create = may_create
-        self.used: dict[int, Handle] = {}
+        self.used: dict[int, Handle] = {}  # that it has read or written, in order
         self.created: list[Handle] = []
 
     @property
@@ -194,11 +177,9 @@ class StepVariables:
         return ref
 
     def create(self, variable: Handle, start: jax.Array) -> None:
-        """Let the step make `variable`, which starts as `start`.
-
-        The trace goes on with a copy, and is given up when it is done: then the step is
-        traced again, with the variable there before it.
-        """
+        """Let the step make `variable`, which starts as `start`."""
+        # The trace goes on with a copy, and is given up when it is done: then the step
+        # is traced again, with the variable there before it.
         with jax.ensure_compile_time_eval():  # it may be in a loop or a branch now
             self._references[id(variable)] = cast(Holder, jax.new_ref(start))
         self.created.append(variable)
@@ -212,10 +193,8 @@ class StepVariables:
 
 def tracing() -> StepVariables | None:
     """The variables of the step that is being traced, None outside of one."""
-    context = _context.current()
-    if not context.in_step:
-        return None
-    return cast("StepVariables | None", context.variables)
+    now = _context.current()
+    return cast("StepVariables | None", now.variables) if now.in_step else None
 
 
 @contextlib.contextmanager
@@ -237,10 +216,8 @@ one_at_a_time = threading.RLock()
 
 
 def exclusively() -> contextlib.AbstractContextManager[object]:
-    """A `with` block of one thread at a time that uses what variables hold.
-
-    A replica that runs eagerly has copies of its own, and may wait for others in it.
-    """
+    """A `with` block of one thread at a time that uses what variables hold."""
+    # A replica that runs eagerly has copies of its own, and may wait for others in it.
     is_eager = _context.current().eager is not None
     return contextlib.nullcontext() if is_eager else one_at_a_time
 
@@ -282,31 +259,83 @@ def about_to_change(cell: Cell, before: object) -> None:
         known[cell] = cell[...]
 
 
+# Weak: no variable, with its memory, and no strategy outlives who holds it.
+# Those of no strategy, and those of each.
+_ordinary: weakref.WeakSet[Handle] = weakref.WeakSet()
+_of_strategy: weakref.WeakKeyDictionary[AbstractStrategy, weakref.WeakSet[Handle]] = (
+    weakref.WeakKeyDictionary()
+)
+# To go through a WeakSet to which another thread adds raises RuntimeError.
+_lock = threading.Lock()
+
+
+def add(variable: Handle, owner: AbstractStrategy | None) -> None:
+    """Count `variable` as alive for as long as somebody holds it."""
+    with _lock:
+        if owner is None:
+            _ordinary.add(variable)
+        else:
+            _of_strategy.setdefault(owner, weakref.WeakSet()).add(variable)
+
+
+def usable_by(strategy: AbstractStrategy) -> list[Handle]:
+    """The variables that steps of `strategy` may use, oldest first."""
+    with _lock:
+        found = [*_ordinary, *_of_strategy.get(strategy, ())]
+    # A set has the order of addresses, which differs between the processes of a job.
+    return sorted(found, key=lambda variable: variable.number)
+
+
+# The copies of variables that `experimental_local_results` has returned: plain arrays,
+# known by identity. As long as somebody holds them and the variable has not changed,
+# the same objects are given again.
+
+_Weak: TypeAlias = weakref.ref[jax.Array]
+_given: weakref.WeakKeyDictionary[Handle, tuple[_Weak, list[_Weak]]]
+_given = weakref.WeakKeyDictionary()
+# By the `id` of a copy: it, and its variable.
+_copies: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+
+
+def copies_of(
+    variable: Handle,
+    held: jax.Array | PerReplica,
+    divide: Callable[[jax.Array | PerReplica], tuple[jax.Array, ...]],
+) -> tuple[jax.Array, ...]:
+    """The copies of `variable` in this process."""
+    array = per_replica.contents(held) if isinstance(held, PerReplica) else held
+    if not arrays.is_placed(array):
+        return divide(held)
+    if (known := _given.get(variable)) is not None and known[0]() is array:
+        alive = [copy for each in known[1] if (copy := each()) is not None]
+        if len(alive) == len(known[1]):
+            return tuple(alive)
+    copies = divide(held)
+    _given[variable] = weakref.ref(array), [weakref.ref(copy) for copy in copies]
+    for copy in copies:
+        _copies[id(copy)], _owners[id(copy)] = copy, variable
+    return copies
+
+
+def owner_of(value: object) -> Handle | None:
+    """The variable of which `value` is a copy, None of other values."""
+    # An id may be that of another object by now.
+    return _owners.get(id(value)) if _copies.get(id(value)) is value else None
+
+
 # Functions that are differentiated with respect to variables.
 
 _Key: TypeAlias = tuple[int | None, frozenset[int]]
 
 
 class _Given(NamedTuple):
-    """The value of a variable in a function that is differentiated.
+    """The value of a variable in a function that is differentiated."""
 
-    Attributes:
-      step: the step that the function is part of.
-      value: of the variable.
-      state: of JAX's tracing, in the function itself.
-      key: of the number by which jitted functions are kept.
-    """
-
-    step: object
+    step: object  # that the function is part of
     value: jax.Array
-    state: object
-    key: _Key
-
-
-class LookupTape(Protocol):
-    """Takes note of how a function uses tables."""
-
-    whole: set[int]
+    state: object  # of JAX's tracing, in the function itself
+    key: _Key  # of the number by which jitted functions are kept
 
 
 def value_of(variable: Handle) -> jax.Array | None:
@@ -322,8 +351,8 @@ def value_of(variable: Handle) -> jax.Array | None:
         raise _outside(variable)
     if get_opaque_trace_state() != found.state:  # in a jitted function
         _traces.pop(found.key, None)
-    if context.lookups is not None:
-        cast(LookupTape, context.lookups).whole.add(id(variable))
+    if context.lookups is not None:  # a `RowTape`
+        cast(Any, context.lookups).whole.add(id(variable))
     return found.value
 
 
@@ -334,8 +363,7 @@ def is_given(variable: Handle) -> bool:
 
 def check_outside(variables: Iterable[Handle | None]) -> None:
     """Raise unless a step that uses `variables` may be called here."""
-    given = _context.current().differentiated
-    if given:
+    if given := _context.current().differentiated:
         for variable in variables:
             if variable is not None and id(variable) in given:
                 raise _outside(variable)

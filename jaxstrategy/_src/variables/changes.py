@@ -6,32 +6,29 @@ import abc
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator
-from typing import TypeAlias, final
+from typing import Generic, NoReturn, Self, TypeVar, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
 
+T = TypeVar("T")
+
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The way from an old value, and one that is given, to a new one.
+    """The way from an old value, and one that is given, to a new one."""
 
-    Attributes:
-      method: what the user called, for messages.
-      operation: "set", "add", "subtract", "multiply", "divide", "min" or "max".
-      index: the part of the value that changes, as in `array[index]`.
-    """
-
-    method: str
-    operation: str
-    index: Index = ...
+    method: str  # that the user called
+    operation: str  # "set", "add", "subtract", "multiply", "divide", "min" or "max"
+    index: Index = ...  # the part of the value that changes, as in `array[index]`
 
     @property
     def is_whole(self) -> bool:
@@ -79,104 +76,15 @@ ASSIGN_SUB = Change("assign_sub", "subtract")
 UPDATE = Change("update", "set")
 
 # By the last word of the method, `scatter_add` and so on.
+_METHODS = "add sub mul div min max update".split()
+_OPERATIONS = "add subtract multiply divide min max set".split()
 SCATTERS = {
     name: Change(f"scatter_{name}", operation)
-    for name, operation in {
-        "add": "add",
-        "sub": "subtract",
-        "mul": "multiply",
-        "div": "divide",
-        "min": "min",
-        "max": "max",
-        "update": "set",
-    }.items()
+    for name, operation in zip(_METHODS, _OPERATIONS, strict=True)
 }
-
 # By the operation that word.
-WORDS = {change.operation: name for name, change in SCATTERS.items()}
+WORDS: dict[str, str] = dict(zip(_OPERATIONS, _METHODS, strict=True))
 
-
-class Assignments(abc.ABC):
-    """Methods that change a value in place, all copies of it alike.
-
-    In `run`, a mirrored variable takes the aggregate of the replicas' values, and an
-    on-read one this replica's. A part has no aggregate: of a mirrored variable what is
-    assigned must be equal on all replicas, which is proved.
-    """
-
-    @abc.abstractmethod
-    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
-        """Makes the change; returns the new value of the whole variable."""
-
-    def assign(
-        self,
-        value: Value,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Value:
-        """Makes it `value`; returns the new value of the whole variable.
-
-        Outside `run`, an on-read variable that sums gives each replica an equal share,
-        so that it reads as `value`; of a `PerReplica` each copy takes its version. To
-        gradients the value is a constant.
-
-        Args:
-          value: of the variable's shape. To a part, a value of fewer dimensions, or
-            with dimensions of size 1, is repeated.
-          use_locking: for TensorFlow's sake; a step is one program.
-          name: the same.
-          read_value: whether to return the new value, not None.
-
-        Raises:
-          ValueError: another shape; or the copies of a mirrored variable would differ.
-          TypeError: a dtype that would lose something.
-          ContextError: in another strategy's scope or `run`.
-        """
-        new = self._write(value, ASSIGN)
-        return new if read_value else None
-
-    def assign_add(
-        self,
-        delta: Value,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Value:
-        """Adds `delta`, of the shape of what changes; otherwise as `assign`.
-
-        To a whole variable, `IndexedSlices` are added to their rows; in `run`, of a
-        mirrored variable with an aggregation, only rows go between the replicas.
-
-        Outside `run`, of an on-read variable that sums the first copy takes it all.
-
-        Raises:
-          ValueError: another shape; or the copies of a mirrored variable would differ.
-          TypeError: a dtype that would lose something.
-          ContextError: in another strategy's scope or `run`.
-        """
-        new = self._write(delta, ASSIGN_ADD)
-        return new if read_value else None
-
-    def assign_sub(
-        self,
-        delta: Value,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Value:
-        """Subtracts `delta`; otherwise as `assign_add`.
-
-        Raises:
-          ValueError: another shape; or the copies of a mirrored variable would differ.
-          TypeError: a dtype that would lose something.
-          ContextError: in another strategy's scope or `run`.
-        """
-        new = self._write(delta, ASSIGN_SUB)
-        return new if read_value else None
-
-
-Operation: TypeAlias = Callable[..., Value]
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul lt le gt ge and or xor"
 _BINARY += " lshift rshift"
@@ -254,39 +162,100 @@ def _plain(other: Value) -> Value:
     return other.value() if isinstance(other, Operators) else other
 
 
-def _forward(function: Operation) -> Operation:
-    def apply(self: Operators, other: Value) -> Value:
-        return function(self.value(), _plain(other))
+def _add_operators(name: str) -> None:
+    function = getattr(operator, f"__{name}__")
 
-    return apply
-
-
-def _reflected(function: Operation) -> Operation:
-    def apply(self: Operators, other: Value) -> Value:
-        return function(other, self.value())
-
-    return apply
-
-
-def _alone(function: Operation) -> Operation:
-    def apply(self: Operators) -> Value:
+    def alone(self: Operators) -> Value:
         return function(self.value())
 
-    return apply
+    def forward(self: Operators, other: Value) -> Value:
+        return function(self.value(), _plain(other))
+
+    def reflected(self: Operators, other: Value) -> Value:
+        return function(other, self.value())
+
+    is_unary = name in _UNARY.split()
+    setattr(Operators, f"__{name}__", alone if is_unary else forward)
+    if not is_unary and name not in ("lt", "le", "gt", "ge"):
+        setattr(Operators, f"__r{name}__", reflected)
 
 
-for _name in _BINARY.split():
-    _function = getattr(operator, f"__{_name}__")
-    setattr(Operators, f"__{_name}__", _forward(_function))
-    if _name not in ("lt", "le", "gt", "ge"):
-        setattr(Operators, f"__r{_name}__", _reflected(_function))
-for _name in _UNARY.split():
-    setattr(Operators, f"__{_name}__", _alone(getattr(operator, f"__{_name}__")))
+for _name in f"{_BINARY} {_UNARY}".split():
+    _add_operators(_name)
+
+
+class Assignments(Operators):
+    """Methods that change a value in place, all copies of it alike.
+
+    In `run`, a mirrored variable takes the aggregate of the replicas' values, and an
+    on-read one this replica's. A part has no aggregate: of a mirrored variable what is
+    assigned must be equal on all replicas, which is proved.
+    """
+
+    @abc.abstractmethod
+    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
+        """Makes the change; returns the new value of the whole variable."""
+
+    def assign(
+        self,
+        value: Value,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Value:
+        """Makes it `value`; returns the new value of the whole variable.
+
+        Outside `run`, an on-read variable that sums gives each replica an equal share,
+        so that it reads as `value`; of a `PerReplica` each copy takes its version. To
+        gradients the value is a constant.
+
+        Args:
+          value: of the variable's shape. To a part, a value of fewer dimensions, or
+            with dimensions of size 1, is repeated.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+          read_value: whether to return the new value, not None.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's scope or `run`.
+        """
+        new = self._write(value, ASSIGN)
+        return new if read_value else None
+
+    def assign_add(
+        self,
+        delta: Value,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Value:
+        """Adds `delta`, of the shape of what changes; otherwise as `assign`.
+
+        To a whole variable, `IndexedSlices` are added to their rows; in `run`, of a
+        mirrored variable with an aggregation, only rows go between the replicas.
+
+        Outside `run`, of an on-read variable that sums the first copy takes it all.
+        """
+        new = self._write(delta, ASSIGN_ADD)
+        return new if read_value else None
+
+    def assign_sub(
+        self,
+        delta: Value,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Value:
+        """Subtracts `delta`; otherwise as `assign_add`."""
+        new = self._write(delta, ASSIGN_SUB)
+        return new if read_value else None
 
 
 @final
 @jax.tree_util.register_pytree_node_class
-class VariablePart(Operators, Assignments):
+class VariablePart(Assignments):
     """The value of `variable[index]` when it was asked for, which can be assigned.
 
     In arithmetic and `jnp` functions it stands for its value, and has the attributes of
@@ -359,10 +328,10 @@ def _index(indices: Value) -> tuple[jax.Array, ...]:
 
 # Without a type of what it returns, checkers know the arguments of each method.
 def _scatter(change: Change, does: str, undefined: str = "is on-read"):
-    """The method of `Scatters` that makes `change`."""
+    """The method of a variable that makes `change`."""
 
     def scatter(
-        self: Scatters,
+        self: VariableLike,
         sparse_delta: IndexedSlices,
         use_locking: bool = False,
         name: str | None = None,
@@ -370,7 +339,7 @@ def _scatter(change: Change, does: str, undefined: str = "is on-read"):
         return self._change_rows(sparse_delta, change)
 
     scatter.__name__ = change.method
-    scatter.__qualname__ = f"Scatters.{change.method}"
+    scatter.__qualname__ = f"VariableLike.{change.method}"
     scatter.__doc__ = f"""{does}
 
         Args:
@@ -393,8 +362,33 @@ def _scatter(change: Change, does: str, undefined: str = "is on-read"):
 _NOT_SUMMED = "is on-read, or has aggregation SUM or MEAN"
 
 
-class Scatters(abc.ABC):
-    """Methods that change some rows of a mirrored or ordinary variable.
+@final
+class Reference(Generic[T]):
+    """Stands for one object; equal to other references to that object.
+
+    Args:
+      referent: the object, which the reference keeps alive.
+    """
+
+    def __init__(self, referent: T) -> None:
+        self._referent = referent
+
+    def deref(self) -> T:
+        """The object."""
+        return self._referent
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reference) and other._referent is self._referent
+
+    def __hash__(self) -> int:
+        return id(self._referent)
+
+    def __repr__(self) -> str:
+        return f"<Reference to {self._referent!r}>"
+
+
+class VariableLike(Assignments):
+    """What a variable and a table in shards have alike.
 
     In `run`, the rows of all replicas count if the variable has an aggregation: for
     MEAN their values are divided by the number of replicas first, for
@@ -402,13 +396,94 @@ class Scatters(abc.ABC):
     all replicas. Outside `run`, and in `merge_call`, they count once.
     """
 
+    _name: str
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return self._name
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the value."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the value."""
+        return int(np.prod(self.shape))
+
+    @property
+    @abc.abstractmethod
+    def strategy(self) -> AbstractStrategy | None:
+        """The strategy it belongs to, None for an ordinary variable."""
+
+    @property
+    def distribute_strategy(self) -> AbstractStrategy | None:
+        """The same as `strategy`, under TensorFlow's name."""
+        return self.strategy
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it belongs to a strategy."""
+        return self.strategy is not None
+
+    def read_value(self) -> jax.Array:
+        """The same as `value`, of the variable's shape.
+
+        Raises:
+          ValueError: outside `run`, an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+        """
+        return self.value()
+
+    @abc.abstractmethod
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array of its own shape; not inside `run`.
+
+        With several processes, all of them must ask for that of a divided variable.
+
+        Raises:
+          ValueError: an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+          TracedValueError: inside `run`, where only the devices know it.
+        """
+
+    def __array__(
+        self, dtype: np.dtype | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def ref(self) -> Reference[Self]:
+        """A reference that equals those to the same variable, as a key of dicts.
+
+        Variables themselves are hashable, too: `{v: 1}` finds `v` by identity.
+
+        >>> import jaxstrategy as js
+        >>> v = js.Variable(1.0)
+        >>> v.ref() == v.ref(), v.ref().deref() is v
+        (True, True)
+        """
+        return Reference(self)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def _cannot_be_pickled(self) -> NoReturn:
+        raise TypeError(
+            f"Variable {self.name!r} cannot be pickled: it stands for memory of this "
+            "process's devices. Save `variable.numpy()`, and assign it to a variable "
+            "of the other process."
+        )
+
     @abc.abstractmethod
     def _change_rows(self, rows: IndexedSlices, change: Change) -> Value:
         """Changes these rows; returns the new value."""
-
-    @abc.abstractmethod
-    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
-        """Makes a change; returns the new value of the whole variable."""
 
     @abc.abstractmethod
     def __getitem__(self, index: Index) -> VariablePart:
@@ -461,23 +536,13 @@ class Scatters(abc.ABC):
     def scatter_nd_sub(
         self, indices: Value, updates: Value, name: str | None = None
     ) -> Value:
-        """Subtracts `updates` `[...]`; otherwise as `scatter_nd_add`.
-
-        Raises:
-          ValueError: another shape; or the copies of a mirrored variable would differ.
-          TypeError: a dtype that would lose something.
-        """
+        """Subtracts `updates` `[...]`; otherwise as `scatter_nd_add`."""
         return self._write(updates, ASSIGN_SUB.of_part(_index(indices)))
 
     def scatter_nd_update(
         self, indices: Value, updates: Value, name: str | None = None
     ) -> Value:
-        """Makes them `updates` `[...]`; otherwise as `scatter_nd_add`.
-
-        Raises:
-          ValueError: another shape; or the copies of a mirrored variable would differ.
-          TypeError: a dtype that would lose something.
-        """
+        """Makes them `updates` `[...]`; otherwise as `scatter_nd_add`."""
         return self._write(updates, ASSIGN.of_part(_index(indices)))
 
     def batch_scatter_update(

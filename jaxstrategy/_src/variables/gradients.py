@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,47 +17,40 @@ from jaxstrategy._src.reductions.rows import row_starts
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices
-from jaxstrategy._src.variables import abstract_variable, access, sharded_variable
-from jaxstrategy._src.variables.abstract_variable import AbstractVariable
+from jaxstrategy._src.variables import access, sharded_variable
 from jaxstrategy._src.variables.rows import Lookup, RowTape, known_numbers, recording
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
+from jaxstrategy._src.variables.variable import Variable
 
 
-def lookups_of(
-    call: Callable[[Mapping[int, jax.Array], RowTape], object],
-    variables: Mapping[int, Handle],
+def _lookups_of(
+    fn: Callable[[], object], values: Mapping[int, jax.Array], tables: Iterable[int]
 ) -> tuple[list[Lookup], set[int]]:
     """The lookups of a function in tables, and variables that it uses only so."""
-    tables = {key: each for key, each in variables.items() if is_table(each)}
-    if not tables:
-        return [], set()
     made: list[RowTape] = []
 
-    def traced(values: dict[int, jax.Array]) -> tuple[()]:
+    def traced(own: dict[int, jax.Array]) -> tuple[()]:
         made.append(RowTape(tables))
-        call(values, made[-1])
+        given = access.entered({**values, **own}, is_repeated=False)
+        with given, recording(made[-1]):
+            fn()
         return ()
 
-    types = {
-        key: jax.ShapeDtypeStruct(each.shape, each.dtype)
-        for key, each in tables.items()
-    }
+    types = jax.eval_shape(lambda given: given, {key: values[key] for key in tables})
     is_initial = access.tracing() is None  # then it must not change how they are kept
     try:
         with context.entered(is_initial=is_initial):
             jax.eval_shape(traced, types)
-    except (
-        Exception
-    ):  # it looks at numbers; or fails, and will say so when it is called
+    except Exception:  # it looks at numbers; or fails, and will say so when called
         return [], set()
     (tape,) = made
     sparse = tape.sparse()
     return [each for each in tape.lookups if sparse.intersection(each.shards)], sparse
 
 
-def is_table(variable: Handle) -> TypeGuard[AbstractVariable]:
+def _is_table(variable: Handle) -> bool:
     """Whether the gradient with respect to it is worth knowing by rows."""
-    if not isinstance(variable, AbstractVariable) or not variable.ndim:
+    if not isinstance(variable, Variable) or not variable.ndim:
         return False
     is_float = jnp.issubdtype(variable.dtype, jnp.inexact)
     is_shard = sharded_variable.is_shard(variable)
@@ -72,12 +66,10 @@ class _RowGradient(NamedTuple):
 
 
 def _of_rows(parts: Sequence[Handle], found: Sequence[_RowGradient]) -> IndexedSlices:
-    """The gradient with respect to a table, of these shards.
-
-    A row that was looked up twice is there twice. Of rows that are traced, one that
-    is in another shard stands as zeros of row 0.
-    """
-    shards = [part for part in parts if isinstance(part, AbstractVariable)]
+    """The gradient with respect to a table, of these shards."""
+    # A row that was looked up twice is there twice. Of rows that are traced, one that
+    # is in another shard stands as zeros of row 0.
+    shards = [part for part in parts if isinstance(part, Variable)]
     first = row_starts(shards)
     starts = dict(zip(map(id, shards), first, strict=False))
     shape = (first[-1], *shards[0].shape[1:])
@@ -114,9 +106,6 @@ def _within(
     mask = is_own.reshape(-1, *(1,) * (gradient.ndim - 1))
     return jnp.where(is_own, ids + offset, 0), jnp.where(mask, gradient, 0)
 
-
-if TYPE_CHECKING:
-    from jaxstrategy._src.variables.variable import Variable
 
 _Source: TypeAlias = Handle | ShardedVariable
 
@@ -176,12 +165,11 @@ def value_and_grad(
             with access.entered({**values, **own}), recording(tape):
                 return fn(*args, **kwargs)
 
-        def probed(own: Mapping[int, jax.Array], tape: RowTape) -> None:
-            given = access.entered({**values, **own}, is_repeated=False)
-            with given, recording(tape):
-                fn(*args, **kwargs)
-
-        lookups, sparse = lookups_of(probed, parts)
+        tables = [key for key, part in parts.items() if _is_table(part)]
+        lookups, sparse = [], set()
+        if tables:
+            probed = functools.partial(fn, *args, **kwargs)
+            lookups, sparse = _lookups_of(probed, values, tables)
         whole = {key: value for key, value in values.items() if key not in sparse}
 
         def of_values(
@@ -207,20 +195,10 @@ def grad(
 ) -> Callable[..., PyTree]:
     """The same as `value_and_grad`, without the value.
 
-    Args:
-      fn: returns a scalar, or with `has_aux` a scalar and something else.
-      variables: a pytree of variables.
-      has_aux: see `fn`.
-
     Returns:
       A function of the arguments of `fn` that returns the gradients, each of the shape
       of its variable; with `has_aux` the gradients and what `fn` returns beside the
       scalar.
-
-    Raises:
-      TypeError: a leaf of `variables` is no variable.
-      ValueError: `fn` assigns one of them.
-      ContextError: `fn` runs a step that uses one of them.
 
     >>> import jaxstrategy as js
     >>> w = js.Variable(3.0)
@@ -263,7 +241,7 @@ def value_and_grad_of_read(
 
 def _trainable(strategy: AbstractStrategy) -> list[Variable]:
     """The variables with respect to which something in a step may be differentiated."""
-    usable = cast("list[Variable]", abstract_variable.usable_by(strategy))
+    usable = cast("list[Variable]", access.usable_by(strategy))
     return [v for v in usable if v.trainable and jnp.issubdtype(v.dtype, jnp.inexact)]
 
 

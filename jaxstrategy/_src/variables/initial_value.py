@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -47,60 +48,68 @@ _LOOKED_AT = (
 
 
 @final
-class InitialProgram:
-    """The computation that a function makes of an initial value.
+class Start:
+    """The value that every copy of a new variable starts with.
 
-    Args:
-      traced: the trace of the function, which returns one array.
-
-    Attributes:
-      type: the shape and dtype of the array.
+    It is an array, or the traced function that makes one. Its `type` says where an
+    array lies that was given.
     """
 
-    def __init__(self, traced: Any) -> None:
-        self._traced = traced
-        self._run = core.jaxpr_as_fun(traced)
-        (made,) = traced.out_avals
-        self.type = jax.ShapeDtypeStruct(made.shape, made.dtype)
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._is_traced = hasattr(value, "out_avals")
+        like = value.out_avals[0] if self._is_traced else value
+        where = value.sharding if isinstance(value, jax.Array) else None
+        self.type = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=where)
 
-    def whole(self) -> jax.Array:
-        """The array, made operation by operation, as the function itself would."""
-        (array,) = self._run()
-        return array
+    @functools.cached_property
+    def array(self) -> jax.Array:
+        """All of it, of the shape of a copy, where JAX or the user has it."""
+        if self._is_traced:  # operation by operation, as called
+            return core.jaxpr_as_fun(self._value)()[0]
+        return jnp.copy(self._value)
+
+    def rows(self, start: int, stop: int) -> jax.Array | np.ndarray:
+        """The rows from `start` to `stop`, of the host if the value is of it."""
+        value = self._value
+        return (value if isinstance(value, np.ndarray) else self.array)[start:stop]
 
     def on(self, sharding: NamedSharding) -> jax.Array:
-        """The array; of a large one each device makes what it is to have.
-
-        In the last place a part may differ from the same numbers made with all others:
-        what is left at the end of a row is computed by other instructions than whole
-        vectors are (CPU, JAX 0.10 and 0.12). So smaller ones are made whole and divided
-        then. With several processes it is the array of the first one's function.
-        """
+        """A copy placed as `sharding` says; if it divides, no device has all of it."""
+        value = self._value
+        if sharding.is_fully_replicated:
+            return mesh.broadcast(self.array, sharding)
+        if not self._is_traced:
+            # Copied, so that no array of the user's shares its memory.
+            copied = np.array if isinstance(value, np.ndarray) else jnp.copy
+            return mesh.broadcast(copied(value), sharding)
+        # In the last place a part may differ from the same numbers made with all
+        # others: what is left at the end of a row is computed by other instructions
+        # than whole vectors are (CPU, JAX 0.10 and 0.12). So smaller ones are made
+        # whole. With several processes it is the array of the first one's function.
         size = math.prod(self.type.shape) * self.type.dtype.itemsize
-        if not mesh.is_large(size) or not self._is_everywhere(sharding):
-            return mesh.broadcast(self.whole(), sharding)
-        (array,) = jax.jit(self._run, out_shardings=[sharding])()
-        return array
+        if not mesh.is_large(size) or not _is_everywhere(value, sharding):
+            return mesh.broadcast(self.array, sharding)
+        return jax.jit(core.jaxpr_as_fun(value), out_shardings=[sharding])()[0]
 
-    def _is_everywhere(self, sharding: NamedSharding) -> bool:
-        """Whether the functions of all processes compute the same."""
-        if sharding.is_fully_addressable:
-            return True
-        constants = self._traced.consts
-        if any(map(mesh.is_spread, constants)):
-            return False
-        texts = [str(self._traced).encode()]
-        texts += [np.asarray(as_numbers(each)).tobytes() for each in constants]
-        return mesh.are_equal(b"".join(texts), sharding)
+
+def _is_everywhere(traced: Any, sharding: NamedSharding) -> bool:
+    """Whether the functions of all processes compute the same."""
+    if sharding.is_fully_addressable:
+        return True
+    if any(map(mesh.is_spread, traced.consts)):
+        return False
+    texts = [str(traced).encode()]
+    texts += [np.asarray(as_numbers(each)).tobytes() for each in traced.consts]
+    return mesh.are_equal(b"".join(texts), sharding)
 
 
 def traced(
     fn: Callable[[], Value], settled: Callable[[Value], jax.Array]
-) -> InitialValue | InitialProgram:
+) -> InitialValue | Start:
     """The program that makes what `fn` returns, or that itself if it is known.
 
-    Also `fn`, if it has to be called as it is: it looks at numbers while it is traced,
-    or uses those of a step.
+    Also `fn`, if it must be called as it is: it looks at numbers, or those of a step.
     """
     known: list[Value] = []
 
@@ -119,49 +128,7 @@ def traced(
         return fn
     if any(isinstance(each, Tracer) for each in closed.consts):  # of a step
         return fn
-    return known[0] if known else InitialProgram(closed)
-
-
-@final
-class Start:
-    """The value that every copy of a new variable starts with.
-
-    Args:
-      value: an array of the host or of a device, or the program that makes one.
-
-    Attributes:
-      type: the shape and dtype of a copy, and where an array lies that was given.
-    """
-
-    def __init__(self, value: jax.Array | np.ndarray | InitialProgram) -> None:
-        self._value = value
-        if isinstance(value, InitialProgram):
-            self.type = value.type
-        else:
-            where = value.sharding if isinstance(value, jax.Array) else None
-            self.type = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where)
-
-    @functools.cached_property
-    def array(self) -> jax.Array:
-        """All of it, of the shape of a copy, where JAX or the user has it."""
-        value = self._value
-        return value.whole() if isinstance(value, InitialProgram) else jnp.copy(value)
-
-    def rows(self, start: int, stop: int) -> jax.Array | np.ndarray:
-        """The rows from `start` to `stop`, of the host if the value is of it."""
-        value = self._value
-        return (value if isinstance(value, np.ndarray) else self.array)[start:stop]
-
-    def on(self, sharding: NamedSharding) -> jax.Array:
-        """A copy placed as `sharding` says; if it divides, no device has all of it."""
-        value = self._value
-        if sharding.is_fully_replicated:
-            return mesh.broadcast(self.array, sharding)
-        if isinstance(value, InitialProgram):
-            return value.on(sharding)
-        # Copied, so that no array of the user's shares its memory.
-        copied = np.array if isinstance(value, np.ndarray) else jnp.copy
-        return mesh.broadcast(copied(value), sharding)
+    return known[0] if known else Start(closed)
 
 
 def start_of(
@@ -172,16 +139,19 @@ def start_of(
 ) -> Start:
     """`initial_value`, or what it returns, as what a variable starts with."""
     if may_divide and isinstance(initial_value, Callable):
-        settle = functools.partial(_settled, dtype=dtype, name=name)
-        initial_value = traced(initial_value, settle)
-    if isinstance(initial_value, InitialProgram):
-        return Start(initial_value)
+        initial_value = traced(initial_value, lambda x: _settled(x, dtype, name))
+    if isinstance(initial_value, Start):
+        return initial_value
     # In a step, too: what a variable holds outlives it, and must be no tracers.
     with jax.ensure_compile_time_eval():
         called = isinstance(initial_value, Callable)
         value = initial_value() if called else initial_value
         if may_divide and is_host_array(value):
-            return Start(_on_host(value, dtype))
+            if dtype is None:
+                mesh.check_range(value)
+            wanted = value.dtype if dtype is None else dtype
+            wanted = jax.dtypes.canonicalize_dtype(wanted)
+            return Start(value.astype(wanted, copy=False))
         start = _settled(value, dtype, name)
     if isinstance(start, Tracer):
         raise TypeError(
@@ -219,14 +189,6 @@ def is_host_array(value: Value) -> TypeGuard[np.ndarray]:
     return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
 
 
-def _on_host(value: np.ndarray, dtype: DTypeLike | None) -> np.ndarray:
-    """`value` with the dtype that it is to have on devices."""
-    if dtype is None:
-        mesh.check_range(value)
-    wanted = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
-    return value.astype(wanted, copy=False)
-
-
 def _settled(value: Value, dtype: DTypeLike | None, name: str) -> jax.Array:
     """`value` as an array of the dtype that the variable is to have."""
     if isinstance(value, PerReplica):
@@ -246,9 +208,6 @@ def _settled(value: Value, dtype: DTypeLike | None, name: str) -> jax.Array:
             f"Variable {name!r} was given {shown(value)} to start with; an array, a "
             "number or a function that returns one was wanted."
         ) from error
-
-
-_PART_ARGUMENTS = "partition_shape", "partition_offset"
 
 
 def _shards(
@@ -295,34 +254,35 @@ def shard_plan(
             "strategy with a partitioner, which must know its shape. Give "
             "`initial_value`."
         )
-    initial, like = _typed(initial_value, given_shape(shape, name), dtype, name)
-    check_shape(shape, like, name)
-    count = _number_of_shards(partitioner, like, name)
-    if count == 1:
-        if isinstance(initial, Start):
-            return initial
-        return start_of(initial, dtype, name)
-    short, longer = divmod(like.shape[0], count)
-    lengths = [short + (number < longer) for number in range(count)]
-    return _shards(initial, lengths, tuple(like.shape), dtype, name)
-
-
-def _typed(
-    initial_value: InitialValue,
-    shape: tuple[int, ...] | None,
-    dtype: DTypeLike | None,
-    name: str,
-) -> tuple[Start | Callable[..., Value], jax.ShapeDtypeStruct]:
-    """What makes the parts of a variable, and the type of all of it."""
-    if callable(initial_value) and _takes_parts(initial_value):
-        if shape is not None and dtype is not None:
+    said, initial, like = given_shape(shape, name), initial_value, None
+    if callable(initial) and _takes_parts(initial):
+        if said is not None and dtype is not None:
             wanted = jax.dtypes.canonicalize_dtype(dtype)
-            return initial_value, jax.ShapeDtypeStruct(shape, wanted)
-        found = _traced_type(initial_value, dtype, name)
-        if found is not None:
-            return initial_value, found
-    start = start_of(initial_value, dtype, name, may_divide=True)
-    return start, start.type
+            like = jax.ShapeDtypeStruct(said, wanted)
+        else:
+            with contextlib.suppress(Exception):  # it looks at numbers; or will fail
+                like = jax.eval_shape(lambda: jnp.asarray(initial_value(), dtype))
+    if like is None:
+        initial = start_of(initial_value, dtype, name, may_divide=True)
+        like = initial.type
+    check_shape(shape, like, name)
+    whole = tuple(like.shape)
+    count = 1
+    if whole and whole[0] and not is_key(like.dtype):
+        numbers, told = asked(partitioner, whole, like.dtype, name, "shards")
+        is_wrong = not numbers or len(numbers) > len(whole) or numbers[0] < 1
+        if is_wrong or any(number != 1 for number in numbers[1:]):
+            raise ValueError(
+                f"{told} {list(numbers)}; the number of shards was wanted, 1 or more, "
+                "and 1 for each other dimension: shards have rows."
+            )
+        count = min(numbers[0], whole[0])
+    if count == 1:
+        is_made = isinstance(initial, Start)
+        return initial if is_made else start_of(initial, dtype, name)
+    short, longer = divmod(whole[0], count)
+    lengths = [short + (number < longer) for number in range(count)]
+    return _shards(initial, lengths, whole, dtype, name)
 
 
 def _takes_parts(function: Callable[..., Value]) -> bool:
@@ -332,32 +292,4 @@ def _takes_parts(function: Callable[..., Value]) -> bool:
     except (TypeError, ValueError):  # written in C
         return False
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return takes_any or all(name in parameters for name in _PART_ARGUMENTS)
-
-
-def _traced_type(
-    function: Callable[..., Value], dtype: DTypeLike | None, name: str
-) -> jax.ShapeDtypeStruct | None:
-    """The type of what it returns, which is not computed; None if it must be."""
-    try:
-        made = jax.eval_shape(lambda: jax.numpy.asarray(function(), dtype))
-    except Exception:  # it looks at numbers; or fails, and will do so when called
-        return None
-    return jax.ShapeDtypeStruct(made.shape, made.dtype)
-
-
-def _number_of_shards(
-    partitioner: PartitionFunction, like: jax.ShapeDtypeStruct, name: str
-) -> int:
-    """How many shards there will be, not more than rows."""
-    shape = tuple(like.shape)
-    if not shape or not shape[0] or is_key(like.dtype):
-        return 1
-    numbers, told = asked(partitioner, shape, like.dtype, name, "shards")
-    is_wrong = not numbers or len(numbers) > len(shape) or numbers[0] < 1
-    if is_wrong or any(number != 1 for number in numbers[1:]):
-        raise ValueError(
-            f"{told} {list(numbers)}; the number of shards was wanted, 1 or more, and "
-            "1 for each other dimension: shards have rows."
-        )
-    return min(numbers[0], shape[0])
+    return takes_any or {"partition_shape", "partition_offset"} <= parameters.keys()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,9 @@ from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.options import ReduceOp, VariableAggregation
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.reductions.operations import OPERATIONS
-from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas import inner_axes, mesh
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.inner_axes import (
-    WHOLE,
-    inner_spec,
-    of_stacked,
-    of_versions,
-    sharding_like,
-    with_inner,
-)
+from jaxstrategy._src.replicas.inner_axes import sharding_like, with_inner
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import STACKED, Replicas, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
@@ -49,8 +42,6 @@ from jaxstrategy._src.variables.access import Access, Cell, NeedsProgram, Side
 from jaxstrategy._src.variables.changes import Change, changed
 from jaxstrategy._src.variables.initial_value import Start, is_host_array
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice
-
-_Summand = TypeVar("_Summand", jax.Array, IndexedSlices)
 
 # How those are reduced that are; of the others one counts.
 _REDUCED = {
@@ -78,28 +69,12 @@ def check_aggregation(
 
 
 class VariableKind:
-    """A mirrored variable: whole on each replica, or a part of it on each.
-
-    Args:
-      name: the variable's.
-      aggregation: of the variable.
-      replicas: those that have a copy each.
-      owner: the variable's strategy, None for an ordinary variable.
-
-    Attributes:
-      describe: how it prints.
-      sharding: the placement of all copies.
-      sharding_of_value: the placement of a value that all copies take.
-      division: over the replicas, if the value has one.
-      copies_must_agree: whether there are no copies that may differ.
-      is_readable: whether this process can read it outside of steps.
-      has_remote_rows: whether some rows can be had without the others.
-    """
+    """A mirrored variable: whole on each replica, or a part of it on each."""
 
     describe = "mirrored"
     copies_must_agree = True
-    is_readable = True
-    has_remote_rows = False
+    is_readable = True  # by this process, outside of steps
+    has_remote_rows = False  # which can be had without the others
 
     def __init__(
         self,
@@ -113,7 +88,7 @@ class VariableKind:
         self.replicas = replicas
         self.owner = owner
         self.division = LeafSharding(None, "it belongs to no strategy")
-        self.sharding = self.sharding_of_value = with_inner(WHOLE, replicas)
+        self.sharding = self.sharding_of_value = with_inner(inner_axes.WHOLE, replicas)
 
     def begin(self, start: Start, choice: ShardingChoice) -> Cell:
         """What holds all copies outside of steps, each of them `start`."""
@@ -192,8 +167,11 @@ class VariableKind:
         else:
             if at.in_step and self._combines(at):
                 value = self._across(value)
-            elif isinstance(value, np.ndarray) and not at.in_step:
-                value = self._divided_if_large(value, shape)
+            elif is_host_array(value) and not at.in_step:
+                is_divided = not self.sharding.is_fully_replicated
+                # A large array is divided before it is looked at, on one device.
+                if is_divided and value.shape == shape and mesh.is_large(value.nbytes):
+                    value = mesh.broadcast(np.array(value), self.sharding)
             given = self._checked(value, shape, holder.dtype)
             where = self.sharding
         if not at.in_step:
@@ -230,11 +208,9 @@ class VariableKind:
         return self._across(rows) if self._combines(at) else rows
 
     def _own(self, at: Access, value: Value, change: Change) -> Value:
-        """`value` with this replica's version of what is a `PerReplica`, in a step.
-
-        There everything is one that came through `merge_call`, equal or not; whether
-        the copies stay equal is proved. Outside, the versions differ.
-        """
+        """`value` with this replica's version of what is a `PerReplica`, in a step."""
+        # There everything is one that came through `merge_call`, equal or not; whether
+        # the copies stay equal is proved. Outside, the versions differ.
         parts = (value.values, value.indices) if is_slices(value) else (value,)
         if not any(isinstance(part, PerReplica) for part in parts):
             return value
@@ -258,19 +234,12 @@ class VariableKind:
         in_replica = at.in_step and at.side is Side.REPLICA
         return in_replica and self.aggregation is not VariableAggregation.NONE
 
-    def _across(self, value: _Summand) -> _Summand:
+    def _across(self, value: Any) -> Any:
         """One value for all from this replica's own, inside a step."""
         reduction = _this_strategy()._reduction
         if self.aggregation in _REDUCED:
             return reduction.reduce_leaves(_REDUCED[self.aggregation], [value])[0]
         return jax.tree.map(reduction.first, value)
-
-    def _divided_if_large(self, value: np.ndarray, shape: tuple[int, ...]) -> Value:
-        """A large array is divided before it is looked at, on one device."""
-        is_divided = not self.sharding.is_fully_replicated and value.shape == shape
-        if is_divided and is_host_array(value) and mesh.is_large(value.nbytes):
-            return mesh.broadcast(np.array(value), self.sharding)
-        return value
 
     def _change_rows(
         self, at: Access, rows: IndexedSlices, change: Change
@@ -287,7 +256,8 @@ class VariableKind:
         rows = self.combined(at, rows)
         if not at.in_step:
             rows = jax.tree.map(
-                lambda x: mesh.broadcast(x, sharding_like(x, self.replicas)), rows
+                lambda x: mesh.broadcast(x, sharding_like(x, self.replicas)),
+                rows,
             )
         rows = IndexedSlices(rows.values.astype(dtype), rows.indices)
         return self._changed_rows(at, change, rows)
@@ -368,7 +338,7 @@ class OnReadKind(VariableKind):
     def begin(self, start: Start, choice: ShardingChoice) -> Cell:
         inner = choice.inner(start.type, self.replicas)
         self.division = LeafSharding(None, "each replica has a copy of its own")
-        self.sharding = with_inner(of_stacked(inner), self.replicas, STACKED)
+        self.sharding = with_inner(inner_axes.of_stacked(inner), self.replicas, STACKED)
         self.sharding_of_value = with_inner(inner, self.replicas)
         array = start.array
         if not self.replicas.are_all_local:  # the processes may have others
@@ -418,7 +388,7 @@ class OnReadKind(VariableKind):
         with job.exchanging(f"the value of variable {self.name!r}", held):
             if self.aggregation in _REDUCED:
                 return owner.reduce(_REDUCED[self.aggregation], PerReplica(held))
-            inner = of_versions(inner_spec(held, self.replicas))
+            inner = inner_axes.of_versions(inner_axes.inner_spec(held, self.replicas))
             first = _first(with_inner(inner, self.replicas))(held)
             # There mirrored variables are, and reduced values.
             return mesh.place(first, with_inner(inner, owner._parameter_replicas))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn, final
+from typing import NoReturn, final
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy, AbstractVariablePolicy
@@ -25,28 +25,22 @@ from jaxstrategy._src.variables.remote_kinds import (
 from jaxstrategy._src.variables.sharding_choice import Partitioner, PartitionFunction
 
 
-class WantedVariable(NamedTuple):
-    """What a new variable asks for; `owner` is its strategy, if it has one."""
-
-    name: str
-    on_read: bool
-    aggregation: VariableAggregation
-    owner: AbstractStrategy | None
-    per_worker: bool
-
-
 class VariablePolicy(AbstractVariablePolicy):
-    """Chooses how each variable is kept that is made in the scope of a strategy.
+    """Chooses how each variable is kept that is made in the scope of a strategy."""
 
-    Attributes:
-      partitioner: says how many shards each variable has, of which each is then a
-        variable of its own, made in their order; None: there are no shards.
-    """
-
+    # How many shards each variable has, of which each is then a variable of its own,
+    # made in their order; None: there are no shards.
     partitioner: PartitionFunction | None = None
 
     @abc.abstractmethod
-    def kind(self, wanted: WantedVariable) -> VariableKind:
+    def kind(
+        self,
+        name: str,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+        on_read: bool,
+        per_worker: bool,
+    ) -> VariableKind:
         """The kind of a new variable, which keeps it."""
 
     def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
@@ -54,60 +48,45 @@ class VariablePolicy(AbstractVariablePolicy):
         return kind
 
 
-@final
 class ReplicatedVariables(VariablePolicy):
-    """Mirrored variables on some devices, on-read ones with a copy for each replica.
-
-    Args:
-      replicas: the replicas of the strategy.
-      home: where mirrored variables are between steps, by default on all replicas.
-    """
+    """Mirrored variables on some devices, on-read ones with a copy for each replica."""
 
     are_owned = True
 
     def __init__(self, replicas: Replicas, home: Replicas | None = None) -> None:
         self._each = replicas
-        self._home = home or replicas
+        self.replicas = home or replicas
 
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas that mirrored variables have a copy on."""
-        return self._home
-
-    def kind(self, wanted: WantedVariable) -> VariableKind:
-        name, on_read, aggregation, owner, per_worker = wanted
+    def kind(
+        self,
+        name: str,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+        on_read: bool,
+        per_worker: bool,
+    ) -> VariableKind:
         if per_worker:
-            raise _no_workers(name)
-        if on_read:
+            raise ValueError(
+                f"Variable {name!r} was made with `per_worker_variable=True` outside "
+                "of the scope of a ParameterServerStrategy: only that one has workers "
+                "which each keep a copy. Make it in `strategy.scope()`; of other "
+                "strategies, a variable with `synchronization='on_read'` has a copy "
+                "for each replica."
+            )
+        if on_read and self.are_owned:
             return OnReadKind(name, aggregation, self._each, owner)
-        return VariableKind(name, aggregation, _beside() or self._home, owner)
+        if on_read:  # the one copy is what all of them combine to
+            aggregation = VariableAggregation.NONE
+        beside = context.current().colocated  # where `colocate_vars_with` wants them
+        beside = beside.replicas if isinstance(beside, Handle) else beside
+        return VariableKind(name, aggregation, beside or self.replicas, owner)
 
 
 @final
-class OrdinaryVariables(VariablePolicy):
-    """Variables with one copy that belong to no strategy; steps of each may use them.
-
-    Args:
-      replicas: the replica that has the copy.
-    """
+class OrdinaryVariables(ReplicatedVariables):
+    """Variables with one copy that belong to no strategy, which all steps may use."""
 
     are_owned = False
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-
-    @property
-    def replicas(self) -> Replicas:
-        """The replica that has the copy."""
-        return self._replicas
-
-    def kind(self, wanted: WantedVariable) -> VariableKind:
-        name, on_read, aggregation, _, per_worker = wanted
-        if per_worker:
-            raise _no_workers(name)
-        # The one copy cannot differ from others, and is what all of them combine to.
-        aggregation = VariableAggregation.NONE if on_read else aggregation
-        return VariableKind(name, aggregation, _beside() or self._replicas, None)
 
     def check_devices(self, devices: tuple[Device, ...]) -> None:
         """Raise if there are several devices: a variable has one copy."""
@@ -117,21 +96,6 @@ class OrdinaryVariables(VariablePolicy):
                 f"devices {_devices.names(devices)}; its variables have one copy. Give "
                 "one device, or make them in the scope of a strategy."
             )
-
-
-def _beside() -> Replicas | None:
-    """Where `colocate_vars_with` wants variables; None outside of it."""
-    beside = context.current().colocated
-    return beside.replicas if isinstance(beside, Handle) else beside
-
-
-def _no_workers(name: str) -> ValueError:
-    return ValueError(
-        f"Variable {name!r} was made with `per_worker_variable=True` outside of the "
-        "scope of a ParameterServerStrategy: only that one has workers which each "
-        "keep a copy. Make it in `strategy.scope()`; of other strategies, a variable "
-        "with `synchronization='on_read'` has a copy for each replica."
-    )
 
 
 ORDINARY = OrdinaryVariables(Replicas.alone())
@@ -144,18 +108,7 @@ Pause = Callable[[int], contextlib.AbstractContextManager[None]]
 
 @final
 class ServerVariables(VariablePolicy):
-    """Each variable on the server whose turn it is.
-
-    Args:
-      pool: the servers.
-      home: where the coordinator has what it reads.
-      workers: the replicas of one worker.
-      partitioner: divides variables into shards, each of them a variable.
-
-    Attributes:
-      read_copies: asks each worker what it has; None while there is no coordinator.
-      pause: lets no function change variables, for a checkpoint of some step; likewise.
-    """
+    """Each variable on the server whose turn it is."""
 
     are_owned = True
 
@@ -167,16 +120,12 @@ class ServerVariables(VariablePolicy):
         partitioner: Partitioner | None = None,
     ) -> None:
         self._pool = pool
-        self._home = home
+        self.replicas = home  # of what the coordinator reads
         self._workers = workers
         self.partitioner = partitioner
+        # Both None while there is no coordinator.
         self.read_copies: ReadCopies | None = None
         self.pause: Pause | None = None
-
-    @property
-    def replicas(self) -> Replicas:
-        """The place of what the coordinator reads."""
-        return self._home
 
     def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
         """No function of the coordinator changes variables in the block."""
@@ -187,10 +136,16 @@ class ServerVariables(VariablePolicy):
         own = isinstance(kind, ServerKind)
         return kind.of(owner, self._pool, self._workers) if own else kind
 
-    def kind(self, wanted: WantedVariable) -> VariableKind:
+    def kind(
+        self,
+        name: str,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+        on_read: bool,
+        per_worker: bool,
+    ) -> VariableKind:
         """On the next server; beside another variable in `colocate_vars_with`."""
-        name, _, aggregation, owner, per_worker = wanted
-        home, pool, workers = self._home, self._pool, self._workers
+        home, pool, workers = self.replicas, self._pool, self._workers
         if per_worker:
             return PerWorkerKind(
                 name, aggregation, home, owner, lambda: self.read_copies

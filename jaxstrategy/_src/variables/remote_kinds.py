@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, cast, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,7 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import VariableAggregation
-from jaxstrategy._src.parameter_servers import worker
-from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractServer,
-    Read,
-    ServerOperation,
-    ServerPool,
-)
+from jaxstrategy._src.parameter_servers import protocol, worker
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
@@ -44,19 +38,11 @@ from jaxstrategy._src.variables.sharding_choice import ShardingChoice
 
 @final
 class ServerCell(RemoteCell):
-    """Read and written like a `Cell`, with `[...]`, and by operations of the server.
-
-    Args:
-      server: where it is.
-      number: the variable's number there.
-      like: its shape and dtype.
-      name: the variable's, for messages.
-      forget: called with the number when the variable is gone.
-    """
+    """Read and written like a `Cell`, with `[...]`, and by operations of the server."""
 
     def __init__(
         self,
-        server: AbstractServer,
+        server: protocol.AbstractServer,
         number: int,
         like: jax.ShapeDtypeStruct,
         name: str,
@@ -76,7 +62,7 @@ class ServerCell(RemoteCell):
     def rows(self, rows: np.ndarray | None) -> jax.Array:
         """Some rows; raises `IndexError` for those that there are not. None: all."""
         self._check_reachable()
-        (value,) = self.server.read([Read(self.number, rows)])
+        (value,) = self.server.read([protocol.Read(self.number, rows)])
         with jax.ensure_compile_time_eval():
             return jnp.asarray(value)
 
@@ -91,7 +77,7 @@ class ServerCell(RemoteCell):
         self._check_reachable()
         arrays = tuple(np.asarray(operand) for operand in operands)
         numbers = (self.number, *others)
-        self.server.push([ServerOperation(name, numbers, arrays, program)])
+        self.server.push([protocol.ServerOperation(name, numbers, arrays, program)])
 
     def _check_reachable(self) -> None:
         """Raise where what is traced now would hold what the server had once."""
@@ -116,11 +102,6 @@ class PendingChange(Handle):
 
     In branches and loops a trace does not tell which changes a variable will have seen.
     What was added so far, or whether it was assigned, is a value like any other there.
-
-    Args:
-      name: for messages.
-      like: its shape and dtype.
-      replicas: of the function.
     """
 
     def __init__(
@@ -165,15 +146,10 @@ class PendingChange(Handle):
 
 
 class ExportedUpdate(NamedTuple):
-    """A program of what variables hold and of operands.
+    """A program of what variables hold and of operands."""
 
-    Attributes:
-      key: of no other program.
-      exported: in the form of `jax.export`, for CPUs.
-    """
-
-    key: str
-    exported: bytes
+    key: str  # of no other program
+    exported: bytes  # in the form of `jax.export`, for CPUs
 
 
 def exported_update(
@@ -186,8 +162,7 @@ def exported_update(
         return tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
     export: Any = jax.export
-    types = jax.eval_shape(lambda *given: given, *operands)
-    types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in types]
+    types = map(_type_of, jax.eval_shape(lambda *given: given, *operands))
     exported = export.export(jax.jit(as_tuple), platforms=["cpu"])(*types).serialize()
     return ExportedUpdate(hashlib.sha256(exported).hexdigest(), bytes(exported))
 
@@ -197,51 +172,29 @@ PREFIX = "jaxstrategy_server_"
 UPDATE = PREFIX + "update"
 
 
-@functools.cache
-def _of_whole(operation: str) -> Callable[..., jax.Array]:
-    """ "set", "add" or "subtract", of what a variable holds and what is given."""
-    return named(PREFIX + operation, Change(operation, operation).applied)
-
-
-class NotesChanges(Protocol):
-    """A function that is traced, to be sent to workers."""
-
-    def note(self, variable: Handle, method: str) -> None:
-        """Takes note of a change of the variable that has this `added`."""
-        ...
+# Of what a variable holds and what is given.
+_OF_WHOLE = {
+    operation: named(PREFIX + operation, Change(operation, operation).applied)
+    for operation in ("set", "add", "subtract")
+}
 
 
 @final
 class ServerKind(VariableKind):
-    """On a parameter server; changes of it are operations of the server.
-
-    Args:
-      name: the variable's.
-      aggregation: of the variable.
-      home: the replica that has what the coordinator reads.
-      owner: the variable's strategy.
-      pool: the servers.
-      server: the number of the one that is to have it.
-      workers: the replicas of one worker.
-
-    Attributes:
-      cell: what reads and changes it.
-      added: in a function that is sent to workers, what it has added so far.
-      is_assigned: there, whether the variable was assigned.
-    """
+    """On a parameter server; changes of it are operations of the server."""
 
     has_remote_rows = True
-    cell: ServerCell
+    cell: ServerCell  # what reads and changes it
 
     def __init__(
         self,
         name: str,
         aggregation: VariableAggregation,
-        home: Replicas,
+        home: Replicas,  # of what the coordinator reads
         owner: AbstractStrategy | None,
-        pool: ServerPool,
+        pool: protocol.ServerPool,
         server: int,
-        workers: Replicas,
+        workers: Replicas,  # of one of them
     ) -> None:
         super().__init__(name, aggregation, home, owner)
         self.server = server
@@ -261,11 +214,7 @@ class ServerKind(VariableKind):
                 "over replicas; it is on a parameter server. Give the strategy a "
                 "`variable_partitioner`, which divides variables over servers."
             )
-        if is_key(start.type.dtype):
-            raise TypeError(
-                f"Variable {self.name!r} holds random keys, which parameter servers do "
-                "not keep. Keep `jax.random.key_data(key)`, and make the key of it."
-            )
+        _check_no_keys(start, self.name, "parameter servers")
         value, pool = np.asarray(start.array), self._pool
         number, server = pool.create(self.server, value), pool.servers[self.server]
         self.cell = ServerCell(server, number, _type_of(value), self.name, pool.forget)
@@ -273,6 +222,7 @@ class ServerKind(VariableKind):
         return self.cell
 
     def _count_changes(self) -> None:
+        # In a function that is sent to workers.
         flag = jax.ShapeDtypeStruct((), np.bool_)
         self.added = PendingChange(self.name, _type_of(self.cell), self._workers)
         self.is_assigned = PendingChange(self.name, flag, self._workers)
@@ -281,7 +231,7 @@ class ServerKind(VariableKind):
         return _on_worker, self.server, self.cell.number, _type_of(self.cell)
 
     def of(
-        self, owner: AbstractStrategy, pool: ServerPool, workers: Replicas
+        self, owner: AbstractStrategy, pool: protocol.ServerPool, workers: Replicas
     ) -> ServerKind:
         """The same variable, of a strategy that traces functions here."""
         name, aggregation, home = self.name, self.aggregation, self.replicas
@@ -307,8 +257,7 @@ class ServerKind(VariableKind):
         change: Change,
     ) -> jax.Array:
         """Makes the value what `fn` makes of it, as one operation of the server."""
-        holder = at.holder
-        shape, dtype = holder.shape, holder.dtype
+        holder, shape, dtype = at.holder, at.holder.shape, at.holder.dtype
         arrays = [jnp.asarray(operand) for operand in operands]
 
         def checked(old: jax.Array, *operands: jax.Array) -> jax.Array:
@@ -340,13 +289,7 @@ class ServerKind(VariableKind):
             given = changed(zeros, change.index, given, "add")
             change = change.of_part(...)
         if not change.is_whole:
-            index = change.index
-            return self.updated(
-                at,
-                lambda old, value: changed(old, index, value, operation),
-                (given,),
-                change,
-            )
+            return self.updated(at, change.applied, (given,), change)
         if not at.in_step:
             self.cell.push(operation, (given,))
             return at.holder[...]
@@ -357,13 +300,13 @@ class ServerKind(VariableKind):
                 assigned[...] = jnp.ones((), np.bool_)
         elif (added := self._pending(self.added)) is not None:
             added[...] = change.applied(added[...], given)
-        return self._stored(at, _of_whole(operation)(at.holder[...], given))
+        return self._stored(at, _OF_WHOLE[operation](at.holder[...], given))
 
     def note(self, method: str) -> None:
         """Tells the function that is traced that a method changes the variable."""
-        function = context.current().function
+        function: Any = context.current().function
         if function is not None:
-            cast(NotesChanges, function).note(self.added, method)
+            function.note(self.added, method)
 
     def _pending(self, change: PendingChange) -> access.Holder | None:
         """What the function that is traced has of it; None outside of one."""
@@ -384,15 +327,11 @@ class ServerKind(VariableKind):
     def rows_changed(
         self, at: Access, rows: IndexedSlices, change: Change, new: jax.Array
     ) -> jax.Array:
-        """Takes the value that a change of the rows has made, which the server makes.
-
-        Of rows beyond those of the variable, nothing is added.
-        """
+        """Takes the value after a change of rows, which the server makes."""
         self.note(f"scatter_{WORDS[change.operation]}")
-        added = self._pending(self.added)
-        if added is not None and change.operation in ("add", "subtract"):
-            index, operation = rows.indices, change.operation
-            added[...] = changed(added[...], index, rows.values, operation)
+        added, operation = self._pending(self.added), change.operation
+        if added is not None and operation in ("add", "subtract"):
+            added[...] = changed(added[...], rows.indices, rows.values, operation)
         return self._stored(at, new)
 
 
@@ -406,11 +345,19 @@ def _on_worker(
     """The kind of a variable that code on a worker reads, with its own cell."""
     surroundings = worker.current()
     assert surroundings is not None, "a worker takes apart what it was sent"
-    home, pool = Replicas.alone(), ServerPool(surroundings.servers)
+    home, pool = Replicas.alone(), protocol.ServerPool(surroundings.servers)
     kind = ServerKind(name, aggregation, home, None, pool, server, home)
     # The coordinator says when the variable is gone.
     kind.cell = ServerCell(pool.servers[server], number, like, name, lambda _: None)
     return kind
+
+
+def _check_no_keys(start: Start, name: str, where: str) -> None:
+    if is_key(start.type.dtype):
+        raise TypeError(
+            f"Variable {name!r} holds random keys, which {where} do not keep. Keep "
+            "`jax.random.key_data(key)`, and make the key of it."
+        )
 
 
 def _type_of(array: Any) -> jax.ShapeDtypeStruct:
@@ -452,18 +399,7 @@ ReadCopies = Callable[[WorkerResource], list[np.ndarray]]
 
 @final
 class PerWorkerKind(VariableKind):
-    """A copy in the memory of each worker, which its functions read and change.
-
-    Args:
-      name: the variable's.
-      aggregation: of the variable, between the replicas of a worker.
-      home: the replica of functions that are traced.
-      owner: the variable's strategy.
-      reader: returns what reads the copies; None while there is no coordinator.
-
-    Attributes:
-      resource: the copies.
-    """
+    """A copy in the memory of each worker, which its functions read and change."""
 
     describe = "with a copy on each worker"
     is_readable = False
@@ -476,7 +412,7 @@ class PerWorkerKind(VariableKind):
         aggregation: VariableAggregation,
         home: Replicas,
         owner: AbstractStrategy | None,
-        reader: Callable[[], ReadCopies | None],
+        reader: Callable[[], ReadCopies | None],  # None while there is no coordinator
     ) -> None:
         super().__init__(name, aggregation, home, owner)
         self._reader = reader
@@ -493,11 +429,7 @@ class PerWorkerKind(VariableKind):
                 "`per_worker_variable=True`. Leave one of both out: each worker has "
                 "all of its copy."
             )
-        if is_key(start.type.dtype):
-            raise TypeError(
-                f"Variable {self.name!r} holds random keys, which workers do not "
-                "keep. Keep `jax.random.key_data(key)`, and make the key of it."
-            )
+        _check_no_keys(start, self.name, "workers")
         value = np.array(start.array)
         self.resource = WorkerResource(functools.partial(_first_copy, value))
         self.cell = OwnCell(_type_of(value), self.name)

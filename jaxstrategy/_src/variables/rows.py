@@ -21,20 +21,12 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.reductions.rows import (
-    own_rows,
-    row_numbers,
-    row_reader,
-    row_starts,
-    rows_of_tables,
-    table_rows,
-)
+from jaxstrategy._src.reductions import rows as _rows
 from jaxstrategy._src.sharded import lookup
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Function, Index, Value
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
-from jaxstrategy._src.variables.abstract_variable import AbstractVariable
 from jaxstrategy._src.variables.changes import SCATTERS, changed
 
 
@@ -88,12 +80,12 @@ def _filled(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _read(ids: jax.Array, *shards: jax.Array) -> jax.Array:
-    return rows_of_tables(ids, shards, _filled)
+    return _rows.rows_of_tables(ids, shards, _filled)
 
 
 # What is no row, a negative number too, gives what `jnp.take` fills in (NaN), and no
 # gradient; where a server reads, it is an error.
-_reader = row_reader(named(READ, _read), _read)
+_reader = _rows.row_reader(named(READ, _read), _read)
 
 
 def changed_rows(
@@ -101,14 +93,9 @@ def changed_rows(
 ) -> tuple[jax.Array, ...]:
     """The shards with some rows changed; a row may be there more than once.
 
-    Args:
-      operation: one of `CHANGED`.
-      ids: numbers of rows, `[n]`. What is no row changes nothing; where a server makes
-        the change, it is an error.
-      values: a row for each, `[n, ...]`, of the shards' dtype.
-      shards: one or more, `[length, ...]`.
+    What is no row changes nothing; where a server makes the change, it is an error.
     """
-    numbers = row_numbers(ids, row_starts(shards)[-1])
+    numbers = _rows.row_numbers(ids, _rows.row_starts(shards)[-1])
     return _changing(operation)(numbers, values, *shards)
 
 
@@ -119,7 +106,7 @@ def _changing(operation: str) -> Callable[..., tuple[jax.Array, ...]]:
     def define(
         ids: jax.Array, values: jax.Array, *shards: jax.Array
     ) -> tuple[jax.Array, ...]:
-        every = zip(own_rows(ids, row_starts(shards)), shards, strict=True)
+        every = zip(_rows.own_rows(ids, _rows.row_starts(shards)), shards, strict=True)
         return tuple(changed(shard, own, values, of_row) for (own, _), shard in every)
 
     call = custom_vmap(named(CHANGED[operation], define))
@@ -137,31 +124,18 @@ def _changing(operation: str) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 class Lookup(NamedTuple):
-    """One lookup.
+    """One lookup."""
 
-    Attributes:
-      shards: the `id` of each shard of the table.
-      starts: the first row of each shard, and last the number of all rows.
-      rows: the type of what it gives, `[n, ...]`.
-    """
-
-    shards: tuple[int, ...]
-    starts: tuple[int, ...]
-    rows: jax.ShapeDtypeStruct
+    shards: tuple[int, ...]  # the `id` of each shard of the table
+    starts: tuple[int, ...]  # the first row of each, and last the number of all rows
+    rows: jax.ShapeDtypeStruct  # of what it gives, `[n, ...]`
 
 
 @final
 class RowTape:
-    """The lookups of one call of a function, made while it runs.
+    """The lookups of one call of a function in variables, known by `id`.
 
-    Args:
-      watched: the `id` of each variable of whose lookups it takes note.
-      added: what is added to the rows of each lookup; None while lookups are counted.
-
-    Attributes:
-      lookups: those that were made, in order.
-      ids: the rows of each.
-      whole: the `id` of each variable that was used by something else than lookups.
+    Something is `added` to the rows of each lookup; None while lookups are counted.
     """
 
     def __init__(
@@ -172,7 +146,7 @@ class RowTape:
         self._trace = get_opaque_trace_state()
         self.lookups: list[Lookup] = []
         self.ids: list[jax.Array] = []
-        self.whole: set[int] = set()
+        self.whole: set[int] = set()  # used by something else than lookups
 
     def looked_up(
         self, shards: Sequence[Handle], ids: jax.Array, rows: jax.Array
@@ -186,7 +160,7 @@ class RowTape:
             self.whole.update(keys)
             return rows
         like = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
-        self.lookups.append(Lookup(keys, tuple(row_starts(shards)), like))
+        self.lookups.append(Lookup(keys, tuple(_rows.row_starts(shards)), like))
         self.ids.append(ids)
         if self._added is None:
             return rows
@@ -208,58 +182,46 @@ def recording(tape: RowTape | None) -> contextlib.AbstractContextManager[object]
 
 
 def looked_up(shards: Sequence[Any], ids: jax.Array) -> jax.Array:
-    """The rows with these numbers, of all shards one after the other.
+    """The rows `[*ids.shape, ...]` of all shards, variables or arrays, in a row.
 
-    Shapes: ids `[...]`, shards `[length, ...]` -> `[*ids.shape, ...]`.
-
-    Args:
-      shards: one or more, all variables or all arrays.
-      ids: numbers of rows; what is no row gives what `jnp.take` fills in, but is an
-        error of a server.
+    What is no row gives what `jnp.take` fills in, but is an error of a server.
     """
-    flat = ids.reshape(-1)
-    if all(isinstance(shard, AbstractVariable) for shard in shards):
-        rows = _of_variables(shards, flat)
-    else:
-        rows = _of_arrays(shards, flat)
-    return rows.reshape(*ids.shape, *shards[0].shape[1:])
-
-
-def _of_variables(shards: Sequence[AbstractVariable], ids: jax.Array) -> jax.Array:
-    known = known_numbers(ids)
-    if known is not None and _are_elsewhere(shards):
-        rows = _of_servers(shards, known)
-    else:
+    flat, known, tape = ids.reshape(-1), None, None
+    are_variables = all(isinstance(shard, Handle) for shard in shards)
+    if are_variables:
+        known = known_numbers(flat) if _are_elsewhere(shards) else None
+        tape = cast("RowTape | None", context.current().lookups)
+    if known is not None:
+        found = np.zeros((len(known), *shards[0].shape[1:]), shards[0].dtype)
+        for number, (places, own) in places_of(known, _rows.row_starts(shards)):
+            found[places] = shards[number]._remote_rows(own)
+        rows = jnp.asarray(found)
+    elif are_variables:
         with recording(None):  # a lookup is no use of the whole
             values = [shard.value() for shard in shards]
         is_remote = all(shard._kind.has_remote_rows for shard in shards)
-        rows = _of_arrays(values, ids, is_remote)
-    tape = cast("RowTape | None", context.current().lookups)
-    return rows if tape is None else tape.looked_up(shards, ids, rows)
+        rows = _of_arrays(values, flat, is_remote)
+    else:
+        rows = _of_arrays(shards, flat)
+    rows = rows if tape is None else tape.looked_up(shards, flat, rows)
+    return rows.reshape(*ids.shape, *shards[0].shape[1:])
 
 
 def _of_arrays(
     values: Sequence[jax.Array], ids: jax.Array, are_remote: bool = False
 ) -> jax.Array:
     """Rows of arrays, from replicas that have some each, or by an equation."""
-    ids = row_numbers(ids, row_starts(values)[-1])
+    ids = _rows.row_numbers(ids, _rows.row_starts(values)[-1])
     if are_remote:
         return _reader(ids, *values)
-    return rows_of_tables(ids, values, table_rows)
+    return _rows.rows_of_tables(ids, values, _rows.table_rows)
 
 
-def _are_elsewhere(shards: Sequence[AbstractVariable]) -> bool:
+def _are_elsewhere(shards: Sequence[Any]) -> bool:
     """Whether rows can be had without the others, and are not part of a trace."""
     if access.tracing() is not None or any(map(access.is_given, shards)):
         return False
     return all(shard._kind.has_remote_rows for shard in shards)
-
-
-def _of_servers(shards: Sequence[AbstractVariable], ids: np.ndarray) -> jax.Array:
-    rows = np.zeros((len(ids), *shards[0].shape[1:]), shards[0].dtype)
-    for number, (places, own) in places_of(ids, row_starts(shards)):
-        rows[places] = shards[number]._remote_rows(own)
-    return jnp.asarray(rows)
 
 
 def places_of(
@@ -276,41 +238,14 @@ def places_of(
 # Parts of tables, which numbers and slices name.
 
 
-class RowIndex(NamedTuple):
-    """An index of some rows, and of the same part of each.
-
-    Attributes:
-      rows: of dimension 0.
-      rest: of the others.
-    """
-
-    rows: int | slice
-    rest: tuple[Index, ...]
+def as_slice(rows: range) -> slice:
+    """`rows` as an index."""
+    # To a slice a negative end is one from behind.
+    return slice(rows.start, rows.stop if rows.stop >= 0 else None, rows.step)
 
 
-class RowPiece(NamedTuple):
-    """The rows of one shard among those that an index names.
-
-    Attributes:
-      shard: its number.
-      rows: a range of the shard's rows.
-      place: which of the named rows they are.
-    """
-
-    shard: int
-    rows: range
-    place: slice
-
-    @property
-    def own(self) -> slice:
-        """The rows as an index of the shard."""
-        # To a slice a negative end is one from behind.
-        rows, stop = self.rows, self.rows.stop
-        return slice(rows.start, stop if stop >= 0 else None, rows.step)
-
-
-def row_index(index: Index, rank: int) -> RowIndex | None:
-    """`index` as one of rows, None if it is none of these."""
+def row_index(index: Index, rank: int) -> tuple[int | slice, tuple[Index, ...]] | None:
+    """`index` as one of some rows and of the same part of each; None of others."""
     items = index if isinstance(index, tuple) else (index,)
     if not all(map(_is_basic, items)):
         return None
@@ -320,10 +255,8 @@ def row_index(index: Index, rank: int) -> RowIndex | None:
         others = sum(item is not None for item in items) - 1
         filled = (slice(None),) * (rank - others)
         items = (*items[:at], *filled, *items[at + 1 :])
-    if not items:
-        return RowIndex(slice(None), ())
-    first, *rest = items
-    return None if first is None else RowIndex(first, tuple(rest))
+    first, *rest = items or (slice(None),)
+    return None if first is None else (first, tuple(rest))
 
 
 def _is_basic(item: Index) -> bool:
@@ -332,38 +265,37 @@ def _is_basic(item: Index) -> bool:
     return isinstance(item, (int, np.integer)) and not isinstance(item, bool)
 
 
-def row_pieces(index: int | slice, starts: Sequence[int]) -> list[RowPiece]:
-    """The shards that have rows of `index`, in the order in which it names them."""
+def row_pieces(
+    index: int | slice, starts: Sequence[int]
+) -> list[tuple[int, range, slice]]:
+    """The numbers of shards that have rows of `index`, in the order that it has.
+
+    With each its rows, and which of the named ones they are.
+    """
     total = starts[-1]
     if isinstance(index, slice):
         named = range(total)[index]
     else:
         row = index + total if index < 0 else index
         named = range(row, row + 1)
-    pieces = []
+    rising, pieces = named if named.step > 0 else named[::-1], []
     for shard, (start, stop) in enumerate(itertools.pairwise(starts)):
-        place = _within(named, start, stop)
+        first, last = (bisect.bisect_left(rising, each) for each in (start, stop))
+        if named.step < 0:
+            first, last = len(named) - last, len(named) - first
+        place = slice(first, last)
         own = named[place]
         if own:
             rows = range(own.start - start, own.stop - start, own.step)
-            pieces.append(RowPiece(shard, rows, place))
+            pieces.append((shard, rows, place))
     return pieces if named.step > 0 else pieces[::-1]
-
-
-def _within(named: range, start: int, stop: int) -> slice:
-    """The places in `named` of rows from `start` to `stop`."""
-    rising = named if named.step > 0 else named[::-1]
-    first, last = (bisect.bisect_left(rising, each) for each in (start, stop))
-    if named.step < 0:
-        first, last = len(named) - last, len(named) - first
-    return slice(first, last)
 
 
 def part(
     shards: Sequence[Any], index: Index, whole: Callable[[], jax.Array]
 ) -> jax.Array:
     """The value of a part, of the shape that NumPy gives it."""
-    starts = row_starts(shards)
+    starts = _rows.row_starts(shards)
     shape = (starts[-1], *shards[0].shape[1:])
     _check_known(index)
     # Raises what NumPy raises. Without memory: all elements are one.
@@ -371,26 +303,30 @@ def part(
     found = row_index(index, len(shape))
     if found is None:
         return whole()[_with_arrays(index)]
-    pieces = row_pieces(found.rows, starts)
-    values = [_rows_of_part(shards[piece.shard], piece) for piece in pieces]
-    if not isinstance(found.rows, slice):
-        return values[0][0][found.rest]
+    named, rest = found
+    values = []
+    for number, own, _ in row_pieces(named, starts):
+        shard = shards[number]
+        if not isinstance(shard, Handle):
+            values.append(shard[as_slice(own)])
+        elif _are_elsewhere([shard]):
+            values.append(shards[number]._remote_rows(np.asarray(own, np.int32)))
+        else:
+            values.append(shard.value()[as_slice(own)])
+    if not isinstance(named, slice):
+        return values[0][0][rest]
     if not values:
         values = [jnp.zeros((0, *shape[1:]), shards[0].dtype)]
     rows = values[0] if len(values) == 1 else jnp.concatenate(values)
-    return rows[(slice(None), *found.rest)] if found.rest else rows
-
-
-def _rows_of_part(shard: Any, piece: RowPiece) -> jax.Array:
-    if not isinstance(shard, AbstractVariable):
-        return shard[piece.own]
-    if _are_elsewhere([shard]):
-        return shard._remote_rows(np.asarray(piece.rows, np.int32))
-    return shard.value()[piece.own]
+    return rows[(slice(None), *rest)] if rest else rows
 
 
 def _check_known(index: Index) -> None:
-    for item in _items(index):
+    items: list[object] = []
+    for item in jax.tree.leaves(index):
+        is_slice = isinstance(item, slice)
+        items += (item.start, item.stop, item.step) if is_slice else (item,)
+    for item in items:
         if isinstance(item, jax.Array) or hasattr(type(item), "__jax_array__"):
             raise TypeError(
                 f"A ShardedVariable was indexed with {shown(index)}, which has an "
@@ -405,13 +341,3 @@ def _with_arrays(index: Index) -> Index:
     if isinstance(index, tuple):
         return tuple(map(_with_arrays, index))
     return np.asarray(index) if isinstance(index, list) else index
-
-
-def _items(index: Index) -> Iterator[object]:
-    for item in index if isinstance(index, (tuple, list)) else (index,):
-        if isinstance(item, slice):
-            yield from (item.start, item.stop, item.step)
-        elif isinstance(item, list):
-            yield from _items(item)
-        else:
-            yield item

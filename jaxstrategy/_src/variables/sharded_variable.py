@@ -1,4 +1,4 @@
-"""`ShardedVariable`: a table in several variables."""
+"""`ShardedVariable`: a table in several variables, and `embedding_lookup`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import SequenceKey
 
 from jaxstrategy._src.contexts import context, replica_context
@@ -20,32 +21,19 @@ from jaxstrategy._src.options import VariableAggregation, VariableSynchronizatio
 from jaxstrategy._src.reductions.rows import own_rows, row_numbers, row_starts
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.sharded import lookup
+from jaxstrategy._src.sharded.lookup import Combiner
 from jaxstrategy._src.text.shown import array_type, shown
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
-from jaxstrategy._src.values.per_replica import PerReplica
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
-from jaxstrategy._src.variables import access
-from jaxstrategy._src.variables.abstract_variable import AbstractVariable, VariableLike
-from jaxstrategy._src.variables.access import Side
-from jaxstrategy._src.variables.changes import (
-    WORDS,
-    Change,
-    VariablePart,
-)
+from jaxstrategy._src.variables import access, rows as _rows
+from jaxstrategy._src.variables.access import Access, Side
+from jaxstrategy._src.variables.changes import WORDS, Change, VariableLike, VariablePart
 from jaxstrategy._src.variables.initial_value import is_host_array
 from jaxstrategy._src.variables.kinds import VariableKind, whole
 from jaxstrategy._src.variables.remote_kinds import server_kind_of
-from jaxstrategy._src.variables.rows import (
-    changed_rows,
-    checked_ids,
-    known_numbers,
-    looked_up,
-    part,
-    places_of,
-    row_index,
-    row_pieces,
-)
 
 _ALIKE: dict[str, Any] = {
     "dtype": lambda each: each.dtype.name,
@@ -57,16 +45,16 @@ _ALIKE: dict[str, Any] = {
 }
 
 
-_Part: TypeAlias = tuple[AbstractVariable, Value, Change]
+_Part: TypeAlias = tuple[Any, Value, Change]
 """A shard that changes, what it takes, and how."""
 
 # By the numbers of their shards, so that what JAX takes apart becomes the same again.
 _known: weakref.WeakValueDictionary[tuple[int, ...], ShardedVariable]
 _known = weakref.WeakValueDictionary()
-_all_shards: weakref.WeakSet[AbstractVariable] = weakref.WeakSet()
+_all_shards: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
-def is_shard(variable: AbstractVariable) -> bool:
+def is_shard(variable: Handle) -> bool:
     """Whether it is, or was, one of several that are used as one."""
     return variable in _all_shards
 
@@ -118,11 +106,8 @@ class ShardedVariable(VariableLike):
 
     # Variables, or what JAX puts in their place.
     _shards: tuple[Any, ...]
-    _name: str
 
-    def __init__(
-        self, variables: Sequence[AbstractVariable], name: str = "ShardedVariable"
-    ) -> None:
+    def __init__(self, variables: Sequence[Any], name: str = "ShardedVariable") -> None:
         self._shards = _checked_shards(variables, name)
         self._name = name
         _known[tuple(shard.number for shard in self._shards)] = self
@@ -134,11 +119,6 @@ class ShardedVariable(VariableLike):
         return list(self._shards)
 
     # What no assignment changes.
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return self._name
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -178,11 +158,7 @@ class ShardedVariable(VariableLike):
 
     @property
     def device(self) -> NoReturn:
-        """None: each shard has its own.
-
-        Raises:
-          AttributeError: always, with the device of each.
-        """
+        """None, but an AttributeError with the device of each shard."""
         each = ", ".join(f"{s.name!r} on {s.device}" for s in self._shards)
         raise AttributeError(
             f"Variable {self._name!r} has no one device: its shards are {each}. Ask "
@@ -199,34 +175,24 @@ class ShardedVariable(VariableLike):
           ContextError: in another strategy's scope or `run`.
         """
         values = [
-            shard.value() if isinstance(shard, AbstractVariable) else shard
+            shard.value() if isinstance(shard, Handle) else shard
             for shard in self._shards
         ]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
 
     def numpy(self) -> np.ndarray:
-        """The value as a NumPy array of the shape of the whole; not inside `run`.
-
-        Raises:
-          ValueError: of on-read variables whose aggregation is NONE.
-          ContextError: in another strategy's scope or `run`.
-          TracedValueError: inside `run`, where only the devices know it.
-        """
         return np.concatenate([np.asarray(shard) for shard in self._shards])
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, index: Index) -> VariablePart:
-        value = part(self._shards, index, self.value)
+        value = _rows.part(self._shards, index, self.value)
         return VariablePart(value, index, self._write)
 
     def rows_at(self, ids: jax.Array) -> jax.Array:
-        """The rows with these numbers, which are not checked.
-
-        Shapes: ids `[...]` -> `[*ids.shape, *shape[1:]]`.
-        """
-        return looked_up(self._shards, ids)
+        """The rows `[*ids.shape, *shape[1:]]` with these numbers, unchecked."""
+        return _rows.looked_up(self._shards, ids)
 
     def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
         """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
@@ -235,14 +201,12 @@ class ShardedVariable(VariableLike):
           IndexError: one is no row.
           TypeError: they are no whole numbers.
         """
-        return self.rows_at(checked_ids(indices, len(self), self._name))
+        return self.rows_at(_rows.checked_ids(indices, len(self), self._name))
 
     def gather_nd(self, indices: Value, name: str | None = None) -> jax.Array:
         """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.
 
-        Returns:
-          Of one with as many dimensions as k an array `[...]`; each dimension that it
-          has more stands behind them.
+        Each dimension that it has more stands behind theirs.
 
         Raises:
           IndexError: one of them is in no row.
@@ -291,11 +255,9 @@ class ShardedVariable(VariableLike):
 
     def _parts_of_index(self, value: Value, change: Change) -> Iterator[_Part]:
         """As `_parts`, of a part of all: its rows, or entries that arrays name."""
-        index, shape, starts = change.index, self.shape, self._starts
-        is_named = (
-            isinstance(index, tuple) and index and isinstance(index[0], jax.Array)
-        )
-        found = None if is_named else row_index(index, len(shape))
+        index, shape = change.index, self.shape
+        is_named = isinstance(index, tuple) and isinstance((*index, 0)[0], jax.Array)
+        found = None if is_named else _rows.row_index(index, len(shape))
         if found is None and not is_named:
             raise TypeError(
                 f"`{change.method}` of variable {self._name!r}, which is in shards, "
@@ -309,11 +271,12 @@ class ShardedVariable(VariableLike):
             for shard, own in zip(self._shards, self._own(first), strict=True):
                 yield shard, given, change.of_part((own, *rest))
             return
-        for piece in row_pieces(found.rows, starts):
-            is_many = isinstance(found.rows, slice)
-            part = given[piece.place] if is_many else given
-            own = piece.own if is_many else piece.rows[0]
-            yield self._shards[piece.shard], part, change.of_part((own, *found.rest))
+        named, rest = found
+        for number, rows, place in _rows.row_pieces(named, self._starts):
+            is_many = isinstance(named, slice)
+            own = _rows.as_slice(rows) if is_many else rows[0]
+            part = given[place] if is_many else given
+            yield self._shards[number], part, change.of_part((own, *rest))
 
     def _change_rows(self, rows: IndexedSlices, change: Change) -> Any:
         self._check_changeable(change)
@@ -325,7 +288,7 @@ class ShardedVariable(VariableLike):
                 f"Variable {self._name!r} has shape {shape} and was given rows of an "
                 f"array of shape {rows.dense_shape}."
             )
-        ids = checked_ids(rows.indices, shape[0], self._name)
+        ids = _rows.checked_ids(rows.indices, shape[0], self._name)
         values = kind._checked(rows.values, (len(ids), *shape[1:]), self.dtype)
         rows = kind.combined(at, IndexedSlices(values, ids))
         with access.one_at_a_time:
@@ -333,19 +296,24 @@ class ShardedVariable(VariableLike):
                 self._change_together(rows, change)
                 return self
             for shard, own in list(self._rows_of_each(rows, at.in_step)):
-                shard._change_by(_scattered(shard._kind), own, change)
+
+                def scatter(at: Access, *given: Any, kind: Any = shard._kind) -> Any:
+                    # The rows are those of all replicas.
+                    return kind.scatter(at._replace(side=Side.CROSS), *given)
+
+                shard._change_by(scatter, own, change)
         return self
 
     def _rows_of_each(
         self, rows: IndexedSlices, in_step: bool
-    ) -> Iterator[tuple[AbstractVariable, IndexedSlices]]:
+    ) -> Iterator[tuple[Any, IndexedSlices]]:
         """The rows of each shard; of known ones, shards without any are left out."""
-        known = None if in_step else known_numbers(rows.indices)
+        known = None if in_step else _rows.known_numbers(rows.indices)
         if known is None:
             for shard, own in zip(self._shards, self._own(rows.indices), strict=True):
                 yield shard, IndexedSlices(rows.values, own)
             return
-        for number, (places, own) in places_of(known, self._starts):
+        for number, (places, own) in _rows.places_of(known, self._starts):
             has_all = len(places) == len(known)
             values = rows.values if has_all else rows.values[places]
             yield self._shards[number], IndexedSlices(values, own)
@@ -354,7 +322,7 @@ class ShardedVariable(VariableLike):
         """Change all shards by one equation, in a function that goes to workers."""
         held = [shard._access().holder[...] for shard in self._shards]
         ids, values = rows.indices, rows.values
-        new = changed_rows(WORDS[change.operation], ids, values, held)
+        new = _rows.changed_rows(WORDS[change.operation], ids, values, held)
         for shard, each, own in zip(self._shards, new, self._own(ids), strict=True):
             kind = server_kind_of(shard)
             assert kind is not None, "the shards of a table are of one kind"
@@ -386,14 +354,14 @@ class ShardedVariable(VariableLike):
     @property
     def holds_variables(self) -> bool:
         """Whether the shards are variables, and not what JAX made of them."""
-        return all(isinstance(shard, AbstractVariable) for shard in self._shards)
+        return all(isinstance(shard, Handle) for shard in self._shards)
 
     @property
     def _starts(self) -> list[int]:
         return row_starts(self._shards)
 
     @property
-    def _bounded(self) -> Iterator[tuple[AbstractVariable, int, int]]:
+    def _bounded(self) -> Iterator[tuple[Any, int, int]]:
         """Each shard with its first row, and the one behind its last."""
         for shard, bounds in zip(
             self._shards, itertools.pairwise(self._starts), strict=True
@@ -452,7 +420,7 @@ class ShardedVariable(VariableLike):
     ) -> ShardedVariable:
         """The same one again; one of arrays, if the shards have become these."""
         children = tuple(children)
-        if all(isinstance(child, AbstractVariable) for child in children):
+        if all(isinstance(child, Handle) for child in children):
             found = _known.get(tuple(child.number for child in children))
             if found is not None:
                 return found
@@ -461,16 +429,11 @@ class ShardedVariable(VariableLike):
         return made
 
 
-def _scattered(kind: VariableKind) -> Callable[..., jax.Array | PerReplica]:
-    """The kind's `scatter` of rows that are those of all replicas."""
-    return lambda at, *given: kind.scatter(at._replace(side=Side.CROSS), *given)
-
-
-def _checked_shards(given: object, name: str) -> tuple[AbstractVariable, ...]:
+def _checked_shards(given: object, name: str) -> tuple[Any, ...]:
     """`given` as the shards of a table."""
     shards = tuple(given) if isinstance(given, Sequence) else ()
-    if not shards or not all(isinstance(each, AbstractVariable) for each in shards):
-        wrong = [each for each in shards if not isinstance(each, AbstractVariable)]
+    if not shards or not all(isinstance(each, Handle) for each in shards):
+        wrong = [each for each in shards if not isinstance(each, Handle)]
         which = f", which holds a {type(wrong[0]).__name__}" if wrong else ""
         raise TypeError(
             f"`variables` of ShardedVariable {name!r} was {shown(given)}{which}; a "
@@ -495,3 +458,96 @@ def _checked_shards(given: object, name: str) -> tuple[AbstractVariable, ...]:
                 "All must have the same, and only dimension 0 may be of another length."
             )
     return shards
+
+
+Table: TypeAlias = ShardedVariable | Handle | jax.Array
+
+
+def embedding_lookup(
+    params: Table,
+    ids: Value,
+    max_norm: float | None = None,
+    *,
+    combiner: Combiner | None = None,
+    weights: Value | None = None,
+) -> jax.Array:
+    """The rows of a table with these ids, or one row for each group of ids.
+
+    Of a variable on parameter servers only these rows are read, each from the server
+    that has it. With respect to a `ShardedVariable` that a function uses in no other
+    way, `js.grad` gives `IndexedSlices`: the rows that were looked up.
+
+    Shapes: table `[rows, ...]`, ids `[...]` -> `[*ids.shape, *table.shape[1:]]`, or
+    with a combiner, without the last dimension of the ids.
+
+    Args:
+      params: a variable, a `ShardedVariable` or an array.
+      ids: whole numbers from 0 to the number of rows. Of those that are traced, one
+        that is no row gives what `jnp.take` fills in, NaN, and on a server an error.
+      max_norm: rows that are longer are made this long; the table does not change.
+      combiner: how the rows of the last dimension of `ids` become one: "sum", "mean"
+        or "sqrtn", as in `js.sharded.lookup`. A negative id then stands for none, so
+        that groups of several lengths can be filled up; a group without ids is zeros.
+      weights: for each id, of the same shape. For "mean" and "sqrtn", an id of which
+        it is not positive counts as none.
+
+    Raises:
+      IndexError: an id is no row.
+      ValueError: a table without dimensions; no such combiner; weights of another
+        shape, or without a combiner; `max_norm` is not positive.
+      TypeError: the ids are no whole numbers; `params` is no table.
+
+    >>> import jaxstrategy as js
+    >>> shards = [js.Variable([[1.0, 2.0], [3.0, 4.0]]), js.Variable([[5.0, 6.0]])]
+    >>> table = js.experimental.ShardedVariable(shards)
+    >>> js.experimental.embedding_lookup(table, [2, 0])
+    Array([[5., 6.],
+           [1., 2.]], dtype=float32)
+    >>> groups = [[0, 2], [1, -1]]  # [0, 2] and [1]
+    >>> js.experimental.embedding_lookup(table, groups, combiner="mean")
+    Array([[3., 4.],
+           [3., 4.]], dtype=float32)
+    """
+    if isinstance(params, (list, tuple)):
+        raise TypeError(
+            f"`params` was a {type(params).__name__} of {len(params)}; one variable or "
+            "array was wanted. Shards that are one table, one's rows after the "
+            "other's, are `js.experimental.ShardedVariable(shards)`."
+        )
+    is_variable = isinstance(params, (ShardedVariable, Handle))
+    table: Any = params if is_variable else lookup.array("params", params)
+    if not table.ndim:
+        raise ValueError(
+            "`params` has no dimensions, and so no rows; [rows, ...] was wanted."
+        )
+    shape, has_groups = table.shape, combiner is not None
+    name = getattr(table, "name", "params")
+    numbers = _rows.checked_ids(ids, shape[0], name, are_padded=has_groups)
+    each = lookup.check_combiner(combiner, numbers, weights)
+    is_none = numbers < 0
+    if each is not None and combiner != "sum":
+        is_none |= each <= 0
+    # Row 0 in the place of none: a server refuses what is no row.
+    asked = jnp.where(is_none, 0, numbers) if has_groups else numbers
+    is_sharded = isinstance(table, ShardedVariable)
+    rows = table.rows_at(asked) if is_sharded else _rows.looked_up((table,), asked)
+    rows = _shortened(rows, len(shape) - 1, max_norm)
+    if combiner is None:
+        return rows
+    mask = is_none.reshape(*is_none.shape, *(1,) * (len(shape) - 1))
+    rows = jnp.where(mask, jnp.zeros_like(rows), rows)
+    return lookup.combined(rows, jnp.where(is_none, -1, numbers), combiner, each)
+
+
+def _shortened(rows: jax.Array, rank: int, max_norm: float | None) -> jax.Array:
+    """Each row, of so many dimensions, at most as long as `max_norm`."""
+    if max_norm is None:
+        return rows
+    if not isinstance(max_norm, Tracer) and not max_norm > 0:
+        raise ValueError(f"`max_norm` was {shown(max_norm)}; more than 0 was wanted.")
+    axes = tuple(range(rows.ndim - rank, rows.ndim))
+    squares = (rows**2).sum(axes, keepdims=True)
+    # The derivative of the root of 0 would be infinite.
+    is_long = squares > max_norm**2
+    norms = jnp.sqrt(jnp.where(is_long, squares, 1))
+    return jnp.where(is_long, rows * (max_norm / norms), rows).astype(rows.dtype)

@@ -22,7 +22,7 @@ from jaxstrategy._src.replicas.inner_axes import (
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped, StateSharding
-from jaxstrategy._src.text.shown import several_whole, shown, whole
+from jaxstrategy._src.text.shown import positive, several_whole, shown, whole
 
 
 class Partitioner:
@@ -44,19 +44,7 @@ class Partitioner:
     def __call__(
         self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
     ) -> list[int]:
-        """The number of parts along each dimension of `shape`.
-
-        Args:
-          shape: of a variable.
-          dtype: of it.
-          axis: the dimension that may be divided.
-
-        Returns:
-          As many numbers as `shape` has: 1 but for that of `axis`.
-
-        Raises:
-          NotImplementedError: the class does not define it.
-        """
+        """The numbers of parts along the dimensions of `shape`: 1 but for `axis`."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say how a variable is divided. Define "
             "`__call__(self, shape, dtype, axis=0)`, or use FixedShardsPartitioner, "
@@ -72,13 +60,7 @@ class _OfOneDimension(Partitioner, abc.ABC):
     def __call__(
         self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
     ) -> list[int]:
-        """The number of parts along each dimension, not more than there are rows.
-
-        Args:
-          shape: of a variable.
-          dtype: of it.
-          axis: the dimension that may be divided.
-        """
+        """The number of parts along each dimension, not more than there are rows."""
         lengths = several_whole(shape)
         if lengths is None:
             raise TypeError(
@@ -126,7 +108,7 @@ class FixedShardsPartitioner(_OfOneDimension):
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._num_shards = _positive(num_shards, "num_shards")
+        self._num_shards = positive("num_shards", num_shards)
 
     def _parts(self, rows: int, size: int) -> int:
         return self._num_shards
@@ -158,9 +140,9 @@ class MinSizePartitioner(_OfOneDimension):
         max_shards: int = 1,
         bytes_per_string: int = 16,
     ) -> None:
-        self._min_shard_bytes = _positive(min_shard_bytes, "min_shard_bytes")
-        self._max_shards = _positive(max_shards, "max_shards")
-        self._bytes_per_string = _positive(bytes_per_string, "bytes_per_string")
+        self._min_shard_bytes = positive("min_shard_bytes", min_shard_bytes)
+        self._max_shards = positive("max_shards", max_shards)
+        self._bytes_per_string = positive("bytes_per_string", bytes_per_string)
 
     def _parts(self, rows: int, size: int) -> int:
         return min(-(-size // self._min_shard_bytes), self._max_shards)
@@ -189,24 +171,15 @@ class MaxSizePartitioner(_OfOneDimension):
         max_shards: int | None = None,
         bytes_per_string: int = 16,
     ) -> None:
-        self._max_shard_bytes = _positive(max_shard_bytes, "max_shard_bytes")
+        self._max_shard_bytes = positive("max_shard_bytes", max_shard_bytes)
         is_limited = max_shards is not None
-        self._max_shards = _positive(max_shards, "max_shards") if is_limited else None
-        self._bytes_per_string = _positive(bytes_per_string, "bytes_per_string")
+        self._max_shards = positive("max_shards", max_shards) if is_limited else None
+        self._bytes_per_string = positive("bytes_per_string", bytes_per_string)
 
     def _parts(self, rows: int, size: int) -> int:
         of_a_row = max(size // max(rows, 1), 1)
         wanted = -(-rows // max(self._max_shard_bytes // of_a_row, 1))
         return wanted if self._max_shards is None else min(wanted, self._max_shards)
-
-
-def _positive(given: object, name: str) -> int:
-    number = whole(given)
-    if number is None:
-        raise TypeError(f"`{name}` was {shown(given)}; a whole number was wanted.")
-    if number < 1:
-        raise ValueError(f"`{name}` was {number}; 1 or more was wanted.")
-    return number
 
 
 PartitionFunction: TypeAlias = Callable[[tuple[int, ...], np.dtype], Sequence[int]]
@@ -220,18 +193,10 @@ VariableSharding: TypeAlias = (
 
 @dataclasses.dataclass(frozen=True)
 class ShardingChoice:
-    """What the user says of how one variable is divided.
+    """What the user says of how one variable is divided."""
 
-    Args:
-      name: of the variable, for messages, and as the path for a `StateSharding`.
-      given: the user's choice; None leaves it to the strategy.
-
-    Raises:
-      TypeError: it says nothing of how a variable is divided.
-    """
-
-    name: str
-    given: VariableSharding = None
+    name: str  # for messages, and as the path for a `StateSharding`
+    given: VariableSharding = None  # None leaves it to the strategy
 
     def __post_init__(self) -> None:
         given = self.given
@@ -247,11 +212,8 @@ class ShardingChoice:
     @property
     def divides(self) -> bool:
         """Whether the variable itself asks to be divided."""
-        return not (self.given is None or self._is_whole or self._is_inner)
-
-    @property
-    def _is_inner(self) -> bool:
-        return isinstance(self.given, InnerSpec)
+        is_open = self.given is None or isinstance(self.given, InnerSpec)
+        return not (is_open or self._is_whole)
 
     @property
     def _is_whole(self) -> bool:
@@ -259,11 +221,12 @@ class ShardingChoice:
 
     def may_divide(self, replicas: Replicas) -> bool:
         """Whether a variable of some type would lie divided over these replicas."""
-        if isinstance(self.given, InnerSpec) and replicas.inner_axes:
+        is_inner = isinstance(self.given, InnerSpec)
+        if is_inner and replicas.inner_axes:
             return True
         if replicas.parts == 1:
             return False
-        if self.given is not None and not self._is_inner:
+        if self.given is not None and not is_inner:
             return self.divides
         of_strategy = replicas.state_sharding
         return of_strategy is not None and of_strategy.shard == "state"
@@ -273,7 +236,12 @@ class ShardingChoice:
         given, parts = self.given, replicas.parts
         taken = divided_dimensions(self.inner(leaf, replicas))
         if given is None or isinstance(given, InnerSpec):
-            return self._of_strategy(leaf, replicas, taken)
+            of_strategy = replicas.state_sharding
+            if of_strategy is None or of_strategy.shard != "optimizer":
+                return replicas.division(self.name, leaf, taken)
+            # A variable does not say what it is for.
+            why = "the strategy divides optimizer state, and it has no `sharding`"
+            return LeafSharding(None, why)
         if isinstance(given, StateSharding):
             return given.division(self.name, leaf, parts, taken)
         if self._is_whole:
@@ -292,17 +260,6 @@ class ShardingChoice:
             what = f"`sharding` of variable {self.name!r}"
             return checked_spec(self.given, leaf.shape, replicas, what)
         return inner_spec(leaf, replicas)
-
-    def _of_strategy(
-        self, leaf: Shaped, replicas: Replicas, taken: Sequence[int]
-    ) -> LeafSharding:
-        of_strategy = replicas.state_sharding
-        if of_strategy is not None and of_strategy.shard == "optimizer":
-            # A variable does not say what it is for.
-            return LeafSharding(
-                None, "the strategy divides optimizer state, and it has no `sharding`"
-            )
-        return replicas.division(self.name, leaf, taken)
 
     def _along(
         self, given: int, leaf: Shaped, parts: int, taken: Sequence[int]
@@ -329,7 +286,7 @@ class ShardingChoice:
                 f"`sharding` of variable {self.name!r} was {given}, but {parts} "
                 f"replicas cannot divide dimension {dimension} of shape "
                 f"{tuple(leaf.shape)} equally. Choose another dimension, or make it "
-                f"longer: {_next_multiple(leaf.shape[dimension], parts)}."
+                f"longer: {-(-leaf.shape[dimension] // parts) * parts}."
             )
         return _unless_alone_or_empty(LeafSharding(dimension), leaf, parts)
 
@@ -356,14 +313,11 @@ class ShardingChoice:
         if not divided:
             return LeafSharding(None, "its partitioner left it whole")
         (dimension,) = divided
+        along = f"divide dimension {dimension}"
         if dimension in taken:
-            return LeafSharding(
-                None, f"the devices of each replica divide dimension {dimension}"
-            )
+            return LeafSharding(None, f"the devices of each replica {along}")
         if shape[dimension] % parts:
-            return LeafSharding(
-                None, f"{parts} replicas cannot divide dimension {dimension} of {shape}"
-            )
+            return LeafSharding(None, f"{parts} replicas cannot {along} of {shape}")
         return _unless_alone_or_empty(LeafSharding(dimension), leaf, parts)
 
 
@@ -394,7 +348,3 @@ def _unless_alone_or_empty(
     if not math.prod(leaf.shape):
         return LeafSharding(None, "it has no elements")
     return sharding
-
-
-def _next_multiple(length: int, parts: int) -> int:
-    return -(-length // parts) * parts

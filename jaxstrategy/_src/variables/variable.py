@@ -10,45 +10,35 @@ from typing import Any, Self, cast, final
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.context import AbstractStrategy, Context
+from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import VariableAggregation, VariableSynchronization
 from jaxstrategy._src.parameter_servers import worker
 from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import local_copy
-from jaxstrategy._src.replicas.replicas import REPLICATED
+from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
+from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.text import html as _html
 from jaxstrategy._src.text.shown import array_type, shown, with_noun
-from jaxstrategy._src.values import arrays
+from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
-from jaxstrategy._src.values.per_replica import (
-    PerReplica,
-    line_of_value,
-    value_text,
-)
+from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices
-from jaxstrategy._src.variables import abstract_variable, access
-from jaxstrategy._src.variables.abstract_variable import AbstractVariable
-from jaxstrategy._src.variables.access import (
-    Access,
-    Cell,
-    RemoteCell,
-    Side,
-    StepVariables,
-)
-from jaxstrategy._src.variables.changes import UPDATE, Change, VariablePart
-from jaxstrategy._src.variables.initial_value import (
-    InitialValue,
-    Start,
-    check_shape,
-    shard_plan,
-    start_of,
+from jaxstrategy._src.variables import access, initial_value as _initial
+from jaxstrategy._src.variables.access import Access, Side, StepVariables
+from jaxstrategy._src.variables.changes import (
+    UPDATE,
+    Change,
+    VariableLike,
+    VariablePart,
 )
 from jaxstrategy._src.variables.kinds import check_aggregation
-from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy, WantedVariable
+from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy
 from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of, server_kind_of
 from jaxstrategy._src.variables.rows import checked_ids, looked_up
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
@@ -60,7 +50,7 @@ _ON_READ = VariableSynchronization.ON_READ
 
 @final
 @jax.tree_util.register_pytree_node_class
-class Variable(AbstractVariable):
+class Variable(VariableLike, Handle):
     """A value that steps read and change in place, replicated as its strategy says.
 
     Made inside `strategy.scope()` it belongs to that strategy; made outside any, it
@@ -139,11 +129,11 @@ class Variable(AbstractVariable):
     """
 
     # Made before, by `__new__`, if a partitioner has asked for its shape.
-    _start: Start | None = None
+    _start: _initial.Start | None = None
 
     def __new__(
         cls,
-        initial_value: InitialValue = None,
+        initial_value: _initial.InitialValue = None,
         trainable: bool | None = None,
         dtype: DTypeLike | None = None,
         name: str = "Variable",
@@ -163,8 +153,8 @@ class Variable(AbstractVariable):
         if partitioner is None or sharding is not None or has_copies or is_colocated:
             return made
         with context.outside():
-            plan = shard_plan(partitioner, initial_value, shape, dtype, name)
-        if isinstance(plan, Start):
+            plan = _initial.shard_plan(partitioner, initial_value, shape, dtype, name)
+        if isinstance(plan, _initial.Start):
             made._start = plan
             return made
         shards = []
@@ -177,7 +167,7 @@ class Variable(AbstractVariable):
 
     def __init__(
         self,
-        initial_value: InitialValue,
+        initial_value: _initial.InitialValue,
         trainable: bool | None = None,
         dtype: DTypeLike | None = None,
         name: str = "Variable",
@@ -208,9 +198,8 @@ class Variable(AbstractVariable):
         self.number = next(_numbers)
         policy = _policy()
         self._strategy = context.current().strategy if policy.are_owned else None
-        per_worker, owner = per_worker_variable, self._strategy
         kind = policy.kind(
-            WantedVariable(name, on_read, self._aggregation, owner, per_worker)
+            name, self._aggregation, self._strategy, on_read, per_worker_variable
         )
         step = access.tracing()
         if step is not None and not step.may_create:
@@ -223,8 +212,10 @@ class Variable(AbstractVariable):
             )
         may_divide = not on_read and choice.may_divide(kind.replicas)
         with context.outside():
-            start = self._start or start_of(initial_value, dtype, name, may_divide)
-            check_shape(shape, start.type, name)
+            start = self._start
+            if start is None:
+                start = _initial.start_of(initial_value, dtype, name, may_divide)
+            _initial.check_shape(shape, start.type, name)
         self._start = None
         # In a step, too: a cell outlives it, and must hold numbers and no tracers.
         with jax.ensure_compile_time_eval(), context.outside():
@@ -235,7 +226,95 @@ class Variable(AbstractVariable):
         if step is not None:
             step.create(self, kind.of_one_replica(start))
         # Last: another thread that traces a step takes whatever is registered.
-        abstract_variable.add(self, self._strategy)
+        access.add(self, self._strategy)
+
+    # What no assignment changes.
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the value."""
+        return self._dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change it."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """The moment at which its copies are brought together."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """The operation that makes one value of its copies, or of those assigned."""
+        return self._aggregation
+
+    @property
+    def strategy(self) -> AbstractStrategy | None:
+        """The strategy it belongs to, None for ordinary variables."""
+        return self._strategy
+
+    # Where it is.
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas that have a copy each; one for an ordinary variable."""
+        return self._kind.replicas
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that hold its copies, in replica order."""
+        return self._kind.replicas.devices
+
+    @property
+    def device(self) -> Device | str:
+        """The device that holds the first of its copies; the name of one elsewhere."""
+        return self._kind.device
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the devices that hold its copies."""
+        return self._kind.replicas.mesh
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The placement of the copies."""
+        return self._kind.sharding
+
+    @property
+    def sharding_of_value(self) -> NamedSharding:
+        """The placement of a value that all copies take."""
+        return self._kind.sharding_of_value
+
+    @property
+    def kept(self) -> str:
+        """The way in which it is kept: `"mirrored"`, `"on read"`, and so on."""
+        return self._kind.describe
+
+    @property
+    def division(self) -> LeafSharding:
+        """The dimension along which it is divided over the replicas, or why none is."""
+        return self._kind.division
+
+    @property
+    def copies_must_agree(self) -> bool:
+        """Whether it has no copies that may differ."""
+        return self._kind.copies_must_agree
+
+    def lives_on(self, replicas: Replicas) -> bool:
+        """Whether steps of these replicas can work on it where it is."""
+        return self._strategy is not None and self._kind.replicas == replicas
+
+    @property
+    def cell(self) -> access.Cell:
+        """The holder of all copies, outside of steps."""
+        return self._cell
 
     # Its value.
 
@@ -256,15 +335,6 @@ class Variable(AbstractVariable):
             return self._kind.read(self._access())
 
     def numpy(self) -> np.ndarray:
-        """The value as a NumPy array of the variable's shape; not inside `run`.
-
-        With several processes, all of them must ask for that of a divided variable.
-
-        Raises:
-          ValueError: an on-read variable whose aggregation is NONE.
-          ContextError: in another strategy's scope or `run`.
-          TracedValueError: inside `run`, where only the devices know it.
-        """
         value = self.value()
         if arrays.is_placed(value) and mesh.is_spread(value):
             value = local_copy(value)
@@ -359,8 +429,15 @@ class Variable(AbstractVariable):
 
     def _access(self) -> Access:
         now = context.current()
-        if now.strategy is not self._strategy and now.strategy is not None:
-            self._check_strategy(now)
+        other = now.strategy
+        if other is not self._strategy and other is not None:
+            if self._strategy is not None and other._variable_policy.are_owned:
+                where = "a step" if now.in_step else "the scope"
+                raise ContextError(
+                    f"Variable {self._name!r} belongs to {self._strategy!r}, but was "
+                    f"used in {where} of {other!r}. Make it in the scope of the "
+                    "strategy that uses it, or outside of any scope."
+                )
         side = Side.UPDATE if now.updated else Side.CROSS
         if now.replica is not None:
             side = Side.REPLICA
@@ -370,18 +447,6 @@ class Variable(AbstractVariable):
         holder = cast(StepVariables, step).reference(self)
         assert holder is not None, "variables are made before the step or by it"
         return Access(holder, side, True)
-
-    def _check_strategy(self, current: Context) -> None:
-        strategy = current.strategy
-        if strategy is None or self._strategy is None:
-            return
-        where = "a step" if current.in_step else "the scope"
-        if strategy._variable_policy.are_owned:
-            raise ContextError(
-                f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
-                f"in {where} of {strategy!r}. Make it in the scope of the "
-                "strategy that uses it, or outside of any scope."
-            )
 
     def read_all(self) -> list[jax.Array]:
         """The present value of the copy of each worker, in the order of the workers.
@@ -413,21 +478,21 @@ class Variable(AbstractVariable):
         kind = "" if self._strategy is None else f" {self._kind.describe}"
         head = f"Variable {self._name!r} {array_type(self._dtype.name, self._shape)}"
         if (eager := context.current().eager) is not None:
-            own = value_text(np.asarray(self.numpy()))
+            own = per_replica.value_text(np.asarray(self.numpy()))
             return f"<{head}{kind}, on replica {eager.number}: {own}>"
         copies = self._copies_here()
         if copies is None:
             is_traced = access.tracing() is not None or self._kind.is_readable
             return f"<{head}{kind}{', being traced' if is_traced else ''}>"
         if self._strategy is None:
-            return f"<{head} {value_text(copies[0])}>"
+            return f"<{head} {per_replica.value_text(copies[0])}>"
         if self._are_equal(copies):
             number = with_noun(self.replicas.count, "replica")
-            text = value_text(copies[0])
+            text = per_replica.value_text(copies[0])
             gap = "\n" if "\n" in text else " "
             return f"{head}{kind} on {number}:{gap}{text}"
         numbered = zip(self.replicas.local_ids, copies, strict=True)
-        lines = (f"  {i}: {value_text(copy)}" for i, copy in numbered)
+        lines = (f"  {i}: {per_replica.value_text(copy)}" for i, copy in numbered)
         return f"{head}{kind}, {{\n" + ",\n".join(lines) + "\n}"
 
     def _are_equal(self, copies: Sequence[np.ndarray]) -> bool:
@@ -454,14 +519,14 @@ class Variable(AbstractVariable):
         if self._strategy is None or self._are_equal(copies):
             equal = f"equal on {with_noun(replicas.count, 'replica')}, "
             where = f"{equal if replicas.count > 1 else 'on '}{replicas.device_names}"
-            text = html.escape(value_text(copies[0]))
+            text = html.escape(per_replica.value_text(copies[0]))
             value = f'<pre style="margin:.3em 0;color:inherit">{text}</pre>'
             return _html.page(title, [_html.paragraph(where), value])
         rows = [
             (
                 number,
                 replicas.device_names_of(number),
-                line_of_value(copy) or array_type(copy.dtype, copy.shape),
+                per_replica.line_of_value(copy) or array_type(copy.dtype, copy.shape),
             )
             for number, copy in zip(replicas.local_ids, copies, strict=True)
         ]
@@ -484,7 +549,7 @@ class Variable(AbstractVariable):
                 f"Variable {self._name!r} was deep-copied inside a step. Copy it "
                 "outside, and use both in the step."
             )
-        if isinstance(self._cell, RemoteCell):
+        if isinstance(self._cell, access.RemoteCell):
             raise RuntimeError(
                 f"Variable {self._name!r} is {self._kind.describe}, and cannot be "
                 "copied with what holds it. Make another one in the scope of its "
@@ -495,8 +560,8 @@ class Variable(AbstractVariable):
         with access.one_at_a_time, jax.ensure_compile_time_eval():
             vars(twin).update(vars(self))
             # They share the array until one lends it: what was read is copied then.
-            twin.number, twin._cell = next(_numbers), Cell(self._cell[...])
-        abstract_variable.add(twin, self._strategy)
+            twin.number, twin._cell = next(_numbers), access.Cell(self._cell[...])
+        access.add(twin, self._strategy)
         return twin
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -513,18 +578,12 @@ class Variable(AbstractVariable):
         assert isinstance(policy, VariablePolicy), "which contexts know in part only"
         self._strategy = strategy
         self._kind = policy.adopted(self._kind, strategy)
-        abstract_variable.add(self, strategy)
+        access.add(self, strategy)
 
     # To JAX it is a node around its value, and comes back as that.
 
     def tree_flatten(self) -> tuple[tuple[jax.Array | PerReplica], None]:
-        """The value, for JAX; all copies of a variable that has no one value.
-
-        Shapes: the value has that of the variable, `[...]`; copies `[replica, ...]`.
-
-        Raises:
-          ContextError: in another strategy's scope or `run`.
-        """
+        """The value, for JAX; all copies of a variable that has no one value."""
         now = context.current()
         is_of_all = now.replica is None and not now.updated
         has_one = not is_of_all or self._kind.has_one_value

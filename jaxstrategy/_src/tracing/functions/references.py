@@ -31,7 +31,7 @@ from jaxstrategy._src.tracing.functions.weak_references import Identity
 from jaxstrategy._src.tracing.nnx.object_form import is_changed_in_place
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Function, PyTree
-from jaxstrategy._src.variables.abstract_variable import Reference
+from jaxstrategy._src.variables.changes import Reference
 
 # Larger NumPy arrays are not hashed.
 _MAX_HASHED_BYTES = 1 << 28
