@@ -65,6 +65,17 @@ def test_torch_batches_keep_their_structure(torch):
     assert one.get_state() == {"batches": 1, "length": 2}
 
 
+def test_batches_of_tokenizers_become_dicts(torch):
+    t = torch.arange(3)
+    batch = collections.UserDict(input_ids=t, mask=collections.UserDict(x=t))
+    loader = torch.utils.data.DataLoader(
+        [batch], batch_size=None, collate_fn=lambda one: one
+    )
+    first = next(Source(loader).start())
+    assert type(first) is dict and type(first["mask"]) is dict
+    np.testing.assert_array_equal(first["mask"]["x"], [0, 1, 2])
+
+
 def unbatched(torch, tensors):
     return torch.utils.data.DataLoader(
         tensors, batch_size=None, collate_fn=lambda tensor: tensor

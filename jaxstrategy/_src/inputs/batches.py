@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self, TypeAlias, final
 
 import jax
@@ -81,10 +81,6 @@ class HostBatch:
         """Whether no row is missing."""
         return min(self.counts) >= self.each  # one replica may have more
 
-    def copied(self) -> HostBatch:
-        """The same, which stays as it is when a source overwrites its arrays."""
-        return dataclasses.replace(self, arrays=_copied(self.arrays))
-
 
 class BatchSpec(NamedTuple):
     """The structure, row shapes and dtypes that all batches of a dataset share."""
@@ -94,7 +90,7 @@ class BatchSpec(NamedTuple):
 
 
 @final
-class Steps:
+class Steps(Iterator[HostBatch]):
     """The batches of one pass, step by step."""
 
     def __init__(
@@ -127,9 +123,6 @@ class Steps:
         self._own_replicas: list[int] = []
         # The real rows of all replicas in steps that were agreed about ahead.
         self._counts_ahead: collections.deque[list[int]] = collections.deque()
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> HostBatch:
         while True:
@@ -239,7 +232,7 @@ class Steps:
             )
         # The source is asked again for this step, and may overwrite them.
         is_asked_again = len(self.passes) < self._replicas.local
-        return _copied(arrays) if is_asked_again else arrays
+        return copied(arrays) if is_asked_again else arrays
 
     def _next(
         self, tree: PyTree, place: int = 0, is_part: bool = False
@@ -706,6 +699,6 @@ def _joined(versions: Sequence[Sequence[Array]], each: int) -> list[Any]:
     ]
 
 
-def _copied(arrays: Sequence[Any]) -> list[Any]:
+def copied(arrays: Sequence[Any]) -> list[Any]:
     """`arrays` that stay as they are when a source overwrites its own."""
     return [np.array(a) if isinstance(a, np.ndarray) else a for a in arrays]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import json
 import queue
 import threading
@@ -16,7 +17,7 @@ import jax
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import ContextError, OutOfRangeError
 from jaxstrategy._src.inputs import origins
-from jaxstrategy._src.inputs.batches import HostBatch, Steps, Transfer
+from jaxstrategy._src.inputs.batches import HostBatch, Steps, Transfer, copied
 from jaxstrategy._src.inputs.input_options import InputOptions
 from jaxstrategy._src.inputs.sources import State
 from jaxstrategy._src.text.shown import with_noun
@@ -282,11 +283,13 @@ def _placed(
         return ahead, ahead
 
     # Copied, because the source may overwrite its arrays when it is asked for the next.
-    def copied() -> HostBatch:
+    def stable() -> HostBatch:
         batch = next(steps)
-        return batch if steps.are_own else batch.copied()
+        if steps.are_own:
+            return batch
+        return dataclasses.replace(batch, arrays=copied(batch.arrays))
 
-    ahead = Prefetcher(copied, options.ahead)
+    ahead = Prefetcher(stable, options.ahead)
     return ahead, map(place, ahead)
 
 

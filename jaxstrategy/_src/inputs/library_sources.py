@@ -115,8 +115,8 @@ class _StatefulPass(SnapshotIterator):
 
 
 def to_numpy(batch: PyTree, what: str = "batch") -> PyTree:
-    """`batch` with NumPy arrays for tensors and tuples for lists."""
-    if isinstance(batch, dict):
+    """`batch` with NumPy arrays for tensors, tuples for lists, dicts for mappings."""
+    if isinstance(batch, Mapping):  # such as what tokenizers of Hugging Face return
         return {
             key: to_numpy(value, f"{what}[{key!r}]") for key, value in batch.items()
         }

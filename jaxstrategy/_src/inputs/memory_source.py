@@ -100,12 +100,7 @@ def batches(
 
 @final
 class ArrayBatches(Source):
-    """Batches cut from arrays in memory. Made by `jaxstrategy.batches`.
-
-    Raises:
-      ValueError: as for `batches`.
-      TypeError: the same.
-    """
+    """Batches cut from arrays in memory. Made by `jaxstrategy.batches`."""
 
     name = "js.batches"
 
@@ -285,13 +280,12 @@ def _checked(arrays: PyTree) -> tuple[list[np.ndarray], TreeStructure, int]:
         )
     named = {f"arrays{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
     host = {what: _on_host(leaf, what) for what, leaf in named.items()}
-    rows = {what: len(array) for what, array in host.items()}
-    first, count = next(iter(rows.items()))
-    for what, other in rows.items():
-        if other != count:
+    first, count = next((what, len(array)) for what, array in host.items())
+    for what, array in host.items():
+        if len(array) != count:
             raise ValueError(
-                f"`{what}` has {other} rows but `{first}` has {count}. All arrays need "
-                "the same examples along their first dimension."
+                f"`{what}` has {len(array)} rows but `{first}` has {count}. All arrays "
+                "need the same examples along their first dimension."
             )
     if count == 0:
         raise ValueError(f"`{first}` has no rows, so there is nothing to batch.")

@@ -17,6 +17,7 @@ from typing import Any, Generic, TextIO, TypeAlias, TypeVar, final
 
 import jax
 
+from jaxstrategy._src.inputs import sources
 from jaxstrategy._src.inputs.dataset import Grouped
 from jaxstrategy._src.masks import number_of_examples
 from jaxstrategy._src.text.shown import plural, whole
@@ -127,14 +128,18 @@ class Progress(Generic[_T]):
 
     def __iter__(self) -> Generator[_T]:
         self.iterator = iterator = iter(self._iterable)
+        total = self._total
+        if total is None:
+            with contextlib.suppress(TypeError):  # not known
+                turns: Any = self._iterable
+                is_grouped = isinstance(turns, Grouped)
+                total = turns.number_of_batches() if is_grouped else len(turns)
         try:
-            with _display(self._description, self._steps(), self._console) as show:
+            with _display(self._description, total, self._console) as show:
                 yield from self._shown(iterator, show)
         finally:
             if iterator is not self._iterable:  # else it is the user's own
-                closing = getattr(iterator, "close", None)
-                if callable(closing):
-                    closing()
+                sources.close(iterator)
 
     def _shown(self, iterator: Iterator[_T], show: _Show) -> Generator[_T]:
         # When so many steps were done, with so many examples.
@@ -164,15 +169,6 @@ class Progress(Generic[_T]):
         rows = [number_of_examples(batch) for batch in batches]
         known = [number for number in rows if number is not None]
         return len(batches), sum(known) if len(known) == len(rows) else None
-
-    def _steps(self) -> int | None:
-        if self._total is not None:
-            return self._total
-        with contextlib.suppress(TypeError):  # not known
-            if isinstance(self._iterable, Grouped):
-                return self._iterable.number_of_batches()
-            return len(self)
-        return None
 
 
 def _rates(marks: Sequence[tuple[float, int, int]], nouns: Sequence[str]) -> str:

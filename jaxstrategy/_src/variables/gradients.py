@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
-from jaxstrategy._src.reductions.rows import row_starts
+from jaxstrategy._src.reductions.rows import row_numbers, row_starts
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices
@@ -87,7 +87,7 @@ def _of_rows(parts: Sequence[Handle], found: Sequence[_RowGradient]) -> IndexedS
             ]
         for each in bounds:
             own, rows = _within(ids, gradient, *each)
-            indices.append(own.astype(jnp.int32))
+            indices.append(row_numbers(own, first[-1]))
             values.append(rows)
     return IndexedSlices(jnp.concatenate(values), jnp.concatenate(indices), shape)
 
