@@ -38,11 +38,11 @@ from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.functions import rebinding
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.nnx.object_calls import (
-    call_of,
-    options_of,
-    step_of_arrays,
+    array_options,
+    array_step,
+    object_call,
 )
-from jaxstrategy._src.tracing.nnx.object_form import AttributeChange
+from jaxstrategy._src.tracing.nnx.objects import AttributeChange
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.stages.placement import Placement
@@ -490,12 +490,12 @@ class EagerCall:
         captured: dict[str, object],
         environment: StepEnvironment,
     ) -> None:
-        call = self.objects = call_of(args, kwargs, captured)
+        call = self.objects = object_call(args, kwargs, captured)
         self._step_fn = self.fn
         arguments: tuple[Sequence[PyTree], dict[str, PyTree]] = args, kwargs
         if call is not None:
             form = None if call.objects is None else call.objects.form
-            self._step_fn = step_of_arrays(lambda: self.fn, form, call.captured)
+            self._step_fn = array_step(lambda: self.fn, form, call.captured)
             arguments = call.args, call.kwargs
         self.leaves, self.signature = _roles.flatten(self._step_fn, *arguments)
         step = ReplicaStep(
@@ -507,7 +507,7 @@ class EagerCall:
 
     @property
     def expected(self) -> PyTree:
-        options = self.options if self.objects is None else options_of(self.options)
+        options = self.options if self.objects is None else array_options(self.options)
         return options.expect_mirrored
 
     def columns(self, replicas: Replicas) -> list[list[Leaf]]:

@@ -29,10 +29,10 @@ from jaxstrategy._src.text.shown import array_type, whole
 from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.nnx import object_calls
-from jaxstrategy._src.tracing.nnx.object_form import (
-    Parts,
-    is_changed_in_place,
-    is_parts,
+from jaxstrategy._src.tracing.nnx.objects import (
+    ObjectArrays,
+    is_nnx_node,
+    is_object_arrays,
 )
 from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values import arrays as _arrays, trees
@@ -236,7 +236,7 @@ class StepLoop:
         self._name = name_of(fn)
         self._names = _first_names(fn, len(args))
         self._carried = [i for i, each in enumerate(args) if self._is_carried(i, each)]
-        call = object_calls.call_of(args, kwargs, object_calls.captured_by(fn))
+        call = object_calls.object_call(args, kwargs, object_calls.captured_by(fn))
         self._objects = None if call is None else call.objects
         self._captured = () if call is None else call.captured
         self._args = args if call is None else list(call.args)
@@ -251,7 +251,7 @@ class StepLoop:
     def _is_carried(self, place: int, argument: PyTree) -> bool:
         """Whether the step returns a new value of this argument."""
         leaves = jax.tree.leaves(argument, is_leaf=_is_whole)
-        if any(map(is_changed_in_place, leaves)):
+        if any(map(is_nnx_node, leaves)):
             if any(_arrays.is_array(leaf) or _is_number(leaf) for leaf in leaves):
                 raise ObjectError(
                     f"`{self._name}`: `{self._names[place]}` holds objects of Flax "
@@ -323,7 +323,7 @@ class StepLoop:
             local = self._local
             with contextlib.nullcontext() if local is None else local.step():
                 returned = _with_variable_values(fn(*args, batch, **kwargs))
-        if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
+        if any(map(is_nnx_node, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
                 f"`{self._name}` returned an object of Flax NNX. In a loop of several "
                 "steps objects are changed in place; return only what else there is."
@@ -339,28 +339,28 @@ class StepLoop:
         return new, outputs if local is None else local.before_reduction(outputs)
 
     def _rebuilt(
-        self, states: Sequence[PyTree], parts: Sequence[Parts]
+        self, states: Sequence[PyTree], parts: Sequence[ObjectArrays]
     ) -> tuple[list[PyTree], dict[str, PyTree], list[PyTree]]:
         args = list(self._args)
         for place, state in zip(self._carried, states, strict=True):
             args[place] = state
         if self._objects is None:
             return args, dict(self._kwargs), []
-        objects = self._objects.form.put_together(parts)
+        objects = self._objects.form.merge(parts)
         following = iter(objects)
         args, kwargs = jax.tree.map(
-            lambda leaf: next(following) if is_parts(leaf) else leaf,
+            lambda leaf: next(following) if is_object_arrays(leaf) else leaf,
             (args, self._kwargs),
-            is_leaf=lambda node: is_parts(node) or trees.is_whole(node),
+            is_leaf=lambda node: is_object_arrays(node) or trees.is_whole(node),
         )
         return args, kwargs, objects
 
     def _parts_after(
-        self, objects: list[PyTree], before: Sequence[Parts]
-    ) -> Sequence[Parts]:
+        self, objects: list[PyTree], before: Sequence[ObjectArrays]
+    ) -> Sequence[ObjectArrays]:
         if self._objects is None:
             return []
-        parts = self._objects.form.take_apart(objects, before)
+        parts = self._objects.form.split(objects, before)
         for change in parts[0].changes:
             raise ObjectError(
                 f"`{self._name}` changes `{change.name}` of an object of Flax NNX, "
@@ -397,7 +397,9 @@ class StepLoop:
                 )
         return list(returned[:count]), returned[count:]
 
-    def _checked(self, states: list[PyTree], parts: Sequence[Parts]) -> list[jax.Array]:
+    def _checked(
+        self, states: list[PyTree], parts: Sequence[ObjectArrays]
+    ) -> list[jax.Array]:
         now = ArrayTree((states, parts))
         leaves = zip(now.paths, self._initial.leaves, now.leaves, strict=True)
         for path, before, after in leaves:
@@ -442,7 +444,7 @@ def _with_variable_values(tree: PyTree) -> PyTree:
 
 
 def _is_whole(node: object) -> bool:
-    if trees.is_whole(node) or is_changed_in_place(node):
+    if trees.is_whole(node) or is_nnx_node(node):
         return True
     # A state of NNX has copies of variables, and is carried like other state.
     nnx = sys.modules.get("flax.nnx")

@@ -45,8 +45,8 @@ from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weak_function
 from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr, all_eqns
-from jaxstrategy._src.tracing.nnx.object_form import (
-    is_changed_in_place,
+from jaxstrategy._src.tracing.nnx.objects import (
+    is_nnx_node,
 )
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Signature
@@ -482,4 +482,4 @@ def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[FunctionKey, bool
     arrays = map(Identity, references.arrays.values())
     code = Identity(_code.code_of(own))
     key = FunctionKey((*wrappers, *form, *arrays), code, options=None)
-    return key, any(is_changed_in_place(each.value) for each in references.nodes)
+    return key, any(is_nnx_node(each.value) for each in references.nodes)

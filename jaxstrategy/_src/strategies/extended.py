@@ -29,8 +29,8 @@ from jaxstrategy._src.strategies.destinations import (
     checked_pairs,
     copies_on,
 )
-from jaxstrategy._src.tracing.nnx.object_form import (
-    is_changed_in_place,
+from jaxstrategy._src.tracing.nnx.objects import (
+    is_nnx_node,
 )
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -487,7 +487,7 @@ class StrategyExtended:
             versions,
             result,
             is_leaf=lambda node: (
-                node is None or trees.is_whole(node) or is_changed_in_place(node)
+                node is None or trees.is_whole(node) or is_nnx_node(node)
             ),
         )
 
@@ -524,7 +524,7 @@ def _moved_to_variable(var: Variable, arguments: PyTree) -> PyTree:
     return jax.tree.map(
         moved,
         arguments,
-        is_leaf=lambda node: trees.is_whole(node) or is_changed_in_place(node),
+        is_leaf=lambda node: trees.is_whole(node) or is_nnx_node(node),
     )
 
 

@@ -21,7 +21,7 @@ from jaxstrategy._src.tracing.functions.weak_references import (
     weak_method,
 )
 from jaxstrategy._src.tracing.nnx.object_calls import came_from_step
-from jaxstrategy._src.tracing.nnx.object_form import is_changed_in_place
+from jaxstrategy._src.tracing.nnx.objects import is_nnx_node
 from jaxstrategy._src.tracing.program_cache import FrozenSignatures, ProgramCache
 from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
@@ -311,7 +311,7 @@ class CachedFunction:
         try:
             return call(programs, self._captured, args, kwargs)
         except Exception as error:
-            has_arrays = not all(map(is_changed_in_place, self._captured.values()))
+            has_arrays = not all(map(is_nnx_node, self._captured.values()))
             if not has_arrays or programs.has_succeeded or not _needs_constants(error):
                 raise
             # The function may need the value of an array in Python, or the sharding of

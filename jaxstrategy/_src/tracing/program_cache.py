@@ -25,7 +25,7 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
     BoundCall,
     ObjectCall,
     ObjectCalls,
-    options_of,
+    array_options,
 )
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.roles import Role, Signature, are_live_arrays
@@ -462,7 +462,7 @@ class ProgramCache:
         programs = ProgramCache(
             self._environment,
             self._agreement,
-            options_of(self._options),
+            array_options(self._options),
             self._history,
             self._calls,
             self,

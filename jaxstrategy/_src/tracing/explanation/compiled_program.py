@@ -1,4 +1,4 @@
-"""What XLA says of a compiled program: collectives, memory, operations."""
+"""Parses a compiled HLO module: collectives, memory, operations."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ _KINDS_OF_NUMBER = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 
 
 class HloArray(NamedTuple):
-    """The type of an array."""
-
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
 
 class HloInstruction(NamedTuple):
-    """One instruction of a program."""
+    """One instruction, with the loops around it."""
 
     name: str
     computation: str
@@ -54,7 +52,7 @@ class HloInstruction(NamedTuple):
 
 @final
 class HloModule:
-    """A compiled program, by what `jax.stages.Compiled.as_text` says of it."""
+    """A compiled program, parsed from `jax.stages.Compiled.as_text`."""
 
     def __init__(self, text: str) -> None:
         self._computations: dict[str, list[re.Match[str]]] = {}
@@ -80,13 +78,13 @@ class HloModule:
                 number, _, row = line.partition(" ")
                 rows[int(number)] = row
             elif line:
-                rows = {}  # of a table that nobody asks for
+                rows = {}  # another table
 
     def instructions(self) -> Iterator[HloInstruction]:
-        """All that are done, in order; those of a function once for each call."""
-        yield from self._of(self._entry, (), False)
+        """All executed instructions, in order; those of a function for each call."""
+        yield from self._instructions_of(self._entry, (), False)
 
-    def _of(
+    def _instructions_of(
         self, name: str, loops: tuple[int | None, ...], in_branch: bool
     ) -> Iterator[HloInstruction]:
         types: dict[str, list[HloArray]] = {}
@@ -111,14 +109,10 @@ class HloModule:
                 called += [name.strip().removeprefix("%") for name in listed.split(",")]
             for each in filter(None, called):
                 is_choice = in_branch or opcode == "conditional"
-                yield from self._of(each, around, is_choice)
+                yield from self._instructions_of(each, around, is_choice)
 
     def origins(self, instruction: HloInstruction) -> Iterator[int]:
-        """Numbers of what an instruction comes from in the user's code.
-
-        Its own is the first; then those of its first reader, that of this one, and so
-        on.
-        """
+        """Stack frame ids of an instruction, of its first reader, and so on."""
         body = {x["name"]: x for x in self._computations[instruction.computation]}
         first_readers: dict[str, str] = {}
         for reader, found in body.items():
@@ -131,18 +125,18 @@ class HloModule:
             name = first_readers.get(name)
 
     def frames(self, origin: int) -> Iterator[tuple[str, int]]:
-        """The files and lines that led to an origin, the innermost first."""
+        """The files and lines of a stack frame and its parents."""
         frames = self._tables["StackFrames"]
-        # The outermost frame has no parent: what is written for that is what parents'
-        # numbers are more than they should be (1, JAX 0.10 and 0.12).
-        more = _fields(frames.get(1, "")).get("parent_frame_id", 0)
+        # Ids of parents have an offset (1, JAX 0.10 and 0.12), which is the parent of
+        # the outermost frame.
+        offset = _fields(frames.get(1, "")).get("parent_frame_id", 0)
         number = origin
         while number in frames:
             frame = _fields(frames[number])
             place = _fields(self._tables["FileLocations"][frame["file_location_id"]])
             file = self._tables["FileNames"][place["file_name_id"]]
             yield file.strip('"'), place["line"]
-            number = frame["parent_frame_id"] - more
+            number = frame["parent_frame_id"] - offset
 
 
 def _fields(row: str) -> dict[str, int]:
@@ -155,14 +149,14 @@ def _operands(found: re.Match[str]) -> tuple[list[str], str]:
     while depth and end < len(rest):
         depth += (rest[end] == "(") - (rest[end] == ")")
         end += 1
-    # Types and comments may stand between the names.
-    given = re.sub(r"/\*.*?\*/", "", rest[: end - 1])
-    return re.findall(r"%?([\w.\-]+)(?=\s*(?:,|$))", given), rest[end:]
+    # There may be types and comments between the names.
+    operands = re.sub(r"/\*.*?\*/", "", rest[: end - 1])
+    return re.findall(r"%?([\w.\-]+)(?=\s*(?:,|$))", operands), rest[end:]
 
 
 def _array(dtype: str, dimensions: str) -> HloArray:
     found = re.fullmatch(r"(b?[a-z])(\d+)(\w*)", dtype)
-    name, bits = dtype, 0  # a token holds nothing
+    name, bits = dtype, 0  # a token
     if dtype == "pred":
         name, bits = "bool", 8
     elif found is not None:
@@ -174,8 +168,7 @@ def _array(dtype: str, dimensions: str) -> HloArray:
     return HloArray(name, shape, -(-math.prod(shape) * bits // 8))
 
 
-# What they are to a `Topology`. Of one that comes apart into a start and an end, the
-# start counts.
+# Their kinds for a `Topology`. Of an asynchronous one the start counts.
 _KINDS = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
@@ -183,7 +176,7 @@ _KINDS = {
     "all-to-all": "all_to_all",
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "permute",
-    # Nothing takes longer than an all-reduce of as much.
+    # No slower than an all-reduce.
     "collective-broadcast": "all_reduce",
 }
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{[^}]*\},?)*)\}")
@@ -195,7 +188,7 @@ _BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 def compiled_collectives(
     text: str, replicas: Replicas, outermost: str
 ) -> Iterator[CompiledCollective]:
-    """What the devices of replicas exchange, in order."""
+    """The collectives between devices, in order."""
     module = HloModule(text)
     for each in module.instructions():
         operation = each.opcode.removesuffix("-start")
@@ -206,8 +199,8 @@ def compiled_collectives(
         if max(map(len, groups)) == 1:
             continue
         # The axes of the mesh along which members of a group differ.
-        places = [np.unravel_index(group, mesh.devices.shape) for group in groups]
-        differ = [any(np.ptp(of) for of in axis) for axis in zip(*places, strict=True)]
+        indices = [np.unravel_index(group, mesh.devices.shape) for group in groups]
+        differ = [any(map(np.ptp, along)) for along in zip(*indices, strict=True)]
         yield CompiledCollective(
             operation=operation,
             kind=_KINDS[operation],
@@ -223,7 +216,7 @@ def compiled_collectives(
 
 
 def _line(module: HloModule, found: HloInstruction, outermost: str) -> Line | None:
-    """The user's line that an instruction comes from, or else who reads it."""
+    """The user's line of an instruction, or else of the first that reads it."""
     for origin in module.origins(found):
         frames = itertools.takewhile(
             lambda frame: frame[0] != outermost, module.frames(origin)
@@ -234,7 +227,7 @@ def _line(module: HloModule, found: HloInstruction, outermost: str) -> Line | No
 
 
 def _groups(attributes: str) -> DeviceGroups | None:
-    """The devices that exchange with each other; None: all of them."""
+    """The groups of devices of a collective; None: one of all."""
     if (found := _PAIRS.search(attributes) or _LISTED.search(attributes)) is not None:
         return tuple(map(_numbers, re.findall(r"\{([^}]*)\}", found[1]))) or None
     if (found := _COUNTED.search(attributes)) is not None:
@@ -261,18 +254,14 @@ def _numbers(written: str) -> tuple[int, ...]:
 
 
 _LOOP = re.compile(r"\bwhile\(")
-# Of a product of matrices and of a convolution, as instructions and as calls of cuBLAS
-# and cuDNN.
+# Of matrix products and convolutions, as instructions or calls of cuBLAS and cuDNN.
 _CONTRACTED = re.compile(r"\blhs_contracting_dim(?:ension)?s\W+([\d,\"]*)[\]}]")
 _KERNEL = re.compile(r"\bdim_labels=\w+_(\w+)->")
 _LIBRARY_CALL = re.compile(r'custom_call_target="__(?:cublas|cudnn\$conv)')
 
 
 class Figures(NamedTuple):
-    """What XLA says of a program on one device; None where it does not.
-
-    It cannot say how often a loop turns, and counts its body once.
-    """
+    """XLA's figures of a program on one device, with the body of a loop once."""
 
     memory: Memory | None = None
     flops: float | None = None
@@ -291,63 +280,63 @@ def figures(executable: Any) -> Figures:
     )
     text, flops = executable.as_text() or "", None
     if costs and "flops" in costs:
-        # It counts none of a library's, and -1 for the call.
+        # XLA counts -1 for a library call.
         calls = filter(_is_library_call, HloModule(text).instructions())
         flops = max(costs["flops"], 0.0) + sum(map(_operations, calls))
     return Figures(memory, flops, _LOOP.search(text) is not None)
 
 
 def work(executable: Any) -> tuple[float, float]:
-    """The operations of one device and the bytes that it reads and writes.
+    """The operations of one device, and the bytes that it reads and writes.
 
-    Those of XLA, with the body of a loop as often as it turns, where that is known: how
-    much of a program loops are is taken from its text. So are calls of libraries.
+    XLA's figures, scaled by known iterations of loops, and with library calls: both
+    are taken from the text of the program.
     """
     costs = executable.cost_analysis() or {}
-    once, turned, libraries = np.zeros(2), np.zeros(2), np.zeros(2)
+    once, repeated, libraries = np.zeros(2), np.zeros(2), np.zeros(2)
     for each in HloModule(executable.as_text() or "").instructions():
         if each.opcode in ("parameter", "tuple", "get-tuple-element", "while", "call"):
             continue
         is_call = _is_library_call(each)
-        # The further results of a library are memory that it works in.
+        # Further results of a library call are its workspace.
         arrays = (*each.operands, *(each.results[:1] if is_call else each.results))
         nbytes = sum(array.nbytes for array in arrays)
-        counted = np.array([_operations(each), nbytes], float)
-        often = math.prod(1 if n is None else n for n in each.loops)
+        amounts = np.array([_operations(each), nbytes], float)
+        times = math.prod(1 if n is None else n for n in each.loops)
         if is_call:
-            libraries += counted * often
+            libraries += amounts * times
         else:
-            once += counted
-            turned += counted * often
-    more = np.divide(turned, once, out=np.ones(2), where=once > 0)
-    told = np.maximum([costs.get("flops", 0.0), costs.get("bytes accessed", 0.0)], 0.0)
-    operations, moved = (told * more + libraries).tolist()
+            once += amounts
+            repeated += amounts * times
+    scale = np.divide(repeated, once, out=np.ones(2), where=once > 0)
+    figures = [costs.get("flops", 0.0), costs.get("bytes accessed", 0.0)]
+    operations, moved = (np.maximum(figures, 0.0) * scale + libraries).tolist()
     return operations, moved
 
 
 def _is_library_call(instruction: HloInstruction) -> bool:
-    """Whether it is a product or a convolution of which XLA counts nothing."""
+    """Whether it is a product or convolution that XLA does not count."""
     return _LIBRARY_CALL.search(instruction.attributes) is not None
 
 
 def _operations(instruction: HloInstruction) -> float:
-    """Floating-point operations; of what is neither, one for each element."""
-    attributes, given = instruction.attributes, instruction.operands
+    """Operations of products and convolutions; of others one for each element."""
+    attributes, operands = instruction.attributes, instruction.operands
     elements = sum(math.prod(array.shape) for array in instruction.results)
-    if len(given) < 2:
+    if len(operands) < 2:
         return elements
     result = instruction.results[0]
     if (found := _CONTRACTED.search(attributes)) is not None:
-        contracted = [given[0].shape[int(i)] for i in re.findall(r"\d+", found[1])]
+        contracted = [operands[0].shape[int(i)] for i in re.findall(r"\d+", found[1])]
         return 2.0 * math.prod(result.shape) * math.prod(contracted)
     if (found := _KERNEL.search(attributes)) is not None:
-        # Each element of what the convolution makes is a sum over a kernel's elements
-        # for one feature. The gradients have it, or the kernel, elsewhere.
-        made, kernel = result, given[1]
+        # Each element of the output is a sum over the kernel's elements of one feature.
+        # Gradients have output and kernel elsewhere.
+        output, kernel = result, operands[1]
         if "convBackwardFilter" in attributes:
-            made, kernel = given[1], result
+            output, kernel = operands[1], result
         elif "convBackwardInput" in attributes:
-            made = given[0]
+            output = operands[0]
         features = kernel.shape[found[1].index("o")]
-        return 2.0 * math.prod(made.shape) * math.prod(kernel.shape) / features
+        return 2.0 * math.prod(output.shape) * math.prod(kernel.shape) / features
     return elements

@@ -1,4 +1,4 @@
-"""From a traced step to its explanation."""
+"""Explains a traced step: `explain`."""
 
 from __future__ import annotations
 
@@ -81,28 +81,30 @@ def explain(
     topology: Topology,
     compiled: bool,
 ) -> Explanation:
-    """A description of `fn(*args, **kwargs)` on the replicas of a strategy."""
+    """Explains `fn(*args, **kwargs)` on the replicas of a strategy."""
     fn, args, kwargs, options = object_calls.as_arrays(fn, args, kwargs, options)
     leaves, signature = _roles.flatten(fn, args, kwargs, abstract=True)
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
-    seen = _Collected()
+    collected = _Collected()
     unchecked = dataclasses.replace(options, check_finite=False)
-    program = Program(replica_step, [seen, *stages_of(replica_step, unchecked)])
+    program = Program(replica_step, [collected, *stages_of(replica_step, unchecked)])
     lowered = program.lower(leaves)
-    (step,) = seen.steps
+    (step,) = collected.steps
     replicas = environment.replicas
-    of_xla, exchanged = Figures(), None
+    xla_figures, between_devices = Figures(), None
     if compiled:
         executable = lowered.compile()
-        of_xla = figures(executable)
+        xla_figures = figures(executable)
         if (text := executable.as_text()) is not None:
-            exchanged = tuple(compiled_collectives(text, replicas, outermost=__file__))
+            between_devices = tuple(
+                compiled_collectives(text, replicas, outermost=__file__)
+            )
     mirrored, per_replica = _results(step)
     donatable = list(_donatable(step))
     statics = iter(signature.statics)
-    # None stands for what comes at the end of local steps: there the step is named.
-    place = source_location(replica_step.fn)
-    defined = None if place is None else Line(*place)
+    # Collectives at the end of local steps have no line: use that of the step.
+    location = source_location(replica_step.fn)
+    defined = None if location is None else Line(*location)
     collectives = [
         dataclasses.replace(each, line=each.line or defined)
         for each in _collectives(step)
@@ -124,24 +126,23 @@ def explain(
         donate_argnums=_whole_positions(step, {*step.donated, *donatable}),
         problems=tuple(problems(step, options.expect_mirrored)),
         topology=topology,
-        memory=of_xla.memory,
-        flops=of_xla.flops,
+        memory=xla_figures.memory,
+        flops=xla_figures.flops,
         sharding=_sharding(step, leaves, collectives),
         replicas_per_device=replicas.per_device,
         logical_axes=replicas.inner_sizes,
-        compiled_collectives=exchanged,
-        has_loops=of_xla.has_loops,
+        compiled_collectives=between_devices,
+        has_loops=xla_figures.has_loops,
     )
 
 
 class _Collected(Stage):
-    """Keeps what was traced."""
+    """Collects traces."""
 
     def __init__(self) -> None:
         self.steps: list[TracedStep] = []
 
     def traced(self, step: TracedStep) -> None:
-        """Keeps a new trace."""
         self.steps.append(step)
 
 
@@ -158,7 +159,7 @@ def _argument(step: TracedStep, index: int) -> ExplainedValue:
 
 
 def _results(step: TracedStep) -> tuple[list[ExplainedValue], list[ExplainedValue]]:
-    """The mirrored ones and the others."""
+    """Mirrored results, and others."""
     mirrored, per_replica = [], []
     states = step.findings.outputs
     found = zip(step.results.array_paths(), step.outputs, states, strict=True)
@@ -172,7 +173,7 @@ def _results(step: TracedStep) -> tuple[list[ExplainedValue], list[ExplainedValu
 
 
 def _donatable(step: TracedStep) -> Iterator[int]:
-    """Arguments that are not donated, with a result of the same type for each."""
+    """Arguments that are not donated, and each have a result of the same type."""
     results = collections.Counter(
         (aval.shape, aval.dtype, state is not None and state.varies)
         for aval, state in zip(step.outputs, step.findings.outputs, strict=True)
@@ -206,8 +207,8 @@ def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
 def _collectives(step: TracedStep) -> Iterator[ExplainedCollective]:
     """The collectives over the replicas, in order."""
     if isinstance(step.partitioned, PartitionedStep):
-        yield from _of_each_replica(step.partitioned)
-        yield from _of_compiler(step, step.partitioned)
+        yield from _per_replica_collectives(step.partitioned)
+        yield from _global_collectives(step, step.partitioned)
         return
     replicas = step.trace.replicas
     between: dict[tuple[str, ...], tuple[DeviceExchange, ...]] = {}
@@ -226,11 +227,11 @@ def _collectives(step: TracedStep) -> Iterator[ExplainedCollective]:
 def _collective(
     operation: str, operands: Sequence[ArrayType], site: Site | None, **more: Any
 ) -> ExplainedCollective:
-    """A collective at a place of the step; what is unlike the place is in `more`."""
+    """A collective at a site; `more` overrides facts of the site."""
     known = COLLECTIVES.get(operation)
     facts: dict[str, Any] = {
         "operation": operation,
-        # Nothing takes longer than an all-reduce of as much.
+        # No collective is slower than an all-reduce.
         "kind": "all_reduce" if known is None else known.kind,
         "nbytes": _nbytes_of(operands),
         "dtypes": tuple(dict.fromkeys(str(aval.dtype) for aval in operands)),
@@ -252,11 +253,11 @@ def _nbytes_of(arrays: Iterable[ArrayType]) -> int:
 
 
 def _between_devices(eqn: Equation, replicas: Replicas) -> Iterator[DeviceExchange]:
-    """What devices exchange for an equation of replicas that share them."""
+    """The collectives between devices for one of replicas that share them."""
     function, operands = function_of(eqn), [atom.aval for atom in eqn.invars]
 
-    def one_replica(*given: Leaf) -> list[jax.Array]:
-        results = function(*(lax.squeeze(x, (0,)) for x in given))
+    def one_replica(*inputs: Leaf) -> list[jax.Array]:
+        results = function(*(lax.squeeze(x, (0,)) for x in inputs))
         return [x[None] for x in results]
 
     everywhere = on_replicas(one_replica, replicas, [STACKED] * len(operands), STACKED)
@@ -265,13 +266,15 @@ def _between_devices(eqn: Equation, replicas: Replicas) -> Iterator[DeviceExchan
     for inner in all_eqns(jax.make_jaxpr(everywhere)(*shapes).jaxpr):
         known = COLLECTIVES.get(inner.primitive.name)
         if known is not None and is_along(inner, replicas.axes):
-            # Those of a device are reduced before, in the same equation.
+            # The operands of one device are reduced first, in the same equation.
             atoms = inner.outvars if known.kind == "all_reduce" else inner.invars
             yield DeviceExchange(known.kind, _nbytes_of(x.aval for x in atoms))
 
 
-def _of_each_replica(partitioned: PartitionedStep) -> Iterator[ExplainedCollective]:
-    """What each replica does: its own collectives, and those for parts of arrays."""
+def _per_replica_collectives(
+    partitioned: PartitionedStep,
+) -> Iterator[ExplainedCollective]:
+    """The collectives of the per-replica part: the user's, and those for shards."""
     eqns, scatters = partitioned.partition.per_replica, partitioned.reduce_scatters
     origins = origins_of(eqns)
     own: dict[int, list[Collective]] = collections.defaultdict(list)
@@ -283,19 +286,19 @@ def _of_each_replica(partitioned: PartitionedStep) -> Iterator[ExplainedCollecti
     for eqn in eqns:
         gathers = [each for each in exchanges[id(eqn)] if each.kind == "all_gather"]
         for exchange in gathers:
-            yield _exchanged(partitioned, exchange, origins)
+            yield _explained_exchange(partitioned, exchange, origins)
         for found in own[id(eqn)]:
             inner = found.site.eqns
             operands = [atom.aval for atom in inner[0].invars]
             if len(inner) == 1 and is_sum_of_all(inner[0], partitioned.replicas):
-                # Without those of which each replica gets its part.
+                # Without those that become reduce-scatters.
                 pairs = zip(operands, inner[0].outvars, strict=True)
                 operands = [aval for aval, sum_ in pairs if sum_ not in scatters.sums]
             if operands:
                 yield _collective(
                     found.site.primitive, operands, partitioned.site(inner)
                 )
-        # Those of functions that are computed from parts.
+        # Those of shard functions.
         function = partitioned.per_replica_part.functions.get(id(eqn))
         if function is not None:
             name = _label(partitioned, eqn.invars[function.divided[0]], origins)
@@ -308,13 +311,13 @@ def _of_each_replica(partitioned: PartitionedStep) -> Iterator[ExplainedCollecti
                 )
         for exchange in exchanges[id(eqn)]:
             if exchange not in gathers:
-                yield _exchanged(partitioned, exchange, origins)
+                yield _explained_exchange(partitioned, exchange, origins)
 
 
-def _exchanged(
+def _explained_exchange(
     partitioned: PartitionedStep, exchange: Exchange, origins: Mapping[Var, Equation]
 ) -> ExplainedCollective:
-    """An array made whole of its parts, or a sum of which each gets its part."""
+    """A gather or reduce-scatter for sharded state."""
     loop, is_gather = exchange.loop, exchange.kind == "all_gather"
     turns = () if loop is None else (loop.params["length"],)
     more: dict[str, Any] = {"loops": turns, "in_branch": False, "groups": None}
@@ -335,7 +338,7 @@ def _exchanged(
 def _label(
     partitioned: PartitionedStep, var: Var, origins: Mapping[Var, Equation]
 ) -> str:
-    """The argument that a value is, perhaps in another dtype."""
+    """The argument from which a value is converted, if any."""
     leaves = partitioned.layout.leaves
     while var not in leaves:
         origin = origins.get(var)
@@ -367,7 +370,7 @@ def _traced(
     divided: Sequence[int],
     name: str,
 ) -> Iterator[ExplainedCollective]:
-    """The collectives of a function that takes parts of some operands."""
+    """The collectives of a function that takes shards of some operands."""
     operands = []
     for place, atom in enumerate(eqn.invars):
         shape = atom.aval.shape
@@ -393,7 +396,7 @@ def _traced(
 
 
 def _part_of_sum(call: Equation, result: Var) -> Callable[..., jax.Array]:
-    """How parts of a sum are made of the rows that an equation adds."""
+    """The function that computes a part of a sum from the rows of an equation."""
     shape, dtype = call.invars[0].aval.shape, result.aval.dtype
 
     def of_parts(zeros: jax.Array, *rows: jax.Array, axes: tuple[str, ...]):
@@ -402,10 +405,10 @@ def _part_of_sum(call: Equation, result: Var) -> Callable[..., jax.Array]:
     return of_parts
 
 
-def _of_compiler(
+def _global_collectives(
     step: TracedStep, partitioned: PartitionedStep
 ) -> Iterator[ExplainedCollective]:
-    """What XLA needs where it computes once for all replicas."""
+    """The collectives that XLA inserts into the global part."""
     more: dict[str, Any] = {"cause": "compiler", "is_transposed": False}
     outside = partitioned.global_part
     for exchange in outside.exchanges:
@@ -414,7 +417,7 @@ def _of_compiler(
     varies = zip(step.results.array_paths(), step.trace.varies, strict=True)
     names = [step.path(keys) for (_, keys), differs in varies if not differs]
     for var in partitioned.variables:
-        # One that the step might use, and does not, goes through as it is.
+        # Without a layout, it is passed through.
         leaf = partitioned.layout.leaves.get(var)
         names.append("an unused variable" if leaf is None else leaf.label)
     origins = origins_of(partitioned.partition.global_)
@@ -426,7 +429,7 @@ def _of_compiler(
         if isinstance(atom, Literal) or atom in done or outside.is_whole(atom):
             continue
         done.add(atom)
-        # How a result that was made of parts comes to lie where it is to.
+        # How a result computed from shards gets its sharding.
         made, divided = outside.dimension(atom), first if layout is None else layout
         moves = []
         if made != UNKNOWN and divided not in (None, made):
@@ -447,7 +450,7 @@ def _of_compiler(
             )
 
 
-# State that may be divided.
+# Sharded state.
 
 
 def _sharding(
@@ -533,10 +536,10 @@ def _leaf(
 
 
 def _whole_sums(partitioned: PartitionedStep) -> Iterator[WholeSum]:
-    """The large sums that are not divided."""
+    """The large sums that are no reduce-scatters."""
     chosen = partitioned.replicas.state_sharding
     leaves = partitioned.layout.leaves.values()
-    # Where variables only are divided, what is like one of them.
+    # If only variables are sharded, sums of the same shape count.
     divided = {tuple(leaf.type.shape) for leaf in leaves if not leaf.sharding.is_whole}
     for found in partitioned.collectives:
         site = partitioned.site(found.site.eqns)
@@ -555,7 +558,7 @@ def _whole_sums(partitioned: PartitionedStep) -> Iterator[WholeSum]:
 def _undivided(
     partitioned: PartitionedStep, eqns: Sequence[Equation], site: Site
 ) -> Iterator[tuple[Var, str]]:
-    """The sums of a collective that are not divided, and why."""
+    """The sums of a collective that are not scattered, and why."""
     eqn, scatters = eqns[0], partitioned.reduce_scatters
     names = [holder.primitive.name for holder in eqns[1:]]
     effect = effect_of(eqn)
@@ -579,7 +582,7 @@ def _undivided(
 def _reader(
     partitioned: PartitionedStep, result: Var, line: Line | None
 ) -> Line | None:
-    """The first other line of the replicas' part that reads a sum made at `line`."""
+    """The first other line of the per-replica part that reads a sum of `line`."""
     made_of_it = {result}
     for eqn in partitioned.partition.per_replica:
         if not made_of_it.isdisjoint(variables(eqn.invars)):
@@ -591,7 +594,7 @@ def _reader(
 
 
 def _undecided(partitioned: PartitionedStep) -> Iterator[UndecidedOperation]:
-    """The operations of which XLA chooses the exchanges, by line."""
+    """The operations for which XLA chooses collectives, by line."""
     counts = collections.Counter(
         (eqns[0].primitive.name, partitioned.site(eqns).line)
         for eqns in partitioned.global_part.undecided

@@ -149,7 +149,7 @@ class Explanation:
     def communication_bounds(
         self, topology: Topology, algorithm: str = "fastest"
     ) -> tuple[float, float]:
-        """The seconds between which that time is, by what is known of the links.
+        """Lower and upper bounds of that time, by what is known of the links.
 
         Links that were measured are known for some sizes only, and took longer at one
         time than at another: see `Topology.bounds`. On others both are the same.
@@ -177,7 +177,7 @@ class Explanation:
         return sum(least for least, _ in each), sum(most for _, most in each)
 
     def _devices(self, topology: Topology, algorithm: str) -> Topology:
-        """The links between devices."""
+        """The topology of devices, for the replicas of `topology`."""
         if algorithm not in ("ring", "tree", "fastest"):
             raise ValueError(
                 f"`algorithm` was {algorithm!r}; 'ring', 'tree' or 'fastest' was "
@@ -222,7 +222,7 @@ class Explanation:
 _Row: TypeAlias = tuple[str, ...]
 
 _MOST_VALUES = 12
-# What a communication time is predicted for, besides the number given.
+# Communication times are predicted for these, besides the number given.
 _REPLICAS = (8, 64, 4096)
 
 
@@ -235,42 +235,42 @@ class _Section(NamedTuple):
     problems: Sequence[str] = ()
 
 
-def _sections(found: Explanation) -> Iterator[_Section]:
-    if found.problems:
-        yield _Section("Problems", problems=found.problems)
-    yield _collectives("Collectives", "replica", found.collectives, "none")
-    if found.collectives:
-        yield _predictions(found)
-    exchanged = found.compiled_collectives
-    if exchanged is not None and found.inner_collectives is not None:
-        if found.logical_axes:
+def _sections(explained: Explanation) -> Iterator[_Section]:
+    if explained.problems:
+        yield _Section("Problems", problems=explained.problems)
+    yield _collectives("Collectives", "replica", explained.collectives, "none")
+    if explained.collectives:
+        yield _predictions(explained)
+    compiled = explained.compiled_collectives
+    if compiled is not None and explained.inner_collectives is not None:
+        if explained.logical_axes:
             inner = "Inside a replica, between its devices"
-            over = [each for each in exchanged if not each.is_inner]
-            yield _collectives(inner, "device", found.inner_collectives, "nothing")
+            over = [each for each in compiled if not each.is_inner]
+            yield _collectives(inner, "device", explained.inner_collectives, "nothing")
             yield _collectives("Over the replicas, as compiled", "device", over)
-        elif found.replicas_per_device > 1:
-            yield _collectives("Between devices, as compiled", "device", exchanged)
-    if found.sharding is not None:
-        yield from _sharding(found.sharding, found.memory)
-    yield _values("Mirrored results", found.mirrored)
+        elif explained.replicas_per_device > 1:
+            yield _collectives("Between devices, as compiled", "device", compiled)
+    if explained.sharding is not None:
+        yield from _sharding(explained.sharding, explained.memory)
+    yield _values("Mirrored results", explained.mirrored)
     yield _values(
-        "Results that may differ between replicas", found.per_replica, with_why=True
+        "Results that may differ between replicas", explained.per_replica, with_why=True
     )
-    if statics := found.static_arguments:
+    if statics := explained.static_arguments:
         heading = "Static arguments: another value compiles again"
         rows = [(name, repr(value)) for name, value in statics.items()]
         yield _Section(heading, ("argument", "value"), rows)
-    if found.variables:
-        rows = [(name,) for name in found.variables]
+    if explained.variables:
+        rows = [(name,) for name in explained.variables]
         yield _Section("Variables", ("name",), rows)
-    if found.donated:
-        yield _values("Donated arguments", found.donated, "argument")
-    if found.donatable:
+    if explained.donated:
+        yield _values("Donated arguments", explained.donated, "argument")
+    if explained.donatable:
         heading = "Arguments that could be donated, if they are not used afterwards"
-        which = found.donate_argnums
+        which = explained.donate_argnums
         advice = f", with RunOptions(donate_argnums={which})" if which else ""
-        yield _values(heading, found.donatable, "argument", advice)
-    if rows := list(_figures(found.flops, found.memory)):
+        yield _values(heading, explained.donatable, "argument", advice)
+    if rows := list(_figures(explained.flops, explained.memory)):
         heading = "The compiled program on one device, as XLA reports it"
         yield _Section(heading, ("what", "amount"), rows)
 
@@ -281,17 +281,17 @@ def _collectives(
     collectives: Sequence[AbstractCollective],
     if_none: str = "nothing",
 ) -> _Section:
-    """A row for all alike that one line made."""
+    """A table with one row for all equal collectives of a line."""
     if not collectives:
         return _Section(f"{heading}: {if_none}")
-    alike: dict[object, list[AbstractCollective]] = {}
+    by_line: dict[object, list[AbstractCollective]] = {}
     for each in collectives:
         key = (each.operation, each.dtypes, each.loops, each.in_branch, each.line)
         if isinstance(each, ExplainedCollective):
             more = (each.is_transposed, each.cause, each.why)
         else:
             more = _axes(each)
-        alike.setdefault((*key, *more), []).append(each)
+        by_line.setdefault((*key, *more), []).append(each)
     total = with_bytes(total_bytes(collectives))
     over = ("over",) if _axes(collectives[0]) else ()
     return _Section(
@@ -307,14 +307,15 @@ def _collectives(
                 _short(group[0].line),
                 ", ".join(_remarks(group)),
             )
-            for group in alike.values()
+            for group in by_line.values()
         ],
     )
 
 
-def _axes(found: AbstractCollective) -> tuple[str, ...]:
-    """The cell that only collectives of a compiled program have."""
-    return (", ".join(found.axes),) if isinstance(found, CompiledCollective) else ()
+def _axes(collective: AbstractCollective) -> tuple[str, ...]:
+    """The cell with mesh axes, which only compiled collectives have."""
+    is_compiled = isinstance(collective, CompiledCollective)
+    return (", ".join(collective.axes),) if is_compiled else ()
 
 
 def _short(line: Line | None) -> str:
@@ -324,31 +325,30 @@ def _short(line: Line | None) -> str:
     return f"{line.name}:{line.number}: {line.code}"
 
 
-def _remarks(alike: Sequence[AbstractCollective]) -> Iterator[str]:
-    """What is around a collective, what is gathered, and why."""
-    found = alike[0]
-    for turns in found.loops:
+def _remarks(group: Sequence[AbstractCollective]) -> Iterator[str]:
+    first = group[0]
+    for turns in first.loops:
         yield "in a loop, turns unknown" if turns is None else f"in {turns} turns"
-    if found.in_branch:
+    if first.in_branch:
         yield "in a branch"
-    if not isinstance(found, ExplainedCollective):
+    if not isinstance(first, ExplainedCollective):
         return
-    if found.group is not None:
-        yield f"in groups of {found.group}"
-    if found.is_transposed:
+    if first.group is not None:
+        yield f"in groups of {first.group}"
+    if first.is_transposed:
         yield "from differentiation"
-    arrays = [name for each in alike if (name := getattr(each, "array", ""))]
+    arrays = [name for each in group if (name := getattr(each, "array", ""))]
     if arrays:
         yield f"{arrays[0]}{and_more(len(arrays), 1, before=' ')}"
-    if found.why:
-        yield found.why
-    if found.cause == "compiler":
+    if first.why:
+        yield first.why
+    if first.cause == "compiler":
         yield "by XLA"
 
 
-def _predictions(found: Explanation) -> _Section:
-    """How long the collectives over replicas should take."""
-    topology = found.topology
+def _predictions(explained: Explanation) -> _Section:
+    """The predicted times of collectives over replicas."""
+    topology = explained.topology
     speed = f"{with_prefix(topology.bandwidth)}B/s and {with_seconds(topology.latency)}"
     heading = f"Predicted communication time of a step, {speed} a message"
     if count := len(topology.messages):
@@ -364,8 +364,8 @@ def _predictions(found: Explanation) -> _Section:
     for replicas in sorted({topology.replicas, *_REPLICAS}):
         row = [str(replicas)]
         for algorithm in ("ring", "tree"):
-            there = topology.with_replicas(replicas)
-            least, most = found.communication_bounds(there, algorithm)
+            scaled = topology.with_replicas(replicas)
+            least, most = explained.communication_bounds(scaled, algorithm)
             low, high = with_seconds(least), with_seconds(most)
             between = f"{low} to {high}" if least else f"up to {high}"
             row.append(high if low == high else between)
@@ -380,7 +380,7 @@ def _values(
     advice: str = "",
     with_why: bool = False,
 ) -> _Section:
-    """Arguments or results; where they began to differ, if they do."""
+    """A table of arguments or results, perhaps with where they began to vary."""
     amount = "none"
     if values:
         nbytes = with_bytes(sum(value.nbytes for value in values))
@@ -400,7 +400,6 @@ def _values(
 
 
 def _figures(flops: float | None, memory: Memory | None) -> Iterator[_Row]:
-    """XLA's own figures of the program."""
     if flops is not None:
         yield "floating-point operations", with_prefix(flops)
     if memory is not None:
@@ -412,31 +411,33 @@ def _figures(flops: float | None, memory: Memory | None) -> Iterator[_Row]:
         yield "  code", with_bytes(memory.code)
 
 
-def _sharding(found: ExplainedSharding, memory: Memory | None) -> Iterator[_Section]:
-    """What is divided, what is not and why, what that costs and saves."""
-    results = sum(leaf.device_bytes for leaf in found.results)
+def _sharding(
+    explained: ExplainedSharding, memory: Memory | None
+) -> Iterator[_Section]:
+    """What is sharded, what is not and why, what that costs and saves."""
+    results = sum(leaf.device_bytes for leaf in explained.results)
     rows = [
-        ("state on a device", with_bytes(found.state_bytes)),
-        ("  if nothing were divided", with_bytes(found.replicated_bytes)),
+        ("state on a device", with_bytes(explained.state_bytes)),
+        ("  if nothing were divided", with_bytes(explained.replicated_bytes)),
         ("results on a device", with_bytes(results)),
     ]
-    over = with_noun(found.num_replicas, "replica")
+    over = with_noun(explained.num_replicas, "replica")
     heading = f"State, whole on each of {over}"
-    if found.shard is not None or found.divided:
-        chosen = "variables" if found.shard is None else repr(found.shard)
+    if explained.shard is not None or explained.divided:
+        chosen = "variables" if explained.shard is None else repr(explained.shard)
         heading = f"Sharded state: {chosen} over {over}"
         rows += [
-            ("gathered in a step", with_bytes(found.gathered_bytes)),
-            ("scattered in a step", with_bytes(found.scattered_bytes)),
+            ("gathered in a step", with_bytes(explained.gathered_bytes)),
+            ("scattered in a step", with_bytes(explained.scattered_bytes)),
         ]
     if memory is not None:
         rows.append(("memory of a device, at most", with_bytes(memory.peak)))
     yield _Section(heading, ("what", "amount"), rows)
-    if found.divided:
-        yield _leaves("Divided arguments and variables", found.divided)
-    if found.whole:
-        yield _leaves("Whole arguments and variables", found.whole)
-    if found.whole_sums:
+    if explained.divided:
+        yield _leaves("Divided arguments and variables", explained.divided)
+    if explained.whole:
+        yield _leaves("Whole arguments and variables", explained.whole)
+    if explained.whole_sums:
         rows = [
             (
                 array_type(each.dtype, each.shape),
@@ -445,15 +446,15 @@ def _sharding(found: ExplainedSharding, memory: Memory | None) -> Iterator[_Sect
                 _short(each.line),
                 "" if each.reader is None else _short(each.reader),
             )
-            for each in found.whole_sums
+            for each in explained.whole_sums
         ]
         header = ("type", "bytes", "why", "where", "because of")
         yield _Section("Large sums that every replica gets all of", header, rows)
-    if found.undecided:
+    if explained.undecided:
         heading = "Operations on divided arrays that may exchange more: XLA chooses"
         rows = [
             (str(each.count), each.operation, _short(each.line))
-            for each in found.undecided
+            for each in explained.undecided
         ]
         yield _Section(heading, ("times", "operation", "where"), rows)
 

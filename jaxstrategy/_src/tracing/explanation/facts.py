@@ -1,4 +1,4 @@
-"""The parts of an explanation: collectives, values, memory, divided state."""
+"""The parts of an explanation: collectives, values, memory, sharded state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text.user_code import Line
 
 Predict: TypeAlias = Callable[[Topology, str, float], float]
-"""The seconds of a collective of some kind and bytes, on some links."""
+"""(links, kind of collective, bytes) -> seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,17 +45,17 @@ class AbstractCollective:
 
     @property
     def group(self) -> int | None:
-        """How many replicas or devices take part together; None for all of them."""
+        """The size of a group of replicas or devices; None for all of them."""
         return None if self.groups is None else max(map(len, self.groups))
 
     @property
     def times(self) -> int | None:
-        """The most times that a step does it; None where only the devices will know."""
+        """How often a step does it, at most; None where only the devices know."""
         return None if None in self.loops else self.least_times
 
     @property
     def least_times(self) -> int:
-        """The same, with one turn for each loop of unknown length."""
+        """The same, with one iteration for each loop of unknown length."""
         return math.prod(1 if turns is None else turns for turns in self.loops)
 
     def seconds(self, topology: Topology, algorithm: str) -> float:
@@ -68,7 +68,7 @@ class AbstractCollective:
         )
 
     def bounds(self, topology: Topology, algorithm: str) -> tuple[float, float]:
-        """The seconds between which that is, by `Topology.bounds`."""
+        """Lower and upper bounds of that time, by `Topology.bounds`."""
 
         def bound(which: int) -> float:
             return self.least_times * self._once(
@@ -79,12 +79,12 @@ class AbstractCollective:
         return bound(0), bound(1)
 
     def _once(self, topology: Topology, predict: Predict) -> float:
-        """The longest that a group takes for it."""
+        """The time of the slowest group."""
         links = {topology}
         if self.groups is not None:
             n = topology.replicas
-            there = [[i for i in group if i < n] for group in self.groups]
-            links = {topology.among(group) for group in there if group}
+            groups = [[i for i in group if i < n] for group in self.groups]
+            links = {topology.among(group) for group in groups if group}
         return max(predict(each, self.kind, self.nbytes) for each in links)
 
 
@@ -131,7 +131,7 @@ class ExplainedCollective(AbstractCollective):
     def _once(self, topology: Topology, predict: Predict) -> float:
         if (exchanges := self.between_devices) is not None:
             return sum(predict(topology, each.kind, each.nbytes) for each in exchanges)
-        # `parts` is how many replicas the step was explained for.
+        # `parts` is the number of replicas of the explained step.
         scale = self.parts / topology.replicas if self.parts > 1 else 1
         return super()._once(
             topology, lambda links, kind, nbytes: predict(links, kind, nbytes * scale)
@@ -321,12 +321,12 @@ class ExplainedSharding:
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes of the whole arrays that a step gathers, each time that it does."""
+        """The bytes of all whole arrays that a step gathers."""
         return self.num_replicas * self._bytes("all_gather")
 
     @property
     def scattered_bytes(self) -> int:
-        """The bytes of the whole sums of which a step gives each replica its part."""
+        """The bytes of all whole sums that a step scatters."""
         return self._bytes("reduce_scatter")
 
     def _bytes(self, kind: str) -> int:
@@ -334,5 +334,5 @@ class ExplainedSharding:
 
 
 def total_bytes(collectives: Iterable[AbstractCollective]) -> int:
-    """The bytes that one replica, or device, gives to them in a step."""
+    """The bytes of the operands of one replica, or device, in a step."""
     return sum(found.least_times * found.nbytes for found in collectives)

@@ -28,7 +28,7 @@ from jaxstrategy._src.tracing.functions.bindings import (
 )
 from jaxstrategy._src.tracing.functions.code import NameUses, as_method
 from jaxstrategy._src.tracing.functions.weak_references import Identity
-from jaxstrategy._src.tracing.nnx.object_form import is_changed_in_place
+from jaxstrategy._src.tracing.nnx.objects import is_nnx_node
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.variables.changes import Reference
@@ -67,7 +67,7 @@ class Node(NamedTuple):
 def _token_of(walk: References, label: str, value: Any, number: int) -> Token:
     """Visits what `value` refers to, and returns its part of the cache key."""
     kind = type(value)
-    if walk.finds_objects and is_changed_in_place(value):
+    if walk.finds_objects and is_nnx_node(value):
         walk.objects[walk.unused_label(label)] = value
         return ("object", len(walk.objects))
     if issubclass(kind, (jax.Array, Tracer)):

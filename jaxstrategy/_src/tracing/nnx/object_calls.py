@@ -1,4 +1,4 @@
-"""Calls of steps with Flax NNX objects as arguments: `ObjectCalls`."""
+"""Calls of steps with Flax NNX objects, as calls with arrays: `ObjectCalls`."""
 
 from __future__ import annotations
 
@@ -20,49 +20,55 @@ from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
-from jaxstrategy._src.tracing.nnx.object_form import (
-    CallersObjects,
+from jaxstrategy._src.tracing.nnx.objects import (
+    CallerObjects,
     FlaxVariable,
-    ObjectForm,
-    Parts,
-    Same,
-    is_changed_in_place,
-    is_parts,
+    ObjectArrays,
+    ObjectStructure,
+    ReturnedObject,
+    is_call_leaf,
+    is_nnx_node,
+    is_object_arrays,
     is_variable,
-    is_whole_object,
-    is_whole_or_parts,
+    is_whole_or_arrays,
 )
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 
-def step_of_arrays(
-    get_fn: Callable[[], Any], form: ObjectForm | None, captured: tuple[str, ...]
+def array_step(
+    get_fn: Callable[[], Any], form: ObjectStructure | None, captured: tuple[str, ...]
 ) -> Function:
-    """A step with `Parts` for objects: what it returns, and their new arrays."""
+    """The function with arrays for objects; returns results and new arrays.
 
-    def step(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, list[Parts]]:
+    Args:
+      captured: labels of captured values, which are keyword arguments.
+    """
+
+    def step(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, list[ObjectArrays]]:
         fn = get_fn()
         labels = _labels(step, args, kwargs)
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_parts)
-        parts = [leaf for leaf in leaves if is_parts(leaf)]
-        objects = [] if form is None else form.put_together(parts)
-        keys = _own_keys(objects)
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_arrays)
+        parts = [leaf for leaf in leaves if is_object_arrays(leaf)]
+        objects = [] if form is None else form.merge(parts)
+        keys = _fold_in_replica(objects)
         following = iter(objects)
-        leaves = [next(following) if is_parts(leaf) else leaf for leaf in leaves]
+        leaves = [
+            next(following) if is_object_arrays(leaf) else leaf for leaf in leaves
+        ]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         replaced = {name: kwargs.pop(name) for name in captured}
-        with rebinding.rebound(fn, replaced) as own:
-            with rebinding.checking_leaks(own, step.__name__):
-                returned = own(*args, **kwargs)
+        with rebinding.rebound(fn, replaced) as rebound:
+            with rebinding.checking_leaks(rebound, step.__name__):
+                returned = rebound(*args, **kwargs)
         if form is None:
             return returned, []
-        returned = _marked(returned, objects, form)
-        # A key that the step left alone is the same on all replicas again.
+        returned = _with_marks(returned, objects, form)
+        # A key that the step did not use is equal on all replicas again.
         for variable, folded, key in keys:
             if variable.get_raw_value() is folded:
                 variable.set_raw_value(key)
-        return returned, _labelled(form.take_apart(objects, parts), labels)
+        return returned, _labelled(form.split(objects, parts), labels)
 
     step.__dict__[_MARK] = True
     _name_like(step, get_fn())
@@ -73,25 +79,27 @@ _MARK = "_is_function_of_arrays"
 
 
 def takes_arrays(fn: Function) -> bool:
-    """Whether `fn` is a step with `Parts` for objects; it looks for leaks itself."""
+    """Whether `fn` is an `array_step`, which checks for leaks itself."""
     return getattr(fn, _MARK, False)
 
 
 def _labels(
     step: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 ) -> list[str]:
-    """Each object among the arguments as the caller would write it."""
-    nodes, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_parts)
+    """Each object among the arguments, as the caller writes it."""
+    nodes, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_arrays)
     args, kwargs = jax.tree.unflatten(structure, range(len(nodes)))
     return [
         roles.label(step, args, kwargs, index).strip("`")
         for index, node in enumerate(nodes)
-        if is_parts(node)
+        if is_object_arrays(node)
     ]
 
 
-def _labelled(parts: Sequence[Parts], labels: Sequence[str]) -> list[Parts]:
-    """`parts` with the names by which the caller would write their arrays."""
+def _labelled(
+    parts: Sequence[ObjectArrays], labels: Sequence[str]
+) -> list[ObjectArrays]:
+    """`parts` with the names of arrays as the caller writes them."""
     return [
         dataclasses.replace(part, names=tuple(f"{label}.{name}" for name in part.names))
         for part, label in zip(parts, labels, strict=True)
@@ -99,7 +107,7 @@ def _labelled(parts: Sequence[Parts], labels: Sequence[str]) -> list[Parts]:
 
 
 def _name_like(step: Any, fn: Function) -> None:
-    """Gives `step` the names of `fn`, as `functools.wraps`, but without a reference."""
+    """As `functools.wraps`, without a reference to `fn`."""
     step.__name__ = getattr(fn, "__name__", type(fn).__name__)
     step.__qualname__ = getattr(fn, "__qualname__", step.__name__)
     code.copy_source_location(step, fn)
@@ -109,42 +117,47 @@ def _name_like(step: Any, fn: Function) -> None:
         pass
 
 
-def _own_keys(
+def _fold_in_replica(
     objects: Sequence[object],
 ) -> list[tuple[FlaxVariable, jax.Array, jax.Array]]:
-    """Gives each replica random keys of its own, so that dropout differs."""
+    """Folds the replica's id into random keys, so that dropout differs.
+
+    Returns each variable with its new and its old key.
+    """
     context = _context.current()
     strategy, replica = context.strategy, context.replica
     if not objects or strategy is None or strategy.num_replicas_in_sync == 1:
         return []
     assert isinstance(replica, ReplicaContext)
     nnx = sys.modules["flax.nnx"]
-    found = []
+    keys = []
     for _, node in nnx.iter_graph(objects):
         if isinstance(node, nnx.RngKey):
             key = node.get_raw_value()
             folded = replica.fold_in(key)
             node.set_raw_value(folded)
-            found.append((node, folded, key))
-    return found
+            keys.append((node, folded, key))
+    return keys
 
 
-def _marked(returned: PyTree, objects: Sequence[object], form: ObjectForm) -> PyTree:
-    """The results of a step, with a mark for each object that it was given."""
+def _with_marks(
+    returned: PyTree, objects: Sequence[object], form: ObjectStructure
+) -> PyTree:
+    """Replaces the caller's objects among results by marks."""
     nnx = sys.modules["flax.nnx"]
-    leaves, structure = jax.tree.flatten(returned, is_leaf=is_whole_object)
-    if not any(map(is_changed_in_place, leaves)):
+    leaves, structure = jax.tree.flatten(returned, is_leaf=is_call_leaf)
+    if not any(map(is_nnx_node, leaves)):
         return returned
     graph = list(nnx.iter_graph(objects))
-    paths = {id(node): path for path, node in graph if is_changed_in_place(node)}
-    given = {id(node) for _, node in graph}
+    paths = {id(node): path for path, node in graph if is_nnx_node(node)}
+    passed = {id(node) for _, node in graph}
     for i, leaf in enumerate(leaves):
-        if not is_changed_in_place(leaf):
+        if not is_nnx_node(leaf):
             continue
         if id(leaf) in paths:
-            leaves[i] = Same(paths[id(leaf)])
+            leaves[i] = ReturnedObject(paths[id(leaf)])
             form.returns_objects = True
-        elif any(id(n) in given for _, n in nnx.iter_graph(leaf) if is_variable(n)):
+        elif any(id(n) in passed for _, n in nnx.iter_graph(leaf) if is_variable(n)):
             raise ObjectError(
                 f"The step returned a new {type(leaf).__name__} that shares variables "
                 "with an object that it was given; they would not be shared any more. "
@@ -154,7 +167,7 @@ def _marked(returned: PyTree, objects: Sequence[object], form: ObjectForm) -> Py
 
 
 def came_from_step(error: Exception) -> bool:
-    """Whether an error was raised by a step while it was traced as one of arrays."""
+    """Whether an error was raised inside of an `array_step`."""
     each: BaseException | None = error
     while each is not None:
         traceback = each.__traceback__
@@ -168,39 +181,41 @@ def came_from_step(error: Exception) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectCall:
-    """A call of a step with objects, or captured arrays, as one with arrays."""
+    """A call with objects or captured values, as a call of an `array_step`."""
 
-    objects: CallersObjects | None
+    objects: CallerObjects | None
     captured: tuple[str, ...]
     args: Sequence[PyTree]
     kwargs: dict[str, PyTree]
 
-    def finish(self, returned: tuple[PyTree, list[Parts]]) -> PyTree:
-        """The results of the call; its objects then hold their new arrays."""
+    def finish(self, returned: tuple[PyTree, list[ObjectArrays]]) -> PyTree:
+        """Stores new arrays in the objects; returns the results."""
         return returned[0] if self.objects is None else self.objects.finish(returned)
 
 
-def call_of(
+def object_call(
     args: Sequence[PyTree],
     kwargs: dict[str, PyTree],
     captured: Mapping[str, object],
-    known: Sequence[CallersObjects] = (),
+    known: Sequence[CallerObjects] = (),
 ) -> ObjectCall | None:
-    """The call `fn(*args, **kwargs)` as one with arrays; None if it is one."""
+    """The call `fn(*args, **kwargs)` with arrays for objects; None without any.
+
+    Args:
+      captured: captured objects and arrays, by label.
+      known: objects of earlier calls.
+    """
     if not trees.object_kinds() and not captured:
         return None
     kwargs = {**kwargs, **captured}
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_object)
-    found = [leaf for leaf in leaves if is_changed_in_place(leaf)]
-    if not found:
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_call_leaf)
+    nodes = [leaf for leaf in leaves if is_nnx_node(leaf)]
+    if not nodes:
         return ObjectCall(None, tuple(captured), args, kwargs) if captured else None
-    for objects in known:
-        if objects.is_of(found):
-            break
-    else:
-        objects = CallersObjects(found)
+    matching = (objects for objects in known if objects.matches(nodes))
+    objects = next(matching, None) or CallerObjects(nodes)
     parts = iter(objects.parts())
-    leaves = [next(parts) if is_changed_in_place(leaf) else leaf for leaf in leaves]
+    leaves = [next(parts) if is_nnx_node(leaf) else leaf for leaf in leaves]
     args, kwargs = jax.tree.unflatten(structure, leaves)
     return ObjectCall(objects, tuple(captured), args, kwargs)
 
@@ -208,10 +223,10 @@ def call_of(
 def require_objects(
     objects: tuple[object, ...],
     captured: Mapping[str, object],
-    known: Sequence[CallersObjects] = (),
+    known: Sequence[CallerObjects] = (),
 ) -> ObjectCall:
-    """The call `fn(*objects)`, as `bind` begins one."""
-    call = call_of(objects, {}, captured, known)
+    """The call `fn(*objects)` for `bind`; raises without objects."""
+    call = object_call(objects, {}, captured, known)
     if call is None or call.objects is None:
         raise TypeError(
             "`bind` was given no module, optimizer or metric of Flax NNX. Other "
@@ -221,7 +236,7 @@ def require_objects(
 
 
 def captured_by(fn: Function) -> dict[str, object]:
-    """The objects that a function refers to, by label."""
+    """The objects that a function captures, by label."""
     if not trees.object_kinds():
         return {}
     return rebinding.references(fn).objects
@@ -230,37 +245,37 @@ def captured_by(fn: Function) -> dict[str, object]:
 def as_arrays(
     fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], options: RunOptions
 ) -> tuple[Function, Sequence[PyTree], dict[str, PyTree], RunOptions]:
-    """A call of a step as a function of arrays, whether it has objects or not."""
-    call = call_of(args, kwargs, captured_by(fn))
+    """A call with arrays for objects: function, arguments and options."""
+    call = object_call(args, kwargs, captured_by(fn))
     if call is None:
         return fn, args, kwargs, options
     assert call.objects is not None
-    function = step_of_arrays(lambda: fn, call.objects.form, call.captured)
-    return function, call.args, call.kwargs, options_of(options)
+    function = array_step(lambda: fn, call.objects.form, call.captured)
+    return function, call.args, call.kwargs, array_options(options)
 
 
-def options_of(options: RunOptions) -> RunOptions:
-    """The options of a step as a function of arrays: its objects are mirrored."""
+def array_options(options: RunOptions) -> RunOptions:
+    """The options for an `array_step`, whose objects are expected to be mirrored."""
     expected = options.expect_mirrored
     if is_function(expected):
 
         def both(path: KeyPath, leaf: Leaf) -> bool:
-            # A step of arrays returns its results, then the `Parts` of its objects.
+            # An `array_step` returns results, then arrays of objects.
             return path[0].idx == 1 or expected(path[1:], leaf)
 
         return dataclasses.replace(options, expect_mirrored=both)
     return dataclasses.replace(options, expect_mirrored=(expected, True))
 
 
-# Models, optimizers and metrics of one function: those of a few trainings at once.
-_OBJECTS_KEPT = 8
+# Models, optimizers and metrics of a few trainings at once.
+_MAX_OBJECTS = 8
 
 Programs = TypeVar("Programs")
 
 
 @final
 class ObjectCalls(Generic[Programs]):
-    """Calls with objects of functions that do the same, and programs for each form."""
+    """Calls with objects of functions with one cache key; programs by structure."""
 
     def __init__(
         self,
@@ -269,11 +284,12 @@ class ObjectCalls(Generic[Programs]):
     ) -> None:
         self._get_fn = get_fn
         self._make = make
-        # Objects that were given lately.
-        self._objects: list[CallersObjects] = []
-        # For objects that are put together alike: their form, the function of arrays,
-        # which nobody else keeps, and its programs.
-        self._known: dict[Hashable, tuple[ObjectForm | None, Function, Programs]] = {}
+        # Of recent calls.
+        self._objects: list[CallerObjects] = []
+        # By cache key: structure, `array_step` (not kept elsewhere) and its programs.
+        self._known: dict[
+            Hashable, tuple[ObjectStructure | None, Function, Programs]
+        ] = {}
 
     def find(
         self,
@@ -281,63 +297,61 @@ class ObjectCalls(Generic[Programs]):
         kwargs: dict[str, PyTree],
         captured: Mapping[str, object],
     ) -> ObjectCall | None:
-        """A call as one with arrays; None if it is one."""
-        return call_of(args, kwargs, captured, self._objects)
+        """The call with arrays for objects; None without any."""
+        return object_call(args, kwargs, captured, self._objects)
 
     def require(
         self, objects: Sequence[object], captured: Mapping[str, object]
     ) -> ObjectCall:
-        """The call `fn(*objects)`, as `bind` begins one."""
         return require_objects(tuple(objects), captured, self._objects)
 
     def programs(self, call: ObjectCall) -> Programs:
-        """The programs of the function of arrays that `call` calls."""
+        """The programs of the `array_step` for a call."""
         objects = call.objects
         if objects is None:
             return self._for_form(None, call.captured)[2]
-        if objects.known is not None and objects.known[0] == call.captured:
-            return objects.known[1]  # hashing takes a tenth of a call
-        if objects.may_be_kept and objects not in self._objects:
+        if objects.cached is not None and objects.cached[0] == call.captured:
+            return objects.cached[1]  # hashing takes a tenth of a call
+        if objects.is_cacheable and objects not in self._objects:
             others = [o for o in self._objects if not o.is_outdated_by(objects)]
-            self._objects = [objects, *others][:_OBJECTS_KEPT]
+            self._objects = [objects, *others][:_MAX_OBJECTS]
         form, _, programs = self._for_form(objects.form, call.captured)
         assert form is not None
-        # Calls of one program share its form, which learns what the step returns.
+        # Calls of one program share the structure with `returns_objects`.
         objects.form = form
-        objects.known = call.captured, programs
+        objects.cached = call.captured, programs
         return programs
 
     def _for_form(
-        self, form: ObjectForm | None, captured: tuple[str, ...]
-    ) -> tuple[ObjectForm | None, Function, Programs]:
+        self, form: ObjectStructure | None, captured: tuple[str, ...]
+    ) -> tuple[ObjectStructure | None, Function, Programs]:
         key = None if form is None else form.key, captured
         known = self._known.get(key)
         if known is None:
-            function = step_of_arrays(self._get_fn, form, captured)
+            function = array_step(self._get_fn, form, captured)
             known = self._known[key] = form, function, self._make(function)
         return known
 
 
 @final
 class BoundCall:
-    """Calls of a step whose first arguments are fixed, as calls with arrays.
-
-    It keeps no array alive that the objects have no more.
-    """
+    """A call whose first arguments are bound; keeps none of their old arrays alive."""
 
     def __init__(self, call: ObjectCall) -> None:
         assert call.objects is not None
-        self.objects: CallersObjects = call.objects
+        self.objects: CallerObjects = call.objects
         known = (call.args, call.kwargs)
-        leaves, structure = jax.tree.flatten(known, is_leaf=is_whole_or_parts)
+        leaves, structure = jax.tree.flatten(known, is_leaf=is_whole_or_arrays)
         self._structure = structure
-        self._places = [i for i, leaf in enumerate(leaves) if is_parts(leaf)]
-        self._leaves: list[Leaf] = [None if is_parts(leaf) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if is_object_arrays(leaf)]
+        self._leaves: list[Leaf] = [
+            None if is_object_arrays(leaf) else leaf for leaf in leaves
+        ]
 
     def arguments(
         self, rest: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """Those of a call with more, and with the arrays that the objects have now."""
+        """The arguments of a call, with the current arrays of the bound objects."""
         leaves = self._leaves.copy()
         for place, parts in zip(self._places, self.objects.parts(), strict=True):
             leaves[place] = parts
@@ -352,7 +366,7 @@ def translated(error: Exception, name: str) -> ObjectError | None:
         isinstance(error, ValueError)
         and (
             "different trace level" in text
-            # JAX's, about indices into an array that lies on the mesh.
+            # Raised by JAX for indices into an array on the mesh.
             or ("Context mesh" in text and _went_through_flax(error.__traceback__))
         )
     )
@@ -380,10 +394,10 @@ def _went_through_flax(traceback: types.TracebackType | None) -> bool:
 
 @contextlib.contextmanager
 def unchanged(tree: PyTree, name: str) -> Iterator[None]:
-    """Raise at the end if objects in `tree` have changed meanwhile."""
-    # What a function makes of an `nnx.State` may have the variables of that.
-    found = jax.tree.leaves(tree, is_leaf=is_whole_object)
-    objects = [node for node in found if is_changed_in_place(node)]
+    """A `with` block that raises if it has changed objects in `tree`."""
+    # Objects merged from an `nnx.State` may share its variables.
+    leaves = jax.tree.leaves(tree, is_leaf=is_call_leaf)
+    objects = [node for node in leaves if is_nnx_node(node)]
     before = [jax.tree.flatten(node) for node in objects]
     yield
     for node, (leaves, structure) in zip(objects, before, strict=True):

@@ -23,7 +23,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.constants import constants
-from jaxstrategy._src.tracing.nnx.object_form import holders_of, structure_of
+from jaxstrategy._src.tracing.nnx.objects import structure_of, variables_with
 from jaxstrategy._src.tracing.roles import Role, is_before_jaxlib_012, must_check_first
 from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.stage import Stage
@@ -259,7 +259,7 @@ class ConstantObjects(Stage):
         arrays = {id(value) for value in values if isinstance(value, jax.Array)}
         if not arrays:
             return
-        holders = holders_of(arrays)
+        holders = variables_with(arrays)
         self._variables += ((v, v.get_raw_value()) for v, _ in holders)
         owners = {id(owner): owner for _, owner in holders if is_object(owner)}
         self._owners += (

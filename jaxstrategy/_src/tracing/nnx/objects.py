@@ -1,4 +1,4 @@
-"""Flax NNX objects as arrays and structure: `ObjectForm`, `CallersObjects`."""
+"""Splits Flax NNX objects into arrays and structure, and merges them."""
 
 from __future__ import annotations
 
@@ -14,56 +14,42 @@ import jax
 
 from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.text.shown import listed
-from jaxstrategy._src.tracing.functions import weak_references
 from jaxstrategy._src.tracing.functions.bindings import are_identical
+from jaxstrategy._src.tracing.functions.weak_references import weak_method
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.trees import is_object, object_kinds
 
 NodePath: TypeAlias = tuple[Hashable, ...]
-"""An object's index in a list of objects, then the names that lead to a part of it."""
+"""The index of an object in a list, then the names of attributes and items."""
 
 
 class FlaxVariable(Protocol):
-    """The methods of `nnx.Variable` that this folder calls.
-
-    The class itself cannot be named: Flax is optional, and not imported from here.
-    """
+    """The methods of `nnx.Variable` used here; Flax is optional, and not imported."""
 
     @property
-    def ref(self) -> bool:
-        """Whether it holds a `jax.Ref`."""
-        ...
+    def ref(self) -> bool: ...
 
-    def get_raw_value(self) -> Leaf:
-        """What it holds."""
-        ...
+    def get_raw_value(self) -> Leaf: ...
 
-    def set_raw_value(self, value: Leaf) -> None:
-        """Lets it hold another value."""
-        ...
+    def set_raw_value(self, value: Leaf) -> None: ...
 
-    def get_metadata(self) -> Mapping[str, object]:
-        """What Flax is told to do with it."""
-        ...
+    def get_metadata(self) -> Mapping[str, object]: ...
 
-    def replace(self, value: Leaf) -> FlaxVariable:
-        """One like it that holds another value."""
-        ...
+    def replace(self, value: Leaf) -> FlaxVariable: ...
 
 
-def is_changed_in_place(node: object) -> bool:
-    """Whether a step may change `node` in place: an object, or a variable alone."""
+def is_nnx_node(node: object) -> bool:
+    """Whether `node` is an object or a variable, which a step may change in place."""
     return bool(object_kinds()) and (is_object(node) or is_variable(node))
 
 
 def is_variable(node: object) -> TypeGuard[FlaxVariable]:
-    """Whether `node` holds an array of an object."""
-    return _holds(type(node))
+    return _is_variable_class(type(node))
 
 
 @functools.lru_cache(maxsize=1024)
-def _holds(kind: type) -> bool:
+def _is_variable_class(kind: type) -> bool:
     # Flax's own `isinstance` takes ten times as long.
     return issubclass(kind, sys.modules["flax.nnx"].Variable)
 
@@ -71,63 +57,61 @@ def _holds(kind: type) -> bool:
 def structure_of(node: object) -> tuple[Hashable, list[int]]:
     """Equal as long as an object has the same variables and static attributes."""
     variables, structure = jax.tree.flatten(node, is_leaf=is_variable)
-    # By identity: `==` of two variables compares their arrays, and returns an array.
+    # By `id`: `==` of two variables compares their arrays, and returns an array.
     return structure, list(map(id, variables))
 
 
-def is_whole_object(node: object) -> bool:
-    if is_changed_in_place(node) or trees.is_whole(node):
+def is_call_leaf(node: object) -> bool:
+    """Whether `node` is a leaf of arguments or results of a call."""
+    if is_nnx_node(node) or trees.is_whole(node):
         return True
-    # The variables of a state are copies: it is passed, and returned, as a pytree.
+    # A state is passed and returned as a pytree: its variables are copies.
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.State)
 
 
-# By identity: JAX hashes it within a structure, and a list as `value` has no hash.
+# `eq=False`: JAX hashes it within a structure, and `value` may have no hash.
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttributeChange:
-    """A change that a step makes to an object, besides those of its arrays."""
+    """A change of a static attribute of an object by a step."""
 
     path: NodePath
     name: str
     value: object
 
 
-GONE = object()
+DELETED = object()
 
-# Of `Parts`, what JAX compares and no program is given.
+# The static part of `ObjectArrays`.
 _Static: TypeAlias = "tuple[tuple[str, ...], tuple[AttributeChange, ...]]"
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parts:
-    """The arrays that stand for an object."""
+class ObjectArrays:
+    """The arrays of an object, which replace it in the call of a program."""
 
     arrays: Sequence[Leaf]
     names: tuple[str, ...]
     changes: tuple[AttributeChange, ...] = ()
 
     def tree_flatten(self) -> tuple[Sequence[Leaf], _Static]:
-        """For JAX."""
         return self.arrays, (self.names, self.changes)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Hashable, Leaf]], _Static]:
-        """For JAX."""
         keys = map(jax.tree_util.GetAttrKey, self.names)
         return list(zip(keys, self.arrays, strict=True)), (self.names, self.changes)
 
     @classmethod
-    def tree_unflatten(cls, aux: _Static, arrays: Sequence[Leaf]) -> Parts:
-        """For JAX."""
+    def tree_unflatten(cls, aux: _Static, arrays: Sequence[Leaf]) -> ObjectArrays:
         return cls(arrays, *aux)
 
 
-# Static: a compiled step returns arrays alone, and marks in the structure around them.
+# Static: a compiled step returns only arrays, and marks in their structure.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Same:
-    """In what a step returns: one of the caller's objects, or a part of one."""
+class ReturnedObject:
+    """Marks one of the caller's objects, or a part of one, in a step's results."""
 
     path: NodePath
 
@@ -136,48 +120,45 @@ def apply(
     changes: Sequence[AttributeChange], by_path: Mapping[NodePath, object]
 ) -> None:
     for change in changes:
-        if change.value is GONE:
+        if change.value is DELETED:
             delattr(by_path[change.path], change.name)
         else:
             setattr(by_path[change.path], change.name, change.value)
 
 
 def dotted(path: Sequence[object]) -> str:
-    """`layers[0].kernel`, without the object's own place."""
+    """The path as text: `layers[0].kernel`."""
     text = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in path[1:])
     return text.removeprefix(".") or "value"
 
 
-def is_parts(node: object) -> bool:
-    """Whether `node` stands for an object."""
-    return isinstance(node, Parts)
+def is_object_arrays(node: object) -> bool:
+    return isinstance(node, ObjectArrays)
 
 
-def is_whole_or_parts(node: object) -> bool:
-    """Whether `node` stands for an object, or is looked at as a whole."""
-    return is_parts(node) or trees.is_whole(node)
+def is_whole_or_arrays(node: object) -> bool:
+    return is_object_arrays(node) or trees.is_whole(node)
 
 
 @dataclasses.dataclass
-class ObjectForm:
-    """A description by which objects are put together from arrays, and taken apart."""
+class ObjectStructure:
+    """The static part of a list of objects, to merge them from arrays."""
 
-    graph: Hashable
-    structure: Hashable
-    owners: tuple[tuple[int, ...], ...]
-    names: tuple[tuple[str, ...], ...]
+    graph: Hashable  # `nnx.GraphDef`
+    structure: Hashable  # of the `nnx.State`
+    owners: tuple[tuple[int, ...], ...]  # for each object the indices of its variables
+    names: tuple[tuple[str, ...], ...]  # the same, their names
     templates: list[FlaxVariable | None] = dataclasses.field(repr=False)
     returns_objects: bool = False
 
     @property
     def key(self) -> Hashable:
-        """Equal for objects that are alike."""
-        # The structure of variables has their metadata: what Flax does with them.
+        """The cache key: equal for objects of the same structure and metadata."""
         variables = jax.tree.structure(self.templates)
         return self.graph, self.structure, self.owners, variables
 
-    def put_together(self, parts: Sequence[Parts]) -> list[object]:
-        """New objects with these arrays."""
+    def merge(self, parts: Sequence[ObjectArrays]) -> list[object]:
+        """Creates objects with these arrays."""
         values = self._in_order(parts)
         state = jax.tree.unflatten(
             self.structure,
@@ -188,17 +169,17 @@ class ObjectForm:
         )
         return sys.modules["flax.nnx"].merge(self.graph, state)
 
-    def _in_order(self, parts: Sequence[Parts]) -> list[Leaf]:
+    def _in_order(self, parts: Sequence[ObjectArrays]) -> list[Leaf]:
         values: list[Leaf] = [None] * len(self.templates)
-        for own, part in zip(self.owners, parts, strict=True):
-            for i, array in zip(own, part.arrays, strict=True):
+        for indices, part in zip(self.owners, parts, strict=True):
+            for i, array in zip(indices, part.arrays, strict=True):
                 values[i] = array
         return values
 
-    def take_apart(
-        self, objects: Sequence[object], given: Sequence[Parts]
-    ) -> list[Parts]:
-        """The arrays of objects that were put together so, after the step."""
+    def split(
+        self, objects: Sequence[object], before: Sequence[ObjectArrays]
+    ) -> list[ObjectArrays]:
+        """The arrays of merged objects after the step."""
         graph, state = sys.modules["flax.nnx"].split(objects)
         leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
         if structure != self.structure:
@@ -208,19 +189,19 @@ class ObjectForm:
                 "gives back new arrays for the same variables: do this outside `run`, "
                 "or take away (`nnx.pop`) what the step has added."
             )
-        old = self._in_order(given)
+        old = self._in_order(before)
         values = [self._new_value(i, leaf, old[i]) for i, leaf in enumerate(leaves)]
         changes = () if graph == self.graph else self._changes(objects, graph, state)
         return [
-            Parts([values[i] for i in own], names, changes)
-            for own, names in zip(self.owners, self.names, strict=True)
+            ObjectArrays([values[i] for i in indices], names, changes)
+            for indices, names in zip(self.owners, self.names, strict=True)
         ]
 
     def _new_value(self, index: int, new: Leaf, old: Leaf) -> Leaf:
-        """The value of a variable after the step; None of an array that is in none."""
-        like = self.templates[index]
-        if like is not None:
-            if like.get_metadata() != new.get_metadata():
+        """The value of a variable after the step; None of an array in no variable."""
+        template = self.templates[index]
+        if template is not None:
+            if template.get_metadata() != new.get_metadata():
                 raise ObjectError(
                     f"The step changed the metadata of `{self._name(index)}`, which a "
                     "compiled step cannot give back. Do this outside `run`."
@@ -240,7 +221,7 @@ class ObjectForm:
     def _changes(
         self, objects: Sequence[object], graph: Hashable, state: PyTree
     ) -> tuple[AttributeChange, ...]:
-        """The changes that a step made besides those of arrays."""
+        """The changes of static attributes by a step."""
         nnx = sys.modules["flax.nnx"]
         copies = nnx.merge(self.graph, state)
         before = dict(nnx.iter_graph(copies))
@@ -262,19 +243,17 @@ def _changed_attributes(
     path: NodePath, old: dict[str, object], new: dict[str, object]
 ) -> Iterator[AttributeChange]:
     for name in [*new, *(name for name in old if name not in new)]:
-        # Flax's own state of an object, by its name today and the one before.
+        # Flax's own attributes, by their new and old prefix.
         if name.startswith(("_pytree__", "_object__")):
             continue
-        was, now = old.get(name, GONE), new.get(name, GONE)
-        if _is_plain(was) and _is_plain(now) and (was is GONE or was != now):
+        was, now = old.get(name, DELETED), new.get(name, DELETED)
+        if _is_plain(was) and _is_plain(now) and (was is DELETED or was != now):
             yield AttributeChange(path, name, now)
 
 
 def _is_plain(value: PyTree) -> bool:
-    leaves = jax.tree.leaves(value, is_leaf=is_changed_in_place)
-    return not any(
-        is_changed_in_place(leaf) or isinstance(leaf, jax.Array) for leaf in leaves
-    )
+    leaves = jax.tree.leaves(value, is_leaf=is_nnx_node)
+    return not any(is_nnx_node(leaf) or isinstance(leaf, jax.Array) for leaf in leaves)
 
 
 def _paths(state: PyTree) -> set[str]:
@@ -284,21 +263,23 @@ def _paths(state: PyTree) -> set[str]:
 
 def _difference(before: Sequence[str], after: set[str]) -> str:
     added, removed = sorted(after - set(before)), sorted(set(before) - after)
-    told = [f"added {listed(added, 3, '`')}"] * bool(added)
-    told += [f"removed {listed(removed, 3, '`')}"] * bool(removed)
-    return ", ".join(told) or "two names share one now, or do not any more"
+    text = [f"added {listed(added, 3, '`')}"] * bool(added)
+    text += [f"removed {listed(removed, 3, '`')}"] * bool(removed)
+    return ", ".join(text) or "two names share one now, or do not any more"
 
 
-def quick_getter(variable: FlaxVariable) -> Callable[[], Leaf]:
-    """`variable.get_raw_value`, without a call of Python where that is possible."""
-    slot = _slot_of(type(variable))
+def _fast_getter(node: object) -> Callable[[], Leaf]:
+    """Returns the raw value of a variable, in C if possible; or an array itself."""
+    if not is_variable(node):
+        return lambda: node
+    slot = _slot_of(type(node))
     if slot is None:
-        return variable.get_raw_value
-    return functools.partial(slot.__get__, variable)
+        return node.get_raw_value
+    return functools.partial(slot.__get__, node)
 
 
-def quick_setter(variable: FlaxVariable) -> Callable[[Leaf], object] | None:
-    """`variable.set_raw_value` that asks nothing; None if it may do more than that."""
+def _fast_setter(variable: FlaxVariable) -> Callable[[Leaf], object] | None:
+    """`variable.set_raw_value` without checks, in C; None if that is not possible."""
     slot = _slot_of(type(variable))
     return None if slot is None else functools.partial(slot.__set__, variable)
 
@@ -314,7 +295,7 @@ def _slot_of(kind: type) -> types.MemberDescriptorType | None:
 
 @functools.cache
 def _slot_of_values(base: type) -> types.MemberDescriptorType | None:
-    """The slot of the class whose content is the value, whatever Flax calls it."""
+    """The slot with the value of a variable, whatever Flax calls it."""
     value, other = object(), object()
     variable = base(value, hijax=False, ref=False)
     for slot in vars(base).values():
@@ -328,23 +309,19 @@ def _slot_of_values(base: type) -> types.MemberDescriptorType | None:
 _Setter: TypeAlias = Callable[[Leaf], object]
 
 
-class CallersObjects:
-    """Some of the caller's objects, as they are put together now.
-
-    It keeps no object alive.
-    """
+class CallerObjects:
+    """Some of the caller's objects with their structure, not kept alive."""
 
     def __init__(self, objects: Sequence[object]) -> None:
-        # Whoever has such an object has imported Flax, which is optional.
-        nnx = sys.modules["flax.nnx"]
+        nnx = sys.modules["flax.nnx"]  # imported by the user
         objects = list(objects)
         _alive.add(self)
-        clear = weak_references.weak_method(self, CallersObjects._clear)
-        # `Any`: the programs of `ObjectCalls`, whose type is a parameter there.
-        self.known: tuple[tuple[str, ...], Any] | None = None
-        self.may_be_kept = all(map(is_object, objects))
+        clear = weak_method(self, CallerObjects._clear)
+        # Labels of captured objects, and the programs of `ObjectCalls`.
+        self.cached: tuple[tuple[str, ...], Any] | None = None
+        self.is_cacheable = all(map(is_object, objects))
         self._objects = [
-            # A variable by itself allows no weak reference.
+            # A variable allows no weak reference.
             weakref.ref(each, clear) if is_object(each) else lambda each=each: each
             for each in objects
         ]
@@ -362,76 +339,85 @@ class CallersObjects:
                     "the variable without `ref=True`."
                 )
         owners = [
-            [i for i, path in enumerate(paths) if path[0] == place]
-            for place in range(len(objects))
+            [i for i, path in enumerate(paths) if path[0] == number]
+            for number in range(len(objects))
         ]
-        # Of each object. Raw values: for others Flax calls the hooks of a variable,
-        # which is for the code of the step to cause.
+        # Raw values, by object: without hooks of variables, which the step may call.
         self._getters = [
-            [_getter_of(self._variables[i]) for i in own] for own in owners
+            [_fast_getter(self._variables[i]) for i in indices] for indices in owners
         ]
         self._setters: list[list[_Setter]] = []
-        self.form = ObjectForm(
+        self.form = ObjectStructure(
             graph,
             structure,
             tuple(map(tuple, owners)),
-            tuple(tuple(dotted(paths[i]) for i in own) for own in owners),
-            # Without the arrays, which it would keep.
+            tuple(tuple(dotted(paths[i]) for i in indices) for indices in owners),
+            # Without arrays, which would be kept alive.
             [leaf.replace(0) if is_variable(leaf) else None for _, leaf in found],
         )
 
-    def is_of(self, objects: Sequence[object]) -> bool:
-        """Whether `objects` are these, put together as they were."""
-        if not self.has_roots(objects):
+    def matches(self, objects: Sequence[object]) -> bool:
+        """Whether these are the same objects, with the same structure."""
+        if not self._has_roots(objects):
             return False
         nodes, structure = jax.tree.flatten(list(objects), is_leaf=is_variable)
         return structure == self._structure and are_identical(nodes, self._nodes)
 
-    def holders_of(self, arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
-        """The variables with an array among these, by identity, and whose they are."""
+    def variables_with(
+        self, arrays: Collection[int]
+    ) -> list[tuple[FlaxVariable, object]]:
+        """The variables with these arrays, by `id`, and their objects."""
         roots = [each() for each in self._objects]
         return [
-            (variable, roots[place])
-            for place, own in enumerate(self.form.owners)
-            # There are none any more once an object is gone.
-            for variable in (self._variables[i] for i in own if self._variables)
+            (variable, roots[number])
+            for number, indices in enumerate(self.form.owners)
+            # Without variables once an object died.
+            for variable in (self._variables[i] for i in indices if self._variables)
             if is_variable(variable) and id(variable.get_raw_value()) in arrays
         ]
 
-    def has_roots(self, objects: Sequence[object]) -> bool:
-        """Whether `objects` are these, however they are put together now."""
+    def _has_roots(self, objects: Sequence[object]) -> bool:
         return are_identical([each() for each in self._objects], objects)
 
-    def is_outdated_by(self, other: CallersObjects) -> bool:
-        """Whether `other` is of the same objects, with other variables."""
+    def is_outdated_by(self, other: CallerObjects) -> bool:
+        """Whether `other` has the same objects, with other variables."""
         roots = [each() for each in other._objects]
-        return self.has_roots(roots) and not are_identical(self._nodes, other._nodes)
+        return self._has_roots(roots) and not are_identical(self._nodes, other._nodes)
 
-    def parts(self) -> list[Parts]:
+    def parts(self) -> list[ObjectArrays]:
         """The arrays of each object."""
         return [
-            Parts([get() for get in own], names)
-            for own, names in zip(self._getters, self.form.names, strict=True)
+            ObjectArrays([get() for get in getters], names)
+            for getters, names in zip(self._getters, self.form.names, strict=True)
         ]
 
-    def finish(self, returned: tuple[PyTree, list[Parts]]) -> PyTree:
-        """The results of a call; the objects then hold their new arrays."""
+    def finish(self, returned: tuple[PyTree, list[ObjectArrays]]) -> PyTree:
+        """Stores new arrays; returns results with the caller's objects."""
         results, parts = returned
         self.store(parts)
-        return self.with_callers_objects(results)
+        if not self.form.returns_objects:
+            return results
+        by_path = self._by_path()
 
-    def store(self, parts: Sequence[Parts]) -> None:
-        """Put new arrays into the objects, and change what else the step changed."""
-        # Which variables may be changed where nothing is traced does not change.
+        def original(leaf: Leaf) -> Leaf:
+            return by_path[leaf.path] if isinstance(leaf, ReturnedObject) else leaf
+
+        return jax.tree.map(
+            original, results, is_leaf=lambda x: isinstance(x, ReturnedObject)
+        )
+
+    def store(self, parts: Sequence[ObjectArrays]) -> None:
+        """Stores new arrays and static attributes in the objects."""
+        # Outside of traces, Flax always allows or always forbids to set a variable.
         is_known = bool(self._setters) and not _arrays.is_traced()
-        setters = self._setters if is_known else self._setters_that_ask()
+        setters = self._setters if is_known else self._checked_setters()
         try:
             for own, part in zip(setters, parts, strict=True):
                 for set_array, array in zip(own, part.arrays, strict=True):
                     if array is not None:
                         set_array(array)
         except Exception as error:
-            # By name: the class is in Flax, which is not imported from here.
+            # By name, as Flax is not imported.
             if type(error).__name__ != "TraceContextError":
                 raise
             raise ObjectError(
@@ -440,43 +426,31 @@ class CallersObjects:
                 "argument, and use `nnx.jit` or its kin instead of `jax.jit`."
             ) from error
         if not is_known and not _arrays.is_traced():
-            self._setters = self._setters_after(parts)
+            self._setters = self._fast_setters(parts)
         for part in parts:
             if part.changes:
                 apply(part.changes, self._by_path())
                 return
 
-    def _setters_that_ask(self) -> list[list[_Setter]]:
-        """What gives the variables of each object a value, if they may be changed."""
-        return [
-            [getattr(self._variables[i], "set_raw_value", _refuse) for i in own]
-            for own in self.form.owners
-        ]
-
-    def _setters_after(self, parts: Sequence[Parts]) -> list[list[_Setter]]:
-        """The same, without asking of those that `parts` had a value for."""
+    def _checked_setters(self) -> list[list[_Setter]]:
+        """Setters by object; Flax raises if a variable may not be changed."""
         return [
             [
-                set_array if array is None else quick_setter(variable) or set_array
-                for set_array, array, variable in zip(
-                    setters, part.arrays, [self._variables[i] for i in own], strict=True
-                )
+                getattr(self._variables[i], "set_raw_value", _no_variable)
+                for i in indices
             ]
-            for setters, part, own in zip(
-                self._setters_that_ask(), parts, self.form.owners, strict=True
-            )
+            for indices in self.form.owners
         ]
 
-    def with_callers_objects(self, returned: PyTree) -> PyTree:
-        """The results of a step, with the caller's objects where it had them."""
-        if not self.form.returns_objects:
-            return returned
-        by_path = self._by_path()
-
-        def original(leaf: Leaf) -> Leaf:
-            return by_path[leaf.path] if isinstance(leaf, Same) else leaf
-
-        return jax.tree.map(original, returned, is_leaf=lambda x: isinstance(x, Same))
+    def _fast_setters(self, parts: Sequence[ObjectArrays]) -> list[list[_Setter]]:
+        """The same, without checks for variables that were just set."""
+        setters = self._checked_setters()
+        for own, part, indices in zip(setters, parts, self.form.owners, strict=True):
+            for number, index in enumerate(indices):
+                if part.arrays[number] is not None:
+                    fast = _fast_setter(self._variables[index])
+                    own[number] = fast or own[number]
+        return setters
 
     def _clear(self, _: object) -> None:
         # These hold arrays, and nothing in a variable refers to the object it is of.
@@ -488,22 +462,18 @@ class CallersObjects:
         by_path: dict[NodePath, object] = dict(
             sys.modules["flax.nnx"].iter_graph(roots)
         )
-        # Of an object that is given twice, Flax names the first place only.
-        return by_path | {(place,): root for place, root in enumerate(roots)}
+        # Flax has only the first path of an object that is passed twice.
+        return by_path | {(number,): root for number, root in enumerate(roots)}
 
 
-def _getter_of(node: object) -> Callable[[], Leaf]:
-    return quick_getter(node) if is_variable(node) else lambda: node
-
-
-def _refuse(value: Leaf) -> None:
+def _no_variable(value: Leaf) -> None:
     raise AssertionError("a step has no value for what is no variable")
 
 
-# A set of those that there are: objects of which one step knows, others may read.
-_alive: weakref.WeakSet[CallersObjects] = weakref.WeakSet()
+# Of all steps: one step may read the objects of another.
+_alive: weakref.WeakSet[CallerObjects] = weakref.WeakSet()
 
 
-def holders_of(arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
-    """The variables that hold arrays, and the objects whose they are."""
-    return [pair for objects in list(_alive) for pair in objects.holders_of(arrays)]
+def variables_with(arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
+    """The variables with these arrays, by `id`, and their objects."""
+    return [pair for objects in list(_alive) for pair in objects.variables_with(arrays)]
