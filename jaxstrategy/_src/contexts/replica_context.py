@@ -41,15 +41,6 @@ def check_arguments(args: object, kwargs: object) -> None:
         )
 
 
-def check_merge_call(merge_fn: object, args: object, kwargs: object) -> None:
-    if not callable(merge_fn):
-        raise TypeError(
-            f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "
-            "function that takes the strategy and the arguments."
-        )
-    check_arguments(args, None if isinstance(kwargs, Mapping) else kwargs)
-
-
 class StrategyAdapter(abc.ABC):
     """An object with other methods over a strategy, which alone contexts know."""
 
@@ -334,7 +325,12 @@ class ReplicaContext:
         Array(10., dtype=float32)
         """
         self._require_current("merge_call")
-        check_merge_call(merge_fn, args, kwargs)
+        if not callable(merge_fn):
+            raise TypeError(
+                f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "
+                "function that takes the strategy and the arguments."
+            )
+        check_arguments(args, None if isinstance(kwargs, Mapping) else kwargs)
         if (eager := _context.current().eager) is not None:
             return eager.merge_call(merge_fn, args, kwargs or {})
         across = self.to_cross(tuple(args))

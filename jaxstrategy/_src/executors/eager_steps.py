@@ -406,7 +406,13 @@ class EagerSteps:
         options: RunOptions | None,
     ) -> PyTree:
         call = EagerCall(fn, args, kwargs, options or RunOptions(), self._environment)
-        _check_untraced(call.leaves, call.name)
+        if _arrays.is_traced() or any(isinstance(x, Tracer) for x in call.leaves):
+            raise ContextError(
+                f"`{call.name}` was to be run in `eager_replicas()` by code that JAX "
+                "traces (`jax.jit`, `jax.grad`, `jax.lax.scan` around `run`), where no "
+                "array has a value that the threads of replicas could go on with. Call "
+                "it outside of what is traced, or take the gradient inside of the step."
+            )
         replicas = self._strategy._replicas
         copies = VariableCopies(replicas, call.name, self._rounds.gather)
         merger = ReplicaMerger(replicas, call.name)
@@ -491,13 +497,3 @@ def _collective_step(
     strategy = context.current().strategy
     assert strategy is not None, "it is a step's"
     return collective(cast(Reduction, strategy._reduction), arrays)
-
-
-def _check_untraced(leaves: Sequence[Leaf], name: str) -> None:
-    if _arrays.is_traced() or any(isinstance(leaf, Tracer) for leaf in leaves):
-        raise ContextError(
-            f"`{name}` was to be run in `eager_replicas()` by code that JAX traces "
-            "(`jax.jit`, `jax.grad`, `jax.lax.scan` around `run`), where no array has "
-            "a value that the threads of replicas could go on with. Call it outside "
-            "of what is traced, or take the gradient inside of the step."
-        )

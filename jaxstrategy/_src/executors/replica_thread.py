@@ -344,7 +344,8 @@ class ReplicaTurns:
     def _end_of_turn(self, thread: ReplicaThread) -> None:
         while not thread.end_turn(PATIENCE_SECONDS):
             frames = thread.frames
-            if is_in_debugger(frames) or self._has_warned:
+            modules = {module.partition(".")[0] for _, _, module in frames}
+            if self._has_warned or not modules.isdisjoint(_DEBUGGERS):
                 continue
             self._has_warned = True
             line = user_code.innermost([(file, number) for file, number, _ in frames])
@@ -387,11 +388,6 @@ class ReplicaTurns:
             "on the replica, and choose the value instead.",
             collective_line=str(waiting[0].line),
         )
-
-
-def is_in_debugger(frames: Sequence[tuple[str, int, str]]) -> bool:
-    modules = {module.partition(".")[0] for _, _, module in frames}
-    return not modules.isdisjoint(_DEBUGGERS)
 
 
 def _are_alike(threads: Sequence[ReplicaThread]) -> bool:

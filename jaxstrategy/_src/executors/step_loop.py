@@ -177,13 +177,6 @@ POSITIONAL = (
 )
 
 
-def _first_names(fn: Function, count: int) -> list[str]:
-    signature = signature_of(fn)
-    parameters = [] if signature is None else signature.parameters.values()
-    known = [p.name for p in parameters if p.kind in POSITIONAL]
-    return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
-
-
 def batch_runs(name: str, given: object) -> list[list[ArrayTree]]:
     """Groups consecutive batches of one size, each group for one `lax.scan`."""
     if not isinstance(given, (tuple, list)):
@@ -234,7 +227,11 @@ class StepLoop:
         self._fn = fn
         self._local = local
         self._name = name_of(fn)
-        self._names = _first_names(fn, len(args))
+        signature = signature_of(fn)
+        parameters = [] if signature is None else signature.parameters.values()
+        names = [p.name for p in parameters if p.kind in POSITIONAL]
+        names += [f"args[{i}]" for i in range(len(names), len(args))]
+        self._names = names
         self._carried = [i for i, each in enumerate(args) if self._is_carried(i, each)]
         call = object_calls.object_call(args, kwargs, object_calls.captured_by(fn))
         self._objects = None if call is None else call.objects
@@ -322,7 +319,11 @@ class StepLoop:
         with rebinding.rebound(self._fn, replaced) as fn:
             local = self._local
             with contextlib.nullcontext() if local is None else local.step():
-                returned = _with_variable_values(fn(*args, batch, **kwargs))
+                returned = jax.tree.map(
+                    lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf,
+                    fn(*args, batch, **kwargs),
+                    is_leaf=_is_whole,
+                )
         if any(map(is_nnx_node, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
                 f"`{self._name}` returned an object of Flax NNX. In a loop of several "
@@ -432,15 +433,6 @@ class StepLoop:
         if not self._carried:
             return others
         return states[0] if self._returns_state else (*states, *others)
-
-
-def _with_variable_values(tree: PyTree) -> PyTree:
-    """`tree` with the value after this step for each variable."""
-    return jax.tree.map(
-        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf,
-        tree,
-        is_leaf=_is_whole,
-    )
 
 
 def _is_whole(node: object) -> bool:

@@ -530,7 +530,15 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
         where = f"`{name}{jax.tree_util.keystr(path)}`"
         is_sharded = replicas.state_sharding is not None
         if not is_sharded or replicas.dimension_of(leaf) is None:
-            raise _elsewhere(where, leaf, replicas)
+            in_parts = ""
+            if is_sharded:
+                in_parts = " and not divided over them in this order"
+            raise PlacementError(
+                f"{where} lies on several devices, as {leaf.sharding}, but not whole "
+                f"on each of this strategy's, {replicas.device_names}{in_parts}: there "
+                "are no copies to compare. Use the strategy it belongs to; if entry i "
+                "belongs to replica i, pass `PerReplica(array)`."
+            )
         _arrays.check_alive(leaf, where)
         return None
 
@@ -552,17 +560,6 @@ def has_copies(array: jax.Array, replicas: Replicas) -> bool:
 
 def _is_divided_variable(node: object) -> bool:
     return isinstance(node, Handle) and not node.division.is_whole
-
-
-def _elsewhere(what: str, array: jax.Array, replicas: Replicas) -> PlacementError:
-    is_whole = replicas.state_sharding is None
-    in_parts = "" if is_whole else " and not divided over them in this order"
-    return PlacementError(
-        f"{what} lies on several devices, as {array.sharding}, but not whole on each "
-        f"of this strategy's, {replicas.device_names}{in_parts}: there are "
-        "no copies to compare. Use the strategy it belongs to; if entry i belongs to "
-        "replica i, pass `PerReplica(array)`."
-    )
 
 
 def _not_known(what: str) -> TracedValueError:

@@ -1094,7 +1094,7 @@ class Strategy(AbstractStrategy):
         _context.require_host(self, "experimental_distribute_values_from_function")
         n = self.num_replicas_in_sync
         versions = [value_fn(ValueContext(i, n)) for i in self._replicas.local_ids]
-        return building.stack(versions, self._replicas, own=True, plain_if_alone=True)
+        return building.stack(versions, self._replicas, is_local=True)
 
     def init(
         self, fn: Callable[..., TreeT], *args: PyTree, specs: PyTree = None

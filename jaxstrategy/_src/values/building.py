@@ -157,8 +157,7 @@ def stack(
     versions: Sequence[PyTree],
     replicas: Replicas,
     what: str = "value",
-    own: bool = False,
-    plain_if_alone: bool = False,
+    is_local: bool = False,
 ) -> PyTree:
     """Per-replica trees as one tree of `PerReplica` leaves, each on its device.
 
@@ -167,14 +166,14 @@ def stack(
         and dtype; nested lists of numbers are arrays.
       replicas: those that the versions are for.
       what: how error messages call the value.
-      own: whether the versions are only of this process's replicas.
-      plain_if_alone: whether one replica's version is to be an array of shape `[...]`.
+      is_local: whether the versions are only of this process's replicas; then one
+        replica's version becomes an array of shape `[...]`.
 
     Raises:
       ValueError: the number, structure, shapes or dtypes do not fit.
       TracedValueError: JAX traces, and versions of other processes are not known.
     """
-    count = len(replicas.local_ids) if own else replicas.count
+    count = len(replicas.local_ids) if is_local else replicas.count
     if len(versions) != count:
         raise ValueError(
             f"`{what}` has {len(versions)} versions for {count} replicas; one "
@@ -193,7 +192,7 @@ def stack(
             column.append(leaf)
     labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
     labeled = zip(columns, labels, strict=True)
-    if plain_if_alone and replicas.count == 1:
+    if is_local and replicas.count == 1:
         placed = [
             replicate_leaf(array, sharding_like(array, replicas))
             for column, label in labeled
@@ -201,7 +200,7 @@ def stack(
         ]
     else:
         placed = [
-            _stack_leaf(column, replicas, own, label) for column, label in labeled
+            _stack_leaf(column, replicas, is_local, label) for column, label in labeled
         ]
     return jax.tree.unflatten(structure, placed)
 
@@ -211,7 +210,7 @@ def _is_list(node: object) -> bool:
 
 
 def _stack_leaf(
-    column: list[Value], replicas: Replicas, own: bool, what: str
+    column: list[Value], replicas: Replicas, is_local: bool, what: str
 ) -> PerReplica:
     arrays = [_arrays.as_array(value, what) for value in column]
     kinds = {(array.shape, array.dtype) for array in arrays}
@@ -232,7 +231,7 @@ def _stack_leaf(
             )
         stacked = jnp.stack(arrays)
         return PerReplica(mesh.place(stacked, replicas.sharding(STACKED)))
-    if not own:
+    if not is_local:
         arrays = [arrays[i] for i in replicas.local_ids]
     return PerReplica(replicas.stacked(arrays))
 
