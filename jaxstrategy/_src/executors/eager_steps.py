@@ -112,7 +112,7 @@ def _this_replica(collective: EagerCollective) -> ReplicaThread:
 
 @_rendezvous_p.def_impl
 def _run(*arrays: jax.Array, collective: EagerCollective) -> list[jax.Array]:
-    return _this_replica(collective).meet(collective, arrays)
+    return _this_replica(collective).rendezvous(collective, arrays)
 
 
 @_rendezvous_p.def_abstract_eval

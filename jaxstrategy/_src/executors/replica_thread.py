@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias, final
 
@@ -19,7 +20,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.reductions.reduction import (
     EagerCollective,
     EagerReduction,
-    Meet,
+    RunCollective,
     SameShapes,
 )
 from jaxstrategy._src.replicas.devices import Device
@@ -112,12 +113,12 @@ class ReplicaThread(EagerReplica):
         number: int,
         index: jax.Array,
         replicas: Replicas,
-        meet: Meet,
+        run_collective: RunCollective,
         body: Callable[[ReplicaThread], object],
     ) -> None:
         self.number = number
         self.index = index
-        self.reduction = EagerReduction(meet)
+        self.reduction = EagerReduction(run_collective)
         self.waits_for: Rendezvous | None = None
         self.request: Callable[[], object] | None = None
         self.line: Line | None = None
@@ -178,12 +179,10 @@ class ReplicaThread(EagerReplica):
     def frames(self) -> list[tuple[str, int, str]]:
         """The files, line numbers and modules of its stack, the innermost first."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        found: list[tuple[str, int, str]] = []
-        while frame is not None:
-            module = str(frame.f_globals.get("__name__", ""))
-            found.append((frame.f_code.co_filename, frame.f_lineno, module))
-            frame = frame.f_back
-        return found
+        return [
+            (each.f_code.co_filename, line, str(each.f_globals.get("__name__", "")))
+            for each, line in (traceback.walk_stack(frame) if frame else ())
+        ]
 
     # Called in its own thread.
 
@@ -196,7 +195,7 @@ class ReplicaThread(EagerReplica):
             self.is_ended = True
             self._is_over.release()
 
-    def meet(
+    def rendezvous(
         self, collective: EagerCollective, arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
         types = jax.tree.leaves(self.result_types(collective, arrays))

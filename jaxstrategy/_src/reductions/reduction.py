@@ -371,16 +371,16 @@ def _mapped(
     return jax.vmap(lambda *each: of(reduction, each), in_axes=dimensions)(*arrays)
 
 
-Meet = Callable[[EagerCollective, Sequence[jax.Array]], PyTree]
-"""A collective with the arrays of this replica: what comes of them."""
+RunCollective = Callable[[EagerCollective, Sequence[jax.Array]], PyTree]
+"""Runs a collective with the arrays of this replica, when all replicas call it."""
 
 
 @final
 class EagerReduction:
-    """Reductions for which the replicas meet; in each the arrays are its own."""
+    """Reductions of eager replicas, each of which runs collectives with its arrays."""
 
-    def __init__(self, meet: Meet) -> None:
-        self._meet = meet
+    def __init__(self, run_collective: RunCollective) -> None:
+        self._run_collective = run_collective
 
     def alone(self) -> EagerReduction:
         """As that of `Reduction`: replicas that run eagerly join no arrays."""
@@ -396,7 +396,7 @@ class EagerReduction:
         arrays, structure = jax.tree.flatten(list(leaves))
         over = "" if groups is None else f", groups={groups}"
         name = f"all_reduce({op.name.lower()!r}{over})"
-        return self._met(name, _reduced, arrays, structure, op, options, groups)
+        return self._run(name, _reduced, arrays, structure, op, options, groups)
 
     def reduce_compressed(
         self,
@@ -408,17 +408,17 @@ class EagerReduction:
         pairs = [None if each is None else (each.error, each.basis) for each in owed]
         arrays, structure = jax.tree.flatten((list(leaves), pairs))
         name = f"all_reduce_compressed({op.name.lower()!r})"
-        met = self._met(name, _compressed, arrays, structure, op, options)
-        return met[0], [None if pair is None else Residual(*pair) for pair in met[1]]
+        reduced, debts = self._run(name, _compressed, arrays, structure, op, options)
+        return reduced, [None if pair is None else Residual(*pair) for pair in debts]
 
     def gathered(self, leaf: Leaf, axis: int) -> jax.Array:
-        return self._met(f"all_gather(axis={axis})", _gathered, [leaf], axis)[0]
+        return self._run(f"all_gather(axis={axis})", _gathered, [leaf], axis)[0]
 
     def first(self, leaf: Leaf) -> jax.Array:
         name = "an assignment with aggregation 'only_first_replica'"
-        return self._met(name, _of_first, [leaf])[0]
+        return self._run(name, _of_first, [leaf])[0]
 
-    def _met(
+    def _run(
         self,
         name: str,
         function: Callable[..., PyTree],
@@ -426,5 +426,5 @@ class EagerReduction:
         *settings: object,
     ) -> PyTree:
         collective = EagerCollective(name, function, settings)
-        # Most leaves of strings and other objects come to an end here.
-        return self._meet(collective, [mesh.array_of(array) for array in arrays])
+        # Raises for strings and most other objects.
+        return self._run_collective(collective, list(map(mesh.array_of, arrays)))
