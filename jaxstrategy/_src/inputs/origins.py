@@ -6,9 +6,10 @@ Processes compare the numbers of batches, and a profile counts the rows of nothi
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
 import jax
@@ -25,10 +26,7 @@ def note(batch: PyTree, name: str | None) -> None:
         # Not the mask of a `PerReplica`, which may be one of several batches.
         array = contents(leaf) if isinstance(leaf, PerReplica) else leaf
         key = id(array)
-
-        def forget(_: object, key: int = key) -> None:
-            _known.pop(key, None)
-
+        forget = functools.partial(_known.pop, key)  # with a reference as the default
         _known[key] = weakref.ref(array, forget), name
 
 
@@ -55,34 +53,27 @@ class BatchWaits:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = 0.0
-        self._clock = clock
-        self._thread = threading.get_ident()
-        self._depth = 0
+        self.clock = clock
+        self.thread = threading.get_ident()
+        self.depth = 0  # a wait within another is part of it
         _all.add(self)
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A `with` block in which a batch is waited for; within another it is one."""
-        if threading.get_ident() != self._thread:
-            yield
-            return
-        self._depth += 1
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self.seconds += self._clock() - start
 
 
 _all: weakref.WeakSet[BatchWaits] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[None]:
+def waiting(waits: Iterable[BatchWaits] = _all) -> Iterator[None]:
     """A `with` block in which a batch is waited for, for all that count it."""
-    with contextlib.ExitStack() as stack:
-        for each in list(_all):
-            stack.enter_context(each.waiting())
+    here = threading.get_ident()
+    counting = [each for each in list(waits) if each.thread == here]
+    begun = [(each, each.clock()) for each in counting if not each.depth]
+    for each in counting:
+        each.depth += 1
+    try:
         yield
+    finally:
+        for each in counting:
+            each.depth -= 1
+        for each, start in begun:
+            each.seconds += each.clock() - start

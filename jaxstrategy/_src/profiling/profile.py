@@ -466,7 +466,7 @@ class Profile:
         """
         iterator = iter(batches)
         while True:
-            with self._waits.waiting():
+            with origins.waiting([self._waits]):
                 try:
                     batch = next(iterator)
                 except StopIteration:

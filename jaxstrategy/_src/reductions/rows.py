@@ -232,7 +232,7 @@ def rows_of_tables(
         if not len(table):  # of which JAX gathers nothing
             table, own = jnp.zeros((1, *table.shape[1:]), table.dtype), own + 1
         found = take(table, own)
-        rows = jnp.where(_over_rows(is_own, found), found, rows) if number else found
+        rows = jnp.where(over_rows(is_own, found), found, rows) if number else found
     return rows
 
 
@@ -341,9 +341,9 @@ def part_of_sum(
 
 def _without_missing(ids: jax.Array, rows: jax.Array) -> jax.Array:
     """`rows`, of which those with id -1 are zeros."""
-    return jnp.where(_over_rows(ids < 0, rows), jnp.zeros_like(rows), rows)
+    return jnp.where(over_rows(ids < 0, rows), jnp.zeros_like(rows), rows)
 
 
-def _over_rows(each: jax.Array, rows: jax.Array) -> jax.Array:
+def over_rows(each: jax.Array, rows: jax.Array) -> jax.Array:
     """What is said of each row, `[n]`, for all of its numbers: `[n, 1, ...]`."""
     return each.reshape(-1, *(1,) * (rows.ndim - 1))

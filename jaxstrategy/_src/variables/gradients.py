@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
-from jaxstrategy._src.reductions.rows import row_numbers, row_starts
+from jaxstrategy._src.reductions.rows import over_rows, row_numbers, row_starts
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices
@@ -103,8 +103,8 @@ def _within(
             return ids + offset, gradient
         return jnp.asarray(known[places] + offset), gradient[places]
     is_own = (ids >= start) & (ids < stop)
-    mask = is_own.reshape(-1, *(1,) * (gradient.ndim - 1))
-    return jnp.where(is_own, ids + offset, 0), jnp.where(mask, gradient, 0)
+    rows = jnp.where(over_rows(is_own, gradient), gradient, 0)
+    return jnp.where(is_own, ids + offset, 0), rows
 
 
 _Source: TypeAlias = Handle | ShardedVariable

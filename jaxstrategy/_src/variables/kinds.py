@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,16 @@ def check_aggregation(
     )
 
 
+class Wanted(NamedTuple):
+    """What a new variable asks for; `owner` is its strategy, if it has one."""
+
+    name: str
+    aggregation: VariableAggregation
+    owner: AbstractStrategy | None = None
+    on_read: bool = False
+    per_worker: bool = False
+
+
 class VariableKind:
     """A mirrored variable: whole on each replica, or a part of it on each."""
 
@@ -76,17 +86,9 @@ class VariableKind:
     is_readable = True  # by this process, outside of steps
     has_remote_rows = False  # which can be had without the others
 
-    def __init__(
-        self,
-        name: str,
-        aggregation: VariableAggregation,
-        replicas: Replicas,
-        owner: AbstractStrategy | None,
-    ) -> None:
-        self.name = name
-        self.aggregation = aggregation
+    def __init__(self, wanted: Wanted, replicas: Replicas) -> None:
+        self.name, self.aggregation, self.owner, *_ = wanted
         self.replicas = replicas
-        self.owner = owner
         self.division = LeafSharding(None, "it belongs to no strategy")
         self.sharding = self.sharding_of_value = with_inner(inner_axes.WHOLE, replicas)
 

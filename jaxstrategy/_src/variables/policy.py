@@ -15,7 +15,7 @@ from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.values.per_replica import Handle
-from jaxstrategy._src.variables.kinds import OnReadKind, VariableKind
+from jaxstrategy._src.variables.kinds import OnReadKind, VariableKind, Wanted
 from jaxstrategy._src.variables.remote_kinds import (
     PerWorkerKind,
     ReadCopies,
@@ -33,14 +33,7 @@ class VariablePolicy(AbstractVariablePolicy):
     partitioner: PartitionFunction | None = None
 
     @abc.abstractmethod
-    def kind(
-        self,
-        name: str,
-        aggregation: VariableAggregation,
-        owner: AbstractStrategy | None,
-        on_read: bool,
-        per_worker: bool,
-    ) -> VariableKind:
+    def kind(self, wanted: Wanted) -> VariableKind:
         """The kind of a new variable, which keeps it."""
 
     def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
@@ -57,29 +50,22 @@ class ReplicatedVariables(VariablePolicy):
         self._each = replicas
         self.replicas = home or replicas
 
-    def kind(
-        self,
-        name: str,
-        aggregation: VariableAggregation,
-        owner: AbstractStrategy | None,
-        on_read: bool,
-        per_worker: bool,
-    ) -> VariableKind:
-        if per_worker:
+    def kind(self, wanted: Wanted) -> VariableKind:
+        if wanted.per_worker:
             raise ValueError(
-                f"Variable {name!r} was made with `per_worker_variable=True` outside "
-                "of the scope of a ParameterServerStrategy: only that one has workers "
-                "which each keep a copy. Make it in `strategy.scope()`; of other "
-                "strategies, a variable with `synchronization='on_read'` has a copy "
-                "for each replica."
+                f"Variable {wanted.name!r} was made with `per_worker_variable=True` "
+                "outside of the scope of a ParameterServerStrategy: only that one has "
+                "workers which each keep a copy. Make it in `strategy.scope()`; of "
+                "other strategies, a variable with `synchronization='on_read'` has a "
+                "copy for each replica."
             )
-        if on_read and self.are_owned:
-            return OnReadKind(name, aggregation, self._each, owner)
-        if on_read:  # the one copy is what all of them combine to
-            aggregation = VariableAggregation.NONE
+        if wanted.on_read and self.are_owned:
+            return OnReadKind(wanted, self._each)
+        if wanted.on_read:  # the one copy is what all of them combine to
+            wanted = wanted._replace(aggregation=VariableAggregation.NONE)
         beside = context.current().colocated  # where `colocate_vars_with` wants them
         beside = beside.replicas if isinstance(beside, Handle) else beside
-        return VariableKind(name, aggregation, beside or self.replicas, owner)
+        return VariableKind(wanted, beside or self.replicas)
 
 
 @final
@@ -136,23 +122,14 @@ class ServerVariables(VariablePolicy):
         own = isinstance(kind, ServerKind)
         return kind.of(owner, self._pool, self._workers) if own else kind
 
-    def kind(
-        self,
-        name: str,
-        aggregation: VariableAggregation,
-        owner: AbstractStrategy | None,
-        on_read: bool,
-        per_worker: bool,
-    ) -> VariableKind:
+    def kind(self, wanted: Wanted) -> VariableKind:
         """On the next server; beside another variable in `colocate_vars_with`."""
         home, pool, workers = self.replicas, self._pool, self._workers
-        if per_worker:
-            return PerWorkerKind(
-                name, aggregation, home, owner, lambda: self.read_copies
-            )
+        if wanted.per_worker:
+            return PerWorkerKind(wanted, home, lambda: self.read_copies)
         beside = server_kind_of(context.current().colocated)
         server = pool.next() if beside is None else beside.server
-        return ServerKind(name, aggregation, home, owner, pool, server, workers)
+        return ServerKind(wanted, home, pool, server, workers)
 
     def check_devices(self, devices: tuple[Device, ...]) -> NoReturn:
         """No devices: variables are on servers."""

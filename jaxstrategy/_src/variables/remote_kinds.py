@@ -31,7 +31,7 @@ from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import Access, RemoteCell
 from jaxstrategy._src.variables.changes import WORDS, Change, changed
 from jaxstrategy._src.variables.initial_value import Start
-from jaxstrategy._src.variables.kinds import VariableKind
+from jaxstrategy._src.variables.kinds import VariableKind, Wanted
 from jaxstrategy._src.variables.rows import changed_rows, named
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice
 
@@ -188,15 +188,13 @@ class ServerKind(VariableKind):
 
     def __init__(
         self,
-        name: str,
-        aggregation: VariableAggregation,
+        wanted: Wanted,
         home: Replicas,  # of what the coordinator reads
-        owner: AbstractStrategy | None,
         pool: protocol.ServerPool,
         server: int,
         workers: Replicas,  # of one of them
     ) -> None:
-        super().__init__(name, aggregation, home, owner)
+        super().__init__(wanted, home)
         self.server = server
         self._pool = pool
         self._workers = workers
@@ -234,8 +232,8 @@ class ServerKind(VariableKind):
         self, owner: AbstractStrategy, pool: protocol.ServerPool, workers: Replicas
     ) -> ServerKind:
         """The same variable, of a strategy that traces functions here."""
-        name, aggregation, home = self.name, self.aggregation, self.replicas
-        kind = ServerKind(name, aggregation, home, owner, pool, self.server, workers)
+        wanted = Wanted(self.name, self.aggregation, owner)
+        kind = ServerKind(wanted, self.replicas, pool, self.server, workers)
         kind.cell = self.cell
         kind._count_changes()
         pool.know(self.cell.number, self.server)
@@ -346,7 +344,7 @@ def _on_worker(
     surroundings = worker.current()
     assert surroundings is not None, "a worker takes apart what it was sent"
     home, pool = Replicas.alone(), protocol.ServerPool(surroundings.servers)
-    kind = ServerKind(name, aggregation, home, None, pool, server, home)
+    kind = ServerKind(Wanted(name, aggregation), home, pool, server, home)
     # The coordinator says when the variable is gone.
     kind.cell = ServerCell(pool.servers[server], number, like, name, lambda _: None)
     return kind
@@ -408,13 +406,11 @@ class PerWorkerKind(VariableKind):
 
     def __init__(
         self,
-        name: str,
-        aggregation: VariableAggregation,
+        wanted: Wanted,
         home: Replicas,
-        owner: AbstractStrategy | None,
         reader: Callable[[], ReadCopies | None],  # None while there is no coordinator
     ) -> None:
-        super().__init__(name, aggregation, home, owner)
+        super().__init__(wanted, home)
         self._reader = reader
 
     @property
@@ -467,7 +463,7 @@ def _of_worker(
     like: jax.ShapeDtypeStruct,
 ) -> PerWorkerKind:
     """The kind of a variable for functions that a worker traces."""
-    kind = PerWorkerKind(name, aggregation, Replicas.alone(), None, lambda: None)
+    kind = PerWorkerKind(Wanted(name, aggregation), Replicas.alone(), lambda: None)
     # The worker has built it for the coordinator, who says when it is gone.
     kind.resource = WorkerResource(_refused, number=number)
     kind.cell = OwnCell(like, name)

@@ -37,7 +37,7 @@ from jaxstrategy._src.variables.changes import (
     VariableLike,
     VariablePart,
 )
-from jaxstrategy._src.variables.kinds import check_aggregation
+from jaxstrategy._src.variables.kinds import Wanted, check_aggregation
 from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy
 from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of, server_kind_of
 from jaxstrategy._src.variables.rows import checked_ids, looked_up
@@ -198,9 +198,8 @@ class Variable(VariableLike, Handle):
         self.number = next(_numbers)
         policy = _policy()
         self._strategy = context.current().strategy if policy.are_owned else None
-        kind = policy.kind(
-            name, self._aggregation, self._strategy, on_read, per_worker_variable
-        )
+        said = self._aggregation, self._strategy, on_read, per_worker_variable
+        kind = policy.kind(Wanted(name, *said))
         step = access.tracing()
         if step is not None and not step.may_create:
             raise ValueError(
