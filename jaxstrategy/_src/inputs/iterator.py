@@ -151,7 +151,10 @@ class DistributedIterator(AbstractInputIterator):
             self._raised = error
             raise
         if self._spec is None:  # kept, for who asks when the data has ended
-            self._spec = jax.tree.map(_type, found[0])
+            self._spec = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                found[0],
+            )
         origins.note(found[0], name if self._steps.agreement.topic else None)
         self._number += 1
         return found
@@ -302,10 +305,6 @@ def _within_trace() -> ContextError:
         "outside, `for batch in dataset:`, and give the batch to the function as "
         "an argument; for several batches in one call use `strategy.several`."
     )
-
-
-def _type(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 class _Ahead:

@@ -114,7 +114,13 @@ class ArrayBatches(Source):
     ) -> None:
         self._arrays, self._tree, self._rows = _checked(arrays)
         self._batch_size = _whole(batch_size, "batch_size", 1)
-        self._seed = _seed(shuffle)
+        if isinstance(shuffle, bool):
+            raise TypeError(
+                f"`shuffle` is {shuffle}; it is a seed, so that all processes and a "
+                "resumed run shuffle alike. Use `shuffle=0` to shuffle, `shuffle=None` "
+                "not to."
+            )
+        self._seed = None if shuffle is None else _whole(shuffle, "shuffle", 0)
         self._epochs = None if epochs is None else _whole(epochs, "epochs", 1)
         if drop_remainder and self._batch_size > self._rows:
             raise ValueError(
@@ -327,13 +333,3 @@ def _whole(value: Value, what: str, least: int) -> int:
     if number < least:
         raise ValueError(f"`{what}` is {number}; it is to be at least {least}.")
     return number
-
-
-def _seed(shuffle: Value) -> int | None:
-    if isinstance(shuffle, bool):
-        raise TypeError(
-            f"`shuffle` is {shuffle}; it is a seed, so that all processes and a "
-            "resumed run shuffle alike. Use `shuffle=0` to shuffle, `shuffle=None` not "
-            "to."
-        )
-    return None if shuffle is None else _whole(shuffle, "shuffle", 0)

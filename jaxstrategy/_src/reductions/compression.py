@@ -165,7 +165,9 @@ def _in_two_steps(
     members = lax.axis_size(axes) if groups is None else len(groups[0])
     if members == 1:  # nothing is sent
         return flat / divisor, jnp.zeros_like(flat)
-    parts = _blocks(flat, members)
+    # `[members, blocks, numbers]`, with few zeros at the end.
+    blocks = -(-flat.size // (members * BLOCK))
+    parts = operations.padded(flat, members * blocks).reshape(members, blocks, -1)
     sent = _coded(parts)
     got = lax.all_to_all(sent, axes, 0, 0, axis_index_groups=groups, tiled=True)
     total = _decoded(got, flat.dtype).sum(0) / divisor
@@ -177,12 +179,6 @@ def _in_two_steps(
     missed = parts - _decoded(sent, flat.dtype)
     missed += _at(operations.place_in(groups, axes), lost, missed)
     return _flat(_decoded(each, flat.dtype), flat), _flat(missed, flat)
-
-
-def _blocks(flat: jax.Array, members: int) -> jax.Array:
-    """`flat` as `[members, blocks, numbers]`, with few zeros at its end."""
-    blocks = -(-flat.size // (members * BLOCK))
-    return operations.padded(flat, members * blocks).reshape(members, blocks, -1)
 
 
 def _flat(blocks: jax.Array, like: jax.Array) -> jax.Array:

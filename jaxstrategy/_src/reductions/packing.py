@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias, final
@@ -169,20 +168,32 @@ def _together(
 ) -> list[jax.Array]:
     if len(arrays) == 1:
         return [function(arrays[0])]
-    rows = [] if tells_places else _joined_in_rows(arrays)
-    if not rows:
+    # Those that are joined along the columns of a table.
+    rows = [
+        index
+        for index, array in enumerate(arrays)
+        if array.nbytes in _COPIED_BY_MOVES and array.size % _ROWS == 0
+    ]
+    if tells_places or len(rows) < _FEWEST_IN_ROWS:
         return _apart(function(_joined(arrays)), arrays, tells_places)
     others = [index for index in range(len(arrays)) if index not in rows]
-    short = [arrays[index] for index in rows]
     rest = [arrays[index] for index in others]
+    widths = [arrays[index].size // _ROWS for index in rows]
     table = lax.concatenate(
-        [lax.reshape(array, (_ROWS, array.size // _ROWS)) for array in short], 1
+        [
+            lax.reshape(arrays[index], (_ROWS, width))
+            for index, width in zip(rows, widths, strict=True)
+        ],
+        1,
     )
     flat = function(_joined([table, *rest]))
-    done = dict(zip(rows, _rows_apart(flat, table.shape, short), strict=True))
-    if others:
-        parts = _apart(flat, rest, first=table.size)
-        done.update(zip(others, parts, strict=True))
+    parts = _apart(flat, rest, first=table.size)
+    done = dict(zip(others, parts, strict=True))
+    table = lax.reshape(lax.slice(flat, (0,), (table.size,)), table.shape)
+    columns = _unknown(list(itertools.accumulate(widths[:-1], initial=0)))
+    for index, left, width in zip(rows, columns, widths, strict=True):
+        part = lax.dynamic_slice(table, (np.uint32(0), left), (_ROWS, width))
+        done[index] = lax.reshape(part, arrays[index].shape)
     return [done[index] for index in range(len(arrays))]
 
 
@@ -195,30 +206,6 @@ _ROWS = 8
 _COPIED_BY_MOVES = range(65, 257)
 # The table needs a kernel of its own.
 _FEWEST_IN_ROWS = 16
-
-
-def _joined_in_rows(arrays: Sequence[jax.Array]) -> list[int]:
-    """The places of those that are joined along the columns of a table."""
-    found = [
-        index
-        for index, array in enumerate(arrays)
-        if array.nbytes in _COPIED_BY_MOVES and array.size % _ROWS == 0
-    ]
-    return found if len(found) >= _FEWEST_IN_ROWS else []
-
-
-def _rows_apart(
-    flat: jax.Array, shape: tuple[int, ...], like: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """What was joined in a table of `shape`, which is first in `flat`."""
-    table = lax.reshape(lax.slice(flat, (0,), (math.prod(shape),)), shape)
-    widths = [array.size // _ROWS for array in like]
-    columns = _unknown(list(itertools.accumulate(widths[:-1], initial=0)))
-    top = np.uint32(0)
-    return [
-        lax.reshape(lax.dynamic_slice(table, (top, left), (_ROWS, width)), array.shape)
-        for left, width, array in zip(columns, widths, like, strict=True)
-    ]
 
 
 def _joined(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -184,7 +184,19 @@ def value_and_grad(
         both = jax.value_and_grad(of_values, argnums=(0, 1), has_aux=True)
         (loss, (aux, ids)), (of_whole, of_rows) = both(whole, added)
         found = [*map(_RowGradient, lookups, ids, of_rows)]
-        grads = [_gradient(leaf, of_whole, found) for leaf in leaves]
+        grads: list[PyTree] = []
+        for leaf in leaves:
+            own = _parts_of(leaf)
+            if not any(id(part) in of_whole for part in own):
+                grads.append(_of_rows(own, found))
+                continue
+            dense = [
+                of_whole[id(part)]
+                if id(part) in of_whole
+                else _of_rows([part], found).to_dense()
+                for part in own
+            ]
+            grads.append(dense[0] if len(dense) == 1 else jnp.concatenate(dense))
         return (loss, aux) if has_aux else loss, treedef.unflatten(grads)
 
     return differentiated
@@ -247,21 +259,3 @@ def _trainable(strategy: AbstractStrategy) -> list[Variable]:
 
 def _parts_of(source: _Source) -> Sequence[Handle]:
     return source.variables if isinstance(source, ShardedVariable) else (source,)
-
-
-def _gradient(
-    source: _Source,
-    of_whole: Mapping[int, jax.Array],
-    of_rows: Sequence[_RowGradient],
-) -> PyTree:
-    """The gradient with respect to one variable, or to all shards of one."""
-    parts = _parts_of(source)
-    if not any(id(part) in of_whole for part in parts):
-        return _of_rows(parts, of_rows)
-    dense = [
-        of_whole[id(part)]
-        if id(part) in of_whole
-        else _of_rows([part], of_rows).to_dense()
-        for part in parts
-    ]
-    return dense[0] if len(dense) == 1 else jnp.concatenate(dense)

@@ -295,7 +295,18 @@ class ShardedVariable(VariableLike):
             if at.in_step and kind.has_remote_rows:
                 self._change_together(rows, change)
                 return self
-            for shard, own in list(self._rows_of_each(rows, at.in_step)):
+            # Of known rows, shards without any are left out.
+            ids, values = rows.indices, rows.values
+            known = None if at.in_step else _rows.known_numbers(ids)
+            if known is None:
+                every = zip(self._shards, self._own(ids), strict=True)
+                pieces = [(shard, IndexedSlices(values, own)) for shard, own in every]
+            else:
+                pieces = []
+                for number, (places, own) in _rows.places_of(known, self._starts):
+                    some = values if len(places) == len(known) else values[places]
+                    pieces.append((self._shards[number], IndexedSlices(some, own)))
+            for shard, own in pieces:
 
                 def scatter(at: Access, *given: Any, kind: Any = shard._kind) -> Any:
                     # The rows are those of all replicas.
@@ -303,20 +314,6 @@ class ShardedVariable(VariableLike):
 
                 shard._change_by(scatter, own, change)
         return self
-
-    def _rows_of_each(
-        self, rows: IndexedSlices, in_step: bool
-    ) -> Iterator[tuple[Any, IndexedSlices]]:
-        """The rows of each shard; of known ones, shards without any are left out."""
-        known = None if in_step else _rows.known_numbers(rows.indices)
-        if known is None:
-            for shard, own in zip(self._shards, self._own(rows.indices), strict=True):
-                yield shard, IndexedSlices(rows.values, own)
-            return
-        for number, (places, own) in _rows.places_of(known, self._starts):
-            has_all = len(places) == len(known)
-            values = rows.values if has_all else rows.values[places]
-            yield self._shards[number], IndexedSlices(values, own)
 
     def _change_together(self, rows: IndexedSlices, change: Change) -> None:
         """Change all shards by one equation, in a function that goes to workers."""
