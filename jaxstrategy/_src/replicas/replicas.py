@@ -53,10 +53,10 @@ def sharded_along(dimension: int | None) -> LayoutOrDimension:
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The replicas of a strategy: their number, their devices, their collectives' axes.
+    """The replicas of a strategy: their number, devices, shardings, collective axes.
 
-    Everything that is asked about replicas is asked here, so that nothing else depends
-    on how many devices a replica has, or how many replicas a device.
+    Nothing else depends on how many devices a replica has, or how many replicas a
+    device.
 
     Attributes:
       mesh: the devices.
@@ -87,19 +87,7 @@ class Replicas:
         logical_axes: Mapping[str, int] | None = None,
         per_device: int = 1,
     ) -> Replicas:
-        """Replicas on `devices`, in the order given.
-
-        Args:
-          devices: one for each replica, or as many as `logical_axes` say, or one for
-            `per_device` replicas.
-          state_sharding: of which arrays each replica keeps a part.
-          logical_axes: the inner axes and their sizes.
-          per_device: how many replicas share a device.
-
-        Raises:
-          TypeError: they are not devices, or not numbers.
-          ValueError: there is none, or one twice; the numbers do not fit.
-        """
+        """Replicas on `devices`, in order; checks the sizes of inner axes."""
         sizes, sharing = checked_sizes(logical_axes, per_device)
         mesh = _mesh.mesh_of(devices, sizes)
         found = Replicas(mesh, per_device=sharing, state_sharding=state_sharding)
@@ -122,18 +110,14 @@ class Replicas:
     def alone() -> Replicas:
         """The single replica of code that runs under no strategy, without axes.
 
-        It is on JAX's first device, which is looked up when somebody asks: before that,
-        devices may be simulated, and processes may meet.
+        JAX's first device is looked up when it is used: before that, devices may be
+        simulated and `jax.distributed` started.
         """
         return _Alone()
 
     @staticmethod
     def dividing(array: jax.Array) -> Replicas | None:
-        """The replicas over which `array`, of shape `[replica, ...]`, is divided.
-
-        None for an array that is whole on its devices, or divided along another
-        dimension or another mesh axis.
-        """
+        """The replicas over which `array`, `[replica, ...]`, is sharded, if it is."""
         if not _mesh.is_split(array.sharding):
             return None
         assert isinstance(array.sharding, NamedSharding), "only these name axes"
@@ -345,14 +329,7 @@ class Replicas:
     ) -> LeafSharding:
         """The dimension to shard of an array that is equal on all replicas.
 
-        Args:
-          path: of the array in its argument, for the user's choice.
-          leaf: the array, or its type.
-          taken: dimensions that the devices of each replica divide.
-
-        Raises:
-          ValueError: the user's choice cannot be.
-          TypeError: it is no dimension.
+        `taken` are dimensions that are sharded over the devices of each replica.
         """
         if self.state_sharding is None:
             return LeafSharding(None, "the strategy has no `sharding`")
@@ -381,19 +358,9 @@ class Replicas:
         return use_abstract_mesh(mesh)
 
     def versions(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """The versions of `array` on this process's replicas, in replica order.
-
-        Args:
-          array: one of shape `[replica, ...]`, divided over the replicas.
-
-        Returns:
-          Arrays of shape `[...]`, each on its replica's devices.
-
-        Raises:
-          ValueError: the array is not divided over these replicas.
-        """
-        # Checked, because an array of the same devices in another order would give each
-        # replica another one's version without a word.
+        """The versions of `array`, `[replica, ...]`, on this process's replicas."""
+        # Checked, because an array on the same devices in another order would silently
+        # give each replica another one's version.
         shards = {shard.device: shard for shard in array.addressable_shards}
         versions: list[jax.Array] = []
         for i in self.local_ids:
@@ -454,25 +421,13 @@ class Replicas:
         )
 
     def stacked(self, versions: Sequence[jax.Array | np.ndarray]) -> jax.Array:
-        """The versions of this process's replicas as one array `[replica, ...]`.
-
-        Args:
-          versions: arrays of one shape `[...]` and dtype, in replica order.
-
-        Returns:
-          An array divided over the replicas; `versions` of it are these.
-        """
+        """The versions of this process's replicas as one array `[replica, ...]`."""
         return self.joined([version[None] for version in versions])
 
     def joined(
         self, rows: Sequence[jax.Array | np.ndarray], may_alias: bool | None = None
     ) -> jax.Array:
-        """`stacked` of arrays `[1, ...]`: one of shape `[replica, ...]`.
-
-        Args:
-          rows: one for each replica of this process, in replica order.
-          may_alias: whether the result may share their memory, see `jax.device_put`.
-        """
+        """`stacked` of arrays `[1, ...]`; `may_alias` as of `jax.device_put`."""
         shape = (self.count, *rows[0].shape[1:])
         inner = self._inner_spec_of_rows(rows)
         if inner is not None:
@@ -614,10 +569,6 @@ def devices_for(
     """The devices that `num_replicas` use, and how many replicas share each device.
 
     As many devices as can have equally many replicas, of each process equally many.
-
-    Raises:
-      TypeError: `num_replicas` is no whole number.
-      ValueError: it is not positive, or does not fit.
     """
     if num_replicas is None:
         return list(devices), replicas_per_device

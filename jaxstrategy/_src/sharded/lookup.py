@@ -30,12 +30,7 @@ def array(name: str, value: Value, wanted: str = "an array of numbers") -> jax.A
 
 
 def table_of(value: Value) -> jax.Array:
-    """`value` as a table `[rows, ...]`.
-
-    Raises:
-      TypeError: it is no array of numbers.
-      ValueError: it has no rows; numbers that no dtype of JAX holds.
-    """
+    """`value` as a table `[rows, ...]`."""
     table = array("table", value, "an array of numbers, such as `state.table`,")
     if not table.ndim or not table.shape[0]:
         raise ValueError(
@@ -206,14 +201,9 @@ def rows_gradient(
     combiner: Combiner | None,
     weights: Value | None,
 ) -> jax.Array:
-    """The gradient of each row, from the gradient of the result of `looked_up`.
+    """The gradient of each row, `[*ids.shape, *table.shape[1:]]`.
 
-    Shapes: ids `[...]`, and a gradient of the shape of the result
-    -> `[*ids.shape, *table.shape[1:]]`.
-
-    Raises:
-      ValueError: another shape; no such combiner, or weights that do not fit.
-      TypeError: not an array of numbers.
+    `gradient` is that of the result of `looked_up`.
     """
     checked = check_combiner(combiner, ids, weights)
     shape = ids.shape if combiner is None else ids.shape[:-1]

@@ -31,19 +31,12 @@ def no_task() -> Task:
 @final
 @dataclasses.dataclass(frozen=True)
 class ProcessRole:
-    """The role of this process in a job.
+    """The role of this process in a job."""
 
-    Attributes:
-      is_chief: whether it saves what all have.
-      is_between_graph: whether each process runs the whole program.
-      waits: whether all but the chief wait for variables that it makes.
-      task: returns which of the cluster's tasks this process is.
-    """
-
-    is_chief: bool = True
-    is_between_graph: bool = False
-    waits: bool = False
-    task: Callable[[], Task] = no_task
+    is_chief: bool = True  # whether it saves what all have
+    is_between_graph: bool = False  # whether each process runs the whole program
+    waits: bool = False  # whether the others wait for variables that the chief makes
+    task: Callable[[], Task] = no_task  # returns which of the cluster's tasks it is
 
     def is_another(self, task: tuple[str, int]) -> bool:
         """Whether this is the task of another process that runs the program."""
@@ -59,31 +52,21 @@ MakeExecutor = Callable[[AbstractStrategy, Processes | None], AbstractExecutor]
 @final
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The parts that a strategy is composed of, chosen by its file in this folder.
-
-    Attributes:
-      replicas: where its replicas are.
-      ops: how they combine values, by default all-reduces.
-      options: the same, in more detail.
-      variables: which kinds of variables it makes and where they live, by default
-        mirrored and on-read ones on all replicas.
-      executor: makes what runs its steps.
-      processes: those that take its steps together; None for this one alone.
-      is_chief: whether this process saves what all have, and makes initial values;
-        None: the first of `processes` does.
-      is_between_graph: whether each process runs the whole program for itself.
-      task: returns which of a cluster's tasks this process is, if there is one.
-    """
+    """The parts that a strategy is composed of, chosen by its file in this folder."""
 
     replicas: Replicas
+    # How they combine values, by default by all-reduces; and the same in more detail.
     ops: CrossDeviceOps | None = None
     options: CommunicationOptions | None = None
+    # By default mirrored and on-read variables on all replicas.
     variables: VariablePolicy | None = None
     executor: MakeExecutor = CompiledExecutor
+    # Those that take its steps together; None for this one alone.
     processes: Processes | None = None
+    # Whether it saves what all have; None: the first of `processes` does.
     is_chief: bool | None = None
-    is_between_graph: bool = False
-    task: Callable[[], Task] = no_task
+    is_between_graph: bool = False  # whether each process runs the whole program
+    task: Callable[[], Task] = no_task  # returns which of the cluster's tasks it is
 
 
 def with_order(replicas: Replicas, options: CommunicationOptions | None) -> Replicas:

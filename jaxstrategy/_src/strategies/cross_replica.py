@@ -591,16 +591,8 @@ def compression_state(
 ) -> CompressionState:
     """An empty error-feedback state, on the devices of its replicas.
 
-    While a function is traced that builds state its arrays are placed with the rest.
-
-    Args:
-      params: a pytree of arrays like those that are reduced.
-      options: with a compression.
-      replicas: those that reduce.
-      own: whether it is the state of one replica, as seen in a step.
-
-    Raises:
-      ValueError: the options ask for no compression.
+    `own`: the state of one replica, as seen in a step. While a function is traced that
+    builds state its arrays are placed with the rest.
     """
     state = initial_state(params, options)
 

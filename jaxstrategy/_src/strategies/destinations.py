@@ -41,16 +41,11 @@ Destinations: TypeAlias = Any
 @final
 @dataclasses.dataclass(frozen=True)
 class CopyPlace:
-    """A place for copies of values.
+    """A place for copies of values."""
 
-    Attributes:
-      sharding: of an array there; None while a step is traced: arrays stay on all
-        replicas.
-      replicas: those that have a copy each.
-    """
-
+    # None while a step is traced: arrays stay on all replicas.
     sharding: Sharding | None
-    replicas: Replicas
+    replicas: Replicas  # those that have a copy each
 
     @property
     def devices(self) -> tuple[Device, ...]:

@@ -161,17 +161,8 @@ def stack(
 ) -> PyTree:
     """Per-replica trees as one tree of `PerReplica` leaves, each on its device.
 
-    Args:
-      versions: one pytree per replica, all of one structure, leaf by leaf of one shape
-        and dtype; nested lists of numbers are arrays.
-      replicas: those that the versions are for.
-      what: how error messages call the value.
-      is_local: whether the versions are only of this process's replicas; then one
-        replica's version becomes an array of shape `[...]`.
-
-    Raises:
-      ValueError: the number, structure, shapes or dtypes do not fit.
-      TracedValueError: JAX traces, and versions of other processes are not known.
+    Nested lists of numbers are arrays. If `is_local`, the versions are only of this
+    process's replicas, and one replica's version becomes an array of shape `[...]`.
     """
     count = len(replicas.local_ids) if is_local else replicas.count
     if len(versions) != count:
@@ -237,11 +228,7 @@ def _stack_leaf(
 
 
 def place_stacked(value: Value, replicas: Replicas, what: str = "value") -> PerReplica:
-    """An array of shape `[replica, ...]` as a `PerReplica` on their devices.
-
-    Raises:
-      ValueError: the first dimension is not the number of replicas.
-    """
+    """An array of shape `[replica, ...]` as a `PerReplica` on their devices."""
     array = _arrays.as_array(value, what)
     check_stacked(array, replicas.count, what)
     return PerReplica(mesh.place(array, sharding_like(array, replicas, STACKED)))
