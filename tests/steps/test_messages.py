@@ -161,25 +161,6 @@ def test_other_names_are_told_as_python_does(module):
         module.nothing  # noqa: B018
 
 
-STRATEGIES = {
-    "MirroredStrategy": lambda: js.MirroredStrategy(["CPU:0", "CPU:1"]),
-    "OneDeviceStrategy": lambda: js.OneDeviceStrategy("CPU:0"),
-    "CentralStorageStrategy": lambda: js.experimental.CentralStorageStrategy(),
-    "DefaultStrategy": js.get_strategy,
-}
-
-
-@each_of("name", STRATEGIES)
-def test_wrong_arguments_of_a_method_name_the_strategy(name):
-    strategy = STRATEGIES[name]()
-    methods = [m for m in dir(strategy) if not m.startswith("_")]
-    methods = [m for m in methods if inspect.ismethod(getattr(strategy, m))]
-    assert {"run", "reduce", "gather", "scope"} <= set(methods)
-    for method in methods:
-        with pytest.raises(TypeError, match=rf"^{name}\.{method}\(\) got an"):
-            getattr(strategy, method)(no_such_argument=1)
-
-
 @each_of(
     "change",
     [
