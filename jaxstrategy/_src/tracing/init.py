@@ -189,12 +189,8 @@ _DRAW = frozenset(
 CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call"))
 
 
-def exact_values(jaxpr: Jaxpr) -> set[Var]:
+def _exact_values(jaxpr: Jaxpr, exact_inputs: Sequence[Var]) -> set[Var]:
     """The variables of `jaxpr` whose values do not depend on how they are sharded."""
-    return _exact(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
-
-
-def _exact(jaxpr: Jaxpr, exact_inputs: Sequence[Var]) -> set[Var]:
     exact = set(exact_inputs)
     for eqn in jaxpr.eqns:
         flags = _exact_results(eqn, [is_exact(atom, exact) for atom in eqn.invars])
@@ -212,7 +208,8 @@ def _exact_results(eqn: Equation, operands: Sequence[bool]) -> list[bool]:
     if eqn.primitive.name in CALLS:
         inner = next(inner_jaxprs(eqn.params))
         pairs = zip(inner.invars, operands, strict=True)
-        exact = _exact(inner, [*inner.constvars, *(var for var, ok in pairs if ok)])
+        ok_vars = [*inner.constvars, *(var for var, ok in pairs if ok)]
+        exact = _exact_values(inner, ok_vars)
         return [is_exact(atom, exact) for atom in inner.outvars]
     ok = all(operands) and not eqn.effects and _is_exact_operation(eqn)
     return [ok] * len(eqn.outvars)
@@ -306,7 +303,8 @@ class _Programs:
 
     def results(self) -> list[jax.Array]:
         """The results, in order."""
-        exact = exact_values(self._jaxpr)
+        invars = [*self._jaxpr.constvars, *self._jaxpr.invars]
+        exact = _exact_values(self._jaxpr, invars)
         outvars = self._jaxpr.outvars
         found = self._exact_results(exact)
         # One program for all that are replicated anyway.

@@ -50,17 +50,6 @@ def on_each_device(fn: Function, inner: InnerSpec, replicas: Replicas) -> Functi
     )
 
 
-def on_all_devices(fn: Function, replicas: Replicas) -> Function:
-    """`fn` without results, called with whole arrays on each device of a replica."""
-    return jax.shard_map(
-        fn,
-        in_specs=WHOLE,
-        out_specs=WHOLE,
-        axis_names=set(replicas.inner_axes),
-        check_vma=False,
-    )
-
-
 @final
 class OneText(str):
     """A format string that is printed once for all replicas."""
@@ -186,7 +175,7 @@ class _Prints:
             is_first = lax.axis_index(self.replicas.inner_axes) == 0
             return lax.cond(is_first, lambda: call(*whole), lambda: [])
 
-        return on_all_devices(device, self.replicas)
+        return on_each_device(device, WHOLE, self.replicas)
 
 
 def _with(eqn: Equation, **changed: object) -> Function:

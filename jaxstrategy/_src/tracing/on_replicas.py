@@ -34,11 +34,6 @@ _TRIVIAL_ALONE = (
 )
 
 
-def without_collectives(fn: Function, axes: Sequence[str]) -> Function:
-    """`fn` of the only replica, without collectives over replicas."""
-    return rewritten_function(fn, lambda eqn: _alone(eqn, set(axes)))
-
-
 def _alone(eqn: Equation, axes: set[str]) -> Function | None:
     """A rule that replaces collectives of a single replica."""
     if not axis_names(eqn) or not axes.issuperset(axis_names(eqn)):
@@ -148,7 +143,8 @@ def on_replicas(
     if replicas.per_device > 1:
         return on_shared_devices(fn, replicas, taken, returned)
     if replicas.inner_axes and replicas.count == 1:
-        fn = without_collectives(fn, replicas.axes)
+        axes = set(replicas.axes)
+        fn = rewritten_function(fn, lambda eqn: _alone(eqn, axes))
     if replicas.inner_axes and replicas.devices[0].platform == "cpu":
         return on_cpu_devices(fn, replicas, taken, returned)
     return on_own_devices(fn, replicas, taken, returned)

@@ -77,7 +77,7 @@ class Program:
         self._step = step
         self._stages = stages
         self._donated = frozenset[int]().union(*(stage.donated for stage in stages))
-        self._placement = Placement(step, self._donated)
+        self.placement = Placement(step, self._donated)
         self._variables = VariableArguments(step, weak_method(self, Program._compile))
         # Held while tracing: a trace decides which variables are arguments.
         self._tracing_lock = threading.RLock()
@@ -95,7 +95,7 @@ class Program:
 
     def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
         """The step's results."""
-        if self._must_place or not self._placement.is_as_before(leaves):
+        if self._must_place or not self.placement.is_as_before(leaves):
             return self.place_and_call(leaves)
         try:
             executable = self.executable
@@ -105,7 +105,9 @@ class Program:
         except (NotTraced, Retraced):
             pass  # out of the block: not to be the context of later errors
         except jax.errors.JaxRuntimeError:
-            self.check_once(leaves)  # JAX 0.10 raises it for an array donated twice
+            self.placement.check_once(
+                leaves
+            )  # JAX 0.10 raises it for an array donated twice
             raise
         except ValueError:
             # JAX raises it for an array with another sharding, which is to be moved, or
@@ -116,15 +118,11 @@ class Program:
 
     def is_placed(self, leaves: Sequence[Leaf]) -> bool:
         """Whether live arrays have the shardings that the program needs."""
-        return not _differ(self._placement.placed(leaves), leaves)
-
-    def check_once(self, leaves: Sequence[Leaf]) -> None:
-        """Raises if a donated array is passed twice."""
-        self._placement.check_once(leaves)
+        return not _differ(self.placement.placed(leaves), leaves)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
         """The step's results for leaves of any kind, with any sharding."""
-        placed = self._placement.placed(leaves)
+        placed = self.placement.placed(leaves)
         moved = _differ(placed, leaves)
         try:
             return self._call_placed(placed)
@@ -165,7 +163,7 @@ class Program:
         """A `with` block in which the program is traced for these types."""
         # With the weak types of Python's numbers, as a call passes them.
         types = mesh.types_of(leaves)
-        self._placement.check_types(types)
+        self.placement.check_types(types)
         with self._tracing_lock:
             step = self._trace([*leaves])
             self._adapt(step, access.is_traced(), types)
@@ -173,7 +171,7 @@ class Program:
                 jax.ShapeDtypeStruct(
                     of_type.shape,
                     of_type.dtype,
-                    sharding=self._placement.sharding(index, leaf),
+                    sharding=self.placement.sharding(index, leaf),
                     weak_type=of_type.weak_type,
                 )
                 for index, (leaf, of_type) in enumerate(zip(leaves, types, strict=True))
@@ -221,7 +219,7 @@ class Program:
                     return self._dispatch(leaves, self.layout.inputs(leaves))
             except Retraced as retraced:
                 step = retraced.step
-            leaves = self._placement.placed(leaves)
+            leaves = self.placement.placed(leaves)
             with self._traces.using(lambda: step):
                 return self._dispatch(leaves, self.layout.inputs(leaves))
 
@@ -248,7 +246,7 @@ class Program:
         trace = self._step.trace(leaves, overridden(self._stages, "tracing"))
         step = TracedStep(self._step, trace, self._donated)
         _announce_slow_compilation(step.name, step.jaxpr)
-        self._placement.check_captured(step)
+        self.placement.check_captured(step)
         for stage in self._stages:
             stage.traced(step)
         if trace.is_partitioned:
@@ -261,7 +259,7 @@ class Program:
         """Adapts to a new trace; returns whether there is another jitted function."""
         self._traces.has_non_arrays |= step.results.has_non_arrays
         has_changed = self._variables.traced(step, is_traced)
-        has_changed |= self._placement.traced(step, leaves)
+        has_changed |= self.placement.traced(step, leaves)
         if has_changed:
             self._compile()
         else:
@@ -298,8 +296,8 @@ class Program:
         # another jitted function (0.10 and 0.12). So each call checks its arguments; so
         # it does where they may have several shardings.
         options: dict[str, Any] = {}
-        if not (self._variables.by_reference or self._placement.is_open):
-            arguments = layout.shardings(self._placement.shardings)
+        if not (self._variables.by_reference or self.placement.is_open):
+            arguments = layout.shardings(self.placement.shardings)
             options["in_shardings"] = (*arguments, *buffers.shardings)
         if compiler_options := self._compiler_options:
             options["compiler_options"] = compiler_options
@@ -322,7 +320,7 @@ class Program:
             self._traces,
             self._variables,
             self._stages,
-            self._placement,
+            self.placement,
         )
 
 

@@ -26,6 +26,7 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
     ObjectCall,
     ObjectCalls,
     array_options,
+    require_objects,
 )
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.roles import Role, Signature, are_live_arrays
@@ -321,7 +322,7 @@ class ProgramCache:
     ) -> bool:
         """Whether a call failed only because its arguments need the slow path."""
         if isinstance(error, jax.errors.JaxRuntimeError):
-            program.check_once(jax.tree.leaves((args, kwargs)))
+            program.placement.check_once(jax.tree.leaves((args, kwargs)))
             return False  # the devices have begun
         if not isinstance(error, (NotTraced, Retraced)):
             leaves, structure = _flatten(args, kwargs)
@@ -475,13 +476,13 @@ class ProgramCache:
         self, fn: Function, objects: Sequence[PyTree], captured: dict[str, Leaf]
     ) -> Callable[..., PyTree]:
         """A function with these first arguments, which are flattened only once."""
-        call = self._object_calls.require(objects, captured)
-        programs, kept = self._object_calls.programs(call), objects
+        call = require_objects(tuple(objects), captured, self._object_calls.objects)
+        programs, alive = self._object_calls.programs(call), objects
         bound = BoundCall(call)
 
         @functools.wraps(fn)
         def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
-            assert kept  # they must live as long as this is called
+            assert alive  # the objects, as long as this may be called
             return bound.objects.finish(programs(*bound.arguments(rest, kwargs)))
 
         return step

@@ -112,26 +112,26 @@ class PreparedCall:
         if any(isinstance(each, Tracer) for each in inputs):
             return traced_caller(self._name)
         pairs = list(zip(self._labels, self._types, inputs, strict=True))
-        for label, known, given in pairs:
-            was, came = _type_of(known), _type_of(given)
+        for label, known, leaf in pairs:
+            was, came = _type_of(known), _type_of(leaf)
             if was != came:
                 message = (
                     f"{label} of `{self._name}` is {came}, and the step is compiled "
                     f"for {was}. Call it with what it was compiled for, or compile it "
                     "for this."
                 )
-                (rows, *row), (given_rows, *given_row) = (
-                    each.shape or (0,) for each in (known, given)
+                (rows, *row), (new_rows, *new_row) = (
+                    each.shape or (0,) for each in (known, leaf)
                 )
-                if given_row == row and given_rows < rows:
+                if new_row == row and new_rows < rows:
                     message += (
                         " A dataset's last batch may have fewer rows, which one "
                         'replica takes as they are: `js.InputOptions(remainder="drop")`'
                         " leaves it out."
                     )
                 return message
-        for label, known, given in pairs:
-            sharding, expected = given.sharding, known.sharding
+        for label, known, leaf in pairs:
+            sharding, expected = leaf.sharding, known.sharding
             if expected is None or expected.is_equivalent_to(sharding, known.ndim):
                 continue
             return (
@@ -142,10 +142,10 @@ class PreparedCall:
         return None
 
 
-def _type_of(given: Leaf) -> str:
-    is_weak = getattr(given, "weak_type", False)
+def _type_of(leaf: Leaf) -> str:
+    is_weak = getattr(leaf, "weak_type", False)
     weak = ", of the weak type of a Python number" if is_weak else ""
-    return array_type(given.dtype, given.shape) + weak
+    return array_type(leaf.dtype, leaf.shape) + weak
 
 
 def _described(sharding: Any) -> str:
@@ -229,12 +229,12 @@ def facts_of(preparation: Preparation) -> Facts:
             facts[f"JAX's option {name}"] = str(getattr(jax.config, name, None))
     for name, value in sorted(preparation.compiler_options.items()):
         facts[f"the compiler's option {name}"] = value
-    for index, given in enumerate(preparation.inputs):
+    for index, leaf in enumerate(preparation.inputs):
         facts[preparation.label(index)] = (
-            array_type(given.dtype, given.shape)
-            + (", weak" if getattr(given, "weak_type", False) else "")
+            array_type(leaf.dtype, leaf.shape)
+            + (", weak" if getattr(leaf, "weak_type", False) else "")
             + (", donated" if index in step.donated else "")
-            + f", {getattr(given.sharding, 'spec', given.sharding)}"
+            + f", {getattr(leaf.sharding, 'spec', leaf.sharding)}"
         )
     facts["what is done for the step besides"] = ", ".join(preparation.stages)
     facts["what the step computes"] = _hash_of(step)
@@ -273,15 +273,15 @@ def _hash_of(step: TracedStep) -> str:
 def difference(saved: Facts, now: Facts) -> tuple[str, str, str] | None:
     """The first fact that differs, its old and its new value."""
     for name in dict.fromkeys([*saved, *now]):
-        was, given = saved.get(name, "nothing"), now.get(name, "nothing")
-        if was != given:
-            return name, was, given
+        was, value = saved.get(name, "nothing"), now.get(name, "nothing")
+        if was != value:
+            return name, was, value
     # Inputs are passed by position, while facts have them by name.
-    was, given = (
+    was, value = (
         ", ".join(name for name in facts if name.startswith(("argument ", "variable ")))
         for facts in (saved, now)
     )
-    return None if was == given else ("the order of its inputs", was, given)
+    return None if was == value else ("the order of its inputs", was, value)
 
 
 _FIRST_LINE = b"jaxstrategy compiled step 1\n"

@@ -188,8 +188,8 @@ class _MeshRemoval:
     def of_jaxpr(self, jaxpr: Any) -> Jaxpr:
         if id(jaxpr) not in self._done:
             new: dict[str, Any] = {
-                "constvars": self._of_vars(jaxpr.constvars),
-                "invars": self._of_vars(jaxpr.invars),
+                "constvars": list(map(self._new, jaxpr.constvars)),
+                "invars": list(map(self._new, jaxpr.invars)),
                 "eqns": [new for eqn in jaxpr.eqns for new in self._of_equation(eqn)],
                 "outvars": [self._read(atom) for atom in jaxpr.outvars],
                 "debug_info": jaxpr.debug_info,
@@ -204,12 +204,18 @@ class _MeshRemoval:
         if eqn.primitive.name in _MESH_PRIMITIVES:
             self._names.update(zip(eqn.outvars, invars, strict=True))
             return []
-        outvars = self._of_vars(eqn.outvars)
+        outvars = list(map(self._new, eqn.outvars))
         params = eqn.params
         if eqn.primitive.name == "sharding_constraint":
             params = {**params, "sharding": _seen_by_one_replica(params)}
         else:
-            params = {key: self._of_parameter(each) for key, each in params.items()}
+            params = {
+                key: None
+                if isinstance(value, NamedSharding)
+                and isinstance(value.mesh, AbstractMesh)
+                else with_jaxprs(value, self.of_jaxpr)
+                for key, value in params.items()
+            }
         ctx = self._of_context(eqn.ctx)
         return [eqn.replace(invars=invars, outvars=outvars, params=params, ctx=ctx)]
 
@@ -219,14 +225,6 @@ class _MeshRemoval:
         if ctx not in self._contexts:
             self._contexts[ctx] = _context_without_mesh(ctx)
         return self._contexts[ctx]
-
-    def _of_parameter(self, value: Any) -> Any:
-        if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
-            return None
-        return with_jaxprs(value, self.of_jaxpr)
-
-    def _of_vars(self, variables: Sequence[Var]) -> list[Atom]:
-        return [self._new(var) for var in variables]
 
     def _new(self, var: Var) -> Atom:
         aval = _without_mesh(var.aval)
@@ -499,10 +497,17 @@ def trace(
     has_mesh &= not (sharded and can_shard(replicas))
     try:
         if has_mesh:
-            one_replica = _trace_with_or_without_mesh(*inputs)
+            try:
+                one_replica = _trace_in_shard_map(*inputs)
+            except UnknownAxis:
+                if has_inner_axes(replicas):
+                    raise
+                one_replica = _trace_with_axis_names(*inputs)
         else:
             one_replica = _trace_with_axis_names(*inputs)
-            if _has_shard_map(one_replica[1], replicas):
+            primitives = {eqn.primitive.name for eqn in all_eqns(one_replica[1])}
+            # Over the devices of a replica: needs a mesh.
+            if replicas.inner_axes and "shard_map" in primitives:
                 traced.clear()
                 returned.clear()
                 has_mesh = True
@@ -553,22 +558,6 @@ def trace(
     )
 
 
-def _trace_with_or_without_mesh(
-    replica: Function,
-    leaves: Sequence[Leaf],
-    variables: Sequence[Variable],
-    layouts: Sequence[ReplicaLayout],
-    replicas: Replicas,
-) -> OneReplica:
-    """Traces in a `shard_map`; without, if the step names axes that this lacks."""
-    try:
-        return _trace_in_shard_map(replica, leaves, variables, layouts, replicas)
-    except UnknownAxis:
-        if has_inner_axes(replicas):
-            raise
-    return _trace_with_axis_names(replica, leaves, variables, layouts, replicas)
-
-
 def shards_state(replicas: Replicas) -> bool:
     """Whether all state of these replicas may be sharded over them."""
     return replicas.state_sharding is not None and can_shard(replicas)
@@ -576,13 +565,6 @@ def shards_state(replicas: Replicas) -> bool:
 
 def can_shard(replicas: Replicas) -> bool:
     return replicas.parts > 1
-
-
-def _has_shard_map(jaxpr: Jaxpr, replicas: Replicas) -> bool:
-    """Whether a step has a `shard_map` over the devices of a replica."""
-    return bool(replicas.inner_axes) and any(
-        eqn.primitive.name == "shard_map" for eqn in all_eqns(jaxpr)
-    )
 
 
 class _CreatedVariables(Exception):

@@ -15,14 +15,7 @@ from jax.extend import core
 from jax.extend.core import DropVar, Literal, primitives
 from jax.ref import AbstractRef
 
-from jaxstrategy._src.tracing.jaxprs.visit import (
-    ArrayType,
-    Atom,
-    Equation,
-    Jaxpr,
-    Var,
-    jaxpr_of,
-)
+from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation, Jaxpr, Var, jaxpr_of
 
 
 @final
@@ -39,21 +32,23 @@ def with_values(jaxpr: Jaxpr, candidates: Collection[int]) -> ValueForm:
     chosen = [i for i in candidates if _is_replaceable(jaxpr, jaxpr.invars[i])]
     if not chosen:
         return ValueForm(jaxpr, ())
+    whole: Any = jaxpr  # JAX's own types of equations are not exported
+    inputs: Sequence[Var] = whole.invars
     fresh: dict[Var, Atom] = {
-        jaxpr.invars[i]: core.Var(_content_type(jaxpr.invars[i])) for i in chosen
+        inputs[i]: core.Var(inputs[i].aval.inner_aval) for i in chosen
     }
-    contents: dict[Var | None, Atom] = {**fresh}  # at this point
+    contents: dict[Atom | None, Atom] = {**fresh}  # at this point
     names: dict[Var, Atom] = {}
     eqns: list[Equation] = []
 
     def read(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
-    for eqn in jaxpr.eqns:
+    for eqn in whole.eqns:
         operands = [read(atom) for atom in eqn.invars]
         reference = operands[0] if operands else None
         if isinstance(reference, Literal) or reference not in contents:
-            eqns.append(_with_operands(eqn, operands))
+            eqns.append(eqn.replace(invars=operands))
             continue
         before = contents[reference]
         for var in eqn.outvars:
@@ -63,20 +58,19 @@ def with_values(jaxpr: Jaxpr, candidates: Collection[int]) -> ValueForm:
             contents[reference] = operands[1]
         elif eqn.primitive.name == "addupdate":
             total = core.Var(before.aval)
-            eqns.append(_addition(eqn, before, operands[1], total))
+            addition = eqn.replace(
+                primitive=primitives.add_jaxvals_p,
+                params={},
+                invars=[before, operands[1]],
+                outvars=[total],
+                effects=frozenset(),
+            )
+            eqns.append(addition)
             contents[reference] = total
-    invars = [fresh.get(var, var) for var in jaxpr.invars]
+    invars = [fresh.get(var, var) for var in inputs]
     outvars = [read(atom) for atom in jaxpr.outvars]
-    outvars += [contents[jaxpr.invars[i]] for i in chosen]
+    outvars += [contents[inputs[i]] for i in chosen]
     return ValueForm(jaxpr_of(invars, eqns, outvars), tuple(chosen))
-
-
-def _with_operands(eqn: Any, operands: Sequence[Atom]) -> Equation:
-    return eqn.replace(invars=list(operands))
-
-
-def _content_type(reference: Var) -> ArrayType:
-    return reference.aval.inner_aval
 
 
 def _is_replaceable(jaxpr: Jaxpr, reference: Var) -> bool:
@@ -99,13 +93,3 @@ def _is_whole_access(eqn: Equation, reference: Var) -> bool:
     shape = reference.aval.shape
     values = [*eqn.invars[1:], *eqn.outvars]
     return all(tuple(value.aval.shape) == tuple(shape) for value in values)
-
-
-def _addition(eqn: Any, one: Atom, other: Atom, total: Var) -> Equation:
-    return eqn.replace(
-        primitive=primitives.add_jaxvals_p,
-        params={},
-        invars=[one, other],
-        outvars=[total],
-        effects=frozenset(),
-    )

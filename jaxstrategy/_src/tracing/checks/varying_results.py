@@ -20,6 +20,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Atom,
     ClosedJaxpr,
     Equation,
+    Jaxpr,
     KeyPath,
     Var,
     plain,
@@ -47,18 +48,14 @@ _SCATTERS = frozenset(("scatter", "scatter-add", "scatter-sub", "scatter-mul"))
 _SCATTERS |= {"scatter-min", "scatter-max"}
 
 
-# Such as new parameters, the old ones plus an update, or a new running mean. Matrix
-# products, sums over a batch and gradients are no updates of their operands.
-def contributions(jaxpr: ClosedJaxpr) -> list[Inputs]:
-    """For each output of `jaxpr` the inputs from which it is computed elementwise."""
-    return _contributions(plain(jaxpr), {})
-
-
 # The contributions of inner jaxprs, by `id`; the outer one keeps them alive.
 _Nested = dict[int, list[Inputs]]
 
 
-def _contributions(jaxpr: ClosedJaxpr, nested: _Nested) -> list[Inputs]:
+# Such as new parameters, the old ones plus an update, or a new running mean. Matrix
+# products, sums over a batch and gradients are no updates of their operands.
+def contributions(jaxpr: Jaxpr, nested: _Nested) -> list[Inputs]:
+    """For each output of `jaxpr` the inputs from which it is computed elementwise."""
     if id(jaxpr) in nested:
         return nested[id(jaxpr)]
     known: dict[Var, Inputs] = {
@@ -70,16 +67,13 @@ def _contributions(jaxpr: ClosedJaxpr, nested: _Nested) -> list[Inputs]:
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if any(operands) and not _is_gradient(eqn):
+        is_gradient = "transpose(" in str(eqn.source_info.name_stack)
+        if any(operands) and not is_gradient:
             outputs = _through(eqn, operands, nested)
             # Not strict: empty for operations that are not elementwise.
             known.update(zip(eqn.outvars, outputs, strict=False))
     nested[id(jaxpr)] = [read(atom) for atom in jaxpr.outvars]
     return nested[id(jaxpr)]
-
-
-def _is_gradient(eqn: Equation) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def _through(eqn: Equation, operands: list[Inputs], nested: _Nested) -> list[Inputs]:
@@ -111,7 +105,7 @@ def _called(
     """The contributions to a jaxpr's outputs; for a loop, those of one iteration."""
     return [
         _NONE.union(*(operands[index] for index in inner))
-        for inner in _contributions(plain(jaxpr), nested)
+        for inner in contributions(plain(jaxpr), nested)
     ]
 
 
@@ -233,11 +227,9 @@ class _Matching:
             if not self._have_same_type(output, argument):
                 return None
             pairs[part.start + offset] = argument
-        return None if part.is_anonymous and self._have_one_type(pairs) else pairs
-
-    def _have_one_type(self, pairs: dict[int, int]) -> bool:
         types = [self._step.outputs[self._outputs[position]] for position in pairs]
-        return len({(each.shape, each.dtype) for each in types}) <= 1
+        has_one_type = len({(each.shape, each.dtype) for each in types}) <= 1
+        return None if part.is_anonymous and has_one_type else pairs
 
     def _have_same_type(self, output: int, argument: int) -> bool:
         if argument not in self._inputs:
@@ -248,7 +240,7 @@ class _Matching:
     def _is_update(self, pairs: dict[int, int]) -> bool:
         # Lazily, as it visits the whole jaxpr.
         if self._contributions is None:
-            self._contributions = contributions(self._step.jaxpr)
+            self._contributions = contributions(self._step.jaxpr, {})
         return any(
             self._inputs.get(argument) in self._contributions[self._outputs[position]]
             for position, argument in pairs.items()

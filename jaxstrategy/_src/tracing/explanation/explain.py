@@ -454,7 +454,7 @@ def _global_collectives(
 
 
 def _sharding(
-    step: TracedStep, given: Sequence[Leaf], collectives: Sequence[ExplainedCollective]
+    step: TracedStep, leaves: Sequence[Leaf], collectives: Sequence[ExplainedCollective]
 ) -> ExplainedSharding | None:
     """The shardings of state, and the collectives for them; None without any."""
     replicas, partitioned = step.trace.replicas, step.partitioned
@@ -472,7 +472,7 @@ def _sharding(
     else:
         whole = LeafSharding(None, _why_undivided(replicas))
         state = [
-            (step.label(i), step.type_of(i), whole, inner_spec(given[i], replicas))
+            (step.label(i), step.type_of(i), whole, inner_spec(leaves[i], replicas))
             for i in step.same_arguments
         ]
         state += [

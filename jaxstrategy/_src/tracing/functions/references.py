@@ -202,19 +202,14 @@ def _partial(
 # Containers.
 
 
-def _list(walk: References, label: str, items: list[object], number: int) -> Token:
-    for i, item in enumerate(items):
-        walk.visit(f"{label}[{i}]", ListItem(items, i), item, number)
-    return (type(items), len(items))
-
-
-def _tuple(
-    walk: References, label: str, items: tuple[object, ...], number: int
+def _sequence(
+    walk: References, label: str, items: list[object] | tuple[object, ...], number: int
 ) -> Token:
     names = getattr(type(items), "_fields", None)
     for i, item in enumerate(items):
-        where = f".{names[i]}" if names else f"[{i}]"
-        walk.visit(label + where, None, item, number)
+        path = f".{names[i]}" if names else f"[{i}]"
+        binding = ListItem(items, i) if isinstance(items, list) else None
+        walk.visit(label + path, binding, item, number)
     return (type(items), len(items))
 
 
@@ -304,10 +299,6 @@ def _descriptor(walk: References, label: str, value: object, number: int) -> Tok
     return type(value)
 
 
-def _enumerated(walk: References, label: str, value: enum.Enum, number: int) -> Token:
-    return (Identity(type(value)), value.name)
-
-
 def _other(
     walk: References, label: str, value: object, kind: type, number: int
 ) -> Token:
@@ -358,14 +349,13 @@ _VISITORS: list[
     (types.BuiltinFunctionType, _builtin),
     (functools.partial, _partial),
     (types.ModuleType, _module),
-    (enum.Enum, _enumerated),
+    (enum.Enum, lambda walk, label, value, _: (Identity(type(value)), value.name)),
     (type, _class),
     ((staticmethod, classmethod, property, functools.cached_property), _descriptor),
     (types.MappingProxyType, _view),
-    (list, _list),
+    ((list, tuple), _sequence),
     (dict, _dict),
     ((set, frozenset), _set),
-    (tuple, _tuple),
 ]
 
 

@@ -38,6 +38,7 @@ class Equation(Protocol):
     effects: Any
     source_info: Any
     ctx: Any
+    replace: Any
 
     @property
     def invars(self) -> Sequence[Atom]: ...

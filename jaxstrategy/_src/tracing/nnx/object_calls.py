@@ -68,7 +68,11 @@ def array_step(
         for variable, folded, key in keys:
             if variable.get_raw_value() is folded:
                 variable.set_raw_value(key)
-        return returned, _labelled(form.split(objects, parts), labels)
+        new = zip(form.split(objects, parts), labels, strict=True)
+        return returned, [
+            dataclasses.replace(part, names=tuple(f"{label}.{n}" for n in part.names))
+            for part, label in new
+        ]
 
     step.__dict__[_MARK] = True
     _name_like(step, get_fn())
@@ -93,16 +97,6 @@ def _labels(
         roles.label(step, args, kwargs, index).strip("`")
         for index, node in enumerate(nodes)
         if is_object_arrays(node)
-    ]
-
-
-def _labelled(
-    parts: Sequence[ObjectArrays], labels: Sequence[str]
-) -> list[ObjectArrays]:
-    """`parts` with the names of arrays as the caller writes them."""
-    return [
-        dataclasses.replace(part, names=tuple(f"{label}.{name}" for name in part.names))
-        for part, label in zip(parts, labels, strict=True)
     ]
 
 
@@ -285,7 +279,7 @@ class ObjectCalls(Generic[Programs]):
         self._get_fn = get_fn
         self._make = make
         # Of recent calls.
-        self._objects: list[CallerObjects] = []
+        self.objects: list[CallerObjects] = []
         # By cache key: structure, `array_step` (not kept elsewhere) and its programs.
         self._known: dict[
             Hashable, tuple[ObjectStructure | None, Function, Programs]
@@ -298,12 +292,7 @@ class ObjectCalls(Generic[Programs]):
         captured: Mapping[str, object],
     ) -> ObjectCall | None:
         """The call with arrays for objects; None without any."""
-        return object_call(args, kwargs, captured, self._objects)
-
-    def require(
-        self, objects: Sequence[object], captured: Mapping[str, object]
-    ) -> ObjectCall:
-        return require_objects(tuple(objects), captured, self._objects)
+        return object_call(args, kwargs, captured, self.objects)
 
     def programs(self, call: ObjectCall) -> Programs:
         """The programs of the `array_step` for a call."""
@@ -312,9 +301,9 @@ class ObjectCalls(Generic[Programs]):
             return self._for_form(None, call.captured)[2]
         if objects.cached is not None and objects.cached[0] == call.captured:
             return objects.cached[1]  # hashing takes a tenth of a call
-        if objects.is_cacheable and objects not in self._objects:
-            others = [o for o in self._objects if not o.is_outdated_by(objects)]
-            self._objects = [objects, *others][:_MAX_OBJECTS]
+        if objects.is_cacheable and objects not in self.objects:
+            others = [o for o in self.objects if not o.is_outdated_by(objects)]
+            self.objects = [objects, *others][:_MAX_OBJECTS]
         form, _, programs = self._for_form(objects.form, call.captured)
         assert form is not None
         # Calls of one program share the structure with `returns_objects`.

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias, final
 
+import jax
 from jax.extend.core import Literal
 
 from jaxstrategy._src.tracing.jaxprs.visit import (
@@ -40,13 +41,14 @@ def result_dimensions(eqn: Equation, operands: Sequence[Dimension]) -> ResultDim
     if name == "optimization_barrier":
         return ResultDimensions([*operands])
     if name in _ELEMENTWISE:
-        return _all(eqn, _elementwise(eqn, operands))
+        sharded = {d for d in operands if d is not None}
+        return _all(eqn, sharded.pop() if len(sharded) == 1 else UNKNOWN)
     if name == "dot_general":
         return _product(eqn, operands)
-    divided = {d for d in operands if d is not None}
-    if len(divided) > 1 or operands[0] is None and name not in _OF_ANY_OPERAND:
+    sharded = {d for d in operands if d is not None}
+    if len(sharded) > 1 or operands[0] is None and name not in _OF_ANY_OPERAND:
         return _all(eqn, UNKNOWN)
-    dimension = divided.pop()
+    dimension = sharded.pop()
     if "axes" in eqn.params and name.startswith(("reduce_", "arg")):
         axes = eqn.params["axes"]
         if dimension in axes:
@@ -58,11 +60,6 @@ def result_dimensions(eqn: Equation, operands: Sequence[Dimension]) -> ResultDim
 
 def _all(eqn: Equation, dimension: Dimension) -> ResultDimensions:
     return ResultDimensions([dimension for _ in eqn.outvars])
-
-
-def _elementwise(eqn: Equation, operands: Sequence[Dimension]) -> int:
-    divided = {d for d in operands if d is not None}
-    return divided.pop() if len(divided) == 1 else UNKNOWN
 
 
 def _product(eqn: Equation, operands: Sequence[Dimension]) -> ResultDimensions:
@@ -98,18 +95,6 @@ def _free_place(eqn: Equation, side: int, dimension: Dimension) -> int:
     return first + free(side).index(dimension or 0)
 
 
-def _broadcast(eqn: Equation, dimension: int) -> int:
-    return eqn.params["broadcast_dimensions"][dimension]
-
-
-def _transposed(eqn: Equation, dimension: int) -> int:
-    return eqn.params["permutation"].index(dimension)
-
-
-def _squeezed(eqn: Equation, dimension: int) -> int:
-    return dimension - sum(axis < dimension for axis in eqn.params["dimensions"])
-
-
 def _reshaped(eqn: Equation, dimension: int) -> int:
     """The dimension of the same length with as many elements before it."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -122,15 +107,10 @@ def _reshaped(eqn: Equation, dimension: int) -> int:
 
 def _unless_along(*names: str) -> Callable[[Equation, int], int]:
     def rule(eqn: Equation, dimension: int) -> int:
-        given = [eqn.params[name] for name in names if name in eqn.params]
-        axes = {i for each in given for i in (each if _is_many(each) else (each,))}
-        return UNKNOWN if dimension in axes else dimension
+        values = [eqn.params[name] for name in names if name in eqn.params]
+        return UNKNOWN if dimension in jax.tree.leaves(values) else dimension
 
     return rule
-
-
-def _is_many(value: object) -> bool:
-    return isinstance(value, (tuple, list))
 
 
 def _unless_cut(eqn: Equation, dimension: int) -> int:
@@ -138,10 +118,10 @@ def _unless_cut(eqn: Equation, dimension: int) -> int:
     return dimension if len({shape[dimension] for shape in shapes}) == 1 else UNKNOWN
 
 
-_RULES = {
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transposed,
-    "squeeze": _squeezed,
+_RULES: dict[str, Callable[[Equation, int], int]] = {
+    "broadcast_in_dim": lambda eqn, d: eqn.params["broadcast_dimensions"][d],
+    "transpose": lambda eqn, d: eqn.params["permutation"].index(d),
+    "squeeze": lambda eqn, d: d - sum(i < d for i in eqn.params["dimensions"]),
     "reshape": _reshaped,
     "slice": _unless_cut,
     "dynamic_slice": _unless_cut,

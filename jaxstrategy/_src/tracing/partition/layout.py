@@ -125,12 +125,12 @@ class LayoutChoice:
         step: TracedStep,
         invars: Sequence[Var],
         partition: Partition,
-        given: Sequence[Leaf],
+        arguments: Sequence[Leaf],
     ) -> None:
         self._step = step
         self._replicas = step.trace.replicas
         self._partition = partition
-        self._given = given
+        self._arguments = arguments
         self._similar = similar_arguments(step)
         self._state = frozenset(self._similar.values())
         inputs = zip(step.trace.inputs, invars, strict=False)
@@ -139,7 +139,7 @@ class LayoutChoice:
     def layout(self) -> Layout:
         step = self._step
         leaves = {i: self._argument(i) for i in step.same_arguments}
-        first = len(self._given)
+        first = len(self._arguments)
         for number, variable in enumerate(step.trace.variables):
             if variable in step.trace.used and variable.copies_must_agree:
                 leaves[first + number] = self._variable(variable)
@@ -160,7 +160,7 @@ class LayoutChoice:
     def _argument(self, index: int) -> LeafLayout:
         step, var = self._step, self._vars[index]
         aval = step.type_of(index)
-        leaf = self._given[index]
+        leaf = self._arguments[index]
         taken = inner_dimensions(leaf, self._replicas)
         sharding = self._replicas.division(step.path_of(index), aval, taken)
         if not sharding.is_whole:
@@ -178,7 +178,7 @@ class LayoutChoice:
         if index in self._state:
             return sharding
         # No state that a step updates: keep its sharding, or each call would move it.
-        leaf = self._given[index]
+        leaf = self._arguments[index]
         if arrays.is_placed(leaf) and self._replicas.dimension_of(leaf) is None:
             return LeafSharding(None, "it was given whole, and no result replaces it")
         return sharding
@@ -215,7 +215,7 @@ class LayoutChoice:
             return None
         step = self._step
         aval = step.type_of(argument)
-        taken = inner_dimensions(self._given[argument], self._replicas)
+        taken = inner_dimensions(self._arguments[argument], self._replicas)
         return self._replicas.division(step.path_of(argument), aval, taken).dimension
 
 

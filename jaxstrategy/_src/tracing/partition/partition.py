@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
@@ -88,7 +88,8 @@ class _Inlining:
             if called is None:
                 outvars = self._outvars(eqn, names) if calls else eqn.outvars
                 self.calls.update((var, calls) for var in outvars if calls)
-                self.eqns.append(_with_atoms(eqn, operands, outvars))
+                new = eqn.replace(invars=operands, outvars=list(outvars))
+                self.eqns.append(new)
                 continue
             inner = plain(called)
             own: _Names = dict(zip(inner.invars, operands, strict=True))
@@ -128,10 +129,6 @@ class _Inlining:
 
 def _read(names: _Names, atom: Atom) -> Atom:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
-
-
-def _with_atoms(eqn: Any, invars: Sequence[Atom], outvars: Sequence[Var]) -> Equation:
-    return eqn.replace(invars=list(invars), outvars=list(outvars))
 
 
 # Other operations take about as long as reading their operands.

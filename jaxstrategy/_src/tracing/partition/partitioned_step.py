@@ -56,7 +56,7 @@ from jaxstrategy._src.variables.access import Cell
 class PartitionedStep:
     """A step in two parts: what each replica computes, and what is computed once."""
 
-    def __init__(self, step: TracedStep, given: Sequence[Leaf]) -> None:
+    def __init__(self, step: TracedStep, arguments: Sequence[Leaf]) -> None:
         trace = step.trace
         self._trace = trace
         self.replicas = self._replicas = trace.replicas
@@ -79,7 +79,7 @@ class PartitionedStep:
             jaxpr, self._varies, lambda eqn: shard_function(eqn) is not None
         )
         self.layout: Layout = LayoutChoice(
-            step, jaxpr.invars, self.partition, given
+            step, jaxpr.invars, self.partition, arguments
         ).layout()
         self.reduce_scatters: ReduceScatters = reduce_scatters_of(
             jaxpr, self.partition, self.layout, self._replicas
@@ -249,11 +249,11 @@ class PartitionedStep:
         self, variables: Sequence[Var], inputs: Sequence[Leaf]
     ) -> list[jax.Array]:
         """The varying results of one replica, and `_crossing`."""
-        given = dict(zip(variables, inputs, strict=True))
+        known = dict(zip(variables, inputs, strict=True))
         sharded = self.layout.inputs
         values = ReplicaValues(
-            {var: value for var, value in given.items() if var not in sharded},
-            {var: value for var, value in given.items() if var in sharded},
+            {var: value for var, value in known.items() if var not in sharded},
+            {var: value for var, value in known.items() if var in sharded},
             self.per_replica_part.dimensions,
             PartCollectives(self._replicas, self.per_replica_part.inner),
         )

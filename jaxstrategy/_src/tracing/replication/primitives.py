@@ -57,7 +57,7 @@ _OTHERS = """
 """
 PURE = frozenset(_REGISTERED.split()) | frozenset(_OTHERS.split())
 
-_declared: set[Primitive] = set()
+DECLARED: set[Primitive] = set()
 # A jitted function keeps its name under differentiation and vmap.
 _MARK = " (declared pure)"
 
@@ -100,7 +100,7 @@ def declare_pure(operation: Any) -> Any:
                 f"`{operation.name}` is one of JAX's own primitives, and what it does "
                 "is known. Declare a primitive of yours, or a function."
             )
-        _declared.add(operation)
+        DECLARED.add(operation)
         return operation
     if not callable(operation):
         raise TypeError(
@@ -114,10 +114,6 @@ def declare_pure(operation: Any) -> Any:
 
     declared.__name__ = getattr(operation, "__name__", "function") + _MARK
     return functools.wraps(operation)(jax.jit(declared))
-
-
-def is_declared(primitive: Primitive) -> bool:
-    return primitive in _declared
 
 
 def is_declared_call(eqn: Equation) -> bool:

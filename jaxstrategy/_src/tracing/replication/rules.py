@@ -331,15 +331,15 @@ def _jaxpr_of(
         jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
         for atom in operands_of(eqn)
     ]
-    made, given = transform(only, types)
-    return plain(jax.make_jaxpr(made, axis_env=axis_env)(*given))
+    new, new_types = transform(only, types)
+    return plain(jax.make_jaxpr(new, axis_env=axis_env)(*new_types))
 
 
 def forward(function: Function, types: Types) -> tuple[Function, Types]:
     """The results and their tangents."""
 
-    def pushed(*given: Any) -> Any:
-        primals, tangents = given[: len(types)], given[len(types) :]
+    def pushed(*inputs: Any) -> Any:
+        primals, tangents = inputs[: len(types)], inputs[len(types) :]
         tangents = [_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
         out, moved = jax.jvp(function, primals, tuple(tangents))
         pairs = zip(out, moved, strict=True)
@@ -363,7 +363,7 @@ def backward(function: Function, types: Types) -> tuple[Function, Types]:
 
     The gradient needs no proof: JAX sums that of a mirrored argument over the replicas.
     """
-    return lambda *given: jax.vjp(function, *given)[0], types
+    return lambda *primals: jax.vjp(function, *primals)[0], types
 
 
 def batched(function: Function, types: Types) -> tuple[Function, Types]:
@@ -412,11 +412,11 @@ def _hidden_collectives(
     frame: Frame, eqn: Equation, operands: list[State]
 ) -> list[Collective]:
     """The collectives in inner jaxprs of `eqn`, however it calls them."""
-    given = join(operands)
+    state = join(operands)
     found: list[Collective] = []
     for jaxpr in inner_jaxprs(eqn.params):
         inputs = [
-            RefState(given) if isinstance(var.aval, AbstractRef) else given
+            RefState(state) if isinstance(var.aval, AbstractRef) else state
             for var in jaxpr.invars
         ]
         found += frame.call(jaxpr, inputs, eqn)[1]
@@ -480,11 +480,8 @@ def _rule_of(primitive: Primitive) -> Rule:
     is_named = primitives.is_named_by_jax(primitive)
     if is_named and (rule := _RULES.get(primitive.name)):
         return rule
-    if (
-        primitives.is_declared(primitive)
-        or is_named
-        and primitive.name in primitives.PURE
-    ):
+    is_pure = is_named and primitive.name in primitives.PURE
+    if is_pure or primitive in primitives.DECLARED:
         return pure
     return also(other, forward)
 

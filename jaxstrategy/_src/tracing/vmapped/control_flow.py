@@ -37,24 +37,30 @@ def in_turn(eqn: Equation, axes: VmappedAxes) -> Function:
     if any(_is_index(each, axes) for each in inner_eqns(eqn.params)):
         return with_contents(_unrolled(eqn, function, refs, axes), refs)
 
+    return with_contents(sequential(function), refs)
+
+
+def sequential(function: Function) -> Function:
+    """`function`, which `jax.vmap` calls in a loop."""
+
     @custom_vmap
     def called(*operands: jax.Array) -> list[jax.Array]:
         return function(*operands)
 
+    # Not `called` in the loop: JAX 0.10 has no rule for its references there.
     @called.def_vmap
-    def _of_vmapped(size: int, is_batched: list[bool], *operands: jax.Array) -> Any:
-        batched = [x for x, is_ in zip(operands, is_batched, strict=True) if is_]
+    def _in_loop(
+        size: int, is_batched: Sequence[bool], *operands: jax.Array
+    ) -> tuple[list[jax.Array], list[bool]]:
+        pairs = list(zip(operands, is_batched, strict=True))
 
-        # Not `called` itself: JAX 0.10 has no rule for its references in a loop.
-        def one(rows: list[jax.Array]) -> list[jax.Array]:
-            following = iter(rows)
-            pairs = zip(operands, is_batched, strict=True)
-            return function(*(next(following) if b else x for x, b in pairs))
+        def one(number: jax.Array) -> list[jax.Array]:
+            return function(*(x[number] if batched else x for x, batched in pairs))
 
-        results = lax.map(one, batched)
+        results = lax.map(one, jnp.arange(size))
         return results, [True] * len(results)
 
-    return with_contents(called, refs)
+    return called
 
 
 def _unrolled(

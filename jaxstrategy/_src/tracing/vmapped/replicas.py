@@ -40,7 +40,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes, VmappedCollectives
-from jaxstrategy._src.tracing.vmapped.control_flow import VmappedControlFlow
+from jaxstrategy._src.tracing.vmapped.control_flow import VmappedControlFlow, sequential
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 # (function of one replica, `in_axes`) -> the function vmapped.
@@ -250,15 +250,11 @@ def vmapped_jaxpr(jaxpr: Jaxpr, axes: VmappedAxes) -> Jaxpr:
         return next(filter(None, (each(eqn) for each in rules)), None)
 
     def operands(eqn: Equation) -> Function | None:
-        return axes.batched if _creates_reference(eqn) else None
+        # `jax.vmap` cannot write to unbatched references (JAX 0.10 and 0.12).
+        is_created = any(isinstance(var.aval, AbstractRef) for var in eqn.outvars)
+        return axes.batched if is_created and not references(eqn) else None
 
     return rewritten(jaxpr, rule, axes.in_vmap, operands)
-
-
-def _creates_reference(eqn: Equation) -> bool:
-    # `jax.vmap` cannot write to unbatched references (JAX 0.10 and 0.12).
-    is_created = any(isinstance(var.aval, AbstractRef) for var in eqn.outvars)
-    return is_created and not references(eqn)
 
 
 def _without_custom_vmap(axes: VmappedAxes) -> Callable[[Equation], Function | None]:
@@ -378,7 +374,8 @@ def on_shared_devices(
     axes = VmappedAxes.of(replicas)
 
     def all_replicas(*inputs: Leaf) -> PyTree:
-        references = {i: x for i, x in enumerate(inputs) if _is_reference(x)}
+        refs = ((i, x) for i, x in enumerate(inputs))
+        references = {i: x for i, x in refs if isinstance(jax.typeof(x), AbstractRef)}
         values = [x[...] if i in references else x for i, x in enumerate(inputs)]
         pairs = zip(values, taken, strict=True)
         types = [_type_on_replica(value, layout, replicas) for value, layout in pairs]
@@ -470,10 +467,6 @@ def _type_on_replica(
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=weak_type)
 
 
-def _is_reference(value: Leaf) -> bool:
-    return isinstance(jax.typeof(value), AbstractRef)
-
-
 def _in_turn(jaxpr: Jaxpr, axes: Sequence[str]) -> Jaxpr:
     """Lets replicas compute one after the other what is between collectives.
 
@@ -496,9 +489,15 @@ def _in_turn(jaxpr: Jaxpr, axes: Sequence[str]) -> Jaxpr:
         enumerate(jaxpr.eqns), lambda numbered: is_together(numbered[1])
     )
     for together, group in groups:
+        members: Sequence[Any]
         numbers, members = zip(*group, strict=True)
         if together:
-            eqns += (_with_inner_in_turn(eqn, axes) for eqn in members)
+            for eqn in members:
+                params = {
+                    name: with_jaxprs(value, lambda inner: _in_turn(inner, axes))
+                    for name, value in eqn.params.items()
+                }
+                eqns.append(eqn.replace(params=params))
             continue
         results = [
             var
@@ -512,15 +511,6 @@ def _in_turn(jaxpr: Jaxpr, axes: Sequence[str]) -> Jaxpr:
     return whole.replace(eqns=eqns, effects=effects)
 
 
-def _with_inner_in_turn(eqn: Any, axes: Sequence[str]) -> Equation:
-    """`eqn` with its inner jaxprs rewritten by `_in_turn`."""
-    params = {
-        name: with_jaxprs(value, lambda inner: _in_turn(inner, axes))
-        for name, value in eqn.params.items()
-    }
-    return eqn.replace(params=params)
-
-
 def _call_in_turn(eqns: Sequence[Equation], results: Sequence[Var]) -> list[Equation]:
     """Joins equations into a function that replicas call one after the other."""
     computed = {var for eqn in eqns for var in eqn.outvars}
@@ -531,7 +521,7 @@ def _call_in_turn(eqns: Sequence[Equation], results: Sequence[Var]) -> list[Equa
         jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
         for x in (var.aval for var in inputs)
     ]
-    call: Any = jax.make_jaxpr(_sequential(function))(*types)
+    call: Any = jax.make_jaxpr(sequential(function))(*types)
     names = {
         **dict(zip(call.jaxpr.invars, inputs, strict=True)),
         **dict(zip(call.jaxpr.outvars, results, strict=True)),
@@ -543,25 +533,3 @@ def _call_in_turn(eqns: Sequence[Equation], results: Sequence[Var]) -> list[Equa
         )
         for eqn in call.jaxpr.eqns
     ]
-
-
-def _sequential(function: Function) -> Function:
-    """`function`, which `jax.vmap` calls in a loop."""
-
-    @custom_vmap
-    def called(*operands: jax.Array) -> list[jax.Array]:
-        return function(*operands)
-
-    @called.def_vmap
-    def _of_several(
-        size: int, is_batched: Sequence[bool], *operands: jax.Array
-    ) -> tuple[list[jax.Array], list[bool]]:
-        pairs = list(zip(operands, is_batched, strict=True))
-
-        def one(number: jax.Array) -> list[jax.Array]:
-            return function(*(x[number] if batched else x for x, batched in pairs))
-
-        results = lax.map(one, jnp.arange(size))
-        return results, [True] * len(results)
-
-    return called
