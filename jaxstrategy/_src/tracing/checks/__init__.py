@@ -1,1 +1,1 @@
-"""Checks of a traced step: what would hang, or break a promise, is refused."""
+"""Checks of a traced step."""

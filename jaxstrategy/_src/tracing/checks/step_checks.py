@@ -254,7 +254,7 @@ _CALLBACKS = ("pure_callback", "io_callback")
 def callbacks_beside_inner_axes(step: TracedStep) -> Iterator[NotImplementedError]:
     """An error for each host callback, which JAX cannot compile beside automatic axes.
 
-    Of whatever size these are (JAX 0.10 and 0.12).
+    Whatever the size of these axes (JAX 0.10 and 0.12).
     """
     if not step.trace.replicas.inner_axes:
         return

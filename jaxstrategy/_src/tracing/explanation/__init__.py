@@ -1,1 +1,1 @@
-"""Descriptions of a step, made without running it."""
+"""Explains a step without running it."""

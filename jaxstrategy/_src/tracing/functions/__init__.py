@@ -1,1 +1,1 @@
-"""Functions by what they refer to, so that those that do the same share programs."""
+"""What functions capture, as cache keys."""

@@ -121,7 +121,7 @@ def substituted(value: Any, substitutes: Mapping[int, object]) -> Any:
     """`value`, or a copy of an immutable container, with values replaced by `id`."""
     if id(value) in substitutes:
         return substitutes[id(value)]
-    # `Any`, and the class: `isinstance` asks some libraries' objects.
+    # `Any`, and the class: `isinstance` calls code of some libraries' objects.
     kind = type(value)
     if issubclass(kind, types.MethodType):
         parts = [value.__func__, value.__self__]

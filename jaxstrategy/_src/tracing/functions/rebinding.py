@@ -219,7 +219,7 @@ class FunctionRebindings:
     def set(self) -> None:
         """Binds the substitutes."""
         global _version
-        # First, so that whoever looks meanwhile knows of it.
+        # First, so that lookups of other threads notice it.
         self._thread = threading.get_ident()
         _active.append(self)
         _version = object()

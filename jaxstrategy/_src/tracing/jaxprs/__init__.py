@@ -1,1 +1,1 @@
-"""Ways through jaxprs, and jaxprs in which other equations stand for some."""
+"""Visits and rewrites jaxprs."""

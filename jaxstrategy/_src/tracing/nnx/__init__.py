@@ -1,1 +1,1 @@
-"""Objects of Flax NNX in steps: the one door to Flax, which the adapter is."""
+"""Flax NNX objects in steps."""

@@ -1,1 +1,1 @@
-"""A step whose state is divided over the replicas, as passes over its trace."""
+"""Steps with state that is sharded over the replicas."""

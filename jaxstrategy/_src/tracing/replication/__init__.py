@@ -1,1 +1,1 @@
-"""The proof of what is equal on all replicas, and where values begin to differ."""
+"""The proof of which values are equal on all replicas."""

@@ -1,1 +1,1 @@
-"""Stages: what a program does for a step besides computing it, one thing a file."""
+"""What a program does for a step besides computing it."""

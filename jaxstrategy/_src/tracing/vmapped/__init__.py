@@ -1,1 +1,1 @@
-"""Replicas that share a device."""
+"""Replicas that share a device, under `jax.vmap`."""
