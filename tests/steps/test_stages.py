@@ -38,7 +38,7 @@ def test_a_later_call_makes_few_calls_of_the_package(two):
     # With JAX 0.10 it is looked where the arguments lie, and on simulated devices steps
     # in flight are counted.
     most = 4 if jax.__version_info__ >= (0, 12) else 8
-    counting = ("InFlight", "dispatched")
+    counting = ("InFlight", "count_dispatch")
     others = [name for name in found if not any(each in name for each in counting)]
     assert len(others) <= most, found
 

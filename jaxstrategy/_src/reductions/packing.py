@@ -221,7 +221,7 @@ def _apart(
 ) -> list[jax.Array]:
     """What was joined, in the shapes of `like`, from the element `first` on."""
     sizes = [array.size for array in like]
-    offsets = list(itertools.accumulate(sizes[:-1], initial=first))
+    *offsets, _ = itertools.accumulate(sizes, initial=first)
     counts = collections.Counter(sizes)
     # A size that occurs once has a kernel of its own however it is cut.
     repeated = [i for i, size in enumerate(sizes) if counts[size] > 1]
