@@ -17,8 +17,7 @@ from helpers.threads import in_threads, until
 
 import jaxstrategy as js
 from jaxstrategy import ClusterError
-from jaxstrategy._src.processes.agreement import StopAgreement
-from jaxstrategy._src.processes.store import Store
+from jaxstrategy._src.processes import agreement, store
 from jaxstrategy.experimental import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,
@@ -86,7 +85,7 @@ def test_all_stop_after_the_same_step(n, style, seed):
         time.sleep(draw.random() * 0.002)
 
     def process(index):
-        vote = StopAgreement(ThreadsBoard(room, index), "vote")
+        vote = agreement.StopAgreement(ThreadsBoard(room, index), "vote")
         for number in range(10_000):
             if number == 5 + index and index in announcing:
                 ThreadsBoard(room, index).put("vote", "now")
@@ -116,7 +115,7 @@ def test_a_process_that_ends_instead_is_an_error():
             raise ClusterError("process 1 has left")
 
     board = Left(Room(2), 0)
-    vote = StopAgreement(board, "vote")
+    vote = agreement.StopAgreement(board, "vote")
     board.put("vote", "now")
     with pytest.raises(ClusterError, match="process 1 has left"):
         while True:
@@ -124,7 +123,7 @@ def test_a_process_that_ends_instead_is_an_error():
 
 
 def test_nothing_stops_without_an_announcement():
-    vote = StopAgreement(Store(), "vote")
+    vote = agreement.StopAgreement(store.Store(), "vote")
     assert not any(vote.begin() for _ in range(100)) and not vote.is_time
     vote.close()
 

@@ -19,7 +19,7 @@ from jaxstrategy._src.errors import ContextError, OutOfRangeError
 from jaxstrategy._src.options import ReduceOp, VariableAggregation
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.strategies import current, current as _current
+from jaxstrategy._src.strategies import current as _current
 from jaxstrategy._src.text.shown import positive, shown
 from jaxstrategy._src.values.arrays import PyTree, Value
 from jaxstrategy._src.variables.gradients import value_and_grad, value_and_grad_of_read
@@ -454,7 +454,7 @@ class StandardSingleLossStep(StandardInputStep):
         """Makes so many updates as `iterations_per_step` says."""
         strategy = self._distribution
         with strategy.scope():
-            replica = current.get_replica_context()
+            replica = _current.get_replica_context()
             if replica is None:
                 self._train(strategy)
             else:  # the default strategy's scope changes nothing
@@ -480,7 +480,7 @@ def _updating(
     def update(
         context: MultiStepContext, state: PyTree, *inputs: PyTree
     ) -> tuple[tuple[Variable, ...], PyTree]:
-        replica = current.get_replica_context()
+        replica = _current.get_replica_context()
         loss = step_outputs.with_outputs(loss_fn)
         if variables is None:
             differentiated = value_and_grad_of_read(loss, replica.strategy)

@@ -134,7 +134,7 @@ def with_jaxprs(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
         new = [with_jaxprs(each, change) for each in value]
         if all(a is b for a, b in zip(new, value, strict=True)):
             return value
-        # `custom_linear_solve` has primitives_with tuples.
+        # `custom_linear_solve` keeps its jaxprs in named tuples.
         make = getattr(value, "_make", type(value))
         return make(new)
     if not hasattr(value, "eqns"):
