@@ -42,12 +42,9 @@ class InputLayout:
         self.has_keywords = False
         if self.structure is not None:
             args, kwargs = jax.tree.unflatten(self.structure, range(count))
-            leaves = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
-            # JAX donates whole arguments.
-            if any(donated & {*some} not in (set(), {*some}) for some in leaves):
-                self.structure = None
-            else:
-                self._leaves, self.has_keywords = leaves, bool(kwargs)
+            self._leaves = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
+            self.has_keywords = bool(kwargs)
+        # Of each argument all leaves are donated, or none.
         self.donated = [i for i, some in enumerate(self._leaves) if donated & {*some}]
         inputs = self.inputs(range(count))
         self._expected = jax.tree.structure(tuple(inputs))
