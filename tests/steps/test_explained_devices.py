@@ -254,8 +254,11 @@ def test_groups_by_axes_of_any_order():
 class OnGpu:
     """A program of an H200 (JAX 0.11), of which XLA counts only -1 for each call."""
 
+    def __init__(self, name="gpu_program.hlo"):
+        self._name = name
+
     def as_text(self):
-        return PROGRAM.with_name("gpu_program.hlo").read_text()
+        return PROGRAM.with_name(self._name).read_text()
 
     def cost_analysis(self):
         return {"flops": -5.0, "bytes accessed": -5.0}
@@ -275,3 +278,22 @@ def test_products_and_convolutions_of_libraries_are_counted():
         5 * loop + batched + 3 * convolution,
         5 * arrays[0] + arrays[1] + images,
     )
+
+
+def test_attention_of_cudnn_is_counted_and_other_kernels_are_named():
+    one = 2 * (2 * 4 * 128) * 64  # a product for each query, for one key
+    forward, causal, window, backward = 2 * 256, 2 * 128, 2 * 16, 5 * 256
+    found = compiled_program.figures(OnGpu("gpu_attention.hlo"))
+    assert found.flops == one * (forward + causal + window + backward)
+    assert found.uncounted_calls == ("__gpu$xla.gpu.triton", "cusolver_getrf_ffi")
+    assert compiled_program.figures(OnGpu()).uncounted_calls == ()
+
+
+def test_operations_that_nobody_counts_are_told():
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    found = strategy.explain(jnp.linalg.cholesky, (np.eye(3, dtype=np.float32),))
+    (name,) = found.uncounted_calls
+    assert f"floating-point operations, without {name}" in str(found)
+    step = strategy.profile(strategy.step(jnp.linalg.cholesky))
+    step(np.eye(3, dtype=np.float32))
+    assert step.report().flops_are_least

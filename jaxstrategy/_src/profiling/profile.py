@@ -49,6 +49,7 @@ class StepFacts:
     communication: float | None = None
     flops: float | None = None
     is_least: bool = False
+    has_loops: bool = False
     memory: Memory | None = None
 
 
@@ -88,11 +89,13 @@ class StepAnalysis:
         found = self._found or [StepFacts()]
         is_least = any(each.is_least for each in found)
         # In a loop over the steps, one of them has been counted.
-        counted = 1 if is_least else steps
+        has_loops = any(each.has_loops for each in found)
+        counted = 1 if has_loops else steps
         return StepFacts(
             _total([each.communication for each in found], 1 / steps),
             _total([each.flops for each in found], 1 / counted),
             is_least,
+            has_loops,
             max((each.memory for each in found), key=lambda m: m.peak if m else -1),
         )
 
@@ -108,8 +111,10 @@ class StepAnalysis:
                 of_xla = compiled_program.figures(executable)
                 flops = _total([of_xla.flops], devices)
                 communication = 0.0 if devices == 1 else None
+                loops, memory = of_xla.has_loops, of_xla.memory
+                is_least = loops or bool(of_xla.uncounted_calls)
                 self._found.append(
-                    StepFacts(communication, flops, of_xla.has_loops, of_xla.memory)
+                    StepFacts(communication, flops, is_least, loops, memory)
                 )
         with context.entered(observer=self._observe):
             yield
@@ -149,13 +154,16 @@ class StepAnalysis:
                 found = dataclasses.replace(found, **of_xla._asdict())
             flops = _total([found.flops], len(self._replicas.all_devices))
             # In a function that is traced, nobody knows how often it is run.
-            is_least = found.has_loops or arrays.is_traced()
+            has_loops = found.has_loops or arrays.is_traced()
+            is_least = has_loops or bool(found.uncounted_calls)
             communication = 0.0
             if found.collectives and self._given is not None:
                 communication = found.communication_time(self._given)
             elif found.collectives:
                 communication = found.communication_time(self._measured, "ring")
-            self._found.append(StepFacts(communication, flops, is_least, found.memory))
+            self._found.append(
+                StepFacts(communication, flops, is_least, has_loops, found.memory)
+            )
 
     @functools.cached_property
     def _measured(self) -> Topology:
@@ -204,8 +212,8 @@ class Report:
         counts them in the compiled program, those that are computed a second time to
         save memory included.
       flops_are_least: whether there may be more, because XLA counts the body of a loop
-        once. `flops=` of `profile` says how many there are. Of a function that calls
-        `run`, the operations of these steps count.
+        once and that of a kernel not at all. `flops=` of `profile` says how many there
+        are. Of a function that calls `run`, the operations of these steps count.
       peak_flops: the most that all devices together can do in a second, as given.
       memory: of the compiled program on one device, as XLA plans it.
       peak_memory: the most bytes that were in use on one of this process's devices

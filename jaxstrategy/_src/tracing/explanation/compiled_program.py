@@ -257,7 +257,21 @@ _LOOP = re.compile(r"\bwhile\(")
 # Of matrix products and convolutions, as instructions or calls of cuBLAS and cuDNN.
 _CONTRACTED = re.compile(r"\blhs_contracting_dim(?:ension)?s\W+([\d,\"]*)[\]}]")
 _KERNEL = re.compile(r"\bdim_labels=\w+_(\w+)->")
-_LIBRARY_CALL = re.compile(r'custom_call_target="__(?:cublas|cudnn\$conv)')
+# XLA counts no call of a library; of these it is known what they do.
+_ATTENTION = re.compile(
+    r'"__cudnn\$fmha\w*?(?P<backward>Backward)?(?:F8)?".*'
+    r'"intermediate_tensor_shape":\{.*?"dimensions":\[(?P<scores>[\d",]*)\]'
+)
+_LIBRARY_CALL = re.compile(
+    rf'custom_call_target=("__(?:cublas|cudnn\$conv)|{_ATTENTION.pattern})'
+)
+_WINDOW = re.compile(r'"sliding_window_length":"?(\d+)')
+# Other calls have unknown work, but for those that move or sort data, draw random bits,
+# or call the host.
+_UNCOUNTED = re.compile(
+    r'custom_call_target="(?!Sharding|SPMD|AllocateBuffer|MoveTo|annotate_|TopK|__cub\$'
+    r'|__gpu\$TopK|cu_threefry|\w*callback)([^"]*)"'
+)
 
 
 class Figures(NamedTuple):
@@ -266,6 +280,7 @@ class Figures(NamedTuple):
     memory: Memory | None = None
     flops: float | None = None
     has_loops: bool = False
+    uncounted_calls: tuple[str, ...] = ()
 
 
 def figures(executable: Any) -> Figures:
@@ -279,11 +294,15 @@ def figures(executable: Any) -> Figures:
         code=stats.generated_code_size_in_bytes,
     )
     text, flops = executable.as_text() or "", None
+    has_loops, uncounted = _LOOP.search(text) is not None, dict[str, None]()
     if costs and "flops" in costs:
-        # XLA counts -1 for a library call.
-        calls = filter(_is_library_call, HloModule(text).instructions())
-        flops = max(costs["flops"], 0.0) + sum(map(_operations, calls))
-    return Figures(memory, flops, _LOOP.search(text) is not None)
+        flops = max(costs["flops"], 0.0)  # -1 for a library call
+        for each in HloModule(text).instructions():
+            if _is_library_call(each):
+                flops += _operations(each)
+            elif (found := _UNCOUNTED.search(each.attributes)) is not None:
+                uncounted[found[1]] = None
+    return Figures(memory, flops, has_loops, tuple(uncounted))
 
 
 def work(executable: Any) -> tuple[float, float]:
@@ -298,8 +317,9 @@ def work(executable: Any) -> tuple[float, float]:
         if each.opcode in ("parameter", "tuple", "get-tuple-element", "while", "call"):
             continue
         is_call = _is_library_call(each)
-        # Further results of a library call are its workspace.
-        arrays = (*each.operands, *(each.results[:1] if is_call else each.results))
+        # The last of several results of a library call is its workspace.
+        last = max(len(each.results) - 1, 1) if is_call else None
+        arrays = (*each.operands, *each.results[:last])
         nbytes = sum(array.nbytes for array in arrays)
         amounts = np.array([_operations(each), nbytes], float)
         times = math.prod(1 if n is None else n for n in each.loops)
@@ -315,7 +335,7 @@ def work(executable: Any) -> tuple[float, float]:
 
 
 def _is_library_call(instruction: HloInstruction) -> bool:
-    """Whether it is a product or convolution that XLA does not count."""
+    """Whether it does products or convolutions that XLA does not count."""
     return _LIBRARY_CALL.search(instruction.attributes) is not None
 
 
@@ -326,6 +346,18 @@ def _operations(instruction: HloInstruction) -> float:
     if len(operands) < 2:
         return elements
     result = instruction.results[0]
+    if (found := _ATTENTION.search(attributes)) is not None:
+        # Operands begin with query, key and value, `[..., head size]`; the scores, of
+        # shape `[batch, heads, queries, keys]`, are not stored. Two products forward;
+        # backward those of the scores again, and of four gradients. Half of each is
+        # skipped by a causal mask (FlashAttention-2, arXiv 2307.08691, section 4.1).
+        *others, keys = map(int, re.findall(r"\d+", found["scores"]))
+        reached = keys / 2 if 'CAUSAL"' in attributes else keys
+        if (window := _WINDOW.search(attributes)) is not None and int(window[1]):
+            reached = min(reached, int(window[1]))
+        query, value = operands[0].shape[-1], operands[2].shape[-1]
+        sizes = 3 * query + 2 * value if found["backward"] else query + value
+        return 2.0 * math.prod(others) * reached * sizes
     if (found := _CONTRACTED.search(attributes)) is not None:
         contracted = [operands[0].shape[int(i)] for i in re.findall(r"\d+", found[1])]
         return 2.0 * math.prod(result.shape) * math.prod(contracted)

@@ -133,6 +133,7 @@ def explain(
         logical_axes=replicas.inner_sizes,
         compiled_collectives=between_devices,
         has_loops=xla_figures.has_loops,
+        uncounted_calls=xla_figures.uncounted_calls,
     )
 
 

@@ -58,6 +58,8 @@ class Explanation:
         counts them (a loop's body once); None likewise.
       has_loops: whether that program has loops, so that `flops` are the least there
         may be.
+      uncounted_calls: names of library calls and kernels in it whose operations nobody
+        counts, so that they are likewise.
       sharding: how state lies and why, and what is gathered and scattered for it; None
         if the strategy has no `sharding=`, no variable is divided, and each replica is
         one device.
@@ -96,6 +98,7 @@ class Explanation:
     logical_axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     compiled_collectives: tuple[CompiledCollective, ...] | None = None
     has_loops: bool = False
+    uncounted_calls: tuple[str, ...] = ()
 
     @property
     def communicated_bytes(self) -> int:
@@ -270,7 +273,7 @@ def _sections(explained: Explanation) -> Iterator[_Section]:
         which = explained.donate_argnums
         advice = f", with RunOptions(donate_argnums={which})" if which else ""
         yield _values(heading, explained.donatable, "argument", advice)
-    if rows := list(_figures(explained.flops, explained.memory)):
+    if rows := list(_figures(explained)):
         heading = "The compiled program on one device, as XLA reports it"
         yield _Section(heading, ("what", "amount"), rows)
 
@@ -399,9 +402,12 @@ def _values(
     )
 
 
-def _figures(flops: float | None, memory: Memory | None) -> Iterator[_Row]:
+def _figures(explained: Explanation) -> Iterator[_Row]:
+    flops, memory = explained.flops, explained.memory
     if flops is not None:
-        yield "floating-point operations", with_prefix(flops)
+        calls = ", ".join(explained.uncounted_calls)
+        without = f", without {calls}" if calls else ""
+        yield f"floating-point operations{without}", with_prefix(flops)
     if memory is not None:
         yield "memory, at most", with_bytes(memory.peak)
         yield "  arguments", with_bytes(memory.arguments)
