@@ -25,6 +25,15 @@ def test_entries_are_read(variable):
     np.testing.assert_array_equal(variable.sparse_read([2, 0, 2]), ROWS[[2, 0, 2]])
 
 
+@each_of("wrong", [3, -1])
+def test_what_is_no_row_is_an_error(variable, wrong):
+    text = rf"Row {wrong} of variable 'Variable'.*the rows \[0, 3\)"
+    with pytest.raises(IndexError, match=text):
+        variable.sparse_read([0, wrong])
+    with pytest.raises(TypeError, match="whole numbers were wanted"):
+        variable.sparse_read([0.5])
+
+
 @each_of("change", ["add", "sub", "update"])
 def test_entries_are_changed(variable, change):
     variable.assign(want := ROWS.copy())

@@ -382,3 +382,16 @@ def equations(jaxpr):
         for value in equation.params.values():
             if hasattr(value, "jaxpr"):
                 yield from equations(value.jaxpr)
+
+
+def test_row_numbers_of_gradients_have_64_bits_if_there_are_so_many_rows():
+    with jax.enable_x64(True):
+        # Rows without elements take no memory, however many there are.
+        parts = [jnp.zeros((length, 0), jnp.float32) for length in (2**31, 8)]
+        table = js.experimental.ShardedVariable(list(map(js.Variable, parts)))
+        ids = [2**31 + 3, 5, 2**31 + 7]
+        gradient = js.grad(lambda: table.sparse_read(ids).sum(), table)()
+        assert gradient.indices.dtype == np.int64
+        np.testing.assert_array_equal(gradient.indices, ids)
+        with pytest.raises(IndexError, match=r"Row 2147483656 .*\[0, 2147483656\)"):
+            table.sparse_read([2**31 + 8])

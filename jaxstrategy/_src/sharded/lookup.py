@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxstrategy._src.reductions.rows import row_numbers, table_rows
 from jaxstrategy._src.replicas import mesh
@@ -58,6 +59,32 @@ def integers(value: Value) -> jax.Array:
             '`ids.astype("int32")`.'
         )
     return ids
+
+
+def checked_ids(
+    ids: Value, rows: int, name: str, are_padded: bool = False
+) -> jax.Array:
+    """`ids` as an array of whole numbers."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(ids)):
+        return integers(ids)
+    with jax.ensure_compile_time_eval():  # in a trace, too
+        found = integers(ids)
+    known = known_numbers(found)
+    if known is not None and known.size:
+        is_wrong = (known >= rows) | ((known < 0) & (not are_padded))
+        if is_wrong.any():
+            raise IndexError(
+                f"Row {known[is_wrong][0]} of variable {name!r} was asked for, which "
+                f"has the rows [0, {rows}). No number counts from the end."
+            )
+    return found
+
+
+def known_numbers(array: jax.Array) -> np.ndarray | None:
+    """The numbers of `array` on the host, None if it is traced or elsewhere."""
+    if isinstance(array, Tracer) or not array.is_fully_addressable:
+        return None
+    return np.asarray(array)
 
 
 Combiner: TypeAlias = Literal["sum", "mean", "sqrtn"]

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.sharded.lookup import checked_ids
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
@@ -492,10 +493,19 @@ class VariableLike(Assignments):
     def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
         """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
 
+        Of indices that are traced, one that is no row gives what JAX gives for it.
+
         Raises:
-          ValueError: an index is a number that no integer dtype of JAX holds.
+          IndexError: one is no row.
+          TypeError: they are no whole numbers.
+          ValueError: one is a number that no integer dtype of JAX holds.
         """
-        return self[mesh.array_of(indices)].value()
+        rows = self.shape[0] if self.shape else 0
+        return self.rows_at(checked_ids(indices, rows, self._name))
+
+    @abc.abstractmethod
+    def rows_at(self, ids: jax.Array) -> jax.Array:
+        """The rows `[*ids.shape, *shape[1:]]` with these numbers, unchecked."""
 
     def gather_nd(self, indices: Value, name: str | None = None) -> jax.Array:
         """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.

@@ -14,11 +14,12 @@ import numpy as np
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.reductions.rows import over_rows, row_numbers, row_starts
+from jaxstrategy._src.sharded.lookup import known_numbers
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import IndexedSlices
 from jaxstrategy._src.variables import access, sharded_variable
-from jaxstrategy._src.variables.rows import Lookup, RowTape, known_numbers, recording
+from jaxstrategy._src.variables.rows import Lookup, RowTape, recording
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.variable import Variable
 

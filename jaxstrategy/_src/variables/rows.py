@@ -16,44 +16,17 @@ from typing import Any, NamedTuple, cast, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.reductions import rows as _rows
-from jaxstrategy._src.sharded import lookup
+from jaxstrategy._src.sharded.lookup import known_numbers
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values.arrays import Function, Index, Value
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.changes import SCATTERS, changed
-
-
-def checked_ids(
-    ids: Value, rows: int, name: str, are_padded: bool = False
-) -> jax.Array:
-    """`ids` as an array of whole numbers."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(ids)):
-        return lookup.integers(ids)
-    with jax.ensure_compile_time_eval():  # in a trace, too
-        found = lookup.integers(ids)
-    known = known_numbers(found)
-    if known is not None and known.size:
-        is_wrong = (known >= rows) | ((known < 0) & (not are_padded))
-        if is_wrong.any():
-            raise IndexError(
-                f"Row {known[is_wrong][0]} of variable {name!r} was asked for, which "
-                f"has the rows [0, {rows}). No number counts from the end."
-            )
-    return found
-
-
-def known_numbers(array: jax.Array) -> np.ndarray | None:
-    """The numbers of `array` on the host, None if it is traced or elsewhere."""
-    if isinstance(array, Tracer) or not array.is_fully_addressable:
-        return None
-    return np.asarray(array)
 
 
 # The equations that stand for what a server does.

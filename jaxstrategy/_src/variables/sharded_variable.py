@@ -191,17 +191,7 @@ class ShardedVariable(VariableLike):
         return VariablePart(value, index, self._write)
 
     def rows_at(self, ids: jax.Array) -> jax.Array:
-        """The rows `[*ids.shape, *shape[1:]]` with these numbers, unchecked."""
         return _rows.looked_up(self._shards, ids)
-
-    def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
-        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
-
-        Raises:
-          IndexError: one is no row.
-          TypeError: they are no whole numbers.
-        """
-        return self.rows_at(_rows.checked_ids(indices, len(self), self._name))
 
     def gather_nd(self, indices: Value, name: str | None = None) -> jax.Array:
         """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.
@@ -288,7 +278,7 @@ class ShardedVariable(VariableLike):
                 f"Variable {self._name!r} has shape {shape} and was given rows of an "
                 f"array of shape {rows.dense_shape}."
             )
-        ids = _rows.checked_ids(rows.indices, shape[0], self._name)
+        ids = lookup.checked_ids(rows.indices, shape[0], self._name)
         values = kind._checked(rows.values, (len(ids), *shape[1:]), self.dtype)
         rows = kind.combined(at, IndexedSlices(values, ids))
         with access.one_at_a_time:
@@ -297,7 +287,7 @@ class ShardedVariable(VariableLike):
                 return self
             # Of known rows, shards without any are left out.
             ids, values = rows.indices, rows.values
-            known = None if at.in_step else _rows.known_numbers(ids)
+            known = None if at.in_step else lookup.known_numbers(ids)
             if known is None:
                 every = zip(self._shards, self._own(ids), strict=True)
                 pieces = [(shard, IndexedSlices(values, own)) for shard, own in every]
@@ -519,15 +509,15 @@ def embedding_lookup(
         )
     shape, has_groups = table.shape, combiner is not None
     name = getattr(table, "name", "params")
-    numbers = _rows.checked_ids(ids, shape[0], name, are_padded=has_groups)
+    numbers = lookup.checked_ids(ids, shape[0], name, are_padded=has_groups)
     each = lookup.check_combiner(combiner, numbers, weights)
     is_none = numbers < 0
     if each is not None and combiner != "sum":
         is_none |= each <= 0
     # Row 0 in the place of none: a server refuses what is no row.
     asked = jnp.where(is_none, 0, numbers) if has_groups else numbers
-    is_sharded = isinstance(table, ShardedVariable)
-    rows = table.rows_at(asked) if is_sharded else _rows.looked_up((table,), asked)
+    shards = table._shards if isinstance(table, ShardedVariable) else (table,)
+    rows = _rows.looked_up(shards, asked)
     rows = _shortened(rows, len(shape) - 1, max_norm)
     if combiner is None:
         return rows

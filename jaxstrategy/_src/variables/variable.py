@@ -40,7 +40,7 @@ from jaxstrategy._src.variables.changes import (
 from jaxstrategy._src.variables.kinds import Wanted, check_aggregation
 from jaxstrategy._src.variables.policy import ORDINARY, VariablePolicy
 from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of, server_kind_of
-from jaxstrategy._src.variables.rows import checked_ids, looked_up
+from jaxstrategy._src.variables.rows import looked_up
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice, VariableSharding
 
@@ -347,18 +347,10 @@ class Variable(VariableLike, Handle):
         except OverflowError:
             raise ValueError(f"The index {mesh.too_large(index)}") from None
 
-    def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
-        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
-
-        Raises:
-          IndexError: of one on a parameter server, an index is no row.
-          ValueError: an index is a number that no integer dtype of JAX holds.
-          TypeError: likewise, they are no whole numbers.
-        """
-        if not self._kind.has_remote_rows:
-            return super().sparse_read(indices)
-        ids = checked_ids(indices, self._shape[0], self._name)
-        return looked_up((self,), ids)
+    def rows_at(self, ids: jax.Array) -> jax.Array:
+        if self._kind.has_remote_rows:
+            return looked_up((self,), ids)
+        return self.value()[ids]
 
     def _remote_rows(self, numbers: np.ndarray) -> jax.Array:
         """Some rows of one that is on a server, outside of steps."""
