@@ -44,6 +44,7 @@ class Meeting:
 
 class Talk(Agreement):
     def __init__(self, meeting, index):
+        super().__init__("input")
         self._meeting, self._index, self._turn = meeting, index, 0
 
     def exchange(self, said):

@@ -108,7 +108,7 @@ class Steps(Iterator[HostBatch]):
         self.is_padded = remainder in ("pad", "drop_empty")
         self.are_own = all(each.are_own for each in passes)  # nobody else has arrays
         self._are_global = are_global
-        self._is_alone = type(agreement) is Agreement  # no other process reads
+        self._is_alone = agreement.topic is None  # no other process reads
         self._replicas = replicas
         self._is_one = replicas.total == 1  # it gets each batch as it is
         self._remainder = remainder

@@ -36,8 +36,9 @@ from jaxstrategy._src.text.shown import Shaped, and_more, array_type
 AS_LONG_AS_IT_TAKES = 1e6
 
 
+@final
 class Agreement:
-    """Agreement of all processes about one topic; this one is of a process alone.
+    """Agreement of all processes about one topic; by default of this process alone.
 
     All of them call `exchange` equally often. What follows from all answers alone is
     then the same in each process: that is what they agree on.
@@ -46,34 +47,12 @@ class Agreement:
       topic: its name, the same in all processes; None if there is but one process.
     """
 
-    topic: str | None = None
-
-    def exchange(
-        self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
-    ) -> list[Json]:
-        """Say something; get what all processes say, in the order of their ids.
-
-        The n-th call meets the n-th of each other process. Any thread may call it, for
-        one topic one at a time.
-        """
-        return [said]
-
-    def reading(self, what: str) -> AbstractContextManager[object]:
-        """A block in which this process reads `what`; the others may wait for it."""
-        return nullcontext()
-
-    def waiting(
-        self, what: str, busy: str | None = None
-    ) -> AbstractContextManager[object]:
-        """A block in which this process waits for `what` together with the others."""
-        return nullcontext()
-
-
-@final
-class ProcessAgreement(Agreement):
-    """Agreement of several processes."""
-
-    def __init__(self, store: Store, watch: Watchdog, topic: str) -> None:
+    def __init__(
+        self,
+        topic: str | None = None,
+        store: Store | None = None,
+        watch: Watchdog | None = None,
+    ) -> None:
         self.topic = topic
         self._store = store
         self._watch = watch
@@ -81,18 +60,22 @@ class ProcessAgreement(Agreement):
     def exchange(
         self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
     ) -> list[Json]:
-        """Gather over the store; the end of a process makes it an error."""
+        """Say something; get what all processes say, in the order of their ids.
+
+        The n-th call meets the n-th of each other process, whose end makes it an error.
+        Any thread may call it, for one topic one at a time.
+        """
+        if self._store is None:
+            return [said]
         return self._store.gather(str(self.topic), said, timeout_seconds)
 
     def reading(self, what: str) -> AbstractContextManager[object]:
-        """Noted for those that wait for it, here or elsewhere."""
-        return self._watch.reading(what)
+        """A block in which this process reads `what`; the others may wait for it."""
+        return nullcontext() if self._watch is None else self._watch.reading(what)
 
-    def waiting(
-        self, what: str, busy: str | None = None
-    ) -> AbstractContextManager[object]:
-        """Ended by the watchdog if it takes too long."""
-        return self._watch.waiting(what, busy)
+    def waiting(self, what: str) -> AbstractContextManager[object]:
+        """A block of waiting for `what` together; the watchdog ends it if it must."""
+        return nullcontext() if self._watch is None else self._watch.waiting(what)
 
 
 _HASHED_BYTES = 65536  # of an argument that comes from the host
@@ -240,7 +223,6 @@ class OperationAgreement:
     def __init__(self, store: Store, watch: Watchdog) -> None:
         self._store = store
         self._watch = watch
-        self._agreement = ProcessAgreement(store, watch, _TOPIC)
         self._on_refusal: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def on_refusal(self, callback: Callable[[], None]) -> None:
@@ -252,7 +234,8 @@ class OperationAgreement:
         self, operation: Operation, advice: str, said: Json = None
     ) -> list[Json]:
         """Compare an operation with those of the others; get what each says besides."""
-        replies = self._agreement.exchange([said, operation.told()])
+        told = [said, operation.told()]
+        replies = self._store.gather(_TOPIC, told, AS_LONG_AS_IT_TAKES)
         done = [Operation(*told) for _, told in replies]
         for index, other in enumerate(done):
             if text := other_programs(done[0], other, index):

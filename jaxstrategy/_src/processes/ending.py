@@ -16,7 +16,7 @@ import jax
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.processes import stragglers
 from jaxstrategy._src.processes.exit_codes import ExitCode
-from jaxstrategy._src.processes.store import Departure, SharedStore
+from jaxstrategy._src.processes.store import ProcessState, SharedStore
 from jaxstrategy._src.processes.watchdog import Watchdog, finish, speaking
 from jaxstrategy._src.text import user_code
 
@@ -64,7 +64,7 @@ class Ending:
         # A child is no process of the job: it must neither leave nor end it.
         self._store.close_in_forked_child()
 
-    def _departed(self, departure: Departure) -> None:
+    def _departed(self, departure: ProcessState) -> None:
         if departure.end == "left" or self.is_over:
             return  # a leaver is the watchdog's business, if anyone waits for it
         is_ours = departure.text.startswith(ClusterError.__name__)
@@ -72,7 +72,7 @@ class Ending:
             return
         self._follow(departure, _OWN_WORDS_SECONDS if departure.member.index else None)
 
-    def _follow(self, departure: Departure, pause_seconds: float | None) -> None:
+    def _follow(self, departure: ProcessState, pause_seconds: float | None) -> None:
         """End because another process did."""
         finish(
             ExitCode.PEER_DIED,

@@ -36,10 +36,9 @@ from jaxstrategy._src.processes import (
 from jaxstrategy._src.processes.agreement import (
     Agreement,
     OperationAgreement,
-    ProcessAgreement,
 )
 from jaxstrategy._src.processes.ending import Ending
-from jaxstrategy._src.processes.rendezvous import Host
+from jaxstrategy._src.processes.rendezvous import Group, Host
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.processes.store import ProcessState, SharedStore, Store
 from jaxstrategy._src.processes.watchdog import Watchdog
@@ -58,9 +57,7 @@ def _met(process: Process, timeout_seconds: float, start_seconds: float) -> Proc
     group = rendezvous.meet(
         process.index, process.count, process.coordinator, start_seconds
     )
-    store = SharedStore(group, timeout_seconds)
-    watchdog = Watchdog(store, timeout_seconds)
-    ending = Ending(store, watchdog)
+    processes, ending = _watched(group, timeout_seconds)
     # Before JAX starts: its notifier takes SIGTERM in `initialize` (0.10 and 0.12).
     _ending.keep_sigterm()
     try:
@@ -79,15 +76,21 @@ def _met(process: Process, timeout_seconds: float, start_seconds: float) -> Proc
         )
     # Any error counts: the others wait in JAX's start until the store tells them.
     except Exception as error:
-        store.fail(_ending.described(error))
+        processes.store.fail(_ending.described(error))
         ending.is_over = True
         raise ClusterError(
             f"Process {process.index} of {process.count} met the others, but JAX could "
             f"not start its distributed runtime: {error}"
         ) from error
     ending.install()
-    watchdog.start()
-    return Processes(store, watchdog)
+    processes.watchdog.start()
+    return processes
+
+
+def _watched(group: Group, timeout_seconds: float) -> tuple[Processes, Ending]:
+    store = SharedStore(group, timeout_seconds)
+    watchdog = Watchdog(store, timeout_seconds)
+    return Processes(store, watchdog), Ending(store, watchdog)
 
 
 def detection() -> str | None:
@@ -112,11 +115,10 @@ def _adopted(timeout_seconds: float, start_seconds: float) -> Processes:
         secret=secret,
         host=host,
     )
-    store = SharedStore(group, timeout_seconds)
-    watchdog = Watchdog(store, timeout_seconds)
-    Ending(store, watchdog).install()
-    watchdog.start()
-    return Processes(store, watchdog)
+    processes, ending = _watched(group, timeout_seconds)
+    ending.install()
+    processes.watchdog.start()
+    return processes
 
 
 def _agreed(index: int) -> tuple[str, Secret, Host | None]:
@@ -175,7 +177,7 @@ class Processes:
         """Agreement about a topic, which all processes must name alike."""
         if self.count == 1:
             return Agreement()
-        return ProcessAgreement(self.store, self.watchdog, topic)
+        return Agreement(topic, self.store, self.watchdog)
 
     @functools.cached_property
     def operations(self) -> OperationAgreement:

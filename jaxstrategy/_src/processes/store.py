@@ -63,51 +63,21 @@ LATE_SECONDS = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Departure:
-    """A process that takes part no more; prints as a clause about it.
-
-    Attributes:
-      end: `"left"` (its script has ended), `"failed"` (by an exception, told in
-        `text`), `"died"` (its connection broke) or `"silent"` (it stopped answering).
-      status: its watchdog's last word, None if it never said one.
-    """
-
-    member: Member
-    end: str
-    text: str = ""
-    status: Status | None = None
-
-    def __str__(self) -> str:
-        match self.end:
-            case "left":
-                return f"{self.member} has finished already"
-            case "failed":
-                return f"{self.member} failed: {self.text}"
-            case "silent":
-                return (
-                    f"{self.member} has not answered for {self.text} s: it is "
-                    "stopped, or its host is"
-                )
-        return (
-            f"{self.member} has died: killed, out of memory or crashed; its own output "
-            "may say more"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class ProcessState:
-    """The state of a process.
+    """The state of a process. Of one that has ended it prints as a clause about it.
 
     Attributes:
       status: what its watchdog last said, None if nothing.
-      end, text: None and empty while it runs, else as in `Departure`.
+      end: None while it runs; `"left"` (its script has ended), `"failed"` (by an
+        exception, told in `text`), `"died"` (its connection broke) or `"silent"` (it
+        stopped answering).
       silent_seconds: how long it has not answered; about 1 at most is usual.
     """
 
     member: Member
     status: Status | None
     end: str | None
-    silent_seconds: float
+    silent_seconds: float = 0.0
     text: str = ""
 
     @property
@@ -125,6 +95,22 @@ class ProcessState:
         """Its last status if it runs and answers, else None."""
         is_recent = self.end is None and self.silent_seconds < LATE_SECONDS
         return self.status if is_recent else None
+
+    def __str__(self) -> str:
+        match self.end:
+            case "left":
+                return f"{self.member} has finished already"
+            case "failed":
+                return f"{self.member} failed: {self.text}"
+            case "silent":
+                return (
+                    f"{self.member} has not answered for {self.text} s: it is "
+                    "stopped, or its host is"
+                )
+        return (
+            f"{self.member} has died: killed, out of memory or crashed; its own output "
+            "may say more"
+        )
 
 
 class Store:
@@ -146,7 +132,7 @@ class Store:
     def __init__(self) -> None:
         self.index = 0
         self.members = (Member(0, socket.gethostname(), os.getpid()),)
-        self.departures: dict[int, Departure] = {}
+        self.departures: dict[int, ProcessState] = {}
         self._values: dict[str, Json] = {}
         self._changed = threading.Condition(threading.RLock())
 
@@ -185,7 +171,7 @@ class Store:
         """The same without a message: in process 0 of several; else empty."""
         return []
 
-    def on_departure(self, callback: Callable[[Departure], None]) -> None:
+    def on_departure(self, callback: Callable[[ProcessState], None]) -> None:
         """Have a function called, on another thread, for each process that ends.
 
         Those that have ended already are told at once.
@@ -494,14 +480,14 @@ class SharedStore(Store):
         self.index = group.index
         self.members = group.members
         self.status: Callable[[], Status | None] = lambda: None
-        self.departures: dict[int, Departure] = {}
+        self.departures: dict[int, ProcessState] = {}
         self._group = group
         self._timeout_seconds = timeout_seconds
         # Later than any watchdog, whose report says more.
         self._silence_seconds = silence_seconds or timeout_seconds + 5
         self._requests = itertools.count()
         self._replies = time.monotonic()
-        self._callbacks: list[Callable[[Departure], None]] = []
+        self._callbacks: list[Callable[[ProcessState], None]] = []
         self._changed = threading.Condition(threading.RLock())
         self._all_left = threading.Event()
         self._is_closed = False
@@ -563,7 +549,7 @@ class SharedStore(Store):
             for member, row in zip(self.members, rows, strict=True)
         ]
 
-    def on_departure(self, callback: Callable[[Departure], None]) -> None:
+    def on_departure(self, callback: Callable[[ProcessState], None]) -> None:
         with self._changed:
             self._callbacks.append(callback)
             known = list(self.departures.values())
@@ -580,16 +566,17 @@ class SharedStore(Store):
 
     def look_at_process_0(self) -> None:
         if self.index and self.silent_seconds > self._silence_seconds:
-            silent = f"{self.silent_seconds:.0f}"
-            self._note(Departure(self.members[0], "silent", silent))
+            seconds = self.silent_seconds
+            zero = self.members[0]
+            self._note(ProcessState(zero, None, "silent", seconds, f"{seconds:.0f}"))
 
-    def wait_for_departure(self, timeout_seconds: float) -> Departure | None:
+    def wait_for_departure(self, timeout_seconds: float) -> ProcessState | None:
         """The first process that ended badly, None if none did within the time."""
         with self._changed:
             self._changed.wait_for(self._bad, timeout_seconds)
             return self._bad()
 
-    def _bad(self) -> Departure | None:
+    def _bad(self) -> ProcessState | None:
         ended = list(self.departures.values())
         return next((d for d in ended if d.end != "left"), None)
 
@@ -646,7 +633,7 @@ class SharedStore(Store):
     def _lost(self) -> str:
         if self._is_closed:
             return "this process has left the job"
-        gone = self.departures.get(0) or Departure(self.members[0], "died")
+        gone = self.departures.get(0) or ProcessState(self.members[0], None, "died")
         return f"{gone}. The job cannot go on"
 
     def _answer(
@@ -671,7 +658,10 @@ class SharedStore(Store):
         if "refused" in answer:
             raise ClusterError(f"{what!r} cannot be answered: {answer['refused']}")
         if "gone" in answer:
-            ended = [Departure(self.members[k], *end) for k, *end in answer["gone"]]
+            ended = [
+                ProcessState(self.members[k], None, end, text=text)
+                for k, end, text in answer["gone"]
+            ]
             told = "; ".join(map(str, ended)) or self._lost()
             raise ClusterError(f"Waited in {what!r}, but {told}.")
         return answer
@@ -705,9 +695,9 @@ class SharedStore(Store):
                 ValueError,
             ) as error:
                 told = f"its messages make no sense: {error}"
-                self._note(Departure(self.members[0], "failed", told))
+                self._note(ProcessState(self.members[0], None, "failed", text=told))
         if not self._is_closed and not self._all_left.is_set():
-            self._note(Departure(self.members[0], "died"))
+            self._note(ProcessState(self.members[0], None, "died"))
 
     def _take(self, message: Message) -> None:
         match message["op"]:
@@ -718,11 +708,11 @@ class SharedStore(Store):
             case "ended":
                 member = self.members[message["process"]]
                 end, text, status = (message[k] for k in ("end", "text", "status"))
-                self._note(Departure(member, end, text, status))
+                self._note(ProcessState(member, status, end, text=text))
             case "all left":
                 self._all_left.set()
 
-    def _note(self, departure: Departure) -> None:
+    def _note(self, departure: ProcessState) -> None:
         """Note that a process has ended, and say so."""
         index = departure.member.index
         with self._changed:

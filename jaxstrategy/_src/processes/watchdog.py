@@ -21,7 +21,6 @@ from jaxstrategy._src.processes import stragglers
 from jaxstrategy._src.processes.exit_codes import ExitCode
 from jaxstrategy._src.processes.store import (
     LATE_SECONDS,
-    Departure,
     ProcessState,
     Status,
     Store,
@@ -122,7 +121,7 @@ _READING_SECONDS = 1.0
 def described(state: ProcessState) -> str:
     """A process and what it does, as a line of the report."""
     if state.end is not None:
-        return str(Departure(state.member, state.end, state.text))
+        return str(state)
     if state.silent_seconds > LATE_SECONDS:
         return (
             f"{state.member} has not answered for {state.silent_seconds} s; before, it "
@@ -177,7 +176,7 @@ def suspicion(
     others = [state for state in states if state.member.index != index]
     for state in others:
         if state.end is not None:
-            return f"{Departure(state.member, state.end, state.text)}."
+            return f"{state}."
     silent = [s for s in others if s.silent_seconds > LATE_SECONDS]
     if silent:
         worst = max(silent, key=lambda state: state.silent_seconds)

@@ -23,11 +23,10 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.reductions import rows as _rows
 from jaxstrategy._src.sharded.lookup import known_numbers
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.arrays import Function, Index, Value
+from jaxstrategy._src.values.arrays import Function, Index
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.changes import SCATTERS, changed
-
 
 # The equations that stand for what a server does.
 
