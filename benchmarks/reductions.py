@@ -43,7 +43,6 @@ from jaxstrategy._src.reductions.cross_device_ops import (
 from jaxstrategy._src.reductions.packing import Packing
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.program import Program
-from jaxstrategy._src.tracing.stages.stages import stages_of
 from jaxstrategy._src.tracing.traced_step import ReplicaStep
 from jaxstrategy.experimental import CommunicationOptions
 
@@ -505,7 +504,7 @@ def compiled_step(strategy: js.Strategy, layers: int, width: int) -> str:
     leaves, signature = roles.flatten(gradient_step, (params, rows), {}, abstract=True)
     environment = strategy._executor._environment
     step = ReplicaStep(lambda: gradient_step, environment, signature, lambda: True)
-    lowered = Program(step, stages_of(step, RunOptions())).lower(leaves)
+    lowered = Program(step, RunOptions(), lambda traced: None).lower(leaves)
     text = lowered.compile().as_text()
     assert text is not None
     return text

@@ -471,7 +471,7 @@ class EagerSteps:
         value = results.value(key, block, arguments)
         copies.store(changes)
         if call.masks.is_active:  # warns if rows that only fill up the batch counted
-            call.masks.before(call.leaves)
+            call.masks.check(call.leaves)
         return value if call.objects is None else call.objects.finish(value)
 
     def _reduced(self, operands: Sequence[EagerArrays]) -> Sequence[object]:

@@ -261,7 +261,7 @@ def trace_function(
 
     environment = StepEnvironment(strategy._replicas, call, variables)
     step = ReplicaStep(lambda: fn, environment, signature, lambda: False)
-    trace = step.trace(leaves, (with_masks,))
+    trace = step.trace(leaves, with_masks)
     _check_variables(trace, set(pending), step.name, is_here=as_step is not None)
     if recorder.had_masks:
         stages.check_traced(recorder.masks, step.name)

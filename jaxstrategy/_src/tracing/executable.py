@@ -19,9 +19,8 @@ from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.saved_step import OutdatedCall, PreparedCall
 from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.placement import Placement
-from jaxstrategy._src.tracing.stages.stage import Stage, overridden
+from jaxstrategy._src.tracing.stages.stages import Stages, count_dispatch
 from jaxstrategy._src.tracing.stages.variables import VariableArguments, VariableBuffers
-from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -182,22 +181,23 @@ def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
 
 @final
 class Executable:
-    """A compiled step with what its stages do around each call; thread-safe."""
+    """A compiled step with what is done around each call; thread-safe."""
 
     __slots__ = (
         "compiled",
         "is_bare",
         "is_plain",
-        "_after",
-        "_before",
+        "is_outdated",
         "_buffers",
-        "_checks",
-        "_traces",
+        "_check_once",
+        "_finite",
         "_has_variables",
         "_in_references",
+        "_is_counted",
         "_layout",
-        "_outdated",
+        "_masks",
         "_shardings",
+        "_traces",
     )
 
     def __init__(
@@ -206,43 +206,46 @@ class Executable:
         layout: InputLayout,
         traces: TraceProvider,
         variables: VariableArguments,
-        stages: Sequence[Stage],
+        stages: Stages,
         placement: Placement,
     ) -> None:
         self._layout = layout
         self._traces = traces
-        active = [stage for stage in stages if stage.is_active]
         self.compiled = compiled
         self._buffers = variables.buffers
         self._has_variables = not self._buffers.is_empty
         self._in_references = variables.in_references
-        self._before = overridden(active, "before")
-        self._checks = _of_outputs(active, "check")
-        self._after = _of_outputs(active, "after")
-        self._outdated = overridden(active, "is_outdated")
-        self.is_plain = not (variables.are_used or self._outdated)
-        hooks = (self._before, self._checks, self._after, self._has_variables)
+        self._check_once = placement.check_once if placement.must_check_first else None
+        self._masks = stages.masks if stages.masks.is_active else None
+        self._finite = stages.finite
+        self._is_counted = stages.is_counted
+        # Whether the program must be compiled again.
+        self.is_outdated = stages.objects.is_outdated
+        self.is_plain = not (variables.are_used or stages.objects.are_used)
+        hooks = (self._check_once, self._masks, self._finite, self._is_counted)
         self._shardings = placement.last_shardings
         needs_leaves = placement.is_open or any(hooks) or layout.structure is None
-        self.is_bare = self.is_plain and not needs_leaves
+        self.is_bare = self.is_plain and not (needs_leaves or self._has_variables)
 
     def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
         """The step's results for leaves that are placed."""
-        for before in self._before:
-            before(leaves)
-        before_call = self._in_references() if self._checks else ()
+        if self._check_once is not None:
+            self._check_once(leaves)
+        if self._masks is not None:
+            self._masks.check(leaves)
+        before_call = self._in_references() if self._finite is not None else ()
         values = self._buffers.values() if self._has_variables else ()
         self._traces.inputs = inputs
         try:
             results, outputs, new_values = self.compiled(*inputs, *values)
         finally:
             self._traces.inputs = ()
-        if self._checks:
-            self._check(outputs, before_call)
+        if self._finite is not None:
+            self._check_finite(self._finite, outputs[-1], before_call)
         if new_values:
             self._buffers.store(new_values)
-        for index, after in self._after:
-            after(outputs[index])
+        if self._is_counted:
+            count_dispatch(outputs[0])
         has_non_arrays = self._traces.has_non_arrays
         return _results.unwrap_non_arrays(results) if has_non_arrays else results
 
@@ -267,22 +270,19 @@ class Executable:
             traces.inputs = ()
         return _results.unwrap_non_arrays(results) if traces.has_non_arrays else results
 
-    def _check(
-        self, outputs: Sequence[jax.Array], before: Sequence[tuple[jax.Ref, jax.Array]]
+    def _check_finite(
+        self,
+        finite: Finite,
+        output: jax.Array,
+        before: Sequence[tuple[jax.Ref, jax.Array]],
     ) -> None:
         try:
-            for index, check in self._checks:
-                check(outputs[index])
+            finite.check(output)
         except Exception:
             # The call has changed references in place; other variables are unchanged.
             for reference, value in before:
                 reference[...] = value
             raise
-
-    def is_outdated(self) -> bool:
-        """Whether a stage requires another compilation."""
-        # All are called: each remembers what has changed.
-        return any([is_outdated() for is_outdated in self._outdated])
 
     def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
         """The jitted function, lowered for arguments of these types."""
@@ -291,26 +291,12 @@ class Executable:
         return self.compiled.lower(*inputs, *self._buffers.values())
 
 
-def _of_outputs(
-    active: Sequence[Stage], method: str
-) -> list[tuple[int, Callable[[jax.Array], None]]]:
-    """The method of each stage that overrides it, with the index of its output."""
-    with_output = [
-        stage for stage in active if type(stage).instrument is not Stage.instrument
-    ]
-    return [
-        (index, bound)
-        for index, stage in enumerate(with_output)
-        for bound in overridden([stage], method)
-    ]
-
-
 def jitted(
     name: str,
     layout: InputLayout,
     traces: TraceProvider,
     buffers: VariableBuffers,
-    stages: Sequence[Stage],
+    stages: Stages,
     **options: Any,
 ) -> Wrapped:
     """The jitted function that an `Executable` calls."""
@@ -324,7 +310,7 @@ def jitted(
         has_nan_checks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
         if has_nan_checks and not access.is_traced():
             return _checked_for_nans(step, inputs, buffers, stages)
-        return _evaluated(step, inputs, buffers, stages)
+        return _evaluated(step, inputs, buffers, stages, stages.finite)
 
     program.__name__ = program.__qualname__ = name
     return jax.jit(program, **options)
@@ -334,22 +320,19 @@ def _evaluated(
     step: TracedStep,
     inputs: Sequence[Tracer],
     buffers: VariableBuffers,
-    stages: Sequence[Stage],
+    stages: Stages,
+    finite: Finite | None,
 ) -> _Returned:
     """The results of a step, the outputs of stages, and the variables' new values."""
     count = len(step.signature.dynamic)
     leaves, values = inputs[:count], inputs[count:]
     references = buffers.references(values)
-    active = [stage for stage in stages if stage.is_active]
-
-    def instrument(evaluate: Evaluate) -> Evaluate:
-        # The last stage innermost, so that outputs are in the order of stages.
-        for add in reversed(overridden(active, "instrument")):
-            evaluate = add(step, evaluate)
-        return evaluate
-
-    is_whole = any(stage.needs_whole_jaxpr for stage in active)
-    arrays, outputs = step.evaluate(leaves, references, instrument, is_whole)
+    arrays, outputs = step.evaluate(
+        leaves,
+        references,
+        lambda evaluate: stages.instrument(step, evaluate, finite),
+        is_whole=finite is not None,
+    )
     return step.results.rebuild(arrays), outputs, buffers.frozen(references)
 
 
@@ -357,14 +340,13 @@ def _checked_for_nans(
     step: TracedStep,
     inputs: Sequence[Tracer],
     buffers: VariableBuffers,
-    stages: Sequence[Stage],
+    stages: Stages,
 ) -> _Returned:
     """`_evaluated` where `jax_debug_nans` calls it again after it found a NaN."""
     finite = Finite(step.replica_step, bool(jax.config.jax_debug_infs))
-    others = [stage for stage in stages if not isinstance(stage, Finite)]
     with jax.debug_nans(False), jax.debug_infs(False):
         compiled: Function = jax.jit(
-            lambda *inputs: _evaluated(step, inputs, buffers, [*others, finite])
+            lambda *inputs: _evaluated(step, inputs, buffers, stages, finite)
         )
         returned = compiled(*inputs)
         finite.check(returned[1][-1])

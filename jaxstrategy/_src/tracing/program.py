@@ -6,13 +6,14 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
 from jax.stages import Lowered, Wrapped
 
 from jaxstrategy._src.errors import CompiledStepError
+from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing.executable import (
     Executable,
@@ -35,7 +36,7 @@ from jaxstrategy._src.tracing.saved_step import (
     traced_caller,
 )
 from jaxstrategy._src.tracing.stages.placement import Placement
-from jaxstrategy._src.tracing.stages.stage import Stage, overridden
+from jaxstrategy._src.tracing.stages.stages import Stages
 from jaxstrategy._src.tracing.stages.variables import VariableArguments
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Leaf, PyTree
@@ -73,10 +74,16 @@ def _announce_slow_compilation(name: str, jaxpr: Jaxpr) -> None:
 class Program:
     """A step for one structure of arguments; shapes and dtypes are open."""
 
-    def __init__(self, step: ReplicaStep, stages: Sequence[Stage]) -> None:
+    def __init__(
+        self,
+        step: ReplicaStep,
+        options: RunOptions,
+        on_trace: Callable[[TracedStep], object],
+    ) -> None:
         self._step = step
-        self._stages = stages
-        self._donated = frozenset[int]().union(*(stage.donated for stage in stages))
+        self._on_trace = on_trace
+        self._stages = Stages(step, options)
+        self._donated = self._stages.donated
         self.placement = Placement(step, self._donated)
         self._variables = VariableArguments(step, weak_method(self, Program._compile))
         # Held while tracing: a trace decides which variables are arguments.
@@ -147,8 +154,8 @@ class Program:
                 step,
                 inputs=[*placed, *buffers.values()],
                 variables=[names[cell] for cell in buffers.cells],
-                stages=[stage.kind for stage in self._active],
-                must_be_lowered=any(stage.needs_lowering for stage in self._active),
+                stages=self._stages.description,
+                must_be_lowered=self._stages.finite is not None,
                 compiler_options=self._compiler_options,
                 lower=functools.partial(executable.lower, placed),
             )
@@ -197,9 +204,8 @@ class Program:
         self, step: TracedStep, is_traced: bool, leaves: Sequence[Leaf]
     ) -> TracedStep:
         """`step` for the call in progress; raises if `jax.jit` must be called again."""
-        # After a trace stages may find something else about the same call.
-        for before in overridden(self._active, "before"):
-            before(leaves)
+        # After a trace something else may be found about the same call.
+        self._stages.masks.check(leaves)
         if self._adapt(step, is_traced, leaves):
             raise Retraced(step)
         return step
@@ -242,13 +248,13 @@ class Program:
         return self.executable
 
     def _trace(self, leaves: Sequence[Leaf]) -> TracedStep:
-        """Traces the step for arguments of these types, and notifies all stages."""
-        trace = self._step.trace(leaves, overridden(self._stages, "tracing"))
+        """Traces the step for arguments of these types, and checks the trace."""
+        trace = self._step.trace(leaves, self._stages.masks.tracing)
         step = TracedStep(self._step, trace, self._donated)
         _announce_slow_compilation(step.name, step.jaxpr)
         self.placement.check_captured(step)
-        for stage in self._stages:
-            stage.traced(step)
+        self._on_trace(step)
+        self._stages.objects.traced(step)
         if trace.is_partitioned:
             step.partitioned = PartitionedStep(step, leaves)
         elif trace.replicas.inner_axes:
@@ -276,10 +282,6 @@ class Program:
         has_options = bool(self._compiler_options) and not self._is_prepared
         return has_options and access.is_traced()
 
-    @property
-    def _active(self) -> list[Stage]:
-        return [stage for stage in self._stages if stage.is_active]
-
     def _compile(self) -> None:
         """Replaces the jitted function, which compiles at its next call."""
         if self._is_prepared:
@@ -290,7 +292,7 @@ class Program:
         donated = [*layout.donated]
         donated += range(layout.count, layout.count + len(buffers.local_cells))
         # A call that raises after it ran leaves arguments and variables unchanged.
-        if overridden(self._stages, "check"):
+        if self._stages.finite is not None:
             donated = []
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments; so
@@ -313,7 +315,7 @@ class Program:
         self._use(compiled)
 
     def _use(self, compiled: Wrapped | PreparedCall | OutdatedCall) -> None:
-        """Lets later calls use this, with the stages that are active now."""
+        """Lets later calls use this."""
         self.executable = Executable(
             compiled,
             self.layout,

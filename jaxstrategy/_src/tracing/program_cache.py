@@ -13,7 +13,9 @@ from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing import recompilation, roles as _roles
-from jaxstrategy._src.tracing.checks.varying_results import Returned
+from jaxstrategy._src.tracing.checks import varying_results
+from jaxstrategy._src.tracing.checks.step_checks import check
+from jaxstrategy._src.tracing.checks.varying_results import Returned, Unstated
 from jaxstrategy._src.tracing.executable import InputLayout, NotTraced, Retraced
 from jaxstrategy._src.tracing.functions import code
 from jaxstrategy._src.tracing.functions.weak_references import (
@@ -31,8 +33,6 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.roles import Role, Signature, are_live_arrays
 from jaxstrategy._src.tracing.saved_step import Obtain
-from jaxstrategy._src.tracing.stages.stage import Checked, Counted, Stage
-from jaxstrategy._src.tracing.stages.stages import stages_of
 from jaxstrategy._src.tracing.step_agreement import AgreedPreparation, StepAgreement
 from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
@@ -47,18 +47,18 @@ from jaxstrategy._src.variables import access
 
 
 @final
-class AgreedProgram(Stage):
+class AgreedProgram:
     """A program that several processes agree on before they trace or run it."""
 
     def __init__(
         self,
         step: ReplicaStep,
-        checked: Stage,
-        stages: Sequence[Stage],
+        options: RunOptions,
+        on_trace: Callable[[TracedStep], object],
         agreement: StepAgreement,
     ) -> None:
         self._step = step
-        self._program = Program(step, [checked, self, *stages])
+        self._program = Program(step, options, on_trace)
         self._agreement = agreement
         self._name = getattr(step.fn, "__qualname__", type(step.fn).__name__)
         location = code.source_location(step.fn)
@@ -410,13 +410,13 @@ class ProgramCache:
         if self._frozen is not None:
             self._frozen.check_arguments(fn, signature)
         self._returned.check(signature, leaves, fn)
-        made, checked = self._new_program(signature)
+        made, unstated = self._new_program(signature)
         program = self._programs.setdefault(signature, made)  # or another thread's
         drop = weak_method(self, ProgramCache._drop, signature)
         self._watched_handles += (weakref.ref(v, drop) for v in signature.handles)
         self._remember(program, signature, structure)
         results = program.place_and_call(leaves)
-        self._returned.add(signature, results, checked.unstated)
+        self._returned.add(signature, results, unstated)
         return results
 
     def _remember(
@@ -426,16 +426,28 @@ class ProgramCache:
             self._programs[structure] = program
             self._last = (structure, program)
 
-    def _new_program(self, signature: Signature) -> tuple[_Program, Checked]:
+    def _new_program(
+        self, signature: Signature
+    ) -> tuple[_Program, dict[int, Unstated]]:
+        """A program, and after its first trace the results that may vary unstated."""
         step = ReplicaStep(
             self._get_fn, self._environment, signature, lambda: not self.traces
         )
-        checked = Checked(self._options.expect_mirrored, self._history.warned)
-        counted = Counted(functools.partial(self._count_trace, signature))
-        stages = [*stages_of(step, self._options), counted]
+        expected, unstated = self._options.expect_mirrored, dict[int, Unstated]()
+
+        def on_trace(traced: TracedStep) -> None:
+            check(traced, expected, self._history.warned)
+            unstated.clear()
+            unstated.update(varying_results.unstated(traced, expected))
+            if isinstance(program, AgreedProgram):
+                program.traced(traced)
+            self._count_trace(signature, step.fn, traced.trace.argument_types)
+
         if self._agreement is None:
-            return Program(step, [checked, *stages]), checked
-        return AgreedProgram(step, checked, stages, self._agreement), checked
+            program = Program(step, self._options, on_trace)
+        else:
+            program = AgreedProgram(step, self._options, on_trace, self._agreement)
+        return program, unstated
 
     def _drop(
         self, signature: Signature, dead: weakref.ref[per_replica.Handle]

@@ -39,7 +39,7 @@ class Preparation:
     step: TracedStep
     inputs: Sequence[Leaf]
     variables: Sequence[str]
-    stages: Sequence[str]
+    stages: str
     must_be_lowered: bool
     compiler_options: Mapping[str, str]
     lower: Callable[[], Lowered]
@@ -236,7 +236,7 @@ def facts_of(preparation: Preparation) -> Facts:
             + (", donated" if index in step.donated else "")
             + f", {getattr(leaf.sharding, 'spec', leaf.sharding)}"
         )
-    facts["what is done for the step besides"] = ", ".join(preparation.stages)
+    facts["what is done for the step besides"] = preparation.stages
     facts["what the step computes"] = _hash_of(step)
     return facts
 

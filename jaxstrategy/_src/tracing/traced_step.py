@@ -119,7 +119,7 @@ class ReplicaStep:
             if role is Role.SAME
         }
 
-    def trace(self, leaves: Sequence[Leaf], tracing: Sequence[Tracing]) -> Trace:
+    def trace(self, leaves: Sequence[Leaf], tracing: Tracing) -> Trace:
         """Traces the function for arguments of these types."""
         check_not_in_shard_map(self.name)
         try:
@@ -137,7 +137,7 @@ class ReplicaStep:
             raise leak.as_error() from None
 
     def _run(
-        self, tracing: Sequence[Tracing], locals_: Sequence[Leaf]
+        self, tracing: Tracing, locals_: Sequence[Leaf]
     ) -> tuple[list[jax.Array], Results]:
         leaves = [
             jax.lax.squeeze(leaf, (0,)) if role is Role.PER_REPLICA else leaf
@@ -146,10 +146,7 @@ class ReplicaStep:
         fn = self.fn
         args, kwargs = self.signature.rebuild(leaves)
         try:
-            with contextlib.ExitStack() as blocks:
-                for block in tracing:
-                    blocks.enter_context(block(leaves))
-                blocks.enter_context(self._checking_leaks())
+            with tracing(leaves), self._checking_leaks():
                 returned = self._environment.call(fn, args, kwargs)
         except rebinding.Leak:
             raise

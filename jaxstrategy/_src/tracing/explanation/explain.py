@@ -61,8 +61,6 @@ from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Collective, Site
 from jaxstrategy._src.tracing.roles import Role
-from jaxstrategy._src.tracing.stages.stage import Stage
-from jaxstrategy._src.tracing.stages.stages import stages_of
 from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
     StepEnvironment,
@@ -85,11 +83,10 @@ def explain(
     fn, args, kwargs, options = object_calls.as_arrays(fn, args, kwargs, options)
     leaves, signature = _roles.flatten(fn, args, kwargs, abstract=True)
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
-    collected = _Collected()
+    steps: list[TracedStep] = []
     unchecked = dataclasses.replace(options, check_finite=False)
-    program = Program(replica_step, [collected, *stages_of(replica_step, unchecked)])
-    lowered = program.lower(leaves)
-    (step,) = collected.steps
+    lowered = Program(replica_step, unchecked, steps.append).lower(leaves)
+    (step,) = steps
     replicas = environment.replicas
     xla_figures, between_devices = Figures(), None
     if compiled:
@@ -135,16 +132,6 @@ def explain(
         has_loops=xla_figures.has_loops,
         uncounted_calls=xla_figures.uncounted_calls,
     )
-
-
-class _Collected(Stage):
-    """Collects traces."""
-
-    def __init__(self) -> None:
-        self.steps: list[TracedStep] = []
-
-    def traced(self, step: TracedStep) -> None:
-        self.steps.append(step)
 
 
 # Arguments and results.

@@ -32,7 +32,6 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Site
-from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Value
@@ -61,11 +60,8 @@ class _Origin:
 
 
 @final
-class Finite(Stage):
+class Finite:
     """Checks all values of a program for NaN, and perhaps Inf."""
-
-    needs_whole_jaxpr = True
-    needs_lowering = True
 
     def __init__(self, step: ReplicaStep, with_infinities: bool) -> None:
         self._name = step.name

@@ -62,6 +62,8 @@ class Placement:
         }
         # With an old jaxlib, all shardings of the last call.
         is_old = must_check_first(len(self._replicas.all_devices))
+        # Whether donated arrays are looked at before each call.
+        self.must_check_first = bool(donated) and is_old
         self._all_last_shardings: tuple[Sharding, ...] | None = () if is_old else None
         # The dimension along which state is sharded, by argument and shape.
         self._dimensions: dict[tuple[int, tuple[int, ...]], int | None] = {}

@@ -1,4 +1,4 @@
-"""The stages of a program, in the order of `stages_of`."""
+"""What a program does for a step besides computing it: `Stages`."""
 
 from __future__ import annotations
 
@@ -24,31 +24,13 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.constants import constants
 from jaxstrategy._src.tracing.nnx.objects import structure_of, variables_with
-from jaxstrategy._src.tracing.roles import Role, is_before_jaxlib_012, must_check_first
+from jaxstrategy._src.tracing.roles import Role, is_before_jaxlib_012
 from jaxstrategy._src.tracing.stages.finite import Finite
-from jaxstrategy._src.tracing.stages.stage import Stage
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values import arrays as _arrays
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.trees import is_object
-
-
-@final
-class Donation(Stage):
-    """Donates arguments; raises if one of them is passed twice."""
-
-    def __init__(self, step: ReplicaStep, donated: frozenset[int]) -> None:
-        self.donated = donated
-        self._step = step
-        self._must_check_first = must_check_first(len(step.replicas.all_devices))
-
-    @property
-    def is_active(self) -> bool:
-        return self._must_check_first
-
-    def before(self, leaves: Sequence[Leaf]) -> None:
-        check_once(self._step, leaves, self.donated)
 
 
 def check_once(
@@ -70,7 +52,7 @@ def check_once(
 
 
 @final
-class MaskArguments(Stage):
+class MaskArguments:
     """Lets a step use the masks of batches; warns if it ignores padded rows."""
 
     def __init__(self, step: ReplicaStep) -> None:
@@ -88,11 +70,13 @@ class MaskArguments(Stage):
 
     @property
     def is_active(self) -> bool:
+        """Whether calls need `check`, after the traces so far."""
         is_fine = self._is_traced and self._uses_masks and not self._gathers_rows
         return bool(self._indices) and (bool(self._ambiguous) or not is_fine)
 
     @contextlib.contextmanager
     def tracing(self, leaves: Sequence[Leaf]) -> Iterator[None]:
+        """A `with` block for the user's code; `leaves` are one replica's arguments."""
         arrays = [BatchArray(leaves[i - 1], leaves[i], i) for i in self._indices]
         batches = StepMasks(arrays)
         with masks.tracing_with(batches):
@@ -102,7 +86,8 @@ class MaskArguments(Stage):
         self._gathers_rows |= batches.gathered
         self._ambiguous |= batches.ambiguous
 
-    def before(self, leaves: Sequence[Leaf]) -> None:
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Before a call; may raise."""
         for indices in self._ambiguous:
             self._check_same(indices, [leaves[i] for i in indices])
         if self._is_traced and (self._gathers_rows or not self._uses_masks):
@@ -186,25 +171,6 @@ DEPTH = 8
 _running: collections.deque[jax.Array] = collections.deque()
 
 
-@final
-class InFlight(Stage):
-    """Limits how many calls run at once."""
-
-    def instrument(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
-        """Adds an output that is ready when the step is done."""
-
-        def with_token(
-            inputs: Sequence[Leaf],
-        ) -> tuple[list[jax.Array], list[jax.Array]]:
-            arrays, outputs = evaluate(inputs)
-            return arrays, [jnp.zeros((), jnp.int8), *outputs]
-
-        return with_token
-
-    def after(self, output: jax.Array) -> None:
-        count_dispatch(output)
-
-
 def must_count(devices: Iterable[Device]) -> bool:
     """Whether steps on these devices must be limited, or reported to observers."""
     devices = list(devices)
@@ -241,7 +207,7 @@ def count_dispatch(token: jax.Array) -> None:
 
 
 @final
-class ConstantObjects(Stage):
+class ConstantObjects:
     """Compiles again when Flax NNX objects change whose arrays are constants."""
 
     def __init__(self, step: ReplicaStep) -> None:
@@ -251,7 +217,7 @@ class ConstantObjects(Stage):
         self._num_changes = 0
 
     @property
-    def is_active(self) -> bool:
+    def are_used(self) -> bool:
         return bool(self._variables)
 
     def traced(self, step: TracedStep) -> None:
@@ -267,6 +233,7 @@ class ConstantObjects(Stage):
         )
 
     def is_outdated(self) -> bool:
+        """Before a call: whether the program must be compiled again."""
         is_same = all(v.get_raw_value() is array for v, array in self._variables)
         for ref, structure in self._owners:
             owner = ref()
@@ -287,14 +254,40 @@ class ConstantObjects(Stage):
         return True
 
 
-def stages_of(step: ReplicaStep, options: RunOptions) -> list[Stage]:
-    """The stages of a program with these options, in the order of their hooks."""
-    stages: list[Stage] = []
-    if donated := frozenset(step.signature.donated(options.donated)):
-        stages.append(Donation(step, donated))
-    stages += (MaskArguments(step), ConstantObjects(step))
-    if must_count(step.replicas.all_devices):
-        stages.append(InFlight())
-    if options.check_finite:
-        stages.append(Finite(step, with_infinities=options.check_finite != "nan"))
-    return stages
+@final
+class Stages:
+    """What a program does for a step besides computing it."""
+
+    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
+        self.donated = frozenset(step.signature.donated(options.donated))
+        self.masks = MaskArguments(step)
+        self.objects = ConstantObjects(step)
+        self.is_counted = must_count(step.replicas.all_devices)
+        self.finite: Finite | None = None
+        if options.check_finite:
+            self.finite = Finite(step, with_infinities=options.check_finite != "nan")
+
+    @property
+    def description(self) -> str:
+        """Equal if the same is added to a program."""
+        kinds = ["Counted"] * self.is_counted
+        return ", ".join([*kinds, *([self.finite.kind] if self.finite else [])])
+
+    def instrument(
+        self, step: TracedStep, evaluate: Evaluate, finite: Finite | None
+    ) -> Evaluate:
+        """In the compiled function: adds the outputs that are looked at after a call.
+
+        If calls are counted, the first one is ready when the step is done.
+        """
+        inner = evaluate if finite is None else finite.instrument(step, evaluate)
+        if not self.is_counted:
+            return inner
+
+        def with_token(
+            inputs: Sequence[Leaf],
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            arrays, outputs = inner(inputs)
+            return arrays, [jnp.zeros((), jnp.int8), *outputs]
+
+        return with_token
