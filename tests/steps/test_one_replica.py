@@ -1,6 +1,7 @@
 """With one replica nothing is wrapped, and programs go from one to several and back."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -172,3 +173,41 @@ def test_the_same_program_runs_on_one_replica_and_on_several():
         np.testing.assert_allclose(one, several, rtol=1e-5, atol=1e-5)
         if program in WANTED:
             np.testing.assert_allclose(one, WANTED[program], rtol=1e-6)
+
+
+@each_of("num_replicas", (1, 3))
+def test_one_device_communicates_with_nobody(num_replicas):
+    # XLA keeps collectives of one device, which cost a third of a small step.
+    strategy = js.MirroredStrategy(jax.devices()[2:3], num_replicas=num_replicas)
+
+    def step(x):
+        context = replica()
+        axis = "replica"
+        shifts = [(i, (i + 1) % num_replicas) for i in range(num_replicas)]
+        return {
+            "sum": context.all_reduce("sum", {"x": x, "y": x.astype("int32")}),
+            "largest": jax.lax.pmax(x, axis),
+            "all": jax.lax.all_gather(x, axis),
+            "shifted": jax.lax.ppermute(x, axis, shifts),
+            "swapped": jax.lax.all_to_all(
+                jax.numpy.tile(x, 3)[:num_replicas], axis, 0, 0
+            ),
+            "id": jax.lax.axis_index(axis),
+        }
+
+    rows = np.arange(2.0 * num_replicas, dtype=np.float32).reshape(num_replicas, 2)
+    x = strategy.per_replica(rows)
+    text = strategy.compile(step, (x,)).compiled.as_text()
+    found = re.findall(r"all-\w+\(|collective-\w+\(|reduce-scatter\(", text)
+    assert not found
+    out = strategy.run(step, (x,))
+    locals_ = strategy.experimental_local_results(out)
+    for i, each in enumerate(locals_):
+        np.testing.assert_array_equal(each["sum"]["x"], rows.sum(0))
+        np.testing.assert_array_equal(each["sum"]["y"], rows.sum(0))
+        np.testing.assert_array_equal(each["largest"], rows.max(0))
+        np.testing.assert_array_equal(each["all"], rows)
+        np.testing.assert_array_equal(each["shifted"], rows[i - 1])
+        swapped = np.stack([np.tile(row, 3)[i] for row in rows])
+        np.testing.assert_array_equal(each["swapped"], swapped)
+        assert each["id"] == i

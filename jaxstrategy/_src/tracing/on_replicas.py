@@ -12,51 +12,14 @@ from jax.typing import DTypeLike
 
 from jaxstrategy._src.reductions.operations import unfolded
 from jaxstrategy._src.replicas.replicas import REPLICATED, LayoutOrDimension, Replicas
-from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten_function
-from jaxstrategy._src.tracing.jaxprs.visit import (
-    Atom,
-    Effect,
-    Equation,
-    axis_names,
-    effect_of,
+from jaxstrategy._src.tracing.jaxprs.rewrite import (
+    rewritten_function,
+    without_collectives,
 )
+from jaxstrategy._src.tracing.jaxprs.visit import Atom, Effect, Equation, effect_of
 from jaxstrategy._src.tracing.numbered_prints import on_own_devices
 from jaxstrategy._src.tracing.vmapped.replicas import on_shared_devices
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
-
-_TRIVIAL_ALONE = (
-    Effect.SUM,
-    Effect.EXTREME,
-    Effect.GATHER,
-    Effect.BROADCAST,
-    Effect.PERMUTE,
-    Effect.SUM_SCATTER,
-)
-
-
-def _alone(eqn: Equation, axes: set[str]) -> Function | None:
-    """A rule that replaces collectives of a single replica."""
-    if not axis_names(eqn) or not axes.issuperset(axis_names(eqn)):
-        return None
-    if eqn.primitive.name == "axis_index":
-        return lambda: [jnp.copy(jnp.zeros((), eqn.outvars[0].aval.dtype))]
-    is_exchange = eqn.primitive.name == "all_to_all"
-    if effect_of(eqn) not in _TRIVIAL_ALONE and not is_exchange:
-        return None
-    is_sent = eqn.params.get("perm") != ()
-
-    def own(*arrays: jax.Array) -> list[jax.Array]:
-        types = [var.aval for var in eqn.outvars]
-        if not is_sent:
-            return [jnp.copy(jnp.zeros(each.shape, each.dtype)) for each in types]
-        # At most a dimension of size 1 comes, goes or moves.
-        return [
-            jnp.copy(lax.convert_element_type(array, each.dtype).reshape(each.shape))
-            for array, each in zip(arrays, types, strict=True)
-        ]
-
-    return own
-
 
 _EFFECTS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER, Effect.GATHER)
 
@@ -142,9 +105,8 @@ def on_replicas(
     """
     if replicas.per_device > 1:
         return on_shared_devices(fn, replicas, taken, returned)
-    if replicas.inner_axes and replicas.count == 1:
-        axes = set(replicas.axes)
-        fn = rewritten_function(fn, lambda eqn: _alone(eqn, axes))
+    if replicas.count == 1:
+        fn = without_collectives(fn, replicas.axes)
     if replicas.inner_axes and replicas.devices[0].platform == "cpu":
         return on_cpu_devices(fn, replicas, taken, returned)
     return on_own_devices(fn, replicas, taken, returned)

@@ -24,7 +24,12 @@ from jaxstrategy._src.replicas.replicas import (
     LayoutOrDimension,
     Replicas,
 )
-from jaxstrategy._src.tracing.jaxprs.rewrite import function_of, references, rewritten
+from jaxstrategy._src.tracing.jaxprs.rewrite import (
+    function_of,
+    references,
+    rewritten,
+    without_collectives,
+)
 from jaxstrategy._src.tracing.jaxprs.visit import (
     Equation,
     Jaxpr,
@@ -415,6 +420,8 @@ def _on_device(
         axis_name=axes.vmapped,
         axis_size=axes.per_device,
     )
+    if axes.num_devices == 1:
+        vmapped = without_collectives(vmapped, [axes.devices])
 
     def by_replica(
         array: jax.Array, layout: LayoutOrDimension, batched: bool
