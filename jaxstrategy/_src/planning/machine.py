@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import jax
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.text.shown import positive, shown, whole, with_bytes
+from jaxstrategy._src.text.shown import bytes_of, positive, shown, with_bytes
 
 _NUMBERS = ("memory", "flops", "memory_bandwidth", "bandwidth", "call_seconds")
 # Of data sheets, by a part of `device_kind`: bytes; operations a second in products of
@@ -33,7 +32,7 @@ _PUBLISHED = {
     "TPU v6 lite": (32 * 2**30, 918e12, 1.64e12, 224e9),
 }
 # Of simulated devices, which share the cores: about what each core does, and all.
-_CORE_FLOPS, _CORES_BANDWIDTH = 1e11, 4e10
+_CORE_FLOPS, _CORES_BANDWIDTH, _LINKS_BANDWIDTH = 1e11, 4e10, 1e10
 
 
 @final
@@ -135,15 +134,16 @@ def describe(
         if not number > 0:
             raise ValueError(f"`{name}` was {number}; a positive number was wanted.")
     numbers: dict[str, Any] = {"call_seconds": 5e-5}
-    kind, devices = str(what or "devices"), []
+    kind = name = str(what or "devices")
     if is_here := count is None and not re.match(r"v\d", kind):
         devices = _devices.default_devices() if what is None else _devices.choose(what)
-        kind = devices[0].device_kind
-        share = _CORES_BANDWIDTH / len(devices)
-        guess = None, (os.cpu_count() or 1) * _CORE_FLOPS / len(devices), share
-        numbers = dict(zip(_NUMBERS, (*guess, share / 4, 3e-4), strict=True))
+        kind = name = devices[0].device_kind
+        each = (os.cpu_count() or 1) * _CORE_FLOPS, _CORES_BANDWIDTH, _LINKS_BANDWIDTH
+        guess = (None, *(total / len(devices) for total in each), 3e-4)
+        numbers = dict(zip(_NUMBERS, guess, strict=True))
     elif count is None:
-        devices = _tpus(kind)
+        devices = _devices.tpu_slice(kind)
+        name = devices[0].device_kind
     elif len(devices := jax.local_devices(backend="cpu")) < positive("count", count):
         raise ValueError(
             f"Programs for {count} GPUs that are not here are compiled for as many "
@@ -151,7 +151,6 @@ def describe(
             f"`js.simulate({count})` before anything uses JAX's devices."
         )
     devices = tuple(devices[:count])
-    name = kind if count is not None else devices[0].device_kind
     known = (each for part, each in _PUBLISHED.items() if part in name)
     numbers |= zip(_NUMBERS, next(known, ()), strict=False)
     if is_here and (stats := devices[0].memory_stats()):
@@ -166,50 +165,3 @@ def describe(
     links = Topology(numbers.pop("bandwidth"), 1e-5, len(devices))
     links = links if topology is None else topology
     return Machine(kind, devices, topology=links, is_here=is_here, **numbers)
-
-
-def bytes_of(size: object) -> int:
-    """A size such as `"16GiB"`, in bytes."""
-    if (number := whole(size)) is not None and number > 0:
-        return number
-    text = size.strip() if isinstance(size, str) else ""
-    pattern = r"(\d{0,15}\.?\d{1,15}) *([KMGT]?)(i?)B?"
-    match, found = re.fullmatch(pattern, text, re.IGNORECASE), 0
-    if match is not None:
-        base = 1024 if match[3] else 1000
-        found = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-    if found < 1:
-        raise (ValueError if isinstance(size, (int, str)) else TypeError)(
-            f"`memory` was {shown(size)}; the bytes of one device were wanted, as a "
-            'whole number or a text such as "16GiB".'
-        )
-    return found
-
-
-def _tpus(name: str) -> Sequence[Any]:
-    """The devices of a slice of TPUs, by JAX's ahead-of-time topologies."""
-    from jax.experimental import topologies
-
-    match = re.fullmatch(r"(v\d+)(litepod|e|p)?(?::([\dx]+)|-(\d+))", name)
-    if match is None:
-        raise ValueError(
-            f"`describe` was given {name!r}; a slice of TPUs is written as "
-            '"v5p-64" or "v5e:4x8".'
-        )
-    kind = f"{match[1]}{match[2] or ''}".replace("litepod", "e")
-    # By chips those that lie in a plane, by cores, of which a chip has two, the others.
-    sides = [1, 1] if kind.endswith("e") else [1, 1, 1]
-    while match[4] and math.prod(sides) < int(match[4]) // (len(sides) - 1):
-        sides[sides.index(min(sides))] *= 2
-    sides.sort(reverse=sides == [2, 2, 1])
-    # Otherwise it asks the metadata server of a cloud, for minutes.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    try:
-        shape = match[3] or "x".join(map(str, sides))
-        return topologies.get_topology_desc(f"{kind}:{shape}", "tpu").devices
-    except Exception as error:  # of several classes, by what is missing
-        raise RuntimeError(
-            f"XLA cannot compile for {name!r} here: {' '.join(str(error).split())}\n"
-            "Install the `libtpu` of this version of JAX (`pip install 'jax[tpu]'`), "
-            "which needs no TPU, and give a slice that there is."
-        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
+import numpy as np
 
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.executor import CompiledStep, ReplicatedFunction
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.planning.machine import Machine, bytes_of, describe
+from jaxstrategy._src.planning.machine import Machine, describe
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import is_spec
 from jaxstrategy._src.replicas.mesh import axes_of
@@ -25,8 +27,15 @@ from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.strategies.mirrored import MirroredStrategy
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text import html
-from jaxstrategy._src.text.shown import columns, shown, with_bytes, with_seconds
+from jaxstrategy._src.text.shown import (
+    bytes_of,
+    columns,
+    shown,
+    with_bytes,
+    with_seconds,
+)
 from jaxstrategy._src.tracing.explanation import compiled_program
+from jaxstrategy._src.tracing.explanation.explain import nbytes_of
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.explanation.facts import Memory
 from jaxstrategy._src.tracing.init import InnerShardings
@@ -175,19 +184,13 @@ class PlannedLayout:
         return strategy, self.step(strategy), args
 
     def _traced(self) -> PlannedLayout:
-        machine, leaves = self._step.machine, jax.tree.leaves(self._step.types)
-        sizes = self.arguments.get("logical_axes", {}).values()
-        parts = len(machine.devices) // math.prod(sizes)
-        whole = "no array of the state is large enough to be divided"
-        whole = "there is one replica" if parts == 1 else whole
-        if (sharding := self.arguments.get("sharding")) is not None:
-            if not any(sharding.is_divisible(leaf, parts) for leaf in leaves):
-                return dataclasses.replace(self, reason=whole)
-        found = self.explain(compiled=False)
-        reason, state = "", _nbytes(self._step.types)
+        found, machine = self.explain(compiled=False), self._step.machine
+        state, reason = nbytes_of(jax.tree.leaves(self._step.types)), ""
         if found.sharding is not None:
             state = found.sharding.state_bytes
-            reason = whole if sharding and not found.sharding.divided else ""
+            if "sharding" in self.arguments and not found.sharding.divided:
+                reason = "no array of the state is large enough to be divided"
+                reason = "there is one replica" if found.num_replicas == 1 else reason
         if not reason and state > (machine.memory or 0):
             reason = f"the state alone takes {with_bytes(state)}"
         # Without latencies, as XLA may join what is sent; where the devices of a
@@ -327,62 +330,55 @@ def plan(
     machine = dataclasses.replace(machine, memory=size, topology=links)
     is_function = callable(build) and jax.tree_util.all_leaves([build])
     types = _built(build) if is_function else _types("build", build)
-    rows = jax.tree.map_with_path(_all_rows, batch, is_leaf=is_per_replica)
-    types_of_batch = _types("batch", rows)
-    if len(counts := {x.shape[0] for x in jax.tree.leaves(types_of_batch)}) != 1:
+    of_batch = _types("batch", batch)
+    if len(counts := {x.shape[0] for x in jax.tree.leaves(of_batch)}) != 1:
         raise ValueError(
             f"`batch` was {shown(batch)}, whose arrays have "
             f"{' or '.join(map(str, sorted(counts))) or 'no'} rows. One array at least "
             "was wanted, and as many rows in all of them."
         )
-    return Plan(_Step(machine, types, types_of_batch, specs, step, options))
+    return Plan(_Step(machine, types, of_batch, specs, step, options))
 
 
 def _built(build: Callable[[], PyTree]) -> PyTree:
-    try:
-        inspect.signature(build).bind()
-    except TypeError as error:
-        raise TypeError(
-            f"`build` was {shown(build)}, which takes arguments. Give it with them, "
-            "such as `functools.partial(build, key)`."
-        ) from error
-    except ValueError:  # it has no signature
-        pass
+    with contextlib.suppress(ValueError):  # it has no signature
+        try:
+            inspect.signature(build).bind()
+        except TypeError as error:
+            raise TypeError(
+                f"`build` was {shown(build)}, which takes arguments. Give it with "
+                "them, such as `functools.partial(build, key)`."
+            ) from error
     return jax.eval_shape(build)
 
 
 def _types(name: str, tree: PyTree) -> PyTree:
+    """The types of the state, or of a batch of all replicas together."""
+
     def typed(path: tuple[Any, ...], leaf: Any) -> Any:
+        where = f"`{name}{jax.tree_util.keystr(path)}` was {shown(leaf)}"
         try:
-            return jax.eval_shape(lambda x: x, leaf)
+            array = contents(leaf) if is_per_replica(leaf) else leaf
+            found = jax.eval_shape(lambda x: x, array)
         except TypeError as error:
             raise TypeError(
-                f"`{name}{jax.tree_util.keystr(path)}` was {shown(leaf)}; an array "
-                "that JAX can hold was wanted, or its type."
+                f"{where}; an array that JAX can hold was wanted, or its type."
             ) from error
+        if is_per_replica(leaf):
+            found = _typed(found, math.prod(found.shape[:2]), *found.shape[2:])
+        if name == "batch" and not any(found.shape[:1]):
+            raise ValueError(
+                f"{where}; an array of shape [rows, ...] was wanted, or its type, with "
+                "the rows of all replicas."
+            )
+        return found
 
-    return jax.tree.map_with_path(typed, tree)
+    is_leaf = is_per_replica if name == "batch" else None
+    return jax.tree.map_with_path(typed, tree, is_leaf=is_leaf)
 
 
 def _typed(leaf: Leaf, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-
-def _nbytes(types: PyTree) -> int:
-    leaves = jax.tree.leaves(types)
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def _all_rows(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
-    if isinstance(leaf, PerReplica):
-        replicas, rows, *rest = contents(leaf).shape
-        return _typed(leaf, replicas * rows, *rest)
-    if not (getattr(leaf, "shape", None) or [0])[0]:
-        raise ValueError(
-            f"`batch{jax.tree_util.keystr(path)}` was {shown(leaf)}; an array of shape "
-            "[rows, ...] was wanted, or its type, with the rows of all replicas."
-        )
-    return leaf
 
 
 def _candidates(step: _Step) -> Iterator[PlannedLayout]:
@@ -435,11 +431,11 @@ def _in_parts(layout: PlannedLayout) -> PlannedLayout:
     # What is needed in between seldom shrinks by more than the number of parts.
     best, least = layout, max(between / (layout.left + between), 2)
     rows = jax.tree.leaves(layout._call()[-1][-1])[0].shape[1]
-    for parts in range(2, rows + 1):
-        if rows % parts or parts < least:
-            continue
+    for parts in (each for each in range(2, rows + 1) if rows % each == 0):
         if best.fits or parts > 16 * least:
             break
+        if parts < least:
+            continue
         made = dataclasses.replace(layout, accumulate=parts)._tried()
         # The first parts need a sum of gradients, which may be more than they save.
         if made.memory is None or (best is not layout and made.left <= best.left):
@@ -512,19 +508,19 @@ class Plan:
         import matplotlib.pyplot as plt
 
         known = [each for each in self.layouts if each.memory][::-1]
-        names = [each.name for each in known]
         size = (11, 1.2 + 0.4 * len(known))
         figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True)
+        names = [each.name for each in known]
         left.barh(names, [x.memory.peak / 2**20 for x in known if x.memory])
         left.axvline((self.machine.memory or 0) / 2**20, color="tab:red")
         left.set_xlabel("MiB on a device; red: what it has")
         # Each bar covers the one before, but for its own part.
-        times = {"operations, memory traffic": [x.step_seconds for x in known]}
-        parts = ("communication", "calls")
-        times[parts[0]] = [sum(x.seconds[each] for each in parts) for x in known]
-        times[parts[1]] = [x.seconds["calls"] for x in known]
-        for label, seconds in times.items():
-            right.barh(names, [1e3 * each for each in seconds], label=label)
+        calls = np.array([x.seconds["calls"] for x in known])
+        sent = calls + [x.seconds["communication"] for x in known]
+        whole = np.array([x.step_seconds for x in known])
+        right.barh(names, 1e3 * whole, label="operations, memory traffic")
+        right.barh(names, 1e3 * sent, label="communication")
+        right.barh(names, 1e3 * calls, label="calls")
         right.set_xlabel("predicted ms of a step")
         right.legend(loc="upper left", bbox_to_anchor=(1, 1))
         figure.tight_layout()
@@ -597,7 +593,7 @@ def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
     )
     # On each of n devices there are 1/n of the rows, and of what is divided.
     n = len(step.machine.devices)
-    divided = (_nbytes(step.types) - state) / (n - 1) if n > 1 else 0
+    divided = (nbytes_of(jax.tree.leaves(step.types)) - state) / (n - 1) if n > 1 else 0
     if limit > fixed - divided and growing + divided:
         more = math.log2((growing + divided) / (limit - fixed + divided))
         yield f"- {n * 2 ** math.ceil(more)} devices in place of {n}, about."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import stat
@@ -323,3 +324,32 @@ def _why_refused(path: str) -> str | None:
     if hasattr(os, "getuid") and mode & stat.S_IWOTH:
         return "everybody can write it, and a program that is found there is run"
     return None
+
+
+def tpu_slice(name: str) -> Sequence[Any]:
+    """The devices of a slice of TPUs, here or not, to compile for."""
+    from jax.experimental import topologies
+
+    match = re.fullmatch(r"(v\d+)(litepod|e|p)?(?::([\dx]+)|-(\d+))", name)
+    if match is None:
+        raise ValueError(
+            f"`describe` was given {name!r}; a slice of TPUs is written as "
+            '"v5p-64" or "v5e:4x8".'
+        )
+    kind = f"{match[1]}{match[2] or ''}".replace("litepod", "e")
+    # By chips those that lie in a plane, by cores, of which a chip has two, the others.
+    sides = [1, 1] if kind.endswith("e") else [1, 1, 1]
+    while match[4] and math.prod(sides) < int(match[4]) // (len(sides) - 1):
+        sides[sides.index(min(sides))] *= 2
+    sides.sort(reverse=sides == [2, 2, 1])
+    # Otherwise it asks the metadata server of a cloud, for minutes.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        shape = match[3] or "x".join(map(str, sides))
+        return topologies.get_topology_desc(f"{kind}:{shape}", "tpu").devices
+    except Exception as error:  # of several classes, by what is missing
+        raise RuntimeError(
+            f"XLA cannot compile for {name!r} here: {' '.join(str(error).split())}\n"
+            "Install the `libtpu` of this version of JAX (`pip install 'jax[tpu]'`), "
+            "which needs no TPU, and give a slice that there is."
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, SupportsIndex, cast
 
@@ -121,6 +122,21 @@ def with_bytes(nbytes: float) -> str:
         nbytes, power = nbytes / 1024, power + 1
     unit = f"{_SI[power].upper()}iB" if power else "B"
     return f"{nbytes:.3g} {unit}"
+
+
+def bytes_of(size: object) -> int:
+    """The bytes of a device, given as a number or a text such as `"16GiB"`."""
+    found, text = whole(size), size if isinstance(size, str) else ""
+    pattern = r" *(\d{0,15}\.?\d{1,15}) *([KMGT]?)(i?)B? *"
+    if (match := re.fullmatch(pattern, text, re.IGNORECASE)) is not None:
+        power = " KMGT".index(match[2].upper() or " ")
+        found = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if found is None or found < 1:
+        raise (ValueError if isinstance(size, int | str) else TypeError)(
+            f"`memory` was {shown(size)}; the bytes of one device were wanted, as a "
+            'whole number or a text such as "16GiB".'
+        )
+    return found
 
 
 def with_seconds(seconds: float) -> str:

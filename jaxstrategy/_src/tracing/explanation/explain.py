@@ -139,7 +139,7 @@ def explain(
 
 def _value(path: str, aval: ArrayType, **more: Any) -> ExplainedValue:
     path, shape = path.strip("`"), tuple(aval.shape)
-    return ExplainedValue(path, shape, str(aval.dtype), _nbytes_of([aval]), **more)
+    return ExplainedValue(path, shape, str(aval.dtype), nbytes_of([aval]), **more)
 
 
 def _argument(step: TracedStep, index: int) -> ExplainedValue:
@@ -221,7 +221,7 @@ def _collective(
         "operation": operation,
         # No collective is slower than an all-reduce.
         "kind": "all_reduce" if known is None else known.kind,
-        "nbytes": _nbytes_of(operands),
+        "nbytes": nbytes_of(operands),
         "dtypes": tuple(dict.fromkeys(str(aval.dtype) for aval in operands)),
     }
     if site is not None:
@@ -236,7 +236,7 @@ def _collective(
     return ExplainedCollective(**facts | more)
 
 
-def _nbytes_of(arrays: Iterable[ArrayType]) -> int:
+def nbytes_of(arrays: Iterable[ArrayType]) -> int:
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in arrays)
 
 
@@ -256,7 +256,7 @@ def _between_devices(eqn: Equation, replicas: Replicas) -> Iterator[DeviceExchan
         if known is not None and is_along(inner, replicas.axes):
             # The operands of one device are reduced first, in the same equation.
             atoms = inner.outvars if known.kind == "all_reduce" else inner.invars
-            yield DeviceExchange(known.kind, _nbytes_of(x.aval for x in atoms))
+            yield DeviceExchange(known.kind, nbytes_of(x.aval for x in atoms))
 
 
 def _per_replica_collectives(
@@ -318,7 +318,7 @@ def _explained_exchange(
         more["why"] = "each replica needs its part of the sum only"
     eqn = exchange.before if is_gather else origins[exchange.var]
     parts = math.prod(turns) * more.get("parts", 1)
-    more["nbytes"] = _nbytes_of([exchange.type]) // parts
+    more["nbytes"] = nbytes_of([exchange.type]) // parts
     site = partitioned.site((eqn,))
     return _collective(exchange.kind, [exchange.type], site, cause="sharding", **more)
 
@@ -430,7 +430,7 @@ def _global_collectives(
                 kind,
                 [atom.aval],
                 None if eqn is None else partitioned.site((eqn,)),
-                nbytes=_nbytes_of([atom.aval]) // parts,
+                nbytes=nbytes_of([atom.aval]) // parts,
                 array=name.strip("`"),
                 why=why,
                 parts=parts,
@@ -515,8 +515,8 @@ def _leaf(
         path=path.strip("`"),
         shape=shape,
         dtype=str(aval.dtype),
-        nbytes=_nbytes_of([aval]),
-        device_bytes=_nbytes_of([on_device]),
+        nbytes=nbytes_of([aval]),
+        device_bytes=nbytes_of([on_device]),
         dimension=sharding.dimension,
         reason=sharding.reason,
         inner=inner,
@@ -533,7 +533,7 @@ def _whole_sums(partitioned: PartitionedStep) -> Iterator[WholeSum]:
         site = partitioned.site(found.site.eqns)
         for result, reason in _undivided(partitioned, found.site.eqns, site):
             aval = result.aval
-            shape, nbytes = tuple(aval.shape), _nbytes_of([aval])
+            shape, nbytes = tuple(aval.shape), nbytes_of([aval])
             is_large = nbytes >= chosen.min_bytes if chosen else shape in divided
             if shape and is_large:
                 reader = None
