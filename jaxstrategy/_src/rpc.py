@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +27,8 @@ import numpy as np
 
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.launch.child_process import started
-from jaxstrategy._src.processes import secret as _secret
-from jaxstrategy._src.processes.messages import (
-    Buffer,
-    Client,
-    LostError,
-    RefusedError,
-    Request,
-    Server,
-    chunks,
-    joined,
-)
+from jaxstrategy._src.processes import messages, secret as _secret
+from jaxstrategy._src.processes.messages import Buffer, Request
 from jaxstrategy._src.processes.secret import Secret
 
 _LARGEST = 2 << 30  # bytes of the arguments, or of the results, of one call
@@ -46,8 +37,6 @@ _BLOCKING = "_blocking"
 _TAKEN = ("call", "close", "create", "methods", "name")  # members of `RpcClient`
 _AGAIN_SECONDS = 2.0  # to reach a server that was lost
 _FOR_EVER = 1e8  # seconds, which locks take
-
-_Json: TypeAlias = Any
 
 
 class RpcError(Exception):
@@ -74,8 +63,8 @@ class InvalidArgumentError(RpcError, ValueError):
     """A name or an argument does not fit, or the method itself failed.
 
     >>> import jaxstrategy as js
-    >>> issubclass(js.experimental.rpc.InvalidArgumentError, ValueError)
-    True
+    >>> js.experimental.rpc.InvalidArgumentError("what does not fit").error_code
+    3
     """
 
     error_code = 3
@@ -85,12 +74,8 @@ class DeadlineExceededError(RpcError, TimeoutError):
     """No answer came within `timeout_in_ms`; the method may still be running.
 
     >>> import jaxstrategy as js
-    >>> rpc = js.experimental.rpc
-    >>> try:
-    ...     rpc.Client.create("grpc", "localhost:1", timeout_in_ms=50)
-    ... except TimeoutError as error:
-    ...     print(type(error).__name__, error.error_code)
-    DeadlineExceededError 4
+    >>> js.experimental.rpc.DeadlineExceededError("too late").error_code
+    4
     """
 
     error_code = 4
@@ -111,14 +96,8 @@ class FailedPreconditionError(RpcError, RuntimeError):
     """A server was asked for something too early, or too late.
 
     >>> import jaxstrategy as js
-    >>> rpc = js.experimental.rpc
-    >>> with rpc.Server.create("grpc", "localhost:0") as server:
-    ...     server.start()
-    ...     try:
-    ...         server.register("two", jax.jit(lambda: 2))
-    ...     except rpc.FailedPreconditionError as error:
-    ...         print(error)
-    All methods must be registered before starting
+    >>> js.experimental.rpc.FailedPreconditionError("too early").error_code
+    9
     """
 
     error_code = 9
@@ -141,8 +120,8 @@ class UnavailableError(RpcError, ConnectionError):
     The next call connects anew.
 
     >>> import jaxstrategy as js
-    >>> issubclass(js.experimental.rpc.UnavailableError, ConnectionError)
-    True
+    >>> js.experimental.rpc.UnavailableError("gone").error_code
+    14
     """
 
     error_code = 14
@@ -152,18 +131,11 @@ class UnauthenticatedError(RpcError, ClusterError):
     """One end does not know the secret of the other: `JAXSTRATEGY_CLUSTER_SECRET`.
 
     >>> import jaxstrategy as js
-    >>> issubclass(js.experimental.rpc.UnauthenticatedError, js.ClusterError)
-    True
+    >>> js.experimental.rpc.UnauthenticatedError("another secret").error_code
+    16
     """
 
     error_code = 16
-
-
-def _error_of(code: int, message: str) -> RpcError:
-    known = {each.error_code: each for each in RpcError.__subclasses__()}
-    error = known.get(code, RpcError)(message)
-    error.error_code = code
-    return error
 
 
 @final
@@ -198,19 +170,19 @@ class RpcServer:
     def __init__(self, address: str, max_message_bytes: int = _LARGEST) -> None:
         _check_bytes(max_message_bytes)
         secret = Secret.of_environment()
-        self._answers = answers = _Answers(max_message_bytes)
-        self._server = Server(
+        self._calls = calls = _Calls(max_message_bytes)
+        self._server = server = messages.Server(
             secret,
-            answers.take,
+            calls.take,
             address=_endpoint(address, secret),
             largest=max_message_bytes + _HEAD,
         )
-        self._address = self._server.address.removeprefix("ipc://")
+        self._address = server.address.removeprefix("ipc://")
         self._lock = threading.Lock()
         self._is_closed = False
         # In the loop's thread: the collector may run in one that holds a lock of these.
-        end = functools.partial(_end, self._server, answers)
-        self._end = weakref.finalize(self, self._server.call, end)
+        end = functools.partial(lambda: (calls.finish(), server.close()))
+        self._end = weakref.finalize(self, server.call, end)
         self._end.atexit = False  # its threads are daemons
 
     @staticmethod
@@ -249,21 +221,28 @@ class RpcServer:
           ValueError: the function is not jitted, its arguments are not known, or it
             takes or returns what cannot be sent.
         """
+        plain, known = method_name.removesuffix(_BLOCKING), self._calls.methods
         with self._lock:
-            if self._answers.is_started or self._is_closed:
+            if self._calls.is_started or self._is_closed:
                 raise FailedPreconditionError(
                     "All methods must be registered before starting"
                 )
-            self._check_name(method_name)
+            if {method_name, plain, method_name + _BLOCKING} & known.keys():
+                raise InvalidArgumentError(f"{method_name} is already registered")
+            if not method_name or plain in _TAKEN or method_name.startswith("_"):
+                raise InvalidArgumentError(
+                    f"A method cannot have the name {method_name!r}: clients have "
+                    "something else of that name."
+                )
             method = _Method(method_name, func, specs)
             size = max(_bytes_of(method.inputs), _bytes_of(method.outputs))
-            if size > self._answers.largest:
+            if size > self._calls.largest:
                 raise ValueError(
                     f"The arguments or results of `{method_name}` have {size} bytes, "
-                    f"more than the {self._answers.largest} of the server's "
+                    f"more than the {self._calls.largest} of the server's "
                     "`max_message_bytes`."
                 )
-            self._answers.methods[method_name] = method
+            known[method_name] = method
 
     def start(self) -> None:
         """Answer clients from now on, in threads; once more does nothing.
@@ -274,13 +253,13 @@ class RpcServer:
         with self._lock:
             if self._is_closed:
                 raise FailedPreconditionError("The server was closed; create another")
-            self._answers.start()
+            self._calls.start()
 
     def close(self) -> None:
         """End the server and its threads, after methods that run; once is enough."""
         with self._lock:
             self._is_closed = True
-        for thread in self._answers.finish():
+        for thread in self._calls.finish():
             if thread is not threading.current_thread():
                 thread.join()
         if self._end.detach():
@@ -292,22 +271,10 @@ class RpcServer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check_name(self, name: str) -> None:
-        """Nothing if clients can have a method of that name, and a blocking one."""
-        known = self._answers.methods
-        plain = name.removesuffix(_BLOCKING)
-        if {name, plain, name + _BLOCKING} & known.keys():
-            raise InvalidArgumentError(f"{name} is already registered")
-        if not name or plain in _TAKEN or name.startswith("_"):
-            raise InvalidArgumentError(
-                f"A method cannot have the name {name!r}: clients have something else "
-                "of that name."
-            )
-
 
 @final
-class _Answers:
-    """Calls methods by their names, in as many threads as calls run at once."""
+class _Calls:
+    """Answers requests, in as many threads as calls run at once."""
 
     def __init__(self, largest: int) -> None:
         self.largest = largest
@@ -319,7 +286,7 @@ class _Answers:
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads; below 0: requests without one
         self._lock = threading.Lock()
-        _all_answers.add(self)
+        _all_calls.add(self)
 
     def start(self) -> None:
         with self._lock:
@@ -327,7 +294,6 @@ class _Answers:
             self._start_threads()
 
     def take(self, request: Request) -> None:
-        """Begin to answer a request, once the server is started."""
         with self._lock:
             self._requests.put(request)
             self._idle -= 1
@@ -356,10 +322,9 @@ class _Answers:
             try:
                 frames = self._answer(request)
             except Exception as error:  # of the user's function, whatever it raises
-                failed = error if isinstance(error, RpcError) else _as_status(error)
+                code, text = _status(error)
                 # The beginning: the head of an answer has a bound at the client.
-                text = failed.message[: _HEAD // 8]
-                frames = _framed({"code": failed.error_code, "message": text})
+                frames = _framed({"code": code, "message": text[: _HEAD // 8]})
             with self._lock:
                 self._idle += 1
             request.reply(*frames)
@@ -371,19 +336,18 @@ class _Answers:
         except Exception as error:  # whatever the other end makes of it
             raise InternalError(f"An RPC server was sent no call: {error}") from error
         if name is None:
-            methods = [
-                [each.name, *map(_written, (each.inputs, each.outputs))]
+            listed = [
+                [each.name, _written(each.inputs), _written(each.outputs)]
                 for each in self.methods.values()
             ]
-            return _framed({"largest": self.largest, "methods": methods})
+            return _framed({"largest": self.largest, "methods": listed})
         method = self.methods.get(name) if isinstance(name, str) else None
         if method is None:
             raise InvalidArgumentError(f"{name} is not registered.")
         return _framed({"code": 0, "message": ""}, method(arrays))
 
 
-_all_answers = weakref.WeakSet[_Answers]()
-_EXIT_SECONDS = 0.5
+_all_calls = weakref.WeakSet[_Calls]()
 
 
 @atexit.register
@@ -393,23 +357,19 @@ def _finish() -> None:
     Python ends a daemon thread wherever it asks for the interpreter then; in JAX's code
     that aborts the process.
     """
-    end = time.monotonic() + _EXIT_SECONDS
-    for thread in [each for known in list(_all_answers) for each in known.finish()]:
+    end = time.monotonic() + 0.5
+    for thread in [each for known in list(_all_calls) for each in known.finish()]:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def _end(server: Server, answers: _Answers) -> None:
-    answers.finish()
-    server.close()
-
-
-def _as_status(error: Exception) -> RpcError:
+def _status(error: Exception) -> tuple[int, str]:
+    if isinstance(error, RpcError):
+        return error.error_code, error.message
     text = str(error) or type(error).__name__
     is_of_xla = isinstance(error, jax.errors.JaxRuntimeError)
     is_full = is_of_xla and text.startswith("RESOURCE_EXHAUSTED")
-    if is_full or isinstance(error, MemoryError):
-        return ResourceExhaustedError(text)
-    return InvalidArgumentError(text)
+    kind = ResourceExhaustedError if is_full or isinstance(error, MemoryError) else None
+    return (kind or InvalidArgumentError).error_code, text
 
 
 _STATE = threading.Lock()
@@ -425,6 +385,7 @@ class _Method:
         self, name: str, func: Callable[..., Any], specs: Sequence[object]
     ) -> None:
         self.name = name
+        argument, result = f"{name}: argument", f"{name}: result"
         self._turn: contextlib.AbstractContextManager[Any] = _STATE
         if isinstance(func, jax.stages.Compiled):
             if specs:
@@ -432,26 +393,44 @@ class _Method:
                     f"`{name}` is compiled, for arguments that are known; do not give "
                     "them again."
                 )
-            self._compiled, outputs = func, _results(name, func)
-        else:
-            traced = _traced(name, func, specs)
+            self._compiled = func
+            try:
+                outputs = func.out_info
+            except ValueError:  # JAX 0.12 counts the `jax.Ref`s it changes as results
+                raise ValueError(
+                    f"`{name}` is compiled, and changes variables, so that JAX does "
+                    "not say what it returns: register the jitted function, with "
+                    "examples of its arguments."
+                ) from None
+        elif isinstance(func, jax.stages.Wrapped):
+            if not specs and not _takes_nothing(func):
+                raise ValueError(
+                    f"Input signature not specified for the function. `{name}` has "
+                    "arguments: give an example of each, or a `jax.ShapeDtypeStruct`, "
+                    f"as `register({name!r}, func, *specs)`."
+                )
+            traced = func.trace(*_specs_of(tuple(specs), argument))
             self._compiled, outputs = traced.lower().compile(), traced.out_info
             if not any(isinstance(each, jax.Ref) for each in traced.jaxpr.consts):
                 self._turn = contextlib.nullcontext()
+        else:
+            raise ValueError(
+                f"Only jitted functions are supported with Register method, and "
+                f"`{name}` is a {type(func).__name__}: register `jax.jit(...)` of it."
+            )
         args, kwargs = self._compiled.args_info
         if kwargs:
             raise ValueError(
                 f"`{name}` was compiled with arguments by keyword; remote calls have "
                 "arguments by position."
             )
-        self.inputs = _specs_of(tuple(args), f"{name}: argument")
-        self.outputs = _specs_of(outputs, f"{name}: result")
-        _written(self.inputs, f"{name}: argument")
-        _written(self.outputs, f"{name}: result")
+        self.inputs = _specs_of(tuple(args), argument)
+        self.outputs = _specs_of(outputs, result)
+        _written(self.inputs, argument)
+        _written(self.outputs, result)
         self._specs, self._tree = jax.tree.flatten(self.inputs)
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The results, for arguments that came from elsewhere."""
         if why := _misfit(arrays, self._specs, "arg"):
             raise InvalidArgumentError(why)
         args = jax.tree.unflatten(self._tree, list(arrays))
@@ -460,35 +439,11 @@ class _Method:
         return [np.asarray(leaf) for leaf in jax.tree.leaves(result)]
 
 
-def _traced(
-    name: str, func: Callable[..., Any], specs: Sequence[object]
-) -> jax.stages.Traced:
-    if not isinstance(func, jax.stages.Wrapped):
-        raise ValueError(
-            f"Only jitted functions are supported with Register method, and `{name}` "
-            f"is a {type(func).__name__}: register `jax.jit(...)` of it."
-        )
-    if not specs:
-        try:
-            inspect.signature(func).bind()
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"Input signature not specified for the function. `{name}` has "
-                "arguments: give an example of each, or a `jax.ShapeDtypeStruct`, as "
-                f"`register({name!r}, func, *specs)`."
-            ) from None
-    return func.trace(*_specs_of(tuple(specs), f"{name}: argument"))
-
-
-def _results(name: str, compiled: jax.stages.Compiled) -> object:
-    try:
-        return compiled.out_info
-    except ValueError:  # JAX 0.12 counts the `jax.Ref`s that it changes as results
-        raise ValueError(
-            f"`{name}` is compiled, and changes variables, so that JAX does not say "
-            "what it returns: register the jitted function, with examples of its "
-            "arguments."
-        ) from None
+def _takes_nothing(func: Callable[..., Any]) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        inspect.signature(func).bind()
+        return True
+    return False
 
 
 @final
@@ -518,7 +473,7 @@ class StatusOrResult:
         self._client = client
         self._future = future
         self._seconds = seconds
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._end = time.monotonic() + (seconds or _FOR_EVER)
         self._specs = specs
         self._leaves, self._tree = jax.tree.flatten(_specs_of(specs, "output_specs"))
         self._lock = threading.Lock()
@@ -531,9 +486,7 @@ class StatusOrResult:
     def get_error(self) -> tuple[int, str]:
         """The code of the error and its message; `(0, "")` if there is none."""
         outcome = self._settled()
-        if isinstance(outcome, RpcError):
-            return outcome.error_code, outcome.message
-        return 0, ""
+        return _status(outcome) if isinstance(outcome, RpcError) else (0, "")
 
     def get_value(self) -> Any:
         """The arrays of NumPy that the method returned, in its structure and shapes.
@@ -558,11 +511,10 @@ class StatusOrResult:
             return self._outcome
 
     def _awaited(self) -> RpcError | list[np.ndarray]:
-        left = None if self._end is None else max(0.0, self._end - time.monotonic())
         try:
+            left = max(0.0, self._end - time.monotonic())
             fields, arrays = _unframed(self._future.result(left))
             code, message = int(fields["code"]), str(fields["message"])
-            return _error_of(code, message) if code else arrays
         except RpcError as error:
             return error
         except OSError as error:
@@ -577,6 +529,12 @@ class StatusOrResult:
             return InternalError(
                 "A call was answered with something else than its outcome."
             )
+        if not code:
+            return arrays
+        classes = {each.error_code: each for each in RpcError.__subclasses__()}
+        error = classes.get(code, RpcError)(message)
+        error.error_code = code
+        return error
 
 
 @final
@@ -627,13 +585,24 @@ class RpcClient:
         self._lock = threading.Lock()
         self._is_closed = False
         end = time.monotonic() + (self._seconds or _FOR_EVER)
+        late = "No RPC server answered in time: "
         try:
             self._connect(self._seconds or _FOR_EVER)
         except TimeoutError as error:
-            raise DeadlineExceededError(
-                f"No RPC server answered in time: {error}"
-            ) from error
-        self._learn(max(0.001, end - time.monotonic()))
+            raise DeadlineExceededError(f"{late}{error}") from error
+        try:
+            left = max(0.001, end - time.monotonic())
+            frames = self._client.request(*_framed(None), timeout_seconds=left)
+            told, _ = _unframed(frames)
+            self._most = int(told["largest"])
+            for method, inputs, outputs in told["methods"]:
+                self._methods[str(method)] = _read(inputs), _read(outputs)
+        except TimeoutError:
+            self.close()
+            raise DeadlineExceededError(f"{late}{address} is not started.") from None
+        except Exception as error:  # whatever the other end makes of it
+            self.close()
+            raise InternalError(f"{address} lists no methods: {error}") from error
 
     @staticmethod
     def create(
@@ -698,7 +667,13 @@ class RpcClient:
                 )
                 future.set_exception(ResourceExhaustedError(why))
                 return result
-        result._future = self._submit(_framed(method_name, arrays))
+        frames = _framed(method_name, arrays)
+        if self._client.is_connected:
+            result._future = self._client.submit(*frames)
+        else:
+            again = functools.partial(self._call_again, frames, future)
+            name = "jaxstrategy rpc"
+            started(threading.Thread(target=again, name=name, daemon=True))
         return result
 
     def close(self) -> None:
@@ -742,27 +717,10 @@ class RpcClient:
         both = [name + end for name in self._methods for end in ("", _BLOCKING)]
         return [*super().__dir__(), *both]
 
-    def _learn(self, seconds: float) -> None:
-        """Ask the server for its methods."""
-        try:
-            frames = self._client.request(*_framed(None), timeout_seconds=seconds)
-            told, _ = _unframed(frames)
-            self._most = int(told["largest"])
-            for name, *both in told["methods"]:
-                inputs, outputs = map(_read, both)
-                self._methods[str(name)] = inputs, outputs
-        except TimeoutError:
-            self.close()
-            text = f"No RPC server answered in time: {self._address} is not started."
-            raise DeadlineExceededError(text) from None
-        except Exception as error:  # whatever the other end makes of it
-            self.close()
-            raise InternalError(f"{self._address} lists no methods: {error}") from error
-
     def _connect(self, seconds: float) -> None:
         secret = Secret.of_environment()
         try:
-            self._client = Client(
+            self._client = messages.Client(
                 _endpoint(self._address, secret),
                 secret,
                 timeout_seconds=seconds,
@@ -770,7 +728,7 @@ class RpcClient:
             )
         except ClusterError as error:
             raise UnauthenticatedError(str(error)) from error
-        except RefusedError as error:
+        except messages.RefusedError as error:
             own = "" if secret else ", which has none"
             raise UnauthenticatedError(
                 f"What listens at {self._address} has another {_secret.VARIABLE} than "
@@ -780,27 +738,18 @@ class RpcClient:
         self._end = weakref.finalize(self, self._client.call, self._client.close)
         self._end.atexit = False
 
-    def _submit(self, frames: list[Buffer]) -> Future[list[Buffer]]:
-        """The future of an answer; it may fail with a `ConnectionError`."""
-        if self._client.is_connected:
-            return self._client.submit(*frames)
-        future: Future[list[Buffer]] = Future()
-
-        def submit_again() -> None:
-            try:
-                with self._lock:  # the first that finds it lost connects for all
-                    if self._is_closed:
-                        raise LostError("the client was closed")
-                    if not self._client.is_connected:
-                        self._end.detach()
-                        self._connect(_AGAIN_SECONDS)
-                future.set_result(self._client.request(*frames))
-            except BaseException as error:  # nobody else would tell who waits
-                future.set_exception(error)
-
-        name = "jaxstrategy rpc"
-        started(threading.Thread(target=submit_again, name=name, daemon=True))
-        return future
+    def _call_again(self, frames: list[Buffer], future: Future[list[Buffer]]) -> None:
+        """Connect to a server that was lost, and call it."""
+        try:
+            with self._lock:  # the first that finds it lost connects for all
+                if self._is_closed:
+                    raise messages.LostError("the client was closed")
+                if not self._client.is_connected:
+                    self._end.detach()
+                    self._connect(_AGAIN_SECONDS)
+            future.set_result(self._client.request(*frames))
+        except BaseException as error:  # nobody else would tell who waits
+            future.set_exception(error)
 
 
 def _seconds(timeout_in_ms: float) -> float | None:
@@ -865,7 +814,7 @@ def _spec(leaf: object, where: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
 
 
-def _written(tree: object, what: str = "") -> _Json:
+def _written(tree: object, what: str = "") -> Any:
     """A tree of specs as JSON."""
     if tree is None:
         return None
@@ -885,7 +834,7 @@ def _written(tree: object, what: str = "") -> _Json:
     )
 
 
-def _read(fields: _Json) -> Any:
+def _read(fields: Any) -> Any:
     """The tree of specs that JSON from elsewhere describes."""
     match fields:
         case None:
@@ -965,16 +914,16 @@ def _misfit(
     return None
 
 
-def _framed(fields: _Json, arrays: Sequence[np.ndarray] = ()) -> list[Buffer]:
+def _framed(fields: Any, arrays: Sequence[np.ndarray] = ()) -> list[Buffer]:
     kinds = [[str(array.dtype), array.shape] for array in arrays]
     frames: list[Buffer] = [json.dumps([fields, kinds]).encode()]
     for array in arrays:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        frames += chunks(memoryview(flat))
+        frames += messages.chunks(memoryview(flat))
     return frames
 
 
-def _unframed(frames: Sequence[Buffer]) -> tuple[_Json, list[np.ndarray]]:
+def _unframed(frames: Sequence[Buffer]) -> tuple[Any, list[np.ndarray]]:
     fields, kinds = json.loads(bytes(frames[0]))
     types = [(_dtype(name), tuple(map(int, shape))) for name, shape in kinds]
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in types]
@@ -982,7 +931,7 @@ def _unframed(frames: Sequence[Buffer]) -> tuple[_Json, list[np.ndarray]]:
         raise ValueError("the arrays of a message have another size than it says")
     rest = iter(frames[1:])
     return fields, [
-        np.frombuffer(joined(size, rest), dtype).reshape(shape)
+        np.frombuffer(messages.joined(size, rest), dtype).reshape(shape)
         for size, (dtype, shape) in zip(sizes, types, strict=True)
     ]
 
