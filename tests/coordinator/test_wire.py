@@ -520,7 +520,7 @@ def test_only_the_methods_of_servers_and_workers_are_requests(worker):
     for method in ("kill", "close", "__class__", "nothing"):
         told = f"A WorkerEngine was sent a request {method}"
         with pytest.raises(ValueError, match=told):
-            worker._peer.ask(method)
+            worker.peer.ask(method)
 
 
 # Memory of arrays that were received is used again, and never while anybody has it.

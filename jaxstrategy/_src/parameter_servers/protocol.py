@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 import threading
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, final
@@ -15,7 +14,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, final
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxstrategy._src.errors import ClusterError, ParameterServerLost
+from jaxstrategy._src.errors import ParameterServerLost
 
 OF_WHOLE = ("set", "add", "subtract")
 """Operations with one operand of the variable's shape."""
@@ -26,145 +25,82 @@ OF_ROWS = tuple(
 
 
 class Read(NamedTuple):
-    """A variable, or some rows of it.
-
-    Attributes:
-      variable: its number.
-      rows: the numbers of the rows, an int32 or int64 vector; None: all of it.
-    """
+    """A variable, or some rows of it."""
 
     variable: int
-    rows: np.ndarray | None = None
+    rows: np.ndarray | None = None  # numbers, an int32 or int64 vector; None: all
 
 
 class CallNumber(NamedTuple):
-    """The run of a function to which a push belongs.
+    """The run of a function to which a push belongs."""
 
-    Attributes:
-      function: its number; what is pushed twice for one function counts once.
-      finished: all functions before this number have ended and push nothing more, so
-        that a server need not remember them.
-      worker: the worker that runs it.
-      incarnation: how often that worker was started before; what an earlier one pushes
-        that was given up for lost does not count.
-    """
-
-    function: int
-    finished: int = 0
-    worker: int = -1
-    incarnation: int = 0
+    function: int  # what is pushed twice for one function counts once
+    finished: int = 0  # all functions before this one have ended: servers forget them
+    worker: int = -1  # that runs it
+    incarnation: int = 0  # of the worker; what an earlier one pushes does not count
 
 
 class ServerOperation(NamedTuple):
-    """One change of a variable, which nobody sees half done.
+    """One change of a variable, which nobody sees half done."""
 
-    Attributes:
-      name: one of `OF_WHOLE` or `OF_ROWS`; or "update", which calls a program.
-      variables: the number of the variable. An update changes several together, which
-        are on one server.
-      operands: its arrays.
-      program: of an update the key of the program, which takes what the variables hold
-        and the operands, and returns what they hold afterwards.
-    """
-
-    name: str
-    variables: tuple[int, ...]
+    name: str  # one of `OF_WHOLE` or `OF_ROWS`; or "update", which calls a program
+    variables: tuple[int, ...]  # one; an update changes several of one server together
     operands: tuple[np.ndarray, ...]
+    # Of an update: takes what the variables hold and the operands, and returns what
+    # they hold afterwards.
     program: str = ""
 
 
 class Input(NamedTuple):
-    """Where a worker takes one input of a program from.
-
-    Attributes:
-      kind: "argument" of the call; "variable" pulled whole; "table", the rows of one
-        that are used; "positions" of looked-up rows in that; "element", a leaf of what
-        an iterator gives next; whether one is "present"; "own" variable of the worker;
-      the worker's "index".
-      number: of the argument, variable, table, lookup or iterator among those.
-      turn: of an element how many of this iterator the function has taken before.
-      leaf: of an element the number of its leaf.
-    """
+    """Where a worker takes one input of a program from."""
 
     kind: Literal[
-        "argument",
-        "variable",
-        "table",
-        "positions",
-        "element",
-        "present",
-        "own",
-        "index",
+        "argument",  # of the call
+        "variable",  # pulled whole
+        "table",  # the rows of one that are used
+        "positions",  # of looked-up rows in that
+        "element",  # a leaf of what an iterator gives next
+        "present",  # whether there is an element
+        "own",  # variable of the worker
+        "index",  # of the worker
     ]
-    number: int = 0
-    turn: int = 0
-    leaf: int = 0
+    number: int = 0  # of the argument, variable, table, lookup or iterator
+    turn: int = 0  # of an element: how many the function has taken before
+    leaf: int = 0  # of an element
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class ShippedTable:
-    """A table, or the shards of one, of which a function uses some rows.
+class ShippedTable(NamedTuple):
+    """A table, or the shards of one, of which a function uses some rows."""
 
-    Attributes:
-      shards: the numbers of its variables, in the order of their rows.
-      starts: the first row of each shard, and last the number of all rows.
-      lookups: which outputs of the program of ids say which rows are used.
-      rows: how many rows the main program takes: as many as all lookups together have
-        ids. What is not used of them may be anything.
-      row: the shape of a row.
-      dtype: the name of the dtype.
-    """
-
-    shards: tuple[int, ...]
-    starts: tuple[int, ...]
-    lookups: tuple[int, ...]
-    rows: int
-    row: tuple[int, ...]
+    shards: tuple[int, ...]  # its variables, in the order of their rows
+    starts: tuple[int, ...]  # the first row of each shard, and last that of all rows
+    lookups: tuple[int, ...]  # the outputs of the program of ids that are its rows
+    rows: int  # that the main program takes: as many as all lookups have ids
+    row: tuple[int, ...]  # the shape of one
     dtype: str
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Push:
-    """An operation that a function makes when it has ended.
-
-    Attributes:
-      name: of the operation.
-      variables: their numbers; the shards of a table for an operation of rows.
-      operands: which outputs of the program are its operands.
-      lookup: of an operation of rows, which output of the program of ids says which
-        rows; None: the first operand does.
-      starts: as those of `ShippedTable`, for an operation of rows.
-      flag: the output that says whether it is made at all; None: always.
-      flag_is: what the output must say.
-      program: of an update its program on the servers.
-    """
+class Push(NamedTuple):
+    """An operation that a function makes when it has ended."""
 
     name: str
-    variables: tuple[int, ...]
-    operands: tuple[int, ...]
-    lookup: int | None = None
-    starts: tuple[int, ...] = ()
-    flag: int | None = None
-    flag_is: bool = True
-    program: str = ""
+    variables: tuple[int, ...]  # the shards of a table for an operation of rows
+    operands: tuple[int, ...]  # outputs of the program
+    lookup: int | None = None  # the output of the program of ids with the rows, if any
+    starts: tuple[int, ...] = ()  # as those of `ShippedTable`
+    flag: int | None = None  # the output that says whether it is made; None: it is
+    flag_is: bool = True  # what that output must say
+    program: str = ""  # of an update
 
 
 class ElementType(NamedTuple):
-    """The leaves that each element of an iterator must have.
+    """The leaves that each element of an iterator must have."""
 
-    Attributes:
-      structure: of the element's pytree, as text.
-      types: shape and name of the dtype of each leaf.
-      split: which leaves have one version for each replica, `[replica, ...]`.
-      masks: which leaves say which rows are real of the leaf before,
-        `bool[replica, rows]`; of a batch that is full there is none.
-    """
-
-    structure: str
-    types: tuple[tuple[tuple[int, ...], str], ...]
-    split: tuple[bool, ...]
+    structure: str  # of its pytree, as text
+    types: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each leaf
+    split: tuple[bool, ...]  # which have one version for each replica
+    # Which say what rows are real of the leaf before, `bool[replica, rows]`; a batch
+    # that is full has none.
     masks: tuple[bool, ...]
 
 
@@ -177,7 +113,7 @@ class LoadedCode(NamedTuple):
 
 
 class AbstractHostCode(Protocol):
-    """The code of a program that has no exported form."""
+    """The code of a program that has no exported form, that of ids included."""
 
     def loaded(self, program: ShippedProgram) -> LoadedCode:
         """What a worker calls; called with its surroundings."""
@@ -187,58 +123,31 @@ class AbstractHostCode(Protocol):
 @final
 @dataclasses.dataclass(frozen=True)
 class ShippedProgram:
-    """A function traced for one worker, with all that runs it.
+    """A function traced for one worker, with all that runs it."""
 
-    Attributes:
-      key: of no other program; equal ones have equal keys.
-      name: of the user's function, for messages.
-      main: the program, in the form of `jax.export`; or the code of one that has none,
-        that of ids included.
-      inputs: of the programs, in order.
-      main_inputs: how many of the first inputs the main program takes.
-      ids: a program of those inputs that `ids_inputs` counts, which returns the rows
-        that lookups need; None where there are no tables.
-      ids_inputs: numbers of inputs.
-      tables: of which some rows are used.
-      results: how many of the first outputs are the function's results.
-      own: the worker's own variables that change, each with the output that it becomes.
-      pushes: in their order.
-      iterators: the type of each element that it takes of each iterator.
-      homes: the server of each variable that is read or changed.
-      replicas: how many replicas the worker has.
-    """
-
-    key: str
-    name: str
-    main: bytes | AbstractHostCode
-    inputs: tuple[Input, ...]
-    main_inputs: int
-    ids: bytes | None
-    ids_inputs: tuple[int, ...]
+    key: str  # equal of equal programs
+    name: str  # of the user's function, for messages
+    main: bytes | AbstractHostCode  # in the form of `jax.export`, if it has one
+    inputs: tuple[Input, ...]  # of both programs
+    main_inputs: int  # how many of the first inputs the main program takes
+    ids: bytes | None  # returns the rows that lookups need, if there are tables
+    ids_inputs: tuple[int, ...]  # the numbers of its inputs
     tables: tuple[ShippedTable, ...]
-    results: int
-    own: tuple[tuple[int, int], ...]
-    pushes: tuple[Push, ...]
-    iterators: tuple[tuple[ElementType, ...], ...]
-    homes: Mapping[int, int]
-    replicas: int = 1
+    results: int  # how many of the first outputs are the function's results
+    own: tuple[tuple[int, int], ...]  # variables of the worker, and their new values
+    pushes: tuple[Push, ...]  # in their order
+    iterators: tuple[tuple[ElementType, ...], ...]  # the elements taken of each one
+    homes: Mapping[int, int]  # the server of each variable
+    replicas: int = 1  # of the worker
 
 
 class Call(NamedTuple):
-    """One run of a program.
+    """One run of a program."""
 
-    Attributes:
-      number: to which function the run belongs; None: to none, and what it pushes
-        counts each time.
-      program: the key of its program, which the worker knows.
-      arguments: its arrays.
-      iterators: the number of the worker's resource for each iterator.
-    """
-
-    number: CallNumber | None
-    program: str
+    number: CallNumber | None  # None: of no function; its pushes count each time
+    program: str  # the key, which the worker knows
     arguments: tuple[np.ndarray, ...]
-    iterators: tuple[int, ...] = ()
+    iterators: tuple[int, ...] = ()  # the worker's resources
 
 
 class ElementChanged(Exception):
@@ -249,48 +158,47 @@ class ElementChanged(Exception):
         self.iterator, self.found = iterator, tuple(found)
 
 
-class AbstractServer(abc.ABC):
+class AbstractServer(Protocol):
     """Keeps variables by their numbers; any number of threads may call it at once.
 
     All methods of one that runs elsewhere raise `ParameterServerLost` when it is gone.
     """
 
-    @abc.abstractmethod
     def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
         """Keep a new variable."""
 
-    @abc.abstractmethod
     def drop(self, numbers: Sequence[int]) -> None:
         """Forget variables; those that are not there are none."""
 
-    @abc.abstractmethod
     def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
         """What these hold now; each of them is whole, together they are no snapshot."""
+        ...
 
-    @abc.abstractmethod
     def push(
         self, operations: Sequence[ServerOperation], call: CallNumber | None = None
     ) -> bool:
         """Apply operations in their order; whether they count."""
+        ...
 
-    @abc.abstractmethod
     def define(self, key: str, exported: bytes) -> None:
         """Keep a program for updates, in the form of `jax.export`."""
 
-    @abc.abstractmethod
     def fence(self, worker: int, incarnation: int) -> None:
         """From now on nothing counts that earlier incarnations of a worker push."""
 
-    @abc.abstractmethod
     def versions(self, numbers: Sequence[int]) -> list[int]:
         """How many operations each variable has seen."""
+        ...
+
+
+SERVER_METHODS = ("create", "drop", "read", "push", "define", "fence", "versions")
 
 
 Builder = Callable[..., object]
 """Makes a resource of a worker: of its index, and of other resources of it."""
 
 
-class AbstractWorker(abc.ABC):
+class AbstractWorker(Protocol):
     """One life of a worker: when it is lost, its backend starts another one.
 
     One thread calls it at a time, except for `kill`. Methods raise `WorkerLost` when it
@@ -298,45 +206,37 @@ class AbstractWorker(abc.ABC):
     traceback as a note.
     """
 
-    @abc.abstractmethod
     def define(self, program: ShippedProgram) -> None:
         """Get ready to run a program; one that is known already costs nothing."""
 
-    @abc.abstractmethod
     def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
         """Make a resource: a dataset, an iterator over one, a variable of its own."""
 
-    @abc.abstractmethod
     def release(self, resources: Sequence[int]) -> None:
         """Forget resources; those that are not there are none."""
 
-    @abc.abstractmethod
     def call(self, call: Call) -> list[np.ndarray]:
         """The results of a program, once all that it pushes is on the servers."""
+        ...
 
-    @abc.abstractmethod
     def own(self, variable: int) -> np.ndarray:
         """What one of the worker's own variables holds."""
+        ...
 
-    @abc.abstractmethod
     def kill(self) -> None:
         """End it now, whatever it is doing; callable from any thread."""
 
 
+WORKER_METHODS = ("define", "build", "release", "call", "own")
+"""Those that a coordinator asks another process for."""
+
+
 class AbstractWorkerBackend(abc.ABC):
-    """Starts the workers and servers of one strategy, and ends them.
+    """Starts the workers and servers of one strategy, and ends them."""
 
-    Attributes:
-      num_workers: how many workers there are, lost ones included.
-      replicas_per_worker: how many devices each worker has.
-      platforms: of these devices, as `jax.export` calls them.
-      servers: the parameter servers, in their order.
-      can_restart_servers: whether `restart_servers` works.
-    """
-
-    num_workers: int
-    replicas_per_worker: int
-    platforms: tuple[str, ...] = ("cpu",)
+    num_workers: int  # lost ones included
+    replicas_per_worker: int  # devices of each
+    platforms: tuple[str, ...] = ("cpu",)  # of these, as `jax.export` calls them
     servers: Sequence[AbstractServer]
     can_restart_servers = False
 
@@ -436,7 +336,7 @@ class ServerPool:
         """Keep a new variable there, of the shape of `value`; returns its number."""
         self.drop_gone()
         number = next(_numbers)
-        self.servers[server].create(number, value, is_table)
+        self.servers[server].create(number, np.asarray(value), is_table)
         self._homes[number] = server
         return number
 
@@ -472,51 +372,3 @@ class ServerPool:
         for (number, key), exported in list(self._defined.items()):
             if number == server:
                 self.servers[server].define(key, exported)
-
-
-_PAUSE = 0.05  # between two looks whether a variable is there
-
-
-@final
-class JointPool(ServerPool):
-    """The servers of a strategy of which each worker process has one."""
-
-    def __init__(
-        self, servers: Sequence[AbstractServer], is_chief: bool, seconds: float = 300.0
-    ) -> None:
-        super().__init__(servers)
-        self._is_chief = is_chief
-        self._seconds = seconds
-        self._in_order = itertools.count()
-
-    def create(self, server: int, value: np.ndarray, is_table: bool = False) -> int:
-        """The number of the next variable, once it is there."""
-        number = next(self._in_order)
-        if not self._is_chief:
-            self._wait_for(server, number)
-        elif not self._is_there(server, number):
-            self.servers[server].create(number, value, is_table)
-        self.know(number, server)
-        return number
-
-    def forget(self, number: int) -> None:
-        """Nothing: other processes have the variable."""
-
-    def _is_there(self, server: int, number: int) -> bool:
-        try:
-            self.servers[server].versions([number])
-        except LookupError:
-            return False
-        return True
-
-    def _wait_for(self, server: int, number: int) -> None:
-        end = time.monotonic() + self._seconds
-        while not self._is_there(server, number):
-            if time.monotonic() > end:
-                raise ClusterError(
-                    f"The chief has not made variable number {number} within "
-                    f"{self._seconds:.0f} s. All workers run the same program, which "
-                    "makes the same variables in the same order; is the chief (or "
-                    "worker 0) running?"
-                )
-            time.sleep(_PAUSE)

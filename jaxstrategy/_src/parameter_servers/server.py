@@ -15,17 +15,9 @@ from jax import export
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, GivenTasks
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.parameter_servers.backends import cluster_tasks
-from jaxstrategy._src.parameter_servers.peer import (
-    Answer,
-    answers_of_server,
-    answers_of_worker,
-)
-from jaxstrategy._src.parameter_servers.sessions import (
-    Hello,
-    SessionHost,
-    remote_server,
-)
-from jaxstrategy._src.parameter_servers.store.store import Store
+from jaxstrategy._src.parameter_servers.peer import Hello, SessionHost, remote_server
+from jaxstrategy._src.parameter_servers.protocol import WORKER_METHODS
+from jaxstrategy._src.parameter_servers.store.store import host_of_server
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.processes.job import TrainingTask
 from jaxstrategy._src.processes.secret import Secret
@@ -54,9 +46,7 @@ class ServedTask:
         else:
             # GPUs of the host are those of workers.
             jax.config.update("jax_platforms", "cpu")
-            host = SessionHost(
-                lambda _: answers_of_server(Store()), told, True, self._say
-            )
+            host = host_of_server(told, self._say)
         try:
             host.listen(self._address, secret)
         except OSError as error:
@@ -96,15 +86,14 @@ def worker_host(
 ) -> SessionHost:
     """Sessions with workers of this process."""
 
-    def begin(hello: Hello) -> Answer:
-        servers = [
+    def begin(hello: Hello) -> WorkerEngine:
+        servers: list[Any] = [
             remote_server(f"Parameter server {number}", address, secret, hello)
             for number, address in enumerate(hello.servers)
         ]
-        engine = WorkerEngine(hello.index, servers, jax.local_devices())
-        return answers_of_worker(engine)
+        return WorkerEngine(hello.worker, servers, jax.local_devices())
 
-    return SessionHost(begin, told, False, say)
+    return SessionHost(begin, WORKER_METHODS, told, False, say)
 
 
 _T = TypeVar("_T")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import jax
+import numpy as np
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.cluster.resolvers.environment import TFConfigClusterResolver
@@ -20,9 +22,8 @@ from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     checked_secret,
     reached,
 )
-from jaxstrategy._src.parameter_servers.peer import Peer, RemoteServer
-from jaxstrategy._src.parameter_servers.protocol import JointPool
-from jaxstrategy._src.parameter_servers.sessions import Hello, joined
+from jaxstrategy._src.parameter_servers.peer import Hello, Peer, RemoteServer, joined
+from jaxstrategy._src.parameter_servers.protocol import AbstractServer, ServerPool
 from jaxstrategy._src.parameter_servers.stream import Stream
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
@@ -87,7 +88,7 @@ class BetweenGraphStrategy(Strategy):
             _connected(number, address, addresses.servers)
             for number, address in enumerate(addresses.servers)
         ]
-        self._pool = JointPool(servers, is_chief)
+        self._pool = _JointPool(servers, is_chief)
         devices = _devices.default_devices()
         # All accelerators of this process; of CPU devices one, as in TensorFlow.
         is_cpu = devices[0].platform == "cpu"
@@ -137,7 +138,48 @@ def _alone() -> Choices:
     )
 
 
-def _connected(number: int, address: str, servers: Sequence[str]) -> RemoteServer:
+_PAUSE = 0.05  # between two looks whether a variable is there
+
+
+@final
+class _JointPool(ServerPool):
+    """The servers of a strategy of which each worker process has one."""
+
+    def __init__(self, servers: Sequence[AbstractServer], is_chief: bool) -> None:
+        super().__init__(servers)
+        self._is_chief = is_chief
+        self._in_order = itertools.count()
+
+    def create(self, server: int, value: np.ndarray, is_table: bool = False) -> int:
+        """The number of the next variable, once it is there."""
+        number, end = next(self._in_order), time.monotonic() + _START_SECONDS
+        while not self._is_there(server, number):
+            if self._is_chief:
+                self.servers[server].create(number, value, is_table)
+                break
+            if time.monotonic() > end:
+                raise ClusterError(
+                    f"The chief has not made variable number {number} within "
+                    f"{_START_SECONDS:.0f} s. All workers run the same program, which "
+                    "makes the same variables in the same order; is the chief (or "
+                    "worker 0) running?"
+                )
+            time.sleep(_PAUSE)
+        self.know(number, server)
+        return number
+
+    def forget(self, number: int) -> None:
+        """Nothing: other processes have the variable."""
+
+    def _is_there(self, server: int, number: int) -> bool:
+        try:
+            self.servers[server].versions([number])
+        except LookupError:
+            return False
+        return True
+
+
+def _connected(number: int, address: str, servers: Sequence[str]) -> AbstractServer:
     """Waits for a server of the job and connects to it."""
     secret = checked_secret(address)
     # All workers of a cluster are one coordinator to its servers.
@@ -154,4 +196,5 @@ def _connected(number: int, address: str, servers: Sequence[str]) -> RemoteServe
         refuses = isinstance(error, ConnectionAbortedError)
         what = "refuses" if refuses else "cannot be reached"
         raise ClusterError(task.why(what, error)) from error
-    return RemoteServer(Peer(task.shown, dial, ParameterServerLost, first=stream))
+    peer = Peer(task.shown, dial, ParameterServerLost, first=stream)
+    return cast("AbstractServer", RemoteServer(peer))

@@ -22,11 +22,9 @@ def main() -> None:
         package = types.ModuleType("jaxstrategy")
         package.__path__ = [str(Path(__file__).parents[3])]
         sys.modules["jaxstrategy"] = package
-        from jaxstrategy._src.parameter_servers.peer import answers_of_server
-        from jaxstrategy._src.parameter_servers.sessions import SessionHost
-        from jaxstrategy._src.parameter_servers.store.store import Store
+        from jaxstrategy._src.parameter_servers.store.store import host_of_server
 
-        host = SessionHost(lambda _: answers_of_server(Store()), dict, is_kept=True)
+        host = host_of_server()
     else:
         import jax
 

@@ -1,9 +1,8 @@
-"""`ClusterTasks`: workers and servers that somebody else has started."""
+"""Backends of processes at addresses, and `ClusterTasks`, that somebody else starts."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import secrets
 import sys
@@ -11,30 +10,31 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, host_and_port
-from jaxstrategy._src.errors import (
-    ClusterError,
-    WorkerLost,
-)
+from jaxstrategy._src.errors import ClusterError, WorkerLost
 from jaxstrategy._src.parameter_servers import peer as _peer
-from jaxstrategy._src.parameter_servers.peer import Peer, RemoteServer, RemoteWorker
-from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
-from jaxstrategy._src.parameter_servers.sessions import (
+from jaxstrategy._src.parameter_servers.peer import (
     COORDINATOR,
     Hello,
-    Wish,
+    Peer,
+    RemoteServer,
+    RemoteWorker,
     joined,
     remote_server,
+)
+from jaxstrategy._src.parameter_servers.protocol import (
+    AbstractServer,
+    AbstractWorker,
+    AbstractWorkerBackend,
 )
 from jaxstrategy._src.parameter_servers.stream import Stream
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
 
 _JOBS = ("chief", "worker", "evaluator", "ps")
-_ONE_TASK = ("chief", "evaluator")
 
 
 class ClusterAddresses(NamedTuple):
@@ -50,7 +50,7 @@ def is_for_servers(spec: ClusterSpec) -> bool:
     >>> is_for_servers(ClusterSpec({"worker": ["a:1", "b:1"]}))
     False
     """
-    return "ps" in spec.jobs and spec.num_tasks("ps") > 0
+    return _count(spec, "ps") > 0
 
 
 def checked_cluster(
@@ -61,24 +61,13 @@ def checked_cluster(
     >>> checked_cluster(ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]}))
     ClusterAddresses(workers=['a:1', 'b:1'], servers=['c:1'])
     """
+    allowed = ", ".join(_JOBS)
     if not spec:
         raise ValueError(
             "Cluster spec must be non-empty: TF_CONFIG or the resolver names no task. "
             "Without a cluster, `ParameterServerStrategy(workers=2, "
             "parameter_servers=1)` starts processes on this host."
         )
-    _check_jobs(spec, task_type)
-    for job in ("ps", "worker"):
-        if not _count(spec, job):
-            raise ValueError(
-                f"There must be at least one {job}. The cluster is {spec}, which needs "
-                "to have `ps` jobs and `worker` jobs."
-            )
-    return ClusterAddresses(_addresses(spec, "worker"), _addresses(spec, "ps"))
-
-
-def _check_jobs(spec: ClusterSpec, task_type: str | None) -> None:
-    allowed = ", ".join(_JOBS)
     if set(spec.jobs) - set(_JOBS):
         raise ValueError(
             f"Disallowed task type found in cluster spec. Allowed types are {allowed}, "
@@ -92,12 +81,19 @@ def _check_jobs(spec: ClusterSpec, task_type: str | None) -> None:
         raise ValueError(
             f"`task_type` {task_type!r} not found in the cluster spec {spec}."
         )
-    for job in _ONE_TASK:
+    for job in ("chief", "evaluator"):
         if _count(spec, job) > 1:
             raise ValueError(
                 f"There must be at most one {job!r} job, and the cluster has "
                 f"{_count(spec, job)}: {spec}."
             )
+    for job in ("ps", "worker"):
+        if not _count(spec, job):
+            raise ValueError(
+                f"There must be at least one {job}. The cluster is {spec}, which needs "
+                "to have `ps` jobs and `worker` jobs."
+            )
+    return ClusterAddresses(_addresses(spec, "worker"), _addresses(spec, "ps"))
 
 
 def _count(spec: ClusterSpec, job: str) -> int:
@@ -115,6 +111,21 @@ def _addresses(spec: ClusterSpec, job: str) -> list[str]:
     for address in addresses:
         host_and_port(address)
     return addresses
+
+
+def checked_secret(address: str) -> Secret:
+    """The secret of the job."""
+    secret = Secret.of_environment()
+    if not secret and not _secret.is_network_trusted():
+        raise ClusterError(
+            f"A coordinator and its workers run what they send each other, and who can "
+            f"reach {address} could send something too: the job needs a secret. Set "
+            f"{_secret.VARIABLE} to the same random word for all its processes, in "
+            "their environment and never on a command line "
+            f"({_secret.HOW_TO_MAKE_ONE} makes one; `python -m jaxstrategy.launch "
+            "--workers 2 --parameter-servers 1 train.py` does so by itself)."
+        )
+    return secret
 
 
 _PAUSE, _SHORT_PAUSE = 0.2, 0.02  # between two tries to reach a task; on this host
@@ -144,6 +155,9 @@ class CalledTask:
 
     def kill(self) -> None:
         """End it, if this process has started it."""
+
+    def close(self) -> None:
+        """Wait for its end, if this process has started it."""
 
     def last_output(self) -> str:
         """What it wrote last, if that is known."""
@@ -187,63 +201,57 @@ def reached(
             raise ConnectionError("nobody waits for it any more")
 
 
-@final
-class CalledTasks:
+class TaskGroup:
     """Workers and parameter servers at addresses, for one strategy of this process.
 
     Args:
-      workers: those to ask which devices they have.
-      servers: the servers.
-      renewed: the task of a worker that is to begin a new life.
       secret: of the job; None if all are of this host, at paths.
       start_seconds: the time in which all must be there.
       patience: seconds without a sign of life after which one is lost.
-      told: what workers have to say of their devices, if that is known.
 
     Attributes:
-      servers: the servers.
+      servers: the processes of the parameter servers.
+      called: those servers.
       told: what the first worker that is there says of its devices.
     """
 
     def __init__(
-        self,
-        workers: Sequence[CalledTask],
-        servers: Sequence[CalledTask],
-        renewed: Callable[[int], CalledTask],
-        secret: Secret | None,
-        start_seconds: float,
-        patience: float = _peer.PATIENCE,
-        told: Mapping[str, Any] | None = None,
+        self, secret: Secret | None, start_seconds: float, patience: float
     ) -> None:
-        self._tasks = list(servers)
-        self._renewed = renewed
+        self.servers: list[CalledTask] = []
+        self.called: list[RemoteServer] = []
+        self.told: Mapping[str, Any] = {}
         self._secret = secret
-        self._strategy = secrets.token_hex(8)
         self._start_seconds = start_seconds
         self._patience = patience
+        self._strategy = secrets.token_hex(8)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._lives: dict[int, RemoteWorker] = {}
-        self.servers: list[RemoteServer] = []
-        end = time.monotonic() + start_seconds
-        try:
-            with ThreadPoolExecutor(len(servers)) as pool:
-                made = [pool.submit(self._server, task, end) for task in servers]
-            # All that were made are kept, also if another one fails, to be closed.
-            self.servers += [each.result() for each in made if not each.exception()]
-            for each in made:
-                each.result()
-            self.told = told or self._first_worker(workers, end)
-        except BaseException:
-            self.close()
-            raise
+
+    def connect(
+        self, workers: Sequence[CalledTask], told: Mapping[str, Any] | None = None
+    ) -> None:
+        """Call all servers, and a worker unless it is known what it would say."""
+        end = time.monotonic() + self._start_seconds
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            made = [pool.submit(self._server, task, end) for task in self.servers]
+        # All that were made are kept, also if another one fails, to be closed.
+        self.called += [each.result() for each in made if not each.exception()]
+        for each in made:
+            each.result()
+        self.told = told or self._first_worker(workers, end)
+
+    def renewed(self, worker: int) -> CalledTask:
+        """The process of a worker that is to begin a new life."""
+        raise NotImplementedError
 
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
         """A new life of a worker, as soon as its process is there."""
-        task = self._renewed(worker)
-        addresses = tuple(each.address for each in self._tasks)
+        task = self.renewed(worker)
+        addresses = tuple(each.address for each in self.servers)
         life = f"{incarnation}.{next(_lives)}"
-        hello = self._hello("begin", life, worker, addresses)
+        hello = Hello("begin", COORDINATOR, self._strategy, life, worker, addresses)
         # A process of this host ends if it does not start; others somebody else starts.
         is_here = self._secret is None
         end = time.monotonic() + self._start_seconds if is_here else None
@@ -252,36 +260,44 @@ class CalledTasks:
         except ConnectionError as error:
             task.kill()
             raise WorkerLost(task.why("is lost", error)) from error
-        begun = RemoteWorker(self._peer(task, hello, stream), task.kill)
+        joining = hello._replace(wants="join")
+
+        def dial(seconds: float) -> Stream:
+            return joined(task.address, self._secret, joining, seconds)[0]
+
+        of_output = task.last_output
+        peer = Peer(task.shown, dial, WorkerLost, self._patience, of_output, stream)
+        begun = RemoteWorker(peer, task.kill)
         self._begin(worker, begun)
         return begun
 
     def replace(self, server: int, task: CalledTask) -> None:
         """Go on with a process in the place of a lost server, which has nothing."""
-        self._tasks[server] = task
+        self.servers[server] = task
         end = time.monotonic() + self._start_seconds
-        self.servers[server].peer = self._server(task, end).peer
+        self.called[server].peer = self._server(task, end).peer
 
     def close(self) -> None:
         """Let go of the tasks, which wait for another coordinator."""
         if self._closed.is_set():
             return
         self.hang_up()
+        hello = Hello("end", COORDINATOR, self._strategy)
 
         def end(task: CalledTask) -> None:
             # One that cannot be reached holds nothing any more.
             with contextlib.suppress(ConnectionError, ClusterError):
-                joined(task.address, self._secret, self._hello("end"))[0].close()
+                joined(task.address, self._secret, hello)[0].close()
 
-        with ThreadPoolExecutor(len(self._tasks)) as pool:
-            list(pool.map(end, self._tasks))
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            list(pool.map(end, self.servers))
 
     def hang_up(self) -> None:
-        """Close all connections, to tasks that will be ended."""
+        """Close all connections."""
         self._closed.set()
         for worker in tuple(self._lives):
             self._begin(worker, None)
-        for server in self.servers:
+        for server in self.called:
             server.close()
 
     def _begin(self, worker: int, life: RemoteWorker | None) -> None:
@@ -294,34 +310,15 @@ class CalledTasks:
             if each is not None:
                 each.close()
 
-    def _hello(
-        self, wants: Wish, life: str = "", index: int = 0, servers: tuple[str, ...] = ()
-    ) -> Hello:
-        return Hello(wants, COORDINATOR, self._strategy, life, index, servers)
-
     def _server(self, task: CalledTask, end: float) -> RemoteServer:
-        hello = self._hello("begin")
+        hello = Hello("begin", COORDINATOR, self._strategy)
         try:
             reached(task, self._secret, hello, end, self._closed)[0].close()
         except ConnectionError as error:
             raise ClusterError(task.why("cannot be reached", error)) from error
-        return remote_server(
-            task.shown,
-            task.address,
-            self._secret,
-            hello,
-            self._patience,
-            task.last_output,
-        )
-
-    def _peer(self, task: CalledTask, hello: Hello, first: Stream) -> Peer:
-        joining = dataclasses.replace(hello, wants="join")
-
-        def dial(seconds: float) -> Stream:
-            return joined(task.address, self._secret, joining, seconds)[0]
-
-        name, output = task.shown, task.last_output
-        return Peer(name, dial, WorkerLost, self._patience, output, first)
+        where, output = task.address, task.last_output
+        patience = self._patience
+        return remote_server(task.shown, where, self._secret, hello, patience, output)
 
     def _first_worker(
         self, workers: Sequence[CalledTask], end: float
@@ -329,7 +326,7 @@ class CalledTasks:
         found: list[Mapping[str, Any]] = []
         failures: list[str] = []
         there = threading.Event()
-        hello = self._hello("devices")
+        hello = Hello("devices", COORDINATOR, self._strategy)
 
         def ask(task: CalledTask) -> None:
             try:
@@ -355,27 +352,59 @@ class CalledTasks:
         return found[0]
 
 
-class CalledBackend(AbstractWorkerBackend):
-    """A backend of tasks at addresses."""
+class TaskBackend(AbstractWorkerBackend):
+    """A backend of processes at addresses."""
 
-    def _use(self, calls: CalledTasks, workers: int) -> None:
-        self._calls = calls
-        self.num_workers, self.servers = workers, calls.servers
-        self.replicas_per_worker = calls.told["devices"]
-        self.platforms = (calls.told["platform"],)
+    _close: Callable[[], object]
 
-    def start(self, worker: int, incarnation: int) -> RemoteWorker:
+    def _use(self, tasks: TaskGroup, workers: int) -> None:
+        self._tasks = tasks
+        self.num_workers = workers
+        self.servers = cast("Sequence[AbstractServer]", tasks.called)
+        self.replicas_per_worker = tasks.told["devices"]
+        self.platforms = (tasks.told["platform"],)
+
+    def start(self, worker: int, incarnation: int) -> AbstractWorker:
         """A new life of a worker, as soon as its process is there.
 
         Raises:
           WorkerLost: it did not start; the message has the last lines that it wrote.
         """
-        return self._calls.start(worker, incarnation)
+        return cast("AbstractWorker", self._tasks.start(worker, incarnation))
+
+    def close(self) -> None:
+        """End all that was started, or let go of it; may be called twice."""
+        self._close()
 
 
 @final
-class ClusterTasks(CalledBackend):
-    """The tasks of a cluster, of which this process is the coordinator."""
+class _ClusterGroup(TaskGroup):
+    def __init__(
+        self, addresses: ClusterAddresses, start_seconds: float, patience: float
+    ) -> None:
+        super().__init__(checked_secret(addresses.servers[0]), start_seconds, patience)
+        self._workers, self.servers = (
+            [CalledTask(f"{name} {number}", each) for number, each in enumerate(given)]
+            for name, given in zip(
+                ("worker", "parameter server"), addresses, strict=True
+            )
+        )
+        try:
+            self.connect(self._workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def renewed(self, worker: int) -> CalledTask:
+        return self._workers[worker]
+
+
+@final
+class ClusterTasks(TaskBackend):
+    """The tasks of a cluster, of which this process is the coordinator.
+
+    Closed, it lets go of them, and they wait for another coordinator.
+    """
 
     def __init__(
         self,
@@ -384,34 +413,7 @@ class ClusterTasks(CalledBackend):
         start_seconds: float = 300.0,
         patience: float = _peer.PATIENCE,
     ) -> None:
-        spec = resolver.cluster_spec()
-        addresses = checked_cluster(spec, resolver.task_type)
-        workers, servers = (
-            [CalledTask(f"{name} {number}", each) for number, each in enumerate(given)]
-            for name, given in zip(
-                ("worker", "parameter server"), addresses, strict=True
-            )
-        )
-        secret = checked_secret(servers[0].address)
-        get = workers.__getitem__
-        calls = CalledTasks(workers, servers, get, secret, start_seconds, patience)
-        self._use(calls, len(workers))
-
-    def close(self) -> None:
-        """Let go of the tasks, which wait for another coordinator."""
-        self._calls.close()
-
-
-def checked_secret(address: str) -> Secret:
-    """The secret of the job."""
-    secret = Secret.of_environment()
-    if not secret and not _secret.is_network_trusted():
-        raise ClusterError(
-            f"A coordinator and its workers run what they send each other, and who can "
-            f"reach {address} could send something too: the job needs a secret. Set "
-            f"{_secret.VARIABLE} to the same random word for all its processes, in "
-            "their environment and never on a command line "
-            f"({_secret.HOW_TO_MAKE_ONE} makes one; `python -m jaxstrategy.launch "
-            "--workers 2 --parameter-servers 1 train.py` does so by itself)."
-        )
-    return secret
+        addresses = checked_cluster(resolver.cluster_spec(), resolver.task_type)
+        tasks = _ClusterGroup(addresses, start_seconds, patience)
+        self._close = tasks.close
+        self._use(tasks, len(addresses.workers))

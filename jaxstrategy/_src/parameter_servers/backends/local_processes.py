@@ -27,6 +27,7 @@ from jaxstrategy._src.launch.options import GPUS, visible_gpus
 from jaxstrategy._src.parameter_servers import peer as _peer
 from jaxstrategy._src.parameter_servers.backends import child as _child
 from jaxstrategy._src.parameter_servers.backends.started_processes import (
+    ALL_ENDED,
     NAMES,
     Ended,
     Job,
@@ -186,8 +187,10 @@ _POLITE_SECONDS = 2.0
 class LocalTasks(StartedTasks):
     """Processes of this host, which listen in a folder that only this user enters."""
 
-    def __init__(self, workers: int, devices: ChildDevices) -> None:
-        super().__init__()
+    def __init__(
+        self, workers: int, devices: ChildDevices, seconds: float, patience: float
+    ) -> None:
+        super().__init__(None, seconds, patience)
         # A path of a socket has at most 107 characters.
         where = tempfile.gettempdir()
         self._folder = tempfile.mkdtemp(
@@ -195,7 +198,7 @@ class LocalTasks(StartedTasks):
         )
         self._guard = Guard(self._folder)
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._starting = threading.Lock()
         self._living: list[StartedTask] = []
         self._pid = os.getpid()
         # The children see the environment as it is now, whatever becomes of it.
@@ -206,7 +209,7 @@ class LocalTasks(StartedTasks):
         ]
         _all.add(self)
 
-    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask | None:
+    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask:
         name = f"{NAMES[job]} {number}"
         address = f"{self._folder}/{next(self._numbers)}"
         path = [os.path.abspath(entry) for entry in sys.path]
@@ -220,18 +223,18 @@ class LocalTasks(StartedTasks):
                 command, environment, name, self._guard, over, joined=True
             )
 
-        with self._lock:
+        with self._starting:
             if self.is_closed:
-                return None
+                raise ClusterError(ALL_ENDED)
             self._living = [each for each in self._living if each.end is None]
             try:
                 started = StartedTask(name, address, start, ended)
-            except RuntimeError:
+            except RuntimeError as error:
                 # Since Python 3.12 an ending interpreter starts no thread; the guard
                 # ends what the child has begun.
                 if threading.main_thread().is_alive():
                     raise
-                return None
+                raise ClusterError(ALL_ENDED) from error
             self._living.append(started)
         return started
 
@@ -241,7 +244,7 @@ class LocalTasks(StartedTasks):
             super().close()
 
     def _close(self) -> None:
-        with self._lock:  # nothing is started any more
+        with self._starting:  # nothing is started any more
             living = self._living
         for task in living:
             task.process.send(signal.SIGTERM)
@@ -314,15 +317,9 @@ class LocalProcesses(StartedProcesses):
         if devices_per_worker is not None:
             positive("devices_per_worker", devices_per_worker)
         found = ChildDevices.found(workers, devices_per_worker)
-        self._begin(
-            LocalTasks(workers, found),
-            workers,
-            parameter_servers,
-            None,
-            start_seconds,
-            patience,
-            {"devices": found.count, "platform": found.platform},
-        )
+        tasks = LocalTasks(workers, found, start_seconds, patience)
+        told = {"devices": found.count, "platform": found.platform}
+        self._begin(tasks, workers, parameter_servers, told)
 
     def restart_servers(self, servers: Sequence[int]) -> None:
         """New processes of parameter servers.
@@ -331,15 +328,8 @@ class LocalProcesses(StartedProcesses):
           ParameterServerLost: one did not start.
         """
         for number in servers:
-            old, task = self._tasks.servers[number], self._tasks.started("ps", number)
-            old.kill()
-            old.close()
-            if task is None:
-                raise ParameterServerLost(
-                    f"Parameter server {number} is lost: all processes were ended."
-                )
-            self._tasks.servers[number] = task
             try:
-                self._calls.replace(number, task)
+                self._tasks.restart_server(number)
             except ClusterError as error:
-                raise ParameterServerLost(str(error)) from error
+                why = f"Parameter server {number} is lost. {error}"
+                raise ParameterServerLost(why) from error

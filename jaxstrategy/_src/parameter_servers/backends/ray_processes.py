@@ -12,6 +12,7 @@ from typing import Any, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of
 from jaxstrategy._src.cluster.resolvers.environment import VARIABLE as TF_CONFIG
+from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.launch.options import PLACEMENTS
 from jaxstrategy._src.launch.ray import (
     HANDED_ON,
@@ -59,8 +60,10 @@ class RayTasks(StartedTasks):
         seconds: float,
         environments: Mapping[Job, Mapping[str, str]],
         servers: int,
+        secret: Secret,
+        patience: float,
     ) -> None:
-        super().__init__()
+        super().__init__(secret, seconds, patience)
         self._cluster = cluster
         self._seconds = seconds
         self._environments = environments
@@ -75,7 +78,7 @@ class RayTasks(StartedTasks):
             cluster.close()
             raise
 
-    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask | None:
+    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask:
         actors, name = self._actors, f"{NAMES[job]} {number}"
         try:
             actor = actors.start(self._first_bundles[job] + number)
@@ -90,9 +93,7 @@ class RayTasks(StartedTasks):
                 raise
         except self._cluster.ray.exceptions.RayError as error:
             *_, last = str(error).strip().splitlines()
-            self.failures[job, number] = f"Ray does not start it: {last.strip()}."
-            return None
-        self.failures.pop((job, number), None)
+            raise ClusterError(f"Ray does not start it: {last.strip()}.") from error
         return StartedTask(
             name,
             address,
@@ -191,10 +192,9 @@ class RayProcesses(StartedProcesses):
         }
         cpus = math.ceil(sum(each.get("CPU", 0.0) for each in bundles))
         cluster = RayCluster(address, cpus, working_dir)
-        tasks = RayTasks(
-            cluster, bundles, placement, start_seconds, environments, servers
-        )
-        self._begin(tasks, workers, servers, secret, start_seconds, patience)
+        start = bundles, placement, start_seconds, environments, servers
+        tasks = RayTasks(cluster, *start, secret, patience)
+        self._begin(tasks, workers, servers)
 
 
 def _bundle(resources: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import sys
@@ -19,14 +18,14 @@ from jaxstrategy._src.launch.child_process import (
     described,
 )
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
-    CalledBackend,
     CalledTask,
-    CalledTasks,
+    TaskBackend,
+    TaskGroup,
 )
-from jaxstrategy._src.processes.secret import Secret
 
 Job: TypeAlias = Literal["worker", "ps"]
 NAMES: Mapping[Job, str] = {"worker": "worker", "ps": "parameter server"}
+ALL_ENDED = "All processes were ended."
 _DRAIN_SECONDS = 1.0
 
 
@@ -42,9 +41,6 @@ class StartedTask(CalledTask):
       release: gives its place to the next one; may be called twice.
       hidden: how lines begin that it writes and nobody need see.
       news_seconds: how long it takes until one hears of its end.
-
-    Attributes:
-      process: it.
     """
 
     def __init__(
@@ -112,135 +108,116 @@ class StartedTask(CalledTask):
 Ended: TypeAlias = Callable[[StartedTask], None]
 
 
-@final
-class WorkerPlace:
-    """A worker's process, and the next one as soon as that has ended."""
+class StartedTasks(TaskGroup):
+    """Starts the processes, and ends them at the latest with this one.
 
-    def __init__(self, start: Callable[[Ended], StartedTask | None]) -> None:
-        self._start = start
-        self._lock = threading.Lock()
-        self._is_used = False
-        with self._lock:  # it may end before it is known here
-            self.current = start(self._ended)
+    A worker's process that ends is followed by the next one at once.
+    """
 
-    def fresh(self) -> StartedTask | None:
-        """A process that was never given out; the one before it is ended."""
-        with self._lock:
-            old = self.current
-            if self._is_used or old is None or old.end is not None:
-                if old is not None:
-                    old.kill()  # it may have what the next one needs
-                self.current = self._start(self._ended)
-            self._is_used = True
-            task = self.current
-        if old is not None and old is not task:
+    is_closed = False
+
+    def begin(
+        self, workers: int, servers: int, told: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start so many, and call them; `told` is what workers would say."""
+        self._locks = [threading.Lock() for _ in range(workers)]
+        self._unused = set(range(workers))  # those whose process was never given out
+        try:
+            with ThreadPoolExecutor(workers + servers) as pool:
+                serving = [pool.submit(self.started, "ps", k) for k in range(servers)]
+                working = [
+                    pool.submit(self.started, "worker", k, self._ended_of(k))
+                    for k in range(workers)
+                ]
+            errors = [e for each in (*working, *serving) if (e := each.exception())]
+            if errors and all(isinstance(each, ClusterError) for each in errors):
+                raise ClusterError(" ".join(map(str, errors)))
+            self.workers = [each.result() for each in working]
+            self.servers = [each.result() for each in serving]
+            self.connect(self.workers, told)
+        except BaseException:
+            self.close()
+            raise
+
+    def renewed(self, worker: int) -> CalledTask:
+        with self._locks[worker]:
+            old = self.workers[worker]
+            is_fresh = worker in self._unused and old.end is None
+            if not is_fresh:
+                old.kill()  # it may have what the next one needs
+                try:
+                    self._start_again(worker)
+                except ClusterError as error:
+                    raise WorkerLost(f"Worker {worker} is lost. {error}") from error
+            self._unused.discard(worker)
+            task = self.workers[worker]
+        if not is_fresh:
             old.close()
         return task
 
-    def _ended(self, task: StartedTask) -> None:
-        with self._lock:
-            if task is self.current and self._is_used:
-                self.current, self._is_used = self._start(self._ended), False
-
-
-class StartedTasks(abc.ABC):
-    """Starts the processes, and ends them at the latest with this one."""
-
-    def __init__(self) -> None:
-        self.places: list[WorkerPlace] = []
-        self.servers: list[StartedTask] = []
-        self.calls: CalledTasks | None = None
-        self.is_closed = False
-        self.failures: dict[tuple[Job, int], str] = {}
-
-    def start_all(self, workers: int, servers: int) -> None:
-        """Start so many processes."""
-
-        def place(number: int) -> WorkerPlace:
-            return WorkerPlace(functools.partial(self.started, "worker", number))
-
-        with ThreadPoolExecutor(workers + servers) as pool:
-            serving = pool.map(functools.partial(self.started, "ps"), range(servers))
-            self.places = list(pool.map(place, range(workers)))
-            self.servers = [task for task in serving if task is not None]
-        if self.failures:
-            raise ClusterError(" ".join(self.failures.values()))
-
-    def renewed(self, worker: int) -> StartedTask:
-        """A new process of a worker; the one before is ended, if it has not."""
-        task = self.places[worker].fresh()
-        if task is None:
-            why = self.failures.get(("worker", worker), "All processes were ended.")
-            raise WorkerLost(f"Worker {worker} is lost. {why}")
-        return task
+    def restart_server(self, number: int) -> None:
+        """A new process of a parameter server, which has nothing."""
+        self.servers[number].kill()
+        self.servers[number].close()
+        self.replace(number, self.started("ps", number))
 
     def started(
         self, job: Job, number: int, ended: Ended = lambda task: None
-    ) -> StartedTask | None:
-        """A process; None once all were ended, or if it failed, which is kept."""
+    ) -> StartedTask:
+        """A process, unless all were ended."""
         if self.is_closed or not threading.main_thread().is_alive():
-            return None
+            raise ClusterError(ALL_ENDED)
         return self._started(job, number, ended)
 
-    @abc.abstractmethod
-    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask | None:
-        """A process, whatever there is."""
+    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask:
+        raise NotImplementedError
 
     def close(self) -> None:
         """End all; may be called twice."""
         if not self.is_closed:
             self.is_closed = True
-            if self.calls is not None:
-                self.calls.hang_up()
+            self.hang_up()
             self._close()
 
-    @abc.abstractmethod
     def _close(self) -> None:
-        """End all."""
+        raise NotImplementedError
+
+    def _start_again(self, worker: int) -> None:
+        ended = self._ended_of(worker)
+        self.workers[worker] = self.started("worker", worker, ended)
+
+    def _ended_of(self, worker: int) -> Ended:
+        def ended(task: StartedTask) -> None:
+            with self._locks[worker]:
+                is_used = worker not in self._unused
+                if is_used and task is self.workers[worker]:
+                    # Who asks for one tries again, and hears of it.
+                    with contextlib.suppress(ClusterError):
+                        self._start_again(worker)
+                        self._unused.add(worker)
+
+        return ended
 
 
-class StartedProcesses(CalledBackend):
+class StartedProcesses(TaskBackend):
     """A backend that starts its processes."""
+
+    _tasks: StartedTasks
 
     def _begin(
         self,
         tasks: StartedTasks,
         workers: int,
         servers: int,
-        secret: Secret | None,
-        start_seconds: float,
-        patience: float,
         told: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start so many; `told` is what is known of a worker's devices before."""
         self._close = weakref.finalize(self, tasks.close)
-        self._tasks = tasks
-        try:
-            tasks.start_all(workers, servers)
-            current = (place.current for place in tasks.places)
-            tasks.calls = CalledTasks(
-                [task for task in current if task is not None],
-                tasks.servers,
-                tasks.renewed,
-                secret,
-                start_seconds,
-                patience,
-                told,
-            )
-        except BaseException:
-            self._close()
-            raise
-        self._use(tasks.calls, workers)
+        tasks.begin(workers, servers, told)
+        self._use(tasks, workers)
 
     def kill(self, worker: int) -> None:
         """End a worker's process, as a crash would; another one is started.
 
         Callable from any thread.
         """
-        task = self._tasks.places[worker].current
-        if task is not None:
-            task.kill()
-
-    def close(self) -> None:
-        """End all processes that were started; may be called twice."""
-        self._close()
+        self._tasks.workers[worker].kill()

@@ -6,13 +6,15 @@ import bisect
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from jaxstrategy._src.parameter_servers.peer import SessionHost
 from jaxstrategy._src.parameter_servers.protocol import (
     OF_ROWS,
     OF_WHOLE,
+    SERVER_METHODS,
     AbstractServer,
     CallNumber,
     Read,
@@ -434,3 +436,11 @@ class Store(AbstractServer):
                 "created here, or was dropped."
             )
         return [variable for variable in found if variable is not None]
+
+
+def host_of_server(
+    told: Callable[[], Mapping[str, Any]] = dict,
+    say: Callable[[str], None] = lambda text: None,
+) -> SessionHost:
+    """Sessions with parameter servers of this process."""
+    return SessionHost(lambda _: Store(), SERVER_METHODS, told, True, say)
