@@ -22,7 +22,7 @@ from jaxstrategy._src.contexts import (
 from jaxstrategy._src.contexts.context import OUTSIDE, AbstractStrategy, current
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import CompiledStepError, ContextError
-from jaxstrategy._src.executors.eager_steps import EagerSteps
+from jaxstrategy._src.executors.eager_replicas import EagerSteps
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device

@@ -1,29 +1,37 @@
-"""Threads of the replicas of an eager step, and their scheduler: `ReplicaTurns`."""
+"""Threads of the replicas of an eager step, and their scheduler: `run_in_turns`."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import ctypes
-import dataclasses
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
+from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import EagerReplica, Rebindings
-from jaxstrategy._src.errors import DivergentCollectiveError, LateReplicaWarning
+from jaxstrategy._src.errors import (
+    ContextError,
+    DivergentCollectiveError,
+    LateReplicaWarning,
+)
 from jaxstrategy._src.options import RunOptions
+from jaxstrategy._src.reductions import reduction as _reduction
 from jaxstrategy._src.reductions.reduction import (
     EagerCollective,
     EagerReduction,
     RunCollective,
     SameShapes,
 )
-from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.shown import array_type, listed
@@ -31,77 +39,64 @@ from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.trees import without_eager_sharding
 
-Settings = Callable[[Replicas, int, Device], contextlib.AbstractContextManager[None]]
-"""Enters JAX's settings for a replica, given all, its number and its device."""
 
-
-def thread_settings(options: RunOptions, disable_jit: bool) -> Settings:
-    """JAX's settings in this thread, to be entered in the threads of replicas."""
+def thread_settings(
+    options: RunOptions, disable_jit: bool, replicas: Replicas
+) -> Callable[[int], contextlib.ExitStack]:
+    """JAX's settings in this thread, to be entered in the thread of each replica."""
     config = jax.config
-    has_wide, promotion = config.jax_enable_x64, config.jax_numpy_dtype_promotion
-    ranks = config.jax_numpy_rank_promotion
-    precision = config.jax_default_matmul_precision
-    nans = config.jax_debug_nans or bool(options.check_finite)
-    was_disabled = config.jax_disable_jit
-    infs = config.jax_debug_infs
+    settings: list[tuple[Callable[[Any], Any], Any]] = [
+        (jax.disable_jit, disable_jit or config.jax_disable_jit),
+        (jax.enable_x64, config.jax_enable_x64),
+        (jax.numpy_dtype_promotion, config.jax_numpy_dtype_promotion),
+        (jax.numpy_rank_promotion, config.jax_numpy_rank_promotion),
+        (jax.default_matmul_precision, config.jax_default_matmul_precision),
+        (jax.debug_nans, config.jax_debug_nans or bool(options.check_finite)),
+        (jax.debug_infs, config.jax_debug_infs),
+    ]
 
-    @contextlib.contextmanager
-    def entered(replicas: Replicas, number: int, device: Device) -> Iterator[None]:
+    def entered(number: int) -> contextlib.ExitStack:
         with contextlib.ExitStack() as blocks:
-            for block in (
-                jax.disable_jit(disable_jit or was_disabled),
-                jax.default_device(device),
-                jax.enable_x64(has_wide),
-                jax.numpy_dtype_promotion(promotion),
-                jax.numpy_rank_promotion(ranks),
-                jax.default_matmul_precision(precision),
-                jax.debug_nans(nans),
-                jax.debug_infs(infs),
-                without_eager_sharding(),
-            ):
-                blocks.enter_context(block)
+            for setting, value in settings:
+                blocks.enter_context(setting(value))
+            blocks.enter_context(jax.default_device(replicas.devices_of(number)[0]))
+            blocks.enter_context(without_eager_sharding())
             if replicas.inner_axes:
                 blocks.enter_context(jax.set_mesh(replicas.mesh_of(number)))
-            yield
+            return blocks.pop_all()
 
     return entered
 
 
-# To wait for a thread that was told to end.
-_ENDING_SECONDS = 5.0
+class Rendezvous(NamedTuple):
+    """An operation of all replicas, in which each waits for the others."""
+
+    label: str
+    kind: object  # equal if replicas may do it together
+    value: Any  # an `EagerOperands` or a `MergeCall`
 
 
-@dataclasses.dataclass(frozen=True)
-class EagerArrays:
+class EagerOperands(NamedTuple):
     collective: EagerCollective
-    arrays: tuple[jax.Array, ...]
-    weak: tuple[bool, ...]
-
-    @property
-    def label(self) -> str:
-        types = [array_type(each.dtype, each.shape) for each in self.arrays]
-        return f"{self.collective.name} of {listed(types, 6)}"
-
-    def is_like(self, other: EagerArrays) -> bool:
-        types = [[(a.shape, a.dtype) for a in each.arrays] for each in (self, other)]
-        return self.collective == other.collective and types[0] == types[1]
+    arrays: Sequence[jax.Array]
+    weak: Sequence[bool]  # for each result
 
 
-@dataclasses.dataclass(frozen=True)
-class MergeCall:
+class MergeCall(NamedTuple):
     merge_fn: Callable[..., PyTree]
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-
-    label = "merge_call"
+    args: Sequence[PyTree]
+    kwargs: Mapping[str, PyTree]
 
 
-Rendezvous: TypeAlias = EagerArrays | MergeCall
-"""An operation of all replicas, in which each waits for the others."""
+MERGE_CALL = "merge_call"
 
 
 class ReplicaEnded(BaseException):  # not caught by a step's `except Exception`
     """Ends the thread of a replica whose step is given up."""
+
+
+# To wait for a thread that was told to end.
+_ENDING_SECONDS = 5.0
 
 
 @final
@@ -119,17 +114,18 @@ class ReplicaThread(EagerReplica):
         self.number = number
         self.index = index
         self.reduction = EagerReduction(run_collective)
+        # What it waits for: all the others, or a call in the thread of the caller.
         self.waits_for: Rendezvous | None = None
         self.request: Callable[[], object] | None = None
         self.line: Line | None = None
         self.result: object = None
         self.error: BaseException | None = None
         self.is_ended = False
-        self._is_paused = False
         self._shapes = SameShapes(replicas.count)
         self._body = body
         self._reply: object = None
         self._error_reply: BaseException | None = None
+        self._is_paused = False
         self._gives_up = False
         self._turn = threading.Semaphore(0)
         self._is_over = threading.Semaphore(0)
@@ -143,10 +139,8 @@ class ReplicaThread(EagerReplica):
 
     # Called in the thread of the caller.
 
-    def begin_turn(
-        self, reply: object = None, error_reply: BaseException | None = None
-    ) -> None:
-        """Resumes it with the result of the rendezvous, or an error to raise there."""
+    def begin_turn(self, reply: object, error_reply: BaseException | None) -> None:
+        """Resumes it with the reply to what it waits for, or an error to raise."""
         self._reply, self._error_reply, self.request = reply, error_reply, None
         self._is_paused = False
         if self._thread.ident is None:
@@ -160,7 +154,6 @@ class ReplicaThread(EagerReplica):
 
     def give_up(self) -> None:
         if self._thread.ident is None or self.is_ended:
-            self.is_ended = True
             return
         self._gives_up = True
         if self._is_paused:
@@ -169,7 +162,6 @@ class ReplicaThread(EagerReplica):
             thread = ctypes.c_ulong(self._thread.ident)
             error = ctypes.py_object(ReplicaEnded)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
-        self._thread.join(_ENDING_SECONDS)
 
     def join(self) -> None:
         if self._thread.ident is not None:
@@ -198,11 +190,12 @@ class ReplicaThread(EagerReplica):
     def rendezvous(
         self, collective: EagerCollective, arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        types = jax.tree.leaves(self.result_types(collective, arrays))
-        weak = tuple(each.weak_type for each in types)
-        results = self._wait(EagerArrays(collective, tuple(arrays), weak))
-        assert isinstance(results, list), "the caller answers a collective so"
-        return results
+        types = [(each.dtype, each.shape) for each in arrays]
+        texts = [array_type(dtype, shape) for dtype, shape in types]
+        results = jax.tree.leaves(self.result_types(collective, arrays))
+        operands = EagerOperands(collective, arrays, [x.weak_type for x in results])
+        label = f"{collective.name} of {listed(texts, 6)}"
+        return self._wait(Rendezvous(label, (collective, types), operands))
 
     def merge_call(
         self,
@@ -210,7 +203,8 @@ class ReplicaThread(EagerReplica):
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> PyTree:
-        return self._wait(MergeCall(merge_fn, tuple(args), dict(kwargs)))
+        call = MergeCall(merge_fn, args, kwargs)
+        return self._wait(Rendezvous(MERGE_CALL, MERGE_CALL, call))
 
     def result_types(
         self, collective: EagerCollective, arrays: Sequence[object]
@@ -227,7 +221,7 @@ class ReplicaThread(EagerReplica):
         self.request = function
         return self._pause()
 
-    def _wait(self, waits_for: Rendezvous) -> object:
+    def _wait(self, waits_for: Rendezvous) -> Any:
         """Waits for all replicas and returns this one's result."""
         if self._gives_up:
             raise ReplicaEnded
@@ -263,6 +257,65 @@ class ReplicaThread(EagerReplica):
                 rebindings.take_back()
 
 
+def run_in_turns(
+    name: str,
+    threads: Sequence[ReplicaThread],
+    answer: Callable[[Sequence[Rendezvous]], Sequence[object]],
+    agree: Callable[[str], object],
+) -> None:
+    """Runs the replicas of a step: each until it waits for all the others, in turn.
+
+    Args:
+      answer: makes the reply for each replica when all wait for the same.
+      agree: compares what comes next with the other processes.
+    """
+    replies: Sequence[object] = [None] * len(threads)
+    error_reply = None
+    wait_for = _Patience(name, threads)
+
+    def tell_others(what: str) -> None:
+        # Where the other processes differ, the error here is raised instead.
+        with contextlib.suppress(Exception):
+            agree(what)
+
+    try:
+        while True:
+            for thread in threads:
+                thread.waits_for = None
+            for thread, reply in zip(threads, replies, strict=True):
+                thread.begin_turn(reply, error_reply)
+                wait_for(thread)
+                if (error := thread.error) is not None:
+                    tell_others(f"{type(error).__name__} in replica {thread.number}")
+                    if error is not error_reply:
+                        error.add_note(
+                            f"Replica {thread.number} of `{name}` raised this, in "
+                            f"`eager_replicas()`. {_waits(threads)}".rstrip()
+                        )
+                    raise error
+            waiting = [each.waits_for for each in threads if each.waits_for is not None]
+            if not waiting:
+                break
+            is_same = all(each.kind == waiting[0].kind for each in waiting)
+            if len(waiting) < len(threads) or not is_same:
+                tell_others("replicas that do not meet")
+                raise _divergence(name, threads)
+            agree(waiting[0].label)
+            try:
+                replies, error_reply = answer(waiting), None
+            except Exception as error:
+                error_reply = error
+                error.add_note(
+                    f"All replicas of `{name}` had met, in `eager_replicas()`, at "
+                    f"{waiting[0].label}: {threads[0].line}"
+                )
+        agree("the end of the step")
+    finally:
+        for thread in threads:
+            thread.give_up()
+            thread.join()
+
+
 # After so long a replica that runs is named in a warning, once.
 PATIENCE_SECONDS = 10.0
 
@@ -270,67 +323,15 @@ _DEBUGGERS = ("bdb", "pdb", "cmd", "pudb", "debugpy", "pydevd", "ipdb")
 
 
 @final
-class ReplicaTurns:
-    """The replicas of one eager step: each runs until it waits for all the others."""
+class _Patience:
+    """Waits for the ends of turns, and warns once of one that takes long."""
 
-    def __init__(
-        self,
-        name: str,
-        threads: Sequence[ReplicaThread],
-        answer: Callable[[Sequence[Rendezvous]], Sequence[object]],
-        agree: Callable[[str], None],
-    ) -> None:
+    def __init__(self, name: str, threads: Sequence[ReplicaThread]) -> None:
         self._name = name
         self._threads = threads
-        self._answer = answer
-        self._agree = agree
         self._has_warned = False
 
-    def run(self) -> None:
-        try:
-            replies: Sequence[object] = [None] * len(self._threads)
-            error_reply = None
-            while not self._round(replies, error_reply):
-                waiting = [
-                    t.waits_for for t in self._threads if t.waits_for is not None
-                ]
-                self._agree(waiting[0].label)
-                try:
-                    replies, error_reply = self._answer(waiting), None
-                except Exception as error:
-                    error_reply = error
-                    error.add_note(
-                        f"All replicas of `{self._name}` had met, in "
-                        f"`eager_replicas()`, at {waiting[0].label}: "
-                        f"{self._threads[0].line}"
-                    )
-            self._agree("the end of the step")
-        finally:
-            for thread in self._threads:
-                thread.give_up()
-            for thread in self._threads:
-                thread.join()
-
-    def _round(
-        self, replies: Sequence[object], error_reply: BaseException | None
-    ) -> bool:
-        """Gives each replica a turn; returns whether all have returned."""
-        for thread in self._threads:
-            thread.waits_for = None
-        for thread, reply in zip(self._threads, replies, strict=True):
-            thread.begin_turn(reply, error_reply)
-            self._wait_for(thread)
-            if thread.error is not None:
-                self._raise(thread, thread.error, thread.error is error_reply)
-        waiting = [thread for thread in self._threads if not thread.is_ended]
-        if not waiting:
-            return True
-        if len(waiting) < len(self._threads) or not _are_alike(waiting):
-            self._tell_others("replicas that do not meet")
-            raise self._divergence(waiting)
-        return False
-
-    def _wait_for(self, thread: ReplicaThread) -> None:
+    def __call__(self, thread: ReplicaThread) -> None:
         self._end_of_turn(thread)
         while thread.request is not None:
             try:
@@ -347,70 +348,143 @@ class ReplicaTurns:
             if self._has_warned or not modules.isdisjoint(_DEBUGGERS):
                 continue
             self._has_warned = True
-            line = user_code.innermost([(file, number) for file, number, _ in frames])
-            others = [each for each in self._threads if each.waits_for is not None]
+            line = user_code.innermost([frame[:2] for frame in frames])
             user_code.warn(
                 f"Replica {thread.number} of `{self._name}` has run for "
                 f"{PATIENCE_SECONDS:g} s and has not come to a collective, nor to its "
-                f"end. It is at\n  {line}\n{_waits(others)}",
+                f"end. It is at\n  {line}\n{_waits(self._threads)}",
                 LateReplicaWarning,
             )
 
-    def _raise(
-        self, thread: ReplicaThread, error: BaseException, is_reply: bool
-    ) -> None:
-        self._tell_others(f"{type(error).__name__} in replica {thread.number}")
-        if not is_reply:
-            others = [each for each in self._threads if each.waits_for is not None]
-            error.add_note(
-                f"Replica {thread.number} of `{self._name}` raised this, in "
-                f"`eager_replicas()`. {_waits(others)}".rstrip()
-            )
-        raise error
 
-    def _tell_others(self, what: str) -> None:
-        try:
-            self._agree(what)
-        except Exception:
-            pass  # the other processes differ: the error here is raised instead
-
-    def _divergence(self, waiting: Sequence[ReplicaThread]) -> DivergentCollectiveError:
-        what = "do not meet at the same collective"
-        if any(isinstance(each.waits_for, MergeCall) for each in waiting):
-            what = "have a different number of merge_call() calls"
-        lines = "\n".join(f"  {_where(thread)}" for thread in self._threads)
-        return DivergentCollectiveError(
-            f"The replicas of `{self._name}` {what}; compiled, or in several "
-            f"processes, they would wait for each other for ever:\n{lines}\n"
-            "All replicas must call the same collectives in the same order, with "
-            "arrays of the same shapes and dtypes. Take the call out of what depends "
-            "on the replica, and choose the value instead.",
-            collective_line=str(waiting[0].line),
-        )
-
-
-def _are_alike(threads: Sequence[ReplicaThread]) -> bool:
-    first = threads[0].waits_for
-    others = [thread.waits_for for thread in threads[1:]]
-    if isinstance(first, EagerArrays):
-        return all(isinstance(x, EagerArrays) and first.is_like(x) for x in others)
-    return all(type(first) is type(other) for other in others)
-
-
-def _where(thread: ReplicaThread) -> str:
-    if thread.waits_for is not None:
-        return (
-            f"replica {thread.number} waits at {thread.waits_for.label}: {thread.line}"
-        )
-    last = "without any" if thread.line is None else f"after that at {thread.line}"
-    return f"replica {thread.number} has returned, {last}"
+def _divergence(
+    name: str, threads: Sequence[ReplicaThread]
+) -> DivergentCollectiveError:
+    what, lines, collective_line = "do not meet at the same collective", [], None
+    for thread in threads:
+        if (rendezvous := thread.waits_for) is not None:
+            where = f"waits at {rendezvous.label}: {thread.line}"
+            collective_line = collective_line or thread.line
+            if rendezvous.kind == MERGE_CALL:
+                what = "have a different number of merge_call() calls"
+        elif thread.line is None:
+            where = "has returned, without any"
+        else:
+            where = f"has returned, after that at {thread.line}"
+        lines.append(f"  replica {thread.number} {where}")
+    text = "\n".join(lines)
+    return DivergentCollectiveError(
+        f"The replicas of `{name}` {what}; compiled, or in several "
+        f"processes, they would wait for each other for ever:\n{text}\n"
+        "All replicas must call the same collectives in the same order, with "
+        "arrays of the same shapes and dtypes. Take the call out of what depends "
+        "on the replica, and choose the value instead.",
+        collective_line=str(collective_line),
+    )
 
 
 def _waits(threads: Sequence[ReplicaThread]) -> str:
-    if not threads:
+    """Which replicas wait, and where the first of them does."""
+    waiting = [thread for thread in threads if thread.waits_for is not None]
+    if not waiting:
         return ""
-    who = listed([str(thread.number) for thread in threads], 8)
-    first = threads[0]
-    assert first.waits_for is not None, "the caller has looked"
-    verb = "Replica {} waits" if len(threads) == 1 else "Replicas {} wait"
-    return f"{verb.format(who)} at {first.waits_for.label}: {first.line}"
+    first, who = waiting[0], listed([str(each.number) for each in waiting], 8)
+    assert first.waits_for is not None, "it was chosen so"
+    verb = f"Replica {who} waits" if len(waiting) == 1 else f"Replicas {who} wait"
+    return f"{verb} at {first.waits_for.label}: {first.line}"
+
+
+# Collectives, which JAX may differentiate and map in the thread of a replica.
+
+_rendezvous_p = Primitive("jaxstrategy_rendezvous")
+_rendezvous_p.multiple_results = True
+
+
+def rendezvous(collective: EagerCollective, arrays: Sequence[jax.Array]) -> PyTree:
+    types = _this_replica(collective).result_types(collective, arrays)
+    results = _rendezvous_p.bind(*arrays, collective=collective)
+    return jax.tree.structure(types).unflatten(results)
+
+
+def _this_replica(collective: EagerCollective) -> ReplicaThread:
+    thread = context.current().eager
+    if isinstance(thread, ReplicaThread):
+        return thread
+    raise ContextError(
+        f"{collective.name} was called in `eager_replicas()` by a thread that is no "
+        "replica's. Call it in the step itself, not in a thread or callback of it."
+    )
+
+
+@_rendezvous_p.def_impl
+def _run(*arrays: jax.Array, collective: EagerCollective) -> list[jax.Array]:
+    return _this_replica(collective).rendezvous(collective, arrays)
+
+
+@_rendezvous_p.def_abstract_eval
+def _types(*types: ShapedArray, collective: EagerCollective) -> list[ShapedArray]:
+    structs = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type)
+        for each in types
+    ]
+    results = _this_replica(collective).result_types(collective, structs)
+    return [
+        ShapedArray(each.shape, each.dtype, weak_type=each.weak_type)
+        for each in jax.tree.leaves(results)
+    ]
+
+
+def _derivative(
+    primals: Sequence[Any], tangents: Sequence[Any], *, collective: EagerCollective
+) -> tuple[list[Any], list[Any]]:
+    results = _rendezvous_p.bind(*primals, collective=collective)
+    differs = tuple(not isinstance(each, ad.Zero) for each in tangents)
+    nonzero = [each for each in tangents if not isinstance(each, ad.Zero)]
+    derivative = _reduction.derivative(collective, differs)
+    out = iter(_rendezvous_p.bind(*primals, *nonzero, collective=derivative))
+    return results, [
+        next(out)
+        if jnp.issubdtype(result.dtype, jnp.inexact)
+        else ad.Zero(jax.typeof(result).to_tangent_aval())
+        for result in results
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, collective: EagerCollective
+) -> list[Any]:
+    linear = tuple(
+        jax.ShapeDtypeStruct(
+            each.aval.shape, each.aval.dtype, weak_type=each.aval.weak_type
+        )
+        if ad.is_undefined_primal(each)
+        else None
+        for each in operands
+    )
+    known = [each for each in operands if not ad.is_undefined_primal(each)]
+    cotangents = [ad.instantiate_zeros(each) for each in cotangents]
+    transposed = _reduction.transposed(collective, linear)
+    out = iter(_rendezvous_p.bind(*known, *cotangents, collective=transposed))
+    return [None if like is None else next(out) for like in linear]
+
+
+def _mapped(
+    operands: Sequence[Any], dimensions: Sequence[Any], *, collective: EagerCollective
+) -> tuple[list[Any], list[int]]:
+    mapped = _reduction.mapped(collective, tuple(dimensions))
+    results = _rendezvous_p.bind(*operands, collective=mapped)
+    return results, [0] * len(results)
+
+
+def _compiled(*_: Any, collective: EagerCollective, **__: Any) -> Any:
+    raise ContextError(
+        f"{collective.name} was called in a function that JAX compiles for one replica "
+        "by itself, where in `eager_replicas()` it cannot meet the others. Leave out "
+        "what compiles there: `jax.jit` in `jax.disable_jit(False)`, `.lower()`."
+    )
+
+
+ad.primitive_jvps[_rendezvous_p] = _derivative
+ad.primitive_transposes[_rendezvous_p] = _transpose
+batching.primitive_batchers[_rendezvous_p] = _mapped
+mlir.register_lowering(_rendezvous_p, _compiled)

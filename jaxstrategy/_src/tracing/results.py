@@ -132,6 +132,26 @@ class Results:
         ]
 
 
+class NamedResults:
+    """The results of a step with their names in messages."""
+
+    def __init__(self, name: str, results: Results, has_objects: bool) -> None:
+        self.name = name
+        self.results = results
+        # Whether it returns new arrays of objects besides its results.
+        self.has_objects = has_objects
+
+    def path(self, keys: KeyPath) -> str:
+        """The name of the result at `keys` in messages: `` `step(...)['loss']` ``."""
+        if self.is_of_object(keys):  # the name of the array is one key
+            return f"`{jax.tree_util.keystr(keys[2:]).removeprefix('.')}`"
+        return f"`{self.name}(...){jax.tree_util.keystr(keys[self.has_objects :])}`"
+
+    def is_of_object(self, keys: KeyPath) -> bool:
+        """Whether the result at `keys` is a new array of an object."""
+        return self.has_objects and bool(keys) and keys[0].idx == 1
+
+
 def flatten(
     tree: PyTree, statics: Sequence[Leaf], name: str
 ) -> tuple[list[jax.Array], Results]:

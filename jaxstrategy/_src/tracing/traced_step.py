@@ -26,7 +26,7 @@ from jaxstrategy._src.tracing.functions import rebinding
 from jaxstrategy._src.tracing.jaxprs.visit import ArrayType, Jaxpr, KeyPath, variables
 from jaxstrategy._src.tracing.nnx.object_calls import takes_arrays
 from jaxstrategy._src.tracing.replication.types import Findings, Replication
-from jaxstrategy._src.tracing.results import Results
+from jaxstrategy._src.tracing.results import NamedResults, Results
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.trace import (
     Evaluate,
@@ -196,25 +196,22 @@ class AbstractPartitionedStep(Protocol):
 
 
 @final
-class TracedStep:
+class TracedStep(NamedResults):
     """The trace of a step as one replica sees it, for checks and explanations."""
 
     def __init__(
         self, step: ReplicaStep, trace: Trace, donated: frozenset[int] = frozenset()
     ) -> None:
+        super().__init__(step.name, trace.results, step.takes_arrays)
         self.replica_step = step
         self.trace = trace
         self.donated = donated
-        self.name = step.name
         self.signature: Signature = step.signature
         # The computation of one replica, with the types of its inputs and outputs.
         self.jaxpr: Jaxpr = trace.jaxpr
         self.types: Sequence[ArrayType] = [var.aval for var in self.jaxpr.invars]
         self.outputs: Sequence[ArrayType] = [x.aval for x in self.jaxpr.outvars]
         self.findings: Findings = trace.findings
-        self.results: Results = trace.results
-        # Whether it returns new arrays of objects besides its results.
-        self.has_objects: bool = step.takes_arrays
         self.num_replicas: int = trace.replicas.count
         self.partitioned: AbstractPartitionedStep | None = None
         self.output_shardings: Mapping[int, NamedSharding] = {}
@@ -306,16 +303,6 @@ class TracedStep:
         """The type of an argument as the step sees it."""
         aval = self._types_of_arguments[argument]
         return aval.update(shape=aval.shape[self.is_per_replica(argument) :])
-
-    def path(self, keys: KeyPath) -> str:
-        """The name of the result at `keys` in messages: `` `step(...)['loss']` ``."""
-        if self.is_of_object(keys):  # the name of the array is one key
-            return f"`{jax.tree_util.keystr(keys[2:]).removeprefix('.')}`"
-        return f"`{self.name}(...){jax.tree_util.keystr(keys[self.has_objects :])}`"
-
-    def is_of_object(self, keys: KeyPath) -> bool:
-        """Whether the result at `keys` is a new array of an object."""
-        return self.has_objects and bool(keys) and keys[0].idx == 1
 
     def line_of(self, state: Replication) -> Line | None:
         """The user's line where a value got its replication type."""

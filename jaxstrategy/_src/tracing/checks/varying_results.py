@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import jax
 from jax.extend.core import Literal
@@ -26,7 +26,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     plain,
 )
 from jaxstrategy._src.tracing.replication.types import Replication
-from jaxstrategy._src.tracing.results import Results
+from jaxstrategy._src.tracing.results import NamedResults
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import per_replica, trees
@@ -245,18 +245,6 @@ class _Matching:
             self._inputs.get(argument) in self._contributions[self._outputs[position]]
             for position, argument in pairs.items()
         )
-
-
-class NamedResults(Protocol):
-    """The part of `TracedStep` that `expectation` needs."""
-
-    @property
-    def results(self) -> Results: ...
-
-    @property
-    def has_objects(self) -> bool: ...
-
-    def path(self, keys: KeyPath) -> str: ...
 
 
 def unexpected_results(
