@@ -17,6 +17,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import jaxstrategy as js  # noqa: E402
+from jaxstrategy.compat import contrib, v1  # noqa: E402
 
 pytest.register_assert_rewrite("helpers")
 # No examples, and no tests; all but the first are programs of their own.
@@ -122,4 +123,5 @@ def compilations():
 
 @pytest.fixture(autouse=True)
 def doctest_names(doctest_namespace):
-    doctest_namespace.update(jax=jax, np=np, jnp=jax.numpy, js=js)
+    older = {"contrib": contrib, "v1": v1}
+    doctest_namespace.update(jax=jax, np=np, jnp=jax.numpy, js=js, **older)

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import functools
 import inspect
+import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -17,7 +19,6 @@ from typing import (
     ParamSpec,
     Self,
     TypeVar,
-    final,
     overload,
 )
 
@@ -39,25 +40,6 @@ from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.variable import Variable
 
-NAMES_IN_2018 = {
-    "batch_reduce_to": "batch_reduce",
-    "broadcast_to": "broadcast",
-    "call_for_each_replica": "call_for_each_tower",
-    "experimental_local_results": "unwrap",
-    "experimental_make_numpy_dataset": "distribute_dataset",
-    "experimental_run": "call_for_each_tower",
-    "experimental_run_steps_on_iterator": "run_steps_on_dataset",
-    "experimental_run_v2": "call_for_each_tower",
-    "make_dataset_iterator": "distribute_dataset",
-    "make_input_fn_iterator": "distribute_dataset",
-    "num_replicas_in_sync": "num_towers",
-    "reduce_to": "reduce",
-    "replica_id_in_sync_group": "tower_id",
-    "run": "call_for_each_tower",
-    "strategy": "distribution_strategy",
-}
-"""Members of 2018 by what the same is called since TensorFlow 1.13."""
-
 NAMES_IN_V1 = {
     "batch_reduce": "extended.batch_reduce_to",
     "broadcast": "extended.broadcast_to",
@@ -68,38 +50,38 @@ NAMES_IN_V1 = {
     "num_towers": "num_replicas_in_sync",
     "run_steps_on_dataset": "extended.experimental_run_steps_on_iterator",
     "tower_id": "replica_id_in_sync_group",
-    **{
-        name: f"extended.{name}"
-        for name in (
-            "call_for_each_replica",
-            "colocate_vars_with",
-            "experimental_run_steps_on_iterator",
-            "non_slot_devices",
-            "parameter_devices",
-            "read_var",
-            "update",
-            "update_non_slot",
-            "value_container",
-            "worker_devices",
-        )
-    },
 }
-"""Members of TensorFlow 1.13 by where 2018 had the same."""
+"""Members of TensorFlow 1.13 by what 2018 called the same."""
+
+NAMES_IN_2018 = {
+    **{new.removeprefix("extended."): old for old, new in NAMES_IN_V1.items()},
+    "experimental_local_results": "unwrap",
+    "experimental_make_numpy_dataset": "distribute_dataset",
+    "make_input_fn_iterator": "distribute_dataset",
+    "reduce_to": "reduce",
+    **dict.fromkeys(
+        ("experimental_run", "experimental_run_v2", "run"), "call_for_each_tower"
+    ),
+}
+"""Members of 2018 by what the same is called since TensorFlow 1.13."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="OlderStrategy")
 
 
 @overload
 def same(
-    today: property, of: str = "", form: Callable[[Any], Any] | None = None
+    today: property, of: str = "_core", form: Callable[[Any], Any] | None = None
 ) -> Any: ...
 @overload
 def same(
-    today: Callable[Concatenate[Any, P], R], of: str = ""
+    today: Callable[Concatenate[Any, P], R], of: str = "_core"
 ) -> Callable[Concatenate[Any, P], R]: ...
-def same(today: Any, of: str = "", form: Callable[[Any], Any] | None = None) -> Any:
-    """A row of a generation's table: the member of today's class, or of its `of`.
+def same(
+    today: Any, of: str = "_core", form: Callable[[Any], Any] | None = None
+) -> Any:
+    """A row of a generation's table: a member of today's object, the attribute `of`.
 
     `form` makes of a property's value what this generation has.
     """
@@ -107,8 +89,8 @@ def same(today: Any, of: str = "", form: Callable[[Any], Any] | None = None) -> 
     name = function.__name__
 
     @functools.wraps(function, assigned=("__annotations__",))
-    def member(self: Adapter, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(getattr(self._core, of) if of else self._core, name)
+    def member(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(operator.attrgetter(of)(self), name)
         if not isinstance(today, property):
             return found(*args, **kwargs)
         return found if form is None else form(found)
@@ -126,6 +108,20 @@ def refused(error: type[Exception], text: str) -> Any:
 
     refuse.__doc__ = f"Raises `{error.__name__}`."
     return property(refuse)
+
+
+def made_by(today: Callable[P, Strategy]) -> Callable[Concatenate[Any, P], None]:
+    """`__init__` of a class whose arguments are those of a class of today."""
+
+    def __init__(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:  # noqa: N807
+        OlderStrategy.__init__(self, today(*args, **kwargs))
+
+    given = inspect.signature(today)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    vars(__init__)["__signature__"] = given.replace(
+        parameters=[this, *given.parameters.values()]
+    )
+    return __init__
 
 
 _lock = threading.RLock()
@@ -165,6 +161,8 @@ class Adapter:
             if not name.startswith("_") and hasattr(type(core), name):
                 text += f", which is younger: `{self._way}.{name}` is today's"
             here = self._names.get(name, "")
+            if hasattr(getattr(kind, "extended_class", None), name):
+                here = f"extended.{name}"
             for place in (here, here.removeprefix("extended.")):
                 if here and hasattr(kind, place.partition(".")[0]):
                     text += f"; in this generation it is `{place}`"
@@ -187,15 +185,19 @@ class OlderStrategy(Adapter, StrategyAdapter):
             cls._common, cls._classes = cls, {}
         cls._classes.update(dict.fromkeys(cores, cls))
 
-    def __init__(self, core: Strategy) -> None:
-        if type(self) is self._common:
-            name = type(self).__name__
-            raise TypeError(
-                f"`{name}` is what all strategies of {self._time} have in common. Make "
-                "one of them, such as `MirroredStrategy()`; or of a strategy of "
-                f"`jaxstrategy`: `{name}.over(strategy)`."
-            )
-        self._common._known(core, self._put_over)
+    if TYPE_CHECKING:
+        __init__: Any  # each class has its own arguments
+    else:
+
+        def __init__(self, core: Strategy) -> None:
+            if type(self) is self._common:
+                name = type(self).__name__
+                raise TypeError(
+                    f"`{name}` is what all strategies of {self._time} have in common. "
+                    "Make one of them, such as `MirroredStrategy()`; or of a strategy "
+                    f"of `jaxstrategy`: `{name}.over(strategy)`."
+                )
+            self._common._known(core, self._put_over)
 
     def _put_over(self, core: Strategy) -> Self:
         super().__init__(core)
@@ -244,21 +246,10 @@ class OlderStrategy(Adapter, StrategyAdapter):
         return self._core._repr_html_()
 
 
-S = TypeVar("S", bound=OlderStrategy)
-
-
-@final
-class AdapterScope(contextlib.AbstractContextManager[S]):
-    def __init__(self, adapter: S) -> None:
-        self._adapter = adapter
-        self._scope = adapter.core.scope()
-
-    def __enter__(self) -> S:
-        self._scope.__enter__()
-        return self._adapter
-
-    def __exit__(self, *error: Any) -> None:
-        self._scope.__exit__(*error)
+@contextlib.contextmanager
+def scope_of(strategy: S, scope: AbstractContextManager[object]) -> Iterator[S]:
+    with scope:
+        yield strategy
 
 
 # What methods of both generations do, each under its name.

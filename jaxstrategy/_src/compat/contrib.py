@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self, final
+from typing import Any, Self, final
 
 import jax
 from jax.core import Tracer
@@ -17,13 +17,13 @@ from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
 from jaxstrategy._src.compat import inputs
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_2018,
-    AdapterScope,
     OlderStrategy,
     first_named,
     read_variable,
     refused,
     require_function,
     same,
+    scope_of,
     waited,
 )
 from jaxstrategy._src.compat.inputs import OF_GROUPS, GetsNext, PerDeviceDataset
@@ -77,13 +77,12 @@ def _require_scope(strategy: DistributionStrategy, method: str) -> None:
 def _require_cross_tower(strategy: DistributionStrategy, method: str) -> None:
     """Raise unless code is in the cross-tower context of this strategy."""
     context = _context.current()
-    if context.strategy is strategy.core and context.replica is None:
-        return
-    _require_scope(strategy, method)
-    raise ContextError(
-        "Method requires being in cross-tower context, use "
-        f"get_tower_context().merge_call(): `{method}` was called in a tower."
-    )
+    if context.strategy is not strategy.core or context.replica is not None:
+        _require_scope(strategy, method)
+        raise ContextError(
+            "Method requires being in cross-tower context, use "
+            f"get_tower_context().merge_call(): `{method}` was called in a tower."
+        )
 
 
 def _operation_of(aggregation: VariableAggregation | str) -> ReduceOp:
@@ -166,19 +165,11 @@ class MultiStepContext(inputs.MultiStepContext):
 class DistributionStrategy(OlderStrategy):
     """A strategy with the methods of `tf.contrib.distribute.DistributionStrategy`.
 
-    `MirroredStrategy` and the others make one. Behind each is a strategy of today,
-    `strategy.core`; each of those has one such object. A *tower* is what is a replica
-    today. Methods that are about all towers want to be called inside
-    `with strategy.scope():`, or in a function of `merge_call`.
+    `MirroredStrategy` and the others make one, and `over` of a strategy of today, which
+    is `strategy.core`. A *tower* is what is a replica today. Methods that are about all
+    towers want to be called inside `with strategy.scope():`, or in a function of
+    `merge_call`.
 
-    Args:
-      core: a strategy of today, given by the class of a strategy.
-
-    Raises:
-      TypeError: it is made itself, or of something else; `over` is for that.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
     >>> def merge_fn(strategy, v):
     ...     return sum(strategy.unwrap(v))
@@ -271,12 +262,12 @@ class DistributionStrategy(OlderStrategy):
 
     num_towers: int = same(Strategy.num_replicas_in_sync)
     worker_devices: list[Device] = same(
-        StrategyExtended.worker_devices, "extended", form=list
+        StrategyExtended.worker_devices, "_core.extended", form=list
     )
     parameter_devices: list[Device] = same(
-        StrategyExtended.parameter_devices, "extended", form=list
+        StrategyExtended.parameter_devices, "_core.extended", form=list
     )
-    value_container = same(StrategyExtended.value_container, "extended")
+    value_container = same(StrategyExtended.value_container, "_core.extended")
 
     @property
     def is_single_tower(self) -> bool:
@@ -303,7 +294,7 @@ class DistributionStrategy(OlderStrategy):
         """A `with` block in which this strategy is current: the cross-tower context."""
         if _current.has_strategy():
             _require_cross_tower(self, "scope")
-        return AdapterScope(self)
+        return scope_of(self, self._core.scope())
 
     def colocate_vars_with(
         self, colocate_with_variable: Any
@@ -433,13 +424,13 @@ class DistributionStrategy(OlderStrategy):
     ) -> MultiStepContext:
         """Calls `fn(context, *element)` so many times, in cross-tower context."""
         _require_cross_tower(self, "run_steps_on_dataset")
-        context = MultiStepContext()
 
-        def call(element: Any) -> None:
+        def call(context: MultiStepContext, element: Any) -> None:
             fn(context, *(element if isinstance(element, tuple) else (element,)))
 
-        context.run_steps(self._core, call, iterator, iterations, initial_loop_values)
-        return context
+        return MultiStepContext().run_steps(
+            self._core, call, iterator, iterations, initial_loop_values
+        )
 
 
 _UNSUPPORTED = (
@@ -470,10 +461,9 @@ class DefaultDistributionStrategy(
     worker_devices = refused(ContextError, _UNSUPPORTED.format("worker_devices"))
     parameter_devices = refused(ContextError, _UNSUPPORTED.format("parameter_devices"))
 
-    @property
-    def worker_device_index(self) -> NoReturn:
-        """Raises `ContextError`."""
-        raise ContextError(_UNSUPPORTED.format("worker_device_index"))
+    worker_device_index: Any = refused(
+        ContextError, _UNSUPPORTED.format("worker_device_index")
+    )
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
         """The variable whose name comes first."""
@@ -505,16 +495,10 @@ class DefaultDistributionStrategy(
 class MirroredStrategy(DistributionStrategy, cores=(mirrored.MirroredStrategy,)):
     """One tower per device of this host, as `jaxstrategy.MirroredStrategy`.
 
-    Args:
-      devices: devices or their names, in tower order; by default all accelerators, or
-        all CPU devices where there is none.
-      num_gpus: how many of those to take, instead of `devices`.
-      cross_tower_ops: how values are reduced over the towers.
-      prefetch_on_device: whether `distribute_dataset` reads ahead; by default it does.
-      num_gpus_per_worker: another name of `num_gpus`.
+    `num_gpus` (also `num_gpus_per_worker`) takes so many of the devices that there are,
+    instead of `devices`. `distribute_dataset` reads ahead unless `prefetch_on_device`
+    is False.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
     >>> contrib.MirroredStrategy(num_gpus=2).worker_devices
     [CpuDevice(id=0), CpuDevice(id=1)]
@@ -545,12 +529,8 @@ class MirroredStrategy(DistributionStrategy, cores=(mirrored.MirroredStrategy,))
 class OneDeviceStrategy(DistributionStrategy, cores=(mirrored.OneDeviceStrategy,)):
     """One tower on one device; values are never wrapped.
 
-    Args:
-      device: a device or its name.
-      prefetch_on_device: whether `distribute_dataset` reads ahead; by default it does.
+    `distribute_dataset` reads ahead unless `prefetch_on_device` is False.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
     >>> contrib.OneDeviceStrategy("CPU:1").is_single_tower
     True
@@ -569,17 +549,13 @@ class CollectiveAllReduceStrategy(
 ):
     """One tower per device of every process; today's `MultiWorkerMirroredStrategy`.
 
-    Args:
-      num_gpus_per_worker: the number of devices that each process has. It is only
-        checked: which devices JAX finds is said when the process is started
-        (`CUDA_VISIBLE_DEVICES`). 0, as by default, means all.
+    `num_gpus_per_worker` is only checked, if it is not 0: which devices JAX finds is
+    said when the process is started (`CUDA_VISIBLE_DEVICES`).
 
     Raises:
       ValueError: another number of devices was found; the cluster makes no sense.
 
     >>> import os
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
     >>> os.environ["TF_CONFIG"] = '{"cluster": {"worker": ["localhost:2222"]}}'
     >>> contrib.CollectiveAllReduceStrategy().num_towers
@@ -602,23 +578,16 @@ class ParameterServerStrategy(
 ):
     """Variables on parameter servers, each worker by itself; alone, on one device.
 
-    With a cluster in `TF_CONFIG` it is asynchronous training, as
-    `compat.v1.experimental.ParameterServerStrategy`, where each worker has its devices
-    as towers. Without one there are towers on this host's devices, and variables lie on
-    the host's CPU, or on the only device: today's `CentralStorageStrategy`.
-
-    Args:
-      num_gpus_per_worker: the number of towers without a cluster; 0, as by default, is
-        one tower on the first device. With a cluster it is only checked, and 0 means
-        all devices of the worker.
+    With a cluster in `TF_CONFIG` it is
+    `compat.v1.experimental.ParameterServerStrategy`, and `num_gpus_per_worker` is only
+    checked, if it is not 0. Without one it is today's `CentralStorageStrategy` on so
+    many devices of this host, at least on the first.
 
     Raises:
       ValueError: the cluster has no servers or workers; there are fewer devices, or
         with a cluster another number.
       ClusterError: a server cannot be reached.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
     >>> contrib.ParameterServerStrategy(num_gpus_per_worker=2).num_towers
     2
@@ -641,15 +610,10 @@ class ParameterServerStrategy(
 
 @final
 class TPUStrategy(DistributionStrategy, cores=(tpu.TPUStrategy,)):
-    """One tower per core of a TPU system, or per device of any other platform.
+    """One tower per core of a TPU system, or per device: `jaxstrategy.TPUStrategy`.
 
-    Args:
-      tpu_cluster_resolver: by default one of all processes that there are.
-      steps_per_run: is for your own use, as is the attribute of this name.
-      num_cores: the number of towers, which is only checked.
+    `steps_per_run` is for your own use; `num_cores`, of towers, is only checked.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
     >>> contrib.TPUStrategy(num_cores=8).num_towers
     8

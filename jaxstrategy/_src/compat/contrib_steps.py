@@ -11,8 +11,14 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxstrategy._src.compat.adapters import NAMES_IN_2018, Adapter, require_function
+from jaxstrategy._src.compat.adapters import (
+    NAMES_IN_2018,
+    Adapter,
+    require_function,
+    same,
+)
 from jaxstrategy._src.compat.contrib import DistributionStrategy, MultiStepContext
+from jaxstrategy._src.compat.inputs import in_cross_replica
 from jaxstrategy._src.contexts import context as _context, step_outputs
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError, OutOfRangeError
@@ -20,19 +26,38 @@ from jaxstrategy._src.options import ReduceOp, VariableAggregation
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import current as _current
+from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text.shown import positive, shown
 from jaxstrategy._src.values.arrays import PyTree, Value
 from jaxstrategy._src.variables.gradients import value_and_grad, value_and_grad_of_read
 from jaxstrategy._src.variables.variable import Variable
 
 
+class _Reentrant:
+    """Blocks that may be entered again before they are left."""
+
+    def __init__(self) -> None:
+        self._blocks: list[AbstractContextManager[Any]] = []
+
+    def _block(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        block = self._block()
+        block.__enter__()
+        self._blocks.append(block)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._blocks.pop().__exit__(*error)
+
+
 @final
-class TowerContext(Adapter):
+class TowerContext(_Reentrant, Adapter):
     """One tower's view, in a function of `call_for_each_tower`.
 
     `get_tower_context()` returns it; nobody else makes one.
 
-    >>> from jaxstrategy.compat import contrib
     >>> context = contrib.get_tower_context()
     >>> context.num_towers, context.tower_id, context.is_single_tower
     (1, 0, True)
@@ -47,22 +72,14 @@ class TowerContext(Adapter):
                 f"A `TowerContext` was made of {shown(replica_context)}. Use the one "
                 "that `get_tower_context()` returns in `call_for_each_tower`."
             )
-        super().__init__(replica_context)
-        self._entered: list[AbstractContextManager[Any]] = []
+        super().__init__()
+        self._core: Any = replica_context
 
-    def __enter__(self) -> Self:
-        """A `with` block in the context where code already is."""
-        block = contextlib.nullcontext()
-        if self.distribution_strategy is _DEFAULT and not _current.has_strategy():
-            block = _context.outside()
-        else:
-            _require_current(self)
-        block.__enter__()
-        self._entered.append(block)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+    def _block(self) -> AbstractContextManager[Any]:  # where code already is
+        if self._core._is_outside and not _current.has_strategy():
+            return _context.outside()
+        _require_current(self)
+        return contextlib.nullcontext()
 
     def merge_call(
         self, merge_fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
@@ -81,15 +98,12 @@ class TowerContext(Adapter):
         """The strategy whose tower this is."""
         return DistributionStrategy.over(self._core.strategy)
 
-    @property
-    def num_towers(self) -> int:
-        """The number of towers that take this step together."""
-        return self.distribution_strategy.num_towers
+    num_towers: int = same(Strategy.num_replicas_in_sync, "_core.strategy")
 
     @property
     def is_single_tower(self) -> bool:
         """Whether there is one tower only."""
-        return self.distribution_strategy.is_single_tower
+        return self.num_towers == 1
 
     @property
     def tower_id(self) -> jax.Array | int:
@@ -111,15 +125,11 @@ class TowerContext(Adapter):
         return f"TowerContext({self.distribution_strategy!r})"
 
 
-_DEFAULT = DistributionStrategy.over(_current.get_strategy())
-
-
 def get_tower_context() -> TowerContext | Any:
     """The current tower context, or None in cross-tower context.
 
     Outside of all it is that of the default strategy's single tower.
 
-    >>> from jaxstrategy.compat import contrib
     >>> contrib.get_tower_context() is contrib.get_tower_context()
     True
     """
@@ -130,7 +140,6 @@ def get_tower_context() -> TowerContext | Any:
 def get_cross_tower_context() -> DistributionStrategy | Any:
     """The current strategy in cross-tower context, else None.
 
-    >>> from jaxstrategy.compat import contrib
     >>> print(contrib.get_cross_tower_context())
     None
     """
@@ -141,7 +150,6 @@ def get_cross_tower_context() -> DistributionStrategy | Any:
 def get_distribution_strategy() -> DistributionStrategy:
     """The current strategy; outside any scope the default one with one tower.
 
-    >>> from jaxstrategy.compat import contrib
     >>> contrib.get_distribution_strategy().num_towers
     1
     """
@@ -151,7 +159,6 @@ def get_distribution_strategy() -> DistributionStrategy:
 def has_distribution_strategy() -> bool:
     """Whether the current strategy is another than the default one.
 
-    >>> from jaxstrategy.compat import contrib
     >>> contrib.has_distribution_strategy()
     False
     """
@@ -164,7 +171,6 @@ def require_tower_context(tower_ctx: TowerContext) -> None:
     Raises:
       ContextError: code is in cross-tower context, or in another step.
 
-    >>> from jaxstrategy.compat import contrib
     >>> contrib.require_tower_context(contrib.get_tower_context())
     """
     if not isinstance(tower_ctx, TowerContext):
@@ -198,7 +204,7 @@ def _require_current(tower_ctx: TowerContext) -> None:
 
 
 @final
-class UpdateContext:
+class UpdateContext(_Reentrant):
     """A `with` block in which `get_update_device()` says these devices.
 
     `DistributionStrategy.update` enters one by itself. This one changes nothing but
@@ -207,8 +213,6 @@ class UpdateContext:
     Args:
       device: a device or its name, or several.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
     >>> with contrib.UpdateContext("CPU:1"):
     ...     contrib.get_update_device()
@@ -216,19 +220,13 @@ class UpdateContext:
     """
 
     def __init__(self, device: Device | str | Sequence[Device | str]) -> None:
+        super().__init__()
         given = [device] if isinstance(device, (Device, str)) else device
         self.devices = _devices.choose(given)
-        self._blocks: list[AbstractContextManager[Any]] = []
 
-    def __enter__(self) -> Self:
+    def _block(self) -> AbstractContextManager[Any]:
         updated = _context.current().updated
-        block = _context.entered(update_device=(self.devices, updated))
-        block.__enter__()
-        self._blocks.append(block)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._blocks.pop().__exit__(*error)
+        return _context.entered(update_device=(self.devices, updated))
 
 
 def get_update_device() -> tuple[Device, ...] | None:
@@ -237,8 +235,6 @@ def get_update_device() -> tuple[Device, ...] | None:
     A function of `update` is called once for all copies, so that these are the devices
     of all of them.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
     >>> with strategy.scope():
     ...     v = js.Variable(1.0)
@@ -261,8 +257,6 @@ def increment_var(v: Variable, amount: Value = 1) -> jax.Array:
     Raises:
       ContextError: in cross-tower context; use `distribution_strategy.update` there.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
     >>> with strategy.scope():
     ...     steps = js.Variable(6)
@@ -286,7 +280,6 @@ def get_loss_reduction() -> VariableAggregation:
     Nobody records losses here, so that it stays MEAN after a summed one, too, where
     2018 gave SUM.
 
-    >>> from jaxstrategy.compat import contrib
     >>> contrib.get_loss_reduction()
     <VariableAggregation.MEAN: 'MEAN'>
     """
@@ -295,12 +288,8 @@ def get_loss_reduction() -> VariableAggregation:
 
 @final
 class Monitor:
-    """Calls a step so many times, or until the data ends.
+    """Calls a step so many times, or until `OutOfRangeError`, the end of the data.
 
-    At the end of the data a step raises `OutOfRangeError`, as `get_next()` of an
-    iterator does.
-
-    >>> from jaxstrategy.compat import contrib
     >>> contrib.Monitor(lambda: print("step")).run_steps(2)
     step
     step
@@ -330,8 +319,6 @@ class Monitor:
 class Step(abc.ABC):
     """Something that is called to train a little.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> class Count(contrib.Step):
     ...     def __call__(self):
     ...         return self.distribution.num_towers
@@ -364,8 +351,6 @@ class Step(abc.ABC):
 class StandardInputStep(Step):
     """A step that takes its elements from a dataset.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> class First(contrib.StandardInputStep):
     ...     def __call__(self):
     ...         return self.next_element().values[0]
@@ -399,17 +384,11 @@ class StandardSingleLossStep(StandardInputStep):
     gradients over the towers goes to the optimizer; in 2018 optimizers divided it by
     the number of towers if the last loss was a mean: do so in `loss_fn`, if it is.
 
-    Args:
-      dataset_fn: as of `distribute_dataset`.
-      loss_fn: is called in each tower with a `MultiStepContext` and the parts of an
-        element, and returns the loss.
-      optimizer: an optimizer of Optax.
-      distribution: the strategy.
-      iterations_per_step: how many updates one call makes.
+    `dataset_fn` is that of `distribute_dataset`; `loss_fn` is called in each tower with
+    a `MultiStepContext` and the parts of an element, and returns the loss; `optimizer`
+    is one of Optax; one call makes `iterations_per_step` updates.
 
-    >>> import jaxstrategy as js
     >>> import optax
-    >>> from jaxstrategy.compat import contrib
     >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
     >>> with strategy.scope():
     ...     w = js.Variable(0.0)
@@ -452,13 +431,7 @@ class StandardSingleLossStep(StandardInputStep):
 
     def __call__(self) -> None:
         """Makes so many updates as `iterations_per_step` says."""
-        strategy = self._distribution
-        with strategy.scope():
-            replica = _current.get_replica_context()
-            if replica is None:
-                self._train(strategy)
-            else:  # the default strategy's scope changes nothing
-                replica.merge_call(self._train)
+        in_cross_replica(self._distribution.core, self._train)
 
     def _train(self, _: object) -> None:
         self.last_context = self._distribution.run_steps_on_dataset(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, final
 import jax
 import numpy as np
 
+from jaxstrategy._src.compat.adapters import same
 from jaxstrategy._src.contexts import replica_context, step_outputs as _step_outputs
 from jaxstrategy._src.errors import ContextError, OutOfRangeError
 from jaxstrategy._src.inputs.dataset import DistributedDataset
@@ -20,7 +20,7 @@ from jaxstrategy._src.inputs.iterator import (
     DistributedIterator,
     Optional,
 )
-from jaxstrategy._src.inputs.sources import Dataset, Source, State
+from jaxstrategy._src.inputs.sources import Dataset, Source
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
 from jaxstrategy._src.strategies.strategy import Strategy
@@ -33,10 +33,9 @@ class InputIterator(AbstractInputIterator):
     """The batches of all replicas, one pass after the other.
 
     The first pass begins by itself. TensorFlow's `session.run` of what `initialize()`
-    returns is not needed: it is an empty list.
+    returns is not needed: it is an empty list. What has the name of a member of
+    `jaxstrategy.DistributedIterator` does the same.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
     >>> iterator = strategy.make_dataset_iterator([np.arange(4)])
     >>> iterator.get_next().values
@@ -54,12 +53,26 @@ class InputIterator(AbstractInputIterator):
         self._iterator: DistributedIterator | None = None
         self._is_read = False
 
+    @property
+    def _core(self) -> DistributedIterator:
+        if self._iterator is None:
+            self._iterator = iter(self._dataset)
+        return self._iterator
+
+    @property
+    def _reading(self) -> DistributedIterator:
+        self._is_read = True
+        return self._core
+
+    element_spec: PyTree = same(DistributedIterator.element_spec)
+    get_state: Any = same(DistributedIterator.get_state)
+    set_state: Any = same(DistributedIterator.set_state, "_reading")
+
     def initialize(self) -> list[Any]:
         """Starts again at the first batch."""
         if self._is_read:
             self.close()
-            self._iterator = None
-            self._is_read = False
+            self._iterator, self._is_read = None, False
             self._iterator = iter(self._dataset)
         return []
 
@@ -69,12 +82,12 @@ class InputIterator(AbstractInputIterator):
         return self.initialize()
 
     def __next__(self) -> PyTree:
-        return next(self._reading())
+        return next(self._reading)
 
     def get_next(self, name: str | None = None) -> PyTree:
         """The next batch, with a `PerReplica` for each array."""
         try:
-            return next(self._reading())
+            return next(self)
         except StopIteration:
             raise OutOfRangeError(
                 "The end of the data. Call `iterator.initialize()` for another pass, "
@@ -84,20 +97,7 @@ class InputIterator(AbstractInputIterator):
 
     def get_next_as_optional(self, name: str | None = None) -> Optional:
         """The next batch, or nothing at the end: `optional.has_value()` tells."""
-        return self._reading().get_next_as_optional()
-
-    def get_state(self) -> State:
-        """The position in the data, for `set_state`; checkpoints save it."""
-        return self._begun().get_state()
-
-    def set_state(self, state: State) -> None:
-        """Goes on after the batch after which `state` was taken."""
-        self._reading().set_state(state)
-
-    @property
-    def element_spec(self) -> PyTree:
-        """The type of a batch, `jax.ShapeDtypeStruct`s instead of arrays."""
-        return self._begun().element_spec
+        return self._reading.get_next_as_optional()
 
     def close(self) -> None:
         """Stops reading."""
@@ -113,21 +113,10 @@ class InputIterator(AbstractInputIterator):
     def __repr__(self) -> str:
         return f"InputIterator({self._dataset!r})"
 
-    def _begun(self) -> DistributedIterator:
-        if self._iterator is None:
-            self._iterator = iter(self._dataset)
-        return self._iterator
-
-    def _reading(self) -> DistributedIterator:
-        self._is_read = True
-        return self._begun()
-
 
 class OlderDataset(DistributedDataset):
     """Today's `dataset`, with the methods by which it was read before it was iterable.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
     >>> dataset = strategy.experimental_distribute_dataset([np.arange(4)])
     >>> dataset.make_one_shot_iterator().get_next().values
@@ -135,13 +124,7 @@ class OlderDataset(DistributedDataset):
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
-        super().__init__(
-            dataset._start,
-            dataset._transfer,
-            dataset._options,
-            dataset._name,
-            dataset._sized,
-        )
+        vars(self).update(vars(dataset))
 
     def make_one_shot_iterator(self) -> InputIterator:
         """An iterator over the elements, from the first on."""
@@ -150,10 +133,7 @@ class OlderDataset(DistributedDataset):
     def make_initializable_iterator(
         self, shared_name: str | None = None
     ) -> InputIterator:
-        """An iterator that begins again whenever its `initializer` is asked for.
-
-        The first pass begins by itself.
-        """
+        """An iterator that begins again whenever its `initializer` is asked for."""
         return InputIterator(self)
 
 
@@ -164,8 +144,6 @@ class PerDeviceDataset(OlderDataset):
     Made by `distribute_dataset` of a `DistributionStrategy`. Elements are not divided.
     At the end, elements that are fewer than the towers are left out.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import contrib
     >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
     >>> dataset = strategy.distribute_dataset(lambda: range(5))
     >>> [[int(x) for x in element.values] for element in dataset]
@@ -256,6 +234,12 @@ class NumpyDataset(Iterable[PyTree]):
     def __bool__(self) -> bool:
         return True  # without it, Python asks for the `len`
 
+    def _then(
+        self, rows: Callable[[int], Iterator[Rows]], length: Callable[[int], int | None]
+    ) -> NumpyDataset:
+        known = None if self._length is None else length(self._length)
+        return NumpyDataset(self._arrays, rows, known)
+
     def batch(self, batch_size: int, drop_remainder: bool = False) -> NumpyDataset:
         """So many elements at a time, along a new first dimension."""
         size = at_least(1, "batch_size", batch_size)
@@ -272,10 +256,8 @@ class NumpyDataset(Iterable[PyTree]):
                     )
                 yield np.array(chosen)
 
-        length = self._length
-        if length is not None:
-            length = length // size if drop_remainder else -(-length // size)
-        return NumpyDataset(self._arrays, rows, length)
+        rest = 0 if drop_remainder else size - 1
+        return self._then(rows, lambda n: (n + rest) // size)
 
     def repeat(self, count: int | None = None) -> NumpyDataset:
         """All elements so many times, one pass after the other."""
@@ -286,10 +268,7 @@ class NumpyDataset(Iterable[PyTree]):
             first = number * abs(times)
             return itertools.chain.from_iterable(self._rows(first + i) for i in each)
 
-        length = self._length
-        if length is not None:
-            length = None if times < 0 else length * times
-        return NumpyDataset(self._arrays, rows, length)
+        return self._then(rows, lambda n: None if times < 0 else n * times)
 
     def shard(self, num_shards: int, index: int) -> NumpyDataset:
         """Every `num_shards`-th element, beginning with number `index`."""
@@ -300,8 +279,7 @@ class NumpyDataset(Iterable[PyTree]):
         def rows(number: int) -> Iterator[Rows]:
             return itertools.islice(self._rows(number), i, None, n)
 
-        length = None if self._length is None else -(-max(self._length - i, 0) // n)
-        return NumpyDataset(self._arrays, rows, length)
+        return self._then(rows, lambda length: max(length - i + n - 1, 0) // n)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> NumpyDataset:
         """The elements in another order, another one in each pass."""
@@ -325,7 +303,7 @@ class NumpyDataset(Iterable[PyTree]):
             for place in generator.permutation(len(buffer)):
                 yield buffer[place]
 
-        return NumpyDataset(self._arrays, rows, self._length)
+        return self._then(rows, lambda n: n)
 
     def __repr__(self) -> str:
         count = "without end" if self._length is None else f"{self._length} elements"
@@ -374,7 +352,6 @@ class MultiStepContext(_step_outputs.Sender):
     Outside of steps what is set is there at once; what a step of `run` sets is there
     when the step was started.
 
-    >>> from jaxstrategy.compat import v1
     >>> context = v1.MultiStepContext()
     >>> context.last_step_outputs, context.non_tensor_outputs, context.run_op
     ({}, {}, None)
@@ -386,18 +363,17 @@ class MultiStepContext(_step_outputs.Sender):
     _several: ClassVar[type[tuple[Any, ...]] | type[list[Any]]] = tuple
 
     def __init__(self) -> None:
-        self._last_step_outputs: dict[str, PyTree] = {}
-        self._non_tensor_outputs: dict[str, Any] = {}
+        self._outputs: dict[str, dict[str, PyTree]] = {"last": {}, "other": {}}
 
     @property
     def last_step_outputs(self) -> dict[str, PyTree]:
         """The outputs by name."""
-        return self._read("last_step_outputs", self._last_step_outputs)
+        return self._read("last_step_outputs", "last")
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
         """The outputs that are no arrays, by name."""
-        return self._read("non_tensor_outputs", self._non_tensor_outputs)
+        return self._read("non_tensor_outputs", "other")
 
     @property
     def run_op(self) -> None:
@@ -412,44 +388,47 @@ class MultiStepContext(_step_outputs.Sender):
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Sets an output that is no array."""
-        method = self._checked("set_non_tensor_output", name)
+        self._check("set_non_tensor_output", name)
         of_replicas = get_replica_context() is not None
-        self._post(("other", of_replicas, name, output), method)
+        self._emit("set_non_tensor_output", ("other", of_replicas, name, output))
 
     def run_steps(
         self,
         core: Strategy,
-        call: Callable[[Any], object],
+        fn: Callable[[Any, Any], object],
         iterator: Any,
         iterations: int,
         initial_loop_values: Any,
-    ) -> None:
-        """Calls a function so many times in cross-replica context with an element."""
-        source, count = (
-            require_iterator(iterator),
-            at_least(0, "iterations", iterations),
-        )
-        if count == 0:
-            self._last_step_outputs.update(_named(initial_loop_values))
-        outputs = _step_outputs.StepOutputs(
-            self, functools.partial(self._receive, core)
-        )
+    ) -> Self:
+        """Calls `fn(self, element)` so many times, in cross-replica context."""
+        source = require_iterator(iterator)
+        count = at_least(0, "iterations", iterations)
+        if count == 0 and initial_loop_values is not None:
+            if not isinstance(initial_loop_values, Mapping):
+                raise ValueError(
+                    f"`initial_loop_values` is {shown(initial_loop_values)} and "
+                    "`iterations` is 0, so that these values are the outputs, but they "
+                    "have no names. Give a dict by name."
+                )
+            self._outputs["last"].update(initial_loop_values)
+
+        def receive(message: tuple[str, bool, str, PyTree]) -> None:
+            kind, of_replicas, name, value = message
+            if of_replicas:
+                value = self._several(core.experimental_local_results(value))
+            self._outputs[kind][name] = value
 
         def loop(_: object) -> None:
-            with outputs.opened():
+            with _step_outputs.StepOutputs(self, receive).opened():
                 for _ in range(count):
-                    call(source.get_next())
+                    fn(self, source.get_next())
 
-        with core.scope():
-            replica = get_replica_context()
-            if replica is None:
-                loop(None)
-            else:  # the default strategy's scope changes nothing
-                replica.merge_call(loop)
+        in_cross_replica(core, loop)
+        return self
 
     def _set_output(self, name: str, output: PyTree, op: ReduceOp | None) -> None:
         """Sets an output, reduced with `op` over the replicas if there is one."""
-        method = self._checked("set_last_step_output", name)
+        self._check("set_last_step_output", name)
         replica = get_replica_context()
         if replica is None:
             if op is not None:
@@ -463,46 +442,35 @@ class MultiStepContext(_step_outputs.Sender):
             )
         else:
             output = replica.merge_call(lambda s, x: s.reduce(op, x), (output,))
-        self._post(("last", False, name, output), method)
+        self._emit("set_last_step_output", ("last", False, name, output))
 
-    def _checked(self, method: str, name: Any) -> str:
-        """The method as the user has called it, if it may be called."""
-        called = f"ctx.{method}"
-        _step_outputs.require_open(self, called)
+    def _check(self, method: str, name: Any) -> None:
+        _step_outputs.require_open(self, f"ctx.{method}")
         if not isinstance(name, str):
             raise TypeError(
                 f"The name of an output was {shown(name)}; a text was wanted."
             )
-        return called
 
-    def _post(self, message: tuple[str, bool, str, PyTree], method: str) -> None:
+    def _emit(self, method: str, message: tuple[str, bool, str, PyTree]) -> None:
         if _step_outputs.in_step() and get_replica_context() is None:  # in `merge_call`
             message = replica_context.to_replica(message)
-        _step_outputs.emit(message, method)
+        _step_outputs.emit(message, f"ctx.{method}")
 
-    def _receive(self, core: Strategy, message: Any) -> None:
-        kind, of_replicas, name, value = message
-        if of_replicas:
-            value = self._several(core.experimental_local_results(value))
-        outputs = (
-            self._last_step_outputs if kind == "last" else self._non_tensor_outputs
-        )
-        outputs[name] = value
-
-    def _read(self, name: str, outputs: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, name: str, kind: str) -> dict[str, Any]:
         if _step_outputs.in_step():
             raise ContextError(
                 f"`ctx.{name}` was read inside a step, which is compiled once, so that "
                 "each later step would have the values of now. Read it outside of "
                 "`run`, and pass what the step needs as an argument."
             )
-        return outputs
+        return self._outputs[kind]
 
 
-def _named(values: Any) -> Mapping[str, Any]:
-    if values is None or isinstance(values, Mapping):
-        return values or {}
-    raise ValueError(
-        f"`initial_loop_values` is {shown(values)} and `iterations` is 0, so that "
-        "these values are the outputs, but they have no names. Give a dict by name."
-    )
+def in_cross_replica(core: Strategy, fn: Callable[[Any], object]) -> None:
+    """Calls `fn(strategy)` in the scope of a strategy, the default one's too."""
+    with core.scope():
+        replica = get_replica_context()
+        if replica is None:
+            fn(core)
+        else:  # the default strategy's scope changes nothing
+            replica.merge_call(fn)

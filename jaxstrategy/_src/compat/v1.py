@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Self, final
 
@@ -15,12 +15,13 @@ from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_V1,
     Adapter,
-    AdapterScope,
     OlderStrategy,
     first_named,
+    made_by,
     read_variable,
     refused,
     same,
+    scope_of,
     waited,
 )
 from jaxstrategy._src.compat.inputs import (
@@ -35,19 +36,20 @@ from jaxstrategy._src.compat.inputs import (
     require_iterator,
 )
 from jaxstrategy._src.contexts import context as _context
-from jaxstrategy._src.contexts.replica_context import core_of
+from jaxstrategy._src.contexts.replica_context import (
+    ReplicaContext as _ReplicaContext,
+    core_of,
+)
 from jaxstrategy._src.inputs.input_options import (
     InputContext,
     InputOptions,
     InputReplicationMode,
 )
 from jaxstrategy._src.options import (
-    CommunicationImplementation,
     CommunicationOptions,
     ReduceOp,
     VariableAggregation,
 )
-from jaxstrategy._src.reductions.cross_device_ops import CrossDeviceOps
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import (
     between_graph,
@@ -72,8 +74,6 @@ class RunOptions(NamedTuple):
     Shapes are static, and XLA compiles each step in any case. What can be chosen here
     is in `jaxstrategy.RunOptions`, which `run` takes, too.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
     >>> strategy.run(lambda x: 2 * x, (3,), options=v1.RunOptions())
     Array(6, dtype=int32, weak_type=True)
@@ -84,7 +84,7 @@ class RunOptions(NamedTuple):
     experimental_xla_options: Any = None
 
 
-def chosen_options(
+def _chosen(
     options: CommunicationOptions | None, hints: CommunicationOptions | None
 ) -> CommunicationOptions | None:
     if hints is None:
@@ -108,11 +108,6 @@ class StrategyExtended(Adapter):
     It is `strategy.extended` of a strategy of `compat.v1`. What has the name of a
     member of `jaxstrategy.StrategyExtended` does the same.
 
-    Args:
-      container_strategy: a strategy of today.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
     >>> strategy.extended.call_for_each_replica(lambda x: x + 1, (np.int32(2),))
     Array(3, dtype=int32)
@@ -167,7 +162,7 @@ class StrategyExtended(Adapter):
         experimental_hints: CommunicationOptions | None = None,
     ) -> PyTree:
         """`value` reduced over the replicas and placed on `destinations`."""
-        chosen = chosen_options(options, experimental_hints)
+        chosen = _chosen(options, experimental_hints)
         return self._core.reduce_to(ReduceOp(reduce_op), value, destinations, chosen)
 
     def batch_reduce_to(
@@ -179,8 +174,7 @@ class StrategyExtended(Adapter):
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[PyTree]:
         """Several `reduce_to` at once: one result per pair, in order."""
-        chosen = chosen_options(options, experimental_hints)
-        op = ReduceOp(reduce_op)
+        chosen, op = _chosen(options, experimental_hints), ReduceOp(reduce_op)
         return self._core.batch_reduce_to(op, value_destination_pairs, chosen)
 
     def broadcast_to(self, tensor: PyTree, destinations: Destinations) -> PyTree:
@@ -249,20 +243,14 @@ class StrategyExtended(Adapter):
         however often this is called; the context may be among its arguments, or in its
         closure.
         """
-        context = MultiStepContext()
-        context.run_steps(
-            self._strategy,
-            lambda element: fn(context, element),
-            iterator,
-            iterations,
-            initial_loop_values,
+        return MultiStepContext().run_steps(
+            self._strategy, fn, iterator, iterations, initial_loop_values
         )
-        return context
 
     def experimental_make_numpy_dataset(
         self, numpy_input: PyTree, session: object = None
     ) -> NumpyDataset:
-        """The rows of arrays as a dataset, as of the strategy's method."""
+        """The rows of arrays as a dataset, for `make_dataset_iterator`."""
         return numpy_dataset(numpy_input)
 
 
@@ -318,18 +306,10 @@ class _OfDefault(_OfFirstVariable):
 class Strategy(OlderStrategy):
     """A strategy with the methods of `tf.compat.v1.distribute.Strategy`.
 
-    `MirroredStrategy` and the others make one. Behind each is a strategy of today,
-    `strategy.core`; each of those has one such object. What has the name of a member of
-    `jaxstrategy.Strategy` does the same.
+    `MirroredStrategy` and the others make one, and `over` of a strategy of today, which
+    is `strategy.core`. What has the name of a member of `jaxstrategy.Strategy` does the
+    same.
 
-    Args:
-      core: a strategy of today, given by the class of a strategy.
-
-    Raises:
-      TypeError: it is made itself, or of something else; `over` is for that.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
     >>> with strategy.scope():
     ...     v1.get_strategy() is strategy, js.get_strategy() is strategy.core
@@ -341,16 +321,12 @@ class Strategy(OlderStrategy):
     _module = "compat.v1"
     _time = "TensorFlow 1"
     _names = NAMES_IN_V1
-    _extended_class: ClassVar[type[StrategyExtended]] = StrategyExtended
-
-    def _put_over(self, core: _strategy.Strategy) -> Self:
-        self._extended = self._extended_class(core)
-        return super()._put_over(core)
+    extended_class: ClassVar[type[StrategyExtended]] = StrategyExtended
 
     @property
     def extended(self) -> StrategyExtended:
         """The additional methods, for library code and optimizers."""
-        return self._extended
+        return self.extended_class._known(self._core)
 
     num_replicas_in_sync: int = same(_strategy.Strategy.num_replicas_in_sync)
     cluster_resolver: ClusterResolver | None = same(_strategy.Strategy.cluster_resolver)
@@ -361,7 +337,7 @@ class Strategy(OlderStrategy):
 
     def scope(self) -> AbstractContextManager[Self]:
         """A `with` block in which this is the current strategy."""
-        return AdapterScope(self)
+        return scope_of(self, self._core.scope())
 
     def run(
         self,
@@ -412,8 +388,9 @@ class Strategy(OlderStrategy):
         self, dataset: Any, options: InputOptions | None = None
     ) -> OlderDataset:
         """`dataset`, each of its global batches divided over the replicas."""
-        made = self._core.experimental_distribute_dataset(dataset, options)
-        return OlderDataset(made)
+        return OlderDataset(
+            self._core.experimental_distribute_dataset(dataset, options)
+        )
 
     def distribute_datasets_from_function(
         self,
@@ -460,15 +437,11 @@ class Strategy(OlderStrategy):
         made = self._core.distribute_datasets_from_function(given, OF_GROUPS)
         return InputIterator(made)
 
-    def experimental_make_numpy_dataset(
-        self, numpy_input: PyTree, session: object = None
-    ) -> NumpyDataset:
-        """The rows of arrays as a dataset, for `make_dataset_iterator`."""
-        return numpy_dataset(numpy_input)
+    experimental_make_numpy_dataset = StrategyExtended.experimental_make_numpy_dataset
 
     # Variables, and sessions, which JAX has not.
 
-    colocate_vars_with = same(_Extended.colocate_vars_with, "extended")
+    colocate_vars_with = same(_Extended.colocate_vars_with, "_core.extended")
 
     def configure(
         self,
@@ -496,62 +469,45 @@ class Strategy(OlderStrategy):
 class DefaultStrategy(Strategy, cores=(current.DefaultStrategy,)):
     """One replica wherever code runs: `get_strategy()` outside any scope."""
 
-    _extended_class = _OfDefault
+    extended_class = _OfDefault
 
 
 @final
 class MirroredStrategy(Strategy, cores=(mirrored.MirroredStrategy,)):
     """One replica per device of this host, as `jaxstrategy.MirroredStrategy`.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> v1.MirroredStrategy(js.simulate(8)[:2])
     compat.v1.MirroredStrategy(2 replicas on cpu:0, cpu:1)
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device | str] | Device | str | None = None,
-        cross_device_ops: CrossDeviceOps | None = None,
-    ) -> None:
-        super().__init__(mirrored.MirroredStrategy(devices, cross_device_ops))
+    __init__ = made_by(mirrored.MirroredStrategy)
 
 
 @final
 class OneDeviceStrategy(Strategy, cores=(mirrored.OneDeviceStrategy,)):
     """One replica on one device, as `jaxstrategy.OneDeviceStrategy`.
 
-    >>> from jaxstrategy.compat import v1
     >>> v1.OneDeviceStrategy("CPU:0")
     compat.v1.OneDeviceStrategy(1 replica on cpu:0)
     """
 
-    _extended_class = _OfOneDevice
+    extended_class = _OfOneDevice
 
-    def __init__(self, device: Device | str) -> None:
-        super().__init__(mirrored.OneDeviceStrategy(device))
+    __init__ = made_by(mirrored.OneDeviceStrategy)
 
 
 @final
 class CentralStorageStrategy(Strategy, cores=(mirrored.CentralStorageStrategy,)):
     """Variables on one device, as `jaxstrategy.experimental.CentralStorageStrategy`.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> devices = js.simulate(8)[:2]
     >>> v1.experimental.CentralStorageStrategy(devices).extended.parameter_devices
     (CpuDevice(id=0),)
     """
 
-    _extended_class = _OfCentralStorage
+    extended_class = _OfCentralStorage
 
-    def __init__(
-        self,
-        compute_devices: Sequence[Device | str] | Device | str | None = None,
-        parameter_device: Device | str | None = None,
-    ) -> None:
-        core = mirrored.CentralStorageStrategy(compute_devices, parameter_device)
-        super().__init__(core)
+    __init__ = made_by(mirrored.CentralStorageStrategy)
 
 
 @final
@@ -564,44 +520,23 @@ class MultiWorkerMirroredStrategy(
 ):
     """Replicas of all processes, as `jaxstrategy.MultiWorkerMirroredStrategy`.
 
-    Args:
-      communication: how sums over the replicas are computed.
-      cluster_resolver: says which processes there are; by default found.
-
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> _ = js.simulate(8)
     >>> alone = js.cluster_resolver.SimpleClusterResolver({})
     >>> v1.experimental.MultiWorkerMirroredStrategy(cluster_resolver=alone)
     compat.v1.MultiWorkerMirroredStrategy(8 replicas on cpu:0..7)
     """
 
-    _extended_class = _OfSeveralProcesses
+    extended_class = _OfSeveralProcesses
 
-    def __init__(
-        self,
-        communication: CommunicationImplementation | str = "AUTO",
-        cluster_resolver: ClusterResolver | None = None,
-    ) -> None:
-        super().__init__(
-            multi_worker.ExperimentalMultiWorkerMirroredStrategy(
-                communication, cluster_resolver
-            )
-        )
+    __init__ = made_by(multi_worker.ExperimentalMultiWorkerMirroredStrategy)
 
 
 @final
 class TPUStrategy(Strategy, cores=(tpu.TPUStrategy, tpu.ExperimentalTPUStrategy)):
     """Replicas on TPUs, and on any other platform, as `jaxstrategy.TPUStrategy`.
 
-    Args:
-      tpu_cluster_resolver: by default `TPUClusterResolver()`.
-      steps_per_run: how many steps TensorFlow's Estimator took in one session run; it
-        is kept and does nothing.
-      device_assignment: the devices of each replica.
+    `steps_per_run`, of TensorFlow's Estimators, is kept and does nothing.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> _ = js.simulate(8)
     >>> strategy = v1.experimental.TPUStrategy()
     >>> strategy.num_replicas_in_sync, strategy.steps_per_run
@@ -639,15 +574,124 @@ class ParameterServerStrategy(Strategy, cores=(between_graph.BetweenGraphStrateg
         tasks this process is.
       ClusterError: a server cannot be reached, or the job has no secret.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> _ = js.simulate(8)
     >>> strategy = v1.experimental.ParameterServerStrategy()
     >>> strategy.extended.experimental_between_graph
     True
     """
 
-    _extended_class = _OfFirstVariable
+    extended_class = _OfFirstVariable
 
-    def __init__(self, cluster_resolver: ClusterResolver | None = None) -> None:
-        super().__init__(between_graph.BetweenGraphStrategy(cluster_resolver))
+    __init__ = made_by(between_graph.BetweenGraphStrategy)
+
+
+@final
+class ReplicaContext(Adapter):
+    """One replica's view, inside `run`: `v1.get_replica_context()` returns it.
+
+    What has the name of a member of `jaxstrategy.ReplicaContext` does the same; `core`
+    is that.
+
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> def step():
+    ...     context = v1.get_replica_context()
+    ...     return context.merge_call(lambda s, x: s.reduce("sum", x), args=(3.0,))
+    >>> strategy.run(step)
+    Array(6., dtype=float32)
+    """
+
+    _names = NAMES_IN_V1
+    _way = "jaxstrategy.get_replica_context()"
+
+    def __init__(self, core: _ReplicaContext) -> None:
+        if not isinstance(core, _ReplicaContext):
+            raise TypeError(
+                f"`core` was {shown(core)}; what `jaxstrategy.get_replica_context()` "
+                "returns in a step was wanted."
+            )
+        super().__init__(core)
+
+    num_replicas_in_sync: int = same(_ReplicaContext.num_replicas_in_sync)
+    replica_id_in_sync_group: jax.Array | int = same(
+        _ReplicaContext.replica_id_in_sync_group
+    )
+    devices: tuple[Device, ...] = same(_ReplicaContext.devices)
+
+    def __enter__(self) -> Self:
+        """Enters the context where code already is: `run` enters replicas."""
+        self._core._require_current("__enter__")
+        return self
+
+    def __exit__(
+        self, exception_type: object, exception_value: object, traceback: object
+    ) -> None:
+        """Leaves the block; code stays where it is."""
+
+    @property
+    def core(self) -> _ReplicaContext:
+        """The replica context of today."""
+        return self._core
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose replica this is."""
+        return Strategy.over(self._core.strategy)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """`value` reduced over all replicas, leaf by leaf; all get the result."""
+        chosen = _chosen(options, experimental_hints)
+        return self._core.all_reduce(reduce_op, value, chosen)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """Steps across to all replicas: calls `merge_fn(strategy, *args, **kwargs)`."""
+        if not callable(merge_fn):
+            return self._core.merge_call(merge_fn)  # says so
+
+        def with_adapter(core: Any, /, *across: PyTree, **named: PyTree) -> PyTree:
+            return merge_fn(Strategy.over(core), *across, **named)
+
+        return self._core.merge_call(with_adapter, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"compat.v1.ReplicaContext({self.strategy!r})"
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside any scope, the default one with one replica.
+
+    >>> v1.get_strategy() is v1.get_strategy()
+    True
+    """
+    return Strategy.over(current.get_strategy())
+
+
+# `| Any` rather than `| None`: as of `jaxstrategy.get_replica_context`.
+def get_replica_context() -> ReplicaContext | Any:
+    """The current replica context, or None in cross-replica context.
+
+    >>> v1.get_replica_context().num_replicas_in_sync
+    1
+    """
+    context = current.get_replica_context()
+    return None if context is None else ReplicaContext._known(context)
+
+
+def get_loss_reduction() -> ReduceOp:
+    """The operation by which losses are added up: SUM, as outside of Estimators.
+
+    >>> v1.get_loss_reduction()
+    <ReduceOp.SUM: 'SUM'>
+    """
+    return ReduceOp.SUM

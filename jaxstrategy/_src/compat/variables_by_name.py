@@ -160,7 +160,6 @@ def get_variable_scope() -> VariableScope:
 
     So that variables are found again without another name:
 
-    >>> from jaxstrategy.compat import v1
     >>> with v1.variable_scope(v1.get_variable_scope(), reuse=v1.AUTO_REUSE) as scope:
     ...     scope
     VariableScope('', reuse=AUTO_REUSE)
@@ -175,7 +174,6 @@ def variable_scope(
 ) -> Iterator[VariableScope]:
     """A `with` block whose name stands before those of `get_variable`.
 
-    >>> from jaxstrategy.compat import v1
     >>> with v1.variable_scope("outer"), v1.variable_scope("inner"):
     ...     v1.get_variable("w", initializer=1.0).name
     'outer/inner/w'
@@ -226,8 +224,6 @@ def get_variable(
         `variable_scope(..., reuse=AUTO_REUSE)`; it is new with `reuse=True`; it has
         another shape or dtype; there is no shape, or one besides a value.
 
-    >>> import jaxstrategy as js
-    >>> from jaxstrategy.compat import v1
     >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
     >>> def model(x):
     ...     w = v1.get_variable("w", shape=[3], initializer=np.ones)

@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from jaxstrategy._src.compat.v1 import (
         MirroredStrategy as MirroredStrategy,
         OneDeviceStrategy as OneDeviceStrategy,
+        ReplicaContext as ReplicaContext,
         RunOptions as RunOptions,
         Strategy as Strategy,
         StrategyExtended as StrategyExtended,
-    )
-    from jaxstrategy._src.compat.v1_contexts import (
-        ReplicaContext as ReplicaContext,
         get_loss_reduction as get_loss_reduction,
         get_replica_context as get_replica_context,
         get_strategy as get_strategy,
