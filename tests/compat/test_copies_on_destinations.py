@@ -56,12 +56,6 @@ def test_a_value_is_copied_to_each_device(strategy):
     assert v + on_replicas == v.numpy() + 3 and isinstance(on_replicas, js.Mirrored)
 
 
-def test_a_python_number_takes_the_dtype_of_what_it_changes(two):
-    v = variable(two, np.int16(5))
-    v.assign_add(two.extended.copy_to(1, v))
-    assert v.numpy() == 6 and v.dtype == np.int16
-
-
 def test_while_a_step_is_traced_the_value_is_on_all_replicas(two):
     strategy = two
     v = variable(strategy, 5.0)
@@ -119,13 +113,6 @@ def test_a_donated_array_is_refused(two):
         js.errors.DonatedValueError, match="was donated to an earlier call"
     ):
         two.extended.copy_to(x, ["CPU:0", "CPU:1"])
-
-
-def test_inside_run_it_is_refused(two):
-    with pytest.raises(
-        js.errors.ContextError, match="`strategy.extended.copy_to` was called"
-    ):
-        two.run(lambda: two.extended.copy_to(1.0, "CPU:0"))
 
 
 def test_a_variable_in_shards_is_a_destination_and_a_value():

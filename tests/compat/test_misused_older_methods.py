@@ -27,28 +27,6 @@ def test_a_value_that_differs_between_towers_is_no_copy():
                 getattr(d, method)(value, jax.devices()[0])
 
 
-def test_merge_functions_take_arguments_of_any_name():
-    s, d = strategies()
-
-    def merge(strategy, core, args, kwargs):
-        return strategy is d, core + args + kwargs
-
-    named = {"core": 1.0, "args": 2.0, "kwargs": 4.0}
-    found = []
-
-    def of_tower():
-        context = contrib.get_tower_context()
-        found.append(context.merge_call(merge, **named))
-
-    with d.scope():
-        d.call_for_each_tower(of_tower)
-    assert found == [(True, 7.0)]
-    of_replica = s.run(
-        lambda: v1.get_replica_context().merge_call(merge, kwargs=named)[1]
-    )
-    assert of_replica == 7.0
-
-
 def test_what_cannot_be_called_changes_nothing():
     for method in ["update", "update_on", "update_non_slot"]:
         s, _ = strategies()

@@ -142,22 +142,6 @@ def test_ten_calls_compile_a_step_once(way, compilations):
     assert found == [11 + 16 * i for i in range(10)]
 
 
-def test_an_output_that_differs_between_replicas():
-    strategy = of_kind("mirrored", 2)
-
-    def step(context, x):
-        context.set_non_tensor_output("x", x)
-
-    def fn(context, x):
-        strategy.run(step, (context, x))
-        context.set_non_tensor_output("k", "v")
-
-    context = run_steps(strategy, fn, numbers(strategy), 1)
-    found = context.non_tensor_outputs
-    assert [x.tolist() for x in found["x"]] == [[0, 1], [2, 3]]
-    assert found["k"] == "v"
-
-
 # Initial values.
 
 
@@ -243,16 +227,6 @@ def test_what_cannot_be_an_output():
         with pytest.raises(error, match=re.escape(text)):
             run_steps(strategy, functools.partial(fn, strategy), iterator)
         assert not v1.has_strategy()
-
-
-def test_numbers_of_steps_without_meaning():
-    strategy = of_kind("mirrored", 2)
-    for iterations, error, text in [
-        (-1, ValueError, "`iterations` was -1; 0 or more was wanted."),
-        (1.5, TypeError, "`iterations` was 1.5; a whole number was wanted."),
-    ]:
-        with pytest.raises(error, match=re.escape(text)):
-            run_steps(strategy, lambda c, x: None, numbers(strategy), iterations)
 
 
 def test_where_steps_cannot_be_run():

@@ -62,13 +62,6 @@ def test_what_is_said_is_there():
         assert not second or hasattr(type(s.extended), second), here
 
 
-def test_run_by_its_name_of_two_years():
-    s = v1.MirroredStrategy(TWO)
-    x = s.core.per_replica([1.0, 2.0])
-    found = s.experimental_run_v2(lambda x, by: by * x, (x,), {"by": 3.0})
-    assert [float(each) for each in s.unwrap(found)] == [3, 6]
-
-
 def check_arguments_of_merge_call_are_a_tuple(strategy):
     def step(x):
         context = strategy.get_replica_context()

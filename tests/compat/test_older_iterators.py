@@ -5,7 +5,6 @@ Expected values were measured with TensorFlow 2.21 (`tf.compat.v1.distribute`).
 
 import numpy as np
 import pytest
-from helpers.inputs import real
 from helpers.older import (
     each_kind,
     of_kind,
@@ -78,35 +77,12 @@ def test_datasets_make_iterators():
     assert [versions(strategy, batch) for batch in made[0]] == parts(8, n)
 
 
-def test_what_cannot_be_shared_is_filled_up():
-    for rows, size, n, wanted in [
-        (9, 4, 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]),
-        (5, 5, 2, [[[0, 1, 2], [3, 4]]]),
-        (6, 6, 4, [[[0, 1], [2, 3], [4, 5], []]]),
-    ]:
-        strategy = of_kind("mirrored", n)
-        iterator = strategy.make_dataset_iterator(ranged(rows, size))
-        assert [real(batch) for batch in iterator] == wanted
-
-
 def test_what_cannot_be_shared_may_be_an_error():
     strategy = of_kind("mirrored", 2)
     options = js.InputOptions(remainder="error")
     iterator = strategy.make_dataset_iterator(ranged(5, 5), options)
     with pytest.raises(ValueError, match="Step 0 has 5 rows where 6 were wanted"):
         iterator.get_next()
-
-
-def test_the_place_in_the_data_is_saved():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_dataset_iterator(ranged(12, 4))
-    iterator.get_next()
-    state = iterator.get_state()
-    with strategy.make_dataset_iterator(ranged(12, 4)) as other:
-        other.set_state(state)
-        assert [versions(strategy, batch) for batch in other] == parts(12, 2)[1:]
-    assert iterator.element_spec.shape == (2,)
-    iterator.close()
 
 
 # Elements of input functions.

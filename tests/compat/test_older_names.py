@@ -6,17 +6,6 @@ import pytest
 import jaxstrategy as js
 
 
-def test_the_older_name_of_datasets_from_a_function(two):
-    def dataset_fn(context):
-        return js.batches(np.arange(8), context.get_per_replica_batch_size(4))
-
-    dataset = two.experimental_distribute_datasets_from_function(dataset_fn)
-    found = [
-        np.stack(two.experimental_local_results(batch)).tolist() for batch in dataset
-    ]
-    assert found == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-
-
 def test_the_older_multi_worker_strategy():
     for name in ["AUTO", "RING", "NCCL"]:
         communication = js.experimental.CollectiveCommunication[name]

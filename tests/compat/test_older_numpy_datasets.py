@@ -88,11 +88,3 @@ def test_arguments_without_meaning():
     ]:
         with pytest.raises(error, match=re.escape(text)):
             call(rows_of(np.arange(6)))
-
-
-def test_dtypes_are_those_of_jax():
-    strategy = of_kind("mirrored", 2)
-    dataset = strategy.experimental_make_numpy_dataset((np.arange(4), np.ones(4)))
-    x, y = strategy.make_dataset_iterator(dataset.batch(4)).get_next()
-    wanted = [jax.dtypes.canonicalize_dtype(t) for t in (np.int64, np.float64)]
-    assert [x.dtype, y.dtype] == wanted

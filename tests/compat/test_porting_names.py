@@ -41,10 +41,6 @@ def test_names_lead_to_what_is_here():
             assert found_at(row.new) is not None, row
 
 
-def test_no_name_has_two_rows():
-    assert len({row.old for row in tables.ROWS}) == len(tables.ROWS)
-
-
 def test_what_is_not_here_has_advice():
     for row in tables.ROWS:
         assert row.new is not None or len(row.text) > 15, row

@@ -213,34 +213,6 @@ def test_names_that_are_taken_are_not_taken_twice():
     )
 
 
-def test_imports_that_are_there_are_used():
-    becomes(
-        """
-        import jax.numpy as np
-        import jaxstrategy as strategies
-        import tensorflow as tf
-        x = np.add(tf.distribute.get_strategy(), tf.square(2.0))
-        """,
-        """
-        import jax.numpy as np
-        import jaxstrategy as strategies
-        x = np.add(strategies.get_strategy(), np.square(2.0))
-        """,
-    )
-
-
-def test_local_names_that_look_like_tensorflow_stay():
-    program = text_of("""
-        import tensorflow as tf
-
-        def f(tf):
-            return tf.distribute.get_strategy()
-
-        tf.Session()
-        """)
-    assert ported(program).text == program
-
-
 def test_annotations_that_are_strings():
     becomes(
         """
@@ -325,28 +297,6 @@ def test_code_of_datasets_stays_tensorflow():
     done = ported(program)
     assert done.text == program
     assert told(done) == set()
-
-
-def test_methods_of_layers_stay_while_keras_is_tensorflow():
-    becomes(
-        """
-        import tensorflow as tf
-        tokens = tf.keras.preprocessing.text.Tokenizer()
-        class Layer(tf.keras.layers.Layer):
-            def call(self, x):
-                n = tf.distribute.get_strategy().num_replicas_in_sync
-                return tf.reduce_sum(x) / tf.cast(n, tf.float32)
-        """,
-        """
-        import jaxstrategy as js
-        import tensorflow as tf
-        tokens = tf.keras.preprocessing.text.Tokenizer()
-        class Layer(tf.keras.layers.Layer):
-            def call(self, x):
-                n = js.get_strategy().num_replicas_in_sync
-                return tf.reduce_sum(x) / tf.cast(n, tf.float32)
-        """,
-    )
 
 
 @pytest.mark.parametrize(
@@ -500,15 +450,6 @@ def test_graphs_and_sessions_are_told():
     assert "tf.train.AdamOptimizer 6:1" in told(done)
     assert {"it.initializer 5:14", "sess.run 5:5"} <= told(done, decide=False)
     assert "Optax does not" in texts(done)
-
-
-def test_programs_of_tensorflow_2_with_names_of_1():
-    done = ported(
-        "import tensorflow as tf\ntf.compat.v1.logging.info(1)\n"
-        "s = tf.distribute.get_strategy()\n"
-    )
-    assert done.generation is Generation.TF2
-    assert "s = js.get_strategy()" in done.text
 
 
 def test_the_generation_can_be_said():

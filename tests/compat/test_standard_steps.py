@@ -89,23 +89,6 @@ def test_the_state_of_the_optimizer_is_kept():
     step()
 
 
-@pytest.mark.parametrize("is_mean, wanted", [(True, 12.6), (False, 44.4)])
-def test_means_are_divided_by_the_number_of_towers(is_mean, wanted):
-    d = mirrored(2)
-    w = variable(d, np.float32([[2.0]]))
-    batch = np.float32([[2.0], [7.0]]), np.float32([[6.0], [21.0]])
-
-    def loss_fn(context, x, y):
-        squares = (x @ w - y) ** 2
-        return squares.mean() / d.num_towers if is_mean else squares.sum()
-
-    step = contrib.StandardSingleLossStep(
-        lambda: [batch] * 2, loss_fn, optax.sgd(0.2), d
-    )
-    step()
-    np.testing.assert_allclose(np.asarray(w.value()), [[wanted]], rtol=1e-5)
-
-
 def test_a_step_of_ones_own():
     class Batch(contrib.StandardInputStep):
         def __call__(self):

@@ -36,32 +36,6 @@ def test_one_element_for_each_tower():
                 iterator.get_next()
 
 
-def test_elements_are_not_divided():
-    d = mirrored(2)
-    n = d.num_towers
-    rows = np.arange(8 * n).reshape(2, n, 4)
-    dataset = d.distribute_dataset(lambda: [*rows.reshape(-1, 4)])
-    assert all_of(d, dataset) == rows.tolist()
-    one = d.distribute_dataset(lambda: [np.array([[1.0]])] * n)
-    assert all_of(d, one) == [[[[1.0]]] * n]
-
-
-@pytest.mark.parametrize("make", ["one_shot", "initializable"])
-def test_the_example_of_the_documentation(make):
-    d = mirrored(2)
-    with d.scope():
-        distributed = d.distribute_dataset(lambda: range(4))
-        if make == "one_shot":
-            iterator = distributed.make_one_shot_iterator()
-        else:
-            iterator = distributed.make_initializable_iterator()
-            iterator.initializer  # noqa: B018
-        for wanted in ([0, 10], [20, 30]):
-            result = d.call_for_each_tower(lambda x: 10 * x, iterator.get_next())
-            assert unwrapped(d, result) == wanted
-            assert d.group(result) is None
-
-
 def test_what_is_no_dataset():
     text = (
         "dataset_fn() must return a tf.data.Dataset when using a DistributionStrategy"
@@ -100,33 +74,6 @@ def test_outputs_of_the_last_step(in_tower):
         assert (float(found["sum"]), float(found["mean"])) == (9, 4.5)
         assert unwrapped(d, found["none"]) == [4, 5]
     assert isinstance(context, contrib.MultiStepContext) and context.run_op is None
-
-
-def test_a_tuple_is_unpacked():
-    d = mirrored(2)
-    seen = []
-
-    def fn(context, x, y):
-        seen.append((unwrapped(d, x)[0], unwrapped(d, y)[0]))
-
-    def pairs():
-        return [(np.full(1, i), np.full(1, -i)) for i in range(8)]
-
-    with d.scope():
-        d.run_steps_on_dataset(fn, elements(d, lambda: pairs()), 2)
-    n = d.num_towers
-    assert seen == [([0], [0]), ([n], [-n])]
-
-
-def test_a_dict_is_one_argument():
-    d = mirrored(2)
-    seen = []
-    with d.scope():
-        d.run_steps_on_dataset(
-            lambda context, element: seen.append(sorted(element)),
-            elements(d, lambda: [{"x": 1, "y": 2}] * 2),
-        )
-    assert seen == [["x", "y"]]
 
 
 def test_aggregations_without_meaning():

@@ -111,15 +111,6 @@ def test_unwrap(d):
         assert d.unwrap(plain)[0] is plain and len(d.unwrap(plain)) == 1
 
 
-def test_group(d):
-    with d.scope():
-        x = ids(d.core, 1.0)
-        assert d.group(x) is None and d.group({"a": x, "b": x}) is None
-        assert d.group(3.0) == 3.0 and d.group(3.0, name="train") is None
-        assert d.group(x, name="train") is None
-        assert d.group(d.core.mirror(3.0)) is None
-
-
 # Map and fetch, of early 2018.
 
 

@@ -4,7 +4,7 @@ The numbers are those of TensorFlow's tests of 2018.
 """
 
 import pytest
-from helpers.towers import STRATEGIES, in_default, in_towers, mirrored
+from helpers.towers import STRATEGIES, in_default, mirrored
 
 import jaxstrategy as js
 from jaxstrategy.compat import contrib
@@ -33,14 +33,6 @@ def assert_default():
 
 
 # Contexts.
-
-
-def test_outside_is_the_default_context():
-    assert_default()
-    context = contrib.get_tower_context()
-    assert id(context) == id(contrib.get_tower_context())
-    assert context.tower_id == 0 and context.is_single_tower
-    assert context.device == js.get_replica_context().devices
 
 
 def test_the_scope_is_cross_tower_context(d):
@@ -220,30 +212,6 @@ def test_a_tower_context_is_required():
         contrib.require_tower_context(3)
     with pytest.raises(TypeError, match=r"A `TowerContext` was made of"):
         contrib.TowerContext(d)
-
-
-# Calls.
-
-
-def test_the_numbers_of_towers(d):
-    def fn():
-        context = contrib.get_tower_context()
-        return context.tower_id
-
-    assert in_towers(d, fn) == [*range(d.num_towers)]
-
-
-def test_towers_take_the_same_path():
-    def merge_on_the_first():
-        context = contrib.get_tower_context()
-        if context.tower_id == 0:
-            context.merge_call(lambda d: None)
-
-    with (
-        mirrored(2).scope(),
-        pytest.raises(js.errors.TracedValueError, match="context.tower"),
-    ):
-        contrib.get_distribution_strategy().call_for_each_tower(merge_on_the_first)
 
 
 # The object.

@@ -80,19 +80,6 @@ def test_a_captured_variable_changes_once_on_each_copy(strategy, how):
     assert copies(strategy, w) == [6.0] * len(v.devices)
 
 
-def test_each_copys_result_if_asked(two):
-    v = variable(two)
-    update_on, on = two.extended.update_on, everywhere(two)
-    n = len(v.devices)
-    assert update_on(on, lambda a: a + 1, (2,), group=False) == (3,)
-    assert update_on(on, lambda: jnp.float32(3.0), group=False) == (3.0,) * n
-    nested = update_on(
-        on, lambda: {"v": v.assign(2.0), "n": (1, None)}, (), None, group=False
-    )
-    assert nested == {"v": (2.0,) * n, "n": ((1,), (None,))}
-    assert update_on("CPU:3", lambda: jnp.ones(()), group=False) == (1.0,)
-
-
 def test_arrays_are_taken_to_the_devices_and_stay_there(two):
     lone, given = jax.device_put(2.0, jax.devices()[5]), []
 
@@ -108,14 +95,6 @@ def test_arrays_are_taken_to_the_devices_and_stay_there(two):
     assert two.extended.update_on("CPU:4", jnp.float32, (1.0,)).devices() == {
         jax.devices()[4]
     }
-
-
-def test_per_replica_arguments_are_refused(two):
-    x, v = ids(two), variable(two)
-    for args, kwargs in (((x,), None), (([1, {"x": x}],), None), ((), {"x": x})):
-        with pytest.raises(ValueError, match="`extended.update_on` was given a PerRep"):
-            two.extended.update_on(v, lambda *a, **k: v.assign(9.0), args, kwargs)
-    assert v.value() == 10.0
 
 
 def test_copies_that_would_differ_are_refused_in_a_step(two):
@@ -156,13 +135,6 @@ def test_an_error_leaves_the_contexts_as_they_were(two, how):
     called(strategy, how, attempt)
     assert updated() is None and not js.has_strategy()
     assert v.value() == 3.0
-
-
-def test_inside_run_it_is_refused(two):
-    with pytest.raises(
-        js.errors.ContextError, match="`strategy.extended.update_on` was cal"
-    ):
-        two.run(lambda: two.extended.update_on("CPU:0", lambda: None))
 
 
 def test_variables_of_servers_are_changed_once():

@@ -9,7 +9,6 @@ import gc
 import threading
 import weakref
 
-import numpy as np
 import pytest
 from helpers.cases import slow
 from helpers.first_generation import (
@@ -251,20 +250,3 @@ def test_tpu_steps_per_run():
         v1.experimental.TPUStrategy(steps_per_run=0)
     with pytest.raises(TypeError, match="`steps_per_run` was 'a'; a whole number"):
         v1.experimental.TPUStrategy(steps_per_run="a")
-
-
-# Mixing.
-
-
-def test_variables_of_either_generation_belong_to_one_strategy():
-    s = mirrored()
-    with s.scope():
-        v = js.Variable(1.0)
-    with s.core.scope():
-        w = js.Variable(2.0)
-    for each in (v, w):
-        assert each.strategy is s.core
-        assert s.extended.variable_created_in_scope(each)
-        assert s.core.extended.variable_created_in_scope(each)
-    np.testing.assert_array_equal(s.run(lambda: v + w), 3.0)
-    np.testing.assert_array_equal(s.core.run(lambda: v + w), 3.0)

@@ -8,7 +8,6 @@ from helpers.first_generation import (
     each,
     mirrored,
     of_each_kind,
-    one,
     replica_id,
 )
 
@@ -34,16 +33,6 @@ def test_reduce_without_an_axis(make):
         float(s.reduce(v1.ReduceOp.MEAN, x)) == float(s.reduce("Mean", x)) == total / n
     )
     assert float(s.reduce("SUM", 3.0)) == 3 * n
-
-
-@pytest.mark.parametrize("make", [one, v1.get_strategy])
-def test_with_one_replica_values_come_back(make):
-    s = make()
-    assert float(s.reduce("SUM", 5.0)) == 5
-    extended = s.extended
-    assert float(extended.reduce_to("SUM", 5.0, "CPU:0")) == 5
-    pairs = [(1.0, "CPU:0"), (2.0, "CPU:0")]
-    assert list(map(float, extended.batch_reduce_to("SUM", pairs))) == [1, 2]
 
 
 def test_the_operation_by_its_aggregation():

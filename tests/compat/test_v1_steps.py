@@ -108,38 +108,6 @@ def test_exceptions_come_out_as_themselves(make):
         assert not v1.has_strategy() and not v1.in_cross_replica_context()
 
 
-# Results.
-
-
-def test_variables_that_a_step_makes_are_mirrored():
-    s = mirrored()
-    kept = []
-
-    def step():
-        if not kept:
-            kept.extend(js.Variable(float(i), name=f"v{i}") for i in range(3))
-        for v in kept:
-            v.assign_add(1.0)
-        return list(kept)
-
-    made = s.run(step)
-    assert type(made) is list and list(map(float, made)) == [1, 2, 3]
-    for v, own in zip(made, kept, strict=True):
-        assert v is own
-        assert s.extended.variable_created_in_scope(v)
-        assert v.devices == s.extended.worker_devices
-
-
-def test_the_default_strategy_wraps_nothing():
-    s = v1.get_strategy()
-
-    def step(x):
-        return x, replica_id(), v1.has_strategy()
-
-    assert s.extended.call_for_each_replica(step, args=(2,)) == (2, 0, False)
-    assert s.run(step, (2,)) == (2, 0, False)
-
-
 # Where Python values differ between replicas in TensorFlow.
 
 

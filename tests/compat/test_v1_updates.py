@@ -53,28 +53,6 @@ def test_variables_are_changed_once_on_each_copy(make):
     assert set(copies(captured)) == {2.5} and set(copies(given)) == {7.0}
 
 
-@pytest.mark.parametrize("make", [mirrored, central])
-def test_update_non_slot_in_a_merge_function(make):
-    s = make()
-    beta = variable(s, 0.5)
-
-    def merge_fn(strategy, x):
-        total = strategy.reduce("sum", x)
-        place = strategy.extended.non_slot_devices([beta])
-        strategy.extended.update_non_slot(
-            place, lambda x: beta.assign(beta * x), args=(total,)
-        )
-
-    def step():
-        x = replica_id() + 1.0
-        v1.get_replica_context().merge_call(merge_fn, args=(x,))
-
-    n = s.num_replicas_in_sync
-    for _ in range(2):
-        s.run(step)
-    assert set(copies(beta)) == {0.5 * (n * (n + 1) / 2) ** 2}
-
-
 def test_updates_that_are_refused():
     s = mirrored()
     v, x = variable(s, 1.0), s.run(lambda: replica_id() + 1.0)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.clusters import Cluster, Status, until
+from helpers.clusters import Cluster
 
 import jaxstrategy as js
 
@@ -160,37 +160,6 @@ def test_a_function_that_changes_variables_is_refused(coordinator, strategy):
             coordinator.evaluate(count, 2, batches)
         coordinator.join()
     assert seen.value() == 0.0
-
-
-def test_results_that_have_no_sum_are_refused(coordinator):
-    right = coordinator.function(lambda batch: batch[0] > 3)
-    with pytest.raises(TypeError, match="sums of numbers were wanted"):
-        coordinator.evaluate(right, 2, batches)
-    coordinator.join()
-
-
-def test_an_error_is_raised_once(cluster, coordinator, monkeypatch):
-    """Whenever it comes, by the evaluation and by nothing after it."""
-
-    def fails(worker, shard, shards):
-        if shard == 1:
-            raise KeyError("shard 1")
-
-    schedule, is_slow = coordinator._schedule, [False, True]
-
-    def slowly(*args, **kwargs):
-        value = schedule(*args, **kwargs)
-        if is_slow[0]:
-            until(lambda: value.status is not Status.NOT_READY)
-        return value
-
-    monkeypatch.setattr(coordinator, "_schedule", slowly)
-    for _ in range(2):
-        fail = cluster.function(lambda shard, shards: shard, fails)
-        with pytest.raises(KeyError, match="shard 1"):
-            coordinator.evaluate(fail, 4)
-        coordinator.join()
-        is_slow.reverse()
 
 
 def test_sums_are_rounded_once(coordinator):

@@ -307,36 +307,6 @@ def test_what_was_pushed_before_the_worker_was_lost_counts_once(cluster, monkeyp
     assert (cluster.sum(), float(second)) == (1.0, 1.0)
 
 
-def test_the_others_go_on_and_who_is_back_takes_part_by_itself():
-    """CCO-40, CCO-41: nobody waits for the others."""
-    with Cluster(3) as cluster:
-
-        def round_of(workers):
-            gate, ran = Gate(cluster), []
-            f = cluster.function(
-                lambda: 1.0, lambda worker: (ran.append(worker), gate.wait(worker))
-            )
-            values = [cluster.schedule(f) for _ in range(2 * workers)]
-            gate.until_entered(workers)
-            gate.open.set()
-            cluster.coordinator.fetch(values)
-            cluster.coordinator.join()
-            return set(ran)
-
-        cluster.until_idle()
-        for worker in (0, 1):
-            cluster.away[worker] = threading.Event()
-            cluster.kill(worker)
-        until(lambda: cluster.activities()[:2] == [Activity.LOST] * 2)
-        assert round_of(1) == {2}
-        cluster.away[1].set()  # worker 0 stays away
-        until(lambda: cluster.activities()[1] is Activity.IDLE)
-        assert round_of(2) == {1, 2}
-        cluster.away[0].set()
-        until(lambda: cluster.activities()[0] is Activity.IDLE)
-        assert round_of(3) == {0, 1, 2}
-
-
 def test_without_any_worker_functions_wait_and_join_says_so_once(cluster):
     """CCO-42"""
     cluster.coordinator._scheduler._patience = 0.0
@@ -358,36 +328,6 @@ def test_without_any_worker_functions_wait_and_join_says_so_once(cluster):
         warnings.simplefilter("ignore")  # they may not be back at once
         cluster.coordinator.join()
     assert sum(value.fetch() for value in values) == 10 == cluster.sum()
-
-
-def test_results_stay_when_their_worker_is_lost_and_idle_workers_come_back(cluster):
-    value = cluster.schedule(lambda: (jnp.ones(2), -1))
-    cluster.coordinator.join()
-    got, before = value.get(), cluster.coordinator.workers
-    for worker in range(2):
-        cluster.kill(worker)
-    np.testing.assert_array_equal(got[0], [1, 1])
-    assert value.fetch()[1] == -1
-    until(lambda: cluster.starts() == [state.starts + 1 for state in before])
-    for state, earlier in zip(cluster.coordinator.workers, before, strict=True):
-        assert state.incarnation > earlier.incarnation and "was killed" in state.error
-
-
-def test_a_users_error_wins_over_lost_workers(cluster, gate):
-    """FLT-5"""
-    long = cluster.schedule(gate.fn)
-    gate.until_entered()
-    aborted(cluster.schedule(cluster.raising(ValueError("the user's"))))
-    for worker in range(2):
-        cluster.kill(worker)
-    with pytest.raises(ValueError, match="the user's"):
-        cluster.coordinator.join()
-    with pytest.raises(js.errors.CancelledError):
-        long.fetch()
-    for _ in range(3):
-        cluster.schedule(cluster.add)
-    cluster.coordinator.join()
-    assert cluster.sum() == 3.0
 
 
 def test_a_function_that_ends_three_workers_is_named_and_held_against_none(cluster):

@@ -221,22 +221,6 @@ def test_what_a_function_refers_to_is_never_stale_and_programs_are_shared(
         assert seen[1] == seen[3], name
 
 
-def test_what_a_trace_notes_is_noted_for_each_function(coordinator):
-    def noted():
-        seen = []
-
-        def function(x):
-            seen.append(x.shape)
-            return x
-
-        marked = coordinator.function(function)
-        for _ in range(2):
-            coordinator.schedule(marked, (jnp.ones(3),)).fetch()
-        return seen
-
-    assert noted() == noted() == [(3,)]
-
-
 def test_a_result_is_no_argument(coordinator):
     f = coordinator.function(lambda x: x)
     first = coordinator.schedule(f, (1.0,))
@@ -275,27 +259,6 @@ def test_an_error_in_the_trace_comes_from_schedule(shared, coordinator):
 
 
 # Contexts.
-
-
-def test_it_is_in_cross_replica_context(cluster):
-    seen = {}
-
-    def function():
-        seen["outside run"] = js.has_strategy(), js.get_replica_context()
-        seen["strategy"] = js.get_strategy()
-
-        def step():
-            context = js.get_replica_context()
-            seen["in run"] = context.num_replicas_in_sync
-            return context.replica_id_in_sync_group + 0
-
-        return cluster.strategy.reduce("sum", cluster.strategy.run(step))
-
-    n = cluster.strategy.num_replicas_in_sync
-    assert cluster(function) == sum(range(n))
-    assert seen["outside run"] == (True, None)
-    assert seen["strategy"] is cluster.strategy
-    assert seen["in run"] == n
 
 
 def test_collectives_of_a_step(cluster):
@@ -338,16 +301,6 @@ def test_program_order_in_one_function(cluster):
 
     assert jax.tree.map(float, cluster(function)) == (1.0, 2.0)
     assert (float(a), float(b)) == (4.0, 2.0)
-
-
-def test_extended_update_in_a_function(cluster):
-    v = cluster.variable(1.0)
-
-    def function():
-        cluster.strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,))
-
-    cluster(function)
-    assert float(v) == 3.0
 
 
 # Results.

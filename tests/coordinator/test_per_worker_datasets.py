@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from helpers.clusters import coordinated, until_each_has, until_so_many
 from helpers.sources import FakeTfDataset
-from helpers.threads import in_threads
 
 import jaxstrategy as js
 
@@ -79,18 +78,6 @@ def test_what_the_function_raises_comes_out_here(three):
 
     with pytest.raises(TypeError, match=r"`make\(x, y\)`.*InputContext.*was wanted"):
         three.create_per_worker_dataset(make)
-
-
-def test_a_function_may_take_an_input_context(one):
-    seen = []
-
-    def make(context):
-        seen.append(context)
-        return [np.ones(context.get_per_replica_batch_size(8))]
-
-    dataset = one.create_per_worker_dataset(make)
-    assert dataset.element_spec.shape == (8,)
-    assert seen == [js.InputContext(1, 0, 1)]
 
 
 def test_what_is_no_dataset_is_refused(three):
@@ -270,36 +257,6 @@ def test_optional_elements_say_whether_there_is_one(three):
     for own in found.values():
         expected = [(True, 1), (True, 2), *[(False, 0)] * len(own)]
         assert own == expected[: len(own)]
-
-
-def test_a_generator_knows_its_worker_while_it_reads(three):
-    def make():
-        while True:
-            yield index()
-
-    iterator = iter(three.create_per_worker_dataset(make))
-    found = values(until_each_has(three, three.function(first), (iterator,)))
-    for worker, own in found.items():
-        assert set(own) == {worker}
-
-
-def test_threads_learn_what_elements_are_like_together(one):
-    """All schedule with an iterator of which nothing is known yet."""
-    calls = []
-
-    def make():
-        calls.append(1)
-        return itertools.count()
-
-    iterator = iter(one.create_per_worker_dataset(make))
-    step = one.function(lambda iterator: next(iterator))
-    found = []
-
-    def schedule():
-        found.append(one.schedule(step, (iterator,)).fetch())
-
-    in_threads(*[schedule] * 4)
-    assert sorted(found) == [0, 1, 2, 3] and len(calls) == 2
 
 
 def test_a_released_source_is_closed(one):

@@ -79,22 +79,6 @@ def test_another_structure_is_an_error_of_the_function(one):
         one.join()
 
 
-def test_an_error_of_the_second_trace_is_one_of_the_function(one):
-    @one.function
-    def step(iterator):
-        batch = next(iterator)
-        if batch.shape == (2,):
-            raise KeyError("two rows")
-        return batch
-
-    iterator = iter(one.create_per_worker_dataset(lambda: [np.ones(3), np.ones(2)]))
-    one.schedule(step, (iterator,))
-    one.join()
-    one.schedule(step, (iterator,))
-    with pytest.raises(KeyError, match="two rows"):
-        one.join()
-
-
 def test_each_worker_comes_to_its_own_shapes():
     with coordinated(3) as three:
 

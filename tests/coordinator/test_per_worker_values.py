@@ -41,14 +41,6 @@ def test_each_worker_is_given_its_own(three):
     assert len(traces) == 1
 
 
-def test_structures_are_arguments(three):
-    pairs = [{"x": np.full(2, i), "y": (np.float32(i),)} for i in range(3)]
-    value = js.coordinator.PerWorkerValue(remote(three, *pairs))
-    step = three.function(lambda own: (index(), (own["x"].sum(), own["y"][0])))
-    for worker, values in until_each_has(three, step, (value,)).items():
-        assert values[0] == (2 * worker, worker)
-
-
 def until_it_fails(coordinator, step, value):
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:

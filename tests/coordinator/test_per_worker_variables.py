@@ -41,28 +41,6 @@ def test_copies_are_read_in_the_order_of_the_workers(three):
     assert {worker: int(x[0]) for worker, x in found.items()} == {0: 1, 1: 11, 2: 21}
 
 
-def test_copies_begin_with_the_initial_value(three):
-    start = np.arange(6, dtype=np.int8).reshape(2, 3)
-    variable = own(three, start)
-    start[:] = 9  # the variable has a copy
-    for found in variable.read_all():
-        assert found.dtype == np.int8
-        np.testing.assert_array_equal(found, [[0, 1, 2], [3, 4, 5]])
-
-
-def test_it_may_be_an_argument(three):
-    total = own(three)
-
-    @three.function
-    def add(variable, x):
-        variable.assign_add(x)
-
-    for _ in range(10):
-        three.schedule(add, (total, 1.0))
-    three.join()
-    assert sum(total.read_all()) == 10
-
-
 def test_none_counts_as_a_servers_variable():
     with coordinated(2, servers=2) as coordinator, coordinator.strategy.scope():
         variables = [js.Variable(0.0, per_worker_variable=i == 1) for i in range(3)]
@@ -105,13 +83,6 @@ def test_all_changes_work_in_a_function():
         np.testing.assert_array_equal(v.read_all()[0], expected)
         np.testing.assert_array_equal(w.read_all()[0], [44, 88])
         assert one.metrics.closure_execution.count == 2
-
-
-def test_reading_alone_changes_nothing_and_sends_nothing_back(three):
-    variable = own(three, 5.0)
-    found = until_each_has(three, three.function(lambda: (index(), variable.value())))
-    assert {float(x) for values in found.values() for x in values} == {5.0}
-    assert variable.read_all() == [5, 5, 5]
 
 
 def test_a_function_that_fails_has_changed_nothing(three):

@@ -52,12 +52,6 @@ def test_a_colocated_variable_does_not_count(strategy):
     assert [server_of(v) for v in (a, b, c, d)] == [0, 1, 0, 0]
 
 
-def test_an_on_read_variable_of_one_replica_is_an_ordinary_one(strategy):
-    v = variable(strategy, synchronization="on_read", aggregation="sum")
-    strategy.run(lambda: v.assign_add(2.0))
-    assert v.numpy() == 3.0
-
-
 def test_a_variable_that_is_gone_is_dropped():
     strategy = strategy_of(servers=1)
     (server,) = strategy.server_pool.servers
@@ -82,18 +76,6 @@ def test_the_coordinator_reads_and_writes(strategy):
     assert v.update(lambda old, x: old * x, 2.0) == 12.0
 
 
-def test_the_coordinator_changes_parts_and_rows(strategy):
-    v = variable(strategy, np.arange(8.0, dtype="float32").reshape(4, 2))
-    expected = np.arange(8.0).reshape(4, 2)
-    v[1:3].assign(np.zeros((2, 2), "float32"))
-    expected[1:3] = 0
-    v[0].assign_add(5.0)
-    expected[0] += 5
-    v.scatter_add(js.IndexedSlices(jnp.ones((3, 2)), jnp.array([3, 3, 0])))
-    np.add.at(expected, [3, 3, 0], 1)
-    np.testing.assert_array_equal(v.numpy(), expected)
-
-
 def test_a_wrong_shape_changes_nothing(strategy):
     v = variable(strategy, np.zeros(3, "float32"))
     with pytest.raises(ValueError, match=r"has shape \(3,\) and was given \(2,\)"):
@@ -104,17 +86,6 @@ def test_a_wrong_shape_changes_nothing(strategy):
 
 
 # A step of one replica, or of several, on the coordinator: what a worker does, too.
-
-
-def test_an_assignment_under_a_condition(strategy):
-    v = variable(strategy, 1.0)
-
-    def step(x):
-        jax.lax.cond(x > 0, lambda: v.assign_add(x), lambda: v.value())
-        return v.value()
-
-    assert [float(strategy.run(step, (x,))) for x in (2.0, -5.0, 1.0)] == [3, 3, 4]
-    assert float(v) == 4.0
 
 
 def test_changes_in_loops_are_added_up(strategy):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.threads import in_threads, until
-from hypothesis import given, settings, strategies as st
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.protocol import (
@@ -149,31 +148,6 @@ def test_operations_of_all_dtypes_are_numpys(here):
             stored.push(name, np.array(rows, np.uint8), values)
             wanted = rows_changed(name, table, rows, values)
             assert_same(stored.read(), wanted, (name, table.shape))
-
-
-def test_limits_of_numbers(here):
-    for is_table in (False, True):
-        for dtype, old, more, wanted in [
-            (np.int8, 127, 1, -128),
-            (np.uint8, 255, 2, 1),
-            (np.float32, 3e38, 3e38, np.inf),
-        ]:
-            stored = Stored(here, np.array([old], dtype), is_table)
-            stored.push("add", np.array([more], dtype))
-            assert stored.read()[0] == wanted
-    stored = Stored(here, np.array([-7, 7, 7, 100], np.int8), is_table=True)
-    rows, divisors = np.array([0, 1, 2, 3, 3]), np.array([2, -2, 2, 3, 5], np.int8)
-    stored.push("scatter_div", rows, divisors)
-    assert stored.read().tolist() == [-3, -3, 3, 6]
-    stored = Stored(here, np.zeros((2, 1), np.float32), is_table=True)
-    nan = np.full((1, 1), np.nan, np.float32)
-    stored.push("scatter_min", np.array([0]), nan)
-    stored.push("scatter_max", np.array([1]), nan)
-    assert np.isnan(stored.read()).all()
-    big = np.array([[2**40, 1], [3, 2**50]])
-    stored = Stored(here, big, is_table=True)
-    stored.push("scatter_sub", np.array([0]), big[:1])
-    assert stored.read().tolist() == [[0, 0], [3, 2**50]]
 
 
 # What is wrong is said, and changes nothing.
@@ -331,31 +305,6 @@ def test_what_nobody_holds_is_changed_in_place(here, is_table):
     assert table.read().ctypes.data == before
 
 
-@pytest.mark.parametrize("is_table", [False, True], ids=["host", "device"])
-def test_what_a_running_program_was_given_stays_and_operands_are_not_kept(
-    here, is_table
-):
-    given = ONES.copy()
-    stored = Stored(here, given, is_table)
-    given[:] = 5  # the first value is copied
-
-    @jax.jit
-    def late(value):
-        zero = jnp.full((200, 200), 1e-30)
-        zero = jax.lax.fori_loop(0, 60, lambda _, x: jnp.sin(x @ x), zero)
-        return value + zero.sum() * 0
-
-    late(stored.read())
-    for turn in range(1, 12):
-        result = late(stored.read())
-        for name in ("add", "scatter_add"):
-            values = ONES.copy()
-            rows = [np.arange(300, dtype=np.int32)] * name.startswith("scatter")
-            stored.push(name, *rows, values)
-            values[:] = 7
-        assert (result == 2 * turn - 1).all()
-
-
 def test_dropped_variables_leave_no_memory(here):
     gc.collect()
     others = jax.live_arrays()
@@ -365,44 +314,6 @@ def test_dropped_variables_leave_no_memory(here):
     gc.collect()
     left = [a for a in jax.live_arrays() if not any(a is each for each in others)]
     assert not [a for a in left if a.shape == SHAPE]
-
-
-@functools.cache
-def twice():
-    return exported(lambda a: a * 2, ((4, 2), np.float32))
-
-
-ANY = st.tuples(
-    st.sampled_from(["add", "subtract", "set", "scatter_add", "update", "read"]),
-    st.integers(0, 3),
-)
-
-
-@settings(max_examples=15, deadline=None)
-@given(is_table=st.booleans(), steps=st.lists(ANY, max_size=20))
-def test_any_operations_leave_what_was_read(here, is_table, steps):
-    value = np.arange(8, dtype=np.float32).reshape(4, 2)
-    stored, ones, kept = Stored(here, value, is_table), np.ones((4, 2), np.float32), []
-    here.define("twice", twice())
-    for name, number in steps:
-        match name:
-            case "read":  # some of them are held for a while
-                kept = [
-                    *kept[-number:],
-                    (stored.read()[number:], value[number:].copy()),
-                ]
-            case "scatter_add":
-                stored.push(name, np.array([number]), ROW)
-                value[number] += 1
-            case "update":
-                stored.push(name, program="twice")
-                value *= 2
-            case _:
-                stored.push(name, ones * number)
-                value = np.array(WHOLE[name](value, ones * number))
-        for part, copy in kept:
-            np.testing.assert_array_equal(part, copy)
-        np.testing.assert_array_equal(stored.read(), value)
 
 
 # Once for each function.

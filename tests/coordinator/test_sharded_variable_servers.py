@@ -8,7 +8,6 @@ from helpers.sharded import slices
 
 import jaxstrategy as js
 from jaxstrategy.experimental import (
-    ShardedVariable,
     embedding_lookup,
     partitioners,
 )
@@ -197,31 +196,6 @@ def test_a_gradient_of_lookups_travels_as_rows(coordinator, table, pulled):
 
     want = TABLE - jax.grad(loss)(jnp.asarray(TABLE))
     np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
-
-
-def test_all_of_it_is_read_and_assigned(coordinator, table):
-    def step(factor):
-        table.assign(table.value() * factor)
-        table[1:4].assign_add(1.0)
-        table.assign_sub(jnp.ones((5, 2)))
-        return table @ jnp.ones((2, 1)), table[4]
-
-    product, last = run(coordinator, step, 2.0)
-    want = 2 * TABLE - 1
-    want[1:4] += 1
-    np.testing.assert_array_equal(table.numpy(), want)
-    np.testing.assert_array_equal(product, want @ np.ones((2, 1)))
-    np.testing.assert_array_equal(last, want[4])
-
-
-def test_it_is_an_argument_as_well(coordinator, table, pulled):
-    def step(given, ids):
-        assert isinstance(given, ShardedVariable) and given is table
-        return given.sparse_read(ids)
-
-    found = run(coordinator, step, table, np.array([2]))
-    np.testing.assert_array_equal(found, TABLE[[2]])
-    assert None not in pulled
 
 
 def test_what_replicas_of_a_worker_assign_is_reduced_and_cut():

@@ -112,23 +112,6 @@ def test_a_recorded_connection_cannot_be_played_again_and_tells_no_secret(job):
     assert variable.numpy().tolist() == [1, 1, 1]
 
 
-def test_a_changed_bit_of_a_request_ends_its_connection(job):
-    """And the strategy makes another one: what was asked counts once."""
-    _, proxy, strategy, variable = job
-    variable.assign(jnp.zeros(3))
-
-    def change(data, is_to_target):
-        if not is_to_target:
-            return data
-        proxy.change = lambda data, is_to_target: data
-        return data[:40] + bytes([data[40] ^ 1]) + data[41:]
-
-    before = len(proxy.said)
-    proxy.change = change
-    assert variable.numpy().tolist() == [0, 0, 0]
-    assert len(proxy.said) > before
-
-
 def test_who_has_another_secret_or_none_is_refused(job, monkeypatch):
     addresses, *_, variable = job
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "another secret, not it")
@@ -409,18 +392,6 @@ def test_a_hostile_head_is_an_error_and_takes_no_memory():
             sender.join()
 
 
-def test_contents_larger_than_the_memory_are_an_error():
-    with connected() as (here, there):
-        here._sock.sendall(array_of((1 << 37,), 1 << 37, "int8"))
-
-        def take(size):
-            raise MemoryError
-
-        there._buffers = type("N", (), {"take": staticmethod(take)})()
-        with pytest.raises(FrameError, match="is larger than the memory"):
-            there.receive()
-
-
 def test_changed_and_cut_off_messages_never_do_worse_than_an_error():
     """Of streams with keys: within a host the kernel changes nothing."""
     chance = random.Random(1)
@@ -449,20 +420,6 @@ def test_changed_and_cut_off_messages_never_do_worse_than_an_error():
             sender.join()
 
 
-def test_contents_of_arrays_cannot_be_replayed_or_taken_from_another_message():
-    def parts_of(number):
-        with connected(KEYS) as (here, _):
-            here._sent = number
-            return here._sealed(stream.packed([np.full(1000, number)]))
-
-    (start, _, seal), other = parts_of(0), parts_of(1)
-    for data in ([start, *other[1:]], [start, other[1], seal]):
-        with connected(KEYS) as (here, there):
-            here._sock.sendall(b"".join(data))
-            with pytest.raises(FrameError, match="another seal than the job's"):
-                there.receive()
-
-
 def test_without_cryptography_contents_are_sealed_all_the_same(monkeypatch):
     monkeypatch.setattr(stream, "_has_gmac", False)
     for change in (0, 1):
@@ -473,19 +430,6 @@ def test_without_cryptography_contents_are_sealed_all_the_same(monkeypatch):
             wrong = pytest.raises(FrameError) if change else contextlib.nullcontext()
             with wrong:
                 assert there.receive().tolist() == list(range(1000))
-
-
-def test_seals_are_checked_before_anything_is_unpickled(monkeypatch):
-    unpickled = []
-    monkeypatch.setattr("pickle.loads", unpickled.append)
-    for place in (30, -30):  # of the pickle, and of the contents of the array
-        with connected(KEYS) as (here, there):
-            data = bytearray(b"".join(here._sealed(stream.packed([np.ones(1000)]))))
-            data[place] ^= 1
-            here._sock.sendall(data)
-            with pytest.raises(FrameError, match="another seal than the job's"):
-                there.receive()
-    assert not unpickled
 
 
 def test_messages_with_seals_cannot_be_replayed_reordered_or_reflected():

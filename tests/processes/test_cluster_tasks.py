@@ -100,17 +100,6 @@ def test_a_coordinator_finds_its_tasks(serve, coordinate):
         assert 80 <= float(total.read_value()) <= 88
 
 
-def test_two_strategies_of_one_coordinator_do_not_disturb_each_other(serve, coordinate):
-    serve()
-    first, second = coordinate(), coordinate()
-    kept = variable(first, 7.0)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        counts = [pool.submit(counted, each, 20) for each in (first, second)]
-        assert [count.result(60) for count in counts] == [20, 20]
-    second.close()
-    assert float(kept.read_value()) == 7.0
-
-
 def test_a_server_that_was_started_anew_is_lost(serve, coordinate):
     *_, server = serve()
     v = variable(coordinate(), 1.0)

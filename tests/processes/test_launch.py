@@ -207,24 +207,6 @@ def test_the_port_of_a_job_is_held_for_it(launch):
 # How it ends
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and waitid")
-def test_the_number_of_a_worker_that_has_ended_is_no_other_groups(launch):
-    # When the job ends, what a worker left behind is killed by this number.
-    script = """
-    if rank == 0:
-        write("first")
-        sys.exit()
-    wait_for("first")
-    stat = f"/proc/{open('first').read()}/stat"
-    end = time.monotonic() + 20
-    while time.monotonic() < end and open(stat).read().rsplit(")")[1].split()[0] != "Z":
-        time.sleep(0.01)
-    time.sleep(0.2)
-    print(open(stat).read().rsplit(")")[1].split()[0])
-    """
-    assert launch("-n 2", script).lines == ["[1] Z"]
-
-
 def test_a_failing_rank_is_named_after_its_last_lines(launch):
     script = """
     if rank == 1:
@@ -280,32 +262,6 @@ def test_the_first_failure_is_the_cause_if_it_is_no_consequence(launch, tmp_path
             (tmp_path / name).unlink(missing_ok=True)
 
 
-def test_a_stopped_worker_is_killed_after_the_grace(launch):
-    script = """
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    sys.exit(3)
-    """
-    result = launch("-n 2 --grace 0.5", script, code=3)
-    assert "rank 0 did not end within 0.5 s and had to be killed" in result.err
-
-
-def test_others_may_end_by_themselves_within_the_grace(launch):
-    script = """
-    if rank == 0:
-        write("ready")
-        wait_for("failed")
-        time.sleep(0.2)
-        print("I saw it")
-    else:
-        wait_for("ready")
-        write("failed")
-        sys.exit(4)
-    """
-    result = launch("-n 2 --grace 30", script, code=4)
-    assert result.out == "[0] I saw it\n" and "killed" not in result.err
-
-
 # Signals
 
 
@@ -349,19 +305,6 @@ def test_workers_that_do_not_save_have_not_failed(signalled, handler, after):
     """
     result = signalled("--stop-grace 0.5", script, code=143)
     assert result.err == f"jaxstrategy.launch: stopped by SIGTERM{after}\n"
-
-
-def test_a_failure_while_stopping_is_told(signalled):
-    script = """
-    def save(number, _):
-        sys.exit(f"rank {rank} cannot save") if rank else wait()
-    signal.signal(signal.SIGTERM, save)
-    write(f"ready{rank}")
-    wait()
-    """
-    result = signalled("--grace 0.1", script, code=1)
-    assert "[1] rank 1 cannot save" in result.err
-    assert result.last == "jaxstrategy.launch: rank 1 failed with exit code 1"
 
 
 def test_a_second_signal_kills(start):

@@ -123,61 +123,6 @@ def test_a_wide_tree_is_gathered_in_parts(strategy, monkeypatch):
         strategy.gather(tree)
 
 
-def test_the_versions_of_a_wide_tree_are_read_in_parts(strategy, monkeypatch):
-    monkeypatch.setattr(cross_replica, "_AT_ONCE", 3)
-    tree, rows = wide_tree(strategy, 8, [(2, 2), (1, 4)])
-    sizes = []
-    everywhere = cross_replica._everywhere
-
-    def noted(values, local):
-        sizes.append(len(values))
-        return everywhere(values, local)
-
-    monkeypatch.setattr(cross_replica, "_everywhere", noted)
-    for index, version in enumerate(strategy.experimental_local_results(tree)):
-        for name, row in rows.items():
-            np.testing.assert_array_equal(version[name], row[index])
-    assert sum(sizes) == 8 and max(sizes) <= 3
-
-
-def test_leaves_of_rare_types_are_reduced_one_by_one(strategy, monkeypatch):
-    """XLA compiles a kernel for each array that it cuts out of a pack."""
-    monkeypatch.setattr(cross_replica, "_AT_ONCE", 6)
-    tree, rows = wide_tree(strategy, 12, [(k,) for k in range(1, 13)])
-    text = []
-    across = CompiledExecutor.across
-
-    def noted(self, function, value):
-        text.append(
-            str(jax.make_jaxpr(lambda tree: across(self, function, tree))(value))
-        )
-        return across(self, function, value)
-
-    monkeypatch.setattr(CompiledExecutor, "across", noted)
-    total = strategy.reduce("sum", tree)
-    for name, row in rows.items():
-        np.testing.assert_allclose(total[name], row.sum(0, dtype=row.dtype), 1e-2)
-    assert len(text) == 2 and not any("concatenate" in each for each in text)
-
-
-def test_sparse_and_weighted_leaves_of_wide_trees(strategy, monkeypatch):
-    monkeypatch.setattr(cross_replica, "_AT_ONCE", 3)
-    tree, rows = wide_tree(strategy, 8, [(2,)])
-    slices = strategy.run(
-        lambda x: js.IndexedSlices(x[None], np.array([1], np.int32), (3, 2)),
-        (tree["x0"],),
-    )
-    total = strategy.reduce("sum", {**tree, "slices": slices})
-    dense = np.zeros((3, 2), np.float32)
-    dense[1] = rows["x0"].sum(0)
-    np.testing.assert_allclose(total["slices"].to_dense(), dense, 1e-5)
-    weights = strategy.per_replica([1.0, 3.0])
-    mean = strategy.reduce("mean", tree, weights=weights)
-    for name, row in rows.items():
-        wanted = (row[0].astype(np.float32) + 3 * row[1]) / 4
-        np.testing.assert_allclose(mean[name], wanted, 2e-2, 1e-3)
-
-
 def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkeypatch):
     monkeypatch.setattr(cross_replica, "_AT_ONCE", 2)
     tree = {f"x{k}": jax.numpy.ones(2) for k in range(5)}

@@ -1,13 +1,9 @@
 """Messages between processes: whole, in order, and only among those of a job."""
 
-import concurrent.futures
 import contextlib
 import errno
 import os
-import signal
 import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -98,45 +94,6 @@ def test_requests_news_and_errors_at_all_kinds_of_addresses(serve, call):
         server.send(peers[0], b"of the server")
         until(lambda replies=replies: replies == [b"of the server"])
         assert len(set(peers)) == 1
-
-
-def test_arrays_are_sent_without_a_copy():
-    array = np.arange(3 * messages.CHUNK, dtype=np.uint8)
-    frames = chunks(memoryview(array))
-    assert len(frames) == 3 and all(np.shares_memory(f, array) for f in frames)
-
-
-def test_many_threads_and_clients_each_get_their_own_replies_in_order(serve, call):
-    server = serve()
-    clients = [call(server) for _ in range(3)]
-
-    def ask(number):
-        client = clients[number % 3]
-        sent = [b"%d %d" % (number, turn) for turn in range(50)]
-        futures = [client.submit(each) for each in sent]
-        return [bytes(future.result(20)[0]) for future in futures] == sent
-
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(ask, range(6)))
-    for number in range(6):
-        turns = [each[0].split()[1] for each in server.seen if
-                 each[0].startswith(b"%d " % number)]  # fmt: skip
-        assert turns == [b"%d" % turn for turn in range(50)]
-
-
-def test_a_reply_that_is_late_is_an_error_and_its_client_goes_on(serve, call):
-    client = call(serve())
-    with pytest.raises(TimeoutError):
-        client.request(b"be silent", timeout_seconds=0.1)
-    assert bytes(client.request(b"x", timeout_seconds=20)[0]) == b"x"
-
-
-def test_nobody_there():
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{reserved.getsockname()[1]}"
-        with pytest.raises(TimeoutError, match=f"Nobody could be reached at {address}"):
-            Client(address, SECRET, timeout_seconds=0.3)
 
 
 def test_what_is_said_before_the_end_arrives(serve, call):
@@ -235,14 +192,6 @@ def test_what_was_said_can_neither_be_said_again_nor_changed_nor_read(serve, cal
     relay.close()
 
 
-def test_a_folder_that_others_may_enter_is_not_trusted(serve):
-    path = serve(address=None).address.removeprefix("ipc://")
-    assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
-    os.chmod(os.path.dirname(path), 0o755)
-    with pytest.raises(RefusedError, match="Other users may enter"):
-        Client(f"ipc://{path}", SECRET, timeout_seconds=5)
-
-
 def test_a_link_that_is_changed_after_the_check_leads_nowhere_else(
     serve, call, tmp_path, monkeypatch
 ):
@@ -305,54 +254,3 @@ def test_a_message_that_fails_does_not_hold_up_those_behind_it(call, capsys):
     assert [bytes(frame) for frame in answer.result(20)] == [b"y"]
     assert "ZeroDivisionError" in capsys.readouterr().err
     context.destroy()
-
-
-# Ends of processes
-
-CHILD = """
-import os, sys, threading, time
-from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.processes.messages import Client, Server
-called = threading.Event()
-secret = Secret(os.environ["WORD"])
-server = Server(secret, lambda request: called.set(), address=sys.argv[2])
-client = Client(sys.argv[1], secret)
-client.request(server.address.encode())
-called.wait()
-if os.fork() == 0:  # it has copies of all connections, and outlives its parent
-    time.sleep(60)
-    os._exit(0)
-client.request(b"forked")
-time.sleep(60)
-"""
-
-
-def test_the_end_of_a_process_is_known_at_once(serve, call):
-    told, lost, gone = [], [], []
-
-    def handle(request):
-        told.append(bytes(request.frames[0]).decode())
-        request.reply()
-
-    server = serve(handle, lost=lost.append)
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, server.address, "127.0.0.1:0"],
-        env={**os.environ, "WORD": WORD, "JAX_PLATFORMS": "cpu"},
-        start_new_session=True,
-    )
-    try:
-        until(lambda: told, 60)
-        client = call(told[0], lost=lambda: gone.append(True))
-        waits = client.submit(b"x")
-        until(lambda: len(told) == 2, 60)
-        assert not lost and not gone
-        child.kill()
-        with pytest.raises(LostError, match="is lost"):
-            waits.result(10)
-        until(lambda: lost and gone)
-        with pytest.raises(LostError, match="is lost"):
-            client.send(b"x")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()

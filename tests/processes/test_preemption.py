@@ -11,7 +11,6 @@ import time
 
 import numpy as np
 import pytest
-from flax import nnx
 from helpers.cases import each_of
 from helpers.threads import in_threads, until
 
@@ -325,18 +324,6 @@ def test_a_function_that_saves(two):
     handler.close()
 
 
-def test_a_failing_watcher_function_is_heard():
-    def fails():
-        raise OSError("no metadata server")
-
-    config = TerminationConfig(fails, save_fn=lambda: None)
-    handler = PreemptionCheckpointHandler(None, None, termination_config=config)
-    assert handler._watcher.wait(SECONDS)
-    with pytest.raises(OSError, match="no metadata server"):
-        handler.run(lambda: None)
-    handler.close()
-
-
 SCRIPT = """
 import sys
 import numpy as np
@@ -391,11 +378,3 @@ def test_loops_that_make_no_sense(two):
     for name in ("steps", "every", "in_sync_every"):
         with pytest.raises(TypeError, match=f"`{name}` was 1.5; a whole number was"):
             js.training.training_loop(dataset, 0, **{"steps": 1, name: 1.5})
-
-
-def test_the_state_of_a_loop_may_be_a_module(two):
-    """Which can be called, and makes no state then."""
-    dataset = two.experimental_distribute_dataset([np.ones((2, 3))])
-    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    with js.training.training_loop(dataset, model, steps=1, strategy=two) as loop:
-        assert loop.state is model

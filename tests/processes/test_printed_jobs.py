@@ -14,7 +14,7 @@ import time
 import hypothesis.strategies as st
 import pytest
 import yaml
-from helpers.launching import ALONE, DEADLINE, command, printed
+from helpers.launching import DEADLINE, command, printed
 from hypothesis import example, given, settings
 
 BOUNDED = settings(max_examples=50, deadline=None, derandomize=True)
@@ -356,19 +356,6 @@ def test_the_secret_of_a_manifest_is_one_of_kubernetes():
 
 
 # The command line
-
-
-def test_what_is_printed_does_not_depend_on_the_terminal():
-    """Arguments come out as the bytes that came in."""
-    argument = "\N{GRINNING FACE}".encode() + b"\xff"
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, "--print", "slurm", "train.py", argument],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        timeout=DEADLINE,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"'" + argument + b"'" in done.stdout
 
 
 def test_a_coordinator_that_is_no_address_is_refused():

@@ -120,28 +120,6 @@ def test_a_client_waits_for_a_server_as_long_as_it_may(unstarted):
         assert isinstance(e.value, TimeoutError) and e.value.error_code == 4
 
 
-def test_a_client_may_come_before_its_server():
-    address = free_address()
-    found = []
-
-    def serve():
-        with rpc.Server.create("grpc", address) as server:
-            server.register("mul", mul, INT, INT)
-            server.start()
-            assert done.wait(60)
-
-    def ask():
-        try:
-            with rpc.Client.create("grpc", address) as client:
-                found.append(client.mul_blocking(2, 3))
-        finally:
-            done.set()
-
-    done = threading.Event()
-    in_threads(ask, serve)
-    assert found == [6]
-
-
 # Registering.
 
 
@@ -233,15 +211,6 @@ def test_structures_come_back(client):
     assert client.empty_blocking() == []
     nothing = client.nothing()
     assert nothing.is_ok() and nothing.get_value() is None
-
-
-def test_call_gives_the_structure_that_it_is_told(client):
-    assert client.call("mul", [2, 3], output_specs=INT).get_value() == 6
-    assert client.call("mul", [2, 3], output_specs=[0]).get_value() == [6]
-    specs = Pair(INT, [INT, (INT, INT)])
-    assert client.call("nest", [2], specs).get_value() == Pair(2, [2, (3, 2)])
-    assert client.call("nothing").get_value() is None
-    assert client.call("empty", None, []).get_value() == []
 
 
 def test_a_missing_or_wrong_structure_of_results_is_an_error(client):
@@ -354,15 +323,6 @@ def test_without_a_timeout_a_call_lasts_as_long_as_it_takes(server):
         assert client.mul_blocking(2, 3) == 6  # meanwhile
         gate.set()
         assert result.get_value() == 3
-
-
-def test_many_threads_call_at_once(client):
-    def ask(i):
-        assert [client.mul_blocking(i, j) for j in range(5)] == [
-            i * j for j in range(5)
-        ]
-
-    in_threads(*[lambda i=i: ask(i) for i in range(8)])
 
 
 # Sizes.
@@ -497,14 +457,6 @@ def test_both_end_with_their_last_reference():
     gc.collect()
     until(lambda: not any(each() for each in gone))
     until(lambda: nobody_listens(address))
-
-
-def test_a_result_keeps_the_client_until_it_has_come():
-    with started(slow=slow()) as server:
-        result = connected(server).slow(5)
-        gc.collect()
-        gate.set()
-        assert result.get_value() == 5
 
 
 def test_calls_end_when_the_client_is_closed():
