@@ -20,6 +20,7 @@ from jaxstrategy._src.reductions.compression import (
     state_of,
 )
 from jaxstrategy._src.reductions.operations import checked_groups
+from jaxstrategy._src.reductions.reduction import HowReduced
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.values import arrays, per_replica, trees
@@ -200,7 +201,8 @@ class ReplicaContext:
             within = checked_groups(groups, self.num_replicas_in_sync)
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_whole)
         _check_local(leaves)
-        results = self._strategy._reduction.reduce_leaves(op, leaves, options, within)
+        how = HowReduced(op, options, within)
+        results = self._strategy._reduction.reduce_leaves(how, leaves)
         return jax.tree.unflatten(treedef, results)
 
     def all_reduce_compressed(
@@ -254,9 +256,9 @@ class ReplicaContext:
         leaves = [leaf for _, leaf in paths]
         _check_local(leaves)
         owed = checked_debts(state, leaves, names, treedef, compression_of(options))
-        results, debts = self._strategy._reduction.reduce_compressed(
-            ReduceOp(reduce_op), leaves, owed, options
-        )
+        how = HowReduced(ReduceOp(reduce_op), options)
+        reduction = self._strategy._reduction
+        results, debts = reduction.reduce_compressed(how, leaves, owed)
         return treedef.unflatten(results), state_of(debts, treedef)
 
     def all_gather(

@@ -28,6 +28,19 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
 
+Residuals: TypeAlias = Sequence[Residual | None]
+"""What each array owes from earlier compressed reductions; None: it is exact."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class HowReduced:
+    """How arrays are reduced: with `options` that differ from the plan's."""
+
+    op: ReduceOp
+    options: CommunicationOptions | None = None
+    groups: Groups | None = None  # of replicas, each of which has a result of its own
+
 
 @final
 class Reduction:
@@ -37,18 +50,12 @@ class Reduction:
         self._replicas = replicas
         self._plan = plan
 
-    def reduce_leaves(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Leaf],
-        options: CommunicationOptions | None = None,
-        groups: Groups | None = None,
-    ) -> list[Leaf]:
+    def reduce_leaves(self, how: HowReduced, leaves: Sequence[Leaf]) -> list[Leaf]:
         """This replica's arrays reduced over all replicas, or over its group."""
-        plan = self._plan.with_options(options, self._replicas).within(groups)
+        plan = self._plan.with_options(how.options, self._replicas).within(how.groups)
         dense = [leaf for leaf in leaves if not is_slices(leaf)]
-        sparse = [self._sparse(op, x, groups) for x in leaves if is_slices(x)]
-        reduced, joined = iter(self._dense(plan, op, dense)), iter(sparse)
+        sparse = [self._sparse(how, x) for x in leaves if is_slices(x)]
+        reduced, joined = iter(self._dense(plan, how.op, dense)), iter(sparse)
         return [next(joined if is_slices(leaf) else reduced) for leaf in leaves]
 
     def alone(self) -> Reduction:
@@ -74,14 +81,10 @@ class Reduction:
         return replicas.is_divisible(leaf) or replicas.may_lie_inside(leaf.shape)
 
     def reduce_compressed(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Leaf],
-        owed: Sequence[Residual | None],
-        options: CommunicationOptions,
+        self, how: HowReduced, leaves: Sequence[Leaf], owed: Residuals
     ) -> tuple[list[Leaf], list[Residual | None]]:
         """This replica's arrays reduced over all replicas, some of them compressed."""
-        plan = self._plan.with_options(options, self._replicas)
+        op, plan = how.op, self._plan.with_options(how.options, self._replicas)
         axes = self._replicas.collective_axes
         dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
         exact = functools.partial(self._dense, plan, op)
@@ -90,27 +93,25 @@ class Reduction:
             op,
             [leaves[i] for i in dense],
             [owed[i] for i in dense],
-            compression.compression_of(options),
+            compression.compression_of(how.options),
             compression.Sums(exact, in_eight_bits),
             is_alone=self._replicas.count == 1,
         )
         results, debts = list(leaves), list(owed)  # what is sparse owes what it owed
         for i, leaf in enumerate(leaves):
             if is_slices(leaf):
-                results[i] = self._sparse(op, leaf, None)
+                results[i] = self._sparse(how, leaf)
         for i, result, debt in zip(dense, *reduced, strict=True):
             results[i], debts[i] = result, debt
         return results, debts
 
-    def _sparse(
-        self, op: ReduceOp, leaf: IndexedSlices, groups: Groups | None
-    ) -> IndexedSlices:
-        if groups is not None:
+    def _sparse(self, how: HowReduced, leaf: IndexedSlices) -> IndexedSlices:
+        if how.groups is not None:
             raise ValueError(
                 "`groups` was given for IndexedSlices, whose rows go to all replicas. "
                 "Reduce `slices.to_dense()` instead."
             )
-        return operations.reduce_slices(op, leaf, self._replicas)
+        return operations.reduce_slices(how.op, leaf, self._replicas)
 
     def gathered(self, leaf: Leaf, axis: int) -> jax.Array:
         """Every replica's array, joined along `axis` in replica order."""
@@ -119,16 +120,6 @@ class Reduction:
     def first(self, leaf: Leaf) -> jax.Array:
         """The array of the first replica on all of them, in its own shape."""
         return self.gathered(mesh.array_of(leaf)[None], 0)[0]
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class HowReduced:
-    """How an array was to be reduced: with `options` that differ from the plan's."""
-
-    op: ReduceOp
-    options: CommunicationOptions | None = None
-    groups: Groups | None = None
 
 
 class LocalReduction:
@@ -145,13 +136,8 @@ class LocalReduction:
         """As that of `Reduction`: a replica by itself joins no arrays."""
         return self
 
-    def reduce_leaves(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Leaf],
-        options: CommunicationOptions | None = None,
-        groups: Groups | None = None,
-    ) -> list[Leaf]:
+    def reduce_leaves(self, how: HowReduced, leaves: Sequence[Leaf]) -> list[Leaf]:
+        op, groups = how.op, how.groups
         count = self._count if groups is None else len(groups[0])
         row, results = OPERATIONS[op], []
         for leaf in leaves:
@@ -167,16 +153,11 @@ class LocalReduction:
             # A jitted function inside the step returns other arrays than it has made,
             # which must not outlive its trace.
             if get_opaque_trace_state() == self._state:
-                how = HowReduced(op, options, groups)
                 self._results.append((result, own, how))
         return results
 
     def reduce_compressed(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Leaf],
-        owed: Sequence[Residual | None],
-        options: CommunicationOptions,
+        self, how: HowReduced, leaves: Sequence[Leaf], owed: Residuals
     ) -> tuple[list[Leaf], list[Residual | None]]:
         raise ContextError(
             "A compressed reduction was called in local steps, in which each replica "
@@ -189,10 +170,8 @@ class LocalReduction:
 
     def before(self, array: jax.Array) -> tuple[jax.Array, HowReduced | None]:
         """What was reduced to `array` and how; of one that is no result it and None."""
-        for result, own, how in self._results:
-            if result is array:
-                return own, how
-        return array, None
+        known = ((own, how) for result, own, how in self._results if result is array)
+        return next(known, (array, None))
 
     def forget(self) -> None:
         """Forget all results: those of a step are values of its trace."""
@@ -213,14 +192,8 @@ class LocalReduction:
 class SameShapes(LocalReduction):
     """Reductions of which only the shapes and types of the results count."""
 
-    def reduce_leaves(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Leaf],
-        options: CommunicationOptions | None = None,
-        groups: Groups | None = None,
-    ) -> list[Leaf]:
-        found = super().reduce_leaves(op, leaves, options, groups)
+    def reduce_leaves(self, how: HowReduced, leaves: Sequence[Leaf]) -> list[Leaf]:
+        found = super().reduce_leaves(how, leaves)
         return [
             IndexedSlices(
                 self.gathered(leaf.values, 0),
@@ -233,13 +206,9 @@ class SameShapes(LocalReduction):
         ]
 
     def reduce_compressed(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Leaf],
-        owed: Sequence[Residual | None],
-        options: CommunicationOptions,
+        self, how: HowReduced, leaves: Sequence[Leaf], owed: Residuals
     ) -> tuple[list[Leaf], list[Residual | None]]:
-        return self.reduce_leaves(op, leaves), list(owed)
+        return self.reduce_leaves(how, leaves), list(owed)
 
     def gathered(self, leaf: Leaf, axis: int) -> jax.Array:
         checked = operations.all_gather(leaf, axis, Replicas.alone())
@@ -277,24 +246,21 @@ def _reduced(
     reduction: Reducing,
     arrays: Sequence[Leaf],
     structure: TreeStructure,
-    op: ReduceOp,
-    options: CommunicationOptions | None,
-    groups: Groups | None,
+    how: HowReduced,
 ) -> list[Leaf]:
-    return reduction.reduce_leaves(op, structure.unflatten(arrays), options, groups)
+    return reduction.reduce_leaves(how, structure.unflatten(arrays))
 
 
 def _compressed(
     reduction: Reducing,
     arrays: Sequence[Leaf],
     structure: TreeStructure,
-    op: ReduceOp,
-    options: CommunicationOptions,
+    how: HowReduced,
 ) -> PyTree:
     """The reduced leaves, and what is owed of each now, as pairs."""
     leaves, pairs = structure.unflatten(arrays)
     owed = [None if pair is None else Residual(*pair) for pair in pairs]
-    reduced, debts = reduction.reduce_compressed(op, leaves, owed, options)
+    reduced, debts = reduction.reduce_compressed(how, leaves, owed)
     return reduced, [None if d is None else (d.error, d.basis) for d in debts]
 
 
@@ -386,29 +352,19 @@ class EagerReduction:
         """As that of `Reduction`: replicas that run eagerly join no arrays."""
         return self
 
-    def reduce_leaves(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Leaf],
-        options: CommunicationOptions | None = None,
-        groups: Groups | None = None,
-    ) -> list[Leaf]:
+    def reduce_leaves(self, how: HowReduced, leaves: Sequence[Leaf]) -> list[Leaf]:
         arrays, structure = jax.tree.flatten(list(leaves))
-        over = "" if groups is None else f", groups={groups}"
-        name = f"all_reduce({op.name.lower()!r}{over})"
-        return self._run(name, _reduced, arrays, structure, op, options, groups)
+        over = "" if how.groups is None else f", groups={how.groups}"
+        name = f"all_reduce({how.op.name.lower()!r}{over})"
+        return self._run(name, _reduced, arrays, structure, how)
 
     def reduce_compressed(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Leaf],
-        owed: Sequence[Residual | None],
-        options: CommunicationOptions,
+        self, how: HowReduced, leaves: Sequence[Leaf], owed: Residuals
     ) -> tuple[list[Leaf], list[Residual | None]]:
         pairs = [None if each is None else (each.error, each.basis) for each in owed]
         arrays, structure = jax.tree.flatten((list(leaves), pairs))
-        name = f"all_reduce_compressed({op.name.lower()!r})"
-        reduced, debts = self._run(name, _compressed, arrays, structure, op, options)
+        name = f"all_reduce_compressed({how.op.name.lower()!r})"
+        reduced, debts = self._run(name, _compressed, arrays, structure, how)
         return reduced, [None if pair is None else Residual(*pair) for pair in debts]
 
     def gathered(self, leaf: Leaf, axis: int) -> jax.Array:

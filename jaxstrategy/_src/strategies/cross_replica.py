@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias, final
@@ -32,6 +33,7 @@ from jaxstrategy._src.reductions.operations import (
     reduced_over,
     sums,
 )
+from jaxstrategy._src.reductions.reduction import HowReduced
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import (
     WHOLE,
@@ -85,14 +87,16 @@ class CrossReplica:
     ) -> PyTree:
         """One value from all versions, leaf by leaf."""
         is_weighted = weights is not None
-        over = _dimensions(axis)
+        over = None if axis is None else _dimensions(axis)
 
         def across(tree: PyTree, alone: bool = False) -> PyTree:
             key = op, over, options, is_weighted, alone
             if key not in self._functions:
                 reduction = self._reduction.alone() if alone else self._reduction
-                leaves = functools.partial(reduction.reduce_leaves, options=options)
-                self._functions[key] = _reducer(op, over, is_weighted, leaves)
+                reduce_leaves = reduction.reduce_leaves
+                self._functions[key] = _reducer(
+                    HowReduced(op, options), over, is_weighted, reduce_leaves
+                )
             operand = (tree, weights) if is_weighted else tree
             return self._executor.across(self._functions[key], operand)
 
@@ -393,10 +397,7 @@ def _unstacked(shardings: tuple[NamedSharding, ...]) -> Function:
     return jax.jit(unstack, out_shardings=shardings)
 
 
-def _dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """The dimensions that `axis` names, None for none."""
-    if axis is None:
-        return None
+def _dimensions(axis: int | Sequence[int]) -> tuple[int, ...]:
     one = whole(axis)
     dimensions = several_whole(axis if one is None else (one,))
     if dimensions is None:
@@ -407,15 +408,17 @@ def _dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _reducer(
-    op: ReduceOp,
+    how: HowReduced,
     axis: tuple[int, ...] | None,
     is_weighted: bool,
-    reduce_leaves: Callable[[ReduceOp, list[Leaf]], list[Leaf]],
+    reduce_leaves: Callable[[HowReduced, list[Leaf]], list[Leaf]],
 ) -> TreeFunction:
     """Reduces a replica's tree over `axis`, and then over all replicas.
 
     If it is weighted, the tree is a pair: what is reduced, and the weights.
     """
+
+    op, as_sum = how.op, dataclasses.replace(how, op=ReduceOp.SUM)
 
     def reduce(tree: PyTree) -> PyTree:
         tree, weights = tree if is_weighted else (tree, None)
@@ -429,8 +432,9 @@ def _reducer(
             else:
                 plain[i] = leaf if axis is None else reduced_over(op, leaf, axis)
         terms = [term for pair in weighted.values() for term in pair]
-        totals = iter(reduce_leaves(ReduceOp.SUM, terms) if terms else ())
-        results = dict(zip(plain, reduce_leaves(op, list(plain.values())), strict=True))
+        totals = iter(reduce_leaves(as_sum, terms) if terms else ())
+        reduced = reduce_leaves(how, list(plain.values()))
+        results = dict(zip(plain, reduced, strict=True))
         for i in weighted:
             total, count = next(totals), next(totals)
             results[i] = total / count if OPERATIONS[op].divides else total

@@ -27,6 +27,7 @@ from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.options import ReduceOp, VariableAggregation
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.reductions.operations import OPERATIONS
+from jaxstrategy._src.reductions.reduction import HowReduced
 from jaxstrategy._src.replicas import inner_axes, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import sharding_like, with_inner
@@ -240,7 +241,8 @@ class VariableKind:
         """One value for all from this replica's own, inside a step."""
         reduction = _this_strategy()._reduction
         if self.aggregation in _REDUCED:
-            return reduction.reduce_leaves(_REDUCED[self.aggregation], [value])[0]
+            how = HowReduced(_REDUCED[self.aggregation])
+            return reduction.reduce_leaves(how, [value])[0]
         return jax.tree.map(reduction.first, value)
 
     def _change_rows(
