@@ -95,7 +95,7 @@ class ReplicaContext:
 
     def __init__(self, strategy: AnyStrategy) -> None:
         self._strategy = checked_core(strategy)
-        self._is_outside = not self._strategy._replicas.collective_axes
+        self._is_outside = not self._strategy._replicas.axes
 
     @property
     def strategy(self) -> AbstractStrategy:

@@ -131,7 +131,7 @@ def _program(replicas: Replicas, times: int) -> Callable[[jax.Array], jax.Array]
 
     def repeated(x: jax.Array) -> jax.Array:
         def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return jax.lax.pmean(x, replicas.collective_axes), None
+            return jax.lax.pmean(x, replicas.axes), None
 
         return jax.lax.scan(turn, x, length=times)[0]
 

@@ -324,12 +324,12 @@ def all_gather(value: Leaf, axis: int, replicas: Replicas) -> jax.Array:
             f"`axis` is {axis}, out of range for a value with {array.ndim} dimensions "
             f"on each replica: use {-array.ndim} to {array.ndim - 1}."
         )
-    if not replicas.collective_axes:
+    if not replicas.axes:
         return array
     axis = dimension % array.ndim
     if array.size == 0:  # XLA refuses to join nothing
         return jnp.zeros_like(jnp.concatenate([array] * replicas.count, axis))
-    return lax.all_gather(array, replicas.collective_axes, axis=axis, tiled=True)
+    return lax.all_gather(array, replicas.axes, axis=axis, tiled=True)
 
 
 def reduce_slices(

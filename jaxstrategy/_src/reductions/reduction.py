@@ -63,7 +63,7 @@ class Reduction:
         return Reduction(self._replicas, self._plan.alone())
 
     def _dense(self, plan: AnyPlan, op: ReduceOp, leaves: Sequence[Leaf]) -> list[Leaf]:
-        axes = self._replicas.collective_axes
+        axes = self._replicas.axes
         alone = [self._goes_alone(leaf) for leaf in leaves]
         packed = [x for x, is_alone in zip(leaves, alone, strict=True) if not is_alone]
         together = iter(plan.reduce(op, packed, axes))
@@ -85,7 +85,7 @@ class Reduction:
     ) -> tuple[list[Leaf], list[Residual | None]]:
         """This replica's arrays reduced over all replicas, some of them compressed."""
         op, plan = how.op, self._plan.with_options(how.options, self._replicas)
-        axes = self._replicas.collective_axes
+        axes = self._replicas.axes
         dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
         exact = functools.partial(self._dense, plan, op)
         in_eight_bits = functools.partial(plan.in_eight_bits, op, axes=axes)

@@ -46,6 +46,9 @@ LayoutOrDimension: TypeAlias = ReplicaLayout | int
 """A layout, or the dimension along which an array equal on all is sharded."""
 
 
+Rows: TypeAlias = Sequence[jax.Array | np.ndarray]
+
+
 def sharded_along(dimension: int | None) -> LayoutOrDimension:
     """The layout of an array that is sharded along a dimension; None: replicated."""
     return REPLICATED if dimension is None else dimension
@@ -91,7 +94,7 @@ class Replicas:
         sizes, sharing = checked_sizes(logical_axes, per_device)
         mesh = _mesh.mesh_of(devices, sizes)
         found = Replicas(mesh, per_device=sharing, state_sharding=state_sharding)
-        if found.count > _MOST_REPLICAS:
+        if found.count >= 2**31:
             raise ValueError(
                 f"`replicas_per_device` was {sharing}: there would be {found.count} "
                 "replicas, and they are numbered with 32 bits. Give a smaller number."
@@ -277,22 +280,10 @@ class Replicas:
         sharding = array.sharding
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return None
-        return self.dimension_along(sharding)
-
-    def dimension_along(self, sharding: NamedSharding) -> int | None:
-        """The dimension that a sharding shards over all replicas, if any."""
         for dimension, names in enumerate(map(_mesh.axes_of, sharding.spec)):
             if not set(self.axes).isdisjoint(names):
                 return dimension if names == self.axes else None
         return None
-
-    @functools.cached_property
-    def collective_axes(self) -> tuple[str, ...]:
-        """The axes that a collective over all replicas names.
-
-        Where replicas share devices, it is one axis all the same.
-        """
-        return self.axes
 
     @property
     def part_axes(self) -> tuple[str, ...]:
@@ -317,12 +308,11 @@ class Replicas:
     @property
     def axis_name(self) -> str | tuple[str, ...]:
         """The name of the only axis of collectives, or the names of all of them."""
-        axes = self.collective_axes
-        return axes[0] if len(axes) == 1 else axes
+        return self.axes[0] if len(self.axes) == 1 else self.axes
 
     def index(self) -> jax.Array | int:
         """The number of this replica: in a traced step a scalar; 0 without axes."""
-        return lax.axis_index(self.collective_axes) if self.collective_axes else 0
+        return lax.axis_index(self.axes) if self.axes else 0
 
     def division(
         self, path: str, leaf: Shaped, taken: Sequence[int] = ()
@@ -377,11 +367,7 @@ class Replicas:
         return tuple(versions)
 
     def _on_replica(
-        self,
-        array: jax.Array,
-        replica_id: int,
-        parts: Sequence[jax.Array],
-        first: int = 0,
+        self, array: jax.Array, replica_id: int, parts: list[jax.Array], first: int = 0
     ) -> jax.Array:
         """The shards of `array` on one replica's devices as an array on its mesh."""
         if len(parts) == 1:
@@ -391,9 +377,7 @@ class Replicas:
         over_replicas = _mesh.spec_over(array.sharding.spec, self.axes)
         shape = NamedSharding(self.mesh, over_replicas).shard_shape(array.shape)
         where = NamedSharding(self.mesh_of(replica_id), PartitionSpec(*spec[first:]))
-        return jax.make_array_from_single_device_arrays(
-            shape[first:], where, list(parts)
-        )
+        return jax.make_array_from_single_device_arrays(shape[first:], where, parts)
 
     def mesh_of(self, replica_id: int) -> Mesh:
         """The devices of one replica, along the inner axes."""
@@ -413,20 +397,14 @@ class Replicas:
     def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """The copy, or the shard, of `array` on each of this process's replicas."""
         at = {shard.device: shard.data for shard in array.addressable_shards}
-        return tuple(
-            self._on_replica(
-                array, i, [at[device] for device in self.local_devices_of(i)]
-            )
-            for i in self.local_ids
-        )
+        parts = {i: [at[d] for d in self.local_devices_of(i)] for i in self.local_ids}
+        return tuple(self._on_replica(array, i, parts[i]) for i in parts)
 
-    def stacked(self, versions: Sequence[jax.Array | np.ndarray]) -> jax.Array:
+    def stacked(self, versions: Rows) -> jax.Array:
         """The versions of this process's replicas as one array `[replica, ...]`."""
         return self.joined([version[None] for version in versions])
 
-    def joined(
-        self, rows: Sequence[jax.Array | np.ndarray], may_alias: bool | None = None
-    ) -> jax.Array:
+    def joined(self, rows: Rows, may_alias: bool | None = None) -> jax.Array:
         """`stacked` of arrays `[1, ...]`; `may_alias` as of `jax.device_put`."""
         shape = (self.count, *rows[0].shape[1:])
         inner = self._inner_spec_of_rows(rows)
@@ -443,9 +421,7 @@ class Replicas:
             sharding = self.sharding(STACKED)
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-    def _inner_spec_of_rows(
-        self, rows: Sequence[jax.Array | np.ndarray]
-    ) -> PartitionSpec | None:
+    def _inner_spec_of_rows(self, rows: Rows) -> PartitionSpec | None:
         """The spec over inner axes that all rows have, if they have one."""
         if not self.inner_axes:
             return None
@@ -487,9 +463,7 @@ def _shards(row: jax.Array) -> list[jax.Array]:
     return [at[device] for device in row.sharding.mesh.devices.flat]
 
 
-def _joined_on(
-    device: Device, rows: Sequence[jax.Array | np.ndarray], may_alias: bool | None
-) -> jax.Array:
+def _joined_on(device: Device, rows: Rows, may_alias: bool | None) -> jax.Array:
     placed = [jax.device_put(row, device, may_alias=may_alias) for row in rows]
     return placed[0] if len(placed) == 1 else jnp.concatenate(placed)
 
@@ -524,10 +498,10 @@ def inner_sizes(logical_axes: Mapping[str, int] | None) -> dict[str, int]:
             f"`logical_axes` was {shown(logical_axes)}; the names of axes and their "
             'sizes were wanted, such as `{"core": 2}`.'
         )
-    return {_name(name): _size(name, size) for name, size in logical_axes.items()}
+    return {name: _size(name, size) for name, size in logical_axes.items()}
 
 
-def _name(name: object) -> str:
+def _size(name: object, value: object) -> int:
     if not isinstance(name, str):
         raise TypeError(
             f"`logical_axes` has {shown(name)} as the name of an axis; a text was "
@@ -543,10 +517,6 @@ def _name(name: object) -> str:
             f"`logical_axes` has an axis {name!r}, which is the name of the axis along "
             "which replicas differ. Give those inside a replica another name."
         )
-    return name
-
-
-def _size(name: str, value: object) -> int:
     size = whole(value)
     if size is None:
         raise TypeError(
@@ -612,6 +582,3 @@ def devices_for(
             RuntimeWarning,
         )
     return chosen, sharing
-
-
-_MOST_REPLICAS = 2**31 - 1

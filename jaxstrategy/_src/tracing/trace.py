@@ -531,7 +531,7 @@ def trace(
     findings = analyse(
         jaxpr,
         [replicas.differ(layout) for layout in of_inputs],
-        replicas.collective_axes,
+        replicas.axes,
         replicas.count,
         unpacking=unpacking,
         mesh=replicas.mesh,

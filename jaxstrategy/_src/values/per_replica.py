@@ -159,7 +159,7 @@ class PerReplica:
         """All versions as one array of shape `[replica, ...]`."""
         if self._replicas is None:
             return self._value
-        return jax.lax.all_gather(self._value, self._replicas.collective_axes)
+        return jax.lax.all_gather(self._value, self._replicas.axes)
 
     @property
     def values(self) -> tuple[jax.Array, ...]:

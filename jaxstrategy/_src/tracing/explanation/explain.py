@@ -367,7 +367,7 @@ def _traced(
         operands.append(jax.ShapeDtypeStruct(shape, atom.aval.dtype))
     replicas = partitioned.replicas
     jaxpr = jax.make_jaxpr(
-        lambda *operands: function(*operands, axes=replicas.collective_axes),
+        lambda *operands: function(*operands, axes=replicas.axes),
         axis_env=replicas.axis_sizes,
     )(*operands).jaxpr
     for inner in all_eqns(jaxpr):

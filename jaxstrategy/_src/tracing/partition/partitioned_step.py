@@ -138,7 +138,7 @@ class PartitionedStep:
         findings = analyse(
             self.jaxpr,
             self._differs,
-            replicas.collective_axes,
+            replicas.axes,
             replicas.count,
             unpacking=self._trace.unpacking,
             mesh=replicas.mesh,

@@ -132,7 +132,7 @@ def is_sum_of_all(eqn: Equation, replicas: Replicas) -> bool:
     """Whether an equation sums its operands over all replicas."""
     if effect_of(eqn) is not Effect.SUM or eqn.params.get("axis_index_groups"):
         return False
-    return set(eqn.params["axes"]) == set(replicas.collective_axes)
+    return set(eqn.params["axes"]) == set(replicas.axes)
 
 
 _SCALING = frozenset(("div", "mul", "convert_element_type"))

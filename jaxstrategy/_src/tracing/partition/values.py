@@ -58,7 +58,7 @@ class PartCollectives:
         return self._on_devices(scatter, var, in_loop)(array)
 
     def all_reduce(self, array: jax.Array) -> jax.Array:
-        return lax.psum(array, self._replicas.collective_axes)
+        return lax.psum(array, self._replicas.axes)
 
     def sum_on_device(self, array: jax.Array) -> jax.Array:
         """The sum of the arrays of those replicas that share a device."""

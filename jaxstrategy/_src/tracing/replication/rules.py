@@ -451,7 +451,7 @@ def varying(
     jaxpr: Jaxpr, varies: Sequence[bool], replicas: Replicas, unpacking: int = 0
 ) -> Callable[[Atom], bool]:
     """A predicate of values at the top level of `jaxpr`: may replicas differ?"""
-    axes, count = replicas.collective_axes, replicas.count
+    axes, count = replicas.axes, replicas.count
     analysis = Analysis(axes, count, Rules(), replicas.mesh)
     frame = analysis.evaluated(jaxpr, _inputs(jaxpr, varies), unpacking)
     return lambda atom: level_of(frame.read(atom)) == Level.VARYING

@@ -102,7 +102,7 @@ class Finite:
         for reference, source in references:
             origin = _Origin(source or "", is_end=True)
             evaluation.check(reference[...], origin, source)
-        axes = self.replicas.collective_axes
+        axes = self.replicas.axes
         return outputs, [lax.all_gather(evaluation.found, axes)]
 
     def check(self, output: jax.Array) -> None:
@@ -255,10 +255,10 @@ class _Evaluation:
             return
         before = [kinds for kinds in map(self._kinds, operands) if kinds is not None]
         had_nan, had_inf = _any(before, 0), _any(before, 1)
-        if is_along(eqn, self._owner.replicas.collective_axes):
+        if is_along(eqn, self._owner.replicas.axes):
             # That of another replica was found there.
             flags = jnp.stack([jnp.asarray(had_nan), jnp.asarray(had_inf)])
-            axes = self._owner.replicas.collective_axes
+            axes = self._owner.replicas.axes
             had_nan, had_inf = lax.pmax(flags.astype(jnp.int32), axes) > 0
         # Inf minus Inf makes a NaN; an Inf made of a NaN does not count.
         nan = _any(after, 0) & ~jnp.asarray(had_nan)
