@@ -108,16 +108,6 @@ def is_spec(value: object) -> TypeGuard[InnerSpec]:
     return isinstance(value, PartitionSpec)
 
 
-def sharding_by(spec: InnerSpec, replicas: Replicas) -> NamedSharding:
-    """The sharding of an array that is replicated, with this spec over inner axes."""
-    is_whole = not any(spec)
-    return (
-        replicas.sharding(REPLICATED)
-        if is_whole
-        else NamedSharding(replicas.mesh, spec)
-    )
-
-
 def assembled(array: jax.Array) -> np.ndarray:
     """All of an array of which this process has all shards."""
     host = np.zeros(array.shape, array.dtype)

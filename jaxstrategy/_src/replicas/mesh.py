@@ -172,7 +172,14 @@ def place(value: ArrayLike, sharding: Sharding) -> jax.Array:
     With several processes each places its own shards, without communication: all must
     have the same value.
     """
-    return _placed(value, sharding, _put_local_shards)
+
+    def put_local_shards(host: np.ndarray, sharding: Sharding) -> jax.Array:
+        # Copied as in `_placed`.
+        return jax.make_array_from_callback(
+            host.shape, sharding, lambda index: host[index].copy()
+        )
+
+    return _placed(value, sharding, put_local_shards)
 
 
 def broadcast(value: ArrayLike, sharding: Sharding) -> jax.Array:
@@ -213,14 +220,10 @@ def _placed(
     host = np.asarray(array_of(value) if isinstance(value, int) else value)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
     placed = put(host.astype(dtype, copy=False), sharding)
-    return _with_weak_type(placed, sharding) if _is_weak_number(value) else placed
-
-
-def _is_weak_number(value: ArrayLike) -> bool:
-    """Whether `value` is a number without a dtype of its own: weakly typed."""
+    is_weak = type(value) in (int, float, complex)
     if isinstance(value, jax.Array):
-        return value.ndim == 0 and value.weak_type
-    return type(value) in (int, float, complex)
+        is_weak = value.ndim == 0 and value.weak_type
+    return _with_weak_type(placed, sharding) if is_weak else placed
 
 
 def _with_weak_type(array: jax.Array, sharding: Sharding) -> jax.Array:
@@ -230,21 +233,22 @@ def _with_weak_type(array: jax.Array, sharding: Sharding) -> jax.Array:
     `float32` with several processes only.
     """
     with eval_context():
-        number = _identity(sharding)(array.addressable_data(0).item())
+        number = _jitted(_same, sharding)(array.addressable_data(0).item())
     return number if number.dtype == array.dtype else array
 
 
+# JAX knows jitted functions by identity: a new one at each call would compile anew.
 @functools.cache
-def _identity(sharding: Sharding) -> Callable[[complex], jax.Array]:
-    return jax.jit(lambda number: number, out_shardings=sharding)
+def _jitted(function: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
+    return jax.jit(function, out_shardings=sharding)
 
 
-def _put_local_shards(host: np.ndarray, sharding: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(
-        host.shape,
-        sharding,
-        lambda index: host[index].copy(),  # see `_placed`
-    )
+def _same(array: Any) -> Any:
+    return array
+
+
+def _are_same(each: jax.Array) -> jax.Array:
+    return (each == each[0]).all()
 
 
 def _shard_traced(value: jax.Array, sharding: Sharding) -> jax.Array:
@@ -291,7 +295,16 @@ def _put_from_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 def _broadcast(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """`host` of the first process, by one collective."""
-    return _first_entry(sharding)(_stacked_by_device(host, sharding))
+    return first_entry(_stacked_by_device(host, sharding), sharding)
+
+
+def first_entry(stacked: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Entry 0 of an array `[entry, ...]`, placed by `sharding`."""
+    return _jitted(_first, sharding)(stacked)
+
+
+def _first(stacked: jax.Array) -> jax.Array:
+    return stacked[0]
 
 
 def _stacked_by_device(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -322,23 +335,13 @@ def _broadcast_in_steps(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
 
 
-@functools.cache
-def _first_entry(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda each: each[0], out_shardings=sharding)
-
-
 def are_equal(text: bytes, sharding: NamedSharding) -> bool:
     """Whether all processes of `sharding` have the same text; a collective."""
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint32)
     with job.exchanging("whether all processes compute the same", digest):
-        equal = _all_equal(sharding)(_stacked_by_device(digest, sharding))
+        compare = _jitted(_are_same, replicated_like(sharding))
+        equal = compare(_stacked_by_device(digest, sharding))
     return bool(np.asarray(equal.addressable_data(0)))
-
-
-@functools.cache
-def _all_equal(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    whole = replicated_like(sharding)
-    return jax.jit(lambda each: (each == each[0]).all(), out_shardings=whole)
 
 
 def is_spread(value: object) -> TypeGuard[jax.Array]:
@@ -362,7 +365,7 @@ def _reshard(value: jax.Array, sharding: Sharding) -> jax.Array:
     if value.sharding.is_equivalent_to(sharding, value.ndim):
         return jax.device_put(value, sharding)
     with job.exchanging("an array for other replicas", value):
-        return jax.jit(lambda array: array, out_shardings=sharding)(value)
+        return _jitted(_same, sharding)(value)
 
 
 def replicated_like(sharding: Sharding) -> Sharding:

@@ -339,7 +339,8 @@ class Topology:
 
     def _times(self, kind: str, nbytes: float, algorithm: str) -> _Times:
         """The times of all stages together, each by the faster algorithm."""
-        if algorithm not in _ALGORITHMS:
+        algorithms = ("ring", "tree") if algorithm == "fastest" else (algorithm,)
+        if algorithms[0] not in ("ring", "tree"):
             raise ValueError(
                 f"`algorithm` was {algorithm!r}; 'ring', 'tree' or 'fastest' was "
                 "wanted."
@@ -355,11 +356,10 @@ class Topology:
             "wanted. Give the size of one replica's operand, for an array `x` its "
             "`x.nbytes`.",
         )
-        costs = _ALGORITHMS[algorithm]
         stages = [
             min(
-                links._time_of(*cost(each, links.replicas), nbytes=operand)
-                for cost in costs
+                links._time_of(*_cost(by, each, links.replicas), operand)
+                for by in algorithms
             )
             for links, each, operand in self._stages(kind, size)
         ]
@@ -422,38 +422,22 @@ _Times: TypeAlias = tuple[float, float, float]
 _Stage: TypeAlias = tuple[Topology, str, float]
 
 
-def _ring(kind: str, n: int) -> tuple[int, float]:
+def _cost(algorithm: str, kind: str, n: int) -> tuple[int, float]:
     """The messages one of `n` replicas sends in turn, and the operands they carry."""
-    match kind:
-        case "all_reduce":
-            return 2 * (n - 1), 2 * (n - 1) / n
-        case "all_gather":
-            return n - 1, n - 1
-        case "reduce_scatter" | "all_to_all":
-            return n - 1, (n - 1) / n
-        case _:
-            return _permute(n)
-
-
-def _tree(kind: str, n: int) -> tuple[int, float]:
-    """The messages one of `n` replicas sends in turn, and the operands they carry."""
-    depth = (n - 1).bit_length()  # ceil(log2(n)), without rounding
-    match kind:
-        case "all_reduce":
-            return 2 * depth, 2 * depth
-        case "all_gather":
-            return depth, n - 1
-        case "reduce_scatter":
-            return depth, (n - 1) / n
-        case "all_to_all":
-            return depth, depth / 2
-        case _:
-            return _permute(n)
-
-
-def _permute(n: int) -> tuple[int, float]:
-    """One message of one operand, unless a replica is alone and keeps its own."""
-    return (1, 1) if n > 1 else (0, 0)
-
-
-_ALGORITHMS = {"ring": (_ring,), "tree": (_tree,), "fastest": (_ring, _tree)}
+    share, depth = (n - 1) / n, (n - 1).bit_length()  # ceil(log2(n)), without rounding
+    costs = {
+        "ring": {
+            "all_reduce": (2 * (n - 1), 2 * share),
+            "all_gather": (n - 1, n - 1),
+            "reduce_scatter": (n - 1, share),
+            "all_to_all": (n - 1, share),
+        },
+        "tree": {
+            "all_reduce": (2 * depth, 2 * depth),
+            "all_gather": (depth, n - 1),
+            "reduce_scatter": (depth, share),
+            "all_to_all": (depth, depth / 2),
+        },
+    }
+    # Permuted is by one message of one operand, unless a replica is alone.
+    return costs[algorithm].get(kind, (1, 1) if n > 1 else (0, 0))

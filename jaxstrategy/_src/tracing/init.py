@@ -27,8 +27,8 @@ from jaxstrategy._src.replicas.inner_axes import (
     inner_dimensions,
     inner_spec,
     is_spec,
-    sharding_by,
     sharding_like,
+    with_inner,
 )
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import (
@@ -78,7 +78,7 @@ class InnerShardings:
 
     def shardings(self, types: PyTree) -> list[NamedSharding]:
         """The sharding of each array of the result, replicated over the replicas."""
-        return [sharding_by(spec, self._replicas) for spec in self._all_specs(types)]
+        return [with_inner(spec, self._replicas) for spec in self._all_specs(types)]
 
     def typed(self, types: PyTree) -> PyTree:
         """`types` with these shardings."""

@@ -13,14 +13,12 @@ what it works on: inside a step one replica's copy, outside all copies.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxstrategy._src.contexts import context, replica_context
 from jaxstrategy._src.contexts.context import AbstractStrategy
@@ -393,7 +391,7 @@ class OnReadKind(VariableKind):
             if self.aggregation in _REDUCED:
                 return owner.reduce(_REDUCED[self.aggregation], PerReplica(held))
             inner = inner_axes.of_versions(inner_axes.inner_spec(held, self.replicas))
-            first = _first(with_inner(inner, self.replicas))(held)
+            first = mesh.first_entry(held, with_inner(inner, self.replicas))
             # There mirrored variables are, and reduced values.
             return mesh.place(first, with_inner(inner, owner._parameter_replicas))
 
@@ -461,15 +459,6 @@ class OnReadKind(VariableKind):
             return value - each * (count - 1), each
         each = (value / count).astype(value.dtype)
         return each, each
-
-
-# JAX knows jitted functions by identity: a new one at each read would compile anew.
-@functools.cache
-def _first(where: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    def first_copy(copies: jax.Array) -> jax.Array:
-        return copies[0]
-
-    return jax.jit(first_copy, out_shardings=where)
 
 
 def on_host(copy: jax.Array) -> np.ndarray:
