@@ -572,12 +572,10 @@ class Transfer:
         mask = self._mask(batch) if steps.is_padded else None
         placed = [self._divided(array, steps.are_own) for array in batch.arrays]
         jax.block_until_ready(placed)
-        leaves = [PerReplica(array) for array in placed]
-        if mask is not None:  # scalars, `[replica]`, have no rows
-            leaves = [
-                per_replica.with_mask(value, mask) if array.ndim > 1 else value
-                for value, array in zip(leaves, placed, strict=True)
-            ]
+        leaves = [  # scalars, `[replica]`, have no rows
+            PerReplica(array, None, mask if array.ndim > 1 else None)
+            for array in placed
+        ]
         return jax.tree.unflatten(steps.spec.treedef, leaves)
 
     def _divided(self, array: Array, is_own: bool) -> jax.Array:

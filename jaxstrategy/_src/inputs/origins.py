@@ -15,16 +15,16 @@ from typing import final
 import jax
 
 from jaxstrategy._src.values.arrays import Leaf, PyTree
-from jaxstrategy._src.values.per_replica import PerReplica, contents, is_per_replica
+from jaxstrategy._src.values.per_replica import PerReplica
 
 _known: dict[int, tuple[weakref.ref[Leaf], str | None]] = {}
 
 
 def note(batch: PyTree, name: str | None) -> None:
     """Let the arrays of `batch` be known as such as long as they live."""
-    for leaf in jax.tree.leaves(batch, is_leaf=is_per_replica):
+    for leaf in jax.tree.leaves(batch, is_leaf=_is_per_replica):
         # Not the mask of a `PerReplica`, which may be one of several batches.
-        array = contents(leaf) if isinstance(leaf, PerReplica) else leaf
+        array = leaf._value if isinstance(leaf, PerReplica) else leaf
         key = id(array)
         forget = functools.partial(_known.pop, key)  # with a reference as the default
         _known[key] = weakref.ref(array, forget), name
@@ -38,13 +38,16 @@ def of(array: Leaf) -> str | None:
 
 def is_of_dataset(leaf: Leaf) -> bool:
     """Whether a dataset, or `batches`, has given this array or `PerReplica`."""
-    array = contents(leaf) if isinstance(leaf, PerReplica) else leaf
-    return _found(array) is not None
+    return _found(leaf._value if isinstance(leaf, PerReplica) else leaf) is not None
 
 
 def _found(array: Leaf) -> tuple[weakref.ref[Leaf], str | None] | None:
     found = _known.get(id(array))
     return found if found is not None and found[0]() is array else None
+
+
+def _is_per_replica(node: object) -> bool:
+    return isinstance(node, PerReplica)
 
 
 @final

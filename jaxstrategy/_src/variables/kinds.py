@@ -168,10 +168,10 @@ class VariableKind:
         else:
             if at.in_step and self._combines(at):
                 value = self._across(value)
-            elif is_host_array(value) and not at.in_step:
-                is_divided = not self.sharding.is_fully_replicated
+            elif not (at.in_step or self.sharding.is_fully_replicated):
                 # A large array is divided before it is looked at, on one device.
-                if is_divided and value.shape == shape and mesh.is_large(value.nbytes):
+                is_fitting = is_host_array(value) and value.shape == shape
+                if is_fitting and mesh.is_large(value.nbytes):
                     value = mesh.broadcast(np.array(value), self.sharding)
             given = self._checked(value, shape, holder.dtype)
             where = self.sharding
