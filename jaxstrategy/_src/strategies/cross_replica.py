@@ -70,6 +70,9 @@ class CrossReplica:
         self._reduction = strategy._reduction
         # One object for each way to reduce or gather, so that each compiles once.
         self._functions: dict[Hashable, TreeFunction] = {}
+        self._fingerprints = functools.partial(
+            fingerprints, gathered=self._reduction.gathered
+        )
         # Where mirrored variables are, if they are elsewhere: both compute together.
         home, replicas = strategy._parameter_replicas, strategy._replicas
         # Comparing asks the default strategy for its devices, which would start JAX.
@@ -129,15 +132,6 @@ class CrossReplica:
         by_replica = np.asarray(found)
         if (by_replica != by_replica[0]).any():
             raise OutOfSyncError(_differing(compared, by_replica, name))
-
-    @functools.cached_property
-    def _fingerprints(self) -> TreeFunction:
-        """From a tree to the fingerprints of its leaves, `[replicas, leaves, 2]`."""
-
-        def fingerprints_of(tree: PyTree) -> jax.Array:
-            return fingerprints(tree, self._reduction.gathered)
-
-        return fingerprints_of
 
     def local_results(self, value: PyTree, in_step: bool) -> tuple[PyTree, ...]:
         """The version of each replica of this process; in a step that of all."""

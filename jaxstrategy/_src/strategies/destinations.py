@@ -52,45 +52,50 @@ class CopyPlace:
         """The device of each copy, the first if it has several."""
         return tuple(dict.fromkeys(self.replicas.devices))
 
+    def sharding_for(self, leaf: Leaf) -> Sharding | None:
+        """Where a copy of `leaf` lies; None for what is traced."""
+        if self.sharding is None or isinstance(leaf, Tracer):
+            return None
+        # On replicas as it is sharded over the devices of each.
+        replicas = replicas_with(self.sharding)
+        return self.sharding if replicas is None else sharding_like(leaf, replicas)
+
     def placed(self, result: PyTree) -> PyTree:
         """A reduced value placed here, unless it is traced."""
-        sharding = self.sharding
-        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
-        if sharding is None or traced:
-            return result
-        return jax.tree.map(
-            lambda leaf: mesh.place(leaf, _sharding_for(leaf, sharding)), result
-        )
+
+        def place(leaf: Leaf) -> Leaf:
+            where = self.sharding_for(leaf)
+            return leaf if where is None else mesh.place(leaf, where)
+
+        return jax.tree.map(place, result)
 
     def copies(self, value: PyTree, in_step: bool) -> PyTree:
         """Copies of arrays, numbers and variables in `value`, unless it is traced."""
-        sharding = self.sharding
 
         def copied(leaf: Leaf) -> Leaf:
             leaf = leaf.value() if isinstance(leaf, Handle) else leaf
             if in_step:
                 return leaf
             check_reduced(leaf, "copy_to")
-            if sharding is None or isinstance(leaf, Tracer):
+            if (
+                not building.is_value(leaf)
+                or (where := self.sharding_for(leaf)) is None
+            ):
                 return leaf
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-                return leaf
-            if not building.is_value(leaf):
-                return leaf
-            return building.replicate_leaf(leaf, _sharding_for(leaf, sharding))
+            is_there = isinstance(leaf, jax.Array) and leaf.sharding == self.sharding
+            return leaf if is_there else building.replicate_leaf(leaf, where)
 
         return trees.map_around_objects(copied, value)
 
     def with_arrays(self, tree: PyTree) -> PyTree:
         """`tree` with arrays on other devices moved here, to compute with them."""
-        sharding, devices = self.sharding, self.replicas.all_devices
+        devices = self.replicas.all_devices
 
         def moved(leaf: Leaf) -> Leaf:
-            if sharding is None or not isinstance(leaf, jax.Array):
+            where = self.sharding_for(leaf) if isinstance(leaf, jax.Array) else None
+            if where is None or leaf.sharding.device_set == devices:
                 return leaf
-            if isinstance(leaf, Tracer) or leaf.sharding.device_set == devices:
-                return leaf
-            return mesh.broadcast(leaf, _sharding_for(leaf, sharding))
+            return mesh.broadcast(leaf, where)
 
         return trees.map_around_objects(moved, tree)
 
@@ -142,13 +147,23 @@ def copies_on(destinations: Destinations, replicas: Replicas) -> CopyPlace:
             jax.sharding.SingleDeviceSharding(device), Replicas.on([device])
         )
     if isinstance(destinations, (list, tuple)):
-        return _on_each(_replicas_on(destinations, replicas))
+        if not destinations:
+            raise ValueError(
+                "The list of devices is empty. Name a device, several, or give a value "
+                "whose devices are meant."
+            )
+        # The strategy's replicas if all their devices are listed: `replicas.devices`
+        # has those of other processes, and shared ones several times.
+        given, all_devices = tuple(destinations), replicas.all_devices
+        if given != replicas.devices and set(given) != all_devices:
+            replicas = Replicas.on(_devices.choose(destinations))
+        return CopyPlace(replicas.sharding(REPLICATED), replicas)
     if isinstance(destinations, ShardedVariable):  # all shards are read in one place
         destinations = destinations.variables[0]
     if isinstance(destinations, Variable):
-        if access.tracing() is not None:
-            return CopyPlace(None, destinations.replicas)
-        return _on_each(destinations.replicas)
+        replicas, is_traced = destinations.replicas, access.tracing() is not None
+        where = None if is_traced else replicas.sharding(REPLICATED)
+        return CopyPlace(where, replicas)
     whole = not isinstance(destinations, PerReplica)
     value = destinations if whole else per_replica.contents(destinations)
     if isinstance(value, Tracer):
@@ -166,29 +181,6 @@ def copies_on(destinations: Destinations, replicas: Replicas) -> CopyPlace:
         f"`destinations` was {destinations!r}; a device, a device name, a list of "
         "them, a variable, a PerReplica or an array was wanted."
     )
-
-
-def _on_each(replicas: Replicas) -> CopyPlace:
-    return CopyPlace(replicas.sharding(REPLICATED), replicas)
-
-
-def _replicas_on(devices: Destinations, replicas: Replicas) -> Replicas:
-    """The strategy's replicas if all their devices are listed, else one per device."""
-    if not devices:
-        raise ValueError(
-            "The list of devices is empty. Name a device, several, or give a value "
-            "whose devices are meant."
-        )
-    # `replicas.devices` has those of other processes, and shared ones several times.
-    if tuple(devices) == replicas.devices or set(devices) == replicas.all_devices:
-        return replicas
-    return Replicas.on(_devices.choose(devices))
-
-
-def _sharding_for(leaf: Leaf, sharding: Sharding) -> Sharding:
-    """`sharding`, but on replicas as `leaf` is sharded over the devices of each."""
-    replicas = replicas_with(sharding)
-    return sharding if replicas is None else sharding_like(leaf, replicas)
 
 
 _Array: TypeAlias = jax.Array | np.ndarray

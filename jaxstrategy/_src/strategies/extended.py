@@ -8,7 +8,6 @@ from typing import TypeAlias, final
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from jaxstrategy._src.contexts import context as _context, replica_context
 from jaxstrategy._src.contexts.context import AbstractStrategy
@@ -267,18 +266,15 @@ class StrategyExtended:
                 result = self._updated(devices, fn, *arguments)
         elif var.copies_must_agree:
             check_reduced(arguments, "update")
-            result = self._updated_at_once(
-                devices, fn, *_moved_to_variable(var, arguments)
-            )
+            moved = _moved_to_variable(var, arguments)
+            result = self._updated_at_once(devices, fn, *moved)
         else:
             try:
                 result = self._executor.update(devices, fn, *arguments)
             except Exception as error:
                 access.check_not_mapped(error, var.name)
                 raise
-        if group:
-            return result
-        return self._of_each_copy(result, _count(var.replicas, context.in_step))
+        return result if group else self._of_each_copy(result, var.replicas)
 
     def update_on(
         self,
@@ -333,9 +329,7 @@ class StrategyExtended:
             arguments = place.with_arrays(arguments)
             result = self._updated_at_once(place.devices, fn, *arguments)
             result, replicas = place.with_arrays(result), place.replicas
-        if group:
-            return result
-        return self._of_each_copy(result, _count(replicas, context.in_step))
+        return result if group else self._of_each_copy(result, replicas)
 
     def colocate_vars_with(
         self, colocate_with_variable: ColocateWith
@@ -474,8 +468,10 @@ class StrategyExtended:
             pass
         return self._executor.update(devices, fn, args, kwargs)
 
-    def _of_each_copy(self, result: PyTree, count: int) -> PyTree:
-        """`result` with a tuple of `count` versions, or of one value, at each leaf."""
+    def _of_each_copy(self, result: PyTree, replicas: Replicas) -> PyTree:
+        """`result` with a tuple of a version for each copy, or of one, at each leaf."""
+        in_step = _context.current().in_step
+        count = replicas.count if in_step else len(replicas.local_ids)
 
         def versions(leaf: Leaf) -> tuple[Leaf, ...]:
             if not isinstance(leaf, (jax.Array, PerReplica, Handle)):
@@ -484,11 +480,7 @@ class StrategyExtended:
             return results[:count] if len(results) >= count else (results[0],) * count
 
         return jax.tree.map(
-            versions,
-            result,
-            is_leaf=lambda node: (
-                node is None or trees.is_whole(node) or is_nnx_node(node)
-            ),
+            versions, result, is_leaf=lambda node: node is None or _is_whole(node)
         )
 
 
@@ -502,9 +494,9 @@ def _checked_variable(var: object, method: str) -> Variable:
     return var
 
 
-def _count(replicas: Replicas, in_step: bool) -> int:
-    """The number of copies: of this process, in a step of all."""
-    return replicas.count if in_step else len(replicas.local_ids)
+def _is_whole(node: object) -> bool:
+    # Flax's objects would be copied, and what `fn` changes of them would be lost.
+    return trees.is_whole(node) or is_nnx_node(node)
 
 
 def _moved_to_variable(var: Variable, arguments: PyTree) -> PyTree:
@@ -514,23 +506,14 @@ def _moved_to_variable(var: Variable, arguments: PyTree) -> PyTree:
     """
     if var.strategy is None:
         return arguments
+    replicas = var.replicas
 
     def moved(leaf: Leaf) -> Leaf:
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            return mesh.broadcast(leaf, _sharding_beside(var, leaf))
-        return leaf
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+            return leaf
+        where = var.sharding  # sharded if the variable is
+        if leaf.shape != var.shape:
+            where = replicas.sharding(sharded_along(replicas.dimension_of(leaf)))
+        return mesh.broadcast(leaf, where)
 
-    # Flax's objects would be copied, and what `fn` changes of them would be lost.
-    return jax.tree.map(
-        moved,
-        arguments,
-        is_leaf=lambda node: trees.is_whole(node) or is_nnx_node(node),
-    )
-
-
-def _sharding_beside(var: Variable, array: jax.Array) -> NamedSharding:
-    """The sharding of an array that changes `var`: sharded if the variable is."""
-    if array.shape == var.shape:
-        return var.sharding
-    dimension = var.replicas.dimension_of(array)
-    return var.replicas.sharding(sharded_along(dimension))
+    return jax.tree.map(moved, arguments, is_leaf=_is_whole)
