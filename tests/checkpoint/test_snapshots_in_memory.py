@@ -137,7 +137,7 @@ def spoil(folder):
 
 def test_of_a_damaged_snapshot_or_checkpoint_the_other_is_restored(memory, tmp_path):
     trained(tmp_path / "one", 39)
-    (snapshot,) = memory.glob("*/35")
+    (snapshot,) = memory.glob("*/35-*")
     spoil(snapshot)
     with pytest.warns(DamagedCheckpointWarning, match="another checksum"):
         step, restored = resumed(tmp_path / "one")

@@ -10,6 +10,19 @@ def free_address():
         return f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
+def free_addresses(count):
+    """So many, of which nobody seems to use the port or the one above it."""
+    with contextlib.ExitStack() as reserved:
+        found = []
+        while len(found) < count:
+            first = socket.create_server(("127.0.0.1", 0))
+            port = reserved.enter_context(first).getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                reserved.enter_context(socket.create_server(("127.0.0.1", port + 1)))
+                found.append(f"127.0.0.1:{port}")
+        return found
+
+
 def called(address):
     """A plain connection to an address."""
     host, _, port = address.rpartition(":")

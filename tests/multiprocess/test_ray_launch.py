@@ -236,7 +236,7 @@ def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
     place = os.environ["JAXSTRATEGY_LOCAL_RANK"], os.environ["JAXSTRATEGY_COORDINATOR"]
     if attempt == 0:  # each is the first of its machine
         assert place[0] == "0" and not place[1].startswith("127.0.0.1:"), place
-    assert "JAXSTRATEGY_MEMORY" not in os.environ
+    write(f"memory{attempt}{rank}", os.environ["JAXSTRATEGY_MEMORY"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(77))
     write(f"pid{attempt}{rank}")
     if not os.path.exists("over"):
@@ -265,6 +265,17 @@ def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
     assert "this process was lost: " in said and "node was terminated" in said
     fewer = said.count("there is no room for 2 processes, starting one fewer")
     assert fewer == len(alone) >= 2, said
+    folders = {path.name: path.read_text() for path in tmp_path.glob("memory*")}
+    assert folders["memory00"] != folders["memory01"], folders
+    assert (
+        folders["memory10"]
+        == folders["memory20"]
+        in (
+            folders["memory00"],
+            folders["memory01"],
+        )
+    )
+    until(lambda: not any(map(os.path.exists, folders.values())), "their end")
 
 
 def test_without_an_address_a_ray_is_started_and_ended(start):

@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import sys
 import textwrap
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.launching import ALONE, DEADLINE, Launched, command
 from helpers.processes import is_alive
+from helpers.sockets import free_addresses
 
 # Every worker has these names.
 PRELUDE = """
@@ -462,22 +462,10 @@ def test_a_job_that_has_lost_a_process_grows_again(launch):
 WHOLE = [sys.executable, "-m", "jaxstrategy.launch"]  # with ZeroMQ
 
 
-def free_ports():
-    """A port, and the one above it, of which nobody seems to use either."""
-    while True:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as first,
-            contextlib.suppress(OSError, OverflowError),
-        ):
-            port = first.getsockname()[1]
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return port
-
-
 def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(start):
     script = """
     print(f"attempt {attempt}: {rank} of {count}", flush=True)
-    assert "JAXSTRATEGY_MEMORY" not in os.environ  # the others would not see it
+    assert os.path.isdir(os.environ["JAXSTRATEGY_MEMORY"])  # each machine has its own
     def asked(*_):
         open(f"stop{attempt}", "w").close()
     signal.signal(signal.SIGTERM, asked)
@@ -487,7 +475,7 @@ def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(start):
         time.sleep(0.01)
     sys.exit(ends[there[0]])
     """
-    options = f"--nodes 1:3 --coordinator 127.0.0.1:{free_ports()} --max-restarts 1"
+    options = f"--nodes 1:3 --coordinator {free_addresses(1)[0]} --max-restarts 1"
     options += " --grace 0.1 --grow-every 1 --node-rank"
     env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
     nodes = [start(f"{options} {k}", script, program=WHOLE, env=env) for k in range(3)]
@@ -514,7 +502,7 @@ def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(start):
 
 def test_a_launcher_with_another_secret_or_rank_takes_no_part(start):
     script = "wait_for('over')"
-    options = f"--nodes 2:3 --coordinator 127.0.0.1:{free_ports()} --max-restarts 1"
+    options = f"--nodes 2:3 --coordinator {free_addresses(1)[0]} --max-restarts 1"
     envs = [os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": 16 * each} for each in "ab"]
 
     def node(rank, env):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -14,6 +14,11 @@ from jaxstrategy._src.processes import job
 from jaxstrategy._src.processes.rendezvous import Json
 
 _TICK_SECONDS = 0.5
+_MOST_SECONDS = 1200  # that processes wait for each other to write
+
+
+class ElsewhereError(OSError):
+    """Another process could not write its part; the text says which, and why."""
 
 
 def current() -> job.Processes | None:
@@ -28,12 +33,13 @@ def agree(what: str, said: Json) -> list[Json]:
     return processes.operations.agree(what, said)
 
 
-def compare_leaves(what: str, leaves: Sequence[str]) -> None:
-    """Nothing if all processes have the same leaves."""
+def compare_leaves(what: str, leaves: Sequence[str], said: Json = None) -> list[Json]:
+    """What each process says besides, if all of them have the same leaves."""
     whole = "\n".join(leaves).encode()
-    prints = agree(what, [len(leaves), zlib.crc32(whole)])
+    told = agree(what, [len(leaves), zlib.crc32(whole), said])
+    prints = [each[:2] for each in told]
     if prints.count(prints[0]) == len(prints):
-        return
+        return [each[2] for each in told]
     # All have heard the same, so all come here; names are sent only if they differ.
     listed = agree(what, list(leaves))
     other = next(k for k, each in enumerate(listed) if each != listed[0])
@@ -75,6 +81,39 @@ def join(thread: threading.Thread, what: str) -> None:
                     is_written = any(state.writes is not None for state in states)
             if is_written:
                 activity.progress()
+
+
+def together(
+    topic: str, work: Callable[[], Json], writes: str | None = None
+) -> list[Json]:
+    """What a part of some work returns in each process.
+
+    Raises:
+      ElsewhereError: it failed in another process.
+    """
+    done = failure = None
+    try:
+        done = work()
+    except Exception as error:  # any error: the others wait for this process
+        failure = error
+    told: list[Json] = [[None, done]]
+    if (processes := current()) is not None:
+        if writes is not None:
+            processes.watchdog.writes = None  # it waits for those that still do
+        reason = None if failure is None else first_line(failure)
+        try:
+            told = processes.agreement(topic).exchange([reason, done], _MOST_SECONDS)
+        except ClusterError:
+            if failure is None:
+                raise
+        if writes is not None:
+            processes.watchdog.writes = writes
+    if failure is not None:
+        raise failure
+    for process, (reason, _) in enumerate(told):
+        if reason is not None:
+            raise ElsewhereError(f"process {process}: {reason}")
+    return [each for _, each in told]
 
 
 def first_line(error: BaseException) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import operator
 import os
@@ -12,13 +11,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Self, final, overload
+from typing import Any, Self, final, overload
 
 import jax
 
 from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.checkpoint.agreement import first_line
 from jaxstrategy._src.checkpoint.folder import Folder
+from jaxstrategy._src.checkpoint.memory import Snapshots
 from jaxstrategy._src.checkpoint.record import (
     CheckpointError,
     Damage,
@@ -27,7 +27,7 @@ from jaxstrategy._src.checkpoint.record import (
     described,
     verify,
 )
-from jaxstrategy._src.checkpoint.state import State
+from jaxstrategy._src.checkpoint.state import Array, Reading, State
 from jaxstrategy._src.cluster.resolvers import environment
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.replica_context import AnyStrategy, checked_core
@@ -106,16 +106,18 @@ class CheckpointManager:
       every: save only at multiples of so many steps.
       asynchronous: whether `save` returns while the files are still written. The state
         may be changed and donated then.
-      memory_every: also keep the last snapshot in the memory of the host, taken by
+      memory_every: also keep the last snapshot in the memory of the hosts, taken by
         `save` and `training.training_loop` at multiples of so many steps. It outlives
-        the processes, all of them, and not the host or the job: whatever restores the
-        latest checkpoint after `python -m jaxstrategy.launch` has started processes of
-        one host again, takes the snapshot if it is of a later step, with the same
-        checks. So a loss costs at most so many steps, and those during which the next
-        snapshot was being written. It costs memory of the host: the bytes of a
-        checkpoint, twice as many while the next one is written. Where other launchers
-        or several hosts run the job, or the memory is full, a RuntimeWarning says that
-        there are no snapshots.
+        the processes, and not the job: whatever restores the latest checkpoint after
+        `python -m jaxstrategy.launch` has started processes again, takes the snapshot
+        if it is of a later step, with the same checks. With `--nodes` or on Ray each
+        host keeps what its processes hold, and of what no other host holds, the next
+        host has a copy. So the loss of all processes, or of a host, costs at most so
+        many steps, and those during which the next snapshot was being written; that of
+        two hosts at once may cost those since the last checkpoint. It costs memory of
+        each host: up to three times the bytes that its processes hold. Where other
+        launchers run the job, or the memory is full, a RuntimeWarning says that there
+        are no snapshots.
 
     Raises:
       MissingExtraError: Orbax is not installed.
@@ -183,20 +185,17 @@ class CheckpointManager:
         if asynchronous:
             _finish_at_exit(self)
 
-    def _in_memory(self) -> CheckpointManager | None:
+    def _in_memory(self) -> Snapshots | None:
         """Of this job's snapshots in memory of what is saved to this directory."""
-        if not (folder := os.environ.get(environment.MEMORY)):
-            user_code.warn(
-                "`memory_every` has no effect: the processes are not on one host, "
-                "started there by `python -m jaxstrategy.launch`. Only checkpoints in "
-                f"`{self._folder.path}` are restored.",
-                RuntimeWarning,
-            )
-            return None
-        name = hashlib.sha256(str(self._folder.path).encode()).hexdigest()
-        found = CheckpointManager(f"{folder}/{name}", self._strategy, keep=1)
-        found._backend = type(self._backend)(in_memory=True)
-        return found
+        if folder := os.environ.get(environment.MEMORY):
+            return Snapshots(str(self._folder.path), folder)
+        user_code.warn(
+            "`memory_every` has no effect: the processes were not started by `python "
+            "-m jaxstrategy.launch`. Only checkpoints in "
+            f"`{self._folder.path}` are restored.",
+            RuntimeWarning,
+        )
+        return None
 
     # Saving.
 
@@ -238,14 +237,7 @@ class CheckpointManager:
         self.snapshot(step, state, metrics, extra)
         if not force and self._every is not None and step % self._every:
             return False
-        numbers = self._checked_metrics(metrics)
-        try:
-            json.dumps(extra)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(
-                f"`extra` was {shown(extra)}, which JSON cannot say ({error}). Put "
-                "arrays and other values into the state."
-            ) from error
+        numbers = self._checked(metrics, extra)
         what = self._what("save", step)
         self._join()
         if self._is_saved(step, what):
@@ -294,8 +286,9 @@ class CheckpointManager:
         """
         if self._memory is None or _checked_step(step) % (self._memory_every or 1):
             return False
+        numbers = self._checked(metrics, extra)
         with self._or_without_memory():
-            return self._memory.save(step, state, metrics, extra)
+            return self._memory.save(step, State(state), numbers, extra)
         return False
 
     @contextlib.contextmanager
@@ -310,7 +303,17 @@ class CheckpointManager:
             )
             self._memory = None
 
-    def _checked_metrics(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
+    def _checked(
+        self, metrics: Mapping[str, float] | None, extra: Json
+    ) -> dict[str, float]:
+        """The metrics; raises if they or `extra` cannot be saved."""
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(
+                f"`extra` was {shown(extra)}, which JSON cannot say ({error}). Put "
+                "arrays and other values into the state."
+            ) from error
         try:
             numbers = {str(k): float(value) for k, value in dict(metrics or {}).items()}
         except (TypeError, ValueError, OverflowError):
@@ -406,7 +409,7 @@ class CheckpointManager:
         """
         if self._memory is not None:
             with self._or_without_memory():
-                self._memory._join()
+                self._memory.join()
         self._join()
 
     def _join(self) -> None:
@@ -469,10 +472,9 @@ class CheckpointManager:
         damaged: dict[int, str] = {}
         if step is not None:
             step = _checked_step(step)
-            if self._memory is not None and step not in self._named(
-                self._what("restore", step)
-            ):
-                if self._memory._named(self._what("restore", step))[-1:] == [step]:
+            what = self._what("restore", step)
+            if self._memory is not None and step not in self._named(what):
+                if self._memory.latest(what) == step:
                     found = self._from_memory(state_like, partial, [])
                     if found is not None:
                         return found
@@ -501,29 +503,31 @@ class CheckpointManager:
         state = self._read(state_like, step, partial, damaged)
         self._own.add(step)
         if self._memory is not None:  # these are of a course that is left
-            for each in self._memory._named(self._memory._what("restore")):
-                self._memory.delete(each)
+            self._memory.delete(self._what("leave the snapshots of"))
         return state
 
     def _from_memory(
         self, state_like: PyTree, partial: bool, named: list[int]
     ) -> PyTree | None:
         """The state of a snapshot later than checkpoints of these steps."""
-        if self._memory is None:
+        memory, what = self._memory, self._what("restore a snapshot")
+        if memory is None or (step := memory.latest(what)) is None:
             return None
-        if max(self._memory._named(self._what("restore")), default=-1) <= max(
-            named, default=-1
-        ):
+        if step <= max(named, default=-1):
             return None
         try:
-            state = self._memory.restore(state_like, partial=partial)
+            snapshot = memory.find(what)
+            return self._filled(
+                state_like,
+                snapshot.record,
+                f"The snapshot of step {step} in memory",
+                partial,
+                lambda readings: memory.read(what, snapshot, readings),
+                from_memory=True,
+            )
         except CheckpointError as error:
             user_code.warn(str(error), DamagedCheckpointWarning)
             return None
-        found = self._memory._restored
-        assert found is not None, "it has just restored"
-        self._restored = dataclasses.replace(found, from_memory=True)
-        return state
 
     def _named(self, what: str) -> list[int]:
         """Steps for which there is something, good or not, in order."""
@@ -582,23 +586,39 @@ class CheckpointManager:
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
     ) -> PyTree:
         record = self._record(step, is_known=True)  # it was verified just now
-        state = State(state_like, self._replicas())
-        what = self._what("restore", step)
-        agreement.compare_leaves(what, list(state.leaves))
         where = f"Checkpoint {step} in `{self._folder.path}`"
+
+        def read(readings: Mapping[str, Reading]) -> dict[str, Array]:
+            what = self._what("restore", step)
+            try:
+                with agreement.watched(what, busy="reads arrays"):
+                    return self._backend.read(self._folder.path / str(step), readings)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{where} could not be read: {first_line(error)}. Did "
+                    "another program delete or change it meanwhile?"
+                ) from error
+
+        return self._filled(state_like, record, where, partial, read, damaged=damaged)
+
+    def _filled(
+        self,
+        state_like: PyTree,
+        record: Record,
+        where: str,
+        partial: bool,
+        read: Callable[[Mapping[str, Reading]], dict[str, Array]],
+        **told: Any,
+    ) -> PyTree:
+        """The state with what was saved, of which `told` is also known."""
+        state = State(state_like, self._replicas())
+        what = self._what("restore", record.step)
+        agreement.compare_leaves(what, list(state.leaves))
         missing, unexpected = state.check_fits(record.leaves, where, partial)
-        readings = state.readings(record.leaves)
-        try:
-            with agreement.watched(what, busy="reads arrays"):
-                arrays = self._backend.read(self._folder.path / str(step), readings)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{where} could not be read: {first_line(error)}. Did "
-                "another program delete or change it meanwhile?"
-            ) from error
+        arrays = read(state.readings(record.leaves))
         restored = state.restored(record.leaves, arrays)
         self._restored = Restored(
-            step, record.metrics, record.extra, missing, unexpected, damaged
+            record.step, record.metrics, record.extra, missing, unexpected, **told
         )
         return restored
 
@@ -626,8 +646,9 @@ class CheckpointManager:
         """
         state = init() if _is_function(init) else init
         self.wait()
-        managers = [self] if self._memory is None else [self._memory, self]
-        if not any(each._named(each._what("restore")) for each in managers):
+        what = self._what("restore")
+        is_kept = self._memory is not None and self._memory.latest(what) is not None
+        if not is_kept and not self._named(what):
             return State(state, self._replicas()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
@@ -660,7 +681,9 @@ class CheckpointManager:
         """
         latest = self._folder.latest()
         found = agreement.agree(self._what("find the latest checkpoint"), latest)[0]
-        kept = None if self._memory is None else self._memory.latest_step()
+        kept = None
+        if self._memory is not None:
+            kept = self._memory.latest(self._what("find the latest snapshot"))
         return max((each for each in (found, kept) if each is not None), default=None)
 
     def best_step(self) -> int | None:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -22,26 +22,18 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxstrategy._src.checkpoint import agreement
-from jaxstrategy._src.checkpoint.agreement import first_line
 from jaxstrategy._src.checkpoint.folder import files_of
 from jaxstrategy._src.checkpoint.record import Path, Record, write
 from jaxstrategy._src.checkpoint.state import Array, Reading
-from jaxstrategy._src.errors import ClusterError
 
 _NOTHING = "nothing"  # Orbax writes at least one array
-_MOST_SECONDS = 1200  # that processes wait for each other to write
-
-
-class ElsewhereError(OSError):
-    """Another process could not write its part; the text says which, and why."""
 
 
 @final
 class OrbaxBackend:
     """Writes and reads arrays with Orbax, whose tools can read them, too."""
 
-    def __init__(self, in_memory: bool = False) -> None:
-        self._in_memory = in_memory
+    def __init__(self) -> None:
         # Made with the first checkpoint, because it asks JAX for the devices: until
         # then the processes may not know each other.
         self._handler: ocp.PyTreeCheckpointHandler | None = None
@@ -64,8 +56,6 @@ class OrbaxBackend:
         args = ocp.args.PyTreeSave(dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)})
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._end)
-            if self._in_memory:  # where training goes on without: `finish` tells all
-                unless_begun.push(self._fail_later)
             copied = self._handler.async_save(epath.Path(folder), args=args)
             try:
                 asyncio.get_running_loop()
@@ -83,6 +73,10 @@ class OrbaxBackend:
           ElsewhereError: another process could not.
         """
 
+        def written() -> None:
+            for each in self._commits:
+                each.result()
+
         def complete() -> None:
             if jax.process_index() != 0:
                 return
@@ -98,49 +92,18 @@ class OrbaxBackend:
             files_of(folder).rename(folder, final)
 
         try:
-            self._together(folder, lambda: [each.result() for each in self._commits])
-            self._together(folder, complete)
+            name = f"checkpoint {folder}"
+            agreement.together(name, written, writes=name)
+            agreement.together(name, complete, writes=name)
         finally:
             self._end()
-
-    def _together(self, folder: Path, work: Callable[[], object]) -> None:
-        """Do a part of it, as all processes do; all raise if one of them fails."""
-        told: Sequence[Any] = ()
-        failure = None
-        try:
-            work()
-        except Exception as error:  # any error: the others wait for this process
-            failure = error
-        if (processes := agreement.current()) is not None:
-            name = f"checkpoint {folder}"
-            said = None if failure is None else first_line(failure)
-            self._announce(None)  # it waits for those that still do
-            try:
-                told = processes.agreement(name).exchange(said, _MOST_SECONDS)
-            except ClusterError:
-                if failure is None:
-                    raise
-            self._announce(name)
-        if failure is not None:
-            raise failure
-        for process, reason in enumerate(told):
-            if reason is not None:
-                raise ElsewhereError(f"process {process}: {reason}")
 
     def _end(self) -> None:
         self._commits = ()
         self._announce(None)
 
-    def _fail_later(self, kind: object, error: object, *trace: object) -> bool:
-        if not isinstance(error, OSError | ValueError):
-            return False
-        failed: concurrent.futures.Future[None] = concurrent.futures.Future()
-        failed.set_exception(error)
-        self._commits = [failed]
-        return True
-
     def _announce(self, what: str | None) -> None:
-        if not self._in_memory and (processes := agreement.current()) is not None:
+        if (processes := agreement.current()) is not None:
             processes.watchdog.writes = what
 
     def read(self, folder: Path, readings: Mapping[str, Reading]) -> dict[str, Array]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import pathlib
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
@@ -317,21 +318,21 @@ def write(folder: Path, record: Record) -> None:
                 names.append(str(path.relative_to(folder)))
     names.sort()
     sizes = [(folder / name).stat().length for name in names]
-    sums = zip(sizes, _checksums(folder, names), strict=True)
+    sums = zip(sizes, checksums(folder, names), strict=True)
     whole = dataclasses.replace(record, files=dict(zip(names, sums, strict=True)))
     (folder / FILE).write_text(whole.to_json())
 
 
 def verify(folder: Path, record: Record, share: int, shares: int) -> None:
     names = sorted(record.files)[share::shares]
-    for name, checksum in zip(names, _checksums(folder, names), strict=True):
+    for name, checksum in zip(names, checksums(folder, names), strict=True):
         if checksum != record.files[name][1]:
             raise Damage(
                 f"its file `{name}` has another checksum than when it was written"
             )
 
 
-def _checksums(folder: Path, names: Sequence[str]) -> list[int]:
+def checksums(folder: Path | pathlib.Path, names: Sequence[str]) -> list[int]:
     def crc32(name: str) -> int:
         checksum = 0
         with (folder / name).open("rb") as file:

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -324,6 +325,13 @@ def signal_name(number: int) -> str:
 def as_shell(code: int) -> int:
     """A return code of `subprocess` as a shell shows it: 128 + the signal's number."""
     return code if code >= 0 else 128 - code
+
+
+def memory_folder() -> str:
+    """A new folder in memory; a `Guard` is to delete it when the job is over."""
+    shared = "/dev/shm"  # files in memory, on Linux
+    where = shared if os.access(shared, os.W_OK) else None
+    return tempfile.mkdtemp(prefix="jaxstrategy-", dir=where)
 
 
 def started(thread: threading.Thread) -> bool:

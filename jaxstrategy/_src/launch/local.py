@@ -11,7 +11,6 @@ import os
 import queue
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from jaxstrategy._src.launch.child_process import (
     Stream,
     as_shell,
     described,
+    memory_folder,
     signal_name,
 )
 from jaxstrategy._src.launch.options import GPUS, Options
@@ -49,7 +49,6 @@ from jaxstrategy._src.text.shown import plural, with_noun, with_seconds
 LOOPBACK = "127.0.0.1"
 
 _DRAIN_SECONDS = 2.0
-_SHARED_MEMORY = "/dev/shm"  # files in memory, on Linux
 _ROOM_SECONDS = 2.0  # that a cluster gets to find room that is there
 
 
@@ -107,9 +106,7 @@ class ThisMachine:
     def __init__(self, options: Options, events: Events) -> None:
         self._options = options
         self._events = events
-        # What processes leave there outlives them, and neither this job nor a crash.
-        memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-        self._memory = tempfile.mkdtemp(prefix="jaxstrategy-", dir=memory)
+        self._memory = memory_folder()
         self._guard = Guard(self._memory)
         self._ports: list[HeldPort] = []
 
@@ -140,9 +137,7 @@ class ThisMachine:
             others.update(_environment.OF_PROCESS)
         inherited = {k: v for k, v in os.environ.items() if k not in others}
         own = task.variables(self._options) | dict(variables)
-        # Of several machines, even if one is left, the others do not see it.
-        if self._options.nodes == 1 and self._options.min_nodes is None:
-            own[_environment.MEMORY] = self._memory
+        own[_environment.MEMORY] = self._memory
         if gpus := task.gpus(self._options):
             own[GPUS] = share(gpus, task.index)
         return GuardedProcess(

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of
+from jaxstrategy._src.cluster.resolvers.environment import MEMORY
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
 from jaxstrategy._src.launch import child_process
 from jaxstrategy._src.launch.child_process import (
@@ -46,7 +47,6 @@ HANDED_ON = ("JAX_", "JAXSTRATEGY_", "XLA_")
 _THREADS = 8  # of an actor: two for its output, one for its end, the rest to be asked
 # What Ray sets for its own workers, or what names another process of a job.
 _NOT_HANDED_ON = (
-    "JAXSTRATEGY_MEMORY",
     "PYTHONBREAKPOINT",
     "RAY_JOB_ID",
     "RAY_RAYLET_PID",
@@ -139,6 +139,18 @@ class ProcessActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """What a method of the process returns, as of a `StartedProcess`."""
         return getattr(self._process, method)(*arguments)
+
+
+@final
+class MemoryActor:
+    """A folder in the memory of a machine, which goes with this actor."""
+
+    def __init__(self) -> None:
+        self._folder = child_process.memory_folder()
+        self._guard = Guard(self._folder)
+
+    def folder(self) -> str:
+        return self._folder
 
 
 @final
@@ -482,6 +494,7 @@ class RayMachines:
         cpus = math.ceil(options.processes * options.ray_cpus)
         self._cluster = RayCluster(options.ray_address, cpus, options.ray_working_dir)
         self._actors: RayActors | None = None
+        self._memories: dict[str, Any] = {}  # an actor of each machine
 
     def start(
         self, processes: int, attempt: Mapping[str, str], room_seconds: float
@@ -505,6 +518,8 @@ class RayMachines:
 
     def close(self) -> None:
         self.release()
+        for actor in self._memories.values():
+            self._cluster.ray.kill(actor)
         self._cluster.close()
 
     def _started(
@@ -531,12 +546,17 @@ class RayMachines:
         for actor, (machine, host) in zip(made, places, strict=True):
             hosts[machine] = host
             placed.setdefault(machine, []).append(actor)
+        folders = get([self._memory_of(machine).folder.remote() for machine in placed])
         (first, *_), *others = placed.values()
         # Process 0 listens for no other machine, if there is none.
         host = next(iter(hosts.values())) if others else LOOPBACK
         coordinator = address_of(host, get(first.free_port.remote(host)))
         # The processes of one machine have ranks that follow each other.
-        ranked = [each for local in placed.values() for each in enumerate(local)]
+        ranked = [
+            (local_rank, actor, folder)
+            for local, folder in zip(placed.values(), folders, strict=True)
+            for local_rank, actor in enumerate(local)
+        ]
         # What all get of this process's environment, and of the options.
         named = options.ray_env or ()
         shared = {
@@ -546,11 +566,12 @@ class RayMachines:
             or (name.startswith(HANDED_ON) and name not in _NOT_HANDED_ON)
         } | JobTask("process", 0).variables(options)
         script = None if options.module else options.program[0]
-        folder = None if options.ray_working_dir is not None else os.getcwd()
+        where = None if options.ray_working_dir is not None else os.getcwd()
         try:
-            for rank, (local_rank, actor) in enumerate(ranked):
+            for rank, (local_rank, actor, folder) in enumerate(ranked):
                 own = place(options, attempt, coordinator, rank, local_rank)
-                get(actor.start.remote(options.program, shared | own, folder, script))
+                own[MEMORY] = folder
+                get(actor.start.remote(options.program, shared | own, where, script))
         except FileNotFoundError as error:
             raise ClusterError(
                 f"{getattr(error, 'cause', error)}. All machines need the folder in "
@@ -564,4 +585,18 @@ class RayMachines:
 
             return RayStartedProcess(actors, actor, f"rank {rank}", ended)
 
-        return {rank: watched(rank, actor) for rank, (_, actor) in enumerate(ranked)}
+        return {rank: watched(rank, actor) for rank, (_, actor, _) in enumerate(ranked)}
+
+    def _memory_of(self, machine: str) -> Any:
+        """The actor that has the folder of a machine for as long as the job lasts."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if machine not in self._memories:
+            made = self._cluster.ray.remote(MemoryActor).options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(machine, soft=False),
+            )
+            self._memories[machine] = made.remote()
+        return self._memories[machine]

@@ -12,6 +12,7 @@ from typing import Any, Self, final
 
 import jax
 
+from jaxstrategy._src.checkpoint.agreement import agree
 from jaxstrategy._src.checkpoint.manager import CheckpointManager
 from jaxstrategy._src.cluster.resolvers import environment
 from jaxstrategy._src.contexts.replica_context import AnyStrategy
@@ -147,32 +148,41 @@ class TrainingLoop:
 
 @final
 class _StepCount:
-    """How far process 0 is, where its end does not lose it; says what a loss cost."""
+    """How far the job is, where no process's end loses it; says what a loss cost."""
 
     def __init__(self, manager: CheckpointManager, step: int) -> None:
         self._file: int | None = None
-        folder = os.environ.get(environment.MEMORY)
-        if folder is None or jax.process_index():
+        if (folder := os.environ.get(environment.MEMORY)) is None:
             return
-        name = hashlib.sha256(repr(manager).encode()).hexdigest()
-        self._file = os.open(f"{folder}/{name}.steps", os.O_RDWR | os.O_CREAT, 0o600)
-        before, ended = os.read(self._file, 20), os.fstat(self._file).st_mtime
-        is_again = os.environ.get(environment.ATTEMPT, "0") != "0"
-        if before and is_again:
+        told = None
+        if os.environ.get(environment.LOCAL_RANK, "0") == "0":  # one of each host
+            name = hashlib.sha256(repr(manager).encode()).hexdigest()
+            path = f"{folder}/{name}.steps"
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            before = os.read(self._file, 40)
+            if before and os.environ.get(environment.ATTEMPT, "0") != "0":
+                seconds = time.time() - os.fstat(self._file).st_mtime
+                told = [*map(int, before.split()), seconds]
+        self._count = jax.process_count()
+        told = list(filter(None, agree("go on with the training", told)))
+        if told and jax.process_index() == 0:
+            before, count, _ = max(told)
             restored = manager.restored
             in_memory = restored is not None and restored.from_memory
             where = "a snapshot in memory" if in_memory else "a checkpoint"
             where = where if step else "the beginning"
-            repeated = with_noun(max(int(before) - step, 0), "step")
+            repeated = with_noun(max(before - step, 0), "step")
+            lasted = with_seconds(min(seconds for *_, seconds in told))
             print(
-                f"jaxstrategy: goes on after step {step}, from {where}, repeating "
-                f"{repeated}; {with_seconds(time.time() - ended)} since the last one",
+                f"jaxstrategy: {with_noun(self._count, 'process')}, before "
+                f"{count}: goes on after step {step}, from {where}, repeating "
+                f"{repeated}; {lasted} since the last one",
                 file=sys.stderr,
             )
 
     def set(self, step: int) -> None:
         if self._file is not None:
-            os.pwrite(self._file, b"%20d" % step, 0)
+            os.pwrite(self._file, b"%20d %19d" % (step, self._count), 0)
 
     def close(self) -> None:
         if self._file is not None:
