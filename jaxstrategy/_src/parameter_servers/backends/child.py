@@ -22,7 +22,7 @@ def main() -> None:
         package = types.ModuleType("jaxstrategy")
         package.__path__ = [str(Path(__file__).parents[3])]
         sys.modules["jaxstrategy"] = package
-        from jaxstrategy._src.parameter_servers.store.store import host_of_server
+        from jaxstrategy._src.parameter_servers.store import host_of_server
 
         host = host_of_server()
     else:

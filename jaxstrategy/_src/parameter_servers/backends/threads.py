@@ -13,7 +13,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     AbstractWorker,
     AbstractWorkerBackend,
 )
-from jaxstrategy._src.parameter_servers.store.store import Store
+from jaxstrategy._src.parameter_servers.store import Store
 from jaxstrategy._src.parameter_servers.worker import WorkerContext, WorkerEngine
 from jaxstrategy._src.replicas import devices
 from jaxstrategy._src.text.shown import positive

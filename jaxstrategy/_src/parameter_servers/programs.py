@@ -1,0 +1,232 @@
+"""What a server computes with JAX: changes of rows, and updates by programs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from jaxstrategy._src.errors import MissingExtraError
+from jaxstrategy._src.parameter_servers.protocol import (
+    OF_WHOLE,
+    aligned,
+    aligned_empty,
+)
+from jaxstrategy._src.parameter_servers.store import (
+    StoredVariable,
+    Type,
+    shown,
+    types_of,
+)
+from jaxstrategy._src.values.arrays import is_traced
+
+_Program: TypeAlias = Callable[..., Sequence[jax.Array]]
+"""The new state, of the state and the operands."""
+
+_OF_64_BITS = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
+_CHOICES = (
+    *("jax_debug_nans", "jax_debug_infs", "jax_disable_jit"),
+    *("jax_transfer_guard", "jax_transfer_guard_host_to_device"),
+)
+
+
+def _configured(types: Iterable[Type]) -> contextlib.ExitStack:
+    """JAX as programs of these must find it, whatever the calling thread has chosen."""
+    # The contexts take as long as half a program, and are hardly ever needed.
+    stack = contextlib.ExitStack()
+    is_wide = any(dtype in _OF_64_BITS for _, dtype in types)
+    if is_wide or any(getattr(jax.config, name) for name in _CHOICES):
+        # JAX looks for NaN when the state is donated already, and with an error it is
+        # lost.
+        stack.enter_context(jax.debug_nans(False))
+        stack.enter_context(jax.debug_infs(False))
+        stack.enter_context(jax.disable_jit(False))
+        stack.enter_context(jax.transfer_guard("allow"))
+        if is_wide:
+            stack.enter_context(jax.enable_x64(True))
+    if is_traced():  # and not part of what the thread is tracing
+        stack.enter_context(jax.ensure_compile_time_eval())
+    return stack
+
+
+def _run(
+    program: Callable[[bool], _Program],
+    variables: Sequence[StoredVariable],
+    operands: Sequence[np.ndarray],
+) -> None:
+    """Let variables hold what a program makes of them; it may write into them or not.
+
+    Their locks are held.
+    """
+    with _configured((*(v.type for v in variables), *types_of(operands))):
+        state = [_on_device(variable.value) for variable in variables]
+        donates = not any(
+            variable.is_held and variable.value is value
+            for variable, value in zip(variables, state, strict=True)
+        )
+        new = program(donates)(*state, *map(aligned, operands))
+    for variable, value in zip(variables, new, strict=True):
+        # The program may be reading the operands' own memory until it has ended.
+        value.block_until_ready()
+        variable.replace(value)
+
+
+def _on_device(value: np.ndarray | jax.Array) -> jax.Array:
+    """On the CPU that has all arrays, also where there are other devices."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "Parameter servers keep tables, and what updates change, in arrays on a "
+            f"CPU, which JAX_PLATFORMS={jax.config.jax_platforms} leaves out. Add it: "
+            f"JAX_PLATFORMS={jax.config.jax_platforms},cpu"
+        ) from error
+    # JAX 0.12 shares aligned memory also with `may_alias=False`, and then a program
+    # that is donated the array writes into it.
+    return jnp.copy(jax.device_put(value, device))
+
+
+def _jitted(change: Callable[..., Any], count: int, donates: bool) -> _Program:
+    donated = tuple(range(count)) if donates else ()
+    return jax.jit(change, donate_argnums=donated, keep_unused=True)
+
+
+def change(variable: StoredVariable, name: str, operands: Sequence[np.ndarray]) -> None:
+    """Do one of `OF_WHOLE` or `OF_ROWS`; its lock is held."""
+    if name not in OF_WHOLE:
+        rows, values = operands
+        operands = _scatter_operands(name, rows, values, variable.type[0][0])
+    _run(functools.partial(_changing, name), [variable], operands)
+
+
+@functools.cache
+def _changing(name: str, donates: bool) -> _Program:
+    def changed(old: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        match name:
+            case _ if not old.size:
+                return [old]
+            case "set":
+                return [jnp.copy(operands[0])]
+            case "add":
+                return [old + operands[0]]
+            case "subtract":
+                return [old - operands[0]]
+            case "scatter_div":
+                return [_divided(old, *operands)]
+        rows, values = operands
+        part = old.at[rows]
+        change = {
+            "scatter_add": part.add,
+            "scatter_sub": part.subtract,
+            "scatter_mul": part.multiply,
+            "scatter_min": part.min,
+            "scatter_max": part.max,
+            "scatter_update": part.set,
+        }[name]
+        # Rows beyond the table fill up, and change nothing.
+        return [change(values, mode="drop")]
+
+    return _jitted(changed, 1, donates)
+
+
+def _divided(
+    table: jax.Array, rows: jax.Array, positions: jax.Array, values: jax.Array
+) -> jax.Array:
+    """A table with rows divided: row `rows[positions[i]]` by `values[i]`."""
+    divisors = jnp.ones_like(values).at[positions].multiply(values, mode="drop")
+    # A quotient of integers keeps what is whole.
+    quotients = jax.lax.div(table.at[rows].get(mode="clip"), divisors)
+    return table.at[rows].set(quotients, mode="drop")
+
+
+def _scatter_operands(
+    name: str, rows: np.ndarray, values: np.ndarray, end: int
+) -> tuple[np.ndarray, ...]:
+    """Operands that have a power of two of rows, so that few programs are compiled."""
+    if name == "scatter_update":
+        # Each row once, with the last of its values: XLA promises no order.
+        unique, from_end = np.unique(rows[::-1], return_index=True)
+        if len(unique) < len(rows):
+            last = len(rows) - 1 - from_end
+            rows, values = rows[last], values[last]
+    count = 1 << max(len(rows) - 1, 0).bit_length()
+    if name != "scatter_div":
+        return _filled(rows, count, end), _filled(values, count)
+    unique, positions = np.unique(rows, return_inverse=True)
+    # A position of `count` is none.
+    return (
+        _filled(unique, count, end),
+        _filled(positions, count, count),
+        _filled(values, count),
+    )
+
+
+def _filled(array: np.ndarray, count: int, number: int | None = None) -> np.ndarray:
+    """`count` rows, the last ones of this number; as int32 if there is one."""
+    dtype = array.dtype if number is None else np.dtype(np.int32)
+    if len(array) == count and array.dtype == dtype:
+        return array
+    filled = aligned_empty((count, *array.shape[1:]), dtype)
+    filled[: len(array)] = array
+    filled[len(array) :] = number or 0
+    return filled
+
+
+@final
+class UpdateProgram:
+    """An exported program, of what variables hold and of operands."""
+
+    def __init__(self, key: str, exported: bytes) -> None:
+        self._key = key
+        self._exported = _deserialized(key, exported)
+        self._jitted = functools.cache(self._jit)
+
+    def check(self, state: Sequence[Type], operands: Sequence[Type]) -> None:
+        """See that it takes these, and gives back the types of the state."""
+        given = (*state, *operands)
+        wanted: Any = self._exported.in_avals
+        if given != (wanted := types_of(wanted)):
+            raise ValueError(
+                f"Update {self._key!r} takes ({shown(*wanted)}), not variables "
+                f"({shown(*state)}) and operands ({shown(*operands)})."
+            )
+        made: Any = self._exported.out_avals
+        if tuple(state) != (made := types_of(made)):
+            raise ValueError(
+                f"Update {self._key!r} returns ({shown(*made)}), which cannot "
+                f"become what the variables hold: ({shown(*state)})."
+            )
+
+    def run(
+        self, variables: Sequence[StoredVariable], operands: Sequence[np.ndarray]
+    ) -> None:
+        """Change variables, whose locks are held."""
+        program = functools.partial(self._jitted, len(variables))
+        _run(program, variables, operands)
+
+    def _jit(self, count: int, donates: bool) -> _Program:
+        call = self._exported.call
+        return _jitted(lambda *arrays: jax.tree.leaves(call(*arrays)), count, donates)
+
+
+def _deserialized(key: str, exported: bytes) -> export.Exported:
+    try:
+        program = export.deserialize(bytearray(exported))
+    except ImportError as missing:
+        raise MissingExtraError(
+            "Updates of variables on parameter servers need flatbuffers, which is not "
+            "installed. Install the extra: pip install 'jaxstrategy[coordinator]'"
+        ) from missing
+    except Exception as error:
+        raise ValueError(
+            f"Update {key!r} is no program in the form of `jax.export`: {error}"
+        ) from error
+    return program

@@ -1,1 +1,0 @@
-"""The state of one parameter server, inside one process."""
