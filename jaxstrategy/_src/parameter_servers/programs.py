@@ -15,12 +15,9 @@ from jax import export
 from jaxstrategy._src.errors import MissingExtraError
 from jaxstrategy._src.parameter_servers.protocol import (
     OF_WHOLE,
+    Type,
     aligned,
     aligned_empty,
-)
-from jaxstrategy._src.parameter_servers.store import (
-    StoredVariable,
-    Type,
     shown,
     types_of,
 )
@@ -55,26 +52,24 @@ def _configured(types: Iterable[Type]) -> contextlib.ExitStack:
     return stack
 
 
+_Value: TypeAlias = np.ndarray | jax.Array
+
+
 def _run(
     program: Callable[[bool], _Program],
-    variables: Sequence[StoredVariable],
+    held: Sequence[tuple[_Value, bool]],
     operands: Sequence[np.ndarray],
-) -> None:
-    """Let variables hold what a program makes of them; it may write into them or not.
-
-    Their locks are held.
-    """
-    with _configured((*(v.type for v in variables), *types_of(operands))):
-        state = [_on_device(variable.value) for variable in variables]
+) -> Sequence[jax.Array]:
+    """What a program makes of values; it writes into them unless somebody has one."""
+    values = [value for value, _ in held]
+    with _configured((*types_of(values), *types_of(operands))):
+        state = list(map(_on_device, values))
         donates = not any(
-            variable.is_held and variable.value is value
-            for variable, value in zip(variables, state, strict=True)
+            x is y and is_ for x, (y, is_) in zip(state, held, strict=True)
         )
         new = program(donates)(*state, *map(aligned, operands))
-    for variable, value in zip(variables, new, strict=True):
-        # The program may be reading the operands' own memory until it has ended.
-        value.block_until_ready()
-        variable.replace(value)
+    # The program may be reading the operands' own memory until it has ended.
+    return jax.block_until_ready(new)
 
 
 def _on_device(value: np.ndarray | jax.Array) -> jax.Array:
@@ -99,17 +94,20 @@ def _jitted(change: Callable[..., Any], count: int, donates: bool) -> _Program:
     return jax.jit(change, donate_argnums=donated, keep_unused=True)
 
 
-def change(variable: StoredVariable, name: str, operands: Sequence[np.ndarray]) -> None:
-    """Do one of `OF_WHOLE` or `OF_ROWS`; its lock is held."""
+def changed(
+    name: str, value: _Value, is_held: bool, operands: Sequence[np.ndarray]
+) -> jax.Array:
+    """What one of `OF_WHOLE` or `OF_ROWS` makes of a value."""
     if name not in OF_WHOLE:
         rows, values = operands
-        operands = _scatter_operands(name, rows, values, variable.type[0][0])
-    _run(functools.partial(_changing, name), [variable], operands)
+        operands = _scatter_operands(name, rows, values, len(value))
+    (new,) = _run(functools.partial(_changing, name), [(value, is_held)], operands)
+    return new
 
 
 @functools.cache
 def _changing(name: str, donates: bool) -> _Program:
-    def changed(old: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    def new(old: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         match name:
             case _ if not old.size:
                 return [old]
@@ -134,7 +132,7 @@ def _changing(name: str, donates: bool) -> _Program:
         # Rows beyond the table fill up, and change nothing.
         return [change(values, mode="drop")]
 
-    return _jitted(changed, 1, donates)
+    return _jitted(new, 1, donates)
 
 
 def _divided(
@@ -206,11 +204,10 @@ class UpdateProgram:
             )
 
     def run(
-        self, variables: Sequence[StoredVariable], operands: Sequence[np.ndarray]
-    ) -> None:
-        """Change variables, whose locks are held."""
-        program = functools.partial(self._jitted, len(variables))
-        _run(program, variables, operands)
+        self, held: Sequence[tuple[_Value, bool]], operands: Sequence[np.ndarray]
+    ) -> Sequence[jax.Array]:
+        """What it makes of values, each with whether somebody has it."""
+        return _run(functools.partial(self._jitted, len(held)), held, operands)
 
     def _jit(self, count: int, donates: bool) -> _Program:
         call = self._exported.call

@@ -8,13 +8,23 @@ import itertools
 import math
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    final,
+)
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxstrategy._src.errors import ParameterServerLost
+from jaxstrategy._src.text.shown import array_type
 
 OF_WHOLE = ("set", "add", "subtract")
 """Operations with one operand of the variable's shape."""
@@ -254,6 +264,24 @@ class AbstractWorkerBackend(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End all that it has started; may be called twice."""
+
+
+Type: TypeAlias = tuple[tuple[int, ...], np.dtype]
+"""Shape and dtype of an array."""
+
+
+def types_of(arrays: Iterable[Any]) -> tuple[Type, ...]:
+    """Shape and dtype of each."""
+    return tuple((array.shape, array.dtype) for array in arrays)
+
+
+def shown(*types: Type) -> str:
+    """Types in messages.
+
+    >>> shown(((2, 3), np.dtype("int32")), ((), np.dtype("bool")))
+    'int32[2,3], bool[]'
+    """
+    return ", ".join(array_type(dtype, shape) for shape, dtype in types)
 
 
 _Value = TypeVar("_Value")

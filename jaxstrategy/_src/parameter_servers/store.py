@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -19,31 +19,16 @@ from jaxstrategy._src.parameter_servers.protocol import (
     CallNumber,
     Read,
     ServerOperation,
+    Type,
     aligned_empty,
+    shown,
+    types_of,
 )
-from jaxstrategy._src.text.shown import array_type
 
 if TYPE_CHECKING:  # it would import JAX
     import jax
 
     from jaxstrategy._src.parameter_servers.programs import UpdateProgram
-
-Type: TypeAlias = tuple[tuple[int, ...], np.dtype]
-"""Shape and dtype of an array."""
-
-
-def types_of(arrays: Iterable[np.ndarray | jax.Array]) -> tuple[Type, ...]:
-    """Shape and dtype of each."""
-    return tuple((array.shape, array.dtype) for array in arrays)
-
-
-def shown(*types: Type) -> str:
-    """Types in messages.
-
-    >>> shown(((2, 3), np.dtype("int32")), ((), np.dtype("bool")))
-    'int32[2,3], bool[]'
-    """
-    return ", ".join(array_type(dtype, shape) for shape, dtype in types)
 
 
 @final
@@ -100,7 +85,7 @@ class StoredVariable:
         if name in OF_ROWS or not isinstance(old, np.ndarray):
             from jaxstrategy._src.parameter_servers import programs
 
-            programs.change(self, name, operands)
+            self.replace(programs.changed(name, old, self.is_held, operands))
             return
         # A new 10 MB costs 0.3 ms more than the 0.3 ms of an addition in place; a copy
         # for each reader would cost as much each time.
@@ -235,7 +220,10 @@ class Store(AbstractServer):
                 locks.enter_context(variable.lock)
             if operation.name == "update":
                 program = self._programs[operation.program]
-                program.run(variables, operation.operands)
+                held = [(variable.value, variable.is_held) for variable in variables]
+                new = program.run(held, operation.operands)
+                for variable, value in zip(variables, new, strict=True):
+                    variable.replace(value)
             else:
                 variables[0].change(operation.name, operation.operands)
 
