@@ -69,3 +69,18 @@ def test_an_object_that_refers_to_itself_is_not_kept(two):
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_a_callable_object_whose_attribute_has_changed_is_not_stale(two):
+    class Scaled:
+        def __init__(self):
+            self.rate = 2.0
+
+        def __call__(self, x):
+            return x * self.rate
+
+    scaled = Scaled()
+    step = two.run(scaled)
+    assert float(step(3.0)) == 6
+    scaled.rate = 5.0
+    assert float(step(3.0)) == 15

@@ -51,7 +51,7 @@ from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing import results as _results, roles as _roles
 from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.bindings import ClosureCell
+from jaxstrategy._src.tracing.functions.bindings import Binding
 from jaxstrategy._src.tracing.nnx.object_calls import (
     array_options,
     array_step,
@@ -851,7 +851,7 @@ class _Merger:
         cells = []
         for place, name in enumerate(code.co_freevars):
             variants = [each.__closure__[place] for each in functions]
-            values = [ClosureCell(cell).get() for cell in variants]
+            values = [Binding(cell).get() for cell in variants]
             one = self._captured(values, what, name)
             cells.append(variants[0] if one is values[0] else types.CellType(one))
         defaults = [each.__defaults__ for each in functions]

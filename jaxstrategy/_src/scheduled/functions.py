@@ -40,7 +40,7 @@ from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
 from jaxstrategy._src.tracing import results as _results, roles
 from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.bindings import ClosureCell
+from jaxstrategy._src.tracing.functions.bindings import Binding
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weak_function
@@ -467,7 +467,7 @@ def _refers_to(own: Any) -> tuple[object, ...]:
 def _closure(own: Any) -> list[object]:
     function = getattr(own, "__func__", own)
     cells = getattr(function, "__closure__", None) or ()
-    return [ClosureCell(cell).get() for cell in cells]
+    return [Binding(cell).get() for cell in cells]
 
 
 def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[FunctionKey, bool]:

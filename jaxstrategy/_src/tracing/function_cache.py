@@ -12,7 +12,7 @@ from jaxstrategy._src import errors
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.tracing import recompilation
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.bindings import Binding, ClosureCell
+from jaxstrategy._src.tracing.functions.bindings import UNBOUND, Binding
 from jaxstrategy._src.tracing.functions.code import attributes_of
 from jaxstrategy._src.tracing.functions.references import References, keys_match
 from jaxstrategy._src.tracing.functions.weak_references import (
@@ -211,8 +211,8 @@ class CachedFunction:
         # that lead to them, with their values.
         self._captured: dict[str, Leaf] = {}
         self._captured_bindings: list[tuple[Binding, object]] = []
-        is_method = isinstance(fn, types.MethodType)
-        self._names = _code.attributes_read(fn) if is_method else set[str]()
+        # Of a method's object, or a callable one, the attributes that its code names.
+        self._names: list[str] = []
         self._take_snapshot(fn)
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
@@ -230,7 +230,7 @@ class CachedFunction:
             is_same = False
         if not is_same:
             return self._call_checked(args, kwargs)
-        if self._names and self._attributes_of(self._get_fn()) != self._attributes:
+        if self._names and not self._has_same_attributes(self._get_fn()):
             return self._call_checked(args, kwargs)
         programs.get_caller = self._get_fn
         traces = programs.traces
@@ -269,20 +269,25 @@ class CachedFunction:
         return fn
 
     def _take_snapshot(self, fn: Function) -> None:
-        """Remembers the values of free variables, and of attributes that `fn` reads."""
+        """Remembers the values of free variables, and of attributes."""
         function = fn.__func__ if isinstance(fn, types.MethodType) else fn
-        cells = list(map(ClosureCell, getattr(function, "__closure__", None) or ()))
+        cells = list(map(Binding, getattr(function, "__closure__", None) or ()))
         self._free_variables = [(binding, binding.get()) for binding in cells]
         # The same, for each call.
         self._cells = [
             (binding.owner, value) for binding, value in self._free_variables
         ]
-        self._attributes = self._attributes_of(fn)
+        values = _attributes(fn) if self._names else {}
+        self._attributes = [
+            (name, Identity(values.get(name, UNBOUND)).get) for name in self._names
+        ]
 
-    def _attributes_of(self, method: Any) -> dict[str, Identity]:
-        """The attributes that a method reads of its object."""
-        values = attributes_of(method.__self__) if self._names else {}
-        return {name: Identity(values[name]) for name in self._names & values.keys()}
+    def _has_same_attributes(self, fn: Function | None) -> bool:
+        values = _attributes(fn)
+        for name, get in self._attributes:
+            if values.get(name, UNBOUND) is not get():
+                return False
+        return True
 
     def _call_checked(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
@@ -339,7 +344,7 @@ class CachedFunction:
         is_same = all(
             rebinding.original_value(binding) is value for binding, value in bindings
         )
-        return is_same and self._attributes_of(fn) == self._attributes
+        return is_same and (not self._names or self._has_same_attributes(fn))
 
     def _lookup(self, fn: Function) -> ProgramCache:
         """Computes the cache key and finds its programs."""
@@ -355,6 +360,7 @@ class CachedFunction:
             self._references, self._tokens = references, key.tokens
             captured_bindings = references.captured_bindings
             self._captured_bindings = captured_bindings() if self._captured else []
+            self._names = references.named_attributes()
         self._take_snapshot(fn)
         self._programs = self._cache.programs(self._key, fn, references)
         self._programs.add(fn)
@@ -397,6 +403,11 @@ class CachedFunction:
         before = self._references
         if before and (mutated := references.mutated_since(before)):
             self._cache.share_mutating(key, references, mutated, programs)
+
+
+def _attributes(fn: Any) -> dict[str, object]:
+    """The attributes of a method's object, or of a callable object."""
+    return attributes_of(fn.__self__ if isinstance(fn, types.MethodType) else fn)
 
 
 def _is_module_level(fn: Function) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._src.contexts.context import AbstractStrategy
-from jaxstrategy._src.tracing.functions.bindings import UNBOUND, ClosureCell
+from jaxstrategy._src.tracing.functions.bindings import UNBOUND, Binding
 from jaxstrategy._src.tracing.functions.code import attributes_of
 from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
 from jaxstrategy._src.tracing.roles import HandleReference
@@ -68,7 +68,7 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
-        if (value := ClosureCell(cell).get()) is not UNBOUND:
+        if (value := Binding(cell).get()) is not UNBOUND:
             yield f" (captured as {name!r})", value
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import operator
@@ -26,82 +25,46 @@ class _Unbound:
 UNBOUND = _Unbound()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Binding(abc.ABC):
-    """A reference to a value that can be replaced: `owner` has it as `key`."""
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Binding:
+    """A reference to a value that can be replaced.
+
+    Attributes:
+      owner: a dict or list that has it as `key`; or an object, a class or a closure
+        cell of which it is the attribute `key`.
+    """
 
     owner: Any
-    key: Any = None
+    key: Any = "cell_contents"
 
     @property
     def identity(self) -> Hashable:
         """Equal for the same binding, as long as its owner lives."""
         return id(self.owner), self.key
 
-    @abc.abstractmethod
     def get(self) -> object:
         """The value, or `UNBOUND`."""
-
-    @abc.abstractmethod
-    def set(self, value: object) -> None:
-        """Binds another value, or with `UNBOUND` none."""
-
-
-class ClosureCell(Binding):
-    """A free variable: `owner` is its cell."""
-
-    def get(self) -> object:
+        kind = type(self.owner)
+        if issubclass(kind, dict):
+            return self.owner.get(self.key, UNBOUND)
+        if issubclass(kind, list):
+            return self.owner[self.key] if self.key < len(self.owner) else UNBOUND
+        if issubclass(kind, type):  # without calling descriptors
+            return vars(self.owner).get(self.key, UNBOUND)
         try:
-            return self.owner.cell_contents
-        except ValueError:  # not assigned yet
+            return getattr(self.owner, self.key, UNBOUND)
+        except ValueError:  # a variable that is not assigned yet
             return UNBOUND
 
     def set(self, value: object) -> None:
-        if value is UNBOUND:
-            del self.owner.cell_contents
-        else:
-            self.owner.cell_contents = value
-
-
-class DictEntry(Binding):
-    """A global variable, an attribute in `__dict__`, an item of a dict."""
-
-    def get(self) -> object:
-        return self.owner.get(self.key, UNBOUND)
-
-    def set(self, value: object) -> None:
-        if value is UNBOUND:
-            self.owner.pop(self.key, None)
-        else:
-            self.owner[self.key] = value
-
-
-class ListItem(Binding):
-    """An item of a list."""
-
-    def get(self) -> object:
-        return self.owner[self.key] if self.key < len(self.owner) else UNBOUND
-
-    def set(self, value: object) -> None:
-        if value is UNBOUND:
-            del self.owner[self.key]
-        else:
-            self.owner[self.key] = value
-
-
-class Attribute(Binding):
-    """An attribute that is in no dict: of a class, or in a slot."""
-
-    def get(self) -> object:
-        if isinstance(self.owner, type):  # without calling descriptors
-            return vars(self.owner).get(self.key, UNBOUND)
-        return getattr(self.owner, self.key, UNBOUND)
-
-    def set(self, value: object) -> None:
-        if value is UNBOUND:
-            delattr(self.owner, self.key)
-        else:
-            setattr(self.owner, self.key, value)
+        """Binds another value, or with `UNBOUND` none."""
+        is_item = issubclass(type(self.owner), (dict, list))
+        if value is not UNBOUND:
+            assign = operator.setitem if is_item else setattr
+            assign(self.owner, self.key, value)
+        elif self.get() is not UNBOUND:
+            remove = operator.delitem if is_item else delattr
+            remove(self.owner, self.key)
 
 
 def is_container(value: object) -> bool:

@@ -67,38 +67,6 @@ def _inner_codes(code: types.CodeType) -> list[types.CodeType]:
     return [each for each in code.co_consts if isinstance(each, types.CodeType)]
 
 
-def attributes_read(method: types.MethodType) -> set[str]:
-    """The attributes of `self` that a method reads, and methods that it calls."""
-    kind, names = type(method.__self__), set[str]()
-    pending: list[object] = [method.__func__]
-    while pending:
-        function = pending.pop()
-        function = function.fget if isinstance(function, property) else function
-        if not isinstance(function, types.FunctionType):
-            continue
-        code = function.__code__
-        new = set[str]()
-        if code.co_argcount:
-            new = _attributes_read_of(code.co_varnames[0], code)
-        pending += (inspect.getattr_static(kind, name, None) for name in new - names)
-        names |= new
-    return names
-
-
-def _attributes_read_of(variable: str, code: types.CodeType) -> set[str]:
-    names, is_loaded = set[str](), False
-    for instruction in dis.get_instructions(code):
-        argument, operation = instruction.argval, instruction.opname
-        if is_loaded and operation in ("LOAD_ATTR", "LOAD_METHOD"):
-            names.add(argument)
-        # Python 3.13 loads two variables at once.
-        last = argument[-1] if isinstance(argument, tuple) and argument else argument
-        is_load = operation.startswith(("LOAD_FAST", "LOAD_DEREF"))
-        is_loaded = is_load and last == variable
-    inner = (_attributes_read_of(variable, each) for each in _inner_codes(code))
-    return names.union(*inner)
-
-
 @functools.lru_cache(maxsize=4096)
 def is_users_class(kind: type) -> bool:
     """Whether a class was defined in the user's own code."""

@@ -21,7 +21,6 @@ from jaxstrategy._src.tracing.functions import code
 from jaxstrategy._src.tracing.functions.bindings import (
     UNBOUND,
     Binding,
-    ListItem,
     substituted,
 )
 from jaxstrategy._src.tracing.functions.references import References
@@ -131,7 +130,7 @@ def _restore(after: References, before: References) -> list[tuple[str, Tracer, A
     # From the end of a list, so that earlier indices stay valid.
     for identity, binding in sorted(
         bindings.items(),
-        key=lambda item: -item[1].key if isinstance(item[1], ListItem) else 1,
+        key=lambda item: -item[1].key if isinstance(item[1].owner, list) else 1,
     ):
         binding.set(old.get(identity, UNBOUND))
     return leaked

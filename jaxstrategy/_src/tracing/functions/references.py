@@ -18,11 +18,7 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.step_outputs import Sender
 from jaxstrategy._src.tracing.functions import code as _code
 from jaxstrategy._src.tracing.functions.bindings import (
-    Attribute,
     Binding,
-    ClosureCell,
-    DictEntry,
-    ListItem,
     flatten_one_level,
     is_container,
 )
@@ -132,7 +128,7 @@ def _function(
     if is_users:
         walk.uses = walk.uses.plus(_code.name_uses(code))
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        binding = ClosureCell(cell)
+        binding = Binding(cell)
         used_as = name if is_users else None
         walk.visit(f"captured {name}", binding, binding.get(), number, used_as)
     _defaults(walk, label, fn, number)
@@ -148,13 +144,13 @@ def _defaults(
     if fn.__defaults__:
         parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
         labels = parameters[len(parameters) - len(fn.__defaults__) :]
-        binding = Attribute(fn, "__defaults__")
+        binding = Binding(fn, "__defaults__")
         parent = walk.add(label, binding, fn.__defaults__, number, len(labels))
         for name, value in zip(labels, fn.__defaults__, strict=True):
             walk.visit(f"captured {name}", None, value, parent)
     keyword_defaults = fn.__kwdefaults__ or {}
     for name in keyword_defaults:
-        binding = DictEntry(keyword_defaults, name)
+        binding = Binding(keyword_defaults, name)
         walk.visit(f"captured {name}", binding, binding.get(), number)
 
 
@@ -164,7 +160,7 @@ def _globals(
     with walk.shared():
         for name in names:
             if name in scope:
-                binding = DictEntry(scope, name)
+                binding = Binding(scope, name)
                 walk.visit(f"captured {name}", binding, scope[name], number, name)
 
 
@@ -208,7 +204,7 @@ def _sequence(
     names = getattr(type(items), "_fields", None)
     for i, item in enumerate(items):
         path = f".{names[i]}" if names else f"[{i}]"
-        binding = ListItem(items, i) if isinstance(items, list) else None
+        binding = Binding(items, i) if isinstance(items, list) else None
         walk.visit(label + path, binding, item, number)
     return (type(items), len(items))
 
@@ -218,7 +214,7 @@ def _dict(
 ) -> Token:
     for key, item in list(items.items()):
         walk.visit(label, None, key, number)
-        walk.visit(f"{label}[{_named(key)}]", DictEntry(items, key), item, number)
+        walk.visit(f"{label}[{_named(key)}]", Binding(items, key), item, number)
     return (type(items), len(items))
 
 
@@ -277,7 +273,7 @@ def _module(
         names = sorted(walk.uses.names & scope.keys())
         with walk.shared():
             for name in names:
-                binding = DictEntry(scope, name)
+                binding = Binding(scope, name)
                 walk.visit(f"{label}.{name}", binding, scope[name], number, name)
     return Identity(module)
 
@@ -288,7 +284,7 @@ def _class(walk: References, label: str, kind: type, number: int) -> Token:
             for base in filter(_code.is_users_class, kind.__mro__):
                 for name in walk.used_attributes(kind, vars(base)):
                     if name not in _code.IMPLICIT_ATTRIBUTES:
-                        walk.visit_attribute(kind, label, Attribute(base, name), number)
+                        walk.visit_attribute(kind, label, Binding(base, name), number)
     return Identity(kind)
 
 
@@ -332,9 +328,9 @@ def _object(
     with walk.shared():
         for name in names:
             if compared is None or name in compared:
-                walk.visit_attribute(value, label, DictEntry(attributes, name), number)
+                walk.visit_attribute(value, label, Binding(attributes, name), number)
         for name in walk.used_attributes(value, _code.slots_of(kind)):
-            walk.visit_attribute(value, label, Attribute(value, name), number)
+            walk.visit_attribute(value, label, Binding(value, name), number)
     if is_partial:
         return ("attributes", *names)
     return ("attributes", len(names) if compared is None else compared)
@@ -493,6 +489,14 @@ class References:
             yield
         finally:
             self.captures_arrays = before
+
+    def named_attributes(self) -> list[str]:
+        """The attributes of a method's object, or a callable one, that code names."""
+        if not isinstance(self.root, types.MethodType):
+            return []
+        owner = self.root.__self__
+        known = {*_code.attributes_of(owner), *dir(type(owner))}
+        return sorted(self.uses.names & known)
 
     @property
     def key(self) -> tuple[Token, ...]:

@@ -53,20 +53,20 @@ class Identity:
     After the object died it equals nothing, though another may get the same `id`.
     """
 
-    __slots__ = ("_id", "_get")
+    __slots__ = ("_id", "get")
 
     def __init__(self, value: object) -> None:
         self._id = id(value)
         try:
-            self._get = weakref.ref(value)
+            self.get = weakref.ref(value)
         except TypeError:
-            self._get = lambda: value
+            self.get = lambda: value
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Identity) or self._id != other._id:
             return False
-        mine = self._get()
-        return mine is not None and mine is other._get()
+        mine = self.get()
+        return mine is not None and mine is other.get()
 
     def __hash__(self) -> int:
         return self._id
@@ -75,7 +75,7 @@ class Identity:
         self, on_death: Callable[[weakref.ref[object]], object]
     ) -> weakref.ref[object] | None:
         """A reference that calls `on_death`, as long as it is kept."""
-        value = self._get()
+        value = self.get()
         try:
             return None if value is None else weakref.ref(value, on_death)
         except TypeError:
@@ -84,4 +84,4 @@ class Identity:
     @property
     def is_gone(self) -> bool:
         """Whether the object died."""
-        return self._get() is None
+        return self.get() is None
