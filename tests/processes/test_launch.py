@@ -500,6 +500,56 @@ def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(start):
     assert "attempt 2 is on 3 of 3 machines" in results[0].err
 
 
+def test_the_first_machine_may_be_lost_where_others_have_an_address(start):
+    script = """
+    where = os.environ["JAXSTRATEGY_COORDINATOR"]
+    print(f"attempt {attempt}: {rank} of {count} at {where}", flush=True)
+    def asked(*_):
+        open(f"stop{attempt}", "w").close()
+    signal.signal(signal.SIGTERM, asked)
+    write(f"pid{attempt}{rank}")
+    ends = {f"lost{attempt}": 76, f"stop{attempt}": 77, "over": 0}
+    while not (there := [name for name in ends if os.path.exists(name)]):
+        time.sleep(0.01)
+    sys.exit(ends[there[0]])
+    """
+    first, second, third = addresses = free_addresses(3)
+    options = f"--nodes 1:3 --coordinator {','.join(addresses)} --max-restarts 3"
+    options += " --grace 0.1 --grow-every 1 --node-rank"
+    env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
+    # Node 0 comes last: until then nobody is first.
+    nodes = [start(f"{options} {k}", script, program=WHOLE, env=env) for k in (2, 1, 0)]
+    nodes.reverse()
+    nodes[0].pids("pid00", "pid01", "pid02")
+    nodes[0].process.kill()
+    (nodes[1].folder / "lost0").touch()
+    nodes[1].pids("pid10", "pid11")
+    nodes[0] = start(f"{options} 0", script, program=WHOLE, env=env)
+    nodes[1].pids("pid20", "pid21", "pid22")
+    (nodes[1].folder / "lost2").touch()
+    nodes[1].pids("pid30", "pid31", "pid32")
+    nodes[1].process.kill()
+    nodes[2].process.kill()
+    (nodes[1].folder / "lost3").touch()
+    # Those that are gone may as well be those that go on.
+    lost = nodes[0].finish(1)
+    assert "1 of 3 machines came within 2.1 s after a loss. The others may" in lost.err
+    begun = [
+        f"0: 2 of 3 at {first}",
+        f"1: 1 of 2 at {second}",
+        f"2: 2 of 3 at {second}",
+        f"3: 2 of 3 at {first}",
+    ]
+    again = [f"2: 1 of 3 at {second}", f"3: 0 of 3 at {first}"]
+    for result, wanted in (lost, again), (nodes[2].finish(), begun):
+        ranks = [line.partition("attempt ")[2] for line in result.lines]
+        assert sorted(ranks) == wanted, result
+    refused(
+        f"--nodes 2 --node-rank 0 --coordinator {first},{second} {__file__}",
+        "--coordinator has 2 addresses; it may have one",
+    )
+
+
 def test_a_launcher_with_another_secret_or_rank_takes_no_part(start):
     script = "wait_for('over')"
     options = f"--nodes 2:3 --coordinator {free_addresses(1)[0]} --max-restarts 1"

@@ -501,7 +501,8 @@ class Job:
     def _attempt(self, number: int, processes: int) -> Attempt:
         options, can_grow = self._options, lambda: True
         if (nodes := self._nodes) is not None:
-            options.nodes, options.node_rank, number = nodes.meet(number)
+            met = nodes.meet()
+            options.nodes, options.node_rank, options.coordinator, number = met
             if number:
                 there = f"{options.nodes} of {self._most_nodes} machines"
                 self._screens.say(f"attempt {number} is on {there}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of, host_and_port
@@ -13,48 +15,57 @@ from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.launch.options import Options
 from jaxstrategy._src.processes.messages import (
     Client,
-    LostError,
     RefusedError,
     RemoteError,
     Request,
     Server,
 )
 from jaxstrategy._src.processes.secret import Secret
+from jaxstrategy._src.text.shown import with_noun
 
 _FIRST_SECONDS = 300.0  # until machines that are started together are there
+_JOIN_SECONDS = 30.0  # that others wait longer than the one that numbers them
 _LOOK_SECONDS = 0.2  # between looks whether the launcher is asked to stop
+_ANSWER_SECONDS = 1.0
 
 
 @final
 class Nodes:
-    """The launcher of node 0 waits for the others, and numbers those that come.
+    """The launcher of one node waits for the others, and numbers those that come.
 
-    It listens one port above the coordinator's, where process 0 does.
+    It is the first of those that have an address in `--coordinator` and answer. Of a
+    job that has begun, only those can be it that took part in its last attempt; at
+    first, node 0. It listens one port above its address, where process 0 does.
     """
 
     def __init__(self, options: Options, is_stopped: Callable[[], bool]) -> None:
         assert options.coordinator is not None, "it was checked"
-        host, port = host_and_port(options.coordinator)
-        self._address = address_of(host, port + 1)
+        self._coordinators = options.coordinator.split(",")
+        pairs = map(host_and_port, self._coordinators)
+        self._addresses = [address_of(host, port + 1) for host, port in pairs]
         self._rank, self._most = options.node_rank or 0, options.nodes
         self._least = options.min_nodes or options.nodes
         # The others' processes have the grace to end, and then they come.
         self._patience = max(options.wait_for_replacement, options.grace + 2.0)
         self._is_stopped = is_stopped
+        self._number = -1  # of the last attempt
+        self._took_part: set[int] = set()  # in it
         self._lock = threading.Condition()
+        self._is_first = not self._rank
         self._waiting: dict[int, Request] = {}
         self._server: Server | None = None
-        if not self._rank:
+        if self._rank < len(self._addresses):
+            address = self._addresses[self._rank]
             try:
                 self._server = Server(
                     Secret.of_environment(),
-                    self._joins,
-                    address=self._address,
+                    self._asked,
+                    address=address,
                     lost=self._leaves,
                 )
             except (OSError, OverflowError) as error:
                 raise ClusterError(
-                    f"The launcher cannot listen at {self._address}, one port above "
+                    f"The launcher cannot listen at {address}, one port above "
                     f"the coordinator's: {error}. Give another --coordinator."
                 ) from error
 
@@ -63,41 +74,111 @@ class Nodes:
         """Whether a machine has come that takes no part yet."""
         return bool(self._waiting)
 
-    def meet(self, number: int) -> tuple[int, int, int]:
-        """The number of nodes, which of them this is, and of the attempt."""
-        if self._server is None:
-            return self._join(number)
-        patience = self._patience if number else _FIRST_SECONDS
-        end = time.monotonic() + patience
-        with self._lock:
-            while len(self._waiting) < self._most - 1 and time.monotonic() < end:
-                if self._is_stopped():
-                    raise ClusterError("The launcher was asked to stop.")
-                self._lock.wait(_LOOK_SECONDS)
-            requests = [request for _, request in sorted(self._waiting.items())]
-            count = 1 + len(requests)
-            if count < self._least:
-                raise ClusterError(
-                    f"{count} of at least {self._least} machines came within "
-                    f"{patience:g} s. Start the launcher on the others, or ask for "
-                    "fewer by --nodes M:N."
-                )
-            self._waiting.clear()
-        for rank, request in enumerate(requests, start=1):
-            request.reply(json.dumps([count, rank, number]).encode())
-        return count, 0, number
+    def meet(self) -> tuple[int, int, str, int]:
+        """The number of nodes, which this is, where process 0 is, and the attempt."""
+        patience = _FIRST_SECONDS if self._number < 0 else self._patience
+        begun = time.monotonic()
+        while not self._is_stopped():
+            first = self._first()
+            with self._lock:
+                self._is_first = first == self._rank
+                if not self._is_first:
+                    for request in self._waiting.values():
+                        request.reply(b"null")
+                    self._waiting.clear()
+            is_late = time.monotonic() - begun > patience
+            if self._is_first:
+                order = self._order(is_late, patience)
+            else:
+                tried = time.monotonic()
+                order = None if first is None else self._join(first)
+                if time.monotonic() - tried > _JOIN_SECONDS:
+                    begun = time.monotonic()  # that one was there until now
+                most = patience + (0 if self._number < 0 else _JOIN_SECONDS)
+                if order is None and time.monotonic() - begun > most:
+                    raise ClusterError(
+                        f"The launcher of node 0 does not answer at "
+                        f"{' or '.join(self._addresses)}. If it is lost, another one "
+                        "takes its place where --coordinator has an address for each "
+                        "of several nodes, separated by commas."
+                    )
+            if order is not None:
+                self._took_part = set(order)
+                where = self._coordinators[order[0]]
+                return len(order), order.index(self._rank), where, self._number
+            time.sleep(_LOOK_SECONDS / 4)
+        raise ClusterError("The launcher was asked to stop.")
 
     def close(self) -> None:
         """Hang up on who still waits."""
         if self._server is not None:
             self._server.close()
 
-    def _joins(self, request: Request) -> None:
-        rank = int(bytes(request.frames[0]))
+    def _first(self) -> int | None:
+        """Who numbers the others, of those that answer."""
+        if len(self._addresses) == 1:
+            return 0
+        numbers = {} if self._server is None else {self._rank: self._number}
+        others = [k for k in range(len(self._addresses)) if k != self._rank]
+
+        def number_of(rank: int) -> int | None:
+            with contextlib.suppress(OSError), self._client(rank) as client:
+                (said,) = client.request(b"null", timeout_seconds=_ANSWER_SECONDS)
+                return json.loads(bytes(said))
+
+        with concurrent.futures.ThreadPoolExecutor(len(others)) as pool:
+            for rank, number in zip(others, pool.map(number_of, others), strict=True):
+                if number is not None:
+                    numbers[rank] = number
+        may = [(-n, rank) for rank, n in numbers.items() if n >= 0 or not rank]
+        return min(may)[1] if may else None
+
+    # What the first one does.
+
+    def _order(self, is_late: bool, patience: float) -> list[int] | None:
+        """The nodes of an attempt, this one first; None if others are waited for."""
         with self._lock:
-            if (other := self._waiting.pop(rank, None)) is not None:
+            count = 1 + len(self._waiting)
+            if count < self._most and not is_late:
+                self._lock.wait(_LOOK_SECONDS)
+                return None
+            order = [self._rank, *sorted(self._waiting)]
+            if count < self._least:
+                raise ClusterError(
+                    f"{count} of at least {self._least} machines came within "
+                    f"{patience:g} s. Start the launcher on the others, or ask for "
+                    "fewer by --nodes M:N."
+                )
+            # Machines that do not reach each other must not go on as two jobs.
+            last, there = self._took_part, self._took_part & set(order)
+            half = len(there) * 2 - len(last)
+            if len(self._addresses) > 1 and last:
+                if half < 0 or (half == 0 and min(last) not in there):
+                    raise ClusterError(
+                        f"{len(there)} of {with_noun(len(last), 'machine')} came "
+                        f"within {patience:g} s after a loss. The others may go on "
+                        "without this one: more than half must come, or half with "
+                        f"node {min(last)}."
+                    )
+            requests, self._waiting = self._waiting, {}
+        self._number += 1
+        for request in requests.values():
+            request.reply(json.dumps([self._number, order]).encode())
+        return order
+
+    def _asked(self, request: Request) -> None:
+        """Of null tell the last attempt; a number is a node that wants to take part."""
+        rank = json.loads(bytes(request.frames[0]))
+        if rank is None:
+            request.reply(json.dumps(self._number).encode())
+            return
+        with self._lock:
+            if not self._is_first:
+                request.reply(b"null")
+                return
+            if (other := self._waiting.pop(int(rank), None)) is not None:
                 other.fail(f"another launcher came with --node-rank {rank}")
-            self._waiting[rank] = request
+            self._waiting[int(rank)] = request
             self._lock.notify_all()
 
     def _leaves(self, peer: bytes) -> None:
@@ -106,39 +187,39 @@ class Nodes:
                 if request.peer == peer:
                     del self._waiting[rank]
 
-    def _join(self, number: int) -> tuple[int, int, int]:
-        end = time.monotonic() + (self._patience + 30.0 if number else _FIRST_SECONDS)
-        why: Exception | None = None
-        while time.monotonic() < end:
-            if self._is_stopped():
-                raise ClusterError("The launcher was asked to stop.")
-            try:
-                client = Client(
-                    self._address, Secret.of_environment(), timeout_seconds=1.0
-                )
-            except RefusedError as error:
-                raise ClusterError(
-                    f"The launcher of node 0 refuses this one: {error} Set the same "
-                    "JAXSTRATEGY_CLUSTER_SECRET for both."
-                ) from error
-            except (TimeoutError, ConnectionError) as error:
-                why = error
-                continue
-            try:
-                reply = client.submit(str(self._rank).encode())
-                while not reply.done():
-                    if self._is_stopped():
-                        raise ClusterError("The launcher was asked to stop.")
-                    time.sleep(_LOOK_SECONDS)
-                count, rank, attempt = json.loads(bytes(reply.result()[0]))
-                return count, rank, attempt
-            except RemoteError as error:
-                raise ClusterError(f"The launcher of node 0 says: {error}.") from error
-            except LostError as error:
-                why = error
+    # What the others do.
+
+    @contextlib.contextmanager
+    def _client(self, rank: int) -> Iterator[Client]:
+        try:
+            client = Client(
+                self._addresses[rank],
+                Secret.of_environment(),
+                timeout_seconds=_ANSWER_SECONDS,
+            )
+        except RefusedError as error:
+            raise ClusterError(
+                f"The launcher of node {rank} refuses this one: {error} Set the same "
+                "JAXSTRATEGY_CLUSTER_SECRET for both."
+            ) from error
+        with contextlib.closing(client):
+            yield client
+
+    def _join(self, first: int) -> list[int] | None:
+        """The nodes of an attempt; None if that one is not, or no more, the first."""
+        with contextlib.suppress(OSError), self._client(first) as client:
+            reply = client.submit(json.dumps(self._rank).encode())
+            while not reply.done():
+                if self._is_stopped():
+                    return None
                 time.sleep(_LOOK_SECONDS)
-            finally:
-                client.close()
-        raise ClusterError(
-            f"The launcher of node 0 does not answer at {self._address}: {why}"
-        )
+            try:
+                told = json.loads(bytes(reply.result()[0]))
+            except RemoteError as error:
+                raise ClusterError(
+                    f"The launcher of node {first} says: {error}."
+                ) from error
+            if told is not None:
+                self._number, order = told
+                return order
+        return None

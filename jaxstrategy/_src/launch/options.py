@@ -82,9 +82,12 @@ failure takes one process fewer, and never fewer than that. With
 --wait-for-replacement it takes as many first: on this machine a new process in place of
 the lost one, on Ray what finds room within that time. If one fails within that time
 again, or there is no room, the job goes on with one fewer. With
---nodes M:N the launcher of node 0, which must stay, waits one port above the
-coordinator's for the others, after a loss for --wait-for-replacement, at least --grace
-and 2 seconds, and the job goes on with those that came. After --grow-every
+--nodes M:N the launcher of node 0 waits one port above the coordinator's for the
+others, after a loss for --wait-for-replacement, at least --grace and 2 seconds, and the
+job goes on with those that came. If node 0 may be lost, too, give --coordinator the
+addresses of several nodes, as in node0:2222,node1:2222,node2:2222: the first one that
+is left takes its place, if more than half of the last attempt's machines come to it
+(or half, with the first of them): else these may be others' job. After --grow-every
 seconds the others get SIGTERM, so that they save their state, and all are started
 again; with --nodes M:N if a launcher has come that takes no part yet.
 
@@ -138,9 +141,10 @@ def _range(text: str) -> int | tuple[int, int]:
     return (count(least), count(most)) if colon else count(text)
 
 
-def _address(text: str) -> str:
+def _addresses(text: str) -> str:
     try:
-        host_and_port(text)
+        for address in text.split(","):
+            host_and_port(address)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -202,8 +206,9 @@ class Options:
         "job go on with as few as M")
     node_rank: int | None = _option(type=_whole, metavar="R",
         help="which of the machines this is: 0, 1, ...")
-    coordinator: str | None = _option(type=_address, metavar="HOST:PORT",
-        help="where process 0 listens (default: a free port, loopback)")
+    coordinator: str | None = _option(type=_addresses, metavar="HOST:PORT",
+        help="where process 0 listens (default: a free port, loopback); with --nodes "
+        "M:N addresses of nodes 0, 1, ..., separated by commas, that may have it")
     on: str | None = _option(choices=("ray",),
         help="run the processes on a Ray cluster, not on this machine")
     print_for: str | None = _option("--print", choices=("slurm", "k8s"),
@@ -412,8 +417,14 @@ def _complaints(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
                 "machine that all of them can reach, and a free port there"
             )
         else:
+            each = o.coordinator.split(",")
+            if len(each) > (1 if o.min_nodes is None else o.nodes):
+                yield (
+                    f"--coordinator has {len(each)} addresses; it may have one, or "
+                    "with --nodes M:N one for each of the first nodes"
+                )
             try:
-                host, _ = endpoint(o.coordinator)
+                host, _ = endpoint(each[min(o.node_rank or 0, len(each) - 1)])
                 if why := secret.why_refused(Secret.of_environment(), host):
                     yield f"the launchers of --nodes do not start: {why}"
             except ValueError as error:
