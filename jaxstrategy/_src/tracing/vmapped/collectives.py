@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -23,46 +23,34 @@ from jaxstrategy._src.values.arrays import Function
 class VmappedAxes:
     """Axis names of replicas that share devices; those of a device are consecutive."""
 
-    replicas: str
-    parts: str
-    devices: str
+    replicas: str  # of all replicas in steps, of devices under `jax.vmap`
+    parts: str  # of devices in steps
     vmapped: str
     num_devices: int
     per_device: int
-    in_turn: bool = False
+    has_groups: bool = False  # whether the step has collectives of groups
 
     @staticmethod
     def of(replicas: Replicas) -> VmappedAxes:
         (axis,), (parts,) = replicas.axes, replicas.part_axes
         (vmapped,) = replicas.sharing_axes
-        return VmappedAxes(
-            axis,
-            parts,
-            axis,
-            vmapped,
-            replicas.parts,
-            replicas.per_device,
-            replicas.in_turn,
-        )
+        return VmappedAxes(axis, parts, vmapped, replicas.parts, replicas.per_device)
 
     @property
     def in_steps(self) -> list[tuple[str, int]]:
         """The axes in steps, and their sizes; the last two with sharded state only."""
-        return [
-            (self.replicas, self.count),
-            (self.parts, self.num_devices),
-            (self.vmapped, self.per_device),
-        ]
+        devices = (self.parts, self.num_devices)
+        return [(self.replicas, self.count), devices, (self.vmapped, self.per_device)]
 
     @property
     def in_vmap(self) -> list[tuple[str, int]]:
         """The axes of vmapped replicas, and their sizes."""
-        return [(self.devices, self.num_devices), (self.vmapped, self.per_device)]
+        return list(zip(self.both, (self.num_devices, self.per_device), strict=True))
 
     @property
     def both(self) -> tuple[str, str]:
         """The axes along which replicas differ."""
-        return self.devices, self.vmapped
+        return self.replicas, self.vmapped
 
     @property
     def count(self) -> int:
@@ -70,7 +58,7 @@ class VmappedAxes:
 
     def index(self) -> jax.Array:
         """The id of this replica."""
-        return lax.axis_index(self.devices) * self.per_device + self.vmapped_index()
+        return lax.axis_index(self.replicas) * self.per_device + self.vmapped_index()
 
     def vmapped_index(self) -> jax.Array:
         """The index of this replica on its device."""
@@ -84,171 +72,177 @@ class VmappedAxes:
     def gather(self, array: jax.Array) -> jax.Array:
         """All replicas' arrays: `[...]` -> `[replica, ...]`."""
         on_device = lax.all_gather(array, self.vmapped)
-        gathered = lax.all_gather(on_device, self.devices)
+        gathered = lax.all_gather(on_device, self.replicas)
         return gathered.reshape(self.count, *array.shape)
 
 
 _Groups: TypeAlias = Sequence[Sequence[int]] | None
-
-_SUMS = {"psum": lax.psum, "psum_invariant": lax.psum}
-_EXTREMES = {"pmax": (lax.pmax, jnp.max), "pmin": (lax.pmin, jnp.min)}
-_REDUCTIONS = frozenset((*_SUMS, *_EXTREMES))
+_Rule: TypeAlias = Callable[[Equation, VmappedAxes], Function]
 
 
 # JAX has no rules for most collectives over an axis of `jax.vmap` and one of the mesh
 # at once, nor for groups along an axis of `jax.vmap` (0.10 and 0.12). These gather the
 # arrays of all replicas, from which each takes what it needs.
-@final
-@dataclasses.dataclass(frozen=True)
-class VmappedCollectives:
-    """Replaces collectives over all replicas."""
+def collective(eqn: Equation, axes: VmappedAxes) -> Function | None:
+    """Replaces a collective over the replicas; None for other equations."""
+    name = eqn.primitive.name
+    if is_along(eqn, [axes.parts]):
+        return _over_devices(eqn, axes)
+    if not is_along(eqn, [axes.replicas]):
+        return None
+    if name == "axis_index":
+        return lambda: [axes.index()]
+    rule = _RULES.get(name)
+    if rule is None or (rule not in (_sum, _extreme) and _other_axes(eqn, axes)):
+        raise NotImplementedError(
+            f"The step uses the collective `{name}`, which has no rule for "
+            "replicas that share a device:\n"
+            f"  {Site((eqn,)).line or 'unknown'}\n"
+            "Use `psum`, `all_gather`, `ppermute`, `all_to_all` or `psum_scatter` "
+            "over the replicas alone, or give each replica its own device."
+        )
+    return rule(eqn, axes)
 
-    axes: VmappedAxes
 
-    def replacement(self, eqn: Equation) -> Function | None:
-        name, params = eqn.primitive.name, eqn.params
-        if is_along(eqn, [self.axes.parts]):
-            return self._over_devices(eqn)
-        if name == "axis_index":
-            is_ours = params["axis_name"] == self.axes.replicas
-            return (lambda: [self.axes.index()]) if is_ours else None
-        if not is_along(eqn, [self.axes.replicas]):
-            return None
-        rule = getattr(self, f"_{name}", None)
-        if name in _SUMS:
-            rule = self._sum
-        elif name in _EXTREMES:
-            rule = self._extreme
-        if rule is None or (self._other_axes(eqn) and name not in _REDUCTIONS):
-            raise NotImplementedError(
-                f"The step uses the collective `{name}`, which has no rule for "
-                "replicas that share a device:\n"
-                f"  {Site((eqn,)).line or 'unknown'}\n"
-                "Use `psum`, `all_gather`, `ppermute`, `all_to_all` or `psum_scatter` "
-                "over the replicas alone, or give each replica its own device."
-            )
-        return rule(eqn)
+def _over_devices(eqn: Equation, axes: VmappedAxes) -> Function:
+    """The same collective, with the name of the devices' axis under `jax.vmap`."""
+    primitive, params = eqn.primitive, dict(eqn.params)
+    key = "axes" if "axes" in params else "axis_name"
+    params[key] = (axes.replicas,) if isinstance(params[key], tuple) else axes.replicas
 
-    def _over_devices(self, eqn: Equation) -> Function:
-        """The same collective, with the name of the devices' axis under `jax.vmap`."""
-        primitive, params = eqn.primitive, dict(eqn.params)
-        key = "axes" if "axes" in params else "axis_name"
-        is_tuple = isinstance(params[key], tuple)
-        params[key] = (self.axes.devices,) if is_tuple else self.axes.devices
+    def computed(*operands: jax.Array) -> Sequence[jax.Array]:
+        results = primitive.bind(*operands, **params)
+        return results if primitive.multiple_results else [results]
 
-        def computed(*operands: jax.Array) -> Sequence[jax.Array]:
-            results = primitive.bind(*operands, **params)
-            return results if primitive.multiple_results else [results]
+    return computed
 
-        return computed
 
-    def _other_axes(self, eqn: Equation) -> tuple[Any, ...]:
-        """The other axes: numbers of those of the user's `jax.vmap`."""
-        return tuple(name for name in axis_names(eqn) if name != self.axes.replicas)
+def _other_axes(eqn: Equation, axes: VmappedAxes) -> tuple[Any, ...]:
+    """The other axes: numbers of those of the user's `jax.vmap`."""
+    return tuple(name for name in axis_names(eqn) if name != axes.replicas)
 
-    def _sum(self, eqn: Equation) -> Function:
-        groups = _groups_of(eqn)
+
+def _sum(eqn: Equation, axes: VmappedAxes) -> Function:
+    groups, over = _groups_of(eqn), (*axes.both, *_other_axes(eqn, axes))
+    if groups is None:
+        return lambda *arrays: lax.psum(list(map(unfolded, arrays)), over)
+    return lambda *arrays: [_sum_of(array, groups, axes) for array in arrays]
+
+
+_EXTREMES = {"pmax": (lax.pmax, jnp.max), "pmin": (lax.pmin, jnp.min)}
+
+
+def _extreme(eqn: Equation, axes: VmappedAxes) -> Function:
+    groups, over = _groups_of(eqn), (*axes.both, *_other_axes(eqn, axes))
+    over_all, over_group = _EXTREMES[eqn.primitive.name]
+    if groups is None:
+        return lambda *arrays: over_all(arrays, over)
+    return lambda *arrays: [
+        over_group(_members(array, groups, axes), axis=0) for array in arrays
+    ]
+
+
+def _all_gather(eqn: Equation, axes: VmappedAxes) -> Function:
+    groups, dimension = _groups_of(eqn), eqn.params["all_gather_dimension"]
+    is_tiled = eqn.params["tiled"]
+    return lambda array: [_joined(_members(array, groups, axes), dimension, is_tiled)]
+
+
+def _reduce_scatter(eqn: Equation, axes: VmappedAxes) -> Function:
+    groups, dimension = _groups_of(eqn), eqn.params["scatter_dimension"]
+    is_tiled = eqn.params["tiled"]
+
+    def scattered(array: jax.Array) -> list[jax.Array]:
         if groups is None:
-            axes = (*self.axes.both, *self._other_axes(eqn))
-            return lambda *arrays: lax.psum(list(map(unfolded, arrays)), axes)
-        return lambda *arrays: [self._sum_of(array, groups) for array in arrays]
+            # First over vmapped replicas, which would send an array each.
+            total = lax.psum(unfolded(array), axes.vmapped)
+            parts = _parts(total, dimension, axes.count, is_tiled)
+            on_device = lax.psum_scatter(parts, axes.replicas, tiled=True)
+            return [_at(axes.vmapped_index(), on_device)]
+        total = _sum_of(array, groups, axes)
+        parts = _parts(total, dimension, len(groups[0]), is_tiled)
+        return [_at(_index_in_group(groups, axes), parts)]
 
-    def _extreme(self, eqn: Equation) -> Function:
-        groups = _groups_of(eqn)
-        over_all, over_group = _EXTREMES[eqn.primitive.name]
-        if groups is None:
-            axes = (*self.axes.both, *self._other_axes(eqn))
-            return lambda *arrays: over_all(arrays, axes)
-        return lambda *arrays: [
-            over_group(self._members(array, groups), axis=0) for array in arrays
-        ]
+    return scattered
 
-    def _all_gather(self, eqn: Equation) -> Function:
-        groups, axis = _groups_of(eqn), eqn.params["all_gather_dimension"]
-        is_tiled = eqn.params["tiled"]
 
-        def gathered(array: jax.Array) -> list[jax.Array]:
-            return [_joined(self._members(array, groups), axis, is_tiled)]
+def _ppermute(eqn: Equation, axes: VmappedAxes) -> Function:
+    sources = np.full(axes.count, -1)
+    for source, target in eqn.params["perm"]:
+        sources[target] = source
 
+    def permuted(array: jax.Array) -> list[jax.Array]:
+        source = jnp.asarray(sources)[axes.index()]
+        received = _at(jnp.maximum(source, 0), axes.gather(array))
+        return [jnp.where(source < 0, jnp.zeros_like(received), received)]
+
+    return permuted
+
+
+def _pbroadcast(eqn: Equation, axes: VmappedAxes) -> Function:
+    return lambda array: [axes.gather(array)[eqn.params["source"]]]
+
+
+def _all_to_all(eqn: Equation, axes: VmappedAxes) -> Function:
+    groups, params = _groups_of(eqn), eqn.params
+    split, concat = params["split_axis"], params["concat_axis"]
+
+    def exchanged(array: jax.Array) -> list[jax.Array]:
+        members = _members(array, groups, axes)
+        # Without `tiled`, `jax.lax` has inserted the new dimension already.
+        length = array.shape[split] // members.shape[0]
+        start = _index_in_group(groups, axes) * length
+        mine = lax.dynamic_slice_in_dim(members, start, length, split + 1)
+        return [_joined(mine, concat, True)]
+
+    return exchanged
+
+
+_RULES: dict[str, _Rule] = {
+    "psum": _sum,
+    "psum_invariant": _sum,
+    "pmax": _extreme,
+    "pmin": _extreme,
+    "all_gather": _all_gather,
+    "all_gather_invariant": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "ppermute": _ppermute,
+    "pbroadcast": _pbroadcast,
+    "all_to_all": _all_to_all,
+}
+
+
+def _members(array: jax.Array, groups: _Groups, axes: VmappedAxes) -> jax.Array:
+    """The arrays of a replica's group: `[...]` -> `[member, ...]`."""
+    gathered = axes.gather(array)
+    if groups is None:
         return gathered
+    # Smaller groups are padded with their first member.
+    size = max(map(len, groups))
+    members = {i: [*g, *[g[0]] * (size - len(g))] for g in groups for i in g}
+    return gathered[_of_replica(members, axes)]
 
-    _all_gather_invariant = _all_gather
 
-    def _reduce_scatter(self, eqn: Equation) -> Function:
-        groups, axis = _groups_of(eqn), eqn.params["scatter_dimension"]
-        is_tiled = eqn.params["tiled"]
+def _sum_of(
+    array: jax.Array, groups: Sequence[Sequence[int]], axes: VmappedAxes
+) -> jax.Array:
+    members = _members(array, groups, axes)
+    size = _of_replica({i: len(group) for group in groups for i in group}, axes)
+    is_real = jnp.arange(members.shape[0]) < size
+    is_real = jnp.expand_dims(is_real, range(1, members.ndim))
+    return jnp.where(is_real, members, 0).sum(0, dtype=array.dtype)
 
-        def scattered(array: jax.Array) -> list[jax.Array]:
-            if groups is None:
-                # First over vmapped replicas, which would send an array each.
-                total = lax.psum(unfolded(array), self.axes.vmapped)
-                parts = _parts(total, axis, self.axes.count, is_tiled)
-                on_device = lax.psum_scatter(parts, self.axes.devices, tiled=True)
-                return [_at(self.axes.vmapped_index(), on_device)]
-            total = self._sum_of(array, groups)
-            parts = _parts(total, axis, len(groups[0]), is_tiled)
-            return [_at(self._index_in_group(groups), parts)]
 
-        return scattered
+def _index_in_group(groups: _Groups, axes: VmappedAxes) -> jax.Array:
+    if groups is None:
+        return axes.index()
+    indices = {i: index for group in groups for index, i in enumerate(group)}
+    return _of_replica(indices, axes)
 
-    def _ppermute(self, eqn: Equation) -> Function:
-        sources = np.full(self.axes.count, -1)
-        for source, target in eqn.params["perm"]:
-            sources[target] = source
 
-        def permuted(array: jax.Array) -> list[jax.Array]:
-            source = jnp.asarray(sources)[self.axes.index()]
-            received = _at(jnp.maximum(source, 0), self.axes.gather(array))
-            return [jnp.where(source < 0, jnp.zeros_like(received), received)]
-
-        return permuted
-
-    def _pbroadcast(self, eqn: Equation) -> Function:
-        source = eqn.params["source"]
-        return lambda array: [self.axes.gather(array)[source]]
-
-    def _all_to_all(self, eqn: Equation) -> Function:
-        groups, params = _groups_of(eqn), eqn.params
-        split, concat = params["split_axis"], params["concat_axis"]
-
-        def exchanged(array: jax.Array) -> list[jax.Array]:
-            members = self._members(array, groups)
-            # Without `tiled`, `jax.lax` has inserted the new dimension already.
-            length = array.shape[split] // members.shape[0]
-            start = self._index_in_group(groups) * length
-            mine = lax.dynamic_slice_in_dim(members, start, length, split + 1)
-            return [_joined(mine, concat, True)]
-
-        return exchanged
-
-    def _members(self, array: jax.Array, groups: _Groups) -> jax.Array:
-        """The arrays of a replica's group: `[...]` -> `[member, ...]`."""
-        gathered = self.axes.gather(array)
-        if groups is None:
-            return gathered
-        # Smaller groups are padded with their first member.
-        size = max(map(len, groups))
-        padded = [
-            [*group, *group[:1] * (size - len(group))] for group in map(list, groups)
-        ]
-        members = {i: group for group in padded for i in group}
-        table = jnp.asarray([members[i] for i in range(self.axes.count)])
-        return gathered[table[self.axes.index()]]
-
-    def _sum_of(self, array: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
-        members = self._members(array, groups)
-        sizes = {i: len(group) for group in groups for i in group}
-        size = jnp.asarray([sizes[i] for i in range(self.axes.count)])
-        is_real = jnp.arange(members.shape[0]) < size[self.axes.index()]
-        is_real = jnp.expand_dims(is_real, range(1, members.ndim))
-        return jnp.where(is_real, members, 0).sum(0, dtype=array.dtype)
-
-    def _index_in_group(self, groups: _Groups) -> jax.Array:
-        if groups is None:
-            return self.axes.index()
-        indices = {i: index for group in groups for index, i in enumerate(group)}
-        table = jnp.asarray([indices[i] for i in range(self.axes.count)])
-        return table[self.axes.index()]
+def _of_replica(values: Mapping[int, Any], axes: VmappedAxes) -> jax.Array:
+    """The entry of this replica in a table."""
+    return jnp.asarray([values[i] for i in range(axes.count)])[axes.index()]
 
 
 def _groups_of(eqn: Equation) -> _Groups:
@@ -275,5 +269,4 @@ def _parts(array: jax.Array, axis: int, count: int, is_tiled: bool) -> jax.Array
         return jnp.moveaxis(array, axis, 0)
     shape: Any = list(array.shape)
     shape[axis : axis + 1] = [count, shape[axis] // count]
-    return jnp.moveaxis(array.reshape(shape), axis, 0)
     return jnp.moveaxis(array.reshape(shape), axis, 0)

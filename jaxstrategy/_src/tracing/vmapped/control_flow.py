@@ -1,10 +1,9 @@
-"""Branches, loops and callbacks of vmapped replicas: `VmappedControlFlow`."""
+"""Branches, loops and callbacks of vmapped replicas."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,110 +115,91 @@ _CALLBACKS = frozenset(
 
 # Where the predicates of vmapped replicas differ, `jax.vmap` computes all branches, and
 # loops until the last replica has ended. Callbacks would be called for all of them.
-@final
-@dataclasses.dataclass(frozen=True)
-class VmappedControlFlow:
-    """Replaces branches, loops and callbacks."""
+def control_flow(eqn: Equation, axes: VmappedAxes) -> Function | None:
+    """Replaces branches, loops and callbacks; None for other equations."""
+    name = eqn.primitive.name
+    if name in _CALLBACKS:
+        return _callback(eqn, axes)
+    if name not in ("cond", "while"):
+        return None
+    inside = list(inner_eqns(eqn.params))
+    has_callbacks = any(each.primitive.name in _CALLBACKS for each in inside)
+    if any(
+        is_along(each, axes.both) and each.primitive.name != "axis_index"
+        for each in inside
+    ):
+        if has_callbacks and axes.has_groups:
+            raise NotImplementedError(_callback_in_groups(eqn))
+        return _branch(eqn, axes) if name == "cond" else _loop(eqn, axes)
+    if has_callbacks:
+        return in_turn(eqn, axes)
+    # `jax.vmap` selects between values, not between contents of references.
+    return _switch(eqn) if name == "cond" and references(eqn) else None
 
-    axes: VmappedAxes
-    has_groups: bool
 
-    def replacement(self, eqn: Equation) -> Function | None:
-        name = eqn.primitive.name
-        if name in _CALLBACKS:
-            return self._callback(eqn)
-        if name not in ("cond", "while"):
-            return None
-        inside = list(inner_eqns(eqn.params))
-        has_callbacks = any(each.primitive.name in _CALLBACKS for each in inside)
-        if any(self._is_collective(each) for each in inside):
-            if has_callbacks and self.has_groups:
-                raise NotImplementedError(_callback_in_groups(eqn))
-            if name == "cond":
-                return self._branch(eqn)
-            return self._loop_of_groups(eqn) if self.has_groups else self._loop(eqn)
-        if has_callbacks:
-            return in_turn(eqn, self.axes)
-        # `jax.vmap` selects between values, not between contents of references.
-        return _switch(eqn) if name == "cond" and references(eqn) else None
+def _branch(eqn: Equation, axes: VmappedAxes) -> Function:
+    """A branch with collectives, for which all replicas decide alike."""
+    switch = _switch(eqn)
+    if axes.has_groups:
+        return switch
 
-    def _branch(self, eqn: Equation) -> Function:
-        """A branch with collectives, for which all replicas decide alike."""
-        switch = _switch(eqn)
-        if self.has_groups:
-            return switch
-        return lambda index, *operands: switch(self._agreed(index), *operands)
+    def agreed(index: jax.Array, *operands: Leaf) -> Sequence[jax.Array]:
+        # Of all replicas of a device, unbatched under `jax.vmap`.
+        return switch(lax.pmax(index, axes.vmapped), *operands)
 
-    def _loop(self, eqn: Equation) -> Function:
-        """A loop with collectives, which all replicas end together."""
-        n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        condition = core.jaxpr_as_fun(eqn.params["cond_jaxpr"])
-        body = core.jaxpr_as_fun(eqn.params["body_jaxpr"])
+    return agreed
 
-        def repeated(*operands: Leaf) -> Sequence[jax.Array]:
-            cond_consts, body_consts = operands[:n], operands[n : n + m]
-            return lax.while_loop(
-                lambda carry: self._agreed(condition(*cond_consts, *carry)[0]),
-                lambda carry: body(*body_consts, *carry),
-                list(operands[n + m :]),
-            )
 
-        return repeated
+def _loop(eqn: Equation, axes: VmappedAxes) -> Function:
+    """A loop with collectives, which all replicas end together.
 
-    def _loop_of_groups(self, eqn: Equation) -> Function:
-        """A loop with collectives of groups, some of which may end before others.
+    With collectives of groups, some of which may end before others, all go on until the
+    last has ended, as the collectives are here those of all.
+    """
+    n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition = core.jaxpr_as_fun(eqn.params["cond_jaxpr"])
+    over = axes.both if axes.has_groups else (axes.vmapped,)
+    refs = [i - n for i in references(eqn) if axes.has_groups and n <= i < n + m]
+    body = on_contents(core.jaxpr_as_fun(eqn.params["body_jaxpr"]), refs)
 
-        All go on until the last has ended, as the collectives are here those of all.
-        """
-        n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        condition = core.jaxpr_as_fun(eqn.params["cond_jaxpr"])
-        refs = [index - n for index in references(eqn) if n <= index < n + m]
-        body = on_contents(core.jaxpr_as_fun(eqn.params["body_jaxpr"]), refs)
+    def repeated(*operands: Leaf) -> Sequence[jax.Array]:
+        cond_consts, body_consts = operands[:n], list(operands[n : n + m])
+        count = len(operands) - n - m
 
-        def repeated(*operands: Leaf) -> Sequence[jax.Array]:
-            cond_consts, body_consts = operands[:n], list(operands[n : n + m])
-            count = len(operands) - n - m
+        def decision(carry: Sequence[jax.Array]) -> jax.Array:
+            return condition(*cond_consts, *carry[:count])[0]
 
-            def decision(carry: Sequence[jax.Array]) -> jax.Array:
-                return condition(*cond_consts, *carry[:count])[0]
+        def any_goes_on(carry: Sequence[jax.Array]) -> jax.Array:
+            number = lax.convert_element_type(decision(carry), jnp.int32)
+            return lax.pmax(number, over) != 0
 
-            def any_goes_on(carry: Sequence[jax.Array]) -> jax.Array:
-                number = lax.convert_element_type(decision(carry), jnp.int32)
-                return lax.pmax(number, self.axes.both) != 0
+        def iteration(carry: Sequence[jax.Array]) -> list[jax.Array]:
+            for index, content in zip(refs, carry[count:], strict=True):
+                body_consts[index] = content
+            after = body(*body_consts, *carry[:count])
+            if not axes.has_groups:
+                return list(after)
+            goes_on = decision(carry)
+            pairs = zip(after, carry, strict=True)
+            return [jnp.where(goes_on, new, old) for new, old in pairs]
 
-            def iteration(carry: Sequence[jax.Array]) -> list[jax.Array]:
-                for index, content in zip(refs, carry[count:], strict=True):
-                    body_consts[index] = content
-                goes_on = decision(carry)
-                pairs = zip(body(*body_consts, *carry[:count]), carry, strict=True)
-                return [jnp.where(goes_on, new, old) for new, old in pairs]
+        contents = [operands[n + index] for index in refs]
+        start = [*operands[n + m :], *contents]
+        return lax.while_loop(any_goes_on, iteration, start)
 
-            contents = [operands[n + index] for index in refs]
-            start = [*operands[n + m :], *contents]
-            return lax.while_loop(any_goes_on, iteration, start)
+    return with_contents(repeated, [index + n for index in refs])
 
-        return with_contents(repeated, [index + n for index in refs])
 
-    def _agreed(self, decision: jax.Array) -> jax.Array:
-        """The decision of all replicas of a device, unbatched under `jax.vmap`."""
-        number = lax.convert_element_type(decision, jnp.int32)
-        agreed = lax.pmax(number, self.axes.vmapped)
-        return lax.convert_element_type(agreed, decision.dtype)
-
-    def _callback(self, eqn: Equation) -> Function | None:
-        """A callback that is called once for each replica."""
-        params = dict(eqn.params)
-        if params.get("ordered"):
-            return in_turn(eqn, self.axes)
-        if "vmap_method" not in params:
-            return None  # JAX does so
-        params["vmap_method"] = "sequential"
-        primitive: Any = eqn.primitive
-        return lambda *operands: primitive.bind(*operands, **params)
-
-    def _is_collective(self, eqn: Equation) -> bool:
-        is_index = eqn.primitive.name == "axis_index"
-        return is_along(eqn, self.axes.both) and not is_index
+def _callback(eqn: Equation, axes: VmappedAxes) -> Function | None:
+    """A callback that is called once for each replica."""
+    params = dict(eqn.params)
+    if params.get("ordered"):
+        return in_turn(eqn, axes)
+    if "vmap_method" not in params:
+        return None  # JAX does so
+    params["vmap_method"] = "sequential"
+    primitive: Any = eqn.primitive
+    return lambda *operands: primitive.bind(*operands, **params)
 
 
 def _switch(eqn: Equation) -> Function:

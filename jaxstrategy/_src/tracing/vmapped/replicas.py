@@ -44,8 +44,8 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.value_form import with_values
-from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes, VmappedCollectives
-from jaxstrategy._src.tracing.vmapped.control_flow import VmappedControlFlow, sequential
+from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes, collective
+from jaxstrategy._src.tracing.vmapped.control_flow import control_flow, sequential
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 # (function of one replica, `in_axes`) -> the function vmapped.
@@ -55,153 +55,142 @@ _Vmap: TypeAlias = Callable[[Function, Sequence[int | None]], Function]
 # A trace has the rules of `jax.custom_jvp` and `jax.custom_vjp` as Python functions,
 # which JAX calls when the whole program is differentiated, without the axis names of
 # `jax.vmap` (0.10 and 0.12). Collectives in them would be those of devices.
-@final
-@dataclasses.dataclass(frozen=True)
-class VmappedDerivatives:
-    """Replaces functions with collectives in their rules for derivatives."""
+def _forward(eqn: Equation, axes: VmappedAxes) -> Function | None:
+    """A `jax.custom_jvp`, whose derivative is vmapped as well."""
+    function = function_of(eqn)
+    count = len(eqn.invars)
 
-    axes: VmappedAxes
+    def derivative(*operands: jax.Array) -> list[jax.Array]:
+        of_inexact, inexact = _inexact_only(function, operands[:count])
+        results, tangents = jax.jvp(of_inexact, inexact, list(operands[count:]))
+        return [*results, *filter(_is_inexact, tangents)]
 
-    def replacement(self, eqn: Equation) -> Function | None:
-        if eqn.primitive.name == "custom_jvp_call":
-            return self._forward(eqn)
-        if eqn.primitive.name in ("custom_vjp_call", "custom_vjp_call_jaxpr"):
-            return self._backward(eqn)
+    operands = _types(eqn.invars)
+    on_replica = _with_collectives(
+        derivative, [*operands, *filter(_is_inexact, operands)], axes
+    )
+    if on_replica is None:
         return None
 
-    def _forward(self, eqn: Equation) -> Function | None:
-        """A `jax.custom_jvp`, whose derivative is vmapped as well."""
-        function = function_of(eqn)
-        count = len(eqn.invars)
+    def vmapped(vmap: _Vmap, in_axes: Sequence[int | None]) -> Callable[..., Any]:
+        called = jax.custom_jvp(vmap(_callee(eqn), in_axes))
 
-        def derivative(*operands: jax.Array) -> list[jax.Array]:
-            of_inexact, inexact = _inexact_only(function, operands[:count])
-            results, tangents = jax.jvp(of_inexact, inexact, list(operands[count:]))
-            return [*results, *filter(_is_inexact, tangents)]
+        @called.defjvp
+        def _rule(primals: Sequence[Leaf], tangents: Sequence[Leaf]) -> Any:
+            inexact = [i for i, x in enumerate(primals) if _is_inexact(x)]
+            all_axes = [*in_axes, *(in_axes[i] for i in inexact)]
+            outputs = vmap(on_replica, all_axes)(
+                *primals, *(tangents[i] for i in inexact)
+            )
+            results = outputs[: len(eqn.outvars)]
+            return results, _with_float0(results, outputs[len(results) :])
 
-        operands = _types(eqn.invars)
-        on_replica = self._with_collectives(
-            derivative, [*operands, *filter(_is_inexact, operands)]
-        )
-        if on_replica is None:
-            return None
+        return called
 
-        def vmapped(vmap: _Vmap, axes: Sequence[int | None]) -> Callable[..., Any]:
-            called = jax.custom_jvp(vmap(_callee(eqn), axes))
+    return _custom_vmap(eqn, axes, vmapped)
 
-            @called.defjvp
-            def _rule(primals: Sequence[Leaf], tangents: Sequence[Leaf]) -> Any:
-                inexact = [i for i, x in enumerate(primals) if _is_inexact(x)]
-                all_axes = [*axes, *(axes[i] for i in inexact)]
-                outputs = vmap(on_replica, all_axes)(
-                    *primals, *(tangents[i] for i in inexact)
-                )
-                results = outputs[: len(eqn.outvars)]
-                return results, _with_float0(results, outputs[len(results) :])
 
-            return called
+def _backward(eqn: Equation, axes: VmappedAxes) -> Function | None:
+    """A `jax.custom_vjp`, whose gradients are vmapped as well."""
+    function = function_of(eqn)
+    count = len(eqn.invars)
 
-        return self._custom_vmap(eqn, vmapped)
+    def forward(*operands: jax.Array) -> list[jax.Array]:
+        of_inexact, inexact = _inexact_only(function, operands)
+        return jax.vjp(of_inexact, *inexact)[0]
 
-    def _backward(self, eqn: Equation) -> Function | None:
-        """A `jax.custom_vjp`, whose gradients are vmapped as well."""
-        function = function_of(eqn)
-        count = len(eqn.invars)
+    # Residuals are computed again.
+    def gradients(*operands: jax.Array) -> Sequence[jax.Array]:
+        of_inexact, inexact = _inexact_only(function, operands[:count])
+        results, pull_back = jax.vjp(of_inexact, *inexact)
+        return pull_back(_with_float0(results, operands[count:]))
 
-        def forward(*operands: jax.Array) -> list[jax.Array]:
-            of_inexact, inexact = _inexact_only(function, operands)
-            return jax.vjp(of_inexact, *inexact)[0]
+    operands, results = _types(eqn.invars), _types(eqn.outvars)
+    on_replica = _with_collectives(
+        gradients, [*operands, *filter(_is_inexact, results)], axes
+    )
+    if on_replica is None:
+        return None
+    forward_on_replica = _on_replica(
+        jax.make_jaxpr(forward, axis_env=axes.in_steps)(*operands), axes
+    )
 
-        # Residuals are computed again.
-        def gradients(*operands: jax.Array) -> Sequence[jax.Array]:
-            of_inexact, inexact = _inexact_only(function, operands[:count])
-            results, pull_back = jax.vjp(of_inexact, *inexact)
-            return pull_back(_with_float0(results, operands[count:]))
+    def vmapped(vmap: _Vmap, in_axes: Sequence[int | None]) -> Callable[..., Any]:
+        called = jax.custom_vjp(vmap(_callee(eqn), in_axes))
 
-        operands, results = _types(eqn.invars), _types(eqn.outvars)
-        on_replica = self._with_collectives(
-            gradients, [*operands, *filter(_is_inexact, results)]
-        )
-        if on_replica is None:
-            return None
-        forward_on_replica = self._on_replica(
-            jax.make_jaxpr(forward, axis_env=self.axes.in_steps)(*operands)
-        )
+        def first(*primals: jax.Array) -> tuple[Any, Any]:
+            return vmap(forward_on_replica, in_axes)(*primals), primals
 
-        def vmapped(vmap: _Vmap, axes: Sequence[int | None]) -> Callable[..., Any]:
-            called = jax.custom_vjp(vmap(_callee(eqn), axes))
+        def second(primals: Sequence[jax.Array], cotangents: Any) -> Any:
+            inexact = list(filter(_is_inexact, cotangents))
+            all_axes = [*in_axes, *(0 for _ in inexact)]
+            outputs = iter(vmap(on_replica, all_axes)(*primals, *inexact))
 
-            def first(*primals: jax.Array) -> tuple[Any, Any]:
-                return vmap(forward_on_replica, axes)(*primals), primals
+            def gradient(primal: jax.Array, axis: int | None) -> Any:
+                if not _is_inexact(primal):
+                    return None
+                # That of an unbatched operand is summed over the replicas.
+                found = next(outputs)
+                return found if axis == 0 else found.sum(0, dtype=primal.dtype)
 
-            def second(primals: Sequence[jax.Array], cotangents: Any) -> Any:
-                inexact = list(filter(_is_inexact, cotangents))
-                all_axes = [*axes, *(0 for _ in inexact)]
-                outputs = iter(vmap(on_replica, all_axes)(*primals, *inexact))
+            return tuple(map(gradient, primals, in_axes))
 
-                def gradient(primal: jax.Array, axis: int | None) -> Any:
-                    if not _is_inexact(primal):
-                        return None
-                    # That of an unbatched operand is summed over the replicas.
-                    found = next(outputs)
-                    return found if axis == 0 else found.sum(0, dtype=primal.dtype)
+        called.defvjp(first, second)
+        return called
 
-                return tuple(map(gradient, primals, axes))
+    return _custom_vmap(eqn, axes, vmapped)
 
-            called.defvjp(first, second)
-            return called
 
-        return self._custom_vmap(eqn, vmapped)
+def _custom_vmap(
+    eqn: Equation,
+    axes: VmappedAxes,
+    vmapped: Callable[[_Vmap, Sequence[int | None]], Function],
+) -> Function:
+    """The function of `eqn`, which `jax.vmap` replaces by `vmapped`."""
+    function = _callee(eqn)
 
-    def _custom_vmap(
-        self, eqn: Equation, vmapped: Callable[[_Vmap, Sequence[int | None]], Function]
-    ) -> Function:
-        """The function of `eqn`, which `jax.vmap` replaces by `vmapped`."""
-        function, axis_name = _callee(eqn), self.axes.vmapped
+    @custom_vmap
+    def called(_: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        return function(*operands)
 
-        @custom_vmap
-        def called(_: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-            return function(*operands)
+    @called.def_vmap
+    def _of_all(
+        size: int, is_batched: list[bool], _: jax.Array, *operands: jax.Array
+    ) -> tuple[list[jax.Array], list[bool]]:
+        def vmap(one: Function, in_axes: Sequence[int | None]) -> Function:
+            return jax.vmap(one, tuple(in_axes), axis_name=axes.vmapped, axis_size=size)
 
-        @called.def_vmap
-        def _of_all(
-            size: int, is_batched: list[bool], _: jax.Array, *operands: jax.Array
-        ) -> tuple[list[jax.Array], list[bool]]:
-            def vmap(one: Function, axes: Sequence[int | None]) -> Function:
-                return jax.vmap(one, tuple(axes), axis_name=axis_name, axis_size=size)
+        in_axes = [0 if batched else None for batched in is_batched[1:]]
+        results = vmapped(vmap, in_axes)(*operands)
+        return results, [True] * len(results)
 
-            axes = [0 if batched else None for batched in is_batched[1:]]
-            results = vmapped(vmap, axes)(*operands)
-            return results, [True] * len(results)
+    # The index is batched, even if no operand is.
+    return lambda *operands: called(axes.vmapped_index(), *operands)
 
-        # The index is batched, even if no operand is.
-        return lambda *operands: called(self.axes.vmapped_index(), *operands)
 
-    def _with_collectives(
-        self, rule: Function, types: Sequence[jax.ShapeDtypeStruct]
-    ) -> Function | None:
-        """A derivative rule, rewritten for a vmapped replica, if it has collectives."""
-        try:
-            made = jax.make_jaxpr(rule, axis_env=self.axes.in_steps)(*types)
-        except Exception:  # raised by the user's code, which may never be called
-            return None
-        axes = [self.axes.replicas]
-        if not any(is_along(each, axes) for each in all_eqns(made.jaxpr)):
-            return None
-        return self._on_replica(made)
+def _with_collectives(
+    rule: Function, types: Sequence[jax.ShapeDtypeStruct], axes: VmappedAxes
+) -> Function | None:
+    """A derivative rule, rewritten for a vmapped replica, if it has collectives."""
+    try:
+        made = jax.make_jaxpr(rule, axis_env=axes.in_steps)(*types)
+    except Exception:  # raised by the user's code, which may never be called
+        return None
+    has_any = any(is_along(each, [axes.replicas]) for each in all_eqns(made.jaxpr))
+    return _on_replica(made, axes) if has_any else None
 
-    def _on_replica(self, made: Any) -> Function:
-        """A traced function, rewritten for a vmapped replica."""
 
-        # Lazily, as a rule may use the function that it is for.
-        @functools.cache
-        def evaluate() -> Function:
-            jaxpr = made.jaxpr
-            inputs = [*jaxpr.constvars, *jaxpr.invars]
-            whole = jaxpr.replace(constvars=[], invars=inputs)
-            return core.jaxpr_as_fun(closed(vmapped_jaxpr(whole, self.axes)))
+def _on_replica(made: Any, axes: VmappedAxes) -> Function:
+    """A traced function, rewritten for a vmapped replica."""
 
-        return lambda *operands: evaluate()(*made.consts, *operands)
+    # Lazily, as a rule may use the function that it is for.
+    @functools.cache
+    def evaluate() -> Function:
+        jaxpr = made.jaxpr
+        whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        return core.jaxpr_as_fun(closed(vmapped_jaxpr(whole, axes)))
+
+    return lambda *operands: evaluate()(*made.consts, *operands)
 
 
 def _callee(eqn: Equation) -> Function:
@@ -241,18 +230,30 @@ def _is_inexact(value: Leaf) -> bool:
     return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
+def _without_custom_vmap(eqn: Equation, axes: VmappedAxes) -> Function | None:
+    """Drops a custom rule for `jax.vmap` of a function with collectives."""
+    if any(is_along(each, axes.both) for each in inner_eqns(eqn.params)):
+        return core.jaxpr_as_fun(eqn.params["call"])
+    return None
+
+
+_CALLS = {
+    "custom_jvp_call": _forward,
+    "custom_vjp_call": _backward,
+    "custom_vjp_call_jaxpr": _backward,
+    "custom_vmap_call": _without_custom_vmap,
+}
+
+
 def vmapped_jaxpr(jaxpr: Jaxpr, axes: VmappedAxes) -> Jaxpr:
     """Rewrites one replica's jaxpr so that `jax.vmap` of it computes all replicas'."""
     has_groups = any(eqn.params.get("axis_index_groups") for eqn in all_eqns(jaxpr))
-    rules = (
-        VmappedCollectives(axes).replacement,
-        VmappedControlFlow(axes, has_groups).replacement,
-        VmappedDerivatives(axes).replacement,
-        _without_custom_vmap(axes),
-    )
+    axes = dataclasses.replace(axes, has_groups=has_groups)
 
     def rule(eqn: Equation) -> Function | None:
-        return next(filter(None, (each(eqn) for each in rules)), None)
+        if (replace := _CALLS.get(eqn.primitive.name)) is not None:
+            return replace(eqn, axes)
+        return collective(eqn, axes) or control_flow(eqn, axes)
 
     def operands(eqn: Equation) -> Function | None:
         # `jax.vmap` cannot write to unbatched references (JAX 0.10 and 0.12).
@@ -260,19 +261,6 @@ def vmapped_jaxpr(jaxpr: Jaxpr, axes: VmappedAxes) -> Jaxpr:
         return axes.batched if is_created and not references(eqn) else None
 
     return rewritten(jaxpr, rule, axes.in_vmap, operands)
-
-
-def _without_custom_vmap(axes: VmappedAxes) -> Callable[[Equation], Function | None]:
-    """A rule that drops custom rules for `jax.vmap` of functions with collectives."""
-
-    def rule(eqn: Equation) -> Function | None:
-        if eqn.primitive.name != "custom_vmap_call":
-            return None
-        if not any(is_along(each, axes.both) for each in inner_eqns(eqn.params)):
-            return None
-        return core.jaxpr_as_fun(eqn.params["call"])
-
-    return rule
 
 
 _WRITES = frozenset(("swap", "addupdate"))
@@ -295,6 +283,7 @@ def vmapped_replica(
     types: Sequence[jax.ShapeDtypeStruct],
     references: Sequence[int],
     axes: VmappedAxes,
+    in_turn: bool,
 ) -> VmappedReplica:
     """Traces `fn` of one replica, with values for the inputs `references`."""
     made, template = _traced(fn, types, references, axes)
@@ -319,7 +308,7 @@ def vmapped_replica(
     written = sorted((*in_place, *replaced))
     outputs = [*results, *(last[i] for i in written)]
     one = vmapped_jaxpr(jaxpr_of(inputs, form.jaxpr.eqns, outputs), axes)
-    if axes.in_turn:
+    if in_turn:
         one = _in_turn(one, axes.both)
     values = [whole.invars[i] if i in remaining else v for i, v in enumerate(inputs)]
     eqns = [*(creation[i] for i in remaining), *one.eqns]
@@ -384,7 +373,7 @@ def on_shared_devices(
         values = [x[...] if i in references else x for i, x in enumerate(inputs)]
         pairs = zip(values, taken, strict=True)
         types = [_type_on_replica(value, layout, replicas) for value, layout in pairs]
-        one = vmapped_replica(fn, types, list(references), axes)
+        one = vmapped_replica(fn, types, list(references), axes, replicas.in_turn)
         layout = jax.tree.leaves(jax.tree.broadcast(returned, one.template))
         layout += [taken[i] for i in one.written]
         layouts_in = [*taken, *(REPLICATED for _ in one.constants)]
@@ -421,7 +410,7 @@ def _on_device(
         axis_size=axes.per_device,
     )
     if axes.num_devices == 1:
-        vmapped = without_collectives(vmapped, [axes.devices])
+        vmapped = without_collectives(vmapped, [axes.replicas])
 
     def by_replica(
         array: jax.Array, layout: LayoutOrDimension, batched: bool
