@@ -26,7 +26,6 @@ from jaxstrategy._src.tracing.partition.partition import Partition
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import arrays
 from jaxstrategy._src.values.arrays import Leaf
-from jaxstrategy._src.variables.variable import Variable
 
 
 # A sharding changes no number, so a guess will do: `updated_arguments`, of which the
@@ -116,107 +115,90 @@ class Layout:
         return [result.dimension for result in self.results]
 
 
-@final
-class LayoutChoice:
+def layout_of(
+    step: TracedStep,
+    invars: Sequence[Var],
+    partition: Partition,
+    arguments: Sequence[Leaf],
+) -> Layout:
     """Chooses the layout of a step."""
+    trace, replicas = step.trace, step.trace.replicas
+    similar = similar_arguments(step)
+    state = frozenset(similar.values())
+    pairs = zip(trace.inputs, invars, strict=False)
+    vars_ = {index: var for index, var in pairs if index is not None}
 
-    def __init__(
-        self,
-        step: TracedStep,
-        invars: Sequence[Var],
-        partition: Partition,
-        arguments: Sequence[Leaf],
-    ) -> None:
-        self._step = step
-        self._replicas = step.trace.replicas
-        self._partition = partition
-        self._arguments = arguments
-        self._similar = similar_arguments(step)
-        self._state = frozenset(self._similar.values())
-        inputs = zip(step.trace.inputs, invars, strict=False)
-        self._vars = {index: var for index, var in inputs if index is not None}
+    def division(index: int) -> LeafSharding:
+        taken = inner_dimensions(arguments[index], replicas)
+        return replicas.division(step.path_of(index), step.type_of(index), taken)
 
-    def layout(self) -> Layout:
-        step = self._step
-        leaves = {i: self._argument(i) for i in step.same_arguments}
-        first = len(self._arguments)
-        for number, variable in enumerate(step.trace.variables):
-            if variable in step.trace.used and variable.copies_must_agree:
-                leaves[first + number] = self._variable(variable)
-        chosen = {index: leaf.sharding.dimension for index, leaf in leaves.items()}
-        inputs = {self._vars[i]: d for i, d in chosen.items() if d is not None}
-        numbers = range(len(step.outputs))
-        return Layout(
-            # References are replicated while the replicas use them.
-            {v: d for v, d in inputs.items() if not isinstance(v.aval, AbstractRef)},
-            [self._result(n, leaves) for n in numbers],
-            [self._sharding(n, leaves) for n in numbers],
-            [self._inner_of(n, leaves) for n in numbers],
-            [self._shardable(n, chosen) for n in numbers],
-            {i: chosen[i] for i in self._state},
-            {self._vars[index]: leaf for index, leaf in leaves.items()},
-        )
-
-    def _argument(self, index: int) -> LeafLayout:
-        step, var = self._step, self._vars[index]
-        aval = step.type_of(index)
-        leaf = self._arguments[index]
-        taken = inner_dimensions(leaf, self._replicas)
-        sharding = self._replicas.division(step.path_of(index), aval, taken)
-        if not sharding.is_whole:
-            sharding = self._unless_read(sharding, index, var)
-        label = functools.partial(step.label, index)
-        return LeafLayout(label, aval, sharding, inner_spec(leaf, self._replicas))
-
-    def _unless_read(
-        self, sharding: LeafSharding, index: int, var: Var
-    ) -> LeafSharding:
-        chosen = self._replicas.state_sharding
-        assert chosen is not None, "or nothing is divided"
-        if chosen.shard == "optimizer" and var in self._partition.read_by_users:
+    def sharding_of(index: int) -> LeafSharding:
+        found, leaf = division(index), arguments[index]
+        if found.is_whole:
+            return found
+        assert replicas.state_sharding is not None, "or nothing is divided"
+        is_read = vars_[index] in partition.read_by_users
+        if replicas.state_sharding.shard == "optimizer" and is_read:
             return LeafSharding(None, "each replica's own computation reads it")
-        if index in self._state:
-            return sharding
-        # No state that a step updates: keep its sharding, or each call would move it.
-        leaf = self._arguments[index]
-        if arrays.is_placed(leaf) and self._replicas.dimension_of(leaf) is None:
+        # What no result replaces keeps its sharding, or each call would move it.
+        is_placed = arrays.is_placed(leaf) and replicas.dimension_of(leaf) is None
+        if index not in state and is_placed:
             return LeafSharding(None, "it was given whole, and no result replaces it")
-        return sharding
+        return found
 
-    def _variable(self, variable: Variable) -> LeafLayout:
-        aval = jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
-        name = f"variable {variable.name!r}"
-        inner = inner_spec(variable, self._replicas)
-        return LeafLayout(lambda: name, aval, variable.division, inner)
+    leaves: dict[int, LeafLayout] = {}
+    for index in step.same_arguments:
+        label = functools.partial(step.label, index)
+        inner = inner_spec(arguments[index], replicas)
+        kind = step.type_of(index)
+        leaves[index] = LeafLayout(label, kind, sharding_of(index), inner)
+    for index, variable in enumerate(trace.variables, start=len(arguments)):
+        if variable in trace.used and variable.copies_must_agree:
+            aval = jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
+            label = functools.partial("variable {!r}".format, variable.name)
+            inner = inner_spec(variable, replicas)
+            leaves[index] = LeafLayout(label, aval, variable.division, inner)
+    results = [
+        leaves[similar[number]].sharding
+        if number in similar
+        else LeafSharding(None, _UNLIKE[trace.varies[number]])
+        for number in range(len(step.outputs))
+    ]
+    inner = [
+        leaves[similar[number]].inner if number in similar else WHOLE
+        for number in range(len(step.outputs))
+    ]
+    shardings = [
+        None
+        if replicas.inner_axes and number not in similar
+        else with_inner(each, replicas, sharded_along(result.dimension))
+        for number, (result, each) in enumerate(zip(results, inner, strict=True))
+    ]
+    shardable = [
+        division(similar[number]).dimension
+        if number in similar and result.is_whole
+        else None
+        for number, result in enumerate(results)
+    ]
+    chosen = {index: leaf.sharding.dimension for index, leaf in leaves.items()}
+    # References are replicated while the replicas use them.
+    inputs = {
+        vars_[index]: dimension
+        for index, dimension in chosen.items()
+        if dimension is not None and not isinstance(vars_[index].aval, AbstractRef)
+    }
+    return Layout(
+        inputs,
+        results,
+        shardings,
+        inner,
+        shardable,
+        {index: chosen[index] for index in state},
+        {vars_[index]: leaf for index, leaf in leaves.items()},
+    )
 
-    def _result(self, number: int, leaves: Mapping[int, LeafLayout]) -> LeafSharding:
-        if self._step.trace.varies[number]:
-            return LeafSharding(None, "it differs between replicas")
-        argument = self._similar.get(number)
-        if argument is None:
-            return LeafSharding(None, "no argument is like it")
-        return leaves[argument].sharding
 
-    def _sharding(
-        self, number: int, leaves: Mapping[int, LeafLayout]
-    ) -> NamedSharding | None:
-        if self._replicas.inner_axes and number not in self._similar:
-            return None
-        layout = sharded_along(self._result(number, leaves).dimension)
-        return with_inner(self._inner_of(number, leaves), self._replicas, layout)
-
-    def _inner_of(self, number: int, leaves: Mapping[int, LeafLayout]) -> InnerSpec:
-        argument = self._similar.get(number)
-        return WHOLE if argument is None else leaves[argument].inner
-
-    def _shardable(self, number: int, chosen: Mapping[int, int | None]) -> int | None:
-        argument = self._similar.get(number)
-        if argument is None or chosen[argument] is not None:
-            return None
-        step = self._step
-        aval = step.type_of(argument)
-        taken = inner_dimensions(self._arguments[argument], self._replicas)
-        return self._replicas.division(step.path_of(argument), aval, taken).dimension
+_UNLIKE = {True: "it differs between replicas", False: "no argument is like it"}
 
 
 def output_shardings(

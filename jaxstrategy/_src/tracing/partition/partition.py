@@ -16,6 +16,8 @@ from typing import TypeAlias, final
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
 
+from jaxstrategy._src.reductions import rows as _rows
+from jaxstrategy._src.reductions.rows import ShardFunction
 from jaxstrategy._src.tracing.jaxprs.visit import (
     Atom,
     ClosedJaxpr,
@@ -28,11 +30,6 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     live_equations,
     plain,
     variables,
-)
-from jaxstrategy._src.tracing.partition.values import (
-    WRAPPERS,
-    shard_function,
-    wraps_shard_function,
 )
 from jaxstrategy._src.values.arrays import Leaf
 
@@ -101,10 +98,10 @@ class _Inlining:
     def _callee(self, eqn: Equation) -> ClosedJaxpr | None:
         """The function of an equation that only calls it; None of others."""
         name = eqn.primitive.name
-        if name in WRAPPERS:
-            called = eqn.params[WRAPPERS[name]]
+        if name in _WRAPPERS:
+            called = eqn.params[_WRAPPERS[name]]
             inner = plain(called)
-            is_wrapper = wraps_shard_function(inner) or any(
+            is_wrapper = _wraps_shard_function(inner) or any(
                 self._stays(each) for each in all_eqns(inner)
             )
             return called if is_wrapper else None
@@ -226,3 +223,32 @@ def _cheap_equations(
             cheap.append(eqn)
             known.update(eqn.outvars)
     return live_equations(cheap, used)
+
+
+# Primitives around the call of a shard function, and the parameter with the call.
+_WRAPPERS = {"custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call"}
+_SHAPES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim"))
+
+
+def shard_function(eqn: Equation) -> ShardFunction | None:
+    """The function that an equation calls, if it can be computed from shards."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    operands = [atom.aval for atom in eqn.invars]
+    results = [var.aval for var in eqn.outvars]
+    return _rows.called_by(eqn.params["name"], operands, results)
+
+
+def _wraps_shard_function(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr is one call of a shard function, perhaps with reshapes.
+
+    Our rule for its derivatives holds for shards, too. A user's rule is around ours, so
+    that this is False, and its call is not inlined.
+    """
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in _SHAPES]
+    if len(eqns) != 1:
+        return False
+    if eqns[0].primitive.name != "custom_vmap_call":
+        return shard_function(eqns[0]) is not None
+    inside = plain(eqns[0].params[_WRAPPERS["custom_vmap_call"]])
+    return len(inside.eqns) == 1 and shard_function(inside.eqns[0]) is not None

@@ -25,22 +25,20 @@ from jaxstrategy._src.tracing.numbered_prints import (
 )
 from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.partition.global_part import GlobalPart
-from jaxstrategy._src.tracing.partition.layout import Layout, LayoutChoice
+from jaxstrategy._src.tracing.partition.layout import Layout, layout_of
 from jaxstrategy._src.tracing.partition.partition import (
     Partition,
     inline_calls,
     partition,
+    shard_function,
 )
-from jaxstrategy._src.tracing.partition.per_replica_part import PerReplicaPart
+from jaxstrategy._src.tracing.partition.per_replica_part import (
+    PerReplicaPart,
+    retrace_axis_indices,
+)
 from jaxstrategy._src.tracing.partition.reduce_scatters import (
     ReduceScatters,
     reduce_scatters_of,
-)
-from jaxstrategy._src.tracing.partition.values import (
-    PartCollectives,
-    ReplicaValues,
-    retrace_axis_indices,
-    shard_function,
 )
 from jaxstrategy._src.tracing.replication.rules import analyse, varying
 from jaxstrategy._src.tracing.replication.types import Collective, Site
@@ -78,9 +76,7 @@ class PartitionedStep:
         self.partition: Partition = partition(
             jaxpr, self._varies, lambda eqn: shard_function(eqn) is not None
         )
-        self.layout: Layout = LayoutChoice(
-            step, jaxpr.invars, self.partition, arguments
-        ).layout()
+        self.layout: Layout = layout_of(step, jaxpr.invars, self.partition, arguments)
         self.reduce_scatters: ReduceScatters = reduce_scatters_of(
             jaxpr, self.partition, self.layout, self._replicas
         )
@@ -249,20 +245,14 @@ class PartitionedStep:
         self, variables: Sequence[Var], inputs: Sequence[Leaf]
     ) -> list[jax.Array]:
         """The varying results of one replica, and `_crossing`."""
-        known = dict(zip(variables, inputs, strict=True))
-        sharded = self.layout.inputs
-        values = ReplicaValues(
-            {var: value for var, value in known.items() if var not in sharded},
-            {var: value for var, value in known.items() if var in sharded},
-            self.per_replica_part.dimensions,
-            PartCollectives(self._replicas, self.per_replica_part.inner),
-        )
-        self.per_replica_part.evaluate(values)
-        parts = self.per_replica_part.dimensions
-        crossing = self._crossing
+        inputs_by_var = dict(zip(variables, inputs, strict=True))
+        values = self.per_replica_part.evaluate(inputs_by_var)
         return [
             *map(values.whole, self._varying_results),
-            *(values.parts[v] if v in parts else values.whole(v) for v in crossing),
+            *(
+                values.parts[v] if v in values.parts else values.whole(v)
+                for v in self._crossing
+            ),
         ]
 
     def _computed_once(self, known: dict[Var, Leaf]) -> list[jax.Array]:

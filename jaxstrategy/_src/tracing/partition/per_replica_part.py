@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import TypeAlias, final
 
 import jax
 from jax import lax
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
-from jax.typing import DTypeLike
+from jax.ref import AbstractRef
 
 from jaxstrategy._src.reductions.rows import ShardFunction, part_of_sum
-from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
+from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec, of_versions
 from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten_function
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
     Atom,
@@ -26,21 +27,178 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     jaxpr_of,
     variables,
 )
+from jaxstrategy._src.tracing.numbered_prints import on_each_device
+from jaxstrategy._src.tracing.partition.partition import shard_function
 from jaxstrategy._src.tracing.partition.reduce_scatters import (
     LoopSum,
     ReduceScatters,
     is_sum_of_all,
 )
-from jaxstrategy._src.tracing.partition.values import (
-    Evaluation,
-    ReplicaValues,
-    evaluate_remat,
-    evaluate_sharded_call,
-    rematerialized_parts,
-    sharded_call,
-)
 from jaxstrategy._src.tracing.replication.control import scan_counts
-from jaxstrategy._src.values.arrays import Leaf
+from jaxstrategy._src.values.arrays import Function, Leaf
+
+
+@final
+class ReplicaValues:
+    """The values of one replica while it is evaluated, and collectives for its parts.
+
+    Args:
+      whole: the arrays of which it has all.
+      parts: those of which it has a part.
+    """
+
+    def __init__(
+        self,
+        whole: dict[Var, Leaf],
+        parts: dict[Var, Leaf],
+        of: PerReplicaPart,
+        replicas: Replicas,
+    ) -> None:
+        self._whole = whole
+        self.parts = parts
+        self.axes = replicas.part_axes
+        self._of = of
+        self._replicas = replicas
+
+    def whole(self, atom: Atom) -> Leaf:
+        """The whole value; a sharded one is gathered, once."""
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom not in self._whole:
+            dimension = self._of.dimensions[atom]
+            self._whole[atom] = self.all_gather(self.parts[atom], dimension, atom)
+        return self._whole[atom]
+
+    def operands(self, eqn: Equation, sharded: Container[int]) -> list[Leaf]:
+        """The operands of an equation, of some the parts."""
+        return [
+            self.parts[atom] if index in sharded else self.whole(atom)
+            for index, atom in enumerate(eqn.invars)
+        ]
+
+    def keep(self, variables: Sequence[Var], values: Sequence[Leaf]) -> None:
+        """Stores results, which are whole unless they are to be sharded."""
+        for var, value in zip(variables, values, strict=True):
+            known = self.parts if var in self._of.dimensions else self._whole
+            known[var] = value
+
+    def all_gather(
+        self, part: jax.Array, dimension: int, var: Var, in_loop: bool = False
+    ) -> jax.Array:
+        def gather(part: jax.Array) -> jax.Array:
+            return lax.all_gather(part, self.axes, axis=dimension, tiled=True)
+
+        return self._on_devices(gather, var, in_loop)(part)
+
+    def reduce_scatter(
+        self, array: jax.Array, dimension: int, var: Var, in_loop: bool = False
+    ) -> jax.Array:
+        def scatter(array: jax.Array) -> jax.Array:
+            return lax.psum_scatter(
+                self.sum_on_device(array),
+                self.axes,
+                scatter_dimension=dimension,
+                tiled=True,
+            )
+
+        return self._on_devices(scatter, var, in_loop)(array)
+
+    def all_reduce(self, array: jax.Array) -> jax.Array:
+        return lax.psum(array, self._replicas.axes)
+
+    def sum_on_device(self, array: jax.Array) -> jax.Array:
+        """The sum of the arrays of those replicas that share a device."""
+        shared = self._replicas.sharing_axes
+        return lax.psum(array, shared) if shared else array
+
+    def _on_devices(self, function: Function, var: Var, in_loop: bool) -> Function:
+        """`function` on each device's part of a replica's array.
+
+        Otherwise XLA would first gather the array on each device (JAX 0.10 and 0.12).
+        """
+        inner = self._of.inner.get(var, WHOLE)
+        inner = of_versions(inner) if in_loop else inner
+        return (
+            on_each_device(function, inner, self._replicas) if any(inner) else function
+        )
+
+
+Evaluation: TypeAlias = Callable[[ReplicaValues], None]
+"""Computes values from others."""
+
+
+def sharded_call(
+    eqn: Equation, parts: Mapping[Var, int], varies: Callable[[Atom], bool]
+) -> ShardFunction | None:
+    """The shard function of an equation whose operands are sharded as it needs."""
+    function = shard_function(eqn)
+    if function is None:
+        return None
+    # Shards of a varying array would be shards of different arrays.
+    if function.are_rest_equal and any(map(varies, eqn.invars)):
+        return None
+    operands = [eqn.invars[place] for place in function.divided]
+    is_divided = [not isinstance(a, Literal) and parts.get(a) == 0 for a in operands]
+    return function if all(is_divided) else None
+
+
+def evaluate_sharded_call(eqn: Equation, function: ShardFunction) -> Evaluation:
+    def evaluate(values: ReplicaValues) -> None:
+        operands = values.operands(eqn, function.divided)
+        results = function.of_parts(*operands, axes=values.axes)
+        values.keep(eqn.outvars, jax.tree.leaves(results))
+
+    return evaluate
+
+
+REMAT = ("remat2", "remat", "checkpoint")
+
+
+# The forward pass has gathered them; they are gathered again rather than kept.
+def rematerialized_parts(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:
+    """The sharded operands of a rematerialization, with dimensions; else empty."""
+    params = eqn.params
+    is_remat = eqn.primitive.name in REMAT and params.get("differentiated")
+    if not is_remat or not params.get("prevent_cse"):
+        return {}
+    if any(isinstance(atom.aval, AbstractRef) for atom in eqn.invars):
+        return {}
+    return {
+        place: parts[atom]
+        for place, atom in enumerate(eqn.invars)
+        if not isinstance(atom, Literal) and atom in parts
+    }
+
+
+def evaluate_remat(eqn: Equation, sharded: Mapping[int, int]) -> Evaluation:
+    """Evaluates a rematerialization, with gathers of its own."""
+    function = core.jaxpr_as_fun(closed(eqn.params["jaxpr"]))
+
+    def evaluate(values: ReplicaValues) -> None:
+        operands = values.operands(eqn, sharded)
+        # As JAX does for `checkpoint`: keeps XLA from merging it with the first time.
+        operands = lax.optimization_barrier(operands)
+        whole = [
+            values.all_gather(x, sharded[i], eqn.invars[i]) if i in sharded else x
+            for i, x in enumerate(operands)
+        ]
+        values.keep(eqn.outvars, function(*whole))
+
+    return evaluate
+
+
+# Beside automatic axes JAX lowers `axis_index` to a `shard_map`, on the mesh where the
+# equation was traced (JAX 0.10 and 0.12). A step with sharded state is traced without a
+# mesh: its loops, branches and calls would raise "The context mesh cannot be empty".
+def retrace_axis_indices(fn: Function) -> Function:
+    """`fn` with each `axis_index` traced again, on the current mesh."""
+
+    def rule(eqn: Equation) -> Function | None:
+        if eqn.primitive.name != "axis_index":
+            return None
+        return lambda: [eqn.primitive.bind(**eqn.params)]
+
+    return rewritten_function(fn, rule)
 
 
 def sharded_layers(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:
@@ -68,21 +226,17 @@ def evaluate_loop(
     options = {name: eqn.params[name] for name in names if name in eqn.params}
 
     def evaluate(values: ReplicaValues) -> None:
-        collectives = values.collectives
-        operands = [
-            values.parts[atom] if i in layers else values.whole(atom)
-            for i, atom in enumerate(eqn.invars)
-        ]
+        operands = values.operands(eqn, layers)
 
         def scattered(array: jax.Array, result: Var) -> jax.Array:
             for dtype in sums[result].dtypes:
                 array = lax.convert_element_type(array, dtype)
             dimension = sums[result].dimension - 1
-            return collectives.reduce_scatter(array, dimension, result, in_loop=True)
+            return values.reduce_scatter(array, dimension, result, in_loop=True)
 
         def body(carry: list[Leaf], layer: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
             whole = [
-                collectives.all_gather(x, layers[i] - 1, eqn.invars[i], in_loop=True)
+                values.all_gather(x, layers[i] - 1, eqn.invars[i], in_loop=True)
                 if i in layers
                 else x
                 for i, x in enumerate(layer, start=first)
@@ -97,11 +251,8 @@ def evaluate_loop(
         carry, stacked = lax.scan(
             body, operands[n_consts:first], operands[first:], **options
         )
-        for i, (var, value) in enumerate(zip(outvars, [*carry, *stacked], strict=True)):
-            if i in summed:
-                values.parts[summed[i]] = value
-            else:
-                values.keep([var], [value])
+        results = [summed.get(i, var) for i, var in enumerate(outvars)]
+        values.keep(results, [*carry, *stacked])
 
     return evaluate
 
@@ -148,11 +299,16 @@ class PerReplicaPart:
             self._add(number, eqn)
         self._flush(len(eqns))
 
-    def evaluate(self, values: ReplicaValues) -> None:
+    def evaluate(self, inputs: Mapping[Var, Leaf]) -> ReplicaValues:
+        """All values, given the inputs or the replica's parts of them."""
+        parts = {var: x for var, x in inputs.items() if var in self._dimensions}
+        whole = {var: x for var, x in inputs.items() if var not in parts}
+        values = ReplicaValues(whole, parts, self, self._replicas)
         for evaluation in self._evaluations:
             evaluation(values)
+        return values
 
-    @property
+    @functools.cached_property
     def dimensions(self) -> Mapping[Var, int]:
         """The dimension of each sharded value."""
         return {**self._dimensions, **self._reduce_scatters.sums}
@@ -198,9 +354,8 @@ class PerReplicaPart:
         dtype = eqn.params["new_dtype"]
 
         def evaluate(values: ReplicaValues) -> None:
-            values.parts[result] = lax.convert_element_type(
-                values.parts[operand], dtype
-            )
+            part = lax.convert_element_type(values.parts[operand], dtype)
+            values.keep([result], [part])
 
         return evaluate
 
@@ -240,9 +395,18 @@ class PerReplicaPart:
                 self._add_exchange("reduce_scatter", result, eqn)
             self._gather(eqn, [operand])
 
+        def total_of(operand: Atom, result: Var, values: ReplicaValues) -> jax.Array:
+            if updates := reduce_scatters.row_updates.get(result):
+                parts = [_part_of_sum(each, result, values) for each in updates]
+                return values.sum_on_device(functools.reduce(operator.add, parts))
+            array = values.whole(operand)
+            if (dimension := reduce_scatters.sums.get(result)) is not None:
+                return values.reduce_scatter(array, dimension, result)
+            return values.all_reduce(array)
+
         def evaluate(values: ReplicaValues) -> None:
             for operand, result in pairs:
-                _evaluate_sum(operand, result, values, reduce_scatters)
+                values.keep([result], [total_of(operand, result, values)])
 
         return evaluate
 
@@ -271,31 +435,11 @@ class PerReplicaPart:
             self._pending = []
 
 
-def _evaluate_sum(
-    operand: Atom, result: Var, values: ReplicaValues, reduce_scatters: ReduceScatters
-) -> None:
-    """Evaluates one sum over the replicas, or this replica's part of it."""
-    collectives = values.collectives
-    if (updates := reduce_scatters.row_updates.get(result)) is not None:
-        dtype = result.aval.dtype
-        parts = [_part_of_sum(update, dtype, values) for update in updates]
-        total = functools.reduce(operator.add, parts)
-        values.parts[result] = collectives.sum_on_device(total)
-    elif (dimension := reduce_scatters.sums.get(result)) is not None:
-        array = values.whole(operand)
-        values.parts[result] = collectives.reduce_scatter(array, dimension, result)
-    else:
-        values.keep([result], [collectives.all_reduce(values.whole(operand))])
-
-
-def _part_of_sum(
-    update: Equation, dtype: DTypeLike, values: ReplicaValues
-) -> jax.Array:
+def _part_of_sum(update: Equation, result: Var, values: ReplicaValues) -> jax.Array:
     """This replica's part of the sum of tables to which each replica adds rows."""
     table, *rows = update.invars
-    operands = map(values.whole, rows)
-    axes = values.collectives.axes
-    return part_of_sum(table.aval.shape, *operands, axes=axes, dtype=dtype)
+    operands, dtype = map(values.whole, rows), result.aval.dtype
+    return part_of_sum(table.aval.shape, *operands, axes=values.axes, dtype=dtype)
 
 
 def _last_uses(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
+from jax import lax
 from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
@@ -24,7 +26,6 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.partition.layout import Layout
 from jaxstrategy._src.tracing.partition.partition import Partition
-from jaxstrategy._src.tracing.partition.values import adds_few_rows
 from jaxstrategy._src.tracing.replication.control import scan_counts
 
 
@@ -209,7 +210,7 @@ class _Search:
         return updates, additions
 
     def _adds_few_rows(self, eqn: Equation) -> bool:
-        if not adds_few_rows(eqn, self._replicas.parts):
+        if not _adds_few_rows(eqn, self._replicas.parts):
             return False
         table = eqn.invars[0]
         filled = None if isinstance(table, Literal) else self._origins.get(table)
@@ -251,3 +252,26 @@ class _Search:
         if any(atom is var for atom in self._results):
             return None
         return self._origins.get(var)
+
+
+def _adds_few_rows(eqn: Equation, parts: int) -> bool:
+    """Whether an equation adds so few rows to a table that `part_of_sum` is cheaper.
+
+    Such as the gradient of a lookup, which JAX adds to zeros. Few: all replicas
+    together send less than the table.
+    """
+    if eqn.primitive.name != "scatter-add":
+        return False
+    table, indices, rows = (atom.aval for atom in eqn.invars)
+    numbers, batch = eqn.params["dimension_numbers"], len(indices.shape) - 1
+    is_of_rows = (
+        tuple(numbers.update_window_dims) == tuple(range(batch, len(rows.shape)))
+        and tuple(numbers.inserted_window_dims) == (0,)
+        and tuple(numbers.scatter_dims_to_operand_dims) == (0,)
+        and not numbers.operand_batching_dims
+        and rows.shape[batch:] == table.shape[1:]
+    )
+    is_known = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    is_known &= indices.dtype in ("int32", "int64")
+    is_few = math.prod(indices.shape) * parts <= table.shape[0]
+    return is_of_rows and is_known and is_few

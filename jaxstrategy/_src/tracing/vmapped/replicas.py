@@ -44,8 +44,12 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
 )
 from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.value_form import with_values
-from jaxstrategy._src.tracing.vmapped.collectives import VmappedAxes, collective
-from jaxstrategy._src.tracing.vmapped.control_flow import control_flow, sequential
+from jaxstrategy._src.tracing.vmapped.rules import (
+    VmappedAxes,
+    collective,
+    control_flow,
+    sequential,
+)
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 # (function of one replica, `in_axes`) -> the function vmapped.
