@@ -26,10 +26,12 @@ from jaxstrategy._src.tracing.jaxprs.visit import ArrayType
 from jaxstrategy._src.tracing.nnx.object_calls import (
     BoundCall,
     ObjectCall,
-    ObjectCalls,
     array_options,
+    array_step,
+    object_call,
     require_objects,
 )
+from jaxstrategy._src.tracing.nnx.objects import CallerObjects, ObjectStructure
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.roles import Role, Signature, are_live_arrays
 from jaxstrategy._src.tracing.saved_step import Obtain
@@ -205,6 +207,8 @@ def _description(role: Role, has_mask: bool, static: Leaf) -> str:
 
 _Program: TypeAlias = Program | AgreedProgram
 _MAX_FAST_PATH_MISSES = 3
+# Models, optimizers and metrics of a few trainings at once.
+_MAX_OBJECTS = 8
 
 
 @final
@@ -247,8 +251,12 @@ class ProgramCache:
         # differ. Given up after a few misses, each of which costs an exception.
         self._fast_path: Program | None = None
         self._fast_path_misses = 0
-        # Flax NNX objects become arrays: a cache for each structure of objects.
-        self._object_calls = ObjectCalls(self._get_fn, self._cache_for_arrays)
+        # Flax NNX objects become arrays. The objects of recent calls; and by structure:
+        # that, the `array_step` (not kept elsewhere) and its programs.
+        self._objects: list[CallerObjects] = []
+        self._by_objects: dict[
+            Hashable, tuple[ObjectStructure | None, Function, ProgramCache]
+        ] = {}
 
     def add(self, fn: Function) -> None:
         """Adds a function that may use these programs, without keeping it alive."""
@@ -355,7 +363,7 @@ class ProgramCache:
             results = self(args, kwargs)
         else:
             self._calls.count += 1
-            call = self._object_calls.find(args, kwargs, captured)
+            call = object_call(args, kwargs, captured, self._objects)
             assert call is not None
             results = self._call_with_objects(call)
         self.has_succeeded = True
@@ -369,9 +377,9 @@ class ProgramCache:
         obtain: Obtain,
     ) -> None:
         """Compiles the program of such a call now; types may stand for arrays."""
-        call = self._object_calls.find(args, kwargs, captured)
+        call = object_call(args, kwargs, captured, self._objects)
         if call is not None:
-            programs = self._object_calls.programs(call)
+            programs = self._for_objects(call)
             programs.prepare({}, call.args, call.kwargs, obtain)
         else:
             leaves, signature = _roles.flatten(self._fn, args, kwargs, abstract=True)
@@ -389,7 +397,7 @@ class ProgramCache:
         structure: TreeStructure,
     ) -> PyTree:
         fn = self._fn
-        call = self._object_calls.find(args, kwargs, {})
+        call = object_call(args, kwargs, {}, self._objects)
         if call is not None:
             return self._call_with_objects(call)
         leaves, signature = _roles.flatten(fn, args, kwargs)
@@ -467,29 +475,45 @@ class ProgramCache:
     # Calls with objects that the step changes in place.
 
     def _call_with_objects(self, call: ObjectCall) -> PyTree:
-        programs = self._object_calls.programs(call)
-        return call.finish(programs(call.args, call.kwargs))
+        return call.finish(self._for_objects(call)(call.args, call.kwargs))
 
-    def _cache_for_arrays(self, function: Function) -> ProgramCache:
-        """The programs of `function`, which takes arrays instead of objects."""
-        programs = ProgramCache(
-            self._environment,
-            self._agreement,
-            array_options(self._options),
-            self._history,
-            self._calls,
-            self,
-            self._frozen,
-        )
-        programs.add(function)
+    def _for_objects(self, call: ObjectCall) -> ProgramCache:
+        """The programs of the `array_step` for a call."""
+        objects, form, key = call.objects, None, None
+        if objects is not None:
+            if objects.cached is not None and objects.cached[0] == call.captured:
+                return objects.cached[1]  # hashing takes a tenth of a call
+            if objects.is_cacheable and objects not in self._objects:
+                others = [o for o in self._objects if not o.is_outdated_by(objects)]
+                self._objects = [objects, *others][:_MAX_OBJECTS]
+            form, key = objects.form, objects.form.key
+        known = self._by_objects.get((key, call.captured))
+        if known is None:
+            function = array_step(self._get_fn, form, call.captured)
+            programs = ProgramCache(
+                self._environment,
+                self._agreement,
+                array_options(self._options),
+                self._history,
+                self._calls,
+                self,
+                self._frozen,
+            )
+            programs.add(function)
+            known = form, function, programs
+            self._by_objects[key, call.captured] = known
+        form, _, programs = known
+        if objects is not None and form is not None:
+            # Calls of one program share the structure with `returns_objects`.
+            objects.form, objects.cached = form, (call.captured, programs)
         return programs
 
     def bound(
         self, fn: Function, objects: Sequence[PyTree], captured: dict[str, Leaf]
     ) -> Callable[..., PyTree]:
         """A function with these first arguments, which are flattened only once."""
-        call = require_objects(tuple(objects), captured, self._object_calls.objects)
-        programs, alive = self._object_calls.programs(call), objects
+        call = require_objects(tuple(objects), captured, self._objects)
+        programs, alive = self._for_objects(call), objects
         bound = BoundCall(call)
 
         @functools.wraps(fn)

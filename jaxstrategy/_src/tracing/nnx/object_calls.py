@@ -7,8 +7,8 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
 
 import jax
 
@@ -259,67 +259,6 @@ def array_options(options: RunOptions) -> RunOptions:
 
         return dataclasses.replace(options, expect_mirrored=both)
     return dataclasses.replace(options, expect_mirrored=(expected, True))
-
-
-# Models, optimizers and metrics of a few trainings at once.
-_MAX_OBJECTS = 8
-
-Programs = TypeVar("Programs")
-
-
-@final
-class ObjectCalls(Generic[Programs]):
-    """Calls with objects of functions with one cache key; programs by structure."""
-
-    def __init__(
-        self,
-        get_fn: Callable[[], Function | None],
-        make: Callable[[Function], Programs],
-    ) -> None:
-        self._get_fn = get_fn
-        self._make = make
-        # Of recent calls.
-        self.objects: list[CallerObjects] = []
-        # By cache key: structure, `array_step` (not kept elsewhere) and its programs.
-        self._known: dict[
-            Hashable, tuple[ObjectStructure | None, Function, Programs]
-        ] = {}
-
-    def find(
-        self,
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-        captured: Mapping[str, object],
-    ) -> ObjectCall | None:
-        """The call with arrays for objects; None without any."""
-        return object_call(args, kwargs, captured, self.objects)
-
-    def programs(self, call: ObjectCall) -> Programs:
-        """The programs of the `array_step` for a call."""
-        objects = call.objects
-        if objects is None:
-            return self._for_form(None, call.captured)[2]
-        if objects.cached is not None and objects.cached[0] == call.captured:
-            return objects.cached[1]  # hashing takes a tenth of a call
-        if objects.is_cacheable and objects not in self.objects:
-            others = [o for o in self.objects if not o.is_outdated_by(objects)]
-            self.objects = [objects, *others][:_MAX_OBJECTS]
-        form, _, programs = self._for_form(objects.form, call.captured)
-        assert form is not None
-        # Calls of one program share the structure with `returns_objects`.
-        objects.form = form
-        objects.cached = call.captured, programs
-        return programs
-
-    def _for_form(
-        self, form: ObjectStructure | None, captured: tuple[str, ...]
-    ) -> tuple[ObjectStructure | None, Function, Programs]:
-        key = None if form is None else form.key, captured
-        known = self._known.get(key)
-        if known is None:
-            function = array_step(self._get_fn, form, captured)
-            known = self._known[key] = form, function, self._make(function)
-        return known
 
 
 @final
