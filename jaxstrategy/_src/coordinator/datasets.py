@@ -283,13 +283,8 @@ class PerWorkerDataset:
         """
         return self._known[0]
 
-    @property
     def element(self) -> Element:
-        """What each element is like.
-
-        Raises:
-          ValueError: there is none.
-        """
+        """What each element is like."""
         return self._known[1]
 
     @functools.cached_property
@@ -341,7 +336,7 @@ class PerWorkerIterator(PerWorkerValue, IteratorArgument, Iterator[Any]):
         positions: list[Any] | None = [None] * workers if resume else None
         builder = functools.partial(begin, positions)
         resource = WorkerResource(builder, (source,))
-        IteratorArgument.__init__(self, lambda: dataset.element, resource, positions)
+        IteratorArgument.__init__(self, dataset.element, resource, positions)
 
     @property
     def element_spec(self) -> PyTree:
@@ -406,7 +401,7 @@ def shard_iterators(
     makes = [functools.partial(make, shard, shards) for shard in range(shards)]
     for each in makes:
         with contextlib.suppress(NoElements):
-            element = PerWorkerDataset(each, surroundings, 1).element
+            element = PerWorkerDataset(each, surroundings, 1).element()
             break
     else:
         raise ValueError(

@@ -400,7 +400,6 @@ class AbstractExecutor(abc.ABC):
         return cast("list[Variable]", access.usable_by(self._strategy))
 
 
-@final
 class CompiledExecutor(AbstractExecutor):
     """Traces a function once as one replica sees it, and compiles it for all."""
 

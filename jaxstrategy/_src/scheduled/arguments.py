@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self, final
+from typing import Any, NamedTuple, NoReturn, Self, final
 
 import jax
 import numpy as np
@@ -29,43 +29,26 @@ from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Element:
-    """What an element of an iterator is like.
+class Element(NamedTuple):
+    """What an element of an iterator is like."""
 
-    Attributes:
-      type: as programs know it.
-      structure: of its pytree, with `PerReplica`s as leaves.
-    """
-
-    type: ElementType
-    structure: TreeStructure
+    type: ElementType  # as programs know it
+    structure: TreeStructure  # of its pytree, with `PerReplica`s as leaves
 
 
 class IteratorArgument(WorkerArgument):
-    """An iterator on each worker.
-
-    Attributes:
-      resource: the iterators.
-      positions: where that of each worker is, if workers tell it after each call; None
-        if they do not.
-    """
+    """An iterator on each worker."""
 
     def __init__(
         self,
-        element: Callable[[], Element],
+        element: Callable[[], Element],  # what each element is like
         resource: WorkerResource,
+        # Where that of each worker is, if workers tell it after each call.
         positions: list[Any] | None = None,
     ) -> None:
-        self._get_element = element
+        self.element = element
         self.resource = resource
         self.positions = positions
-
-    @property
-    def element(self) -> Element:
-        """What each element is like."""
-        return self._get_element()
 
 
 def is_whole(node: object) -> bool:
@@ -80,12 +63,7 @@ def _is_of_workers(kind: type) -> bool:
 
 @final
 class OptionalElement:
-    """An element of a worker's iterator, or none.
-
-    Args:
-      value: the element; zeros if there is none.
-      present: whether there is one.
-    """
+    """An element of a worker's iterator, or none."""
 
     def __init__(self, value: PyTree, present: jax.Array) -> None:
         self._value, self._present = value, present
@@ -110,20 +88,6 @@ class IteratorSlot:
     def type(self, turn: int) -> Element:
         """What the element is like of which so many are taken before."""
         return self.elements[min(turn, len(self.elements) - 1)]
-
-    def retyped(self, found: Sequence[ElementType]) -> IteratorSlot:
-        """This one with elements of other types."""
-        structure = self.elements[0].structure
-        for each in found:
-            if each.structure != str(structure):
-                raise ValueError(
-                    "An element of a dataset has another structure than the first: "
-                    f"{each.structure} instead of {structure}. Shapes may differ, but "
-                    "all elements need one structure."
-                )
-        # Those that were not looked at yet are likely as the first was.
-        types = [*(Element(each, structure) for each in found), self.elements[-1]]
-        return dataclasses.replace(self, elements=tuple(types))
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
@@ -186,23 +150,14 @@ ArgumentTypes = tuple[Signature, tuple[tuple[tuple[int, ...], np.dtype], ...]]
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduledArguments:
-    """What a function is called with, wherever it runs.
+    """What a function is called with, wherever it runs."""
 
-    Attributes:
-      owner: the user's function, which has the programs.
-      fn: what is traced: it, or what calls it with the next element of an iterator.
-      args: by position and by name, with slots for iterators.
-      iterators: those.
-      slots: what stands for them.
-      differ: whether workers are given values of their own.
-    """
-
-    owner: Function
-    fn: Function
-    args: tuple[tuple[PyTree, ...], dict[str, PyTree]]
+    owner: Function  # the user's, which has the programs
+    fn: Function  # what is traced: it, or what calls it with the next element
+    args: tuple[tuple[PyTree, ...], dict[str, PyTree]]  # with slots for iterators
     iterators: tuple[IteratorArgument, ...] = ()
-    slots: tuple[IteratorSlot, ...] = ()
-    differ: bool = False
+    slots: tuple[IteratorSlot, ...] = ()  # what stands for them
+    differ: bool = False  # whether workers are given values of their own
 
     @classmethod
     def of(
@@ -220,7 +175,7 @@ class ScheduledArguments:
             return cls(owner, fn, given)  # the usual case, kept short
         iterators = {id(x): x for x in leaves if isinstance(x, IteratorArgument)}
         slots = {
-            key: IteratorSlot(number, (each.element,))
+            key: IteratorSlot(number, (each.element(),))
             for number, (key, each) in enumerate(iterators.items())
         }
         own = [slots.get(id(leaf), _as_it_is_now(leaf)) for leaf in leaves]
@@ -236,12 +191,24 @@ class ScheduledArguments:
     def retyped(self, changed: ElementChanged) -> Self:
         """The same with elements of other types."""
         slots = list(self.slots)
-        slots[changed.iterator] = slots[changed.iterator].retyped(changed.found)
+        slot = slots[changed.iterator]
+        structure = slot.elements[0].structure
+        for each in changed.found:
+            if each.structure != str(structure):
+                raise ValueError(
+                    "An element of a dataset has another structure than the first: "
+                    f"{each.structure} instead of {structure}. Shapes may differ, but "
+                    "all elements need one structure."
+                )
+        # Those that were not looked at yet are likely as the first was.
+        found = [Element(each, structure) for each in changed.found]
+        elements = (*found, slot.elements[-1])
+        slots[slot.number] = dataclasses.replace(slot, elements=elements)
 
-        def slot(node: Any) -> Any:
+        def retyped(node: Any) -> Any:
             return slots[node.number] if isinstance(node, IteratorSlot) else node
 
-        args = jax.tree.map(slot, self.args, is_leaf=is_whole)
+        args = jax.tree.map(retyped, self.args, is_leaf=is_whole)
         return dataclasses.replace(self, args=args, slots=tuple(slots))
 
     def on_worker(self, worker: int) -> tuple[list[Any], ArgumentTypes]:

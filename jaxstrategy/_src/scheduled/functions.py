@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -10,8 +9,7 @@ import threading
 import time
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, cast, final
 
 import jax
@@ -60,59 +58,34 @@ _LOGGER = logging.getLogger("jax")
 
 
 @final
-class _Heard(logging.Handler):
+class _Errors(logging.Handler):
     """The errors of callbacks that JAX logs, which it raises as texts (0.10, 0.12)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._errors: deque[BaseException] = deque(maxlen=64)
-        self._count = 0
-        self._lock_of_count = threading.Lock()
+        self.errors: list[BaseException] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the error; who called the program hears of it."""
         if record.exc_info and record.exc_info[1] is not None:
-            self._errors.append(record.exc_info[1])
-
-    def take(self, text: str) -> BaseException | None:
-        """The latest error that the text of another one is about."""
-        for error in reversed(self._errors):
-            if f"{type(error).__name__}: {error}" in text:
-                self._errors.remove(error)
-                return error
-        return None
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """For a `with` block; those of several threads may overlap."""
-        with self._lock_of_count:
-            self._count += 1
-            _LOGGER.addHandler(self)
-        try:
-            yield
-        finally:
-            with self._lock_of_count:
-                self._count -= 1
-                if not self._count:
-                    _LOGGER.removeHandler(self)
-                    self._errors.clear()
-
-
-_replies = _Heard()
+            self.errors.append(record.exc_info[1])
 
 
 def with_errors_of_python(main: Callable[..., Any]) -> Callable[..., Any]:
     """A program that raises what its callbacks raise, and waits for its results."""
 
     def called(*given: Any) -> Any:
-        with _replies.listening():
-            try:
-                return jax.block_until_ready(main(*given))
-            except Exception as error:  # a JaxRuntimeError, or a ValueError
-                original = _replies.take(str(error))
-                if original is None:
-                    raise
-                raise original from error
+        # JAX logs in threads of its own: those of other programs are here, too.
+        logged = _Errors()
+        _LOGGER.addHandler(logged)
+        try:
+            return jax.block_until_ready(main(*given))
+        except Exception as error:  # a JaxRuntimeError, or a ValueError
+            for each in reversed(logged.errors):
+                if f"{type(each).__name__}: {each}" in str(error):
+                    raise each from error
+            raise
+        finally:
+            _LOGGER.removeHandler(logged)
 
     return called
 
@@ -228,16 +201,7 @@ class _Program:
 
 @final
 class Prepared:
-    """One call of a function, ready to be sent to any worker.
-
-    Attributes:
-      program: what runs.
-      arguments_of: the arrays for each worker.
-      varies: for each result whether it has a version for each replica.
-      iterators: the numbers of the iterators on each worker.
-      resources: what the worker must have built before.
-      trace_seconds: how long the function was traced for it; None if not at all.
-    """
+    """One call of a function, ready to be sent to any worker."""
 
     def __init__(
         self,
@@ -248,14 +212,15 @@ class Prepared:
         trace_seconds: float | None,
     ) -> None:
         self.program = found.shipped
-        self.arguments_of = arguments_of
-        self.varies = found.varies
-        self.trace_seconds = trace_seconds
+        self.arguments_of = arguments_of  # the arrays for each worker
+        self.varies = found.varies  # whether a result has a version for each replica
+        self.trace_seconds = trace_seconds  # None: it was known
         # They live as long as the call.
         self._variables = [v for ref in found.variables if (v := ref()) is not None]
         kinds = map(per_worker_kind_of, self._variables)
         iterators = [each.resource for each in given.iterators]
         self.iterators = tuple(each.number for each in iterators)
+        # What the worker must have built before.
         self.resources = (*iterators, *(k.resource for k in kinds if k is not None))
         self._tracer, self._given, self._found = tracer, given, found
 

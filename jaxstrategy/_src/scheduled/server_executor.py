@@ -20,7 +20,6 @@ from jaxstrategy._src.executors.executor import (
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.parameter_servers.protocol import Call, ServerPool
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
-from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import REPLICATED
 from jaxstrategy._src.scheduled.arguments import is_whole
 from jaxstrategy._src.scheduled.functions import FunctionTracer
@@ -30,20 +29,20 @@ from jaxstrategy._src.values.arrays import Function, PyTree
 
 
 @final
-class ServerExecutor(AbstractExecutor):
+class ServerExecutor(CompiledExecutor):
     """Runs steps in this process that use variables of parameter servers."""
+
+    compile = AbstractExecutor.compile  # it cannot
 
     def __init__(self, strategy: AbstractStrategy, pool: ServerPool) -> None:
         super().__init__(strategy)
         self._pool = pool
-        self._compiled = CompiledExecutor(strategy)
         self._one_call = threading.Lock()
 
     def program(
         self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
-        """The program of `fn`."""
-        return _StepProgram(self, self._compiled.program(fn, options), fn)
+        return _StepProgram(self, super().program(fn, options), fn)
 
     def _run(
         self,
@@ -51,32 +50,25 @@ class ServerExecutor(AbstractExecutor):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
+        program: FunctionProgram | None = None,
     ) -> PyTree:
         """The results of `fn`; in a function, as part of the same trace."""
         context = _context.require_cross_replica(self._strategy, "run")
         if context.in_step:
-            return self._compiled.run(fn, args, kwargs, options)
+            return super()._run(fn, args, kwargs, options)
         return self.step(fn, args, kwargs)
-
-    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-        """`function` of each replica's version of `value`, in a step or outside."""
-        return self._compiled.across(function, value)
-
-    def update(
-        self,
-        devices: tuple[Device, ...],
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> PyTree:
-        """The results of `fn`, called for each copy of the variables it changes."""
-        return self._compiled.update(devices, fn, args, kwargs)
 
     def step(
         self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> PyTree:
         """The results of a step that is taken now, by this process."""
-        _check_here(args, kwargs)
+        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_whole):
+            if isinstance(leaf, WorkerArgument):
+                raise ContextError(
+                    f"`run` was given {shown(leaf)} outside of a scheduled function, "
+                    "but each worker has its own. Call `run` in a function that takes "
+                    "it, and schedule that with a `ClusterCoordinator`."
+                )
         prepared = self._tracer.prepare(fn, args, kwargs)
         call = Call(None, prepared.program.key, prepared.arguments_of(0))
         with self._one_call:
@@ -101,26 +93,13 @@ class ServerExecutor(AbstractExecutor):
         return WorkerEngine(-1, self._pool.servers, self._strategy.devices)
 
 
-def _check_here(args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
-    """Raise if a step in this process is given what only workers have."""
-    for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_whole):
-        if isinstance(leaf, WorkerArgument):
-            raise ContextError(
-                f"`run` was given {shown(leaf)} outside of a scheduled function, but "
-                "each worker has its own. Call `run` in a function that takes it, and "
-                "schedule that with a `ClusterCoordinator`."
-            )
-
-
 @final
 class _StepProgram:
     def __init__(
         self, executor: ServerExecutor, compiled: FunctionProgram, fn: Function
     ) -> None:
-        self._executor, self._compiled, self._fn = executor, compiled, fn
+        self._executor, self._fn = executor, fn
+        self.bound: Callable[..., Callable[..., PyTree]] = compiled.bound
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         return self._executor.step(self._fn, args, kwargs)
-
-    def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
-        return self._compiled.bound(objects)

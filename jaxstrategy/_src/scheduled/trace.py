@@ -65,35 +65,24 @@ PREFIX = "jaxstrategy_worker_input_"
 
 @final
 class Recorder:
-    """The inputs that a trace asks for besides the arguments.
-
-    Args:
-      replicas: of the function.
-
-    Attributes:
-      token: a variable that all stand-ins are made of, so that they are values that are
-        unknown while the function is traced.
-      inputs: those asked for, by the number in the name of the equation.
-      split: which of them have one version for each replica.
-      changes: the methods by which variables were changed, by their `added`.
-      turns: how many elements of each iterator are taken.
-      masks: of the batches among them that are filled up.
-      had_masks: whether there were some.
-    """
+    """The inputs that a trace asks for besides the arguments."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
+        # A variable that all stand-ins are made of, so that they are values that are
+        # unknown while the function is traced.
         scalar = jax.ShapeDtypeStruct((), np.int32)
         self.token = PendingChange("what the worker has", scalar, replicas)
-        self.inputs: list[Input] = []
-        self.split: list[bool] = []
+        self.inputs: list[Input] = []  # by the number in the name of the equation
+        self.split: list[bool] = []  # which have one version for each replica
+        # The methods by which variables were changed, by their `added`.
         self.changes: dict[Handle, set[str]] = {}
-        self.turns: dict[int, int] = {}
+        self.turns: dict[int, int] = {}  # how many elements of each iterator are taken
         self._batches: list[BatchArray] = []
         self._elements: dict[tuple[int, int], int] = {}
-        self.masks = StepMasks(self._batches)
+        self.masks = StepMasks(self._batches)  # of the batches that are filled up
         self.had_masks = False
-        self._index: jax.Array | None = None
+        self.index: jax.Array | None = None  # of the worker that runs the function
 
     def begin(self) -> None:
         """Forget what an earlier trace has asked for."""
@@ -104,16 +93,7 @@ class Recorder:
         """Drop what only the trace may use, as it ends."""
         self.had_masks = self.masks.any
         self._batches.clear()
-        self._index = None
-
-    def ask_for_index(self) -> None:
-        """Before inner functions can, whose values nobody else may use."""
-        self._index = self.input(Input("index"), (), np.int32)
-
-    @property
-    def index(self) -> jax.Array | None:
-        """The worker's index, an int32 scalar; None of a step that no worker runs."""
-        return self._index
+        self.index = None
 
     def note(self, variable: Handle, method: str) -> None:
         """Takes note of a change of a variable."""
@@ -136,7 +116,11 @@ class Recorder:
         name = f"{PREFIX}{len(self.inputs)}"
         self.inputs.append(given)
         self.split.append(is_split)
-        token = self._token(is_split)
+        step = access.tracing()
+        found = None if step is None else step.reference(self.token)
+        assert found is not None, "the function is being traced"
+        # What differs between replicas comes from their number, as far as proofs go.
+        token = found[...] + self._replicas.index() if is_split else found[...]
 
         def stand_in(token: jax.Array) -> jax.Array:
             return jnp.zeros(shape, dtype) + token.astype(dtype)
@@ -156,13 +140,6 @@ class Recorder:
             return array
         return per_replica.from_local(array, self._replicas)
 
-    def _token(self, is_split: bool) -> jax.Array:
-        step = access.tracing()
-        found = None if step is None else step.reference(self.token)
-        assert found is not None, "the function is being traced"
-        # What differs between replicas comes from their number, as far as proofs go.
-        return found[...] + self._replicas.index() if is_split else found[...]
-
 
 def current() -> Recorder | None:
     """The recorder of the function that is being traced; None outside of one."""
@@ -178,37 +155,22 @@ _OURS = "jaxstrategy_"
 @final
 @dataclasses.dataclass(frozen=True)
 class FunctionTrace:
-    """A function as one replica of a worker computes it.
+    """A function as one replica of a worker computes it."""
 
-    Attributes:
-      jaxpr: flat. Its inputs are the arguments, constants, and what variables hold; of
-        those that are no values, references. Its results are those of the function, and
-        then what the variables that are values hold afterwards.
-      arguments: for each input the number of the argument; None for others.
-      meanings: how each input lies.
-      constants: those, by the number of the input.
-      variables: those, by the number of the input.
-      finals: the number of the result that a variable's input ends as; the variables
-        that are not here are references.
-      varies: for each result of the function whether it has a version for each replica.
-      results: what the function returned, but for the arrays.
-      recorder: what it uses that only the worker has.
-      keys: of arguments that are random keys, by which function; programs take numbers.
-      key_results: the same of each of the results; None of those that are none.
-      name: of the function.
-    """
-
+    # Flat. Its inputs are the arguments, constants, and what variables hold; of those
+    # that are no values, references. Its results are those of the function, and then
+    # what the variables that are values hold afterwards.
     jaxpr: Jaxpr
-    arguments: Sequence[int | None]
-    layouts: Sequence[ReplicaLayout]
-    constants: dict[int, Leaf]
-    variables: dict[int, Handle]
-    finals: dict[int, int]
-    varies: Sequence[bool]
-    results: Results
+    arguments: Sequence[int | None]  # the number of the argument of each input
+    layouts: Sequence[ReplicaLayout]  # of each input
+    constants: dict[int, Leaf]  # by the number of the input
+    variables: dict[int, Handle]  # likewise
+    finals: dict[int, int]  # the result that the input of a value ends as
+    varies: Sequence[bool]  # whether a result has a version for each replica
+    results: Results  # what the function returned, but for the arrays
     recorder: Recorder
-    keys: dict[int, Any]
-    key_results: Sequence[Any]
+    keys: dict[int, Any]  # of arguments that are random keys: programs take numbers
+    key_results: Sequence[Any]  # the same of each of the results, or None
     name: str
 
 
@@ -235,7 +197,8 @@ def trace_function(
         with context.entered(
             strategy=strategy, replica=None, in_step=True, function=recorder
         ):
-            recorder.ask_for_index()
+            # Before inner functions can, whose values nobody else may use.
+            recorder.index = recorder.input(Input("index"), (), np.int32)
             with object_calls.unchanged((args, kwargs), step.name):
                 returned = fn(*args, **kwargs)
             own = replica_context.to_replica(returned)
