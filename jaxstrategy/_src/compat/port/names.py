@@ -159,12 +159,7 @@ def is_in(name: str, *modules: str) -> bool:
 # Names of Keras.
 
 REDUCTION = "tf.keras.losses.Reduction"
-_REDUCTIONS = {
-    "NONE": '"none"',
-    "SUM": '"sum"',
-    "SUM_OVER_BATCH_SIZE": '"sum_over_batch_size"',
-    "AUTO": '"sum_over_batch_size"',
-}
+_REDUCTIONS = DATA["reductions"]
 # Where Keras 2 kept what Keras 3 has in the module above.
 _FORMER_KERAS = re.compile(
     r"^tf\.keras\.(layers|optimizers|callbacks)\."
@@ -362,12 +357,6 @@ def _without(program: Program, call: cst.Call, index: int) -> Edit:
 
 # Code that stays TensorFlow's.
 
-_PIPELINES = frozenset(
-    "map filter flat_map interleave apply take_while group_by_window scan "
-    "map_and_batch parallel_interleave".split()
-)
-_OTHERS = ("jax", "jaxstrategy", "functools", "pandas", "numpy")
-
 
 @final
 class KeptCode:
@@ -381,7 +370,7 @@ class KeptCode:
         self._types: list[tuple[int, int]] = []
         self.functions: list[tuple[str, cst.FunctionDef]] = []
         names: set[str] = set()
-        for call in program.calls:
+        for call in program.nodes(cst.Call):
             if self._is_pipeline(call):
                 for arg in call.args:
                     if isinstance(arg.value, cst.Name):
@@ -394,7 +383,7 @@ class KeptCode:
                 meanings = program.meanings(call.func) if root(call.func) else []
                 if all(row(name).new is None for name in meanings):
                     self._types += [program.span(arg) for arg in call.args]
-        for each in () if keras else program.classes:
+        for each in () if keras else program.nodes(cst.ClassDef):
             if any(self._is(base.value, "tf.keras") for base in each.bases):
                 self._spans.append(program.span(each.body))
         done: set[str] = set()
@@ -424,8 +413,8 @@ class KeptCode:
             return False
         base = root(call.func)
         names = self._program.meanings(base) if base is not None else []
-        is_other = any(name.split(".")[0] in _OTHERS for name in names)
-        return call.func.attr.value in _PIPELINES and not is_other
+        is_other = any(name.split(".")[0] in words("others") for name in names)
+        return call.func.attr.value in words("pipelines") and not is_other
 
     def _is(self, node: cst.CSTNode, *modules: str) -> bool:
         names = self._program.meanings(node) if root(node) is not None else []

@@ -6,38 +6,26 @@ import ast
 import dataclasses
 import io
 import json
-import os
 import re
-import tempfile
 import tokenize
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import libcst as cst
 from libcst import metadata
 
 
-@final
-@dataclasses.dataclass(frozen=True, order=True)
-class Edit:
+class Edit(NamedTuple):
+    """Bytes of a program, and the text in their place, behind a module's local name."""
+
     start: int
     end: int
     text: str
+    module: str = ""
 
 
-def edited(text: str, edits: Iterable[Edit]) -> str:
-    data, parts, at = text.encode(), [], 0
-    for edit in sorted(set(edits)):
-        assert edit.start >= at, "edits overlap"
-        parts += [data[at : edit.start], edit.text.encode()]
-        at = edit.end
-    return b"".join([*parts, data[at:]]).decode()
-
-
-@final
-@dataclasses.dataclass(frozen=True, order=True)
-class CodePlace:
+class CodePlace(NamedTuple):
     """Where a name stands: line and column, both from 1; in a notebook the cell."""
 
     cell: int
@@ -131,10 +119,8 @@ class ProgramFile:
             return self.text
         _, *parts = _CELL_LINE.split(program)
         for number, part in zip(parts[::2], parts[1::2], strict=True):
-            cell, source = (
-                self._cells[int(number) - 1],
-                _HIDDEN.sub(r"\1\2", part[1:-1]),
-            )
+            cell = self._cells[int(number) - 1]
+            source = _HIDDEN.sub(r"\1\2", part[1:-1])
             if source != _source(cell):
                 listed = isinstance(cell["source"], list)
                 cell["source"] = source.splitlines(keepends=True) if listed else source
@@ -154,16 +140,7 @@ class ProgramFile:
         return CodePlace(cell, place.line - last, place.column)
 
     def write(self, text: str) -> None:
-        path = self.path.resolve()
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(text.encode(self._encoding))
-            os.chmod(name, path.stat().st_mode)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        self.path.write_bytes(text.encode(self._encoding))
 
 
 def _source(cell: dict[str, Any]) -> str:
@@ -177,6 +154,7 @@ def _hidden(source: str) -> str:
     return _MAGIC.sub(r"\1pass  # port: magic \2", source)
 
 
+N = TypeVar("N", bound=cst.CSTNode)
 ROOTS = ("tensorflow", "tensorflow_core")
 _METADATA = (
     metadata.ParentNodeProvider,
@@ -246,11 +224,10 @@ def root(node: cst.CSTNode) -> cst.Name | None:
 
 
 @final
-class Program(cst.CSTVisitor):
-    """The tree of a text, and what one walk finds in it."""
+class Program:
+    """The tree of a text, and what stands in it."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
         wrapper = metadata.MetadataWrapper(_parsed(text), unsafe_skip_copy=True)
         self.text, self.module = text, wrapper.module
         # In one walk: each takes a second for some thousand lines.
@@ -259,18 +236,35 @@ class Program(cst.CSTVisitor):
         self.parents, self._spans, self._places, self._names, self._scopes = (
             found[each] for each in _METADATA
         )
-        self.references: list[NameUse] = []
-        self.imports: list[ImportedName] = []
-        self.calls: list[cst.Call] = []
-        self.attributes: list[cst.Attribute] = []
-        self.functions: dict[str, list[cst.FunctionDef]] = {}
-        self.classes: list[cst.ClassDef] = []
-        self.annotations: list[cst.SimpleString] = []
-        self.identifiers: set[str] = set()
-        self._in_annotation = 0
-        self.module.visit(self)
-        self.statements = list(dict.fromkeys(each.statement for each in self.imports))
+        self._nodes = sorted(self._spans, key=lambda node: self.span(node)[0])
+        statements = [*self.nodes(cst.Import), *self.nodes(cst.ImportFrom)]
+        self.statements = sorted(statements, key=self.span)
+        self.imports = [n for each in self.statements for n in self._imported(each)]
         self.tensorflow = [each for each in self.imports if each.is_tensorflow]
+        self.attributes = self.nodes(cst.Attribute)
+        self.functions: dict[str, list[cst.FunctionDef]] = {}
+        for function in self.nodes(cst.FunctionDef):
+            self.functions.setdefault(function.name.value, []).append(function)
+        self.references: list[NameUse] = []
+        self.identifiers: set[str] = set()
+        for node in [*self.nodes(cst.Name), *self.attributes]:
+            parent = self.parents[node]
+            is_part = isinstance(parent, cst.Attribute) or self.within(node, cst.Import)
+            if is_part or self.within(node, cst.ImportFrom):
+                continue
+            if (base := root(node)) is not None:
+                self.identifiers.add(base.value)
+            if (reference := self.reference(node)) is not None:
+                self.references.append(reference)
+
+    def nodes(self, kind: type[N]) -> list[N]:
+        """The nodes of a kind, in the order of the text."""
+        return [node for node in self._nodes if isinstance(node, kind)]
+
+    def within(self, node: cst.CSTNode, kind: type[cst.CSTNode]) -> bool:
+        while not isinstance(node, kind | cst.Module):
+            node = self.parents[node]
+        return isinstance(node, kind)
 
     def code(self, node: cst.CSTNode) -> str:
         return self.module.code_for_node(node)
@@ -280,8 +274,8 @@ class Program(cst.CSTVisitor):
         span = self._spans[node]
         return span.start, span.start + span.length
 
-    def edit(self, node: cst.CSTNode, text: str) -> Edit:
-        return Edit(*self.span(node), text)
+    def edit(self, node: cst.CSTNode, text: str, module: str = "") -> Edit:
+        return Edit(*self.span(node), text, module)
 
     def place(self, node: cst.CSTNode) -> CodePlace:
         start = self._places[node].start
@@ -309,85 +303,17 @@ class Program(cst.CSTVisitor):
         )
         return NameUse(node, tuple(names), imports)
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        self.attributes.append(node)
-        base = root(node)
-        if base is not None:
-            self.identifiers.add(base.value)
-        reference = self.reference(node)
-        if reference is None:
-            node.value.visit(self)
-        else:
-            self.references.append(reference)
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.identifiers.add(node.value)
-        if (reference := self.reference(node)) is not None:
-            self.references.append(reference)
-
-    def visit_Arg_keyword(self, node: cst.Arg) -> None:
-        """Keywords are names of the function that is called."""
-
-    def visit_Annotation(self, node: cst.Annotation) -> None:
-        self._in_annotation += 1
-
-    def leave_Annotation(self, original_node: cst.Annotation) -> None:
-        self._in_annotation -= 1
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        if self._in_annotation:
-            self.annotations.append(node)
-
-    def visit_Call(self, node: cst.Call) -> None:
-        self.calls.append(node)
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self.functions.setdefault(node.name.value, []).append(node)
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self.classes.append(node)
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        for alias in node.names:
-            full = self.code(alias.name)
-            self._add_import(node, alias, full, full.split(".")[0])
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        if node.relative or node.module is None:
-            return False
-        module = self.code(node.module)
+    def _imported(self, node: cst.Import | cst.ImportFrom) -> Iterator[ImportedName]:
+        module = ""
+        if isinstance(node, cst.ImportFrom):
+            if node.relative or node.module is None:
+                return
+            module = f"{self.code(node.module)}."
         if isinstance(node.names, cst.ImportStar):
-            self.imports.append(ImportedName(node, None, f"{module}.*", "*"))
-            return False
+            yield ImportedName(node, None, f"{module}*", "*")
+            return
         for alias in node.names:
             name = self.code(alias.name)
-            self._add_import(node, alias, f"{module}.{name}", name)
-        return False
-
-    def _add_import(
-        self,
-        node: cst.Import | cst.ImportFrom,
-        alias: cst.ImportAlias,
-        full: str,
-        local: str,
-    ) -> None:
-        given = alias.asname and alias.asname.name
-        local = given.value if isinstance(given, cst.Name) else local
-        self.imports.append(ImportedName(node, alias, full, local))
-
-    def used_imports(self) -> set[tuple[int, str]]:
-        """Imports that the program uses: the statement's number, and the name."""
-        number = {id(node): i for i, node in enumerate(self.statements)}
-        return {
-            (number[id(node)], local)
-            for reference in self.references
-            for node, local in reference.imports
-            if id(node) in number
-        } | {
-            (number[id(each.statement)], each.local)
-            for each in self.tensorflow
-            for text in self.annotations
-            if f"{each.local}." in text.value
-        }
+            given = alias.asname and alias.asname.name
+            local = given.value if isinstance(given, cst.Name) else name.split(".")[0]
+            yield ImportedName(node, alias, module + name, local)

@@ -8,7 +8,7 @@ import difflib
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +16,7 @@ import libcst as cst
 
 from jaxstrategy._src.compat.port.names import (
     ARRAYS,
+    DATA,
     KERAS_METHODS,
     METHODS,
     REDUCTION,
@@ -43,7 +44,6 @@ from jaxstrategy._src.compat.port.program import (
     NameUse,
     Program,
     ProgramFile,
-    edited,
     grouped,
 )
 from jaxstrategy._src.text.shown import with_noun
@@ -75,9 +75,7 @@ def ported(text: str, generation: Generation | None = None) -> Ported:
     if generation is None:
         generation = _generation(program, started)
     port = _Port(program, generation, notes=generation is not None and not started)
-    if port.edits:
-        changed = Program(edited(text, port.edits))
-        text = _with_imports(changed, program.used_imports(), port.keras)
+    text = port.rewritten() if port.edits or port.direct else text
     return Ported(text, grouped(port.findings), generation)
 
 
@@ -102,6 +100,9 @@ class _Port:
     ) -> None:
         self._program, self._generation, self._notes = program, generation, notes
         self.edits: list[Edit] = []
+        # Imports that have been used, and those that still are.
+        self._used: set[tuple[int, str]] = set()
+        self._left: set[tuple[int, str]] = set()
         self.findings: list[tuple[bool, str, str, CodePlace]] = []
         used = {self._name(n) for each in program.references for n in each.names}
         used |= {self._name(each.full) for each in program.tensorflow} - {REDUCTION}
@@ -109,17 +110,22 @@ class _Port:
         # Whether it uses `tf.keras`, and only names that Keras 3 has.
         self.keras = bool(of_keras) and all(map(is_in_keras, of_keras))
         self._kept = KeptCode(program, self._row, self.keras)
-        self._direct = {
+        # Imports that can name the new module instead.
+        self.direct = {
             (id(each.statement), each.local)
             for each in program.tensorflow
             if isinstance(each.statement, cst.ImportFrom) and self._is_direct(each)
         }
-        for statement in self._program.statements:
-            self._decide_import(statement)
+        for each in program.tensorflow:
+            self._decide_import(each)
         for reference in self._program.references:
-            self._decide(reference)
-        for text in self._program.annotations:
-            self._decide_annotation(text)
+            imports = {(id(statement), local) for statement, local in reference.imports}
+            self._used |= imports
+            if not self._decide(reference, bool(imports & self.direct)):
+                self._left |= imports
+        for text in program.nodes(cst.SimpleString):
+            if program.within(text, cst.Annotation):
+                self._decide_annotation(text)
         for node in self._program.attributes if self._generation else ():
             self._decide_method(node)
         if self._notes:
@@ -147,60 +153,46 @@ class _Port:
             return False
         return row.new is not None and row.old == self._name(each.full)
 
-    def _decide_import(self, statement: cst.Import | cst.ImportFrom) -> None:
-        names = [e for e in self._program.tensorflow if e.statement is statement]
-        modules: dict[str, list[str]] = {}
-        rest: list[ImportedName] = []
-        for each in names:
-            row = self._row(each.full)
-            if (id(statement), each.local) in self._direct:
-                module, _, name = (row.new or "").rpartition(".")
-                text = name if name == each.local else f"{name} as {each.local}"
-                modules.setdefault(module, []).append(text)
-                continue
-            rest.append(each)
-            if each.alias is None:
-                text = "import the names that are used: `*` hides which of them are old"
-                name = f"tf{each.full.removeprefix('tensorflow')}"
-                self._tell(name, text, statement, True)
-            elif isinstance(statement, cst.ImportFrom) and row.old != "tf":
-                if row.new is None:
-                    self._tell_decision(self._name(each.full), row, each.alias)
-        if modules:  # names that are here are imported from here, as they were called
-            lines = [
-                f"from {module} import {', '.join(found)}"
-                for module, found in sorted(modules.items())
-            ]
-            if rest:
-                lines.append(_statement_of(self._program, rest))
-            text = _joined(self._program, statement, lines)
-            self.edits.append(self._program.edit(statement, text))
+    def _decide_import(self, each: ImportedName) -> None:
+        if (id(each.statement), each.local) in self.direct:
+            return
+        if each.alias is None:
+            text = "import the names that are used: `*` hides which of them are old"
+            name = f"tf{each.full.removeprefix('tensorflow')}"
+            self._tell(name, text, each.statement, True)
+            return
+        row = self._row(each.full)
+        is_name = isinstance(each.statement, cst.ImportFrom) and row.old != "tf"
+        if is_name and row.new is None:
+            self._tell_decision(self._name(each.full), row, each.alias)
 
     # Names.
 
-    def _decide(self, reference: NameUse) -> None:
+    def _decide(self, reference: NameUse, is_direct: bool) -> bool:
+        """Whether the name is replaced."""
         names = sorted({self._name(full) for full in reference.names})
         rows = [self._row(full) for full in reference.names]
-        if any((id(s), local) in self._direct for s, local in reference.imports):
+        if is_direct:
             self._note(names[0], rows[0], reference.node)
         elif len({row.new for row in rows}) > 1:
             text = f"may be {' or '.join(names)}: import it in one way"
             self._tell(names[0], text, reference.node, True)
         else:
-            self._replace(names[0], rows[0], reference.node)
+            return self._replace(names[0], rows[0], reference.node)
+        return False
 
-    def _replace(self, name: str, row: Name, node: cst.Name | cst.Attribute) -> None:
+    def _replace(self, name: str, row: Name, node: cst.Name | cst.Attribute) -> bool:
         kept = self._kept.holds(node)
         if kept and (not row.certain or (row.new is None and row.old == "tf")):
-            return
+            return False
         if row.new is None:
             self._tell_decision(name, row, node)
-            return
+            return False
         if row.type and not self._is_typed(node):
             if not self._kept.holds_type(node):
                 text = f"`{short(row.new)}` where it is about arrays of JAX"
                 self._tell(name, text, node, True)
-            return
+            return False
         head: cst.CSTNode = node  # without the attributes of what has the row
         for _ in range(name.removeprefix(row.old).count(".")):
             head = head.value if isinstance(head, cst.Attribute) else head
@@ -211,10 +203,10 @@ class _Port:
                 f"object to hand on; {row.text or 'the same'}"
             )
             self._tell(name, text, node, True)
-            return
-        new = row.new if row.new.startswith('"') else _placed(row.new)
-        self.edits += [*edits, self._program.edit(head, new)]
+            return False
+        self.edits += [*edits, self._program.edit(head, *_parts(row.new))]
         self._note(row.old, row, node)
+        return True
 
     def _is_typed(self, node: cst.CSTNode) -> bool:
         """Whether a type is an annotation, or given to a function that is renamed."""
@@ -254,20 +246,25 @@ class _Port:
             return
         # Of several imports under one name the last one counts.
         for each in {each.local: each for each in self._program.tensorflow}.values():
-            if (id(each.statement), each.local) in self._direct or not each.alias:
+            key = (id(each.statement), each.local)
+            if key in self.direct or not each.alias:
                 continue
             is_alias = isinstance(each.statement, cst.ImportFrom) or each.alias.asname
             head = each.full if is_alias else each.full.split(".")[0]
             pattern = rf"(?<![\w.]){re.escape(each.local)}((?:\.\w+)*)"
             for match in re.finditer(pattern, node.value):
+                self._used.add(key)
                 name, row = self._name(head + match[1]), self._row(head + match[1])
                 if row.new is None or (row.form and not row.form.bare):
+                    self._left.add(key)
                     self._tell_decision(name, row, node)
                     continue
                 start = self._program.span(node)[0]
                 start += len(node.value[: match.start()].encode())
-                new = _placed(row.new) + name.removeprefix(row.old)
-                self.edits.append(Edit(start, start + len(match[0].encode()), new))
+                end = start + len(match[0].encode())
+                new, module = _parts(row.new)
+                new += name.removeprefix(row.old)
+                self.edits.append(Edit(start, end, new, module))
 
     # Methods.
 
@@ -297,55 +294,161 @@ class _Port:
         receiver = self._program.code(node.value)
         return not method.receiver or bool(re.search(method.receiver, receiver))
 
+    # The text that comes of it.
 
-# Modules that are imported, the longest first: the line, and how programs call them,
-# the first that is free.
-_MODULES = {
-    "jaxstrategy.compat.contrib": (
-        "from jaxstrategy.compat import contrib as {}",
-        ("distribute", "distribute_contrib", "jaxstrategy_contrib"),
-    ),
-    "jaxstrategy.compat.v1": (
-        "from jaxstrategy.compat import v1 as {}",
-        ("distribute", "distribute_v1", "jaxstrategy_v1"),
-    ),
-    "jaxstrategy": ("import jaxstrategy as {}", ("js", "jaxstrategy")),
-    "jax.numpy": ("import jax.numpy as {}", ("jnp", "jax_numpy")),
-    "jax": ("import jax as {}", ("jax",)),
-    "keras": ("import keras as {}", ("keras",)),
-}
+    def rewritten(self) -> str:
+        program = self._program
+        unused = [
+            each
+            for each in program.tensorflow
+            if (key := (id(each.statement), each.local)) in self._used - self._left
+            and key not in self.direct
+            and not re.search(rf"__all__\s*=[^\n]*['\"]{each.local}['\"]", program.text)
+        ]
+        left = [each for each in program.imports if each not in unused]
+        gone = {each.statement for each in unused} - {each.statement for each in left}
+        for statement in program.statements:
+            self._rewrite_import(statement, unused, gone)
+        names, lines = self._module_names(unused, left)
+        keras = self.keras and (  # and it is imported, not only by what nothing uses
+            "keras" in names
+            or any(is_in(each.full, "keras") for each in left)
+            or any(
+                is_in(self._row(each.full).new or "", "keras")
+                for each in program.tensorflow
+                if (id(each.statement), each.local) in self.direct
+            )
+        )
+        if lines or keras:
+            self._insert(lines, keras)
+        data, parts, at = program.text.encode(), [], 0
+        for start, end, text, module in sorted(set(self.edits)):
+            assert start >= at, "edits overlap"
+            parts += [data[at:start], f"{names.get(module, '')}{text}".encode()]
+            at = end
+        return b"".join([*parts, data[at:]]).decode()
+
+    def _new_of(self, each: ImportedName) -> tuple[str, str]:
+        """The module from which a name is imported now, and the name."""
+        module, _, name = (self._row(each.full).new or "").rpartition(".")
+        return module, name if name == each.local else f"{name} as {each.local}"
+
+    def _rewrite_import(
+        self,
+        statement: cst.Import | cst.ImportFrom,
+        unused: Sequence[ImportedName],
+        gone: Collection[cst.CSTNode],
+    ) -> None:
+        program = self._program
+        of_it = [each for each in program.imports if each.statement is statement]
+        modules: dict[str, list[str]] = {}
+        for each in of_it:
+            if (id(statement), each.local) in self.direct:
+                module, name = self._new_of(each)
+                modules.setdefault(module, []).append(name)
+        left = [
+            each
+            for each in of_it
+            if each not in unused and (id(statement), each.local) not in self.direct
+        ]
+        start, end = program.span(statement)
+        line_start = _line_start(program, start)
+        if statement in gone:
+            line = program.parents[statement]
+            is_line = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+            block = program.parents[line]
+            stays = isinstance(block, cst.Module) or any(
+                not isinstance(other, cst.SimpleStatementLine)
+                or any(each not in gone for each in other.body)
+                for other in block.children
+                if isinstance(other, cst.BaseStatement)
+            )
+            if is_line and stays:
+                rest = re.match(rb"[^\r\n]*(\r\n|\r|\n)?", program.text.encode()[end:])
+                assert rest is not None
+                self.edits.append(Edit(line_start, end + rest.end(), ""))
+            else:
+                self.edits.append(program.edit(statement, "pass"))
+        elif len(left) < len(of_it):
+            lines = [
+                f"from {m} import {', '.join(n)}" for m, n in sorted(modules.items())
+            ]
+            if left:
+                aliases = (each.alias for each in left if each.alias is not None)
+                given = (
+                    program.code(a.with_changes(comma=cst.MaybeSentinel.DEFAULT))
+                    for a in aliases
+                )
+                text = f"import {', '.join(each.strip() for each in given)}"
+                if isinstance(statement, cst.ImportFrom) and statement.module:
+                    text = f"from {program.code(statement.module)} {text}"
+                lines.append(text)
+            # On lines of their own, if it stood on one.
+            indent = program.text.encode()[line_start:start].decode()
+            apart = "; " if indent.strip() else program.module.default_newline + indent
+            self.edits.append(program.edit(statement, apart.join(lines)))
+
+    def _module_names(
+        self, unused: Sequence[ImportedName], left: Sequence[ImportedName]
+    ) -> tuple[dict[str, str], list[str]]:
+        """What modules are called, and the lines that import those not yet imported."""
+        program = self._program
+        known = {e.full: e.local for e in left if _at_top(program, e.statement)}
+        taken = program.identifiers - {each.local for each in unused}
+        taken |= {each.local for each in left}
+        # Names of parameters would hide a module's name in a function.
+        taken |= {each.name.value for each in program.nodes(cst.Param)}
+        wanted = {edit.module for edit in self.edits}
+        names: dict[str, str] = {}
+        lines: list[str] = []
+        for module in reversed(_MODULES):
+            if module not in wanted:
+                continue
+            local = known.get(module)
+            if local and (local != module.split(".")[0] or module in ("jax", "keras")):
+                names[module] = local
+                continue
+            line, *wished = _MODULES[module]
+            name = next((n for n in wished if n not in taken), f"{wished[-1]}_")
+            taken.add(name)
+            names[module] = name
+            line = line.format(name)
+            lines.append(line.replace(f"import {name} as {name}", f"import {name}"))
+        return names, sorted(lines, key=lambda line: (line.startswith("from"), line))
+
+    def _insert(self, lines: list[str], keras: bool) -> None:
+        """Puts lines before the first import of TensorFlow, or behind all."""
+        program = self._program
+        roots = (*ROOTS, "keras") if keras else ROOTS
+        top = [e for e in program.imports if _at_top(program, e.statement)]
+        own = [e.statement for e in top if e.full.split(".")[0] in roots]
+        if own:
+            at = _line_start(program, program.span(own[0])[0])
+        else:
+            at = _behind_imports(program)
+        if keras and "KERAS_BACKEND" not in program.text:  # read when Keras is imported
+            has_os = any(
+                each.full == each.local == "os" and program.span(each.statement)[0] < at
+                for each in top
+            )
+            chosen = ["", 'os.environ["KERAS_BACKEND"] = "jax"', ""]
+            lines = [*([] if has_os else ["import os"]), *chosen, *lines]
+        end = program.module.default_newline
+        self.edits.append(Edit(at, at, "".join(line + end for line in lines)))
 
 
-def _module_of(new: str) -> str:
-    return next(module for module in _MODULES if is_in(new, module))
+_MODULES = DATA["modules"]
+
+
+def _parts(new: str) -> tuple[str, str]:
+    """What stands behind the local name of a module, and the module."""
+    module = next((each for each in _MODULES if is_in(new, each)), "")  # "": a text
+    return new.removeprefix(module), module
 
 
 def short(new: str) -> str:
-    module = _module_of(new)
-    return _MODULES[module][1][0] + new.removeprefix(module)
-
-
-def _place(module: str) -> str:
-    return f"__port_{module.replace('.', '_')}__"
-
-
-def _placed(new: str) -> str:
-    module = _module_of(new)
-    return _place(module) + new.removeprefix(module)
-
-
-def _statement_of(program: Program, names: Iterable[ImportedName]) -> str:
-    """An import statement of only these names, which were in one statement."""
-    parts, statement = [], None
-    for each in names:
-        assert each.alias is not None
-        statement = each.statement
-        alias = each.alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        parts.append(program.code(alias).strip())
-    text = f"import {', '.join(parts)}"
-    if isinstance(statement, cst.ImportFrom) and statement.module is not None:
-        return f"from {program.code(statement.module)} {text}"
-    return text
+    rest, module = _parts(new)
+    return _MODULES[module][1] + rest
 
 
 def _line_start(program: Program, at: int) -> int:
@@ -353,90 +456,8 @@ def _line_start(program: Program, at: int) -> int:
     return max(before.rfind(b"\n"), before.rfind(b"\r")) + 1
 
 
-def _joined(program: Program, statement: cst.CSTNode, lines: list[str]) -> str:
-    """Statements that stand where one stood, on lines of their own if it did."""
-    start, _ = program.span(statement)
-    indent = program.text.encode()[_line_start(program, start) : start].decode()
-    if indent.strip():
-        return "; ".join(lines)
-    return (program.module.default_newline + indent).join(lines)
-
-
-def _with_imports(program: Program, before: set[tuple[int, str]], keras: bool) -> str:
-    """The text with the modules' names filled in, and their imports."""
-    numbers = {id(node): i for i, node in enumerate(program.statements)}
-    now = program.used_imports()
-    unused = [
-        each
-        for each in program.tensorflow
-        if (key := (numbers[id(each.statement)], each.local)) in before
-        and key not in now
-        and not re.search(rf"__all__\s*=[^\n]*['\"]{each.local}['\"]", program.text)
-    ]
-    names, lines = _module_names(program, unused)
-    edits = _removals(program, unused)
-    if keras:  # and it is imported, not only by an import that nothing uses
-        rest = (each for each in program.imports if each not in unused)
-        keras = "keras" in names or any(is_in(each.full, "keras") for each in rest)
-    if lines or keras:
-        edits.append(_insertion(program, lines, keras))
-    text = edited(program.text, edits)
-    for module, name in names.items():
-        text = text.replace(_place(module), name)
-    return text
-
-
-def _module_names(
-    program: Program, unused: list[ImportedName]
-) -> tuple[dict[str, str], list[str]]:
-    """What modules are called, and the lines that import those not yet imported."""
-    known = {e.full: e.local for e in program.imports if _at_top(program, e.statement)}
-    taken = program.identifiers - {each.local for each in unused}
-    taken |= {each.local for each in program.imports if each not in unused}
-    # Names of parameters would hide a module's name in a function.
-    for signature in re.findall(r"\bdef \w+\(([^)]*)\)", program.text):
-        taken |= set(re.findall(r"\b\w+\b", signature))
-    names: dict[str, str] = {}
-    lines: list[str] = []
-    for module in reversed(_MODULES):
-        if _place(module) not in program.text:
-            continue
-        local = known.get(module)
-        if local and (local != module.split(".")[0] or module in ("jax", "keras")):
-            names[module] = local
-            continue
-        line, wished = _MODULES[module]
-        name = next((n for n in wished if n not in taken), f"{wished[-1]}_")
-        taken.add(name)
-        names[module] = name
-        line = line.format(name).replace(f"import {name} as {name}", f"import {name}")
-        lines.append(line)
-    return names, sorted(lines, key=lambda line: (line.startswith("from"), line))
-
-
 def _at_top(program: Program, statement: cst.CSTNode) -> bool:
-    line = program.parents.get(statement)
-    return line is not None and program.parents.get(line) is program.module
-
-
-def _insertion(program: Program, lines: list[str], keras: bool) -> Edit:
-    """Puts lines before the first import of TensorFlow, or behind the first imports."""
-    roots = (*ROOTS, "keras") if keras else ROOTS
-    top = [each for each in program.imports if _at_top(program, each.statement)]
-    own = [each.statement for each in top if each.full.split(".")[0] in roots]
-    if own:
-        at = _line_start(program, program.span(own[0])[0])
-    else:
-        at = _behind_imports(program)
-    if keras and "KERAS_BACKEND" not in program.text:  # read when Keras is imported
-        has_os = any(
-            each.full == each.local == "os" and program.span(each.statement)[0] < at
-            for each in top
-        )
-        chosen = ["", 'os.environ["KERAS_BACKEND"] = "jax"', ""]
-        lines = [*([] if has_os else ["import os"]), *chosen, *lines]
-    end = program.module.default_newline
-    return Edit(at, at, "".join(line + end for line in lines))
+    return program.parents[program.parents[statement]] is program.module
 
 
 def _behind_imports(program: Program) -> int:
@@ -452,36 +473,6 @@ def _behind_imports(program: Program) -> int:
             first = getattr(statement, "decorators", None) or [statement]
             return _line_start(program, program.span(first[0])[0])
     return len(program.text.encode())
-
-
-def _removals(program: Program, unused: list[ImportedName]) -> list[Edit]:
-    edits: list[Edit] = []
-    gone: list[cst.CSTNode] = []
-    for statement in program.statements:
-        of_it = [each for each in program.imports if each.statement is statement]
-        left = [each for each in of_it if each not in unused]
-        if not left:
-            gone.append(statement)
-        elif len(left) < len(of_it):
-            edits.append(program.edit(statement, _statement_of(program, left)))
-    for statement in gone:
-        line = program.parents[statement]
-        block = program.parents[line]
-        is_line = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-        stays = isinstance(block, cst.Module) or any(
-            not isinstance(other, cst.SimpleStatementLine)
-            or any(each not in gone for each in other.body)
-            for other in block.children
-            if isinstance(other, cst.BaseStatement)
-        )
-        if is_line and stays:
-            start, end = program.span(statement)
-            rest = re.match(rb"[^\r\n]*(\r\n|\r|\n)?", program.text.encode()[end:])
-            assert rest is not None
-            edits.append(Edit(_line_start(program, start), end + rest.end(), ""))
-        else:
-            edits.append(program.edit(statement, "pass"))
-    return edits
 
 
 def table(which: str) -> str:
@@ -635,7 +626,6 @@ def _moved(
             numbers[at + 1] = max(new_start, new_end - (end - at)) + 1
 
     def move(place: CodePlace) -> CodePlace:
-        line = numbers.get(place.line, place.line)
-        return file.place(dataclasses.replace(place, line=line))
+        return file.place(place._replace(line=numbers.get(place.line, place.line)))
 
     return [finding.moved(move) for finding in findings]
