@@ -5,12 +5,16 @@ import ctypes
 import gc
 import os
 import pathlib
+import signal
 
 import jax
 import numpy as np
 import pytest
 
 os.environ["KERAS_BACKEND"] = "jax"  # read when Keras is imported
+# What a shell runs in the background ignores SIGINT, and so would what a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")

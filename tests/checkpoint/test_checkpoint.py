@@ -29,6 +29,7 @@ STRATEGIES = {
     "central": lambda: js.experimental.CentralStorageStrategy(
         jax.devices()[:2], jax.devices()[5]
     ),
+    "shared": lambda: js.MirroredStrategy(jax.devices()[:2], replicas_per_device=2),
     "default": js.get_strategy,
 }
 
@@ -105,7 +106,12 @@ def whole_state(strategy, seed):
 
 @pytest.mark.parametrize(
     "writer, reader",
-    [("one device", "mirrored 4"), ("mirrored 4", "central"), ("central", "default")],
+    [
+        ("one device", "mirrored 4"),
+        ("mirrored 4", "shared"),
+        ("shared", "central"),
+        ("central", "default"),
+    ],  # fmt: skip
 )
 def test_strategies_restore_what_others_saved(tmp_path, writer, reader):
     saved(tmp_path, whole_state(STRATEGIES[writer](), 1))
@@ -165,15 +171,6 @@ def test_an_on_read_variable_is_saved_as_its_aggregate(
     variable.assign(100.0)
     restored(tmp_path, {"v": variable})
     assert copies(variable).tolist() == copies_after
-
-
-@each_of("n", [1, 4])
-def test_a_sum_restores_under_any_number_of_replicas(tmp_path, two, n):
-    saved(tmp_path, {"v": on_read(two, "sum", [3.0, 4.0])})
-    strategy = js.MirroredStrategy(jax.devices()[:n])
-    variable = on_read(strategy, "sum")
-    restored(tmp_path, {"v": variable})
-    assert copies(variable).tolist() == [7.0 / n] * n
 
 
 def test_plain_values_and_variables_stand_for_each_other(tmp_path, two):
@@ -432,12 +429,6 @@ def test_a_smaller_state_is_told_what_is_wrong_and_not_what_is_besides(tmp_path)
     assert str(raised.value).splitlines()[1:] == [
         "  `a` is float32[2,3] in the checkpoint, and float32[3,2] was wanted",
     ]
-
-
-def test_a_long_list_of_names_is_cut(tmp_path):
-    saved(tmp_path, {"a": 1})
-    with pytest.raises(MismatchError, match="in the checkpoint: and 12 more"):
-        restored(tmp_path, {"a": 1, "b": dict.fromkeys(map(str, range(20)), 0)})
 
 
 def test_partial_restoring_tells_what_was_left_out(simple):
@@ -716,11 +707,6 @@ def test_plain_orbax_reads_the_arrays(tmp_path, two):
     np.testing.assert_array_equal(plainly(tmp_path / "1", "params/w"), np.arange(3))
     found = plainly(tmp_path / "1", "params/parts")
     np.testing.assert_array_equal(found, np.arange(16))
-
-
-def test_it_prints(tmp_path):
-    with manager_of(tmp_path) as manager:
-        assert repr(manager) == f"CheckpointManager('{tmp_path}')"
 
 
 def test_arrays_are_not_compressed(tmp_path, two):

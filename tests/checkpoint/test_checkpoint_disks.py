@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -109,29 +108,6 @@ def test_what_will_not_pass_is_told_at_once(tmp_path, disk, number):
     assert left == [number]
 
 
-# Clocks.
-
-
-def test_clocks_that_go_backwards_change_nothing(tmp_path, monkeypatch):
-    now = [2e9]
-
-    def earlier():
-        now[0] -= 3600
-        return now[0]
-
-    monkeypatch.setattr(time, "time", earlier)
-    monkeypatch.setattr(time, "time_ns", lambda: int(earlier() * 1e9))
-    with CheckpointManager(tmp_path, keep=2) as manager:
-        for step in range(1, 6):
-            manager.save(step, state_of(step))
-            manager.wait()
-            os.utime(tmp_path / str(step), (1e9 - step, 1e9 - step))
-        assert manager.all_steps() == [4, 5] and manager.latest_step() == 5
-    with CheckpointManager(tmp_path) as manager:
-        state, step = manager.restore_or_init(state_of(0))
-        assert step == 5 and is_state_of(state, 5)
-
-
 # Two writers.
 
 
@@ -151,15 +127,6 @@ def test_the_slower_of_two_writers_of_a_step_is_told(tmp_path, disk):
         with pytest.raises(ValueError, match="has checkpoint 5 already, of another"):
             manager.save(5, state_of(5))
         assert manager.restore(state_of(0))["step"] == -5
-
-
-def test_a_writer_whose_folder_another_deletes_is_told(tmp_path, disk):
-    disk("look", [lambda: save_theirs(tmp_path, 6)])
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(5, state_of(5))
-        with pytest.raises(CheckpointError, match="was deleted. Does another training"):
-            manager.wait()
-        assert manager.all_steps() == [6]
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(tmp_path, monkeypatch):

@@ -89,14 +89,6 @@ def test_a_checkpoint_behind_a_link_is_used_and_never_deleted(folder, tmp_path):
         assert is_state_of(manager.restore(state_of(0), 2), 2)
 
 
-def test_deleting_a_link_deletes_no_checkpoint(folder, tmp_path):
-    moved_away(folder, 1, tmp_path / "archive")
-    with CheckpointManager(folder) as manager:
-        manager.delete(1)
-        assert manager.all_steps() == [2]
-    assert (tmp_path / "archive" / RECORD).is_file()
-
-
 @each_of("name, target", [("7", "folder"), ("7", "itself"), ("7.deleted", "file"),
                           ("7.orbax-checkpoint-tmp", "nothing")])  # fmt: skip
 def test_links_never_stop_later_saves(two, tmp_path, name, target):
@@ -220,15 +212,6 @@ def test_a_record_that_is_not_ours_is_damage(two, tmp_path, change):
     folder = shutil.copytree(two, tmp_path / "checkpoints")
     crafted(folder, change)
     check_set_aside(folder, "its `jaxstrategy.json` was not written by jaxstrategy: ")
-
-
-@each_of("name", ["a\0b", "\ud800"])
-def test_files_that_cannot_exist_are_missing(two, tmp_path, name):
-    folder = shutil.copytree(two, tmp_path / "checkpoints")
-    crafted(folder, lambda content: content["files"].update({name: [1, 5]}))
-    with CheckpointManager(folder) as manager:
-        assert manager.all_steps() == [1]
-        manager.save(3, state_of(3))
 
 
 @each_of(

@@ -131,14 +131,6 @@ def read(strategy, batches, **options):
         yield [each.tolist() for each in rows]
 
 
-@each_of("kind, turned", [(np.asarray, False), (jax.numpy.asarray, True)])
-def test_first_batches_of_any_sizes(two, turned, kind):
-    batches = [kind(np.array(rows, np.float32)) for rows in ([10], [1, 2, 3])]
-    batches = batches[::-1] if turned else batches
-    ((first, second),) = read(two, batches)
-    assert [first, second] == [batch.tolist() for batch in batches]
-
-
 def test_empty_batches_have_no_real_rows(two):
     none, some = np.zeros((0, 2)), X[:3]
     for batches in ([some, none, none, some], [none, some, some, none, none, none]):
@@ -163,12 +155,6 @@ def test_empty_global_batches_have_no_real_rows(n, ahead):
         next(iter(strategy.experimental_distribute_dataset(batches[1:], options)))
 
 
-def test_an_empty_batch_may_be_dropped(two):
-    options = js.InputOptions(remainder="drop")
-    batches = [X[:4], X[:0], X[4:8]]
-    assert len(list(two.experimental_distribute_dataset(batches, options))) == 2
-
-
 def test_scalars_are_each_replicas_own(strategy):
     n = strategy.num_replicas_in_sync
     numbers = [float(i) for i in range(2 * n)]
@@ -180,14 +166,6 @@ def test_scalars_are_each_replicas_own(strategy):
             found += strategy.experimental_local_results(batch)
             assert strategy.reduce("sum", batch) == sum(map(float, found[-n:]))
         assert found == numbers
-
-
-def test_scalars_beside_rows(two):
-    batches = [{"x": np.arange(2.0) + i, "weight": i} for i in range(3)]
-    *_, last = two.distribute_datasets_from_function(lambda _: batches)
-    assert last["weight"].values == (2, 2) and last["weight"].mask is None
-    mean = two.run(lambda b: js.masked_mean(b["x"]) * b["weight"], (last,))
-    assert two.reduce("mean", mean) == 5
 
 
 def test_scalars_for_some_replicas_only(four):

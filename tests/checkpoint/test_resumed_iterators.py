@@ -43,18 +43,6 @@ def test_a_restart_sees_exactly_what_was_not_seen(two, options, make, used):
     assert [real(batch) for batch in iterator] == wanted
 
 
-def test_a_resumed_pass_pads_as_the_first(two):
-    def of():
-        return iter(two.experimental_distribute_dataset([np.arange(8), np.arange(3)]))
-
-    iterator = of()
-    next(iterator)
-    after = of()
-    after.set_state(iterator.get_state())
-    batch = next(after)
-    assert batch.shape == (4,) and real(batch) == [[0, 1, 2], []]
-
-
 def test_the_state_of_another_dataset(two):
     of = two.experimental_distribute_dataset
     iterator = iter(of([np.arange(4), np.arange(4, 8), np.arange(4)]))

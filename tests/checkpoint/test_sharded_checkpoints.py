@@ -14,9 +14,10 @@ import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
 
 
-def sharded(count=8, shard="state", **options):
+def sharded(count=8, shard="state", each=1, **options):
     chosen = js.StateSharding(shard, **{"min_bytes": 0, **options})
-    return js.MirroredStrategy(jax.devices()[:count], sharding=chosen)
+    devices = jax.devices()[:count]
+    return js.MirroredStrategy(devices, sharding=chosen, replicas_per_device=each)
 
 
 STRATEGIES = {
@@ -25,7 +26,7 @@ STRATEGIES = {
     "optimizer in 2 parts": lambda: sharded(2, "optimizer"),
     "1 device": lambda: js.OneDeviceStrategy(jax.devices()[3]),
     "2 copies": lambda: js.MirroredStrategy(jax.devices()[:2]),
-    "4 copies": lambda: js.MirroredStrategy(jax.devices()[:4]),
+    "4 parts, shared": lambda: sharded(2, each=2),
 }
 
 
@@ -68,6 +69,7 @@ MOMENTS = {f"['opt'][0].{m}['{w}']" for m in ("mu", "nu") for w in ("w", "half")
 PARAMETERS = {"['params']['w']", "['params']['half']"}
 DIVIDED = {
     "8 parts": MOMENTS | PARAMETERS, "4 parts": MOMENTS | PARAMETERS,
+    "4 parts, shared": MOMENTS | PARAMETERS,
     "optimizer in 2 parts": MOMENTS,
 }  # fmt: skip
 
@@ -245,10 +247,3 @@ def test_divided_variables_are_restored_as_the_new_ones_lie(
     np.testing.assert_array_equal(v.numpy(), whole)
     assert isinstance(v, js.Sharded) is (name == "4 parts")
     assert read["v"].sharding == v.sharding
-
-
-def test_a_donated_part_cannot_be_saved(tmp_path):
-    state = {"w": sharded(2).mirror(np.arange(8.0))}
-    state["w"].delete()
-    with pytest.raises(js.errors.DonatedValueError, match="`w` was donated"):
-        saved(tmp_path, state)

@@ -9,7 +9,6 @@ from helpers.sharded import sharded
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
-from jaxstrategy.experimental import partitioners
 
 TABLE = np.arange(14, dtype=np.float32).reshape(7, 2)
 
@@ -79,23 +78,6 @@ def test_it_goes_from_each_strategy_to_each(tmp_path, before, after):
     np.testing.assert_array_equal(restored(tmp_path, {"a": one, "b": 0})["a"], TABLE)
 
 
-def test_what_is_restored_first_and_made_later(tmp_path):
-    saved(tmp_path, {"w": sharded(TABLE, [4], on_servers())})
-    like = jax.ShapeDtypeStruct(TABLE.shape, TABLE.dtype)
-    value = restored(tmp_path, {"w": like})["w"]
-    partitioner = partitioners.FixedShardsPartitioner(3)
-    strategy = js.ParameterServerStrategy(
-        variable_partitioner=partitioner,
-        workers=1,
-        parameter_servers=2,
-        backend="threads",
-    )
-    with strategy.scope():
-        w = js.Variable(value)
-    assert [shard.shape[0] for shard in w.variables] == [3, 2, 2]
-    np.testing.assert_array_equal(w.numpy(), TABLE)
-
-
 def test_slots_of_an_optimizer_go_with_it(tmp_path):
     def state(cuts, value):
         table = sharded(value, cuts)
@@ -107,13 +89,6 @@ def test_slots_of_an_optimizer_go_with_it(tmp_path):
     assert all(isinstance(part, jax.Array) for part in found["slot"].variables)
     np.testing.assert_array_equal(found["slot"].numpy(), 3 * TABLE)
     np.testing.assert_array_equal(found["w"].numpy(), TABLE)
-
-
-def test_types_of_slots_are_restored_into_arrays(tmp_path):
-    table = sharded(TABLE, [3])
-    saved(tmp_path, table)
-    like = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, table))
-    np.testing.assert_array_equal(restored(tmp_path, like).numpy(), TABLE)
 
 
 @each_of(

@@ -24,10 +24,6 @@ def test_a_table_is_stored_with_at_most_a_sixteenth_more_rows(rows, stored):
     assert js.sharded.Embedding(rows, 1).stored_rows == stored <= rows * 17 / 16
 
 
-def test_the_multiple_may_be_chosen():
-    assert js.sharded.Embedding(100, 1, multiple=24).stored_rows == 120
-
-
 def test_first_values_are_those_of_flax_whatever_the_replicas():
     wanted = linen.Embed(100, 4).embedding_init(jax.random.key(1), (100, 4))
     embedding = js.sharded.Embedding(100, 4)
@@ -73,10 +69,3 @@ def test_a_checkpoint_is_restored_on_another_number_of_replicas(tmp_path):
         np.testing.assert_array_equal(restored.table, state.table)
         for name, slot in state.slots.items():
             np.testing.assert_array_equal(restored.slots[name], slot)
-
-
-def test_descriptions_of_the_same_state_are_equal():
-    one = js.sharded.Embedding(8, 2, js.sharded.SGD(0.1), initializer=lambda *a: a)
-    other = js.sharded.Embedding(8, 2, js.sharded.SGD(0.1), dtype=jnp.float32)
-    assert one == other and hash(one) == hash(other)
-    assert one != js.sharded.Embedding(8, 2, js.sharded.SGD(0.2))

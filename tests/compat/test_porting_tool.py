@@ -435,23 +435,6 @@ def test_what_a_person_must_decide_is_told_with_its_places():
     assert any("tf.keras.backend.sum: Keras 3 has no such name" in e for e in lines)
 
 
-def test_graphs_and_sessions_are_told():
-    done = ported(
-        text_of("""
-        import tensorflow as tf
-        d = tf.contrib.distribute.MirroredStrategy()
-        it = d.distribute_dataset(lambda: 0).make_initializable_iterator()
-        with tf.Session(config=tf.ConfigProto()) as sess:
-            sess.run(it.initializer)
-        tf.train.AdamOptimizer().minimize(0)
-        """)
-    )
-    assert {"tf.Session 4:6", "tf.ConfigProto 4:24"} <= told(done)
-    assert "tf.train.AdamOptimizer 6:1" in told(done)
-    assert {"it.initializer 5:14", "sess.run 5:5"} <= told(done, decide=False)
-    assert "Optax does not" in texts(done)
-
-
 def test_the_generation_can_be_said():
     program = "import tensorflow as tf\ns = tf.distribute.get_strategy()\n"
     done = ported(program, Generation.TF1)

@@ -1,9 +1,7 @@
 """`extended.update_on`: changes on devices, of no variable of its own."""
 
 import jax
-import jax.numpy as jnp
 import pytest
-from helpers.replicas import ids
 from helpers.variables import copies, variable
 
 import jaxstrategy as js
@@ -78,37 +76,6 @@ def test_a_captured_variable_changes_once_on_each_copy(strategy, how):
     assert result == 1.5 and isinstance(result, js.Mirrored)
     assert copies(strategy, v) == [1.5] * len(v.devices)
     assert copies(strategy, w) == [6.0] * len(v.devices)
-
-
-def test_arrays_are_taken_to_the_devices_and_stay_there(two):
-    lone, given = jax.device_put(2.0, jax.devices()[5]), []
-
-    def double(x, tree):
-        given.extend([x, tree["x"]])
-        return 2 * x, tree
-
-    on = ["CPU:2", "CPU:3"]
-    result, _ = two.extended.update_on(on, double, (lone,), {"tree": {"x": lone}})
-    wanted = set(jax.devices()[2:4])
-    assert result == 4.0 and result.devices() == wanted
-    assert all(x.devices() == wanted for x in given)
-    assert two.extended.update_on("CPU:4", jnp.float32, (1.0,)).devices() == {
-        jax.devices()[4]
-    }
-
-
-def test_copies_that_would_differ_are_refused_in_a_step(two):
-    v = variable(two)
-
-    def merge(s, x):
-        s.extended.update_on(v, lambda x: v.assign(x), (x,))
-
-    def step(x):
-        js.get_replica_context().merge_call(merge, (x,))
-
-    with pytest.raises(js.errors.NotMirroredError):
-        two.run(step, (ids(two),))
-    assert v.value() == 10.0
 
 
 @pytest.mark.parametrize("how", HOW)

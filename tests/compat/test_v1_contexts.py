@@ -105,18 +105,6 @@ def test_outside_there_is_one_default_strategy_and_context():
         assert s is v1.get_strategy() and not v1.has_strategy()
 
 
-def test_a_strategy_is_set_without_a_block():
-    for of_today in [False, True]:
-        s = mirrored()
-        v1.experimental_set_strategy(s.core if of_today else s)
-        try:
-            assert v1.get_strategy() is s and js.get_strategy() is s.core
-            assert v1.in_cross_replica_context() and v1.has_strategy()
-        finally:
-            v1.experimental_set_strategy(None)
-        assert not v1.has_strategy() and not v1.in_cross_replica_context()
-
-
 def test_what_cannot_be_set():
     s = mirrored()
     with pytest.raises(TypeError, match=r"`experimental_set_strategy` was given 3"):
@@ -221,23 +209,6 @@ def test_what_sessions_wanted_does_nothing():
     changed = s.update_config_proto(config)
     assert changed == config == {"gpu_options": ["a"]}
     assert changed is not config and changed["gpu_options"] is not config["gpu_options"]
-
-
-def test_what_the_process_is_in_the_job():
-    for make, expected in [
-        (mirrored, (True, True, False, True)),
-        (one, (True, True, False, True)),
-        (central, (True, True, True, True)),
-        (workers, (True, True, True, True)),
-        (tpu, (True, True, False, True)),
-    ]:
-        extended = make().extended
-        assert expected == (
-            extended.should_checkpoint,
-            extended.should_save_summary,
-            extended.experimental_between_graph,
-            extended.experimental_should_init,
-        )
 
 
 def test_tpu_steps_per_run():

@@ -2,11 +2,8 @@
 
 import pytest
 from helpers.first_generation import (
-    central,
     mirrored,
     replica_id,
-    sharded,
-    shared,
 )
 
 import jaxstrategy as js
@@ -16,10 +13,6 @@ from jaxstrategy.compat import v1
 def variable(s, value, **options):
     with s.scope():
         return js.Variable(value, **options)
-
-
-def copies(v):
-    return [float(x) for x in v.strategy.experimental_local_results(v)]
 
 
 # update_non_slot.
@@ -35,22 +28,6 @@ def test_update_non_slot_of_the_default_strategy():
     )
     s.extended.update_non_slot(v, lambda: v.assign_add(1.0))
     assert float(v) == 2
-
-
-@pytest.mark.parametrize("make", [mirrored, central, shared, sharded])
-def test_variables_are_changed_once_on_each_copy(make):
-    s = make()
-    captured, given = variable(s, 0.5), variable(s, 5.0)
-
-    def fn(given):
-        captured.assign_add(1.0)
-        given.assign_add(1.0)
-
-    place = s.extended.non_slot_devices([captured, given])
-    s.extended.update_non_slot(place, fn, args=(given,))
-    assert set(copies(captured)) == {1.5} and set(copies(given)) == {6.0}
-    s.extended.update_non_slot(None, fn, args=(given,))
-    assert set(copies(captured)) == {2.5} and set(copies(given)) == {7.0}
 
 
 def test_updates_that_are_refused():

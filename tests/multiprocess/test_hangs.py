@@ -36,11 +36,6 @@ def test_a_stuck_reader_is_named_with_its_batch(ended):
 
 
 @pytest.mark.slow
-def test_a_slow_reader_is_waited_for(ended):
-    ended("slow reader", [[0, 0]])
-
-
-@pytest.mark.slow
 def test_who_sleeps_before_a_step_is_named(ended):
     zero = ended("asleep before new", WATCHED)[0]
     assert re.search(r"process 1 \(host .*\) has not begun this step", zero.last_line)

@@ -145,23 +145,6 @@ def test_ctrl_c_ends_all(start):
     until(lambda: not any(map(is_alive, pids)), "their end")
 
 
-def test_a_saved_state_is_none_of_rays_business(start):
-    """The processes hear of SIGTERM, and their own code counts."""
-    script = """
-    def save(*_):
-        write(f"saved{rank}")
-        sys.exit(0)
-    signal.signal(signal.SIGTERM, save)
-    write(f"pid{rank}")
-    wait()
-    """
-    launched = start("-n 2", script)
-    launched.pids("pid0", "pid1")
-    launched.process.terminate()
-    launched.finish(0)
-    launched.pids("saved0", "saved1")
-
-
 @pytest.mark.parametrize("who", ["launcher", "actor"])
 def test_nothing_is_left_when_one_is_killed(who, start):
     script = """
@@ -205,24 +188,6 @@ def test_without_room_it_says_what_there_is(start):
         "(STRICT_PACK). The cluster has 4 CPU in all, on 1 machine; what others use of "
         "that is not free. Ask for less, or wait longer.\n"
     )
-
-
-def test_it_can_be_stopped_while_it_waits_for_room(start, tmp_path):
-    launched = start("-n 9 --ray-resource nowhere=1", "write('started')")
-    waits = "waiting for room on Ray for 9 processes with 1 CPU, 1 nowhere each"
-    launched.wait_for(waits)
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.finish(130).endswith("jaxstrategy.launch: stopped by SIGINT\n")
-    assert not (tmp_path / "started").exists()
-
-
-def test_the_processes_of_a_job_meet(start):
-    """The same job as that of the local launcher: a sum over all replicas."""
-    env = {"JAX_PLATFORMS": "cpu"}
-    options = "-n 2 --devices-per-process 2 -m jaxstrategy._src.training.job_check"
-    said = start(options, "", **env).finish()
-    assert "2 processes met in" in said
-    assert "a sum over 4 replicas is 6, 6 was wanted" in said
 
 
 def attempts(said):

@@ -67,24 +67,6 @@ def test_pods_of_kubernetes_train_together(job, kubernetes):
 
 
 @pytest.mark.slow
-def test_pods_of_kubernetes_are_parameter_servers_and_workers(job, kubernetes):
-    names = ["chief-0", "worker-1", "worker-0", "ps-0"]
-    pods = [
-        pod(name, f"127.0.0.{i}", name.partition("-")[0])
-        for i, name in enumerate(names, 1)
-    ]
-    with kubernetes(pods) as (_, env):
-        env |= {
-            "PODS": " ".join(names),
-            "JAXSTRATEGY_CLUSTER_SECRET": "of the test" * 2,
-        }
-        script = started("roles_from_kubernetes")
-        with job(script, count=4, seconds=60, env=env, started=False) as running:
-            assert running.wait(120, 0) == [0]
-            assert "all is well" in running.ranks[0].output.splitlines()
-
-
-@pytest.mark.slow
 def test_pods_without_a_service_account_train_together(job):
     # In a pod, JAX asks Kubernetes for what it knows already.
     kubernetes = {

@@ -78,12 +78,6 @@ def test_different_numbers_of_processes(meet):
     ) in text
 
 
-def test_an_id_out_of_range(meet):
-    text = one_text(meet({"index": 0, "count": 2}, {"index": 2, "count": 2}))
-    assert "process 2 (host host1, pid 101) is out of range" in text
-    assert "the ids of 2 processes are 0 to 1" in text
-
-
 def test_different_versions(meet):
     older = {**VERSIONS, "jaxlib": "0.10.2", "Python": "3.11"}
     text = one_text(
@@ -207,37 +201,6 @@ def test_a_job_starts_computes_and_ends_while_strangers_call(job, tmp_path, coun
                 f"ClusterError This process is {rank.index} of {count}" in rank.output
             )
             assert rank.last_line == "caught 4" and WORD not in rank.output
-
-
-@pytest.mark.slow
-def test_a_runtime_that_is_initialised_already_is_kept(job):
-    script = """
-    import os, socket, jax
-    from jax.experimental import multihost_utils
-    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
-    jax.distributed.initialize(os.environ["JAXSTRATEGY_COORDINATOR"], 2, RANK)
-    tell = multihost_utils.broadcast_one_to_all
-
-    def told(text):
-        # Another job of this host takes the port if it can, once it is chosen.
-        host, port = bytes(text).split()[0].decode().split(":") if RANK == 0 else (0, 0)
-        if port:
-            try:
-                held.append(socket.create_server((host, int(port))))
-            except OSError:
-                print("it is taken")
-        return tell(text)
-
-    held, multihost_utils.broadcast_one_to_all = [], told
-    from jaxstrategy._src.processes import job as _processes
-    processes = _processes.start(timeout_seconds=30)
-    assert (processes.index, processes.count) == (RANK, 2)
-    print(processes.store.gather("rank", RANK))
-    """
-    with job(script, started=False) as running:
-        assert running.wait(40) == [0, 0]
-        assert [rank.last_line for rank in running.ranks] == ["[0, 1]", "[0, 1]"]
-        assert "it is taken\n" in running.ranks[0].output
 
 
 def test_jax_that_has_computed_already_cannot_join(job):

@@ -1,6 +1,5 @@
 """What processes know of each other."""
 
-import json
 import os
 import signal
 
@@ -84,12 +83,6 @@ def test_what_is_not_json_is_refused(boards):
     assert zero.get("key") == 1
 
 
-def test_a_large_value_arrives(boards, pool):
-    text = "x" * 3_000_000
-    got = pool.map(lambda board: board.gather("key", text), boards(3))
-    assert [[len(part) for part in parts] for parts in got] == [[3_000_000] * 3] * 3
-
-
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_who_has_finished_is_not_waited_for(boards, leaver):
     made = boards(2)
@@ -103,16 +96,6 @@ def test_who_has_finished_is_not_waited_for(boards, leaver):
     until(lambda: f"{wanted} already" in told)
     with pytest.raises(ClusterError, match="has finished already"):
         other.get("other key", 10)
-
-
-def test_who_finishes_while_others_wait_for_it(boards, pool):
-    zero, one, two = boards(3)
-    calls = [pool.submit(board.gather, "key", 1, 20) for board in (zero, two)]
-    until(lambda: waiting(zero, "key") == 2)
-    one.leave()
-    for call in calls:
-        with pytest.raises(ClusterError, match="process 1 .* has finished already"):
-            call.result(10)
 
 
 def test_when_all_have_left_everyone_knows(boards):
@@ -218,41 +201,3 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
         child, told = running.ranks[0].output.splitlines()[:2]
         assert told.startswith("process 1 (") and "has died" in told
         os.kill(int(child.split()[1]), signal.SIGKILL)
-
-
-# What makes no sense
-
-
-def check_ends_alone(one, zero, two):
-    """Process 1 is out, and the others go on."""
-    until(lambda: two.states()[1].end)
-    zero.put("key", 1)
-    until(lambda: two.states()[1].text)
-    assert two.get("key") == 1
-    assert [state.end for state in two.states()] == [None, "failed", None]
-
-
-NO_MESSAGES = [
-    b"[" * 100_000,
-    b"\xff",
-    b"",
-    b'"alive"',
-    {"op": []},
-    {"op": "conquer"},
-    {"op": "alive", "status": {"step": 3}},
-    {"op": "put", "key": [], "value": 1},
-    {"op": "get", "key": "k"},
-    {"op": "gather", "id": 1, "key": ["k"], "value": 1},
-]
-
-
-def test_a_message_that_is_none_ends_its_sender_alone(boards):
-    for message in NO_MESSAGES:
-        zero, one, two = boards(3)
-        told = departures(two)
-        body = message if isinstance(message, bytes) else json.dumps(message).encode()
-        one._group.client.send(body)
-        until(lambda told=told: told)
-        wanted = "process 1 (host host1, pid 101) failed: its messages make no sense"
-        assert told[0].startswith(wanted), message
-        check_ends_alone(one, zero, two)

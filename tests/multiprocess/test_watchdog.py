@@ -11,7 +11,6 @@ from harness import (
     ProcessState,
     Store,
     Watchdog,
-    stacks,
     until,
     watchdog as _watchdog,
 )
@@ -117,17 +116,6 @@ def test_steps_that_are_computed_are_not_reported(watched):
     assert watchdog.told() == "step 5, train_step"
 
 
-def test_a_result_that_was_given_away_counts_as_computed(watched):
-    watchdog, ends = watched(0.3)
-    array = jnp.ones(3) + 1
-    watchdog.step_started("train_step")
-    watchdog.watch(array)
-    watchdog.step_dispatched()
-    array.delete()
-    ends.looks(12)
-    assert not ends.calls
-
-
 def test_a_queue_of_results_that_goes_on_is_progress(watched):
     watchdog, ends = watched(1.5)
     tokens = [Token() for _ in range(10)]
@@ -139,17 +127,6 @@ def test_a_queue_of_results_that_goes_on_is_progress(watched):
         ends.looks(2)  # all of them take longer than one may
         token.done.set()
     assert not ends.calls
-
-
-def test_of_a_long_queue_some_are_waited_for_and_the_last(watched):
-    watchdog, _ = watched(30)
-    tokens = [Token() for _ in range(1000)]
-    for token in tokens:
-        token.done.set()
-        watchdog.step_started("train_step")
-        watchdog.step_dispatched(token)
-    assert tokens[-1].is_waited_for.wait(10)
-    assert sum(token.is_waited_for.is_set() for token in tokens) <= 200
 
 
 def test_progress_gives_the_step_its_whole_time_again(watched):
@@ -209,14 +186,6 @@ def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
     assert "process 1 (host host1, pid 101) has finished already, after step 1" in last
     assert "All processes must run the same steps" in last
     watchdog.stop()
-
-
-def test_nothing_is_kept_while_nobody_looks():
-    watchdog = Watchdog(Store(), 1)
-    watchdog.step_started("f")
-    watchdog.watch(jnp.ones(3))
-    watchdog.step_dispatched(jnp.ones(3))
-    assert not watchdog._tokens
 
 
 def state(
@@ -288,17 +257,6 @@ def test_each_process_is_described():
         assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
 
 
-def test_stacks_show_every_thread():
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait, args=(20,), name="loader")
-    thread.start()
-    text = stacks()
-    release.set()
-    thread.join()
-    assert text.startswith("MainThread") and "loader, the innermost call" in text
-    assert "text = stacks()" in text
-
-
 def test_a_killed_process_ends_the_others_by_name(job):
     with job(LOOP, count=3, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:
         running.wait_for("going")
@@ -339,17 +297,3 @@ def test_an_exception_ends_the_job_with_its_words_last(job, who=1):
         assert f"process {who} (host" in other.last_line
         assert "failed: ValueError: bad batch (" in other.last_line
         assert f"script{who}.py:" in other.last_line  # where it was raised
-
-
-@pytest.mark.slow
-def test_who_leaves_the_loop_early_is_named(job):
-    script = """
-    for step in range(20 if RANK == 0 else 5):
-        float(total(RANK))
-    sys.exit(3)
-    """
-    with job(script) as running:
-        assert running.wait(30) == [75, 76]
-        for rank in running.ranks:
-            assert "process 1 (host" in rank.last_line
-            assert "has finished already, after step 5" in rank.last_line

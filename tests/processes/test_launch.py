@@ -371,20 +371,6 @@ def test_all_start_again_up_to_the_given_number(launch):
     assert "attempt 1" in failed.out and "attempt 2" not in failed.out
 
 
-def test_restarts_may_take_fewer_processes(launch):
-    script = """
-    print(f"attempt {attempt}: {count}") if rank == 0 else None
-    sys.exit(6 if attempt < 3 else 0)
-    """
-    result = launch("-n 4 --max-restarts 3 --min-processes 3 --grace 5", script)
-    assert result.out.splitlines() == [
-        "[0] attempt 0: 4",
-        "[0] attempt 1: 3",
-        "[0] attempt 2: 3",
-        "[0] attempt 3: 3",
-    ]
-
-
 def test_a_lost_process_is_replaced_unless_that_fails_soon(launch):
     """With less patience than an attempt takes, each loss is a new one."""
     script = """
@@ -573,19 +559,6 @@ def test_a_launcher_with_another_secret_or_rank_takes_no_part(start):
     third = node(2, envs[0])
     (first.folder / "over").touch()
     assert first.finish(0) and third.finish(0)
-
-
-def test_a_job_that_is_done_when_it_is_to_grow_does_not_start_again(launch):
-    script = """
-    import signal, time
-    print(f"attempt {attempt}: {count}", flush=True)
-    if attempt == 0:
-        sys.exit(6)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    time.sleep(50)
-    """
-    result = launch("-n 1:2 --max-restarts 1 --grace 5 --grow-every 1", script)
-    assert result.code == 0 and "attempt 2" not in result.out + result.err, result
 
 
 def test_our_own_exit_codes_are_explained_and_followed(launch):

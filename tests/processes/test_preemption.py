@@ -4,8 +4,6 @@ import contextlib
 import functools
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -322,49 +320,6 @@ def test_a_function_that_saves(two):
         handler.save_checkpoint_if_preempted("here")
     assert saved == [("here",)] and handler.total_run_calls == 5
     handler.close()
-
-
-SCRIPT = """
-import sys
-import numpy as np
-import jaxstrategy as js
-
-strategy = js.MirroredStrategy(js.simulate(2))
-rows = js.batches(np.arange(64.0), 4, shuffle=0, epochs=None)
-dataset = strategy.experimental_distribute_dataset(rows)
-
-@strategy.run
-def step(total, x):
-    return 0.5 * total + js.get_replica_context().all_reduce("sum", x.sum())
-
-loop = js.training.training_loop(
-    dataset, 0.0, steps=40, checkpoint=sys.argv[1], every=1000, strategy=strategy
-)
-with loop:
-    for done, batch in loop:
-        loop.state = step(loop.state, batch)
-        if done == 3 and sys.argv[2:]:
-            print("there", flush=True)
-            sys.stdin.readline()
-print("done", loop.step, float(loop.state).hex())
-"""
-
-
-@pytest.mark.slow
-def test_a_signal_ends_a_loop_that_goes_on_later(tmp_path):
-    def started(folder, *waits):
-        command = [sys.executable, "-c", SCRIPT, str(folder), *waits]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-
-    whole, _ = started(tmp_path / "whole").communicate(timeout=SECONDS)
-    first = started(tmp_path / "parts", "waits")
-    assert first.stdout.readline() == "there\n"
-    first.send_signal(signal.SIGTERM)
-    rest, _ = first.communicate("go on\n", timeout=SECONDS)
-    assert first.returncode == 77 and "done" not in rest
-    second, _ = started(tmp_path / "parts").communicate(timeout=SECONDS)
-    assert second.splitlines()[-1] == whole.splitlines()[-1] != ""
 
 
 def test_loops_that_make_no_sense(two):

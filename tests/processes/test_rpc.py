@@ -622,21 +622,3 @@ def test_a_list_that_is_none_is_an_error():
     with answering([pickle.dumps(Bomb())]) as address:
         with pytest.raises(rpc.InternalError, match="lists no methods"):
             rpc.Client.create("grpc", address, timeout_in_ms=60_000)
-
-
-def test_other_answers_are_errors():
-    methods = [["get", ["tuple", []], LEAF]]
-    listed = [json.dumps([{"largest": 100, "methods": methods}, []]).encode()]
-    good = {"code": 0, "message": ""}
-    for answer, code in [
-        ([b"[null, []]"], 13),
-        ([json.dumps([{"code": "x", "message": ""}, []]).encode()], 13),
-        ([json.dumps([{"code": 77, "message": "what"}, []]).encode()], 77),
-        ([json.dumps([good, [["float32", [3]]]]).encode(), bytes(12)], 0),
-    ]:
-        with answering(listed, answer) as address:
-            with rpc.Client.create("grpc", address) as client:
-                result = client.get()
-                assert result.get_error()[0] == code
-                with pytest.raises(rpc.RpcError):
-                    result.get_value()

@@ -164,22 +164,6 @@ def test_a_batch_without_rows_leaves_the_statistics_unchanged(two, kind):
 
 
 @each_of("kind", KINDS)
-def test_masks_may_choose_features_and_positions(two, kind):
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(2, 4, 5, FEATURES)).astype(np.float32)
-    mask = rng.random(x.shape) < 0.5
-    layer = ours(kind)
-    _, stats = two.run(
-        lambda x, mask: layer(SCALE, START, x, mask),
-        (two.per_replica(x), two.per_replica(mask)),
-    )
-    mean = [x[..., i][mask[..., i]].mean() for i in range(FEATURES)]
-    var = [x[..., i][mask[..., i]].var() for i in range(FEATURES)]
-    want = {"mean": np.float32(mean), "var": np.float32(var)}
-    assert_close(stats, jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, START, want))
-
-
-@each_of("kind", KINDS)
 def test_groups_have_their_own_statistics(four, kind):
     x, _ = rows(4)
     layer = ours(kind, axis_index_groups=[[0, 1], [2, 3]])
@@ -244,18 +228,6 @@ def test_init_needs_no_strategy_and_names_are_flaxs(two):
     )
     kernel = plain["params"]["Dense_0"]["kernel"]
     np.testing.assert_array_equal(inside["params"]["Dense_0"]["kernel"], kernel)
-
-
-def test_nnx_layers_follow_train_and_eval(two):
-    layer = js.flax.nnx.BatchNorm(FEATURES, rngs=nnx.Rngs(0))
-    x = rows(1)[0][0]
-    before = np.asarray(layer.mean[...])
-    layer.eval()
-    layer(x)
-    np.testing.assert_array_equal(layer.mean[...], before)
-    layer.train()
-    layer(x)
-    assert_close(layer.mean[...], 0.01 * x.mean(0))
 
 
 def test_one_step_costs_one_collective(two):
@@ -331,12 +303,6 @@ def test_masks_that_do_not_fit_are_refused(kind):
         )
         with pytest.raises(ValueError, match=message):
             ours(kind)(SCALE, START, x, mask)
-
-
-def test_only_what_is_there_can_be_asked_for():
-    assert {"linen", "nnx", "axis_name"} <= set(dir(js.flax))
-    with pytest.raises(AttributeError, match="has no attribute 'haiku'"):
-        js.flax.haiku  # noqa: B018
 
 
 def test_a_missing_flax_is_named():

@@ -128,20 +128,6 @@ def test_each_replica_draws_other_numbers_at_each_call(two):
         np.testing.assert_array_equal(new, np.asarray(old) + [0, 2])  # as Keras counts
 
 
-def test_nothing_is_drawn_without_training(two):
-    model = dropping()
-    state = two.mirror(values(model.non_trainable_variables))
-    x = two.per_replica(np.ones((2, 4, 32), np.float32))
-
-    def step(others, x):
-        return js.keras.stateless_call(model, [], others, x, training=False)
-
-    y, after = two.run(step, (state, x))
-    np.testing.assert_array_equal(y.stacked, np.ones((2, 4, 32)))
-    for old, new in zip(state, after, strict=True):
-        np.testing.assert_array_equal(new, old)
-
-
 def test_other_numbers_of_values_are_refused(two):
     model = dropping()
     told = r"was given 1 values for the 3 variables of `sequential.*` that are not"

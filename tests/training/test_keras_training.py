@@ -87,22 +87,6 @@ def test_evaluation_and_predictions_of_uneven_batches_are_exact(four):
 
 
 @pytest.mark.slow
-def test_datasets_of_keras(four):
-    class Batches(keras.utils.PyDataset):
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, i):
-            return ROWS[8 * i : 8 * i + 8], WANTED[8 * i : 8 * i + 8]
-
-    want, have = (
-        fitted(model, Batches(), None, batch_size=None)
-        for model in (compiled(), in_scope(four))
-    )
-    assert_equal_training(have, want)
-
-
-@pytest.mark.slow
 def test_callbacks_see_and_change_the_model(four, tmp_path):
     class Callback(keras.callbacks.Callback):
         seen = ()

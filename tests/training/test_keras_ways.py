@@ -4,9 +4,6 @@ The oracle is the same program with no strategy, on one device.
 """
 
 import contextlib
-import contextvars
-import subprocess
-import sys
 
 import jax
 import keras
@@ -39,16 +36,6 @@ def are_equal(have, want):
 def of_both(strategy, program):
     """What a program gives under a strategy, and what it gives under none."""
     return [program(scope) for scope in (strategy.scope(), NOWHERE)]
-
-
-@pytest.mark.slow
-def test_steps_that_are_not_jitted(four):
-    def history(scope):
-        with scope:
-            model = compiled(4, jit_compile=False)
-        return model.fit(X[:16], Y[:16], batch_size=10, verbose=0).history
-
-    are_equal(*of_both(four, history))
 
 
 class Looking(keras.layers.Layer):
@@ -126,51 +113,6 @@ def test_parameter_servers_are_refused():
     with servers.scope(), pytest.raises(ValueError, match="are on parameter servers"):
         compiled(4)
     servers.close()
-
-
-def test_scopes_of_tasks_may_be_left_in_any_order(four):
-    two = js.MirroredStrategy(js.simulate(8)[:2])
-    first, second = four.scope(), two.scope()
-    contexts = contextvars.copy_context(), contextvars.copy_context()
-
-    def current():
-        distribution = keras.distribution.distribution()
-        return None if distribution is None else distribution.num_model_replicas
-
-    seen = []
-    for context, call in [
-        (contexts[0], first.__enter__),
-        (contexts[1], second.__enter__),
-        (contexts[0], first.__exit__),
-        (contexts[1], second.__exit__),
-    ]:
-        context.run(call)
-        seen.append(current())
-    assert seen == [4, 2, 2, None]
-
-
-IMPORTED_INSIDE = """
-import jaxstrategy as js
-import numpy as np
-strategy = js.MirroredStrategy(js.simulate(2))
-with strategy.scope():
-    import keras
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss="mse")
-model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
-print(len(model.variables[0].value.sharding.device_set))
-"""
-
-
-@pytest.mark.slow
-def test_keras_may_be_imported_inside_of_the_scope():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED_INSIDE],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.stdout == "2\n", done.stderr
 
 
 def test_a_scope_for_variables_of_ours_needs_nothing_of_keras(four):

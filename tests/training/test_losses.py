@@ -117,12 +117,6 @@ def test_the_sum_over_replicas_is_the_mean_over_real_examples(strategy):
     np.testing.assert_allclose(have, loss[mask].mean(), rtol=1e-5)
 
 
-@each_of("size", [4, np.int64(4), np.array(4), jnp.array(4)])
-def test_the_size_may_be_any_integer(size):
-    have = js.training.compute_average_loss([2.0, 6.0], global_batch_size=size)
-    np.testing.assert_allclose(have, 2.0)
-
-
 # Errors.
 
 
@@ -152,12 +146,6 @@ def test_cross_replica_context_is_refused(two, name):
             ),
             (np.ones(2),),
         )
-
-
-def test_with_a_size_it_works_in_cross_replica_context(two):
-    with two.scope():  # as in TensorFlow
-        have = js.training.compute_average_loss([2.0, 6.0], global_batch_size=4)
-    np.testing.assert_allclose(have, 2.0)
 
 
 def test_a_per_replica_loss_is_refused(two):

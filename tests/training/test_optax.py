@@ -92,19 +92,6 @@ def test_what_follows_sees_reduced_gradients(four, name):
     assert_close(have, alone(rest(), grads))
 
 
-def test_an_embedded_chain_may_hold_nothing_to_reduce(two):
-    tx = optax.multi_transform(
-        {
-            "train": optax.chain(js.optax.all_reduce_gradients(), optax.sgd(1.0)),
-            "keep": optax.chain(js.optax.all_reduce_gradients(), optax.set_to_zero()),
-        },
-        {"w": "train", "b": "train"},
-    )  # nothing is labelled "keep"
-    grads = gradients(2)
-    have, _ = on_replicas(two, tx, grads)
-    assert_close(have, alone(optax.sgd(1.0), grads))
-
-
 def test_options_reach_the_reduction(two):
     one_each = js.experimental.CommunicationOptions(bytes_per_pack=1)
     (grad,) = gradients(2)
@@ -112,17 +99,6 @@ def test_options_reach_the_reduction(two):
         tx = js.optax.all_reduce_gradients("mean", options)
         found = two.explain(tx.update, (two.per_replica(grad), tx.init(PARAMS)))
         assert len(found.collectives) == wanted
-
-
-def test_in_cross_replica_context_it_reduces_as_the_strategy_does(two):
-    tx = js.optax.all_reduce_gradients()
-    (grad,) = gradients(2)
-    with two.scope():
-        have, _ = tx.update(two.per_replica(grad), tx.init(PARAMS))
-        again, _ = tx.update(have, tx.init(PARAMS))
-    want = jax.tree.map(lambda g: g.mean(0), grad)
-    assert_close(have, want)
-    assert_close(again, want)
 
 
 def test_wrong_arguments_are_refused_at_once():

@@ -194,37 +194,6 @@ def test_own_copies_are_of_floating_point_numbers(two):
         two.run(lambda w: js.optax.own_copies(w, strategy=two), (1.0,))
 
 
-def test_sharded_state_is_the_same(four):
-    inner, outer = optax.adam(0.05), optax.sgd(0.7, momentum=0.9)
-    tx = js.optax.outer(inner, outer, every=2)
-    sharding = js.StateSharding("state", min_bytes=0)
-    strategy = js.MirroredStrategy(four.devices, sharding=sharding)
-    start = strategy.mirror({"w": np.linspace(-1, 1, 12, dtype=np.float32)})
-    goals = np.random.default_rng(0).normal(size=(4, 12)).astype(np.float32)
-
-    @strategy.run
-    def step(params, state, goal):
-        grads = jax.tree.map(lambda w: w - goal, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    both = js.optax.own_copies((start, tx.init(start)), strategy=strategy)
-    own = [(start, inner.init(start))] * 4
-    w, velocity = start, outer.init(start)
-    for t in range(4):
-        both = step(*both, strategy.per_replica(goals))
-        for r, (params, memory) in enumerate(own):
-            updates, memory = inner.update({"w": params["w"] - goals[r]}, memory)
-            own[r] = optax.apply_updates(params, updates), memory
-        if t % 2:
-            ends = np.mean([params["w"] for params, _ in own], 0)
-            updates, velocity = outer.update({"w": w["w"] - ends}, velocity)
-            w = optax.apply_updates(w, updates)
-            own = [(w, memory) for _, memory in own]
-    assert_close(both[1].params, w)
-    assert not both[1].params["w"].sharding.is_fully_replicated
-
-
 def test_outside_any_strategy_there_is_one_worker():
     inner, (x, y) = optax.adam(0.05), data(1, 4)
     tx, outer = diloco(inner, every=2)
@@ -235,23 +204,6 @@ def test_outside_any_strategy_there_is_one_worker():
         )
         params = optax.apply_updates(params, updates)
     assert_close(params, workers(inner, outer, 2, (x, y))[-1])
-
-
-def test_a_parameter_without_an_update_stays(two):
-    tx = js.optax.outer(optax.sgd(1.0), every=2)
-    state = tx.init(PARAMS)
-    updates, _ = tx.update({"w": np.ones(3), "b": None}, state, PARAMS)
-    assert_close(updates, {"w": -np.ones(3), "b": 0.0})
-
-
-def test_more_arguments_reach_the_inner_optimizer():
-    def update(updates, state, params=None, *, scale):
-        return jax.tree.map(lambda g: g * scale, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda p: (), update)
-    tx = js.optax.outer(inner, every=2)
-    updates, _ = tx.update(2.0, tx.init(1.0), 1.0, scale=3.0)
-    assert float(updates) == 6.0
 
 
 # Refusals.

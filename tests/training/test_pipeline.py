@@ -139,30 +139,6 @@ def test_the_number_of_parts_changes_what_a_layer_sees_and_stages_do_not():
         close(own, np.concatenate(halves))
 
 
-def test_layers_that_are_computed_again_give_the_same_and_keep_less():
-    strategy = staged(4)
-    params, x = over(strategy, PARAMS, "stage"), rows_of(2, 64)
-
-    def wide(p, h):
-        return h + jnp.sin(jnp.tile(h, 8)).reshape(*h.shape, 8).mean(-1) @ p["w"]
-
-    def temporary(layer):
-        def step(p, x):
-            loss, back = jax.vjp(lambda p: piped(p, x, layer).sum(), p)
-            return js.get_replica_context().all_reduce("mean", back(loss))
-
-        args = params, strategy.per_replica([*x])
-        program = jax.jit(lambda *args: strategy.run(step, args)).lower(*args).compile()
-        memory = program.memory_analysis()
-        assert memory is not None
-        return program(*args), memory.temp_size_in_bytes
-
-    kept, more = temporary(wide)
-    again, less = temporary(jax.checkpoint(wide))
-    close(again, kept)
-    assert less < 0.6 * more
-
-
 def test_state_may_be_divided_over_replicas_too():
     strategy = js.MirroredStrategy(logical_axes={"stage": 4}, sharding=STATE)
     x = rows_of(2)

@@ -1,6 +1,5 @@
 """Loggers and stopwatches, with writers and clocks that are made for the test."""
 
-import concurrent.futures
 import contextlib
 import re
 
@@ -11,7 +10,6 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy import profiling
-from jaxstrategy._src.inputs import origins
 from jaxstrategy._src.profiling import links as _links
 from jaxstrategy._src.profiling.profile import StepAnalysis, StepFacts
 from jaxstrategy._src.tracing.explanation.facts import Memory
@@ -277,16 +275,6 @@ def test_times_of_a_loop_that_waits_for_the_host():
     assert report.examples_per_second is None
 
 
-def test_the_loop_waits_now_and_then_only():
-    machine = Machine()
-    with profile(machine, every=50) as train:
-        for _ in range(101):
-            train()
-        waited = machine.waits
-    # After the first call; before and after the second one, and the 52nd.
-    assert waited == 5
-
-
 def test_several_steps_in_a_call_are_counted():
     strategy = js.MirroredStrategy(jax.devices()[:2])
     many = strategy.several(lambda total, batch: total + batch)
@@ -307,36 +295,6 @@ def test_several_steps_in_a_call_are_counted():
     assert report.communication == 1.5
     assert report.communication_share == 1.5 / report.device
     assert analysis.calls == [((0, [0.0, 0.0]), {})]
-
-
-def test_a_result_that_was_given_away_is_not_waited_for():
-    machine = Machine()
-
-    def step():
-        machine.step()
-        return Result(machine, machine.free, deleted=True)
-
-    with profile(machine, step=step, every=2) as train:
-        for _ in range(5):
-            train()
-    report = train.report()
-    assert machine.waits == 0
-    assert (report.first_call, report.device, report.step) == (None, None, None)
-    assert report.dispatch == 1.0
-
-
-def test_times_are_logged_after_each_wait_whatever_steps_the_logger_leaves_out():
-    for every in (1, 100):
-        machine, got = Machine(), Later()
-        with profile(machine, every=4, log=MetricLogger(got, every=every)) as train:
-            for _ in range(9):
-                train()
-        assert [step for step, _ in got] == [2, 6, 9]
-        assert got[0][1] == {
-            "profile/dispatch": 1.0, "profile/between": 0.0, "profile/input": 0.0,
-            "profile/alone": 5.0, "profile/device": 5.0,
-        }  # fmt: skip
-        assert got[1][1]["profile/step"] == pytest.approx((1 + 3 * 4) / 3)
 
 
 def test_a_few_calls_are_traced_and_not_timed(monkeypatch):
@@ -367,24 +325,6 @@ def test_a_few_calls_are_traced_and_not_timed(monkeypatch):
     assert report.step < 6
 
 
-def test_a_trace_ends_with_the_loop_and_is_of_process_0(monkeypatch):
-    events = []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda d: events.append("start"))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
-    machine = Machine()
-    with pytest.raises(KeyError):
-        with profile(machine, trace_dir="there") as train:
-            for _ in range(3):
-                train()
-            raise KeyError
-    assert events == ["start", "stop"]
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with profile(machine, trace_dir="there") as train:
-        for _ in range(9):
-            train()
-    assert events == ["start", "stop"]
-
-
 def timed(machine, analysis=None, python=0.0, reading=0.0, **options):
     """The report of a loop with batches that take `reading`, and Python in its body."""
 
@@ -398,21 +338,6 @@ def timed(machine, analysis=None, python=0.0, reading=0.0, **options):
             train()
             machine.now += python
     return train.report()
-
-
-def test_a_call_that_waits_for_the_devices_is_not_the_hosts_time():
-    """As JAX does when too many steps are under way."""
-    machine = Machine(dispatch=0.5, device=4.0)
-
-    def step():
-        result = machine.step()
-        machine.now = max(machine.now, machine.free - 8.0)
-        return result
-
-    with profile(machine, step=step, every=10) as train:
-        for _ in range(21):
-            train()
-    assert train.report().dispatch == 0.5
 
 
 @pytest.mark.parametrize("around", [lambda train, data: data, Profile.batches])
@@ -434,23 +359,6 @@ def test_a_dataset_tells_how_long_the_loop_waits(around):
     report = train.report()
     assert report.calls == 6
     assert report.input == pytest.approx(6.0)  # a batch for each replica
-
-
-def test_batches_that_another_thread_waits_for_do_not_count():
-    machine = Machine(dispatch=0.5, device=1.0)
-
-    def read():
-        with origins.waiting():
-            machine.now += 100.0
-
-    with profile(machine, every=3) as train:
-        for _ in range(10):
-            train()
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                pool.submit(read).result()
-            with origins.waiting():
-                machine.now += 2.0
-    assert train.report().input == pytest.approx(2.0)
 
 
 def test_figures_are_rates_of_the_loop():
@@ -537,15 +445,6 @@ def test_the_examples_are_those_of_the_batch_of_a_dataset(given):
     assert report.examples_per_second == pytest.approx(wanted / report.step)
 
 
-def test_the_examples_without_a_strategy_are_those_of_batches():
-    data = js.batches((np.ones((48, 2)), np.ones(48)), 8, shuffle=0)
-    timed = js.get_strategy().profile(lambda w, batch: jnp.mean(w * batch[1]), every=2)
-    for batch in data:
-        timed(np.ones(5)[0], batch)
-    report = timed.report()
-    assert report.examples_per_second == pytest.approx(8 / report.step)
-
-
 def test_several_steps_a_bound_one_and_any_other_function(two):
     many = two.several(mean)
     topology = js.profiling.Topology(bandwidth=4.0, latency=1.0, replicas=2)
@@ -622,41 +521,6 @@ def test_links_are_measured_as_those_of_a_ring():
 
 
 @pytest.mark.slow
-def test_links_know_how_much_a_size_varies():
-    late = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 30.0)
-    links = measured(lambda size: 1 + size / 2**12, late)
-    assert links.bounds("all_reduce", 2**12) == pytest.approx((2.1, 2.5))
-    # Between sizes no more is known than what the next ones take.
-    assert links.bounds("all_reduce", 2**14) == pytest.approx((2.1, 9.5))
-    assert links.bounds("all_reduce", 2**18) == pytest.approx((33.1, 129.5))
-
-
-@pytest.mark.slow
-def test_more_bytes_do_not_take_less_on_measured_links():
-    taking = {2**12: 5, 2**15: 2, 2**17: 4, 2**19: 6, 2**21: 20, 2**23: 18}
-    links = measured(lambda size: taking[size])
-    found = [links.ring("all_reduce", size) for size in taking]
-    # What has descended has the mean of its neighbours.
-    assert found == pytest.approx([3.5, 3.5, 4, 6, 19, 19])
-
-
-@pytest.mark.parametrize(
-    ("seconds", "fixed", "per_byte"),
-    [
-        ([1.0, 1.0, 1.0], 1.0, 0.0),  # no size takes longer
-        ([1e-3, 1e-1, 1e1], 0.0, 1e-3),  # nothing is fixed
-        ([2.0, 1.5, 1.0], 1.2787, 0.0),  # what is larger takes less: about the mean
-        ([1e-3, 2e-1, 4e1], 0.0, 4 / 3e3),  # and more than in proportion
-    ],
-)
-def test_neither_latency_nor_bandwidth_of_links_is_negative(seconds, fixed, per_byte):
-    sizes = [1, 100, 10_000] if per_byte else [1, 2, 3]
-    found = _links.fitted(sizes, seconds)
-    assert found[0] == pytest.approx(fixed, rel=1e-3, abs=1e-9)
-    assert found[1] == pytest.approx(per_byte, rel=1e-3, abs=1e-6) and found[1] > 0
-
-
-@pytest.mark.slow
 def test_a_trace_is_written(two, tmp_path):
     with two.profile(two.run(mean), trace_dir=tmp_path) as step:
         for batch in rows(two, 6):
@@ -723,26 +587,6 @@ def test_a_loop_in_a_step_counts_once_and_is_said_to():
     assert report.flops < 50 * 2 * ROWS * IN * IN / 10
 
 
-def test_a_jitted_function_on_several_devices():
-    strategy = js.MirroredStrategy(jax.devices()[:4])
-    w, _ = matrices(strategy)
-    rows = jax.NamedSharding(strategy.mesh, jax.P("replica"))
-    x = jax.device_put(np.ones((ROWS, IN), np.float32), rows)
-    with strategy.profile(jax.jit(lambda w, x: x @ w)) as step:
-        step(w, x)
-    report = step.report()
-    assert report.flops == pytest.approx(BY_HAND, rel=0.05)
-    assert report.communication is None  # XLA may have put some in
-
-
-def test_steps_of_another_strategy_are_not_counted():
-    strategy = js.MirroredStrategy(jax.devices()[:2])
-    other = js.MirroredStrategy(jax.devices()[:4])
-    with strategy.profile(in_run(other)) as step:
-        step(*matrices(other))
-    assert step.report().communication is step.report().flops is None
-
-
 @pytest.mark.parametrize("around", [jax.jit, lambda f: lambda *args: jax.jit(f)(*args)])
 def test_a_step_in_a_jitted_function_has_as_many_operations_or_more(around):
     strategy = js.MirroredStrategy(jax.devices()[:2])
@@ -751,19 +595,6 @@ def test_a_step_in_a_jitted_function_has_as_many_operations_or_more(around):
     report = step.report()
     assert report.flops == pytest.approx(BY_HAND, rel=0.05)
     assert report.flops_are_least == (around is not jax.jit)
-
-
-def test_the_time_of_the_analysis_is_not_the_first_calls():
-    machine, analysis = Machine(compiling=10.0, dispatch=1.0, device=4.0), Analysis()
-
-    def step():
-        machine.now += 100.0  # as `run` does when it has the step explained
-        analysis.seconds += 100.0
-        return machine.step()
-
-    with profile(machine, analysis, step=step) as train:
-        train()
-    assert train.report().first_call == 15.0
 
 
 # Reports.
@@ -802,11 +633,6 @@ def test_what_is_not_known_is_said():
     assert report.communication_share is None
 
 
-def test_the_share_is_at_most_one():
-    report = profiling.Report("step", 1, 1, device=1.0, communication=5.0)
-    assert report.communication_share == 1.0
-
-
 def test_bad_profiles(two):
     for step, options, error, words in (
         (3, {}, TypeError, "`profile` was given 3, which cannot be called"),
@@ -819,11 +645,6 @@ def test_bad_profiles(two):
     ):
         with pytest.raises(error, match=words):
             two.profile(step, **options)
-
-
-def test_it_says_what_it_is(two):
-    timed = two.profile(two.run(mean))
-    assert repr(timed) == "<mean with a stopwatch, 0 calls>"
 
 
 # Replicas and one.
@@ -880,11 +701,6 @@ def test_what_keeps_replicas_from_being_faster():
         assert found.speedup == whole / all_ and found.efficiency == whole / all_ / 4
         assert (found.small_batch, found.communication) == pytest.approx(lost)
         assert said in " ".join(str(found).split())
-
-
-def test_simulated_devices_are_no_further_hardware(one, four):
-    found = compare(lambda s, n: lambda: np.ones(2), one, four, examples=4, repeats=1)
-    assert "are CPU devices, which share" in " ".join(str(found).split())
 
 
 def test_comparisons_that_mean_nothing(one, four):

@@ -7,11 +7,10 @@ curves recorded from TensorFlow.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import linen
 from flax.training import train_state
 from helpers.oracle import recorded
 
@@ -161,96 +160,6 @@ def test_uneven_batches_with_masks(eight):
         x = np.where(mask.reshape(-1, 1, 1, 1), x, 100.0).astype(np.float32)
         state = step(state, *distributed(eight, x, labels, mask))
     assert_equal(parts(state), parts(alone(optax.sgd(0.2, 0.9), masks)))
-
-
-# An nnx transformer block.
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(
-            2, 8, decode=False, use_bias=False, rngs=rngs
-        )
-        self.norm = nnx.LayerNorm(8, rngs=rngs)
-        self.up = nnx.Linear(8, 16, rngs=rngs)
-        self.down = nnx.Linear(16, 8, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + self.attention(self.norm(x))
-        return x + self.down(nnx.gelu(self.up(self.norm(x))))
-
-
-def sequences():
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(STEPS, ROWS, 5, 8)).astype(np.float32)
-    return x, np.roll(x, 1, axis=2)
-
-
-def block_step(graph, tx):
-    """Of one device, and of one replica: `tx` may reduce."""
-
-    def step(params, state, x, target):
-        def loss_fn(params):
-            return jnp.square(nnx.merge(graph, params)(x) - target).mean()
-
-        updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-@pytest.mark.slow
-def test_nnx_transformer_block(eight):
-    graph, params = nnx.split(Block(nnx.Rngs(0)))
-    params = jax.tree.map(np.asarray, params)
-    rest = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01, eps=1e-3))
-    ours = optax.chain(js.optax.all_reduce_gradients(), rest)
-
-    single = jax.jit(block_step(graph, rest))
-    want, state = params, rest.init(params)
-    for batch in zip(*sequences(), strict=True):
-        want, state = single(want, state, *batch)
-
-    options = js.RunOptions(expect_mirrored=True)
-    step = eight.run(options=options)(block_step(graph, ours))
-    have, state = eight.mirror((params, ours.init(params)))
-    for batch in zip(*sequences(), strict=True):
-        have, state = step(have, state, *distributed(eight, *batch))
-    assert_equal(have, want)
-
-
-# Loss scaling, and computing in 16 bits.
-
-
-# Dropout.
-
-
-def dropped(key, ids, x):
-    """Each row with a mask of its own, that of its number in the global batch."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
-    layer = linen.Dropout(0.5, deterministic=False)
-    return jax.vmap(lambda key, row: layer.apply({}, row, rngs={"dropout": key}))(
-        keys, x
-    )
-
-
-@pytest.mark.slow
-def test_dropout_differs_by_example_or_by_replica(eight):
-    x, key = np.ones((ROWS, 32), np.float32), jax.random.key(5)
-    ids, rows = distributed(eight, np.arange(ROWS), x)
-    have = np.asarray(eight.run(dropped, (key, ids, rows)).stacked).reshape(ROWS, 32)
-    np.testing.assert_array_equal(have, jax.jit(dropped)(key, np.arange(ROWS), x))
-    assert len({row.tobytes() for row in have}) == ROWS  # no two rows share a mask
-
-    @eight.run
-    def step(key, x):
-        key = js.get_replica_context().fold_in(key)
-        layer = linen.Dropout(0.5, deterministic=False)
-        return layer.apply({}, x, rngs={"dropout": key})
-
-    masks = np.asarray(step(jax.random.key(0), x[0]).stacked)
-    assert len({mask.tobytes() for mask in masks}) == REPLICAS
-    np.testing.assert_array_equal(masks, step(jax.random.key(0), x[0]).stacked)
 
 
 # TensorFlow's own run, with its way of scaling losses.

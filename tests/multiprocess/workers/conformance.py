@@ -4,7 +4,6 @@ Each check returns what it has seen, by name. Under `"own"` stands a list with a
 for each replica of this process; everything else must be the same in all processes.
 """
 
-import contextlib
 import io
 import pickle
 import sys
@@ -47,26 +46,6 @@ def what_replicas_and_processes_there_are(s):
         "own": s.experimental_local_results(ids),
         "all": s.gather(s.run(lambda i: i[None], (ids,))),
     }
-
-
-@check
-def contexts(s):
-    seen = []
-
-    def merge(strategy, x):
-        seen.append((js.in_cross_replica_context(), strategy is s))
-        return strategy.reduce("sum", x)
-
-    def step(x):
-        seen.append((js.in_cross_replica_context(), js.has_strategy()))
-        return context().merge_call(merge, args=(x,))
-
-    x = versions(s)
-    total = s.run(step, (s.per_replica(x),))
-    np.testing.assert_allclose(total, x.sum(), rtol=1e-6)
-    with s.scope():
-        seen.append((js.in_cross_replica_context(), js.get_strategy() is s))
-    return {"total": total, "seen": seen}
 
 
 @check
@@ -278,23 +257,6 @@ def reduce_to(s):
 
 
 @check
-def values_of_all_on_devices_of_one(s):
-    if jax.process_count() == 1:
-        return {}
-    local = js.MirroredStrategy()
-    assert local.num_replicas_in_sync == jax.local_device_count()
-    np.testing.assert_array_equal(local.mirror(s.mirror(np.arange(3.0))), [0, 1, 2])
-    spread = s.per_replica(np.ones((s.num_replicas_in_sync, 2))).stacked
-    try:
-        local.mirror(spread)
-    except js.errors.PlacementError as error:
-        assert "is spread over several processes" in str(error)
-    else:
-        raise AssertionError("no error")
-    return {}
-
-
-@check
 def links_are_measured(s):
     links = s.measure_links()
     assert 0 <= links.latency < 10 and 1e3 < links.bandwidth < 1e13
@@ -474,39 +436,6 @@ def inside_the_users_own_jit(s):
         return w
 
     return {"w": twice(s.mirror(np.zeros(2, np.float32)), x)}
-
-
-@check
-def printing_in_a_step(s):
-    def step(x):
-        jax.debug.callback(lambda x: seen.append(float(x)), x)
-        return context().all_reduce("sum", x)
-
-    seen, x = [], s.per_replica(versions(s))
-    total = s.run(step, (x,))
-    jax.effects_barrier()
-    assert sorted(seen) == sorted(map(float, x.values))
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        s.run(lambda: jax.debug.print("here"))
-        jax.effects_barrier()
-    if s.num_replicas_in_sync > 1:
-        wanted = [f"replica {i}: here" for i in s._replicas.local_ids]
-        assert sorted(text.getvalue().splitlines()) == sorted(wanted)
-    return {"total": total}
-
-
-@check
-def many_steps(s):
-    @s.run
-    def step(w, x):
-        return 0.5 * w + context().all_reduce("mean", x)
-
-    w, x = s.mirror(np.float32(0)), s.per_replica(versions(s))
-    for _ in range(150):
-        w = step(w, x)
-    np.testing.assert_allclose(w, 2 * versions(s).mean(), rtol=1e-4)
-    return {"w": w}
 
 
 @check

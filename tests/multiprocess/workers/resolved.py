@@ -29,36 +29,6 @@ def from_kubernetes():
     check(js.MultiWorkerMirroredStrategy(resolver), rank)
 
 
-def roles_from_kubernetes():
-    """In pods of three jobs: a coordinator, a parameter server and two workers."""
-    has_service_account()
-    rank, port = taken_from_launcher()
-    os.environ["HOSTNAME"] = os.environ["PODS"].split()[rank]
-    jobs = {"chief": 1, "ps": 1, "worker": 2}
-    resolver = js.cluster_resolver.KubernetesClusterResolver(
-        {job: [f"job-name={job}"] for job in jobs}, port, num_tasks=jobs
-    )
-    if resolver.task_type != "chief":
-        cluster = resolver.cluster_spec()
-        js.Server(cluster, resolver.task_type, resolver.task_id).join()
-        return
-    strategy = js.ParameterServerStrategy(resolver)
-    with strategy.scope():
-        total = js.Variable(np.float32(0))
-    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
-
-        @coordinator.function
-        def add(number):
-            total.assign_add(number)
-
-        for number in range(1, 11):
-            coordinator.schedule(add, args=(np.float32(number),))
-        coordinator.join()
-        assert float(total.read_value()) == 55.0
-    strategy.close()
-    print("all is well", flush=True)
-
-
 def from_tf_config():
     """In pods that may ask Kubernetes nothing, as they have no service account."""
     rank, port = taken_from_launcher()
