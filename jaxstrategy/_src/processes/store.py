@@ -7,15 +7,15 @@ ends.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeAlias, TypedDict, final
 
@@ -218,6 +218,17 @@ Reply: TypeAlias = Callable[[bytes], None]
 """Answers a request, by a message that was written."""
 
 
+@dataclasses.dataclass(eq=False)
+class _Pending:
+    """A `get` or `gather` that cannot be answered yet."""
+
+    op: str
+    client: _Client
+    number: int  # of the request
+    value: Json  # that it contributes
+    reply: Reply
+
+
 class StoreServer:
     """Process 0's end: serves all processes until they have hung up.
 
@@ -234,14 +245,10 @@ class StoreServer:
         self._clients = {0: own}
         self._by_peer: dict[bytes, _Client] = {}
         for index, peer in sorted(host.peers.items()):
-            client = _Client(index, self._poster(peer))
+            client = _Client(index, functools.partial(host.server.send, peer))
             self._clients[index] = self._by_peer[peer] = client
         self._values: dict[str, Json] = {}
-        self._asked: dict[str, list[tuple[int, int, Reply]]] = {}
-        # Of each key and process: what it contributed, and the request it waits with.
-        self._gathers: dict[
-            str, dict[int, collections.deque[tuple[int, Json, Reply]]]
-        ] = {}
+        self._pending: dict[str, list[_Pending]] = {}  # by key, in order
         self._ticked = time.monotonic()
         self._all_left = False
         self._is_over = threading.Event()
@@ -268,9 +275,6 @@ class StoreServer:
         """Process 0 takes part no more; the others are served until they hang up."""
         self._host.server.call(lambda: self._hung_up(self._clients[0]))
 
-    def _poster(self, peer: bytes) -> Callable[[bytes], None]:
-        return lambda body: self._host.server.send(peer, body)
-
     def _received(self, request: Request) -> None:
         client = self._by_peer.get(request.peer)
         if client is None:
@@ -296,14 +300,13 @@ class StoreServer:
             case "alive":
                 client.status = _checked(message["status"])
             case "put":
-                self._put(message["key"], message["value"])
-            case "get":
-                self._get(client, message["key"], message["id"], reply)
-            case "gather":
-                entry = int(message["id"]), message["value"], reply
-                waiting = self._gathers.setdefault(str(message["key"]), {})
-                waiting.setdefault(client.index, collections.deque()).append(entry)
-                self._complete(message["key"])
+                self._values[message["key"]] = message["value"]
+                self._settle(message["key"])
+            case "get" | "gather" as op:
+                key, value = message["key"], message.get("value")
+                entry = _Pending(op, client, int(message["id"]), value, reply)
+                self._pending.setdefault(key, []).append(entry)
+                self._settle(key)
             case "cancel":
                 reply(written({"value": self._cancel(client, message["cancelled"])}))
             case "states":
@@ -317,18 +320,36 @@ class StoreServer:
             case other:
                 raise ValueError(f"{other!r} is no request")
 
-    def _put(self, key: str, value: Json) -> None:
-        self._values[key] = value
-        for _, _, reply in self._asked.pop(key, []):
-            reply(written({"value": value}))
-
-    def _get(self, client: _Client, key: str, request: int, reply: Reply) -> None:
-        if key in self._values:
-            reply(written({"value": self._values[key]}))
-        elif gone := self._gone_for_good(client):
-            reply(self._refusal(gone))
-        else:
-            self._asked.setdefault(key, []).append((client.index, request, reply))
+    def _settle(self, key: str) -> None:
+        """Answer what waits under a key, if it can be now, or never will be."""
+        pending = self._pending.pop(key, [])
+        first: dict[int, _Pending] = {}  # that each process contributes
+        for each in pending:
+            if each.op == "gather":
+                first.setdefault(each.client.index, each)
+        absent = [k for k in self._clients if k not in first]
+        if not absent:
+            try:
+                values = [first[k].value for k in self._clients]
+                answer = written({"value": values})
+            except ValueError as error:  # what all said, together, is too large
+                answer = written({"refused": str(error)})
+            for each in first.values():
+                each.reply(answer)
+                pending.remove(each)
+        left: list[_Pending] = []
+        for each in pending:
+            is_get = each.op == "get"
+            gone = [k for k in absent if self._clients[k].end]
+            if is_get and key in self._values:
+                each.reply(written({"value": self._values[key]}))
+            elif gone := self._gone_for_good(each.client) if is_get else gone:
+                ends = [[k, self._clients[k].end, self._clients[k].text] for k in gone]
+                each.reply(written({"gone": ends}))
+            else:
+                left.append(each)
+        if left:
+            self._pending[key] = left
 
     def _gone_for_good(self, client: _Client) -> list[int]:
         """The processes whose end means that nothing will be put any more."""
@@ -338,43 +359,15 @@ class StoreServer:
             ended = [other.index for other in others]
         return ended
 
-    def _complete(self, key: str) -> None:
-        """Answer a gather if all have contributed, or if somebody never will."""
-        waiting = self._gathers[key]
-        absent = [k for k in self._clients if not waiting.get(k)]
-        if not absent:
-            entries = [waiting[k].popleft() for k in self._clients]
-            try:
-                answer = written({"value": [value for _, value, _ in entries]})
-            except ValueError as error:  # what all said, together, is too large
-                answer = written({"refused": str(error)})
-            for _, _, reply in entries:
-                reply(answer)
-            if not any(waiting.values()):
-                del self._gathers[key]
-        elif gone := [k for k in absent if self._clients[k].end]:
-            for entries in self._gathers.pop(key).values():
-                for _, _, reply in entries:
-                    reply(self._refusal(gone))
-
-    def _cancel(self, client: _Client, request: int) -> list[int]:
+    def _cancel(self, client: _Client, number: int) -> list[int]:
         """Forget a request that took too long; who has not contributed."""
-        absent: list[int] = []
-        for key, waiting in list(self._gathers.items()):
-            entries = waiting.get(client.index, ())
-            kept = collections.deque(e for e in entries if e[0] != request)
-            if len(kept) < len(entries):
-                absent = [k for k in self._clients if not waiting.get(k)]
-                waiting[client.index] = kept
-                if not any(waiting.values()):
-                    del self._gathers[key]
-        for key, asked in self._asked.items():
-            self._asked[key] = [e for e in asked if e[:2] != (client.index, request)]
-        return absent
-
-    def _refusal(self, gone: Sequence[int]) -> bytes:
-        ends = [[k, self._clients[k].end, self._clients[k].text] for k in gone]
-        return written({"gone": ends})
+        for key, pending in self._pending.items():
+            for each in pending:
+                if each.client is client and each.number == number:
+                    here = {e.client.index for e in pending if e.op == "gather"}
+                    self._pending[key] = [e for e in pending if e is not each]
+                    return [k for k in self._clients if k not in here]
+        return []
 
     def states(self) -> list[Message]:
         """The state of each process, by their ids; any thread may ask."""
@@ -417,16 +410,8 @@ class StoreServer:
         for other in self._clients.values():
             if other is not client:
                 other.post(told)
-        for key in list(self._gathers):
-            self._complete(key)
-        for key, asked in list(self._asked.items()):
-            left = []
-            for index, request, reply in asked:
-                if gone := self._gone_for_good(self._clients[index]):
-                    reply(self._refusal(gone))
-                else:
-                    left.append((index, request, reply))
-            self._asked[key] = left
+        for key in list(self._pending):
+            self._settle(key)
         if all(other.end == "left" for other in self._clients.values()):
             self._all_left = True
             for other in self._clients.values():
@@ -572,13 +557,13 @@ class SharedStore(Store):
 
     def wait_for_departure(self, timeout_seconds: float) -> ProcessState | None:
         """The first process that ended badly, None if none did within the time."""
-        with self._changed:
-            self._changed.wait_for(self._bad, timeout_seconds)
-            return self._bad()
 
-    def _bad(self) -> ProcessState | None:
-        ended = list(self.departures.values())
-        return next((d for d in ended if d.end != "left"), None)
+        def bad() -> ProcessState | None:
+            ended = list(self.departures.values())
+            return next((state for state in ended if state.end != "left"), None)
+
+        with self._changed:
+            return self._changed.wait_for(bad, timeout_seconds)
 
     def fail(self, text: str, linger_seconds: float | None = None) -> None:
         """Tell all others that this process ends, and why; they end as well.
