@@ -18,7 +18,6 @@ from jaxstrategy._src.inputs import sources
 from jaxstrategy._src.inputs.sources import (
     Dataset,
     ReadingOrder,
-    ReplayIterator,
     SnapshotIterator,
     Source,
     SourceIterator,
@@ -43,12 +42,8 @@ def torch_source(loader: Dataset) -> Source:
     def start() -> SourceIterator:
         if hasattr(loader, "state_dict"):
             return _StatefulPass(loader, _NAME, order, length())
-        return ReplayIterator(
-            lambda _: map(to_numpy, iter(loader)),
-            _NAME,
-            length(),
-            refusal=_refusal(loader),
-        )
+        begin, refusal = lambda _: map(to_numpy, iter(loader)), _refusal(loader)
+        return SourceIterator(_NAME, begin, length(), refusal=refusal)
 
     return Source(_NAME, start, length)
 
@@ -79,7 +74,7 @@ class _StatefulPass(SnapshotIterator):
 
     _is_over = False  # a loader's state at the end begins a new pass
 
-    def _begin(self) -> Any:
+    def _start(self) -> Any:
         return iter(self._dataset)
 
     def _read(self) -> PyTree:
@@ -108,7 +103,7 @@ class _StatefulPass(SnapshotIterator):
         self.close()
         self._dataset.load_state_dict(own)
         self._is_over = is_over
-        self._begin_with((lambda: iter(())) if is_over else self._begin)
+        self._begun((lambda: iter(())) if is_over else None)
 
     def close(self) -> None:
         self._iterator = None  # workers end with it
@@ -183,7 +178,7 @@ def grain_source(dataset: Dataset) -> Source:
 
 @final
 class _GrainPass(SnapshotIterator):
-    def _begin(self) -> Any:
+    def _start(self) -> Any:
         return _told(lambda: iter(self._dataset))
 
     def _read(self) -> PyTree:
@@ -198,7 +193,7 @@ class _GrainPass(SnapshotIterator):
             own = json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"The state of {self.name} cannot be written as JSON ({error}), so it "
+                f"The state of {self._name} cannot be written as JSON ({error}), so it "
                 "cannot be resumed. Let the `get_state` of its own iterators return "
                 "numbers, text, lists and dicts."
             ) from error
@@ -211,14 +206,14 @@ class _GrainPass(SnapshotIterator):
             case {"dataset": own}:
                 pass
             case _:
-                raise sources.foreign(self.name, state, "Grain's state")
-        sources.check_length(state, self._length, self.name)
+                raise sources.foreign(self._name, state, "Grain's state")
+        sources.check_length(state, self._length, self._name)
         self.close()
         try:
             self._begun().set_state(own)
         except (KeyError, TypeError, ValueError) as error:
             wanted = f"a state that Grain takes (it said: {error})"
-            raise sources.foreign(self.name, state, wanted) from error
+            raise sources.foreign(self._name, state, wanted) from error
 
 
 def _told(read: Callable[[], Any]) -> Any:
@@ -268,7 +263,7 @@ def table_source(dataset: Dataset) -> Source:
             yield batch
 
     def start() -> SourceIterator:
-        return ReplayIterator(begin, name, len(dataset), skips=True)
+        return SourceIterator(name, begin, len(dataset), skips=True)
 
     return Source(name, start, lambda: len(dataset))
 
@@ -283,10 +278,10 @@ def stream_source(dataset: Dataset) -> Source:
 class _StreamPass(SnapshotIterator):
     _view: Dataset = None
 
-    def _begin(self) -> Iterator[PyTree]:
-        return self._begin_at(self._dataset.epoch)
+    def _start(self) -> Iterator[PyTree]:
+        return self._start_at(self._dataset.epoch)
 
-    def _begin_at(self, epoch: int, state: State = None) -> Iterator[PyTree]:
+    def _start_at(self, epoch: int, state: State = None) -> Iterator[PyTree]:
         # A dataset of its own, because a state that is loaded stays for good.
         self._view = self._dataset.with_format("numpy")
         self._view.set_epoch(epoch)
@@ -299,9 +294,9 @@ class _StreamPass(SnapshotIterator):
         _check(batch)
         return batch
 
-    def _check_place(self) -> None:
+    def get_state(self) -> State:
         self._check_buffer()
-        super()._check_place()
+        return super().get_state()
 
     def _take(self) -> dict[str, State]:
         # Before the first batch its own state has epoch 0.
@@ -314,14 +309,14 @@ class _StreamPass(SnapshotIterator):
         match state:
             case {"stream": {"examples_iterable": dict(), "epoch": int(epoch)}}:
                 self.close()
-                self._begin_with(lambda: self._begin_at(epoch, state["stream"]))
+                self._begun(lambda: self._start_at(epoch, state["stream"]))
             case _:
-                raise sources.foreign(self.name, state, "its `state_dict`")
+                raise sources.foreign(self._name, state, "its `state_dict`")
 
     def _check_buffer(self) -> None:
         if _shuffles(getattr(self._dataset, "_ex_iterable", None)):
             raise TypeError(
-                f"A pass over {self.name} cannot resume: it shuffles through a "
+                f"A pass over {self._name} cannot resume: it shuffles through a "
                 "buffer, whose contents are not in its state, so examples would be "
                 "left out. Shuffle before batching with `Dataset.shuffle(seed=...)` of "
                 "a dataset that is not streamed, or use Grain or "

@@ -44,52 +44,29 @@ class Source:
         return self._length()
 
 
-class SourceIterator(Iterator[PyTree], abc.ABC):
-    """One pass over a source."""
+class SourceIterator(Iterator[PyTree]):
+    """One pass over a source; a later one gets to the same place by reading again."""
 
     are_own = False  # the arrays of a batch stay as they are
     is_in_memory = False
-
-    def part(self, choose: Callable[[int], slice]) -> tuple[int, PyTree] | None:
-        """Some rows of the next batch, for a source that need not read the others."""
-        return None
-
-    def rows_ahead(self, most: int) -> list[int]:
-        """The numbers of rows of the next batches, as far as they are sure unread."""
-        return []
-
-    @abc.abstractmethod
-    def get_state(self) -> State:
-        """The place of this pass, for `set_state` of a pass in another process."""
-
-    @abc.abstractmethod
-    def set_state(self, state: State) -> PyTree | None:
-        """Go on where the pass was whose state it is."""
-
-    def close(self) -> None:  # noqa: B027 (most passes hold nothing)
-        """Let go of files and workers. A closed pass is not used again."""
-
-
-@final
-class ReplayIterator(SourceIterator):
-    """Batches of an iterator; a later pass gets to the same place by reading again."""
+    _iterator: Any = None  # begun when first needed; it may start threads
 
     def __init__(
         self,
-        begin: Callable[[int], Iterator[PyTree]],  # from a batch on, if it `skips`
         name: str,
+        begin: Callable[[int], Any],  # from a batch on, if it `skips`
         length: int | None = None,
+        *,
         in_memory: Sequence[PyTree] = (),
         skips: bool = False,
         refusal: str | None = None,  # why a pass cannot resume
     ) -> None:
-        self._begin = begin
-        self._in_memory = in_memory
         self._name = name
+        self._begin = begin
         self._length = length
+        self._in_memory = in_memory
         self._skips = skips
         self._refusal = refusal
-        self._iterator: Iterator[PyTree] | None = None  # begun when first needed
         self._batches = 0
 
     def __next__(self) -> PyTree:
@@ -99,7 +76,12 @@ class ReplayIterator(SourceIterator):
         self._batches += 1
         return batch
 
+    def part(self, choose: Callable[[int], slice]) -> tuple[int, PyTree] | None:
+        """Some rows of the next batch, for a source that need not read the others."""
+        return None
+
     def rows_ahead(self, most: int) -> list[int]:
+        """The numbers of rows of the next batches, as far as they are sure unread."""
         found: list[int] = []
         for batch in self._in_memory[self._batches : self._batches + most]:
             leaves = jax.tree.leaves(batch, is_leaf=per_replica.is_per_replica)
@@ -112,10 +94,12 @@ class ReplayIterator(SourceIterator):
         return found
 
     def get_state(self) -> State:
+        """The place of this pass, for `set_state` of a pass in another process."""
         self._check_resumes()
         return {"batches": self._batches, **of_length(self._length)}
 
     def set_state(self, state: State) -> PyTree | None:
+        """Go on where the pass was whose state it is; the batch before, if it reads."""
         self._check_resumes()
         wanted = counted(state, "batches", self._name)
         is_beyond = self._length is not None and wanted > self._length
@@ -138,6 +122,7 @@ class ReplayIterator(SourceIterator):
             raise TypeError(f"A pass over {self._name} cannot resume: {self._refusal}")
 
     def close(self) -> None:
+        """Let go of files and workers. A closed pass is not used again."""
         iterator, self._iterator = self._iterator, None
         close(iterator)
 
@@ -147,7 +132,10 @@ _EVERY = 16
 
 
 class SnapshotIterator(SourceIterator):
-    """A pass over a source that has a state of its own, which takes long to ask for."""
+    """A pass over a source that has a state of its own, which takes long to ask for.
+
+    Subclasses define `_start`, `_take` and `_load`.
+    """
 
     _snapshot: dict[str, State] | None = None
     _since = 0
@@ -159,38 +147,21 @@ class SnapshotIterator(SourceIterator):
         order: ReadingOrder | None = None,
         length: int | None = None,
     ) -> None:
+        super().__init__(name, lambda _: self._start(), length)
         self._dataset = dataset
-        self.name = name
         self._order = order
-        self._length = length
-        self._iterator: Any = None  # begun when first needed; it may start threads
 
-    def _begun(self) -> Any:
-        """The iterator, which begins if it has not."""
+    def _begun(self, start: Callable[[], Any] | None = None) -> Any:
+        """The iterator, which begins, as `start` says, if it has not."""
         if self._iterator is None:
-            self._begin_with(self._begin)
+            if self._order is not None:
+                self._order.begin(self)
+            self._iterator = (start or self._start)()
         return self._iterator
 
-    def _begin_with(self, begin: Callable[[], Any]) -> None:
-        if self._order is not None:
-            self._order.begin(self)
-        self._iterator = begin()
-
     @abc.abstractmethod
-    def _begin(self) -> Any: ...
-
-    def _read(self) -> PyTree:
-        """The next batch of the source."""
-        iterator = self._begun()
-        if self._order is not None:
-            self._order.take(self)
-        return next(iterator)
-
-    def _check_place(self) -> None:
-        """Raise if the source's state is not that of this pass, or there is none."""
-        self._begun()
-        if self._order is not None:
-            self._order.check(self, self.name)
+    def _start(self) -> Any:
+        """A new iterator of the dataset."""
 
     @abc.abstractmethod
     def _take(self) -> dict[str, State]:
@@ -200,13 +171,22 @@ class SnapshotIterator(SourceIterator):
     def _load(self, state: State) -> None:
         """Go on from a state that `_take` gave."""
 
+    def _read(self) -> PyTree:
+        """The next batch of the source."""
+        iterator = self._begun()
+        if self._order is not None:
+            self._order.take(self)
+        return next(iterator)
+
     def __next__(self) -> PyTree:
         batch = self._read()
         self._since += 1
         return batch
 
     def get_state(self) -> State:
-        self._check_place()
+        self._begun()
+        if self._order is not None:
+            self._order.check(self, self._name)
         if self._snapshot is None or self._since >= _EVERY:
             self._snapshot, self._since = self._take(), 0
         return {**self._snapshot, **({"since": self._since} if self._since else {})}
@@ -214,7 +194,7 @@ class SnapshotIterator(SourceIterator):
     def set_state(self, state: State) -> None:
         since = 0
         if isinstance(state, dict) and "since" in state:
-            since = counted(state, "since", self.name)
+            since = counted(state, "since", self._name)
             state = {key: state[key] for key in state if key != "since"}
         self._load(state)
         for _ in range(since):
@@ -222,14 +202,10 @@ class SnapshotIterator(SourceIterator):
                 self._read()
             except StopIteration:
                 raise ValueError(
-                    f"{self.name} has fewer batches than when the state was saved. "
+                    f"{self._name} has fewer batches than when the state was saved. "
                     f"{SAME_DATA}"
                 ) from None
         self._snapshot, self._since = state, since
-
-    def close(self) -> None:
-        iterator, self._iterator = self._iterator, None
-        close(iterator)
 
 
 def close(iterator: Any) -> None:
@@ -324,7 +300,9 @@ def repeatable(batches: Iterable[PyTree]) -> Source:
 
     def start() -> SourceIterator:
         length = length_of(batches)
-        return ReplayIterator(lambda _: iter(batches), name, length, in_memory)
+        return SourceIterator(
+            name, lambda _: iter(batches), length, in_memory=in_memory
+        )
 
     return Source(name, start, lambda: length_of(batches))
 
@@ -354,7 +332,7 @@ def generated(read: Callable[[], Iterable[PyTree]]) -> Source:
             )
         return iter(batches)
 
-    return Source(name, lambda: ReplayIterator(begin, name))
+    return Source(name, lambda: SourceIterator(name, begin))
 
 
 def once(batches: Iterator[PyTree]) -> Source:
@@ -369,7 +347,8 @@ def once(batches: Iterator[PyTree]) -> Source:
             raise TypeError(f"Only one pass can read {name}, and one did. {_AGAIN}")
         is_started = True
         # Never closed, as a chain cannot be: the iterator is the user's own.
-        return ReplayIterator(lambda _: itertools.chain(batches), name, refusal=refusal)
+        chain = itertools.chain(batches)
+        return SourceIterator(name, lambda _: chain, refusal=refusal)
 
     return Source(name, start)
 
@@ -390,6 +369,6 @@ def tf_data(dataset: Dataset) -> Source:
 
     def start() -> SourceIterator:
         begin = dataset.as_numpy_iterator
-        return ReplayIterator(lambda _: iter(begin()), name, length())
+        return SourceIterator(name, lambda _: iter(begin()), length())
 
     return Source(name, start, length)
