@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import final
+from typing import Self, final
 
 import jax
 
@@ -80,13 +80,23 @@ def stacks() -> str:
 
 
 @final
-class Activity:
-    """A wait or a read, with its beginning."""
+class Activity(AbstractContextManager["Activity"]):
+    """A wait or a read, known in its block; cheap, as there is one for each batch."""
 
-    def __init__(self, what: str, busy: str | None = None) -> None:
+    def __init__(
+        self, among: dict[int, Activity], what: str, busy: str | None = None
+    ) -> None:
         self.what = what
         self.busy = busy
+        self._among = among
         self._since = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._among[id(self)] = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del self._among[id(self)]
 
     @property
     def seconds(self) -> float:
@@ -96,22 +106,6 @@ class Activity:
     def progress(self) -> None:
         """Give it the whole time again."""
         self._since = time.monotonic()
-
-
-@final
-class Noted(AbstractContextManager[Activity]):
-    """A block during which an activity is known; cheap, there is one for each batch."""
-
-    def __init__(self, among: dict[int, Activity], what: str, busy: str | None) -> None:
-        self._among = among
-        self._activity = Activity(what, busy)
-
-    def __enter__(self) -> Activity:
-        self._among[id(self)] = self._activity
-        return self._activity
-
-    def __exit__(self, *error: object) -> None:
-        del self._among[id(self)]
 
 
 # The report names a batch that has been read for so long.
@@ -352,7 +346,7 @@ class Watchdog:
         self, what: str, busy: str | None = None
     ) -> AbstractContextManager[Activity]:
         """A block, outside of steps, that cannot go on without the other processes."""
-        return Noted(self._activities, what, busy)
+        return Activity(self._activities, what, busy)
 
     def reading(self, what: str) -> AbstractContextManager[Activity]:
         """A block in which the input pipeline of this process delivers `what`.
@@ -360,7 +354,7 @@ class Watchdog:
         It is reported when somebody waits for it, and no wait by itself: it may be
         read ahead.
         """
-        return Noted(self._reads, what, None)
+        return Activity(self._reads, what)
 
     def watch(self, array: jax.Array) -> None:
         """Count the last step as pending until this array of it has been computed."""

@@ -292,11 +292,6 @@ class Variable(VariableLike, Handle):
         return self._kind.sharding_of_value
 
     @property
-    def kept(self) -> str:
-        """The way in which it is kept: `"mirrored"`, `"on read"`, and so on."""
-        return self._kind.describe
-
-    @property
     def division(self) -> LeafSharding:
         """The dimension along which it is divided over the replicas, or why none is."""
         return self._kind.division
