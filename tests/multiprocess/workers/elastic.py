@@ -1,11 +1,18 @@
 """Trains on the handwritten digits with 24 replicas, on as many processes as there are.
 
-Arguments: a folder for checkpoints, and "disturbed" for one whose processes are killed.
+Arguments: a folder for checkpoints, and faults as JSON. By attempt, they are who fails,
+before which step, and how: "kill", with how many milliseconds later, while the step may
+run; "stop", which leaves it there; and "save", "snapshot" or "restore", in the middle
+of which it is killed.
 """
 
 import hashlib
+import json
 import os
+import pathlib
+import signal
 import sys
+import threading
 import time
 
 import jax
@@ -15,47 +22,79 @@ import jaxstrategy as js
 from workers import digits
 
 STEPS = 30
-# By attempt: who is killed before which step.
-KILLED = {0: (0, 8), 1: (2, 14)}
+EVERY, MEMORY_EVERY = 10, 3
+ALONE_SECONDS = 1.5  # of a step of a process alone, so that it does not end too soon
 
 
-def main(folder, is_disturbed):
+def main(folder, faults):
+    attempt = int(os.environ["JAXSTRATEGY_ATTEMPT"])
     strategy = js.MultiWorkerMirroredStrategy(
         num_replicas=24,
         communication_options=js.experimental.CommunicationOptions(
-            deterministic=True, timeout_seconds=60
+            deterministic=True, timeout_seconds=20
         ),
     )
+    count, rank = jax.process_count(), jax.process_index()
+    own = {}  # by step
+    for who, before, how, *later in faults.get(str(attempt), ()):
+        if who == rank:
+            own[before] = how, *later
     step, _ = digits.programs(strategy)
     batches = js.batches(digits.digits(), 240, shuffle=3)
     dataset = strategy.experimental_distribute_dataset(batches)
-    manager = js.checkpoint.CheckpointManager(folder, strategy, memory_every=3)
-    attempt, count = int(os.environ["JAXSTRATEGY_ATTEMPT"]), jax.process_count()
-    rank, at = KILLED.get(attempt, (-1, 0)) if is_disturbed else (-1, 0)
+    manager = js.checkpoint.CheckpointManager(
+        folder, strategy, memory_every=MEMORY_EVERY
+    )
     loop = js.training.training_loop(
         dataset,
         lambda: strategy.init(digits.create),
         steps=STEPS,
         checkpoint=manager,
-        every=20,
+        every=EVERY,
         progress=False,
         strategy=strategy,
     )
+    if "restore" in own.get(0, ()):
+        fail(own.pop(0)[0], folder)
     with loop:
         for done, batch in loop:
-            if jax.process_index() == rank and done == at:
-                manager.wait()
-                os.kill(os.getpid(), 9)
+            if done in own:
+                fail(*own.pop(done), folder)
             loop.state, loss = step(loop.state, batch)
-            if jax.process_index() == 0:
+            if rank == 0:
                 print(f"attempt {attempt} of {count}: {done} {float(loss)!r}")
-            if is_disturbed and count == 2:
-                time.sleep(1)  # so that it is not done before it grows
-    if jax.process_index() == 0:
+            if faults and count == 1:
+                time.sleep(ALONE_SECONDS)
+    if rank == 0:
         state = js.to_host(loop.state)
         parts = b"".join(np.asarray(state[name]).tobytes() for name in sorted(state))
         print("parameters", hashlib.sha256(parts).hexdigest())
 
 
+def fail(how, *rest):
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    *later, folder = rest
+
+    def is_time():
+        if how == "save":
+            return any(pathlib.Path(folder).glob("*tmp*"))
+        if how == "snapshot":
+            memory = pathlib.Path(os.environ["JAXSTRATEGY_MEMORY"])
+            return any(memory.glob("*/*/*-writing")) or (
+                {*memory.glob("*/*-*")} - {p.parent for p in memory.glob("*/*/whole")}
+            )
+        return True
+
+    def kill():
+        time.sleep(sum(later) / 1000)
+        while not is_time():
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], "disturbed" in sys.argv)
+    main(sys.argv[1], json.loads(sys.argv[2]))
