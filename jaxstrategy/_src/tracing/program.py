@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
+import numpy as np
+from jax.core import Tracer, eval_context
+from jax.sharding import NamedSharding
 from jax.stages import Lowered, Wrapped
 
 from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.tracing.executable import (
-    Executable,
-    InputLayout,
-    NotTraced,
-    Retraced,
-    TraceProvider,
-    jitted,
-)
+from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.functions.weak_references import weak_method
 from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr
 from jaxstrategy._src.tracing.partition.layout import output_shardings
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
-from jaxstrategy._src.tracing.roles import must_check_first
+from jaxstrategy._src.tracing.roles import Role, Signature, must_check_first
 from jaxstrategy._src.tracing.saved_step import (
     Obtain,
     OutdatedCall,
@@ -35,39 +32,14 @@ from jaxstrategy._src.tracing.saved_step import (
     PreparedCall,
     traced_caller,
 )
+from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.placement import Placement
-from jaxstrategy._src.tracing.stages.stages import Stages
-from jaxstrategy._src.tracing.stages.variables import VariableArguments
+from jaxstrategy._src.tracing.stages.stages import Stages, count_dispatch
+from jaxstrategy._src.tracing.stages.variables import VariableArguments, VariableBuffers
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
-from jaxstrategy._src.values.arrays import Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables import access
-
-# Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
-_MANY = 2000
-
-_announced: set[tuple[str, int]] = set()
-
-
-def _announce_slow_compilation(name: str, jaxpr: Jaxpr) -> None:
-    """Prints, once for a step, why it takes long to compile."""
-    if max(len(jaxpr.invars), len(jaxpr.outvars)) < _MANY:  # the usual case
-        return
-    # A trace has all live variables as inputs: those count that it uses.
-    atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
-    used = {id(atom) for atom in (*atoms, *jaxpr.outvars)}
-    num_inputs = sum(id(var) in used for var in jaxpr.invars)
-    count = max(num_inputs, len(jaxpr.outvars))
-    if count < _MANY or (name, count) in _announced:
-        return
-    _announced.add((name, count))
-    print(
-        f"jaxstrategy: `{name}` takes or returns {count:,} arrays and is being "
-        "compiled. XLA needs longer than in proportion to their number: about 20 s of "
-        "processor time for 2,000, several minutes for 10,000. Stack arrays of equal "
-        "layers, or join small ones (`jax.flatten_util.ravel_pytree`).",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 @final
@@ -328,3 +300,357 @@ class Program:
 
 def _differ(new: Sequence[Leaf], old: Sequence[Leaf]) -> bool:
     return any(a is not b for a, b in zip(new, old, strict=True))
+
+
+# Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
+_MANY = 2000
+
+_announced: set[tuple[str, int]] = set()
+
+
+def _announce_slow_compilation(name: str, jaxpr: Jaxpr) -> None:
+    """Prints, once for a step, why it takes long to compile."""
+    if max(len(jaxpr.invars), len(jaxpr.outvars)) < _MANY:  # the usual case
+        return
+    # A trace has all live variables as inputs: those count that it uses.
+    atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
+    used = {id(atom) for atom in (*atoms, *jaxpr.outvars)}
+    num_inputs = sum(id(var) in used for var in jaxpr.invars)
+    count = max(num_inputs, len(jaxpr.outvars))
+    if count < _MANY or (name, count) in _announced:
+        return
+    _announced.add((name, count))
+    print(
+        f"jaxstrategy: `{name}` takes or returns {count:,} arrays and is being "
+        "compiled. XLA needs longer than in proportion to their number: about 20 s of "
+        "processor time for 2,000, several minutes for 10,000. Stack arrays of equal "
+        "layers, or join small ones (`jax.flatten_util.ravel_pytree`).",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+@final
+class InputLayout:
+    """How a jitted function takes the arguments of its step: as trees, or flat."""
+
+    def __init__(
+        self, signature: Signature, donated: frozenset[int], is_flat: bool = False
+    ) -> None:
+        count = len(signature.dynamic)
+        self.structure = None if is_flat else _structure_of(signature)
+        # For each argument of the jitted function the indices of its leaves.
+        self._leaves = [[index] for index in range(count)]
+        self.has_keywords = False
+        if self.structure is not None:
+            args, kwargs = jax.tree.unflatten(self.structure, range(count))
+            self._leaves = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
+            self.has_keywords = bool(kwargs)
+        # Of each argument all leaves are donated, or none.
+        self.donated = [i for i, some in enumerate(self._leaves) if donated & {*some}]
+        inputs = self.inputs(range(count))
+        self._expected = jax.tree.structure(tuple(inputs))
+        roles = [role for role in signature.roles if role is not Role.STATIC]
+        # Arguments with a `PerReplica`: their number, structure, and for each of these
+        # its index among the argument's leaves and among all.
+        self.per_replica: list[tuple[int, TreeStructure, list[tuple[int, int]]]] = []
+        for number, indices in enumerate(self._leaves):
+            pairs = [
+                (position, index)
+                for position, index in enumerate(indices)
+                if roles[index] is Role.PER_REPLICA
+            ]
+            if pairs:
+                structure = jax.tree.structure(inputs[number])
+                self.per_replica.append((number, structure, pairs))
+
+    @property
+    def count(self) -> int:
+        """The number of arguments of the jitted function."""
+        return len(self._leaves)
+
+    def inputs(self, leaves: Sequence[Leaf]) -> Sequence[PyTree]:
+        """The arguments of the jitted function, from their leaves."""
+        if self.structure is None:
+            return tuple(leaves)
+        return as_inputs(*jax.tree.unflatten(self.structure, leaves))
+
+    def leaves(self, inputs: Sequence[PyTree]) -> list[Tracer] | None:
+        """The leaves of its arguments; None if their structure is another."""
+        leaves, structure = jax.tree.flatten(tuple(inputs))
+        return leaves if structure == self._expected else None
+
+    def shardings(self, shardings: Sequence[NamedSharding]) -> Sequence[PyTree]:
+        """`in_shardings` for `jax.jit`."""
+        by_argument = [[shardings[i] for i in indices] for indices in self._leaves]
+        if all(len(set(some)) == 1 for some in by_argument):
+            # The user's classes may accept nothing but arrays.
+            return tuple(some[0] for some in by_argument)
+        return self.inputs(shardings)
+
+
+def as_inputs(args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Sequence[PyTree]:
+    """The arguments of a jitted function: to JAX `kwargs` are one more."""
+    return (*args, kwargs) if kwargs else args
+
+
+def _structure_of(signature: Signature) -> TreeStructure | None:
+    """The structure of the arguments; None if they must be passed flat."""
+    if signature.static_leaves:
+        return None
+    nodes: list[Leaf] = []
+    for index, role in enumerate(signature.roles):
+        if role is Role.MASK:
+            nodes[-1] = dataclasses.replace(nodes[-1], _mask=index)
+        else:
+            nodes.append(PerReplica(index) if role is Role.PER_REPLICA else index)
+    try:
+        tree = jax.tree.unflatten(signature.treedef, nodes)
+        leaves, structure = jax.tree.flatten(tree)
+        again = jax.tree.structure(jax.tree.unflatten(structure, leaves))
+    except Exception:  # raised by the user's classes, which may accept arrays only
+        return None
+    is_same = leaves == list(range(len(signature.roles))) and again == structure
+    return structure if is_same else None
+
+
+# The results of a step, the outputs of stages, the variables' new values.
+_Returned: TypeAlias = tuple[PyTree, list[jax.Array], list[jax.Array]]
+
+
+class NotTraced(Exception):
+    """The jitted function has no trace for these arguments: they must be placed first.
+
+    After an exception JAX dispatches all calls of these types by a way that takes 60 us
+    longer (0.10 and 0.12). So it is raised only for arguments that must be moved.
+    """
+
+
+class Retraced(Exception):
+    """The trace uses other variables or shardings: `jax.jit` must be called again."""
+
+    def __init__(self, step: TracedStep) -> None:
+        self.step = step
+
+
+@final
+class TraceProvider:
+    """Gives a jitted function the trace of its step."""
+
+    __slots__ = ("_thread", "_trace", "has_non_arrays", "inputs")
+
+    def __init__(self, trace: Callable[[Sequence[Leaf]], TracedStep | None]) -> None:
+        self._thread = threading.local()
+        self._trace = trace
+        # Of the call in progress, of whatever thread.
+        self.inputs: Sequence[PyTree] = ()
+        self.has_non_arrays = False
+
+    @contextlib.contextmanager
+    def using(self, trace: Callable[[], TracedStep]) -> Iterator[None]:
+        """A `with` block in which this thread traces the step with `trace`."""
+        self._thread.trace = trace
+        try:
+            yield
+        finally:
+            self._thread.trace = None
+
+    def get(self, inputs: Sequence[Tracer]) -> TracedStep:
+        """The step, traced for inputs of these types."""
+        trace = getattr(self._thread, "trace", None)
+        # Outside of the trace of the jitted function, which calls this.
+        with eval_context():
+            if trace is not None:
+                return trace()
+            leaves = jax.tree.leaves(self.inputs)
+            # Another thread's inputs do as well if their types are equal.
+            step = self._trace(leaves) if _are_alike(leaves, inputs) else None
+        if step is None:
+            raise NotTraced
+        return step
+
+
+def _are_alike(leaves: Sequence[Leaf], inputs: Sequence[Tracer]) -> bool:
+    pairs = list(zip(leaves, inputs, strict=False))
+    return len(pairs) == len(leaves) and all(
+        isinstance(a, jax.Array) and _type(a) == _type(b) for a, b in pairs
+    )
+
+
+def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
+    # Random keys have no weak types.
+    return array.shape, array.dtype, getattr(array, "weak_type", False)
+
+
+@final
+class Executable:
+    """A compiled step with what is done around each call; thread-safe."""
+
+    __slots__ = (
+        "compiled",
+        "is_bare",
+        "is_plain",
+        "is_outdated",
+        "_buffers",
+        "_check_once",
+        "_finite",
+        "_has_variables",
+        "_in_references",
+        "_is_counted",
+        "_layout",
+        "_masks",
+        "_shardings",
+        "_traces",
+    )
+
+    def __init__(
+        self,
+        compiled: Wrapped | PreparedCall | OutdatedCall,
+        layout: InputLayout,
+        traces: TraceProvider,
+        variables: VariableArguments,
+        stages: Stages,
+        placement: Placement,
+    ) -> None:
+        self._layout = layout
+        self._traces = traces
+        self.compiled = compiled
+        self._buffers = variables.buffers
+        self._has_variables = not self._buffers.is_empty
+        self._in_references = variables.in_references
+        self._check_once = placement.check_once if placement.must_check_first else None
+        self._masks = stages.masks if stages.masks.is_active else None
+        self._finite = stages.finite
+        self._is_counted = stages.is_counted
+        # Whether the program must be compiled again.
+        self.is_outdated = stages.objects.is_outdated
+        self.is_plain = not (variables.are_used or stages.objects.are_used)
+        hooks = (self._check_once, self._masks, self._finite, self._is_counted)
+        self._shardings = placement.last_shardings
+        needs_leaves = placement.is_open or any(hooks) or layout.structure is None
+        self.is_bare = self.is_plain and not (needs_leaves or self._has_variables)
+
+    def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
+        """The step's results for leaves that are placed."""
+        if self._check_once is not None:
+            self._check_once(leaves)
+        if self._masks is not None:
+            self._masks.check(leaves)
+        before_call = self._in_references() if self._finite is not None else ()
+        values = self._buffers.values() if self._has_variables else ()
+        self._traces.inputs = inputs
+        try:
+            results, outputs, new_values = self.compiled(*inputs, *values)
+        finally:
+            self._traces.inputs = ()
+        if self._finite is not None:
+            self._check_finite(self._finite, outputs[-1], before_call)
+        if new_values:
+            self._buffers.store(new_values)
+        if self._is_counted:
+            count_dispatch(outputs[0])
+        has_non_arrays = self._traces.has_non_arrays
+        return _results.unwrap_non_arrays(results) if has_non_arrays else results
+
+    def call_bare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        """The step's results, without a look at leaves other than `PerReplica`s."""
+        # To JAX keyword arguments are one more argument, a dict as others may be.
+        if bool(kwargs) is not self._layout.has_keywords:
+            raise NotTraced
+        inputs = (*args, kwargs) if kwargs else args
+        for number, structure, pairs in self._layout.per_replica:
+            # JAX would move those of another strategy.
+            leaves = structure.flatten_up_to(inputs[number])
+            for position, index in pairs:
+                sharding, expected = leaves[position].sharding, self._shardings[index]
+                if sharding is not expected and sharding != expected:
+                    raise NotTraced
+        traces = self._traces
+        traces.inputs = inputs
+        try:
+            results, _, _ = self.compiled(*inputs)
+        finally:
+            traces.inputs = ()
+        return _results.unwrap_non_arrays(results) if traces.has_non_arrays else results
+
+    def _check_finite(
+        self,
+        finite: Finite,
+        output: jax.Array,
+        before: Sequence[tuple[jax.Ref, jax.Array]],
+    ) -> None:
+        try:
+            finite.check(output)
+        except Exception:
+            # The call has changed references in place; other variables are unchanged.
+            for reference, value in before:
+                reference[...] = value
+            raise
+
+    def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
+        """The jitted function, lowered for arguments of these types."""
+        inputs = self._layout.inputs(types)
+        assert isinstance(self.compiled, Wrapped), "it is compiled already"
+        return self.compiled.lower(*inputs, *self._buffers.values())
+
+
+def jitted(
+    name: str,
+    layout: InputLayout,
+    traces: TraceProvider,
+    buffers: VariableBuffers,
+    stages: Stages,
+    **options: Any,
+) -> Wrapped:
+    """The jitted function that an `Executable` calls."""
+
+    def program(*inputs: PyTree) -> _Returned:
+        leaves = layout.leaves(inputs[: layout.count])
+        if leaves is None:
+            raise NotTraced
+        inputs = (*leaves, *inputs[layout.count :])
+        step = traces.get(inputs)
+        has_nan_checks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+        if has_nan_checks and not access.is_traced():
+            return _checked_for_nans(step, inputs, buffers, stages)
+        return _evaluated(step, inputs, buffers, stages, stages.finite)
+
+    program.__name__ = program.__qualname__ = name
+    return jax.jit(program, **options)
+
+
+def _evaluated(
+    step: TracedStep,
+    inputs: Sequence[Tracer],
+    buffers: VariableBuffers,
+    stages: Stages,
+    finite: Finite | None,
+) -> _Returned:
+    """The results of a step, the outputs of stages, and the variables' new values."""
+    count = len(step.signature.dynamic)
+    leaves, values = inputs[:count], inputs[count:]
+    references = buffers.references(values)
+    arrays, outputs = step.evaluate(
+        leaves,
+        references,
+        lambda evaluate: stages.instrument(step, evaluate, finite),
+        is_whole=finite is not None,
+    )
+    return step.results.rebuild(arrays), outputs, buffers.frozen(references)
+
+
+def _checked_for_nans(
+    step: TracedStep,
+    inputs: Sequence[Tracer],
+    buffers: VariableBuffers,
+    stages: Stages,
+) -> _Returned:
+    """`_evaluated` where `jax_debug_nans` calls it again after it found a NaN."""
+    finite = Finite(step.replica_step, bool(jax.config.jax_debug_infs))
+    with jax.debug_nans(False), jax.debug_infs(False):
+        compiled: Function = jax.jit(
+            lambda *inputs: _evaluated(step, inputs, buffers, stages, finite)
+        )
+        returned = compiled(*inputs)
+        finite.check(returned[1][-1])
+    return returned

@@ -16,7 +16,6 @@ from jaxstrategy._src.tracing import recompilation, roles as _roles
 from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.checks.step_checks import check
 from jaxstrategy._src.tracing.checks.varying_results import Returned, Unstated
-from jaxstrategy._src.tracing.executable import InputLayout, NotTraced, Retraced
 from jaxstrategy._src.tracing.functions import code
 from jaxstrategy._src.tracing.functions.weak_references import (
     weak_function,
@@ -32,7 +31,7 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
     require_objects,
 )
 from jaxstrategy._src.tracing.nnx.objects import CallerObjects, ObjectStructure
-from jaxstrategy._src.tracing.program import Program
+from jaxstrategy._src.tracing.program import InputLayout, NotTraced, Program, Retraced
 from jaxstrategy._src.tracing.roles import Role, Signature, are_live_arrays
 from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.step_agreement import AgreedPreparation, StepAgreement
