@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
 
 from jaxstrategy._src import errors
@@ -47,14 +46,10 @@ class FunctionKey(NamedTuple):
         return not (self.tokens and isinstance(self.tokens[0], _Unshared))
 
     @property
-    def identities(self) -> list[Identity]:
-        """The objects without which no function can have this key any more."""
-        return [token for token in self.tokens if isinstance(token, Identity)]
-
-    @property
     def is_gone(self) -> bool:
-        """Whether one of these died."""
-        return any(identity.is_gone for identity in self.identities)
+        """Whether an object died without which no function can have this key."""
+        tokens = (self.code, *self.tokens)
+        return any(token.is_gone for token in tokens if isinstance(token, Identity))
 
 
 class _Unshared(Identity):
@@ -65,8 +60,8 @@ class _Unshared(Identity):
 class FunctionCache:
     """All programs of a strategy: functions with equal keys share theirs.
 
-    The programs of functions that died stay, a few for each code, as long as the code:
-    the function around them may define them anew.
+    The programs of functions that died stay, a few for each code, until another is made
+    after their code died: the function around them may define them anew.
     """
 
     def __init__(
@@ -81,7 +76,6 @@ class FunctionCache:
         self._functions: dict[Hashable, CachedFunction] = {}
         self._histories: dict[int, recompilation.History] = {}
         self._table: dict[FunctionKey, ProgramCache] = {}
-        self._codes: set[int] = set()
         # The captured values that a trace mutates, as indices into its references.
         self._mutated: dict[FunctionKey, tuple[int, ...]] = {}
         # Functions that need the values of captured arrays in Python, by their code.
@@ -99,9 +93,8 @@ class FunctionCache:
 
     def _on_death(self, key: Hashable, *_: object) -> None:
         function = self._functions.pop(key, None)
-        programs = None if function is None else function.unshared_programs
-        if programs is not None and not programs.is_in_use:
-            self._drop([k for k, v in self._table.items() if v is programs])
+        if function is not None and not function.is_shared:
+            self._purge()
 
     def programs(
         self, key: FunctionKey, fn: Function, references: References | None
@@ -120,18 +113,8 @@ class FunctionCache:
             recompilation.Calls(references),
             frozen=self._frozen,
         )
-        self._make_room(key)
-        if (known := self._table.setdefault(key, made)) is not made:
-            return known  # another thread's
-        if key.is_shared:
-            drop = weak_method(self, FunctionCache._drop_gone)
-            made.watched_captures = [each.watch(drop) for each in key.identities]
-        code = _code.code_of(fn)
-        if code is not None and id(code) not in self._codes:
-            self._codes.add(id(code))
-            drop_code = weak_method(self, FunctionCache._drop_code, id(code))
-            weakref.finalize(code, drop_code)
-        return made
+        self._purge(key.code)
+        return self._table.setdefault(key, made)  # or another thread's
 
     def share_mutating(
         self,
@@ -155,32 +138,15 @@ class FunctionCache:
     def unshare(self, key: FunctionKey, programs: ProgramCache) -> None:
         """Lets no other function use these programs by this key."""
         if self._table.get(key) is programs:
-            self._drop([key])
+            del self._table[key]
 
-    def _make_room(self, key: FunctionKey) -> None:
-        """Drops keys that cannot come back, and old ones of the same code."""
-        self._drop_gone()
-        unused = [
-            k
-            for k, programs in self._table.items()
-            if k.code == key.code and not programs.is_in_use
-        ]
-        self._drop(unused[: max(0, len(unused) - _MAX_UNUSED_KEYS + 1)])
-
-    def _drop_gone(self, *_: object) -> None:
-        """Drops keys with an object that died."""
+    def _purge(self, code: Identity | None = None) -> None:
+        """Drops programs that no function can use any more, and old ones of `code`."""
         items = list(self._table.items())
-        self._drop([k for k, each in items if k.is_gone and not each.is_in_use])
-
-    def _drop_code(self, code: int) -> None:
-        """Drops the programs of a code that died."""
-        self._codes.discard(code)
-        self._drop([k for k in list(self._table) if k.code.is_gone])
-        for key in [k for k in list(self._mutated) if k.code.is_gone]:
-            self._mutated.pop(key, None)
-
-    def _drop(self, keys: Iterable[FunctionKey]) -> None:
-        for key in keys:
+        unused = [key for key, programs in items if not programs.is_in_use]
+        gone = [key for key in unused if key.is_gone]
+        old = [key for key in unused if key.code == code and not key.is_gone]
+        for key in (*gone, *old[: max(0, len(old) - _MAX_UNUSED_KEYS + 1)]):
             self._table.pop(key, None)
 
 
@@ -257,10 +223,9 @@ class CachedFunction:
         return programs.bound(fn, objects, self._captured)
 
     @property
-    def unshared_programs(self) -> ProgramCache | None:
-        """Its programs if no other function can use them."""
-        is_shared = self._key is None or self._key.is_shared
-        return None if is_shared else self._programs
+    def is_shared(self) -> bool:
+        """Whether another function can use its programs."""
+        return self._key is None or self._key.is_shared
 
     @property
     def _fn(self) -> Function:
@@ -392,7 +357,7 @@ class CachedFunction:
         if self._programs is not programs:
             return
         self._take_snapshot(fn)
-        if self._key is None or not self._key.is_shared:
+        if self._key is None or not self.is_shared:
             return
         references = rebinding.references(fn)
         key = self._key_of(fn, references)[1]

@@ -71,16 +71,6 @@ class Identity:
     def __hash__(self) -> int:
         return self._id
 
-    def watch(
-        self, on_death: Callable[[weakref.ref[object]], object]
-    ) -> weakref.ref[object] | None:
-        """A reference that calls `on_death`, as long as it is kept."""
-        value = self.get()
-        try:
-            return None if value is None else weakref.ref(value, on_death)
-        except TypeError:
-            return None
-
     @property
     def is_gone(self) -> bool:
         """Whether the object died."""
