@@ -421,13 +421,10 @@ def test_a_smaller_state_is_told_what_is_wrong_and_not_what_is_besides(tmp_path)
         "  missing in the checkpoint: `c`",
         "  only in the checkpoint: 6 values",
     ]
-    with (
-        CheckpointManager(tmp_path) as manager,
-        pytest.raises(MismatchError) as raised,
-    ):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(MismatchError) as raised:
         manager.restore({"a": jnp.zeros((3, 2)), "c": 1}, partial=True)
     assert str(raised.value).splitlines()[1:] == [
-        "  `a` is float32[2,3] in the checkpoint, and float32[3,2] was wanted",
+        "  `a` is float32[2,3] in the checkpoint, and float32[3,2] was wanted"
     ]
 
 

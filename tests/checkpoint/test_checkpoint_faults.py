@@ -268,9 +268,7 @@ def test_what_cannot_be_deleted_is_told(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path, keep=1) as manager:
         monkeypatch.setattr(shutil, "rmtree", refuse)
         manager.save(2, state_of(2))
-        with pytest.raises(
-            CheckpointError, match="2 is written, but an older one coul"
-        ):
+        with pytest.raises(CheckpointError, match="2 is written, but an older one cou"):
             manager.wait()
         monkeypatch.undo()
         assert is_state_of(manager.restore(state_of(0)), 2)

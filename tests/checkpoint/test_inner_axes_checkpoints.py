@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from helpers.cases import each_of
 from helpers.cores import COLUMNS, cored, drawn, lies, over
-from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
@@ -73,18 +72,6 @@ def test_any_strategy_reads_it(written, name):
         assert after[key].is_equivalent_to(where, np.ndim(restored[key])), key
     keys = jax.random.split(jax.random.key(1), 4)
     assert (restored["key"] == keys).all()
-
-
-def test_versions_over_the_cores_come_back_so(tmp_path):
-    strategy = cored()
-    stacked = drawn(4, 3, 8)
-    value = js.PerReplica(over(strategy, stacked, "replica", None, "core"))
-    target = js.PerReplica(over(strategy, 0 * stacked, "replica", None, "core"))
-    with CheckpointManager(tmp_path, strategy) as manager:
-        manager.save(1, {"x": value})
-        restored = manager.restore({"x": target})["x"]
-    assert lies(restored) == P("replica", None, "core")
-    np.testing.assert_array_equal(restored.stacked, stacked)
 
 
 def test_assignments_after_a_save_are_undone(tmp_path):

@@ -74,9 +74,7 @@ def test_each_pipeline_is_looked_at(two):
     next(iterator), next(iterator)
     state = iterator.get_state()
     for sources in ((other, other), (one, one)):
-        with pytest.raises(
-            ValueError, match="of this dataset is another one than it w"
-        ):
+        with pytest.raises(ValueError, match="of this dataset is another one than it"):
             iter(dataset(*sources)).set_state(state)
     iter(dataset(one, other)).set_state(state)
 
@@ -136,9 +134,7 @@ def test_empty_batches_have_no_real_rows(two):
     for batches in ([some, none, none, some], [none, some, some, none, none, none]):
         found = [rows for step in read(two, batches) for rows in step]
         assert found == [batch.tolist() for batch in batches]
-    with pytest.raises(
-        ValueError, match="Batch 0 has no rows, and it is the first, so"
-    ):
+    with pytest.raises(ValueError, match="Batch 0 has no rows, and it is the first, s"):
         list(read(two, [none, none, some, some]))
 
 

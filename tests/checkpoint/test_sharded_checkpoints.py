@@ -7,7 +7,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from helpers.cases import each_of
 
 import jaxstrategy as js
@@ -153,23 +152,6 @@ def test_a_state_says_where_it_is_to_lie(folder):
             "params": jax.tree.map(jnp.asarray, state_of(9)["params"]),
         }
         assert divided(restored(folder, like, None, 0)) == MOMENTS | PARAMETERS
-
-
-def test_the_first_state_lies_as_a_restored_one(tmp_path):
-    strategy = sharded(4, "optimizer")
-
-    def init():
-        params = {"w": jnp.ones((8, 4))}
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
-
-    moments = {".opt_state[0].mu['w']", ".opt_state[0].nu['w']"}
-    with CheckpointManager(tmp_path, strategy) as manager:
-        state, step = manager.restore_or_init(init)
-        assert step == 0 and divided(state) == moments
-        manager.save(1, state)
-    with CheckpointManager(tmp_path, strategy) as manager:
-        state, step = manager.restore_or_init(init)
-        assert step == 1 and divided(state) == moments
 
 
 class Net(nnx.Module):

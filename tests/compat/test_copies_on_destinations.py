@@ -56,27 +56,6 @@ def test_a_value_is_copied_to_each_device(strategy):
     assert v + on_replicas == v.numpy() + 3 and isinstance(on_replicas, js.Mirrored)
 
 
-def test_while_a_step_is_traced_the_value_is_on_all_replicas(two):
-    strategy = two
-    v = variable(strategy, 5.0)
-
-    def merge(s, x):
-        total = s.extended.copy_to(s.reduce("sum", x), v)
-        return (
-            total,
-            s.extended.copy_to(v, "CPU:0"),
-            s.extended.copy_to("text", "CPU:0"),
-        )
-
-    def step(x):
-        return js.get_replica_context().merge_call(merge, (x,))
-
-    n = strategy.num_replicas_in_sync
-    total, value, text = strategy.run(step, (ids(strategy),))
-    assert (total, value, text) == (n * (n - 1) / 2, 5.0, "text")
-    assert isinstance(total, js.Mirrored)
-
-
 def test_the_default_strategy_copies():
     copy_to = js.get_strategy().extended.copy_to
     assert on(copy_to(2.0, "CPU:3")) == {jax.devices()[3]}

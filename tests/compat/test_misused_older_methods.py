@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxstrategy as js
 from jaxstrategy.compat import contrib, v1
 
 
@@ -21,23 +20,8 @@ def test_a_value_that_differs_between_towers_is_no_copy():
             value = d.call_for_each_tower(
                 lambda: contrib.get_tower_context().tower_id + jnp.zeros(2)
             )
-            with pytest.raises(
-                TypeError, match=rf"`{method}` was given a PerDevice, .*red"
-            ):
+            with pytest.raises(TypeError, match=rf"`{method}` was given a PerDevice,"):
                 getattr(d, method)(value, jax.devices()[0])
-
-
-def test_what_cannot_be_called_changes_nothing():
-    for method in ["update", "update_on", "update_non_slot"]:
-        s, _ = strategies()
-        with s.scope():
-            v = js.Variable(1.0)
-        extended = s.extended if method == "update_non_slot" else s.core.extended
-        place = v if method == "update" else s.extended.parameter_devices
-        message = rf"`extended\.{method}` was given None, which cannot be called"
-        with pytest.raises(TypeError, match=message):
-            getattr(extended, method)(place, None)
-        assert v == 1.0
 
 
 def test_a_variable_of_a_negative_size_is_refused():

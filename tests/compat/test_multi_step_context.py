@@ -45,24 +45,6 @@ def outputs(strategy, context):
     return float(found["sum"]), float(found["mean"]), raw
 
 
-@pytest.mark.parametrize(
-    "kind, n, iterations, wanted",
-    [
-        ("mirrored", 4, 4, (54, 13.5, [12, 13, 14, 15])),
-        ("default", 1, 2, (22, 22, [22])),
-    ],
-)
-def test_outputs_are_those_of_the_last_step(kind, n, iterations, wanted):
-    strategy = of_kind(kind, n)
-    fn = setting_sums(strategy)
-    context = run_steps(strategy, fn, numbers(strategy), iterations)
-    assert isinstance(context, v1.MultiStepContext)
-    assert outputs(strategy, context) == wanted
-    assert context.run_op is None
-    is_plain = isinstance(context.last_step_outputs["raw"], jax.Array)
-    assert is_plain == (n == 1)
-
-
 def test_one_step_by_default_and_those_before_the_end_are_taken():
     strategy = of_kind("mirrored", 2)
     iterator, taken = numbers(strategy, rows=8), []

@@ -1,8 +1,5 @@
 """Names of one generation, asked of another: the error says what it is called there."""
 
-import subprocess
-import sys
-
 import jax
 import pytest
 
@@ -21,9 +18,7 @@ def test_strategies_of_tensorflow_1():
         ("update_non_slot", "extended.update_non_slot"),
         ("num_towers", "num_replicas_in_sync"),
     ]:
-        with pytest.raises(
-            AttributeError, match=f"; in this generation it is `{here}`"
-        ):
+        with pytest.raises(AttributeError, match=f"; in this generation it is `{here}"):
             getattr(v1.MirroredStrategy(TWO), name)
 
 
@@ -41,9 +36,7 @@ def test_strategies_of_2018():
 def test_contexts_and_extended():
     with pytest.raises(AttributeError, match="in this generation it is `tower_id`"):
         contrib.get_tower_context().replica_id_in_sync_group  # noqa: B018
-    with pytest.raises(
-        AttributeError, match=r"'TowerContext' .* attribute 'nothing'\.$"
-    ):
+    with pytest.raises(AttributeError, match=r"Context' .* attribute 'nothing'\.$"):
         contrib.get_tower_context().nothing  # noqa: B018
     with pytest.raises(AttributeError, match="it is `replica_id_in_sync_group`"):
         v1.get_replica_context().tower_id  # noqa: B018
@@ -76,20 +69,3 @@ def check_arguments_of_merge_call_are_a_tuple(strategy):
 def test_arguments_of_merge_call_are_a_tuple():
     for strategy in [js, v1]:
         check_arguments_of_merge_call_are_a_tuple(strategy)
-
-
-def test_a_strategy_of_today_has_its_class_before_that_was_asked_for():
-    """Names are imported when they are asked for, classes of strategies are not."""
-    code = """
-import jaxstrategy as js
-from jaxstrategy.compat import contrib, v1
-core = js.MirroredStrategy(js.simulate(2))
-print(repr(contrib.DistributionStrategy.over(core)), repr(v1.Strategy.over(core)))
-print(type(contrib.get_distribution_strategy()).__name__, type(v1.get_strategy()))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
-    )
-    assert "compat.contrib.MirroredStrategy(2 replicas" in done.stdout, done.stderr
-    assert "compat.v1.MirroredStrategy(2 replicas" in done.stdout
-    assert "DefaultDistributionStrategy" in done.stdout

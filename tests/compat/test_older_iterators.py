@@ -5,11 +5,7 @@ Expected values were measured with TensorFlow 2.21 (`tf.compat.v1.distribute`).
 
 import numpy as np
 import pytest
-from helpers.older import (
-    each_kind,
-    of_kind,
-    versions,
-)
+from helpers.older import each_kind, of_kind, versions
 
 import jaxstrategy as js
 from jaxstrategy.compat import v1
@@ -40,19 +36,6 @@ def test_each_call_takes_a_batch(kind, n):
     for _ in range(2):
         with pytest.raises(js.OutOfRangeError, match=r"The end of the data\."):
             strategy.experimental_run(lambda x: 10 * x, iterator)
-
-
-def test_a_pass_begins_again():
-    n = 2
-    strategy = of_kind("mirrored", n)
-    iterator = strategy.make_dataset_iterator(ranged(8, 4))
-    wanted = parts(8, n)
-    assert iterator.initialize() == []  # nothing was read yet
-    assert versions(strategy, iterator.get_next()) == wanted[0]
-    assert iterator.initialize() == []
-    assert [versions(strategy, batch) for batch in iterator] == wanted
-    assert iterator.initializer == []
-    assert versions(strategy, next(iterator)) == wanted[0]
 
 
 def test_datasets_make_iterators():

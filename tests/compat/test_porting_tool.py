@@ -35,47 +35,6 @@ def texts(done, decide=True):
     return " | ".join(f.text for f in done.findings if f.decide is decide)
 
 
-def test_a_program_of_tensorflow_2():
-    done = becomes(
-        '''
-        """Train."""
-        import numpy as np
-        import tensorflow as tf  # the framework
-
-        strategy = tf.distribute.MirroredStrategy(["GPU:0", "GPU:1"])  # two
-        with strategy.scope():
-            v = tf.Variable(
-                1.0,
-                aggregation=tf.VariableAggregation.SUM,  # summed
-            )
-
-
-        def step(x):
-            context = tf.distribute.get_replica_context()
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, x)
-        ''',
-        '''
-        """Train."""
-        import numpy as np
-        import jaxstrategy as js
-
-        strategy = js.MirroredStrategy(["GPU:0", "GPU:1"])  # two
-        with strategy.scope():
-            v = js.Variable(
-                1.0,
-                aggregation=js.VariableAggregation.SUM,  # summed
-            )
-
-
-        def step(x):
-            context = js.get_replica_context()
-            return context.all_reduce(js.ReduceOp.SUM, x)
-        ''',
-    )
-    assert done.generation is Generation.TF2
-    assert told(done) == set()
-
-
 # Lines of one import each, what uses it, and both afterwards.
 IMPORTS = {
     "module": (

@@ -26,10 +26,7 @@ def ones():
 
 @pytest.mark.parametrize(
     "name, iterations, wanted",
-    [
-        ("mirrored-2", 2, [0.36, 0.5904, 0.737856]),
-        ("default", 1, [0.1, 0.19, 0.271]),
-    ],
+    [("mirrored-2", 2, [0.36, 0.5904, 0.737856]), ("default", 1, [0.1, 0.19, 0.271])],
 )
 def test_gradients_are_summed(name, iterations, wanted):
     d = contrib.get_distribution_strategy() if name == "default" else mirrored(2)

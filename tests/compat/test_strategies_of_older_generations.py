@@ -38,47 +38,6 @@ def manager(face, folder):
     assert state["w"].devices() == set(face.core.devices)
 
 
-def preemption(face, folder):
-    with face.core.scope():
-        count = js.Variable(0)
-    handler = js.experimental.PreemptionCheckpointHandler(
-        None, count, str(folder), state=None, strategy=face
-    )
-    with handler.watch_preemption_scope():
-        assert js.get_strategy() is face.core
-        face.core.run(lambda: count.assign_add(1))
-    assert handler.total_run_calls == 1
-    handler.close()
-
-
-def own_copies(face, folder):
-    copies = js.optax.own_copies({"w": np.ones(2, np.float32)}, strategy=face)
-    assert isinstance(copies["w"], js.PerReplica) and copies["w"].stacked.shape == (
-        2,
-        2,
-    )
-
-
-def check_chain(face, folder):
-    chain = optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1))
-    js.optax.check_chain(chain, np.ones(2, np.float32), strategy=face)
-
-
-def training_loop(face, folder):
-    rows = js.batches(np.arange(4.0, dtype=np.float32), 4)
-    dataset = face.core.experimental_distribute_dataset(rows)
-    loop = js.training.training_loop(
-        dataset, 0.0, steps=1, checkpoint=folder, strategy=face, progress=False
-    )
-    step = face.core.run(
-        lambda total, x: total + js.get_replica_context().all_reduce("sum", x.sum())
-    )
-    with loop:
-        for _, batch in loop:
-            loop.state = step(loop.state, batch)
-    assert loop.state == 6.0
-
-
 def coordinator(face, folder):
     core = js.ParameterServerStrategy(workers=1, backend="threads")
     face = v1.Strategy.over(core)
@@ -101,10 +60,6 @@ CASES = {
     "experimental_set_strategy": set_strategy,
     "ReplicaContext": replica_context,
     "checkpoint.CheckpointManager": manager,
-    "experimental.PreemptionCheckpointHandler": preemption,
-    "optax.own_copies": own_copies,
-    "optax.check_chain": check_chain,
-    "training_loop": training_loop,
     "coordinator.ClusterCoordinator": coordinator,
     "keras.distribution": keras_distribution,
 }
@@ -126,7 +81,5 @@ def test_what_is_no_strategy_is_refused(tmp_path):
             None, {}, str(tmp_path), strategy=3.0
         ),
     ]:
-        with pytest.raises(
-            TypeError, match="`strategy` was 3.0; a strategy was wanted"
-        ):
+        with pytest.raises(TypeError, match="`strategy` was 3.0; a strategy was wante"):
             call()

@@ -5,13 +5,12 @@ Expected values are those of TensorFlow's tests of its time, or follow from thes
 
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.towers import mirrored, unwrapped
 
 import jaxstrategy as js
-from jaxstrategy.compat import contrib, v1
+from jaxstrategy.compat import contrib
 
 SUM, MEAN = contrib.VariableAggregation.SUM, contrib.VariableAggregation.MEAN
 
@@ -95,18 +94,3 @@ def test_aggregations_without_meaning():
                 lambda context, x, step=step: d.call_for_each_tower(step, context, x),
                 elements(d),
             )
-
-
-def test_generations_may_be_mixed():
-    d = mirrored(2)
-    newer = v1.Strategy.over(d.core)
-    iterator = newer.make_dataset_iterator(js.batches(np.arange(8.0), 4))
-
-    def step(context, x):
-        context.set_last_step_output("sum", jnp.sum(x), aggregation=SUM)
-
-    with d.scope():
-        context = d.run_steps_on_dataset(
-            lambda context, x: newer.run(step, (context, x)), iterator, 2
-        )
-    assert float(context.last_step_outputs["sum"]) == 22

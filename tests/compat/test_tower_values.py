@@ -161,9 +161,8 @@ def test_names_that_are_not_here_say_what_to_use():
         ("run_standard_tensorflow_server", "Server"),
         ("get_replica_context", "get_tower_context"),
     ]:
-        with pytest.raises(
-            AttributeError, match=f"{name}.*, which TensorFlow has.*{advice}"
-        ):
+        told = f"{name}.*, which TensorFlow has.*{advice}"
+        with pytest.raises(AttributeError, match=told):
             getattr(contrib, name)
 
 

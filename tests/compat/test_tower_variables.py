@@ -41,13 +41,9 @@ def test_arguments_that_differ_between_towers_are_refused(d):
             v = js.Variable(1.0)
             where = v if method == "update" else d.non_slot_devices([v])
             for args, named in [((ids(d.core),), {}), ((), {"g": {"x": ids(d.core)}})]:
-                with pytest.raises(
-                    TypeError, match=f"`{method}` was given a PerDevice"
-                ):
+                with pytest.raises(TypeError, match=f"`{method}` was given a PerDevic"):
                     getattr(d, method)(where, lambda *_, **__: None, *args, **named)
-            with pytest.raises(
-                TypeError, match=f"`{method}` was given 3, which cannot"
-            ):
+            with pytest.raises(TypeError, match=f"`{method}` was given 3, which canno"):
                 getattr(d, method)(where, 3)
 
 

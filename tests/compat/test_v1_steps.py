@@ -2,12 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.first_generation import (
-    each,
-    mirrored,
-    of_each_kind,
-    replica_id,
-)
+from helpers.first_generation import each, mirrored, of_each_kind, replica_id
 
 import jaxstrategy as js
 from jaxstrategy.compat import v1
@@ -45,9 +40,7 @@ def test_calls_that_are_refused_name_the_method():
         pytest.raises(RuntimeError, match="Mixing different Strategy objects"),
     ):
         call(lambda: 0)
-    with pytest.raises(
-        RuntimeError, match="`strategy.extended.call_for_each_replica` was called insi"
-    ):
+    with pytest.raises(RuntimeError, match="`strategy.extended.call_for_each_replica`"):
         s.run(lambda: call(lambda: 0))
     with pytest.raises(TypeError, match="`extended.call_for_each_replica` was given 3"):
         call(3)
@@ -83,29 +76,6 @@ def test_a_merge_function_is_given_the_strategy(make):
         return context.merge_call(merge_fn, args=(x, "y"), kwargs={"k": 5})
 
     assert s.run(step) == 5
-
-
-class OwnError(Exception):
-    pass
-
-
-def fail(*_):
-    raise OwnError
-
-
-@pytest.mark.parametrize("make", [mirrored, v1.get_strategy])
-def test_exceptions_come_out_as_themselves(make):
-    s = make()
-    call = s.extended.call_for_each_replica
-    for step in [
-        fail,
-        lambda: merge(fail),
-        lambda: merge(lambda s: s.extended.call_for_each_replica(fail)),
-        lambda: merge(lambda s: s.extended.call_for_each_replica(lambda: merge(fail))),
-    ]:
-        with pytest.raises(OwnError):
-            call(step)
-        assert not v1.has_strategy() and not v1.in_cross_replica_context()
 
 
 # Where Python values differ between replicas in TensorFlow.

@@ -1,13 +1,9 @@
 """Updates of `compat.v1`: numbers of TensorFlow 2.21."""
 
 import pytest
-from helpers.first_generation import (
-    mirrored,
-    replica_id,
-)
+from helpers.first_generation import mirrored, replica_id
 
 import jaxstrategy as js
-from jaxstrategy.compat import v1
 
 
 def variable(s, value, **options):
@@ -18,40 +14,20 @@ def variable(s, value, **options):
 # update_non_slot.
 
 
-def test_update_non_slot_of_the_default_strategy():
-    s = v1.get_strategy()
-    v = js.Variable(1.0, name="v")
-    place = s.extended.non_slot_devices([v])
-    assert place is v
-    assert s.extended.update_non_slot(place, lambda a: a, args=(5,), group=False) == (
-        5,
-    )
-    s.extended.update_non_slot(v, lambda: v.assign_add(1.0))
-    assert float(v) == 2
-
-
 def test_updates_that_are_refused():
     s = mirrored()
     v, x = variable(s, 1.0), s.run(lambda: replica_id() + 1.0)
     place = s.extended.non_slot_devices([v])
     update = s.extended.update_non_slot
-    with pytest.raises(
-        ValueError, match="`extended.update_non_slot` was given a PerRe"
-    ):
+    with pytest.raises(ValueError, match="`extended.update_non_slot` was given a PerR"):
         update(place, lambda x: 10 * x, args=(x,))
     with pytest.raises(ValueError, match="`extended.update` was given a PerReplica"):
         s.extended.update(v, lambda v, x: v.assign(x), args=(x,))
-    with pytest.raises(
-        RuntimeError, match="`strategy.extended.update_non_slot` was called inside"
-    ):
+    with pytest.raises(RuntimeError, match="`strategy.extended.update_non_slot` was c"):
         s.run(lambda: update(place, lambda: 0))
-    with pytest.raises(
-        RuntimeError, match="`strategy.extended.update` was called insi"
-    ):
+    with pytest.raises(RuntimeError, match="`strategy.extended.update` was called ins"):
         s.run(lambda: s.extended.update(v, lambda v: 0))
-    with pytest.raises(
-        TypeError, match="`extended.update_non_slot` was given 3, which"
-    ):
+    with pytest.raises(TypeError, match="`extended.update_non_slot` was given 3, whic"):
         update(place, 3)
     with pytest.raises(TypeError, match="`args` was a float; a tuple"):
         update(place, lambda x: x, 3.0)

@@ -4,7 +4,6 @@ import random
 import threading
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -125,23 +124,6 @@ def test_what_runs_ends_before_the_error_comes_and_changes_nothing(cluster, gate
         cluster.schedule(cluster.add)
     cluster.coordinator.join()
     assert cluster.sum() == 4.0 and cluster.starts() == starts
-
-
-def test_only_the_first_of_two_errors_is_ever_raised(cluster, gate):
-    def late(worker):
-        wait(worker)
-        raise KeyError("second")
-
-    wait = gate.wait
-    value = cluster.schedule(cluster.function(lambda: 1.0, late))
-    gate.until_entered()
-    aborted(cluster.schedule(cluster.raising(ValueError("first"))))
-    gate.open.set()
-    with pytest.raises(ValueError, match="first"):
-        cluster.coordinator.join()
-    cluster.coordinator.join()
-    with pytest.raises(KeyError, match="second"):
-        value.fetch()
 
 
 def test_what_is_done_before_an_error_stays_and_what_fails_changes_nothing(cluster):
@@ -442,20 +424,3 @@ def test_a_lost_server_is_an_error_for_ever():
         with pytest.raises(js.errors.ParameterServerLost):
             cluster.total.value()
         assert living.value() == 2.0
-
-
-def test_a_users_error_comes_before_that_of_a_server():
-    with Cluster(2) as cluster:
-        cluster(cluster.add)
-        gate = Gate(cluster)
-        cluster.schedule(gate.fn)
-        gate.until_entered()
-        aborted(cluster.schedule(cluster.raising(ValueError("the user's"))))
-        cluster.backend.kill_server(0)
-        gate.open.set()
-        with pytest.raises(ValueError, match="the user's"):
-            cluster.coordinator.join()
-        # Nobody notices before somebody asks.
-        aborted(cluster.schedule(jax.jit(lambda: cluster.total + 1)))
-        with pytest.raises(js.errors.ParameterServerLost):
-            cluster.coordinator.join()

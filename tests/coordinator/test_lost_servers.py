@@ -81,17 +81,6 @@ def test_all_is_rolled_back_together(training, lost):
     assert training.joined() == []
 
 
-def test_without_a_checkpoint_all_begins_anew(training):
-    assert training.manager.all_steps() == [0]
-    training.schedule(3)
-    training.coordinator.join()
-    training.backend.kill_server(1)
-    training.schedule(2)
-    (told,) = training.joined()
-    assert "rolled back to checkpoint 0: what 3 functions did" in told
-    assert training.totals() == [2] * 3
-
-
 def test_functions_that_run_count_once(training):
     """Some have pushed to the living server already, which was rolled back."""
     values = training.schedule(200)

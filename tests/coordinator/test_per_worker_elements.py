@@ -54,22 +54,6 @@ def test_a_smaller_last_batch_is_not_lost(one):
     assert traces == [(4,), (2,)]
 
 
-def test_elements_of_one_call_may_be_of_several_types(one):
-    traces = []
-    shapes = [3, 3, 5, 3, 3, 1, 5, 5]
-
-    @one.function
-    def step(iterator):
-        first, second = next(iterator), next(iterator)
-        traces.append((first.shape, second.shape))
-        return first.sum(), second.sum()
-
-    iterator = iter(one.create_per_worker_dataset(lambda: map(np.ones, shapes)))
-    found = one.fetch([one.schedule(step, (iterator,)) for _ in range(4)])
-    assert np.ravel(found).tolist() == shapes
-    assert len(traces) <= 5  # the first one, and one for each pair that is new
-
-
 def test_another_structure_is_an_error_of_the_function(one):
     iterator = iter(one.create_per_worker_dataset(lambda: [(1, 2), {"x": 1}]))
     step = one.function(lambda iterator: next(iterator))

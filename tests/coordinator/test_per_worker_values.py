@@ -59,9 +59,7 @@ def test_too_few_are_an_error_of_the_function(three):
     value = js.coordinator.PerWorkerValue(remote(three, 1.0))
     three.join()
     step = three.function(lambda own: (index(), own))
-    with pytest.raises(
-        IndexError, match=r"Worker [12] runs .* PerWorkerValue of 1 val"
-    ):
+    with pytest.raises(IndexError, match=r"Worker [12] runs .* PerWorkerValue of 1 va"):
         until_it_fails(three, step, value)
     three.join()
 

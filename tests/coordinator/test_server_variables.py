@@ -157,18 +157,6 @@ def test_what_is_pushed_is_the_operation():
         assert pushed(strategy, v, step) == expected, number
 
 
-def test_nothing_is_read_that_is_only_added_to():
-    strategy = strategy_of(servers=1)
-    v = variable(strategy, 1.0)
-    (server,) = strategy.server_pool.servers
-    reads = []
-    read = server.read
-    server.read = lambda given: (reads.extend(given), read(given))[1]
-    strategy.run(lambda: (v.assign_add(1.0), None)[1])
-    assert reads == []
-    assert v.numpy() == 2.0
-
-
 def test_other_changes_in_loops_are_refused(strategy):
     v = variable(strategy, 1.0, name="v")
 
@@ -230,17 +218,8 @@ STEPS = [
         ),
         "asks for rows whose numbers depend on rows that it has read",
     ),
-    (
-        lambda t, ids: jax.lax.map(lambda i: embedding_lookup(t, i[None]), ids),
-        None,
-    ),
-    (
-        lambda t, ids: (
-            t.assign_add(jnp.ones((10, 2))),
-            embedding_lookup(t, ids),
-        ),
-        None,
-    ),
+    (lambda t, ids: jax.lax.map(lambda i: embedding_lookup(t, i[None]), ids), None),
+    (lambda t, ids: (t.assign_add(jnp.ones((10, 2))), embedding_lookup(t, ids)), None),
     (
         lambda t, ids: (
             jax.lax.fori_loop(
@@ -276,9 +255,7 @@ def test_what_needs_more_than_rows_is_right_too(strategy):
 
 
 def test_random_keys_in_variables_are_refused(strategy):
-    with pytest.raises(
-        TypeError, match="holds random keys, which parameter servers do"
-    ):
+    with pytest.raises(TypeError, match="holds random keys, which parameter servers d"):
         variable(strategy, jax.random.key(0))
 
 
@@ -317,9 +294,7 @@ def test_replicas_that_differ_are_refused():
 
 def test_a_jitted_function_that_nobody_schedules_is_refused(strategy):
     v = variable(strategy, name="v")
-    with pytest.raises(
-        js.errors.ContextError, match="'v' is on a parameter server, and was u"
-    ):
+    with pytest.raises(js.errors.ContextError, match="'v' is on a parameter server, a"):
         jax.jit(lambda: v + 1)()
 
 

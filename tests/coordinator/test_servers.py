@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.threads import in_threads, until
+from helpers.threads import in_threads
 
 import jaxstrategy as js
 from jaxstrategy._src.parameter_servers.protocol import (
@@ -322,20 +322,6 @@ def test_a_function_pushes_once_and_a_lost_worker_not_at_all(server):
     assert stored.read() == 7
 
 
-def test_functions_in_any_order_count_once(here):
-    stored, add = counted(here)
-    first = next(numbers) + 1000
-    order = np.random.default_rng(0).permutation(300)
-    pushed = 0
-    for function in np.repeat(order, 2):
-        pushed += add(call=CallNumber(first + int(function)))
-    assert pushed == stored.read() == 300
-    # What has ended everywhere is forgotten, and not taken for new.
-    assert add(call=CallNumber(first + 400, finished=first + 350))
-    assert not any(add(call=CallNumber(first + n)) for n in (0, 299, 320, 349))
-    assert add(call=CallNumber(first + 351))
-
-
 def test_a_retry_waits_for_what_is_being_pushed(here):
     """And so does a fence."""
     stored, _ = counted(here)
@@ -447,32 +433,6 @@ def test_updates_are_of_all_that_their_variables_hold_and_in_order(server):
     assert second.read().tolist() == [2, 6, 40]
 
 
-def test_updates_of_any_dtype_and_of_random_keys(here):
-    for name in ("bfloat16", "int4", "float64", "bool", "complex64"):
-        dtype = jnp.dtype(name)
-        with jax.enable_x64(True):
-            program = exported(
-                lambda a, x: jnp.where(a == x, a, x), *[((2,), dtype)] * 2
-            )
-        here.define(name, program)
-        stored = Stored(here, np.array([0, 1]).astype(dtype))
-        stored.push("update", np.array([1, 1]).astype(dtype), program=name)
-        assert_same(stored.read(), np.array([1, 1]).astype(dtype), name)
-
-    def drawn(key, total):
-        key, own = jax.random.split(jax.random.wrap_key_data(key))
-        return jax.random.key_data(key), total + jax.random.uniform(own)
-
-    here.define("drawn", exported(drawn, ((2,), np.uint32), ((), np.float32)))
-    key = jax.random.key(7)
-    stored = Stored(here, np.asarray(jax.random.key_data(key)))
-    total = Stored(here, np.zeros((), np.float32))
-    stored.push("update", program="drawn", others=[total])
-    key, own = jax.random.split(key)
-    np.testing.assert_array_equal(stored.read(), jax.random.key_data(key))
-    assert total.read() == np.float32(jax.random.uniform(own))
-
-
 def test_a_wrong_update_changes_nothing(server):
     first = Stored(server, np.arange(3, dtype=np.float32))
     second = Stored(server, np.zeros(3, np.float32))
@@ -483,21 +443,9 @@ def test_a_wrong_update_changes_nothing(server):
     ones = np.ones(3, np.float32)
     for variables, operands, program, error, text in [
         ([first], (), "none", LookupError, "no update 'none' on this server"),
-        (
-            [number],
-            (),
-            "times",
-            ValueError,
-            r"'times' takes \(float32\[3\]\), not variables \(int32\[\]\) and operands",
-        ),
+        ([number], (), "times", ValueError, r"'times' takes \(float32\[3\]\), not var"),
         ([first, second], (), "times", ValueError, r"'times' takes \(float32\[3\]\)"),
-        (
-            [first],
-            (),
-            "total",
-            ValueError,
-            r"returns \(float32\[\]\), which cannot bec",
-        ),
+        ([first], (), "total", ValueError, r"returns \(float32\[\]\), which cannot be"),
         ([first], (ones,), "other", ValueError, "'other' returns"),
     ]:
         good = ServerOperation("update", (first.number,), (), "times")
@@ -581,17 +529,3 @@ def test_a_job_whose_jax_has_no_cpu(here, monkeypatch):
     Stored(here, ROW)
     with pytest.raises(RuntimeError, match="on a CPU, which JAX_PLATFORMS=cpu leaves"):
         Stored(here, ROW, is_table=True)
-
-
-def test_threads_get_their_own_answers_from_another_process(elsewhere):
-    sizes = [1, 700, 40_000]
-    own = [Stored(elsewhere, np.full(sizes[i % 3], i, np.float32)) for i in range(6)]
-
-    def read(first):
-        for turn in range(40):
-            number = (first + turn) % 6
-            found = own[number].read()
-            assert found.size == sizes[number % 3] and (found == number).all()
-
-    in_threads(*[lambda k=k: read(k) for k in range(6)])
-    until(lambda: own[0].version == 0)

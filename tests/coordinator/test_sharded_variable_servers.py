@@ -7,10 +7,7 @@ import pytest
 from helpers.sharded import slices
 
 import jaxstrategy as js
-from jaxstrategy.experimental import (
-    embedding_lookup,
-    partitioners,
-)
+from jaxstrategy.experimental import embedding_lookup, partitioners
 
 TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
 
@@ -159,22 +156,6 @@ def test_tensorflows_lookup_and_subtraction(coordinator, table, pulled):
     want = TABLE.copy()
     np.subtract.at(want, [0, 4, 4], 1)
     np.testing.assert_array_equal(table.numpy(), want)
-
-
-def test_rows_change_on_the_right_server(coordinator, table, pulled):
-    values = np.array([[2, 3], [4, 5]], np.float32)
-    make = {"add": np.add, "div": np.divide, "update": lambda a, b: b}
-    want = TABLE.copy()
-    for word, change in make.items():
-
-        def step(ids, values, word=word):
-            getattr(table, f"scatter_{word}")(js.IndexedSlices(values, ids))
-
-        run(coordinator, step, np.array([4, 1]), values)
-        assert None not in pulled, word
-        want[[4, 1]] = change(want[[4, 1]], values)
-        np.testing.assert_allclose(table.numpy(), want, rtol=1e-6, err_msg=word)
-        pulled.clear()
 
 
 def test_a_gradient_of_lookups_travels_as_rows(coordinator, table, pulled):

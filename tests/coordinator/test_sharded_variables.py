@@ -126,12 +126,7 @@ WRONG = [
         ValueError,
         "random keys, which stay whole",
     ),
-    (
-        0,
-        {"synchronization": "on_read"},
-        ValueError,
-        "ON_READ, a copy for each replica, and with `sharding` 0",
-    ),
+    (0, {"synchronization": "on_read"}, ValueError, "ON_READ, a copy for each replica"),
     (
         js.StateSharding(min_bytes=0, dimension=lambda path, leaf: 5),
         {},

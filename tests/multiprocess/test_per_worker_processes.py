@@ -108,10 +108,7 @@ def test_datasets_of_the_strategy_are_divided_over_the_workers_devices(two):
 
 @pytest.mark.parametrize(
     "dataset",
-    [
-        [np.float32(7)] * 40,
-        js.batches(np.full((40, 1000), 7, np.float32), 1),
-    ],
+    [[np.float32(7)] * 40, js.batches(np.full((40, 1000), 7, np.float32), 1)],
     ids=["list", "js.batches"],
 )
 def test_a_dataset_itself_is_sent(two, dataset):

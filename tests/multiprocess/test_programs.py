@@ -16,14 +16,7 @@ import numpy as np
 import pytest
 import workers
 from harness import job as started_job
-from workers import (
-    checkpoints,
-    conformance,
-    digits,
-    keras_models,
-    layouts,
-    sharded,
-)
+from workers import checkpoints, conformance, digits, keras_models, layouts, sharded
 from workers.divided_variables import WHOLE, trained, variables
 
 import jaxstrategy as js

@@ -235,10 +235,7 @@ def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
     assert (
         folders["memory10"]
         == folders["memory20"]
-        in (
-            folders["memory00"],
-            folders["memory01"],
-        )
+        in (folders["memory00"], folders["memory01"])
     )
     until(lambda: not any(map(os.path.exists, folders.values())), "their end")
 

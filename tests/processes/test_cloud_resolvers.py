@@ -139,14 +139,6 @@ def test_clients_of_ones_own_are_asked(api):
     told(resolver.cluster_spec, "mine", KeyError)
 
 
-def test_pods_of_one_namespace_can_be_chosen(api):
-    api.pods.append(pod("train-a", "10.0.0.3", namespace="mine"))
-    assert off().cluster_spec().num_tasks("worker") == 3
-    resolver = off(namespace="mine")
-    assert resolver.cluster_spec() == {"worker": ["10.0.0.3:8470"]}
-    assert api.asked[-1][0] == "/api/v1/namespaces/mine/pods"
-
-
 def test_a_pod_finds_itself_by_its_name(within, monkeypatch):
     # It asks with its service account.
     resolver = cr.KubernetesClusterResolver(LABELS, tf_server_port=np.int64(2222))
@@ -366,8 +358,7 @@ def stand_in(instances):
         listInstances=lambda **_: request(listed), listInstances_next=lambda **_: None
     )
     return SimpleNamespace(
-        instanceGroups=lambda: groups,
-        instances=lambda: SimpleNamespace(get=found),
+        instanceGroups=lambda: groups, instances=lambda: SimpleNamespace(get=found)
     )
 
 
@@ -436,17 +427,6 @@ def test_an_instance_finds_itself_by_its_metadata_server(group, monkeypatch):
         text = "task_id is None. This host is none of instance group 'group' in zone"
         told(resolver.process, text, ValueError)
     told(resolver.process, "server does not answer. Give `task_id`.", ValueError)
-
-
-def test_unknown_tasks_of_instances_are_refused(group):
-    resolver = resolver_of(task_id=3)
-    told(resolver.process, "task 3 of 'worker', which ClusterSpec", ValueError)
-    told(resolver.master, "no task 3 in job 'worker'", ValueError)
-    told(lambda: resolver.master("ps", 0), "No such job in cluster: 'ps'", ValueError)
-    told(resolver_of(task_type="trainer").process, "unknown job 'train", ValueError)
-    told(resolver_of(task_type="ps").process, "'ps', which does not", ValueError)
-    resolver.task_id = -1
-    told(resolver.process, "`task_id` was -1; the index of this process", ValueError)
 
 
 def test_instances_that_do_not_run_yet_are_waited_for(group):

@@ -590,9 +590,7 @@ def test_what_sagemaker_cannot_mean_is_refused(sagemaker, monkeypatch):
     for missing in "SM_CURRENT_HOST", "SM_HOSTS":
         monkeypatch.delenv(missing)
         for ask in (resolver.cluster_spec, resolver.process, resolver.master):
-            with pytest.raises(
-                ValueError, match=f"^{missing} is not set, so this is no"
-            ):
+            with pytest.raises(ValueError, match=f"^{missing} is not set, so this is"):
                 ask()
 
 

@@ -149,19 +149,6 @@ def test_a_terminal_shows_ranks_in_colour(start):
         assert shown == ({"[0] 0", "[1] 1"} if no_color else coloured)
 
 
-def test_workers_go_on_when_nobody_reads(start):
-    script = """
-    for i in range(20000):
-        print("a line that fills the pipe", i)
-    write(f"done{rank}")
-    """
-    launched = start("-n 2", script)
-    launched.process.stdout.readline()
-    launched.process.stdout.close()
-    assert launched.process.wait(DEADLINE) == 0
-    launched.pids("done0", "done1")
-
-
 def test_modules_are_run_as_by_python(launch, tmp_path):
     (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
     program = [sys.executable, "-c", ALONE, "-n", "1", "-m", "mine", "--x"]

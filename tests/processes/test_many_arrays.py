@@ -55,29 +55,6 @@ def wide_tree(strategy, count, shapes):
 
 
 @pytest.mark.slow
-def test_wide_trees_have_the_numbers_of_small_ones(monkeypatch):
-    monkeypatch.setattr(cross_replica, "_AT_ONCE", 6)
-    devices = jax.devices()
-    for strategy in (
-        js.MirroredStrategy(devices[:2], replicas_per_device=2),
-        js.MirroredStrategy(devices[:4], logical_axes={"core": 2}),
-        js.MirroredStrategy(
-            devices[:2], cross_device_ops=js.NcclAllReduce(num_packs=2)
-        ),
-    ):
-        tree, rows = wide_tree(strategy, 25, [(2, 3), (4,), (), (5, 1)])
-        for op, reduced in (("sum", np.sum), ("mean", np.mean), ("max", np.max)):
-            total = strategy.reduce(op, tree)
-            assert list(total) == sorted(rows)
-            for name, row in rows.items():
-                assert total[name].dtype == row.dtype
-                rtol = 1e-2 if row.dtype == np.float16 else 1e-5
-                np.testing.assert_allclose(
-                    total[name], reduced(row.astype(np.float64), axis=0), rtol, 1e-2
-                )
-
-
-@pytest.mark.slow
 def test_wide_trees_are_reduced_gathered_and_read_by_few_programs(
     strategy, compilations
 ):
@@ -101,26 +78,6 @@ def test_wide_trees_are_reduced_gathered_and_read_by_few_programs(
             np.testing.assert_array_equal(second[name], row[1])
     assert max(found[900]) <= 2, found
     assert min(found[300]) >= 1, found
-
-
-def test_a_wide_tree_is_gathered_in_parts(strategy, monkeypatch):
-    monkeypatch.setattr(cross_replica, "_AT_ONCE", 3)
-    tree, rows = wide_tree(strategy, 8, [(2, 2), (1, 4)])
-    sizes = []
-    across = CompiledExecutor.across
-
-    def noted(self, function, value):
-        sizes.append(len(value))
-        return across(self, function, value)
-
-    monkeypatch.setattr(CompiledExecutor, "across", noted)
-    joined = strategy.gather(tree, axis=1)
-    for name, row in rows.items():
-        np.testing.assert_array_equal(joined[name], np.concatenate(row, axis=1))
-    assert sum(sizes) == 8 and max(sizes) <= 3
-    tree["x3"] = strategy.per_replica([1.0, 2.0])
-    with pytest.raises(ValueError, match="Scalars cannot be joined along an axis"):
-        strategy.gather(tree)
 
 
 def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkeypatch):

@@ -15,7 +15,6 @@ from jaxstrategy._src.processes import messages
 from jaxstrategy._src.processes.messages import (
     Client,
     LostError,
-    RefusedError,
     RemoteError,
     Server,
     chunks,
@@ -107,28 +106,6 @@ def test_what_is_said_before_the_end_arrives(serve, call):
 
 
 # Strangers
-
-
-def test_another_secret_is_refused_and_gets_nothing(serve, call):
-    server = serve()
-    for word in ("", "another secret of a job"):
-        with pytest.raises(RefusedError, match="has another secret, or is no"):
-            call(server, Secret(word))
-    public, private = zmq.curve_keypair()
-    job = messages.keys(SECRET, b"server")[0]
-    with zmq.Context() as context:
-        for key in (None, public, job):  # the last knows whom it calls, but no more
-            with context.socket(zmq.DEALER) as stranger:
-                stranger.linger = 0
-                if key is not None:
-                    stranger.curve_serverkey = key
-                    stranger.curve_publickey, stranger.curve_secretkey = public, private
-                stranger.connect(f"tcp://{server.address}")
-                with contextlib.suppress(zmq.Again):  # it may be refused already
-                    said = [messages._HEADER.pack(0, 0), b"x"]
-                    stranger.send_multipart(said, zmq.NOBLOCK)
-                assert not stranger.poll(300)
-    assert bytes(call(server).request(b"x")[0]) == b"x" and server.seen == [[b"x"]]
 
 
 def test_bytes_of_strangers_end_their_own_connection_only(serve, call):

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from typing import NamedTuple
@@ -97,14 +95,10 @@ def unstarted():
 
 def test_what_makes_no_server_or_client_is_refused(client):
     for maker in rpc.Server, rpc.Client:
-        with pytest.raises(
-            ValueError, match="Only GRPC backend is supported at the mom"
-        ):
+        with pytest.raises(ValueError, match="Only GRPC backend is supported at the m"):
             maker.create("http", "127.0.0.1:0")
         for count in 0, -1, 1.5:
-            with pytest.raises(
-                ValueError, match=f"`max_message_bytes` was {count}; a w"
-            ):
+            with pytest.raises(ValueError, match=f"`max_message_bytes` was {count}; a"):
                 maker.create("grpc", "127.0.0.1:0", max_message_bytes=count)
     for timeout in -1, float("nan"), "1":
         with pytest.raises(ValueError, match="`timeout_in_ms` was .*; a number of mil"):
@@ -354,24 +348,6 @@ def test_the_bounds_are_configurable():
 # State.
 
 
-def test_a_method_reads_and_changes_variables():
-    count = js.Variable(0.0)
-
-    @jax.jit
-    def add(x):
-        count.assign_add(x)
-        return count.value()
-
-    with rpc.Server.create("grpc", "127.0.0.1:0") as server:
-        server.register("add", add, FLOAT)
-        server.start()
-        with rpc.Client.create("grpc", server.address) as client:
-            assert [client.add_blocking(x) for x in (1.0, 2.0)] == [1, 3]
-            assert count.value() == 3
-            count.assign(10.0)
-            assert client.add_blocking(1.0) == 11
-
-
 def test_methods_with_variables_run_one_after_the_other():
     count = js.Variable(0.0)
     add = jax.jit(lambda x: [count.assign_add(x)][1:])
@@ -487,26 +463,6 @@ def test_a_client_finds_a_server_that_was_started_again():
             client.mul_blocking(2, 3)  # nobody listens
         with started(address):
             assert client.mul_blocking(2, 3) == 6
-
-
-def test_nothing_hinders_the_end_of_a_process():
-    code = """
-import jax, jax.numpy as jnp
-import jaxstrategy as js
-rpc = js.experimental.rpc
-server = rpc.Server.create("grpc", "127.0.0.1:0")
-server.register("double", jax.jit(lambda x: 2 * x), 1)
-server.start()
-client = rpc.Client.create("grpc", server.address)
-print(client.double_blocking(4))
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
 # Strangers.

@@ -256,11 +256,7 @@ def test_unsynchronized_statistics_are_averaged(four):
         "mean": 0.8 * START["mean"] + 0.2 * x.mean(1).mean(0),
         "var": 0.8 * START["var"] + 0.2 * x.var(1).mean(0),
     }
-    for have in (
-        inside,
-        js.flax.average_statistics(stats),
-        four.reduce("mean", stats),
-    ):
+    for have in (inside, js.flax.average_statistics(stats), four.reduce("mean", stats)):
         assert_close(have, want)
         assert all(isinstance(leaf, js.Mirrored) for leaf in have.values())
     assert js.flax.average_statistics({"mean": 1.0}) == {"mean": 1.0}

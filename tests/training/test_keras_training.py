@@ -87,29 +87,6 @@ def test_evaluation_and_predictions_of_uneven_batches_are_exact(four):
 
 
 @pytest.mark.slow
-def test_callbacks_see_and_change_the_model(four, tmp_path):
-    class Callback(keras.callbacks.Callback):
-        seen = ()
-
-        def on_epoch_end(self, epoch, logs=None):
-            score = self.model.evaluate(ROWS, WANTED, batch_size=8, verbose=0)
-            self.seen = (*self.seen, *score)
-            self.model.optimizer.learning_rate = 1e-3
-
-    want, have = compiled(), in_scope(four)
-    stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0)
-    kept = keras.callbacks.ModelCheckpoint(str(tmp_path / "best.keras"))
-    seen = [Callback(), Callback()]
-    numbers = [
-        fitted(m, epochs=5, callbacks=[c, stop, kept])
-        for m, c in zip((want, have), seen, strict=True)
-    ]
-    assert len(numbers[0]["loss"]) == 2
-    assert_equal_training(*numbers)
-    np.testing.assert_allclose(seen[0].seen, seen[1].seen, rtol=1e-4)
-
-
-@pytest.mark.slow
 def test_a_saved_model_goes_on_elsewhere(four, tmp_path):
     have = in_scope(four)
     fitted(have)

@@ -1,6 +1,5 @@
 """Losses: TensorFlow's numbers, and its traps closed."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,23 +22,6 @@ def test_scaled_regularization_of_tensorflow(four):
         in_run(four, js.training.scale_regularization_loss, x), 0.75
     )
     np.testing.assert_allclose(js.training.scale_regularization_loss(x), 3.0)
-
-
-@each_of("n", [1, 2, 8])
-def test_mean_versus_sum_of_tensorflow(n):
-    strategy = js.MirroredStrategy(jax.devices()[:n])  # MET-13
-    x, y = np.array([2.0, 7.0], np.float32), np.array([6.0, 21.0], np.float32)
-
-    @strategy.run
-    def step(w, x, y):
-        def loss_fn(w):
-            return js.training.compute_average_loss((w * x - y) ** 2)
-
-        return w - 0.001 * js.get_replica_context().all_reduce(
-            "sum", jax.grad(loss_fn)(w)
-        )
-
-    np.testing.assert_allclose(step(2.0, x, y), 2.053, rtol=1e-6)
 
 
 # What is summed, and by what it is divided.

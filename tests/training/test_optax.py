@@ -109,8 +109,7 @@ def test_wrong_arguments_are_refused_at_once():
 
 
 @each_of(
-    "name, arguments",
-    [("all_reduce_gradients", ()), ("apply_if_finite", (None, 1))],
+    "name, arguments", [("all_reduce_gradients", ()), ("apply_if_finite", (None, 1))]
 )
 def test_a_missing_optax_is_named(monkeypatch, name, arguments):
     monkeypatch.setitem(sys.modules, "optax", None)

@@ -125,24 +125,6 @@ def test_that_parameters_become_each_replicas_own_is_told(two):
         list(trained(two, tx, data(2, 1), options=None))
 
 
-def test_parameters_of_16_bits_are_equal_after_synchronization(four):
-    start = np.asarray(np.random.default_rng(0).normal(size=500), jnp.bfloat16)
-    tx = js.optax.outer(optax.sgd(0.05), every=2)
-
-    @four.run(options=MAY_VARY)
-    def step(params, state, goal):
-        updates, state = tx.update(params - goal, state, params)
-        return optax.apply_updates(params, updates), state
-
-    goals = np.random.default_rng(1).normal(size=(4, 500)).astype(jnp.bfloat16)
-    params, state = start, tx.init(start)
-    for _ in range(4):
-        params, state = step(params, state, four.per_replica(goals))
-    assert params.stacked.dtype == state.params.dtype == jnp.bfloat16
-    for own in params.values:
-        np.testing.assert_array_equal(own, state.params)
-
-
 # What each replica has of its own, from the beginning.
 
 
@@ -192,18 +174,6 @@ def test_own_copies_are_of_floating_point_numbers(two):
         js.optax.own_copies(own, strategy=3)
     with pytest.raises(js.errors.ContextError, match="called inside `run`"):
         two.run(lambda w: js.optax.own_copies(w, strategy=two), (1.0,))
-
-
-def test_outside_any_strategy_there_is_one_worker():
-    inner, (x, y) = optax.adam(0.05), data(1, 4)
-    tx, outer = diloco(inner, every=2)
-    params, state = PARAMS, tx.init(PARAMS)
-    for t in range(4):
-        updates, state = tx.update(
-            jax.jit(jax.grad(loss_of))(params, x[t, 0], y[t, 0]), state, params
-        )
-        params = optax.apply_updates(params, updates)
-    assert_close(params, workers(inner, outer, 2, (x, y))[-1])
 
 
 # Refusals.

@@ -91,10 +91,7 @@ def test_the_gradients_of_each_replica_are_those_of_its_layers_in_a_row(stages=4
         assert array.sharding.spec[0] == "stage", name
     # One exchange between neighbours at each tick, forward and backward; a sum brings
     # the results to all stages, another the mean gradient to all replicas.
-    assert counts(text) == {
-        "collective-permute": 2,
-        "all-reduce": 1 + (replicas > 1),
-    }
+    assert counts(text) == {"collective-permute": 2, "all-reduce": 1 + (replicas > 1)}
 
 
 TWO = ["CPU:0", "CPU:1"]

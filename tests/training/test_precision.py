@@ -30,9 +30,7 @@ def test_only_real_floats_are_cast():
 
 @each_of("dtype", ["int32", "complex64"])
 def test_casts_to_other_types_are_refused(dtype):
-    with pytest.raises(
-        TypeError, match=f"`dtype` is {dtype}; a type of floating-point"
-    ):
+    with pytest.raises(TypeError, match=f"`dtype` is {dtype}; a type of floating-poin"):
         js.training.cast_floating({}, dtype)
     with pytest.raises(TypeError, match=r"`dtype` is '\\ud800'; a type of floating"):
         js.training.cast_floating({}, "\ud800")

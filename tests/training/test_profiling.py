@@ -13,12 +13,7 @@ from jaxstrategy import profiling
 from jaxstrategy._src.profiling import links as _links
 from jaxstrategy._src.profiling.profile import StepAnalysis, StepFacts
 from jaxstrategy._src.tracing.explanation.facts import Memory
-from jaxstrategy.profiling import (
-    Comparison,
-    MetricLogger,
-    Profile,
-    compare,
-)
+from jaxstrategy.profiling import Comparison, MetricLogger, Profile, compare
 
 
 class Later(list):
@@ -171,12 +166,7 @@ def test_what_cannot_be_logged_or_written():
         with pytest.raises(error, match=re.escape(words)):
             MetricLogger(Later())(4, metrics)
     for writer, options, error, words in (
-        (
-            3,
-            {},
-            TypeError,
-            r"`writer` was 3; an object with `write_scalars\(step, scal",
-        ),
+        (3, {}, TypeError, r"`writer` was 3; an object with `write_scalars\(step, sca"),
         (Later, {}, TypeError, "a function of a step and a dict of scalars was wanted"),
         (print, {"every": 0}, ValueError, "`every` was 0; 1 or more"),
         (print, {"every": 0.5}, TypeError, "`every` was 0.5; a whole"),

@@ -13,11 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy.checkpoint import (
-    CheckpointError,
-    CheckpointManager,
-    MismatchError,
-)
+from jaxstrategy.checkpoint import CheckpointError, CheckpointManager, MismatchError
 from workers import LAYOUT
 
 ROWS = np.arange(80.0, dtype=np.float32)
