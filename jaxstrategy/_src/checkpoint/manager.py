@@ -474,7 +474,7 @@ class CheckpointManager:
             step = _checked_step(step)
             what = self._what("restore", step)
             if self._memory is not None and step not in self._named(what):
-                if self._memory.latest(what) == step:
+                if self._latest_in_memory(what) == step:
                     found = self._from_memory(state_like, partial, [])
                     if found is not None:
                         return found
@@ -511,23 +511,24 @@ class CheckpointManager:
     ) -> PyTree | None:
         """The state of a snapshot later than checkpoints of these steps."""
         memory, what = self._memory, self._what("restore a snapshot")
-        if memory is None or (step := memory.latest(what)) is None:
-            return None
-        if step <= max(named, default=-1):
+        step = self._latest_in_memory(what)
+        if memory is None or step is None or step <= max(named, default=-1):
             return None
         try:
-            snapshot = memory.find(what)
+            record, read = memory.find(what)
+            where = f"The snapshot of step {step} in memory"
             return self._filled(
-                state_like,
-                snapshot.record,
-                f"The snapshot of step {step} in memory",
-                partial,
-                lambda readings: memory.read(what, snapshot, readings),
-                from_memory=True,
+                state_like, record, where, partial, read, from_memory=True
             )
         except CheckpointError as error:
             user_code.warn(str(error), DamagedCheckpointWarning)
             return None
+
+    def _latest_in_memory(self, what: str) -> int | None:
+        if self._memory is not None:
+            with self._or_without_memory():
+                return self._memory.latest(what)
+        return None
 
     def _named(self, what: str) -> list[int]:
         """Steps for which there is something, good or not, in order."""
@@ -647,8 +648,7 @@ class CheckpointManager:
         state = init() if _is_function(init) else init
         self.wait()
         what = self._what("restore")
-        is_kept = self._memory is not None and self._memory.latest(what) is not None
-        if not is_kept and not self._named(what):
+        if self._latest_in_memory(what) is None and not self._named(what):
             return State(state, self._replicas()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
@@ -681,9 +681,7 @@ class CheckpointManager:
         """
         latest = self._folder.latest()
         found = agreement.agree(self._what("find the latest checkpoint"), latest)[0]
-        kept = None
-        if self._memory is not None:
-            kept = self._memory.latest(self._what("find the latest snapshot"))
+        kept = self._latest_in_memory(self._what("find the latest snapshot"))
         return max((each for each in (found, kept) if each is not None), default=None)
 
     def best_step(self) -> int | None:

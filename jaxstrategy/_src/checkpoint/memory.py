@@ -8,9 +8,9 @@ Files of "own" have pieces that no other host has; the next host copies them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -21,8 +21,8 @@ import shutil
 import socket
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
@@ -40,15 +40,17 @@ from jaxstrategy._src.checkpoint.record import (
 from jaxstrategy._src.checkpoint.state import Array, Reading, State
 from jaxstrategy._src.cluster.resolvers import environment
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of, endpoint
-from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.messages import Client, RemoteError, Request, Server
 from jaxstrategy._src.processes.rendezvous import Json
 from jaxstrategy._src.processes.secret import Secret
 
+Read: TypeAlias = Callable[[Mapping[str, Reading]], dict[str, Array]]
 Index: TypeAlias = tuple[slice, ...]
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """A part of an array: along each axis, where it begins and ends."""
+Pieces: TypeAlias = dict[str, list[tuple[str, Spans, Any]]]
+"""Parts of arrays with their contents, by the kind of file that they go to."""
 
 _CHUNK = 1 << 22  # bytes that a host is asked for at once
 _SECONDS = 60.0  # for an answer
@@ -57,25 +59,6 @@ _MOST_HEADER = 1 << 28  # bytes
 _WHOLE = "whole"  # a file that says that all hosts have their parts
 _SNAPSHOT = re.compile(r"\d{1,19}-[0-9a-f]{8}")
 _FILE = re.compile(r"(\d{1,9})-(all|own)-([0-9a-f]{8})")
-_FAILURES = (OSError, ValueError, RuntimeError, ClusterError)
-
-
-class Piece(NamedTuple):
-    """Where a part of an array is read."""
-
-    spans: Spans
-    file: str
-    offset: int
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """A snapshot, of which this job's hosts have all files together."""
-
-    record: Record
-    pieces: Mapping[str, Sequence[Piece]]
-    holders: Mapping[str, Sequence[str]]  # the hosts of each file
 
 
 @final
@@ -91,9 +74,9 @@ class Snapshots:
     def __init__(self, directory: str, memory: str) -> None:
         name = hashlib.sha256(directory.encode()).hexdigest()
         self._directory = directory
-        self._host, self._folder = memory, os.path.join(memory, name)
+        self._host, self._folder = memory, pathlib.Path(memory, name)
         self._hosts: list[str] = []  # of each process, once they have met
-        self._addresses: list[str] = []
+        self._addresses: list[Any] = []
         self._server: Server | None = None
         self._clients: dict[str, Client] = {}
         self._thread: threading.Thread | None = None
@@ -114,16 +97,7 @@ class Snapshots:
         with written.snapshot(step):
             entries, arrays = written.saved()
             told = [f"`{name}` ({described(e)})" for name, e in entries.items()]
-            reason = None
-            try:
-                os.makedirs(self._folder, 0o700, exist_ok=True)
-            except OSError as error:
-                reason = first_line(error)
-            said = agreement.compare_leaves(what, told, [secrets.token_hex(4), reason])
-            for process, (_, reason) in enumerate(said):
-                if reason is not None:
-                    raise CheckpointError(f"process {process}: {reason}")
-            token = said[0][0]
+            token, *_ = agreement.compare_leaves(what, told, secrets.token_hex(4))
             record = Record(step, entries, metrics, extra)
             pieces = self._pieces(arrays)
         self._last = step
@@ -149,64 +123,73 @@ class Snapshots:
                 f"A snapshot could not be kept: {first_line(failure)}"
             ) from failure
 
-    def _pieces(
-        self, arrays: Mapping[str, Array]
-    ) -> dict[str, list[tuple[str, Spans, np.ndarray]]]:
+    def _pieces(self, arrays: Mapping[str, Array]) -> Pieces:
         """Copies of what this process is to keep, by the kind of file."""
-        rank, found = jax.process_index(), []
-        hosts, number = self._hosts, 0
+        rank, hosts, number = jax.process_index(), self._hosts, 0
+        found: Pieces = {"all": [], "own": []}
         for name, array in arrays.items():
+            # Of arrays of NumPy, that of the first process counts, as on disk.
+            whole: Spans = tuple((0, n) for n in array.shape)
+            parts: Mapping[Spans, Sequence[int]] = {whole: (0,)}
+            local: dict[Spans, Array] = {whole: array}
             if isinstance(array, jax.Array):
                 parts = _partition(array.sharding, array.shape)
-                local = {
-                    _spans(s.index, array.shape): s for s in array.addressable_shards
-                }
-            else:  # of those of NumPy, that of the first process counts, as on disk
-                parts = {tuple((0, n) for n in array.shape): (0,)}
-                local = {}
+                shards = array.addressable_shards
+                local = {_spans(each.index, array.shape): each.data for each in shards}
             for spans, processes in parts.items():
                 number += 1
                 here = [p for p in processes if hosts[p] == self._host]
                 if not here or here[number % len(here)] != rank:
                     continue
-                data = local[spans].data if local else array
-                if isinstance(data, jax.Array):
+                if isinstance(data := local[spans], jax.Array):
                     data.copy_to_host_async()
                 is_own = len({hosts[p] for p in processes}) == 1 < len(set(hosts))
-                found.append(("own" if is_own else "all", name, spans, data))
+                found["own" if is_own else "all"].append((name, spans, data))
         # Copied, because the state may be donated or changed when `save` returns.
-        copied = {"all": [], "own": []}
-        for kind, name, spans, data in found:
-            copied[kind].append((name, spans, np.array(data, order="C")))
-        return copied
+        return {
+            kind: [(name, spans, np.array(data, order="C")) for name, spans, data in of]
+            for kind, of in found.items()
+        }
 
-    def _keep(
-        self,
-        name: str,
-        record: Record,
-        pieces: Mapping[str, list[tuple[str, Spans, np.ndarray]]],
-    ) -> None:
+    def _keep(self, name: str, record: Record, pieces: Pieces) -> None:
         """In the background: write, copy the neighbour's part, delete the last one."""
-        topic = f"snapshot {name} of {self._directory}"
-        folder = os.path.join(self._folder, name)
+        topic, folder = f"snapshot {name} of {self._directory}", self._folder / name
         own = self._local()
 
         def write() -> list[tuple[str, int]]:
-            os.makedirs(folder, 0o700, exist_ok=True)
-            kinds = [kind for kind in pieces if kind == "all" or pieces[kind]]
-            return [self._write(folder, kind, record, pieces[kind]) for kind in kinds]
+            folder.mkdir(0o700, exist_ok=True)
+            written = []
+            for kind, of in pieces.items():
+                if kind == "own" and not of:
+                    continue
+                ends = itertools.accumulate(data.nbytes for *_, data in of)
+                places = [
+                    (name, spans, end - data.nbytes)
+                    for (name, spans, data), end in zip(of, ends, strict=True)
+                ]
+                told = {"record": record.to_json(), "pieces": places}
+                header = json.dumps(told).encode()
+                contents = (data.reshape(-1).view(np.uint8).data for *_, data in of)
+                parts = [len(header).to_bytes(_HEADER, "little"), header, *contents]
+                unnamed = folder / f"{jax.process_index()}-{kind}"
+                written.append((_stored(unnamed, parts).name, sum(map(len, parts))))
+            return written
 
         def copy() -> None:
             hosts = list(dict.fromkeys(self._hosts))
             neighbour = hosts[hosts.index(self._host) - 1]
-            files = [
-                file
-                for host, written in zip(self._hosts, told, strict=True)
-                for file in written
-                if host == neighbour and "-own-" in file[0]
-            ]
+            of_hosts = zip(self._hosts, told, strict=True)
+            files = [f for host, of in of_hosts for f in of if host == neighbour]
+            files = [(file, size) for file, size in files if "-own-" in file]
             for file, size in files[own.index(jax.process_index()) :: len(own)]:
-                self._copy(f"{name}/{file}", size, neighbour)
+                parts = (
+                    self._read(
+                        f"{name}/{file}", at, min(_CHUNK, size - at), [neighbour]
+                    )
+                    for at in range(0, size, _CHUNK)
+                )
+                if _stored(folder / file[:-9], parts).name != file:
+                    raise OSError(f"{file} of a snapshot came with another checksum")
 
         try:
             told = agreement.together(topic, write)
@@ -218,42 +201,12 @@ class Snapshots:
             return
         try:
             if own[0] == jax.process_index():
-                with open(os.path.join(folder, _WHOLE), "xb"):
-                    pass
-                for other in os.listdir(self._folder):
-                    if other != name:
-                        shutil.rmtree(os.path.join(self._folder, other))
+                (folder / _WHOLE).touch()
+                for other in self._folder.iterdir():
+                    if other != folder:
+                        shutil.rmtree(other)
         except OSError as error:
             self._failure = error
-
-    def _write(
-        self,
-        folder: str,
-        kind: str,
-        record: Record,
-        pieces: Sequence[tuple[str, Spans, np.ndarray]],
-    ) -> tuple[str, int]:
-        """The name of a new file, and its size."""
-        at, places = 0, []
-        for name, spans, data in pieces:
-            places.append((name, spans, at))
-            at += data.nbytes
-        header = json.dumps({"record": record.to_json(), "pieces": places}).encode()
-        rank = jax.process_index()
-        unnamed = os.path.join(folder, f"{rank}-{kind}-writing")
-        checksum = 0
-        with open(unnamed, "xb") as file:
-            for part in (
-                len(header).to_bytes(_HEADER, "little"),
-                header,
-                *(data.reshape(-1).view(np.uint8).data for *_, data in pieces),
-            ):
-                file.write(part)
-                checksum = zlib.crc32(part, checksum)
-            size = file.tell()
-        name = f"{rank}-{kind}-{checksum:08x}"
-        os.rename(unnamed, os.path.join(folder, name))
-        return name, size
 
     # Between hosts.
 
@@ -262,28 +215,23 @@ class Snapshots:
         if self._hosts:
             return
         self._hosts = agreement.agree(what, self._host)
-        if len(set(self._hosts)) == 1:
-            return
-        address = why = None
         try:
-            address = self._listen()
-        except _FAILURES as error:
-            why = first_line(error)
-        told = agreement.agree(what, [address, why])
-        for process, (_, reason) in enumerate(told):
-            if reason is not None:
-                raise CheckpointError(f"process {process} cannot send its: {reason}")
-        self._addresses = [each for each, _ in told]
+            self._addresses = agreement.together(what, self._prepare)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(first_line(error)) from error
 
-    def _listen(self) -> str:
-        """The address of this process by which it reaches the coordinator."""
+    def _prepare(self) -> str | None:
+        """Make the folder; where this process answers other hosts, if there are any."""
+        self._folder.mkdir(0o700, exist_ok=True)
+        if len(set(self._hosts)) == 1:
+            return None
         secret = Secret.of_environment()
         host, port = endpoint(os.environ[environment.COORDINATOR])
-        family, kind, *_, reached = socket.getaddrinfo(
+        family, kind, *_, coordinator = socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(reached)  # nothing is sent
+            probe.connect(coordinator)  # nothing is sent
             own = address_of(probe.getsockname()[0], 0)
         _secret.check_address(secret, own)
         self._server = Server(secret, self._answer, address=own, largest=1 << 16)
@@ -295,55 +243,39 @@ class Snapshots:
         snapshot, _, file = path.partition("/")
         if not (_SNAPSHOT.fullmatch(snapshot) and _FILE.fullmatch(file)):
             raise ValueError("that is no file of a snapshot")
-        with open(os.path.join(self._folder, path), "rb") as source:
+        with open(self._folder / path, "rb") as source:
             request.reply(os.pread(source.fileno(), min(size, _CHUNK), offset))
 
-    def _read_into(
-        self, path: str, offset: int, out: np.ndarray, hosts: Sequence[str]
-    ) -> None:
-        """Fill an array of bytes from a file that is on these hosts."""
-        view, filled = memoryview(out), 0
+    def _read(
+        self, path: str, offset: int, size: int, hosts: Sequence[str]
+    ) -> np.ndarray:
+        """Bytes of a file that is on these hosts."""
+        out, filled = np.empty(size, np.uint8), 0
+        view = memoryview(out)
         if self._host in hosts:
-            with open(os.path.join(self._folder, path), "rb", buffering=0) as source:
+            with open(self._folder / path, "rb", buffering=0) as source:
                 source.seek(offset)
-                while filled < len(view) and (n := source.readinto(view[filled:])):
+                while filled < size and (n := source.readinto(view[filled:])):
                     filled += n
         else:
             # The processes of this host ask those of the other one, each another one.
-            there = [
-                a
-                for a, h in zip(self._addresses, self._hosts, strict=True)
-                if h == hosts[0]
-            ]
-            address = there[self._local().index(jax.process_index()) % len(there)]
-            if (client := self._clients.get(address)) is None:
-                client = self._clients[address] = Client(
-                    address, Secret.of_environment(), largest=2 * _CHUNK
-                )
-            while filled < len(view):
-                asked = [path, offset + filled, len(view) - filled]
-                (part,) = client.request(
-                    json.dumps(asked).encode(), timeout_seconds=_SECONDS
-                )
-                if not 0 < len(part) <= len(view) - filled:
+            there = [p for p, host in enumerate(self._hosts) if host == hosts[0]]
+            process = there[self._local().index(jax.process_index()) % len(there)]
+            address = self._addresses[process]
+            if address not in self._clients:
+                secret = Secret.of_environment()
+                self._clients[address] = Client(address, secret, largest=2 * _CHUNK)
+            while filled < size:
+                asked = json.dumps([path, offset + filled, size - filled]).encode()
+                client = self._clients[address]
+                (part,) = client.request(asked, timeout_seconds=_SECONDS)
+                if not 0 < len(part) <= size - filled:
                     break
                 view[filled : filled + len(part)] = part
                 filled += len(part)
-        if filled < len(view):
+        if filled < size:
             raise OSError(f"{path} of a snapshot is cut")
-
-    def _copy(self, path: str, size: int, host: str) -> None:
-        own = os.path.join(self._folder, path)
-        checksum = 0
-        with open(f"{own}-copying", "xb") as file:
-            for offset in range(0, size, _CHUNK):
-                part = np.empty(min(_CHUNK, size - offset), np.uint8)
-                self._read_into(path, offset, part, [host])
-                file.write(part.data)
-                checksum = zlib.crc32(part, checksum)
-        if f"{checksum:08x}" != path[-8:]:
-            raise OSError(f"{path} of a snapshot came with another checksum")
-        os.rename(f"{own}-copying", own)
+        return out
 
     def _local(self) -> list[int]:
         """The processes of this host, in order."""
@@ -356,16 +288,13 @@ class Snapshots:
         return max((step for step, _ in self._kept(what)), default=None)
 
     def _kept(self, what: str) -> dict[tuple[int, str], dict[str, list[str]]]:
-        """The hosts of each file of each snapshot, which has a step and a name."""
+        """The hosts of each file of each snapshot, by its step and its name."""
         self.join()
         self._meet(what)
         own: dict[str, list[str]] = {}
         if self._local()[0] == jax.process_index():
-            with contextlib.suppress(FileNotFoundError):
-                own = {
-                    name: sorted(os.listdir(os.path.join(self._folder, name)))
-                    for name in filter(_SNAPSHOT.fullmatch, os.listdir(self._folder))
-                }
+            for name in filter(_SNAPSHOT.fullmatch, os.listdir(self._folder)):
+                own[name] = sorted(os.listdir(self._folder / name))
         found: dict[tuple[int, str], dict[str, list[str]]] = {}
         for host, said in zip(self._hosts, agreement.agree(what, own), strict=True):
             for name, files in said.items():
@@ -374,124 +303,106 @@ class Snapshots:
                     holders.setdefault(file, []).append(host)
         return {key: files for key, files in found.items() if _WHOLE in files}
 
-    def find(self, what: str) -> Snapshot:
-        """The last one.
+    def find(self, what: str) -> tuple[Record, Read]:
+        """The record of the last one, and what reads arrays of it.
 
         Raises:
           CheckpointError: it is damaged, or was lost with its hosts.
         """
-        (step, name), holders = max(self._kept(what).items())
-        holders = {k: v for k, v in holders.items() if _FILE.fullmatch(k)}
-        own, folder = self._local(), os.path.join(self._folder, name)
-        here = [file for file, hosts in holders.items() if self._host in hosts]
-        here = here[own.index(jax.process_index()) :: len(own)]
-        sums: list[int] = []
-        with self._all_or_none(what, step):
-            sums = checksums(pathlib.Path(folder), here)
-        bad = [
-            f for f, found in zip(here, sums, strict=True) if f"{found:08x}" != f[-8:]
-        ]
+        (step, name), found = max(self._kept(what).items())
+        holders = {f"{name}/{k}": v for k, v in found.items() if _FILE.fullmatch(k)}
         wrong = None
-        for host, files in zip(self._hosts, agreement.agree(what, bad), strict=True):
-            for file in files:
-                wrong = (
-                    f"its file `{file}` has another checksum than when it was written"
-                )
-                holders[file] = [each for each in holders[file] if each != host]
-        holders = {f"{name}/{file}": hosts for file, hosts in holders.items() if hosts}
-        record: Record | None = None
-        pieces: dict[str, dict[Spans, list[Piece]]] = {}
-        with self._all_or_none(what, step):
-            for path, hosts in holders.items():
-                head = np.empty(_HEADER, np.uint8)
-                self._read_into(path, 0, head, hosts)
-                size = int.from_bytes(head.tobytes(), "little")
-                if size > _MOST_HEADER:
-                    raise OSError(f"{path} of a snapshot has no header")
-                body = np.empty(size, np.uint8)
-                self._read_into(path, _HEADER, body, hosts)
-                told = json.loads(body.tobytes())
-                record = Record.from_json(told["record"])
-                for leaf, spans, at in told["pieces"]:
-                    spans: Spans = tuple((begin, end) for begin, end in spans)
-                    piece = Piece(spans, path, _HEADER + size + at)
-                    pieces.setdefault(leaf, {}).setdefault(spans, []).append(piece)
-        lacking = "the record" if record is None else _lacking(record, pieces)
+        with _readable(what, step):
+            for host, damaged in zip(
+                self._hosts,
+                agreement.together(what, lambda: self._damaged(holders)),
+                strict=True,
+            ):
+                for path in damaged:
+                    holders[path].remove(host)
+                    file = path.partition("/")[2]
+                    wrong = f"its file `{file}` has another checksum than when it was"
+                    wrong += " written"
+            record, parts = self._index({k: v for k, v in holders.items() if v}, what)
+        lacking = "the record" if record is None else _lacking(record, parts)
         if record is None or lacking is not None:
             wrong = wrong or f"the hosts that had {lacking} are lost"
             raise CheckpointError(
                 f"The snapshot of step {step} in memory is damaged: {wrong}."
             )
-        # Of pieces that several hosts have, the one of this host if there is one.
-        chosen = {
-            leaf: [
-                max(copies, key=lambda piece: self._host in holders[piece.file])
-                for copies in parts.values()
-            ]
-            for leaf, parts in pieces.items()
-        }
-        return Snapshot(record, chosen, holders)
 
-    @contextlib.contextmanager
-    def _all_or_none(self, what: str, step: int) -> Iterator[None]:
-        """A block that fails in all processes if it does in one."""
-        reason = None
-        try:
-            with agreement.watched(what, busy="reads arrays"):
-                yield
-        except (OSError, RemoteError, Damage, KeyError, TypeError, ValueError) as error:
-            reason = first_line(error)
-        for each in agreement.agree(what, reason):
-            if each is not None:
-                raise CheckpointError(
-                    f"The snapshot of step {step} in memory cannot be read: {each}"
-                )
+        def part(name: str, reading: Reading, index: Index | None) -> np.ndarray:
+            wanted = _spans(index or (), reading.shape)
+            whole = np.empty([e - b for b, e in wanted], reading.dtype)
+            for spans, (_, path, offset) in parts[name].items():
+                common = [
+                    (max(a, c), min(b, d))
+                    for (a, b), (c, d) in zip(spans, wanted, strict=True)
+                ]
+                if any(begin >= end for begin, end in common):
+                    continue
+                shape = [e - b for b, e in spans]
+                size = math.prod(shape) * reading.dtype.itemsize
+                read = self._read(path, offset, size, holders[path])
+                piece = read.view(reading.dtype).reshape(shape)
+                if spans == wanted:
+                    return piece
+                whole[_within(common, wanted)] = piece[_within(common, spans)]
+            return whole
 
-    def read(
-        self, what: str, found: Snapshot, readings: Mapping[str, Reading]
-    ) -> dict[str, Array]:
-        """Arrays by name, each read by each device as far as it holds it."""
-        arrays: dict[str, Array] = {}
-        with self._all_or_none(what, found.record.step):
-            for name, reading in readings.items():
-                part = functools.partial(self._part, found, name, reading)
-                if reading.sharding is None:
-                    arrays[name] = part(tuple(slice(0, n) for n in reading.shape))
-                else:
-                    arrays[name] = jax.make_array_from_callback(
-                        reading.shape, reading.sharding, part, dtype=reading.dtype
+        def read(readings: Mapping[str, Reading]) -> dict[str, Array]:
+            arrays: dict[str, Array] = {}
+
+            def work() -> None:
+                for name, reading in readings.items():
+                    shape, dtype, sharding = reading
+                    of = functools.partial(part, name, reading)
+                    arrays[name] = (
+                        of(tuple(slice(0, n) for n in shape))
+                        if sharding is None
+                        else jax.make_array_from_callback(
+                            shape, sharding, of, dtype=dtype
+                        )
                     )
-        return arrays
 
-    def _part(
-        self, found: Snapshot, name: str, reading: Reading, index: Index | None
-    ) -> np.ndarray:
-        """A part of an array, put together of pieces."""
-        wanted, whole = _spans(index or (), reading.shape), None
-        for spans, file, offset in found.pieces[name]:
-            common = [
-                (max(a, c), min(b, d))
-                for (a, b), (c, d) in zip(spans, wanted, strict=True)
-            ]
-            if any(begin >= end for begin, end in common):
-                continue
-            piece = np.empty([b - a for a, b in spans], reading.dtype)
-            view = piece.reshape(-1).view(np.uint8)
-            self._read_into(file, offset, view, found.holders[file])
-            if spans == wanted:
-                return piece
-            if whole is None:
-                whole = np.empty([b - a for a, b in wanted], reading.dtype)
-            here, there = (
-                tuple(
-                    slice(b - first, e - first)
-                    for (b, e), (first, _) in zip(common, of, strict=True)
-                )
-                for of in (wanted, spans)
-            )
-            whole[here] = piece[there]
-        assert whole is not None, "all of it is there"
-        return whole
+            with _readable(what, step):
+                agreement.together(what, work)
+            return arrays
+
+        return record, read
+
+    def _damaged(self, holders: Mapping[str, Sequence[str]]) -> list[str]:
+        """Of this process's share of the files of its host those that are damaged."""
+        own = self._local()
+        here = [path for path, hosts in holders.items() if self._host in hosts]
+        here = here[own.index(jax.process_index()) :: len(own)]
+        sums = checksums(self._folder, here)
+        return [k for k, v in zip(here, sums, strict=True) if k[-8:] != f"{v:08x}"]
+
+    def _index(
+        self, holders: Mapping[str, Sequence[str]], what: str
+    ) -> tuple[Record | None, dict[str, dict[Spans, tuple[bool, str, int]]]]:
+        """The record, and where each part of each value is, best on this host."""
+        record: Record | None = None
+        parts: dict[str, dict[Spans, tuple[bool, str, int]]] = {}
+
+        def work() -> None:
+            nonlocal record
+            for path, hosts in holders.items():
+                head = self._read(path, 0, _HEADER, hosts)
+                size = int.from_bytes(head.tobytes(), "little")
+                if size > _MOST_HEADER:
+                    raise OSError(f"{path} of a snapshot has no header")
+                told = json.loads(self._read(path, _HEADER, size, hosts).tobytes())
+                record = Record.from_json(told["record"])
+                for name, spans, at in told["pieces"]:
+                    key: Spans = tuple((begin, end) for begin, end in spans)
+                    place = self._host in hosts, path, _HEADER + size + at
+                    of = parts.setdefault(name, {})
+                    of[key] = max(of.get(key, place), place)
+
+        agreement.together(what, work)
+        return record, parts
 
     # The end.
 
@@ -500,7 +411,8 @@ class Snapshots:
         self.join()
         self._meet(what)
         if self._local()[0] == jax.process_index():
-            shutil.rmtree(self._folder, ignore_errors=True)
+            for each in self._folder.iterdir():
+                shutil.rmtree(each, ignore_errors=True)
         self._last = None
         agreement.agree(what, None)  # no process goes on before it is deleted
 
@@ -513,6 +425,34 @@ class Snapshots:
                 client.close()
             if self._server is not None:
                 self._server.close()
+
+
+def _stored(unnamed: pathlib.Path, parts: Iterable[Any]) -> pathlib.Path:
+    """The new file of these bytes, whose name ends with their checksum."""
+    checksum = 0
+    writing = unnamed.with_name(f"{unnamed.name}-writing")
+    with open(writing, "xb") as file:
+        for part in parts:
+            file.write(part)
+            checksum = zlib.crc32(part, checksum)
+    return writing.rename(unnamed.with_name(f"{unnamed.name}-{checksum:08x}"))
+
+
+@contextlib.contextmanager
+def _readable(what: str, step: int) -> Iterator[None]:
+    try:
+        with agreement.watched(what, busy="reads a snapshot"):
+            yield
+    except (OSError, RemoteError, Damage, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The snapshot of step {step} in memory cannot be read: {first_line(error)}"
+        ) from error
+
+
+def _within(common: Sequence[tuple[int, int]], spans: Spans) -> Index:
+    """What is common, as a part of what begins where `spans` does."""
+    pairs = zip(common, spans, strict=True)
+    return tuple(slice(b - first, e - first) for (b, e), (first, _) in pairs)
 
 
 def _spans(index: Index, shape: Sequence[int]) -> Spans:
