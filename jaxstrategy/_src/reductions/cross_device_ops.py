@@ -362,9 +362,9 @@ class Plan:
             # These are equal on all; zeros do not vary to the analysis of a step.
             reduced = iter(self.reduce(op, [x for x in arrays if x.size], axes))
             return [next(reduced) if x.size else jnp.zeros_like(x) for x in arrays]
-        if not row.is_sum:
+        if (across := row.across) is not None:
             return packing.in_packs(
-                lambda x: row.across(x, axes, self.groups), arrays, self.packing
+                lambda x: across(x, axes, self.groups), arrays, self.packing
             )
         members = lax.axis_size(axes) if self.groups is None else len(self.groups[0])
         divisor = members if row.divides else 1

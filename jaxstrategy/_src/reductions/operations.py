@@ -183,19 +183,17 @@ class ReduceOperation:
 
     # Reduces an array over dimensions of its own.
     locally: Callable[[jax.Array, tuple[int, ...]], jax.Array]
-    # The collective over replicas; None where arrays are summed, as a `Plan` says.
-    extreme: Callable[..., jax.Array] | None = None
+    # The collective over replicas, or those of each group, with its derivative; None
+    # where arrays are summed, as a `Plan` says.
+    across: Callable[[jax.Array, Axes, Groups | None], jax.Array] | None = None
     divides: bool = False  # the sum, by the number of what was added
+    # The result if so many replicas have one array.
+    of_equal: Callable[[jax.Array, int], jax.Array] = lambda array, count: array
 
     @property
     def is_sum(self) -> bool:
         """Whether zeros change nothing, so that rows may be left out or weighted."""
-        return self.extreme is None
-
-    def of_equal(self, array: jax.Array, count: int) -> jax.Array:
-        """The result if so many replicas had `array`, of its shape."""
-        adds_up = self.is_sum and not self.divides
-        return array * jnp.asarray(count).astype(array.dtype) if adds_up else array
+        return self.across is None
 
     def prepared(self, array: jax.Array) -> jax.Array:
         """`array` of the dtype that is reduced."""
@@ -203,16 +201,49 @@ class ReduceOperation:
         is_kept = not self.divides or jnp.issubdtype(array.dtype, jnp.inexact)
         return array if is_kept else array.astype(float)
 
-    def across(self, array: jax.Array, axes: Axes, groups: Groups | None) -> jax.Array:
-        """The smallest or largest of the replicas' elements, or of each group's."""
-        return _extreme(array, axes, self.extreme, groups)
+
+# JAX differentiates neither `pmin` nor `pmax` (0.10 and 0.12).
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extreme(
+    array: jax.Array,
+    axes: Axes,
+    groups: Groups | None,
+    collective: Callable[..., jax.Array],
+) -> jax.Array:
+    return collective(array, axes, axis_index_groups=groups)
+
+
+# The analysis of a step knows a reduced value by this function's name.
+@_extreme.defjvp
+def _extreme_jvp(
+    axes: Axes,
+    groups: Groups | None,
+    collective: Callable[..., jax.Array],
+    primals: tuple[jax.Array],
+    tangents: tuple[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    (array,), (tangent,) = primals, tangents
+    extreme = _extreme(array, axes, groups, collective)
+    holds_it = (array == extreme).astype(tangent.dtype)
+
+    def total(of: jax.Array) -> jax.Array:
+        return lax.psum(of, axes, axis_index_groups=groups)
+
+    return extreme, total(holds_it * tangent) / total(holds_it)
 
 
 OPERATIONS: Mapping[ReduceOp, ReduceOperation] = {
-    ReduceOp.SUM: ReduceOperation(lambda x, axes: jnp.sum(x, axes, dtype=x.dtype)),
+    ReduceOp.SUM: ReduceOperation(
+        lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
+        of_equal=lambda x, count: x * jnp.asarray(count).astype(x.dtype),
+    ),
     ReduceOp.MEAN: ReduceOperation(jnp.mean, divides=True),
-    ReduceOp.MIN: ReduceOperation(jnp.min, lax.pmin),
-    ReduceOp.MAX: ReduceOperation(jnp.max, lax.pmax),
+    ReduceOp.MIN: ReduceOperation(
+        jnp.min, lambda x, axes, groups: _extreme(x, axes, groups, lax.pmin)
+    ),
+    ReduceOp.MAX: ReduceOperation(
+        jnp.max, lambda x, axes, groups: _extreme(x, axes, groups, lax.pmax)
+    ),
 }
 
 
@@ -270,36 +301,6 @@ def _dimensions(axis: Sequence[int], rank: int) -> tuple[int, ...]:
     if len(set(positions)) < len(positions):
         raise ValueError(f"`axis` {tuple(axis)} names one dimension more than once.")
     return positions
-
-
-# JAX differentiates neither `pmin` nor `pmax` (0.10 and 0.12).
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _extreme(
-    array: jax.Array,
-    axes: Axes,
-    collective: Callable[..., jax.Array],
-    groups: Groups | None,
-) -> jax.Array:
-    return collective(array, axes, axis_index_groups=groups)
-
-
-# The analysis of a step knows a reduced value by this function's name.
-@_extreme.defjvp
-def _extreme_jvp(
-    axes: Axes,
-    collective: Callable[..., jax.Array],
-    groups: Groups | None,
-    primals: tuple[jax.Array],
-    tangents: tuple[jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    (array,), (tangent,) = primals, tangents
-    extreme = _extreme(array, axes, collective, groups)
-    holds_it = (array == extreme).astype(tangent.dtype)
-
-    def total(of: jax.Array) -> jax.Array:
-        return lax.psum(of, axes, axis_index_groups=groups)
-
-    return extreme, total(holds_it * tangent) / total(holds_it)
 
 
 def checked_axis(axis: int) -> int:
