@@ -9,7 +9,6 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self, final
 
 import jax
@@ -514,8 +513,8 @@ class ClusterCoordinator:
             function_tracing=self._tracings.durations,
             closure_execution=scheduler.executions.durations,
             remote_value_fetch=scheduler.fetches.durations,
-            queued_closures=scheduler.queued,
-            inflight_closures=scheduler.running,
+            queued_closures=scheduler.queue.queued,
+            inflight_closures=len(scheduler.queue.running),
         )
 
     def progress(self, description: str = "", *, console: Console = None) -> LiveTable:
@@ -530,7 +529,9 @@ class ClusterCoordinator:
           console: a `rich.console.Console` to draw on, instead of one on standard
             error.
         """
-        return LiveTable(self._scheduler, description, console)
+        scheduler = self._scheduler
+        counts = lambda: (scheduler.queue.queued, len(scheduler.queue.running))  # noqa: E731
+        return LiveTable(lambda: scheduler.states, counts, description, console)
 
     def close(self) -> None:
         """End the workers, whatever they are doing, and cancel what is queued.
@@ -544,23 +545,18 @@ class ClusterCoordinator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
-            if error is None:
+            if kind is None:
                 self.join()
         finally:
             self.close()
 
     def __repr__(self) -> str:
-        scheduler = self._scheduler
+        queue = self._scheduler.queue
         return (
-            f"<ClusterCoordinator of {len(self.workers)} workers: {scheduler.queued} "
-            f"queued, {scheduler.running} running>"
+            f"<ClusterCoordinator of {len(self.workers)} workers: {queue.queued} "
+            f"queued, {len(queue.running)} running>"
         )
 
     def _refuse_in_function(self, method: str) -> None:

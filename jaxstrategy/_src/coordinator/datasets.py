@@ -310,6 +310,22 @@ class PerWorkerDataset:
         return found
 
 
+def _not_here(method: str) -> Any:
+    def refuse(self: object) -> NoReturn:
+        """None: the iterators are on the workers.
+
+        Raises:
+          NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"`{method}` of a per-worker iterator was called on the coordinator, but "
+            "its elements are on the workers. Pass it to a scheduled function, and "
+            "call `next(iterator)` there."
+        )
+
+    return refuse
+
+
 @final
 class PerWorkerIterator(PerWorkerValue, IteratorArgument, Iterator[Any]):
     """An iterator on each worker. Made by `iter` of a `PerWorkerDataset`.
@@ -343,33 +359,10 @@ class PerWorkerIterator(PerWorkerValue, IteratorArgument, Iterator[Any]):
         """The type of an element of one worker."""
         return self._dataset.element_spec
 
-    @property
-    def values(self) -> NoReturn:
-        """None: the iterators are on the workers.
-
-        Raises:
-          NotImplementedError: always.
-        """
-        raise _not_here("values")
-
-    def __next__(self) -> NoReturn:
-        raise _not_here("next")
-
-    def get_next(self) -> NoReturn:
-        """None, on the coordinator.
-
-        Raises:
-          NotImplementedError: always.
-        """
-        raise _not_here("get_next")
-
-    def get_next_as_optional(self) -> NoReturn:
-        """None, on the coordinator.
-
-        Raises:
-          NotImplementedError: always.
-        """
-        raise _not_here("get_next_as_optional")
+    values: Any = property(_not_here("values"))
+    __next__ = _not_here("next")
+    get_next = _not_here("get_next")
+    get_next_as_optional = _not_here("get_next_as_optional")
 
     def __len__(self) -> int:
         return self._workers
@@ -380,14 +373,6 @@ class PerWorkerIterator(PerWorkerValue, IteratorArgument, Iterator[Any]):
 
 def _is_function(given: Any) -> bool:
     return callable(given) and not isinstance(given, type | Iterable)
-
-
-def _not_here(method: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"`{method}` of a per-worker iterator was called on the coordinator, but its "
-        "elements are on the workers. Pass it to a scheduled function, and call "
-        "`next(iterator)` there."
-    )
 
 
 DatasetOfShard = Callable[[int, int], Dataset]

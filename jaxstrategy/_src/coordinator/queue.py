@@ -369,7 +369,7 @@ class WorkerSession:
 
     def __init__(self, worker: AbstractWorker) -> None:
         self._worker = worker
-        self._programs: RecentlyUsed[None] = RecentlyUsed()
+        self._programs: RecentlyUsed[bool] = RecentlyUsed()
         self._built: set[int] = set()
         self._failed: dict[int, Exception] = {}
 
@@ -438,10 +438,9 @@ class WorkerSession:
         for resource in prepared.resources:
             self.build(resource)
         program = prepared.program
-        if program.key not in self._programs:
+        if not self._programs.get(program.key):
             self._worker.define(program)
-            self._programs.put(program.key, None)
-        self._programs.use(program.key)
+            self._programs.put(program.key, True)
         arguments = prepared.arguments_of(number.worker)
         call = Call(number, program.key, arguments, prepared.iterators)
         return prepared.taken(number.worker, self._worker.call(call))

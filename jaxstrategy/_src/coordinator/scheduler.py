@@ -49,13 +49,7 @@ _MOST_DEATHS = 3
 
 @final
 class Scheduler:
-    """A queue, a thread for each worker, and what follows when one of them fails.
-
-    Args:
-      backend: starts the workers.
-      max_restarts: of a worker, in five minutes and without a function in between.
-      recovery: replaces lost servers; None if they are not started again.
-    """
+    """A queue, a thread for each worker, and what follows when one of them fails."""
 
     def __init__(
         self,
@@ -145,7 +139,7 @@ class Scheduler:
                 where = "".join(f"\n  {state}" for state in states)
                 raise TimeoutError(
                     f"Functions have not ended after {timeout:g} seconds: {running} "
-                    f"run, {self.queued} are queued.{where}"
+                    f"run, {self.queue.queued} are queued.{where}"
                 )
             if not all(state.activity in _AWAY for state in states):
                 last_seen, is_told = time.monotonic(), False
@@ -177,16 +171,6 @@ class Scheduler:
     def states(self) -> WorkerStates:
         """What the workers are doing."""
         return WorkerStates(thread.state() for thread in self._threads)
-
-    @property
-    def queued(self) -> int:
-        """How many functions wait for a worker."""
-        return self.queue.queued
-
-    @property
-    def running(self) -> int:
-        """How many functions run."""
-        return len(self.queue.running)
 
     @property
     def is_in_thread(self) -> bool:
@@ -288,20 +272,14 @@ _IDLE_SECONDS = 0.5
 
 @final
 class WorkerThread:
-    """Starts one worker, whenever it is lost, and lets it run one closure at a time.
-
-    Attributes:
-      thread: it.
-      functions: how many it has finished.
-      gone: resources that nobody uses any more; any thread may add some.
-    """
+    """Starts one worker, whenever it is lost, and lets it run one closure at a time."""
 
     def __init__(self, index: int, scheduler: Scheduler) -> None:
         self.thread = threading.Thread(
             target=self._run, name=f"{THREAD_NAME} {index}", daemon=True
         )
-        self.functions = 0
-        self.gone: deque[int] = deque()
+        self.functions = 0  # that it has finished
+        self.gone: deque[int] = deque()  # resources that nobody uses any more
         self._index = index
         self._scheduler = scheduler
         self._queue = scheduler.queue

@@ -8,8 +8,8 @@ import enum
 import sys
 import threading
 import time
-from types import TracebackType
-from typing import Any, Protocol, TypeAlias, final
+from collections.abc import Callable
+from typing import Any, TypeAlias, final
 
 from jaxstrategy._src.text import html
 from jaxstrategy._src.text.shown import with_seconds
@@ -149,11 +149,7 @@ class Durations:
 
 @final
 class Stopwatch:
-    """Adds up durations, for any number of threads.
-
-    Attributes:
-      durations: those up to now.
-    """
+    """Adds up durations, for any number of threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -209,21 +205,6 @@ class CoordinatorMetrics:
 Console: TypeAlias = Any
 """A `rich.console.Console`; rich may be missing."""
 
-_PER_SECOND = 4
-
-
-class Observed(Protocol):
-    """What runs functions."""
-
-    @property
-    def states(self) -> WorkerStates: ...
-
-    @property
-    def queued(self) -> int: ...
-
-    @property
-    def running(self) -> int: ...
-
 
 @final
 class LiveTable:
@@ -234,27 +215,26 @@ class LiveTable:
     """
 
     def __init__(
-        self, scheduler: Observed, description: str = "", console: Console = None
+        self,
+        states: Callable[[], WorkerStates],
+        counts: Callable[[], tuple[int, int]],  # of what is queued, and runs
+        description: str = "",
+        console: Console = None,
     ) -> None:
-        self._scheduler = scheduler
+        self._states, self._counts = states, counts
         self._description = description
         self._console = console
         self._live: Any = None
-        self._began = (0.0, 0)
+        self._began, self._before = 0.0, 0
 
     def __enter__(self) -> LiveTable:
         """Begin to draw."""
-        self._began = time.monotonic(), self._finished()
+        self._began, self._before = time.monotonic(), self._finished()
         with contextlib.suppress(ImportError):
             self._draw()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave the table as it is."""
         live, self._live = self._live, None
         if live is not None:
@@ -262,30 +242,24 @@ class LiveTable:
 
     def __str__(self) -> str:
         """How much is done, and how fast."""
-        began, before = self._began
-        done = self._finished() - before
-        seconds = time.monotonic() - began
-        rate = f", {done / seconds:,.3g} functions/s" if began and seconds else ""
-        counts = f"{self._scheduler.queued} queued, {self._scheduler.running} running"
-        text = f"{done} finished, {counts}{rate}"
+        done, seconds = self._finished() - self._before, time.monotonic() - self._began
+        rate = f", {done / seconds:,.3g} functions/s" if self._began and seconds else ""
+        queued, running = self._counts()
+        text = f"{done} finished, {queued} queued, {running} running{rate}"
         return f"{self._description}: {text}" if self._description else text
 
     def _finished(self) -> int:
-        return sum(state.functions for state in self._scheduler.states)
+        return sum(state.functions for state in self._states())
 
     def _draw(self) -> None:
         from rich.console import Console
         from rich.errors import LiveError
         from rich.live import Live
 
-        console = self._console
-        if console is None:
-            console = Console(stderr=True, file=sys.stderr)
+        console = self._console or Console(stderr=True, file=sys.stderr)
         if not (console.is_terminal or console.is_jupyter):
             return
-        live = Live(
-            get_renderable=self._table, console=console, refresh_per_second=_PER_SECOND
-        )
+        live = Live(get_renderable=self._table, console=console, refresh_per_second=4)
         with contextlib.suppress(LiveError):  # an older rich cannot draw two
             live.start(refresh=True)
             self._live = live
@@ -294,6 +268,6 @@ class LiveTable:
         from rich.table import Table
 
         table = Table(*HEADER, title=str(self), title_justify="left")
-        for state in self._scheduler.states:
+        for state in self._states():
             table.add_row(*state.row())
         return table

@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import (
     Any,
     Generic,
@@ -294,26 +294,28 @@ is sent again that the worker has forgotten."""
 
 @final
 class RecentlyUsed(Generic[_Value]):
-    """The values that were put or used last, by their keys."""
+    """The values that were put or used last, by their keys; for any thread."""
 
     def __init__(self, limit: int = PROGRAMS) -> None:
         self._limit = limit
-        self._held: OrderedDict[str, _Value] = OrderedDict()
+        self._lock = threading.Lock()
+        self._held: OrderedDict[Hashable, _Value] = OrderedDict()
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._held
-
-    def put(self, key: str, value: _Value) -> None:
+    def put(self, key: Hashable, value: _Value) -> None:
         """Keep a value, and forget the one that was not used for longest."""
-        self._held[key] = value
-        self._held.move_to_end(key)
-        if len(self._held) > self._limit:
-            self._held.popitem(last=False)
+        with self._lock:
+            self._held[key] = value
+            self._held.move_to_end(key)
+            if len(self._held) > self._limit:
+                self._held.popitem(last=False)
 
-    def use(self, key: str) -> _Value:
-        """A value that is there."""
-        self._held.move_to_end(key)
-        return self._held[key]
+    def get(self, key: Hashable) -> _Value | None:
+        """A value, if it is there."""
+        with self._lock:
+            value = self._held.get(key)
+            if value is not None:
+                self._held.move_to_end(key)
+            return value
 
 
 # XLA's. NumPy's own memory begins 16 bytes after such an address if the array is large.

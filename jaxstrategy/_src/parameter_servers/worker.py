@@ -262,7 +262,7 @@ class WorkerEngine(AbstractWorker):
 
     def define(self, program: ShippedProgram) -> None:
         self._check()
-        if program.key in self._programs:
+        if self._programs.get(program.key) is not None:
             return
         if program.replicas != self._replicas.count:
             raise ValueError(
@@ -307,7 +307,8 @@ class WorkerEngine(AbstractWorker):
 
     def call(self, call: Call) -> list[np.ndarray]:
         self._check()
-        code = self._programs.use(call.program)
+        code = self._programs.get(call.program)
+        assert code is not None, "the coordinator counts in the same way"
         program = code.program
         elements = Elements([self._iterator(n) for n in call.iterators], program)
         inputs, ids = self._inputs(code, call, elements)

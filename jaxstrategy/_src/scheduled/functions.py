@@ -24,6 +24,7 @@ from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.protocol import (
     ElementChanged,
     LoadedCode,
+    RecentlyUsed,
     ServerPool,
     ShippedProgram,
 )
@@ -243,17 +244,14 @@ class Prepared:
         return self._found.rebuilt(results, self._tracer.strategy._replicas)
 
 
-_IDLE_KEPT = 8  # programs of functions of one code that are gone
-
-
 @final
 @dataclasses.dataclass(eq=False)
 class _Function:
     """A function object, as it was when it was looked at."""
 
     alive: object
-    key: FunctionKey | None
-    programs: dict[Hashable, _Program]
+    key: FunctionKey | None  # None once a trace has changed it
+    token: object  # the same for functions of one key
     looks_again: bool
     refers_to: object
 
@@ -273,9 +271,10 @@ class FunctionTracer:
         self._pool = pool
         self._platforms = tuple(platforms)
         self._call = call
-        # By what functions refer to; and of each function object that lives.
-        self._table: dict[FunctionKey, dict[Hashable, _Program]] = {}
-        self._functions: dict[Hashable, _Function] = {}
+        # Functions that refer to the same have the same token; keys take long to hash.
+        self._tokens: RecentlyUsed[object] = RecentlyUsed()
+        self._programs: RecentlyUsed[_Program] = RecentlyUsed()
+        self._functions: dict[Hashable, _Function] = {}  # that live
         # One thread traces: what it finds out is kept for the others.
         self._one_tracer = threading.RLock()
 
@@ -317,8 +316,8 @@ class FunctionTracer:
         self, given: ScheduledArguments, types: ArgumentTypes
     ) -> _Program | None:
         """The program for such arguments, if its variables live."""
-        function = self._function(given.owner)
-        program = function.programs.get((given.fn is given.owner, types))
+        token = self._function(given.owner).token
+        program = self._programs.get((token, given.fn is given.owner, types))
         if program is None or any(ref() is None for ref in program.variables):
             return None
         return program
@@ -331,22 +330,12 @@ class FunctionTracer:
         if known and not known.looks_again and known.refers_to == now:
             return known
         key, looks_again = _key_of(own, wrappers)
-        if key not in self._table:
-            self._make_room(key.code)
-        programs = self._table.setdefault(key, {})
         alive = weak_function(fn, lambda _: self._functions.pop(number, None))
-        found = _Function(alive, key, programs, looks_again, now)
+        if (token := self._tokens.get(key)) is None:
+            self._tokens.put(key, token := object())
+        found = _Function(alive, key, token, looks_again, now)
         self._functions[number] = found
         return found
-
-    def _make_room(self, code: Identity) -> None:
-        """Drop what no function can ask for any more, and old programs of one code."""
-        in_use = {id(each.programs) for each in list(self._functions.values())}
-        idle = [k for k, v in list(self._table.items()) if id(v) not in in_use]
-        gone = [key for key in idle if key.is_gone or key.code.is_gone]
-        alike = [key for key in idle if key.code == code]
-        for key in (*gone, *alike[: 1 - _IDLE_KEPT]):
-            self._table.pop(key, None)
 
     def _traced(
         self, given: ScheduledArguments, arrays: Sequence[Leaf], types: ArgumentTypes
@@ -365,12 +354,10 @@ class FunctionTracer:
         )
         # Other functions share it if the trace has changed nothing.
         own, wrappers = _own_function(given.owner)
-        if function.key != _key_of(own, wrappers)[0]:
-            if function.key is not None and not function.programs:
-                self._table.pop(function.key, None)
-            function.key, function.programs = None, dict(function.programs)
+        if function.key and function.key != _key_of(own, wrappers)[0]:
+            function.key, function.token = None, object()
         function.refers_to = _refers_to(own)
-        function.programs[fn is given.owner, types] = program
+        self._programs.put((function.token, fn is given.owner, types), program)
         return program
 
 
