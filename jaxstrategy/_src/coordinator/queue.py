@@ -10,14 +10,13 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, final
 
 import numpy as np
 
 from jaxstrategy._src.errors import (
     CancelledError,
-    ClosureAbortedError,
     ClosureInputError,
     OutOfRangeError,
     ParameterServerLost,
@@ -48,9 +47,7 @@ class ClosureQueue:
     def __init__(self, limit: int = MOST_QUEUED) -> None:
         self._limit = limit
         self._queued: collections.deque[Closure] = collections.deque()
-        self._tagged: dict[Hashable, collections.deque[Closure]] = {}
-        self._refused: dict[Hashable, BaseException] = {}
-        self._running: dict[int, tuple[Closure, Hashable | None]] = {}
+        self._running: dict[int, tuple[Closure, int]] = {}
         self._error: BaseException | None = None
         self._last_error: BaseException | None = None
         self._is_stopped = False
@@ -64,12 +61,12 @@ class ClosureQueue:
 
     @property
     def queued(self) -> int:
-        """How many closures without a tag wait for a worker."""
+        """How many closures wait for a worker."""
         return len(self._queued)
 
     @property
-    def running(self) -> tuple[tuple[Closure, Hashable | None], ...]:
-        """Closures that were got and have not ended, with the tag of who got them."""
+    def running(self) -> tuple[tuple[Closure, int], ...]:
+        """Closures that were got and have not ended, with the worker of each."""
         with self._lock:
             return tuple(self._running.values())
 
@@ -85,13 +82,9 @@ class ClosureQueue:
 
     # What the user's threads call.
 
-    def put(self, closure: Closure, tag: Hashable | None = None) -> None:
-        """Queue a closure; with a tag for nobody else."""
+    def put(self, closure: Closure) -> None:
+        """Queue a closure."""
         with self._lock:
-            if tag is not None:
-                self._refuse_if_stopped()
-                self._put_tagged(closure, tag)
-                return
             self._raise_error()
             if len(self._queued) >= self._limit:
                 self._refuse_in_pause()
@@ -123,7 +116,7 @@ class ClosureQueue:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For a `with` block: nothing runs, and nothing without a tag is given out."""
+        """For a `with` block: nothing runs, and nothing is given out."""
         thread = threading.get_ident()
         with self._lock:
             if thread not in self._pauses:
@@ -143,7 +136,7 @@ class ClosureQueue:
                 self._ended.notify_all()
 
     def hold(self) -> None:
-        """Give out nothing without a tag, until `resume`; does not wait."""
+        """Give out nothing until `resume`; does not wait."""
         with self._lock:
             self._is_held = True
 
@@ -161,7 +154,7 @@ class ClosureQueue:
             self._wake()
 
     def each_queued(self, tell: Callable[[Closure], object]) -> None:
-        """Call a function with each closure that waits without a tag."""
+        """Call a function with each closure that waits."""
         with self._lock:
             for closure in self._queued:
                 tell(closure)
@@ -174,31 +167,34 @@ class ClosureQueue:
     # What the workers' threads call.
 
     def get(
-        self, tag: Hashable | None = None, timeout: float | None = None
+        self, worker: int, timeout: float, other: Collection[object] = ()
     ) -> Closure | None:
-        """The next closure; None after `timeout` seconds, and once this is stopped."""
-        end = None if timeout is None else time.monotonic() + timeout
+        """The next closure; None after `timeout` seconds, and once this is stopped.
+
+        And None at once while the worker has something other to do.
+        """
+        end = time.monotonic() + timeout
         with self._lock:
-            while not self._is_stopped:
-                if tag is not None and self._tagged.get(tag):
-                    return self._tagged[tag].popleft()
+            while not (self._is_stopped or other):
                 if self._queued and not (self._pauses or self._is_held):
                     closure = self._queued.popleft()
-                    self._running[id(closure)] = closure, tag
+                    self._running[id(closure)] = closure, worker
                     self._room.notify()
                     return closure
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
                 self._work.wait(left)
             return None
 
-    def put_back(self, closure: Closure, tag: Hashable | None = None) -> None:
+    def wake(self) -> None:
+        """Let all workers look what they have to do."""
+        with self._lock:
+            self._work.notify_all()
+
+    def put_back(self, closure: Closure) -> None:
         """Queue a closure again, behind the others; whatever the limit is."""
         with self._lock:
-            if tag is not None:
-                self._put_tagged(closure, tag)
-                return
             if self.has_failed or self._is_stopped:
                 closure.fail(self._cancelled())
             else:
@@ -229,31 +225,12 @@ class ClosureQueue:
                 self._last_error = error
             self._cancel(error, for_ever)
 
-    def refuse(self, tag: Hashable, error: BaseException) -> None:
-        """There is nobody any more who asks for a tag: its closures have this error."""
-        with self._lock:
-            self._refused[tag] = error
-            for closure in self._tagged.pop(tag, ()):
-                closure.fail(ClosureAbortedError(error))
-
     def stop(self) -> None:
         """Cancel what is queued; nobody gets anything any more."""
         with self._lock:
             self._is_stopped = True
             self._drop_queued()
-            self._drop_tagged(CancelledError(_STOPPED))
             self._wake()
-
-    def _put_tagged(self, closure: Closure, tag: Hashable) -> None:
-        error = self._last_error or self._refused.get(tag)
-        if self._is_stopped:
-            closure.fail(CancelledError(_STOPPED))
-            return
-        if error is not None:
-            closure.fail(ClosureAbortedError(error))
-            return
-        self._tagged.setdefault(tag, collections.deque()).append(closure)
-        self._work.notify_all()
 
     def _end(self, closure: Closure) -> None:
         del self._running[id(closure)]
@@ -283,7 +260,7 @@ class ClosureQueue:
 
     def _refuse_if_stopped(self) -> None:
         if self._is_stopped:
-            raise RuntimeError(_STOPPED)
+            raise RuntimeError(STOPPED)
 
     def _refuse_in_pause(self) -> None:
         if threading.get_ident() in self._pauses:
@@ -296,8 +273,6 @@ class ClosureQueue:
         if not for_ever and not self.has_failed:
             self._error = error
         self._drop_queued()
-        if for_ever:
-            self._drop_tagged(ClosureAbortedError(error))
         self._wake()
 
     def _drop_queued(self) -> None:
@@ -305,15 +280,10 @@ class ClosureQueue:
         while self._queued:
             self._queued.popleft().fail(error)
 
-    def _drop_tagged(self, error: BaseException) -> None:
-        for closures in self._tagged.values():
-            while closures:
-                closures.popleft().fail(error)
-
     def _cancelled(self) -> CancelledError:
         cause = self._error or self._last_error
         if cause is None:
-            return CancelledError(_STOPPED)
+            return CancelledError(STOPPED)
         error = CancelledError(
             "The function was cancelled, because another one had failed: "
             f"{type(cause).__name__}: {cause}. Schedule it again."
@@ -326,7 +296,7 @@ class ClosureQueue:
             condition.notify_all()
 
 
-_STOPPED = "The coordinator is closed: it runs no functions any more. Make another one."
+STOPPED = "The coordinator is closed: it runs no functions any more. Make another one."
 
 
 # Of all coordinators of this process: a server takes a number it knows for a repeat.
@@ -461,40 +431,12 @@ class WorkerSession:
         raise ClosureInputError(error) from error
 
 
+@final
 class Closure:
-    """A scheduled function with its arguments, or a task of one worker.
+    """A scheduled function with its arguments.
 
     The queue calls `succeed` and `fail` while it holds its lock: they must not wait.
     """
-
-    is_of_one_worker = False
-
-    def __init__(self, name: str, value: RemoteValue) -> None:
-        self.name, self.value = name, value
-        self.deaths = 0  # workers that were lost while they ran it
-
-    def described(self) -> str:
-        """Its name and the line of the user's code that it is from."""
-        return self.name
-
-    def run(self, life: WorkerSession, worker: int, incarnation: int) -> object:
-        """Its results, of a worker that is the caller's alone meanwhile."""
-        raise NotImplementedError
-
-    def renumber(self) -> None:
-        """What it has pushed before was undone."""
-
-    def succeed(self, results: Any) -> None:
-        self.value.set_results(lambda: results)
-
-    def fail(self, error: BaseException) -> None:
-        """It has raised this, or can have no results because of this."""
-        self.value.set_error(error)
-
-
-@final
-class ScheduledClosure(Closure):
-    """A function with its arguments."""
 
     def __init__(
         self,
@@ -504,7 +446,8 @@ class ScheduledClosure(Closure):
         numbers: FunctionNumbers,
         until_end: bool = False,
     ) -> None:
-        super().__init__(function_name(fn), value)
+        self.name, self.value = function_name(fn), value
+        self.deaths = 0  # workers that were lost while they ran it
         self._number = numbers.begin()
         self._has_run = False
         self._fn = fn
@@ -513,6 +456,7 @@ class ScheduledClosure(Closure):
         self._until_end = until_end
 
     def described(self) -> str:
+        """Its name and the line of the user's code that it is from."""
         code = getattr(inspect.unwrap(self._fn), "__code__", None)
         if code is None:
             return f"`{self.name}`"
@@ -527,6 +471,7 @@ class ScheduledClosure(Closure):
         return results
 
     def renumber(self) -> None:
+        """What it has pushed before was undone."""
         if self._has_run:
             self.leave()
             self._number = self._numbers.begin()
@@ -542,21 +487,6 @@ class ScheduledClosure(Closure):
         self.leave()
 
     def fail(self, error: BaseException) -> None:
-        super().fail(error)
+        """It has raised this, or can have no results because of this."""
+        self.value.set_error(error)
         self.leave()
-
-
-@final
-class WorkerTask(Closure):
-    """What one worker does besides functions, such as reading its variable."""
-
-    is_of_one_worker = True
-
-    def __init__(
-        self, name: str, task: Callable[[WorkerSession], PyTree], value: RemoteValue
-    ) -> None:
-        super().__init__(name, value)
-        self._task = task
-
-    def run(self, life: WorkerSession, worker: int, incarnation: int) -> object:
-        return self._task(life)

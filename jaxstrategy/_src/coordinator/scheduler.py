@@ -8,18 +8,18 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any, final
 
 import numpy as np
 
 from jaxstrategy._src.coordinator.queue import (
+    STOPPED,
     Closure,
     ClosureQueue,
     FunctionNumbers,
-    ScheduledClosure,
     WorkerSession,
-    WorkerTask,
 )
 from jaxstrategy._src.coordinator.recovery import (
     Incarnations,
@@ -32,14 +32,18 @@ from jaxstrategy._src.coordinator.workers import (
     WorkerState,
     WorkerStates,
 )
-from jaxstrategy._src.errors import ParameterServerLost, WorkerLost
+from jaxstrategy._src.errors import (
+    CancelledError,
+    ClosureAbortedError,
+    ParameterServerLost,
+    WorkerLost,
+)
 from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.scheduled.arguments import function_name
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.scheduled.values import RemoteValue
 from jaxstrategy._src.text.user_code import warn
-from jaxstrategy._src.values.arrays import PyTree
 
 _AWAY = (WorkerActivity.LOST, WorkerActivity.GIVEN_UP)
 _POLL_SECONDS = 0.5
@@ -92,7 +96,7 @@ class Scheduler:
         value = RemoteValue(
             function_name(fn), self.fetches.add, self.queue.check_waiting
         )
-        closure = ScheduledClosure(fn, prepared, value, self._numbers, until_end)
+        closure = Closure(fn, prepared, value, self._numbers, until_end)
         try:
             self.queue.put(closure)
         except BaseException:
@@ -100,21 +104,12 @@ class Scheduler:
             raise
         return value
 
-    def on_worker(
-        self, index: int, name: str, task: Callable[[WorkerSession], PyTree]
-    ) -> RemoteValue:
-        """Let one worker do something before its next function."""
-        value = RemoteValue(name)
-        self.queue.put(WorkerTask(name, task, value), tag=index)
-        return value
-
     def copies(self, variable: WorkerResource) -> list[np.ndarray]:
         """What each worker's own variable holds, in their order; waits for them."""
-        values = [
-            self.on_worker(index, "read_all", lambda life: life.own(variable))
-            for index in range(len(self._threads))
-        ]
-        return [value.fetch() for value in values]
+        if self.queue.is_stopped:
+            raise RuntimeError(STOPPED)
+        values = [thread.read(variable) for thread in self._threads]
+        return [value.result() for value in values]
 
     def keep(self, resource: WorkerResource) -> None:
         """Let the workers forget a resource when nobody refers to it any more."""
@@ -203,22 +198,19 @@ class Scheduler:
 
     # What the workers' threads call.
 
-    def failed(self, worker: int, closure: Closure, error: BaseException) -> None:
+    def failed(self, closure: Closure, error: BaseException) -> None:
         """A closure has raised this on a worker."""
         if isinstance(error, ParameterServerLost):
             if self._is_mended():
-                self._put_back(worker, closure)
+                self.queue.put_back(closure)
                 return
             self.queue.cancel(error, for_ever=True)
-        if closure.is_of_one_worker:
-            closure.fail(error)
-            return
         if not self.queue.has_failed:
             self.queue.cancel(error)
             # What others run now is cancelled, so that it must not change variables.
-            for other, tag in self.queue.running:
+            for other, running in self.queue.running:
                 if other is not closure:
-                    self._fence(tag)
+                    self._fence(running)
         self.queue.mark_failed(closure, error)
 
     def lost(
@@ -231,7 +223,7 @@ class Scheduler:
             return False
         closure.deaths += not is_excused
         if closure.deaths < _MOST_DEATHS:
-            self._put_back(worker, closure)
+            self.queue.put_back(closure)
             return False
         error = RuntimeError(
             f"{closure.described()} was run {closure.deaths} times, and each time "
@@ -239,7 +231,7 @@ class Scheduler:
             f"than a worker has? The last time: {lost}"
         )
         error.__cause__ = lost
-        self.failed(worker, closure, error)
+        self.failed(closure, error)
         return True
 
     def gave_up(self, worker: int, error: BaseException) -> None:
@@ -247,16 +239,12 @@ class Scheduler:
         self._left.discard(worker)
         lasting = not self._left or isinstance(error, ParameterServerLost)
         self.queue.cancel(error, for_ever=lasting)
-        self.queue.refuse(worker, error)
-
-    def _put_back(self, worker: int, closure: Closure) -> None:
-        self.queue.put_back(closure, worker if closure.is_of_one_worker else None)
 
     def _is_mended(self) -> bool:
         """Whether servers that are lost are started again."""
         return self._recovery is not None and self._recovery.report()
 
-    def _fence(self, worker: Any) -> None:
+    def _fence(self, worker: int) -> None:
         try:
             self.incarnations.fence(worker)
         except ParameterServerLost as error:
@@ -288,6 +276,8 @@ class WorkerThread:
         self._life: WorkerSession | None = None
         self._is_excused = False
         self._is_stopped = threading.Event()
+        self._reads: deque[tuple[WorkerResource, Future[np.ndarray]]] = deque()
+        self._refusal: BaseException | None = None
         self._activity = WorkerActivity.STARTING
         self._starts = 0
         self._running: tuple[str, float] | None = None
@@ -307,6 +297,15 @@ class WorkerThread:
             seconds=0.0 if running is None else time.monotonic() - began,
             error=self._error,
         )
+
+    def read(self, variable: WorkerResource) -> Future[np.ndarray]:
+        """What the worker's own variable will hold before its next function."""
+        future: Future[np.ndarray] = Future()
+        self._reads.append((variable, future))
+        self._queue.wake()
+        if self._refusal is not None:
+            self._end(self._refusal)
+        return future
 
     def stop(self) -> None:
         """End the worker, whatever it is doing, and with it the thread, a bit later."""
@@ -340,6 +339,7 @@ class WorkerThread:
                 return
             pause = self._deaths.pause
         self._activity = WorkerActivity.CLOSED
+        self._end(CancelledError(STOPPED))
 
     def _start_worker(self) -> bool:
         """Whether the worker is there."""
@@ -365,14 +365,16 @@ class WorkerThread:
         """Run one closure, if there is one soon; whether the worker is there after."""
         life = self._life
         assert life is not None, "it was started"
-        closure = self._queue.get(self._index, _IDLE_SECONDS)
+        closure = self._queue.get(self._index, _IDLE_SECONDS, self._reads)
         if closure is None and self._is_stopped.is_set():
             return False
         try:
-            if closure is None:
-                life.look_after(self.gone)
-            else:
+            if closure is not None:
                 self._run_closure(life, closure)
+            elif self._reads:
+                self._read(life)
+            else:
+                life.look_after(self.gone)
         except WorkerLost as lost:
             self._lost(closure, lost)
             return False
@@ -384,7 +386,7 @@ class WorkerThread:
         incarnation = self._scheduler.incarnations[self._index]
         # In this order: another function may fail at any moment, and then what counts
         # with this number is refused.
-        if self._queue.has_failed and not closure.is_of_one_worker:
+        if self._queue.has_failed:
             self._queue.put_back(closure)
             return
         self._running = closure.name, time.monotonic()
@@ -397,18 +399,24 @@ class WorkerThread:
             raise
         except BaseException as error:
             self._error = f"{type(error).__name__}: {error}"
-            self._scheduler.failed(self._index, closure, error)
+            self._scheduler.failed(closure, error)
         else:
             # Nobody is told before: who knows of the results may look at these.
-            if closure.is_of_one_worker:
-                self._running = None
-                closure.succeed(results)
-            else:
-                self._scheduler.executions.add(time.perf_counter() - began)
-                self.functions += 1
-                self._running = None
-                self._queue.mark_finished(closure, results)
+            self._scheduler.executions.add(time.perf_counter() - began)
+            self.functions += 1
+            self._running = None
+            self._queue.mark_finished(closure, results)
         self._deaths.forget()
+
+    def _read(self, life: WorkerSession) -> None:
+        variable, future = self._reads[0]
+        try:
+            future.set_result(life.own(variable))
+        except WorkerLost:
+            raise  # it is read again, of the next one
+        except BaseException as error:
+            future.set_exception(error)
+        self._reads.popleft()
 
     def _lost(self, closure: Closure | None, lost: WorkerLost) -> None:
         """Give back what it was running, and decide whether it is started again."""
@@ -431,6 +439,14 @@ class WorkerThread:
         self._activity = WorkerActivity.GIVEN_UP
         self._error = str(error)
         self._scheduler.gave_up(self._index, error)
+        self._end(ClosureAbortedError(error))
+
+    def _end(self, error: BaseException) -> None:
+        """Let what waits for the worker have an error, now and later."""
+        self._refusal = error
+        with contextlib.suppress(IndexError):
+            while True:
+                self._reads.popleft()[1].set_exception(error)
 
 
 _DELAY = "TF_COORDINATOR_SCHEDULE_START_DELAY"
