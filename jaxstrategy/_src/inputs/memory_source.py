@@ -12,24 +12,22 @@ import numpy as np
 
 from jaxstrategy._src.inputs import origins, sources
 from jaxstrategy._src.inputs.sources import Source, SourceIterator, State
+from jaxstrategy._src.parameter_servers.protocol import ALIGNMENT, aligned_empty
 from jaxstrategy._src.text.shown import whole
 from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure, Value
 
-# Where memory of the host begins that a device takes over instead of copying it. It is
-# so with XLA; half of it would be found, too.
-_ALIGNMENT = 64
-
 
 def unshared(array: np.ndarray) -> np.ndarray:
     """`array`, or a copy if devices of the host might share memory with a part."""
-    # The copy lies where it can be taken over, so that no second one is made.
+    # The copy lies where it can be taken over, so that no second one is made. Memory
+    # that begins at half of the alignment would be found, too.
     if array.flags.c_contiguous:
         start, step = array.ctypes.data, array.strides[0]
         starts = [start + i * step for i in range(len(array))]
-        if all([each % (_ALIGNMENT // 2) for each in starts]):
+        if all([each % (ALIGNMENT // 2) for each in starts]):
             return array
-    made = _empty(array.shape, array.dtype)
+    made = aligned_empty(array.shape, array.dtype)
     np.copyto(made, array)
     return made
 
@@ -38,16 +36,9 @@ def taken_rows(array: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """`array[numbers]`, where it can be taken over."""
     if array.dtype.hasobject or not array.dtype.itemsize:
         return array[numbers]  # has no bytes of its own
-    made = _empty((len(numbers), *array.shape[1:]), array.dtype)
+    made = aligned_empty((len(numbers), *array.shape[1:]), array.dtype)
     # With "raise", NumPy makes another array first and copies that.
     return np.take(array, numbers, axis=0, out=made, mode="clip")
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def batches(

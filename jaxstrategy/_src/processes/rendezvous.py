@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from typing import Any, TypeAlias
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of, endpoint
@@ -41,6 +40,7 @@ from jaxstrategy._src.processes.messages import (
 )
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.text.shown import listed, plural
+from jaxstrategy._src.version import version_of
 
 Json: TypeAlias = Any
 """A value of JSON."""
@@ -100,21 +100,13 @@ class Group:
 
 def facts() -> Message:
     """The facts that a process tells of itself: host, pid, versions."""
-    versions = {name: _version(name) for name in SAME}
+    versions = {name: version_of(name) for name in SAME}
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "job": os.environ.get("JAXSTRATEGY_JOB", ""),
         "versions": {**versions, "Python": platform.python_version()},
     }
-
-
-def _version(name: str) -> str:
-    try:
-        # What runs from its source tree, and was not installed, has no metadata.
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def member(hello: Message) -> Member:

@@ -242,34 +242,15 @@ class EagerCollective:
         return list(map(jnp.asarray, jax.tree.leaves(self.results(reduction, arrays))))
 
 
-def _reduced(
+def _called(
     reduction: Reducing,
     arrays: Sequence[Leaf],
+    method: str,
     structure: TreeStructure,
-    how: HowReduced,
-) -> list[Leaf]:
-    return reduction.reduce_leaves(how, structure.unflatten(arrays))
-
-
-def _compressed(
-    reduction: Reducing,
-    arrays: Sequence[Leaf],
-    structure: TreeStructure,
-    how: HowReduced,
+    static: tuple[tuple[str, object], ...],
 ) -> PyTree:
-    """The reduced leaves, and what is owed of each now, as pairs."""
-    leaves, pairs = structure.unflatten(arrays)
-    owed = [None if pair is None else Residual(*pair) for pair in pairs]
-    reduced, debts = reduction.reduce_compressed(how, leaves, owed)
-    return reduced, [None if d is None else (d.error, d.basis) for d in debts]
-
-
-def _gathered(reduction: Reducing, arrays: Sequence[Leaf], axis: int) -> list[Leaf]:
-    return [reduction.gathered(array, axis) for array in arrays]
-
-
-def _of_first(reduction: Reducing, arrays: Sequence[Leaf]) -> list[Leaf]:
-    return [reduction.first(array) for array in arrays]
+    """What a method of a reduction gives for these operands, and what is static."""
+    return getattr(reduction, method)(**structure.unflatten(arrays), **dict(static))
 
 
 def derivative(of: EagerCollective, differs: tuple[bool, ...]) -> EagerCollective:
@@ -353,34 +334,30 @@ class EagerReduction:
         return self
 
     def reduce_leaves(self, how: HowReduced, leaves: Sequence[Leaf]) -> list[Leaf]:
-        arrays, structure = jax.tree.flatten(list(leaves))
         over = "" if how.groups is None else f", groups={how.groups}"
         name = f"all_reduce({how.op.name.lower()!r}{over})"
-        return self._run(name, _reduced, arrays, structure, how)
+        return self._run(name, "reduce_leaves", {"leaves": list(leaves)}, how=how)
 
     def reduce_compressed(
         self, how: HowReduced, leaves: Sequence[Leaf], owed: Residuals
     ) -> tuple[list[Leaf], list[Residual | None]]:
-        pairs = [None if each is None else (each.error, each.basis) for each in owed]
-        arrays, structure = jax.tree.flatten((list(leaves), pairs))
         name = f"all_reduce_compressed({how.op.name.lower()!r})"
-        reduced, debts = self._run(name, _compressed, arrays, structure, how)
-        return reduced, [None if pair is None else Residual(*pair) for pair in debts]
+        operands = {"leaves": list(leaves), "owed": list(owed)}
+        return self._run(name, "reduce_compressed", operands, how=how)
 
     def gathered(self, leaf: Leaf, axis: int) -> jax.Array:
-        return self._run(f"all_gather(axis={axis})", _gathered, [leaf], axis)[0]
+        name = f"all_gather(axis={axis})"
+        return self._run(name, "gathered", {"leaf": leaf}, axis=axis)
 
     def first(self, leaf: Leaf) -> jax.Array:
         name = "an assignment with aggregation 'only_first_replica'"
-        return self._run(name, _of_first, [leaf])[0]
+        return self._run(name, "first", {"leaf": leaf})
 
     def _run(
-        self,
-        name: str,
-        function: Callable[..., PyTree],
-        arrays: Sequence[Leaf],
-        *settings: object,
+        self, name: str, method: str, operands: dict[str, PyTree], **static: object
     ) -> PyTree:
-        collective = EagerCollective(name, function, settings)
+        arrays, structure = jax.tree.flatten(operands)
+        settings = method, structure, tuple(static.items())
+        collective = EagerCollective(name, _called, settings)
         # Raises for strings and most other objects.
         return self._run_collective(collective, list(map(mesh.array_of, arrays)))

@@ -115,6 +115,16 @@ def numbers_in_block(ids: jax.Array, block: int, axes: Axes) -> jax.Array:
 _PREFIX = "jaxstrategy_"
 
 
+def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which stands in a trace as one `jit` equation of this name."""
+
+    def marked(*operands: jax.Array) -> Any:
+        return fn(*operands)
+
+    marked.__name__ = marked.__qualname__ = name
+    return jax.jit(marked)
+
+
 Result: TypeAlias = jax.Array | tuple[jax.Array, ...]
 
 
@@ -157,11 +167,7 @@ class ShardFunction:
 
     @functools.cached_property
     def _jitted(self) -> Callable[..., Result]:
-        def marked(*operands: jax.Array) -> Result:
-            return self.whole(*operands)
-
-        marked.__name__ = marked.__qualname__ = self.name
-        return jax.jit(marked)
+        return named(self.name, self.whole)
 
 
 _REGISTERED: dict[str, ShardFunction] = {}

@@ -34,6 +34,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     AbstractWorkerBackend,
     ServerPool,
 )
+from jaxstrategy._src.reductions.rows import named
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor
@@ -49,7 +50,6 @@ from jaxstrategy._src.variables.remote_kinds import (
     exported_update,
     server_kind_of,
 )
-from jaxstrategy._src.variables.rows import named
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import Partitioner
 from jaxstrategy._src.variables.variable import Variable

@@ -21,6 +21,7 @@ from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.parameter_servers import protocol, worker
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
+from jaxstrategy._src.reductions.rows import named
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
@@ -32,7 +33,7 @@ from jaxstrategy._src.variables.access import Access, RemoteCell
 from jaxstrategy._src.variables.changes import WORDS, Change, changed
 from jaxstrategy._src.variables.initial_value import Start
 from jaxstrategy._src.variables.kinds import VariableKind, Wanted
-from jaxstrategy._src.variables.rows import changed_rows, named
+from jaxstrategy._src.variables.rows import changed_rows
 from jaxstrategy._src.variables.sharding_choice import ShardingChoice
 
 

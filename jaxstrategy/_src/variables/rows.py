@@ -23,7 +23,7 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.reductions import rows as _rows
 from jaxstrategy._src.sharded.lookup import known_numbers
 from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.values.arrays import Function, Index
+from jaxstrategy._src.values.arrays import Index
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.changes import SCATTERS, changed
@@ -37,16 +37,6 @@ CHANGED = {name: f"jaxstrategy_server_scatter_{name}" for name in SCATTERS}
 """By the operation the equation `ids, values, *shards -> new shards`."""
 
 
-def named(name: str, fn: Function) -> Function:
-    """`fn`, which stands in a trace as one `jit` equation of this name."""
-
-    def marked(*operands: jax.Array) -> Any:
-        return fn(*operands)
-
-    marked.__name__ = marked.__qualname__ = name
-    return jax.jit(marked)
-
-
 def _filled(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table.at[ids].get(mode="fill")
 
@@ -57,7 +47,7 @@ def _read(ids: jax.Array, *shards: jax.Array) -> jax.Array:
 
 # What is no row, a negative number too, gives what `jnp.take` fills in (NaN), and no
 # gradient; where a server reads, it is an error.
-_reader = _rows.row_reader(named(READ, _read), _read)
+_reader = _rows.row_reader(_rows.named(READ, _read), _read)
 
 
 def changed_rows(
@@ -81,7 +71,7 @@ def _changing(operation: str) -> Callable[..., tuple[jax.Array, ...]]:
         every = zip(_rows.own_rows(ids, _rows.row_starts(shards)), shards, strict=True)
         return tuple(changed(shard, own, values, of_row) for (own, _), shard in every)
 
-    call = custom_vmap(named(CHANGED[operation], define))
+    call = custom_vmap(_rows.named(CHANGED[operation], define))
 
     @call.def_vmap
     def _of_many(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple:
