@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,39 +39,18 @@ class Examples(NamedTuple):
     images: np.ndarray
     labels: np.ndarray
 
-    def rows(self, which: np.ndarray | slice) -> Examples:
-        return Examples(self.images[which], self.labels[which])
-
 
 def load() -> tuple[Examples, Examples]:
     """The examples to train on and those to test on, the same ones every time."""
     from sklearn.datasets import load_digits
 
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     images = pixels.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     # The file goes from writer to writer: in this order both parts have some of each.
     order = np.random.default_rng(0).permutation(len(labels))
-    digits = Examples(images, np.asarray(labels)).rows(order)
-    return digits.rows(slice(TRAIN_IMAGES)), digits.rows(slice(TRAIN_IMAGES, None))
-
-
-def batches(
-    examples: Examples, batch_size: int, rng: np.random.Generator
-) -> Iterator[Examples]:
-    """One epoch of whole batches in random order; a rest is left out."""
-    order = rng.permutation(len(examples.labels))
-    for end in range(batch_size, len(order) + 1, batch_size):
-        yield examples.rows(order[end - batch_size : end])
-
-
-def padded(examples: Examples, multiple: int) -> Examples:
-    """The examples and blank ones, labelled -1, up to a multiple of `multiple` rows.
-
-    No prediction is -1, so a blank one never counts as recognised.
-    """
-    blank = -len(examples.labels) % multiple
-    images = np.pad(examples.images, [(0, blank), (0, 0), (0, 0), (0, 0)])
-    return Examples(images, np.pad(examples.labels, (0, blank), constant_values=-1))
+    parts = order[:TRAIN_IMAGES], order[TRAIN_IMAGES:]
+    train, test = (Examples(images[rows], labels[rows]) for rows in parts)
+    return train, test
 
 
 EPOCHS = 20
@@ -107,49 +86,43 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train a small convolutional network on scikit-learn's handwritten "
         "digits, on many replicas and on one, and compare the two loss curves.",
     )
-    add = parser.add_argument
-    add(
-        "--replicas",
-        type=number(1, TRAIN_IMAGES, "the number of training images"),
-        help="how many devices train together (default: all accelerators of this "
-        f"machine, or {SIMULATED_REPLICAS} simulated devices on a plain CPU)",
-    )
-    add(
-        "--epochs",
-        type=number(1, 10_000),
-        default=EPOCHS,
-        help="passes over the training images (default: %(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=number(1, TRAIN_IMAGES, "the number of training images"),
-        default=BATCH_SIZE,
-        help="images in a step, over all replicas (default: %(default)s)",
-    )
-    add(
-        "--seed",
-        type=number(0, 2**32 - 1),
-        default=0,
-        help="decides the first weights and the order of images (default: %(default)s)",
-    )
-    add(
-        "--out",
-        type=picture,
-        default="demo.png",
-        help="the picture of the loss curves to write (default: %(default)s)",
-    )
+    images = f"{TRAIN_IMAGES} (the number of training images)"
+    for flag, kind, default, told in (
+        (
+            "--replicas",
+            number(1, TRAIN_IMAGES, images),
+            None,
+            "how many devices train together (default: all accelerators of this "
+            f"machine, or {SIMULATED_REPLICAS} simulated devices on a plain CPU)",
+        ),
+        ("--epochs", number(1, 10_000), EPOCHS, "passes over the training images"),
+        (
+            "--batch-size",
+            number(1, TRAIN_IMAGES, images),
+            BATCH_SIZE,
+            "images in a step, over all replicas",
+        ),
+        (
+            "--seed",
+            number(0, 2**32 - 1),
+            0,
+            "decides the first weights and the order of images",
+        ),
+        ("--out", picture, "demo.png", "the picture of the loss curves to write"),
+    ):
+        told += "" if default is None else " (default: %(default)s)"
+        parser.add_argument(flag, type=kind, default=default, help=told)
     return parser
 
 
-def number(least: int, most: int, reason: str = "") -> Callable[[str], int]:
-    """Reads a whole number from `least` to `most`, which is there for a `reason`."""
+def number(least: int, most: int, limit: str = "") -> Callable[[str], int]:
+    """Reads a whole number from `least` to `most`, which messages call `limit`."""
 
     def number(text: str) -> int:
-        value = int(text)
-        if not least <= value <= most:
-            limit = f"{most} ({reason})" if reason else f"{most}"
+        if not least <= (value := int(text)) <= most:
             raise argparse.ArgumentTypeError(
-                f"{value} was given; a whole number from {least} to {limit} is needed."
+                f"{value} was given; a whole number from {least} to {limit or most} is "
+                "needed."
             )
         return value
 
@@ -188,62 +161,6 @@ def misfit(options: Arguments, devices: Sequence[Device]) -> str | None:
             f"{batch_size} images equally. Use a multiple of {n}, such as {near}."
         )
     return None
-
-
-def find_devices(wanted: int | None) -> list[Device]:
-    """This host's accelerators or, on a plain CPU, that many simulated devices."""
-    # Without effect on accelerators, and refused once JAX has started its devices.
-    # `js.simulate` would turn to the CPU even where there is an accelerator.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", wanted or SIMULATED_REPLICAS)
-    return jax.local_devices()
-
-
-def require_extras() -> None:
-    for module, package in EXTRAS.items():
-        if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(
-                f"The demo needs {package}, which is not installed. Install the "
-                "extra: pip install 'jaxstrategy[demo]'"
-            )
-
-
-def training_step(
-    strategy: js.Strategy,
-) -> Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]]:
-    """One step of gradient descent on all replicas: `step(state, images, labels)`.
-
-    Returns the new state and the mean loss of the global batch.
-    """
-    import optax
-
-    # A gradient that was left unreduced would be an error, not another network on each
-    # replica.
-    @strategy.run(options=js.RunOptions(donate_argnums=0, expect_mirrored=True))
-    def step(
-        state: TrainState, images: jax.Array, labels: jax.Array
-    ) -> tuple[TrainState, jax.Array]:
-        def loss_fn(params: PyTree) -> jax.Array:
-            logits = state.apply_fn(params, images)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return losses.mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        loss, grads = js.get_replica_context().all_reduce("mean", (loss, grads))
-        return state.apply_gradients(grads=grads), loss
-
-    return step
-
-
-def counting_step(
-    strategy: js.Strategy,
-) -> Callable[[TrainState, jax.Array, jax.Array], jax.Array]:
-    @strategy.run
-    def count(state: TrainState, images: jax.Array, labels: jax.Array) -> jax.Array:
-        hits = state.apply_fn(state.params, images).argmax(axis=-1) == labels
-        return js.get_replica_context().all_reduce("sum", hits.sum())
-
-    return count
 
 
 def initial_state(strategy: js.Strategy, options: Arguments) -> TrainState:
@@ -347,17 +264,40 @@ def train(
     strategy: js.Strategy, options: Arguments, advance: Callable[[], object]
 ) -> list[Epoch]:
     """Train from the start on the strategy's replicas; calls `advance` each step."""
+    import optax
+
+    # A gradient that was left unreduced would be an error, not another network on each
+    # replica.
+    @strategy.run(options=js.RunOptions(donate_argnums=0, expect_mirrored=True))
+    def step(
+        state: TrainState, images: jax.Array, labels: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        def loss_fn(params: PyTree) -> jax.Array:
+            logits = state.apply_fn(params, images)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return losses.mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        loss, grads = js.get_replica_context().all_reduce("mean", (loss, grads))
+        return state.apply_gradients(grads=grads), loss
+
+    @strategy.run
+    def count(state: TrainState, images: jax.Array, labels: jax.Array) -> jax.Array:
+        hits = state.apply_fn(state.params, images).argmax(axis=-1) == labels
+        return js.get_replica_context().all_reduce("sum", js.masked_sum(hits))
+
     examples, unseen = load()
-    step, count = training_step(strategy), counting_step(strategy)
     state = initial_state(strategy, options)
-    whole = padded(unseen, strategy.num_replicas_in_sync)
-    (test,) = strategy.experimental_distribute_dataset([whole])
+    (test,) = strategy.experimental_distribute_dataset([unseen])
     rng = np.random.default_rng(options.seed)
+    per_epoch, size = TRAIN_IMAGES // options.batch_size, options.batch_size
     history = []
     for _ in range(options.epochs):
         start = time.perf_counter()
         losses = []
-        shuffled = batches(examples, options.batch_size, rng)
+        # A rest is left out.
+        order = rng.permutation(TRAIN_IMAGES)[: per_epoch * size]
+        shuffled = js.batches(Examples(*(each[order] for each in examples)), size)
         for images, labels in strategy.experimental_distribute_dataset(shuffled):
             state, loss = step(state, images, labels)
             losses.append(loss)
@@ -389,20 +329,6 @@ def train_both(
         return many, train_on(js.OneDeviceStrategy(strategy.devices[0]))
 
 
-def failures(accuracy: float, difference: float, options: Arguments) -> Iterator[str]:
-    if not difference <= LARGEST_DIFFERENCE:
-        yield (
-            f"the loss curves differ by {difference:.1e}; at most "
-            f"{LARGEST_DIFFERENCE:.0e} is allowed."
-        )
-    is_long_enough = options.epochs >= EPOCHS and options.batch_size == BATCH_SIZE
-    if is_long_enough and accuracy < LEAST_ACCURACY:
-        yield (
-            f"the test accuracy is {percent(accuracy)}; at least "
-            f"{percent(LEAST_ACCURACY)} was expected."
-        )
-
-
 def run(strategy: js.Strategy, options: Arguments) -> int:
     from rich.console import Console
 
@@ -420,7 +346,18 @@ def run(strategy: js.Strategy, options: Arguments) -> int:
         f"(allowed: {LARGEST_DIFFERENCE:.0e})"
     )
     print(f"Picture of both: {options.out}")
-    failed = list(failures(accuracy, difference, options))
+    failed = []
+    if not difference <= LARGEST_DIFFERENCE:
+        failed.append(
+            f"the loss curves differ by {difference:.1e}; at most "
+            f"{LARGEST_DIFFERENCE:.0e} is allowed."
+        )
+    is_long_enough = options.epochs >= EPOCHS and options.batch_size == BATCH_SIZE
+    if is_long_enough and accuracy < LEAST_ACCURACY:
+        failed.append(
+            f"the test accuracy is {percent(accuracy)}; at least "
+            f"{percent(LEAST_ACCURACY)} was expected."
+        )
     for failure in failed:
         print(f"Failed: {failure}", file=sys.stderr)
     return 1 if failed else 0
@@ -430,8 +367,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo with these command-line arguments; returns the exit status."""
     parser = make_parser()
     options = Arguments(**vars(parser.parse_args(arguments)))
-    require_extras()
-    devices = find_devices(options.replicas)
+    for module, package in EXTRAS.items():
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(
+                f"The demo needs {package}, which is not installed. Install the "
+                "extra: pip install 'jaxstrategy[demo]'"
+            )
+    # Without effect on accelerators, and refused once JAX has started its devices.
+    # `js.simulate` would turn to the CPU even where there is an accelerator.
+    with contextlib.suppress(RuntimeError):
+        wanted = options.replicas or SIMULATED_REPLICAS
+        jax.config.update("jax_num_cpu_devices", wanted)
+    devices = jax.local_devices()
     if complaint := misfit(options, devices):
         parser.error(complaint)
     return run(js.MirroredStrategy(devices[: options.replicas]), options)
