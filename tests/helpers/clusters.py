@@ -195,17 +195,3 @@ def until_each_has(coordinator, fn, args=(), workers=None):
             found[int(index)].append(value)
     coordinator.join()
     return found
-
-
-def until_so_many(coordinator, fn, args, count):
-    """What `fn` returned so often; where an iterator had ended does not count."""
-    found, end = [], time.monotonic() + SECONDS
-    while len(found) < count:
-        assert time.monotonic() < end, f"there are no more than {found}"
-        value = coordinator.schedule(fn, args)
-        try:
-            coordinator.join()
-        except js.OutOfRangeError:
-            continue
-        found.append(value.fetch())
-    return found

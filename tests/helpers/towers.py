@@ -21,12 +21,6 @@ def unwrapped(d, value):
     return [np.asarray(version).tolist() for version in d.unwrap(value)]
 
 
-def in_towers(d, fn, *args, **kwargs):
-    """The towers' results of a function."""
-    with d.scope():
-        return unwrapped(d, d.call_for_each_tower(fn, *args, **kwargs))
-
-
 def in_default(merge_fn, *args):
     """`merge_fn` in the cross-tower context of the default strategy."""
     return contrib.get_tower_context().merge_call(merge_fn, *args)

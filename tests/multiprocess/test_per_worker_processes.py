@@ -70,23 +70,6 @@ def test_functions_read_variables_of_servers_where_they_run(two):
     assert all(own[0][1] == 120 for own in found.values())
 
 
-def test_functions_read_tables_in_shards(two):
-    rows = np.arange(10.0, dtype=np.float32).reshape(5, 2)
-    with two.strategy.scope():
-        parts = [js.Variable(rows[:3]), js.Variable(rows[3:])]
-    table = js.experimental.ShardedVariable(parts)
-
-    def make():
-        for i in range(40):
-            yield np.float32([table.numpy().sum(), table.sparse_read([i % 5])[0, 1]])
-
-    iterator = iter(two.create_per_worker_dataset(make))
-    for own in until_each_has(two, two.function(first), (iterator,)).values():
-        assert [x.tolist() for x in own] == [
-            [rows.sum(), rows[i % 5, 1]] for i in range(len(own))
-        ]
-
-
 def test_datasets_of_the_strategy_are_divided_over_the_workers_devices(two):
     strategy = two.strategy
 
@@ -106,18 +89,6 @@ def test_datasets_of_the_strategy_are_divided_over_the_workers_devices(two):
         np.testing.assert_array_equal(own[0], expected)
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [[np.float32(7)] * 40, js.batches(np.full((40, 1000), 7, np.float32), 1)],
-    ids=["list", "js.batches"],
-)
-def test_a_dataset_itself_is_sent(two, dataset):
-    iterator = iter(two.create_per_worker_dataset(dataset))
-    step = two.function(lambda it: (index(), np.float32(1) * next(it).max()))
-    found = until_each_has(two, step, (iterator,))
-    assert {float(x) for own in found.values() for x in own} == {7}
-
-
 def test_what_cannot_be_sent_hurts_only_who_uses_it(two):
     lock = threading.Lock()
     made_here = js.Variable(1.0, name="here")
@@ -133,23 +104,6 @@ def test_what_cannot_be_sent_hurts_only_who_uses_it(two):
         with pytest.raises(js.errors.ClosureInputError, match=message) as caught:
             two.join(SECONDS)
         assert isinstance(caught.value.original_exception, TypeError)
-
-
-def test_a_workers_variable_is_none_of_a_dataset(two):
-    with two.strategy.scope():
-        own = js.Variable(1.0, name="own", per_worker_variable=True)
-    with pytest.raises(js.errors.ContextError, match="read_all"):
-        two.create_per_worker_dataset(lambda: [own.value()])
-
-    def make():
-        def read():
-            yield own.value()
-
-        return read
-
-    iterator = iter(two.create_per_worker_dataset(make))
-    with pytest.raises(js.errors.ContextError, match="read_all"):
-        two.schedule(two.function(lambda it: next(it)), (iterator,))
 
 
 def test_functions_make_no_variables_and_start_nothing(two):
@@ -170,23 +124,6 @@ def test_functions_make_no_variables_and_start_nothing(two):
         two.schedule(two.function(lambda it: next(it)), (iterator,))
         with pytest.raises(js.errors.ClosureInputError, match=message):
             two.join(SECONDS)
-
-
-def test_values_and_variables_of_each_worker(two):
-    with two.strategy.scope():
-        total = js.Variable(np.zeros(3), per_worker_variable=True)
-    same = two.function(lambda x: x)
-    tens = js.coordinator.PerWorkerValue([two.schedule(same, (x,)) for x in (10, 20)])
-
-    @two.function
-    def add(own):
-        total.assign_add(np.ones(3))
-        return index(), own
-
-    found = until_each_has(two, add, (tens,))
-    assert {w: set(map(int, own)) for w, own in found.items()} == {0: {10}, 1: {20}}
-    for worker, copy in enumerate(total.read_all()):
-        np.testing.assert_array_equal(copy, [len(found[worker])] * 3)
 
 
 def test_a_function_that_calls_python_has_what_its_worker_has(two):
@@ -216,10 +153,3 @@ def test_a_function_that_calls_python_has_what_its_worker_has(two):
         sums = [sum(rows[: i + 1]) for i in range(len(rows))]
         assert [total for _, total in own] == sums
     assert total.read_all() == [own[-1][1] for own in found.values()]
-
-
-def test_a_smaller_batch_comes_from_a_process_too(two):
-    iterator = iter(two.create_per_worker_dataset(lambda: map(np.ones, (3, 2, 3, 2))))
-    step = two.function(lambda it: (index(), next(it).sum()))
-    for own in until_each_has(two, step, (iterator,)).values():
-        assert own == [3, 2, 3, 2][: len(own)]

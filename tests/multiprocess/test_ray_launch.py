@@ -130,21 +130,6 @@ def test_one_failure_ends_the_others_and_all_start_again(start):
     assert not any(map(is_alive, launched.pids("pid00", "pid01", "pid10")))
 
 
-def test_ctrl_c_ends_all(start):
-    script = """
-    child = os.fork()
-    write(f"child{rank}" if child == 0 else f"pid{rank}")
-    if child == 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    wait()
-    """
-    launched = start("-n 2", script)
-    pids = launched.pids("pid0", "pid1", "child0", "child1")
-    os.killpg(launched.process.pid, signal.SIGINT)  # as a terminal does
-    assert "stopped by SIGINT" in launched.finish(130)
-    until(lambda: not any(map(is_alive, pids)), "their end")
-
-
 @pytest.mark.parametrize("who", ["launcher", "actor"])
 def test_nothing_is_left_when_one_is_killed(who, start):
     script = """

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import ray_machines
-from helpers.processes import is_alive
 from ray_machines import until
 
 pytestmark = pytest.mark.slow
@@ -121,21 +120,6 @@ def test_a_killed_worker_is_started_again_and_nothing_counts_twice(ray, start):
     said = script.finish()
     assert "started again" in said and secret not in said
     until(lambda: not tasks(ray.env), "their end")
-
-
-def test_they_end_with_a_killed_coordinator(ray, start):
-    script = start("""
-    strategy = js.ParameterServerStrategy(
-        workers=1, parameter_servers=1, backend="ray")
-    print("is there", flush=True)
-    time.sleep(600)
-    """)
-    script.wait_for("is there")
-    found = tasks(ray.env)
-    assert len(found) == 2
-    script.process.send_signal(signal.SIGKILL)
-    script.finish(-signal.SIGKILL)
-    until(lambda: not any(map(is_alive, found)), "their end")
 
 
 def test_a_server_that_is_killed_is_lost_with_its_last_words(ray, start):

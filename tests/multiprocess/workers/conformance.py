@@ -12,8 +12,6 @@ import traceback
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
 import jaxstrategy as js
 from workers import LAYOUT
@@ -237,26 +235,6 @@ def on_read_variables(s):
 
 
 @check
-def reduce_to(s):
-    x = versions(s, (2,))
-    value = s.per_replica(x)
-    here = jax.local_devices()[0]
-    with s.scope():
-        v = js.Variable(np.zeros(2, np.float32))
-    found = {
-        "device": s.extended.reduce_to("sum", value, here),
-        "variable": s.extended.reduce_to("sum", value, v),
-        "value": s.extended.reduce_to("sum", value, value),
-    }
-    for got in found.values():
-        np.testing.assert_allclose(got, x.sum(0), rtol=1e-5)
-    assert found["device"].devices() == {here}
-    a, b = s.extended.batch_reduce_to("mean", [(value, v), (s.mirror(1.0), v)])
-    np.testing.assert_allclose(a, x.mean(0), rtol=1e-5)
-    return {**found, "mean": a, "same": b}
-
-
-@check
 def links_are_measured(s):
     links = s.measure_links()
     assert 0 <= links.latency < 10 and 1e3 < links.bandwidth < 1e13
@@ -351,28 +329,6 @@ def alike(one, other):
 
 
 @check
-def modules_of_flax(s):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    x = versions(s, (4, 3))
-
-    @s.run
-    def step(model, optimizer, x):
-        def loss(model):
-            return (model(x) ** 2).mean()
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        grads = context().all_reduce("mean", grads)
-        optimizer.update(model, grads)
-        return context().all_reduce("mean", value)
-
-    losses = [float(step(model, optimizer, s.per_replica(x))) for _ in range(3)]
-    assert losses[2] < losses[1] < losses[0]
-    s.assert_in_sync(nnx.state(model))
-    return {"losses": losses, "kernel": model.kernel[...]}
-
-
-@check
 def donated_arguments(s):
     @s.run(options=js.RunOptions(donate_argnums=0))
     def step(w, x):
@@ -412,20 +368,6 @@ def reading(s):
 
 
 @check
-def captured_arrays(s):
-    same = s.mirror(np.float32([1, 2]))
-    local = jnp.float32(3.0)
-    found = s.run(lambda x: x * same * local, (s.per_replica(versions(s, (2,))),))
-
-    @s.run
-    def step(x):
-        return jax.lax.fori_loop(0, 2, lambda _, x: x + same, x)
-
-    added = s.reduce("sum", step(s.per_replica(versions(s, (2,)))))
-    return {"own": s.experimental_local_results(found), "added": added}
-
-
-@check
 def inside_the_users_own_jit(s):
     x = s.per_replica(versions(s, (2,)))
 
@@ -436,38 +378,6 @@ def inside_the_users_own_jit(s):
         return w
 
     return {"w": twice(s.mirror(np.zeros(2, np.float32)), x)}
-
-
-@check
-def rounds_of_replicas_alone(s):
-    """Each replica takes two steps by itself; then they synchronize."""
-    batches = [s.per_replica(versions(s, (4, 3), seed)) for seed in range(4)]
-    start = np.float32([0.5, -1.0, 2.0])
-
-    def gradient(w, x):
-        return jax.grad(lambda w: jnp.mean((x @ w - x.sum(-1)) ** 2))(w)
-
-    def averaging(w, x):
-        grad = context().all_reduce("mean", gradient(w, x))
-        return w - 0.1 * grad, grad[0]
-
-    tx = js.optax.outer(optax.sgd(0.1, momentum=0.9), every=2)
-
-    @s.run
-    def step(both, x):
-        w, state = both
-        updates, state = tx.update(gradient(w, x), state, w)
-        return optax.apply_updates(w, updates), state
-
-    local, w = s.local_steps(averaging), start
-    state = s.mirror(start), tx.init(s.mirror(start))
-    both = js.optax.own_copies(state, strategy=s)
-    for number in (0, 2):
-        w, _ = local(w, tuple(batches[number : number + 2]))
-        for x in batches[number : number + 2]:
-            both = step(both, x)
-    s.assert_in_sync(w)
-    return {"averaged": w, "outer": both[1].params}
 
 
 def told(found):
