@@ -42,14 +42,11 @@ class Agreement:
 
     All of them call `exchange` equally often. What follows from all answers alone is
     then the same in each process: that is what they agree on.
-
-    Attributes:
-      topic: its name, the same in all processes; None if there is but one process.
     """
 
     def __init__(
         self,
-        topic: str | None = None,
+        topic: str | None = None,  # its name in all; None if there is one process
         store: Store | None = None,
         watch: Watchdog | None = None,
     ) -> None:
@@ -83,35 +80,22 @@ _NAMED = 3  # captured values of a program; the others are counted
 
 
 class ProgramPrint(TypedDict):
-    """A program of a step, as its process tells the others of it.
+    """A program of a step, as its process tells the others of it."""
 
-    Attributes:
-      name: of the step.
-      prints: of its code, and of each value that it has captured.
-      captured: these values in words.
-    """
-
-    name: str
-    prints: list[str]
-    captured: list[str]
+    name: str  # of the step
+    prints: list[str]  # of its code, and of each value that it has captured
+    captured: list[str]  # these values in words
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation that a process is about to do with all others.
-
-    Attributes:
-      name: what is done.
-      where: its source line, which is only shown.
-      kinds: dtypes and shapes of what it is done with.
-      programs: those that must be the same in all processes.
-    """
+    """An operation that a process is about to do with all others."""
 
     name: str
-    where: str
-    kinds: Sequence[str] = ()
-    programs: Sequence[ProgramPrint] = ()
+    where: str  # its source line, which is only shown
+    kinds: Sequence[str] = ()  # dtypes and shapes of what it is done with
+    programs: Sequence[ProgramPrint] = ()  # that must be the same in all processes
 
     def told(self) -> list[Json]:
         """The operation as JSON, of which `Operation(*told)` makes it again."""
@@ -299,12 +283,8 @@ class StopAgreement:
     then those that are behind go on to where the first of them is, and stop there too.
 
     A thread says it, because the process itself may be inside a step, which does not
-    end before all others have begun it.
-
-    Args:
-      store: where the processes meet.
-      name: of this agreement; each is made once.
-      count: how many calls were begun before.
+    end before all others have begun it. Each name is for one agreement; `count` calls
+    were begun before.
     """
 
     def __init__(self, store: Store, name: str, count: int = 0) -> None:

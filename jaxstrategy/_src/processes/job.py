@@ -153,15 +153,10 @@ def _agreed(index: int) -> tuple[str, Secret, Host | None]:
 @final
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of this job, as this one sees them.
+    """The processes of this job, as this one sees them."""
 
-    Attributes:
-      store: what they know of each other.
-      watchdog: to be told of each step.
-    """
-
-    store: Store
-    watchdog: Watchdog
+    store: Store  # what they know of each other
+    watchdog: Watchdog  # to be told of each step
 
     @property
     def index(self) -> int:
@@ -287,21 +282,13 @@ _ASKED_IN_VAIN = (
 @final
 @dataclasses.dataclass(frozen=True)
 class _Launcher:
-    """The variables by which a launcher tells of several processes.
+    """The variables by which a launcher tells of several processes."""
 
-    Attributes:
-      advice: what to do if they cannot be followed.
-      counts: numbers of processes, of which the first that is set is right.
-      ranks: numbers of this process, from 0.
-      hosts: the hosts, separated by commas.
-      needed: set in each process of several; not looked at if the count is 1.
-    """
-
-    advice: str
-    counts: tuple[str, ...] = ()
-    ranks: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    needed: tuple[str, ...] = ()
+    advice: str  # what to do if they cannot be followed
+    counts: tuple[str, ...] = ()  # of processes; the first that is set is right
+    ranks: tuple[str, ...] = ()  # of this process, from 0
+    hosts: tuple[str, ...] = ()  # separated by commas
+    needed: tuple[str, ...] = ()  # in each of several; unimportant if the count is 1
 
     def is_alone(self) -> bool:
         """Whether it says that there is one process only."""

@@ -86,13 +86,7 @@ def joined(size: int, frames: Iterator[Buffer]) -> Buffer:
 
 
 class Request:
-    """A message that came to a server; `reply` answers it, now or later.
-
-    Attributes:
-      peer: the connection that it came by, for `Server.send`.
-      frames: what was sent.
-      is_news: whether no reply is wanted.
-    """
+    """A message that came to a server; `reply` answers it, now or later."""
 
     __slots__ = ("_number", "_server", "frames", "is_news", "peer")
 
@@ -101,9 +95,9 @@ class Request:
     ) -> None:
         self._server = server
         self._number = number
-        self.peer = peer
+        self.peer = peer  # the connection that it came by, for `Server.send`
         self.frames = frames
-        self.is_news = kind == _NEWS
+        self.is_news = kind == _NEWS  # no reply is wanted
 
     def reply(self, *frames: Buffer) -> None:
         """Answer; nothing happens if the client has gone."""
@@ -121,24 +115,10 @@ class Request:
 
 @final
 class Server:
-    """Receives the messages of all clients that know the secret.
+    """Receives the messages of all clients that know the secret; raises `OSError`.
 
-    Args:
-      secret: of the job.
-      handle: called with each `Request`, in the loop's thread.
-      address: `host:port` to listen at, port 0 for a free one; or `ipc://PATH` in a
-        folder that only this user may enter, by default a new one.
-      lost: called with the `peer` of each connection that has ended, in the loop's
-        thread, too.
-      refused: called, in the same thread, for each caller that has another secret.
-      largest: bytes of the largest frame that is accepted.
-
-    Attributes:
-      address: what a `Client` is given.
-      handle, lost: as above; to be replaced in the loop's thread.
-
-    Raises:
-      OSError: it cannot listen there.
+    It calls functions in the loop's thread, where `handle` and `lost` may be replaced.
+    A `Client` is given its `address`.
     """
 
     def __init__(
@@ -146,10 +126,12 @@ class Server:
         secret: Secret,
         handle: Callable[[Request], None],
         *,
+        # `host:port`, port 0 for a free one; or `ipc://PATH` in a folder that only this
+        # user may enter, by default a new one.
         address: str | None = None,
-        lost: Callable[[bytes], None] | None = None,
-        refused: Callable[[], None] | None = None,
-        largest: int = LARGEST,
+        lost: Callable[[bytes], None] | None = None,  # given the `peer` that has gone
+        refused: Callable[[], None] | None = None,  # for each with another secret
+        largest: int = LARGEST,  # bytes of a frame
     ) -> None:
         self.handle = handle
         self.lost = lost
@@ -241,20 +223,9 @@ class Server:
 
 @final
 class Client:
-    """One connection to a server.
+    """One connection to a server; raises `RefusedError` or `TimeoutError`.
 
-    Args:
-      address: of the server, as it says it.
-      secret: of the job.
-      news: called with the frames of what the server tells, in the loop's thread.
-      lost: called once, in the loop's thread, when the connection has ended otherwise
-        than by `close`.
-      timeout_seconds: how long to try to reach the server.
-      largest: bytes of the largest frame that is accepted.
-
-    Raises:
-      RefusedError: the other side has another secret, or speaks something else.
-      TimeoutError: nobody answers there.
+    It calls functions in the loop's thread.
     """
 
     def __init__(
@@ -262,10 +233,10 @@ class Client:
         address: str,
         secret: Secret,
         *,
-        news: Callable[[list[Buffer]], None] | None = None,
-        lost: Callable[[], None] | None = None,
-        timeout_seconds: float = 60.0,
-        largest: int = LARGEST,
+        news: Callable[[list[Buffer]], None] | None = None,  # of what the server tells
+        lost: Callable[[], None] | None = None,  # once, if not ended by `close`
+        timeout_seconds: float = 60.0,  # for reaching the server
+        largest: int = LARGEST,  # bytes of a frame
     ) -> None:
         self.address = address
         self._news = news

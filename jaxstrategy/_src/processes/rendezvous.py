@@ -75,19 +75,13 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The processes of a job that have met, as one of them sees it.
-
-    Attributes:
-      members: all processes, by their ids.
-      host: what process 0 has; None in the others.
-      client: the connection of the others to process 0.
-      news: what that process says of itself, as frames; None when it has gone.
-    """
+    """The processes of a job that have met, as one of them sees it."""
 
     index: int
-    members: tuple[Member, ...]
-    host: Host | None
-    client: Client | None
+    members: tuple[Member, ...]  # all processes, by their ids
+    host: Host | None  # of process 0
+    client: Client | None  # of the others, to process 0
+    # What that process says of itself, as frames; None when it has gone.
     news: queue.SimpleQueue[list[Buffer] | None]
 
     def close(self) -> None:
@@ -167,20 +161,7 @@ def meet(
 
 
 class Host:
-    """The rendezvous as process 0 leads it.
-
-    Args:
-      coordinator: where it listens, port 0 for a free one.
-      secret: of the job.
-
-    Attributes:
-      address: where it listens.
-      server: of the connections to all other processes.
-      peers: the connection to each of them, by their ids.
-
-    Raises:
-      OSError: it cannot listen there.
-    """
+    """The rendezvous as process 0 leads it; raises `OSError` if it cannot listen."""
 
     def __init__(self, coordinator: str, secret: Secret) -> None:
         name, _, port = coordinator.rpartition(":")
@@ -191,7 +172,9 @@ class Host:
         self._own: Message | None = None
         self._early: list[Request] = []
         self._ended: list[bytes] = []
-        self.peers: dict[int, bytes] = {}
+        self.peers: dict[
+            int, bytes
+        ] = {}  # the connection to each of them, by their ids
         self.server = Server(
             secret,
             self._received,

@@ -33,28 +33,17 @@ from jaxstrategy._src.text.shown import listed
 
 
 class Status(TypedDict):
-    """The progress of a process, as its watchdog reports it each second.
+    """The progress of a process, as its watchdog reports it each second."""
 
-    Attributes:
-      step: the number of steps it has begun.
-      what: the last of them in words.
-      pending: the step or event it waits for, None if it waits for nothing.
-      seconds: how long it has waited, or since there was progress.
-      busy: its own work meanwhile, such as compiling; None if it has none.
-      writes: the checkpoint it writes in the background, None if it writes none.
-      reads: batches that its input pipeline has not delivered, each with the seconds
-        that it has taken so far.
-      arrivals: its last steps; of each its number, the number of comparisons before it,
-        and the seconds since the last of them.
-    """
-
-    step: int
-    what: str
-    pending: str | None
-    seconds: float | None
-    busy: str | None
-    writes: str | None
+    step: int  # the number of steps it has begun
+    what: str  # the last of them in words
+    pending: str | None  # the step or event it waits for
+    seconds: float | None  # of waiting, or since there was progress
+    busy: str | None  # its own work meanwhile, such as compiling
+    writes: str | None  # the checkpoint it writes in the background
+    # Batches that its input pipeline has not delivered, with the seconds so far.
     reads: list[tuple[str, float]]
+    # Its last steps: number, comparisons before it, seconds since the last of them.
     arrivals: list[tuple[int, int, float]]
 
 
@@ -64,20 +53,14 @@ LATE_SECONDS = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class ProcessState:
-    """The state of a process. Of one that has ended it prints as a clause about it.
-
-    Attributes:
-      status: what its watchdog last said, None if nothing.
-      end: None while it runs; `"left"` (its script has ended), `"failed"` (by an
-        exception, told in `text`), `"died"` (its connection broke) or `"silent"` (it
-        stopped answering).
-      silent_seconds: how long it has not answered; about 1 at most is usual.
-    """
+    """The state of a process. Of one that has ended it prints as a clause about it."""
 
     member: Member
-    status: Status | None
+    status: Status | None  # what its watchdog last said
+    # None while it runs; `"left"` (its script has ended), `"failed"` (by an exception,
+    # told in `text`), `"died"` (its connection broke), `"silent"` (it does not answer).
     end: str | None
-    silent_seconds: float = 0.0
+    silent_seconds: float = 0.0  # about 1 at most is usual
     text: str = ""
 
     @property
@@ -118,21 +101,15 @@ class Store:
 
     This one is that of a job of one process. All methods may be called from any thread.
     Values are what JSON can say.
-
-    Attributes:
-      members: all processes, by their ids.
-      index: which of them this one is.
-      departures: the processes that have ended, by their ids.
-      common_error: the text of an error that each process was given, by which each of
-        them may end; None if there was none.
     """
 
+    # The text of an error that each process was given, by which each may end.
     common_error: str | None = None
 
     def __init__(self) -> None:
-        self.index = 0
-        self.members = (Member(0, socket.gethostname(), os.getpid()),)
-        self.departures: dict[int, ProcessState] = {}
+        self.index = 0  # of this process
+        self.members = (Member(0, socket.gethostname(), os.getpid()),)  # by their ids
+        self.departures: dict[int, ProcessState] = {}  # that have ended, by their ids
         self._values: dict[str, Json] = {}
         self._changed = threading.Condition(threading.RLock())
 
@@ -444,26 +421,19 @@ def _checked(status: Json) -> Status | None:
 
 @final
 class SharedStore(Store):
-    """The store of a job of several processes; process 0 keeps it.
-
-    Args:
-      timeout_seconds: how long `get` and `gather` wait unless they are told.
-      silence_seconds: a process that says nothing for so long counts as dead; by
-        default a little longer than the other. The host of one that is only busy, or
-        stopped, answers; one that does not is given up by the kernel after 20 s.
-
-    Attributes:
-      status: gives what other processes are told of this one, each second.
-    """
+    """The store of a job of several processes; process 0 keeps it."""
 
     def __init__(
         self,
         group: Group,
-        timeout_seconds: float = 300,
+        timeout_seconds: float = 300,  # of `get` and `gather`
+        # After so long a process that says nothing counts as dead. The host of one that
+        # is busy or stopped answers; others the kernel gives up after 20 s.
         silence_seconds: float | None = None,
     ) -> None:
         self.index = group.index
         self.members = group.members
+        # What other processes are told of this one, each second.
         self.status: Callable[[], Status | None] = lambda: None
         self.departures: dict[int, ProcessState] = {}
         self._group = group

@@ -144,19 +144,12 @@ def _doing(status: Status | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A step, or another wait for all processes, that has not finished.
+    """A step, or another wait for all processes, that has not finished."""
 
-    Attributes:
-      what: in words, such as `step 3`.
-      seconds: since it, or the program before it, began or made progress.
-      busy: what this process does by itself meanwhile, None if it waits.
-      step: the number of the step, None for another wait.
-    """
-
-    what: str
-    seconds: float
-    busy: str | None = None
-    step: int | None = None
+    what: str  # in words, such as `step 3`
+    seconds: float  # since it, or the program before it, began or made progress
+    busy: str | None = None  # what this process does by itself meanwhile
+    step: int | None = None  # its number; None for another wait
 
 
 def suspicion(
@@ -256,25 +249,15 @@ class Watchdog:
     """Looks on while steps are pending; a process that does nothing is left alone.
 
     The methods that are called at each step only write attributes.
-
-    Args:
-      store: where processes say how far they are.
-      timeout_seconds: how long a step may go without progress.
-      busy_seconds: how long one process may do something by itself, such as compile a
-        step; by default an hour, or ten times the other if that is longer. The others
-        wait for it as long.
-      end: called with an exit code, the report, and what to do before.
-
-    Attributes:
-      writes: what is being written in the background, None if nothing.
-      arrivals: when this process has come to its last steps.
     """
 
     def __init__(
         self,
         store: Store,
-        timeout_seconds: float,
+        timeout_seconds: float,  # of a step without progress
+        # Of what one process does by itself, such as compile; the others wait as long.
         busy_seconds: float | None = None,
+        # Given an exit code, the report, and what to do before.
         end: Callable[[int, str, Callable[[], None]], None] = finish,
     ) -> None:
         self.timeout_seconds = timeout_seconds
@@ -289,8 +272,8 @@ class Watchdog:
         self._opened = 0.0
         self._activities: dict[int, Activity] = {}
         self._reads: dict[int, Activity] = {}
-        self.writes: str | None = None
-        self.arrivals = Arrivals()
+        self.writes: str | None = None  # what is being written in the background
+        self.arrivals = Arrivals()  # of this process at its last steps
         self._tokens: collections.deque[tuple[int, jax.Array]] = collections.deque(
             maxlen=_KEPT
         )

@@ -42,15 +42,11 @@ class Cell:
     """What holds all copies of a variable between steps; read and written with `[...]`.
 
     Where JAX traces by itself it becomes a reference, and stays one.
-
-    Attributes:
-      array: what it holds, None if there is nothing to lend: it is a reference.
-      is_alone: whether a program may overwrite the array, which nobody else has.
     """
 
     def __init__(self, array: jax.Array | None, is_alone: bool = False) -> None:
-        self.array: Any = array
-        self.is_alone = is_alone
+        self.array: Any = array  # None if there is nothing to lend: it is a reference
+        self.is_alone = is_alone  # nobody else has it: a program may overwrite it
         self._ref: Any = None
 
     @property
