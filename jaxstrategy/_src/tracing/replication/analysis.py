@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.sharding import Mesh
 
@@ -24,7 +25,12 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     plain,
     uses_of,
 )
-from jaxstrategy._src.tracing.replication.primitives import Lowered, lowered
+from jaxstrategy._src.tracing.replication.primitives import (
+    Lowered,
+    alone,
+    lowered,
+    operands_of,
+)
 from jaxstrategy._src.tracing.replication.types import (
     SAME,
     Collective,
@@ -36,6 +42,12 @@ from jaxstrategy._src.tracing.replication.types import (
     content_of,
     join,
 )
+from jaxstrategy._src.values.arrays import Function
+
+# A function and the types of its arguments -> another function and its types, which
+# takes the arguments once or several times, and returns the results as often.
+Types = list[jax.ShapeDtypeStruct]
+Transform = Callable[[Function, Types], tuple[Function, Types]]
 
 
 # The findings of an inner jaxpr are cached in terms of its inputs, and translated at
@@ -114,10 +126,10 @@ class Analysis:
         if findings is None:
             inputs = [_as_input(index, state) for index, state in enumerate(operands)]
             findings = self._known[key] = self.of(jaxpr, inputs, 0, repeats)
-            outputs = [
-                _without_references(output, inputs) for output in findings.outputs
-            ]
-            findings.outputs[:] = outputs
+            for place, output in enumerate(findings.outputs):
+                for index, state in enumerate(inputs):
+                    if isinstance(output, RefState) and state is output:
+                        findings.outputs[place] = SameReference(index)
         return findings
 
     def expanded(self, eqn: Equation) -> Jaxpr | None:
@@ -145,13 +157,17 @@ class Analysis:
             self._lowered[id(eqn)] = lowered(eqn, self.mesh)
         return self._lowered[id(eqn)]
 
-    def transformed(
-        self, eqn: Equation, transform: Hashable, make: Callable[..., Jaxpr]
-    ) -> Jaxpr:
-        """`make(eqn, transform, axis_env)`, cached."""
+    def transformed(self, eqn: Equation, transform: Transform) -> Jaxpr:
+        """The equation's function under a transform, cached."""
         key = (id(eqn), transform)
         if key not in self._transformed:
-            self._transformed[key] = make(eqn, transform, self.axis_env)
+            types = [
+                jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+                for atom in operands_of(eqn)
+            ]
+            function, types = transform(core.jaxpr_as_fun(alone(eqn)), types)
+            made = jax.make_jaxpr(function, axis_env=self.axis_env)(*types)
+            self._transformed[key] = plain(made)
         return self._transformed[key]
 
     @property
@@ -195,16 +211,6 @@ def _as_input(index: int, state: State) -> State:
     if state is None or state is SAME:
         return state
     return Replication(state.level, index, classes=state.classes)
-
-
-def _without_references(
-    output: State | SameReference, inputs: list[State]
-) -> State | SameReference:
-    if isinstance(output, RefState):
-        for index, state in enumerate(inputs):
-            if state is output:
-                return SameReference(index)
-    return output
 
 
 class Frame:
@@ -281,6 +287,18 @@ class Frame:
             for found in findings.collectives
         ]
         return outputs, collectives
+
+    def called(
+        self,
+        jaxpr: ClosedJaxpr,
+        operands: Sequence[State],
+        eqn: Equation,
+        repeats: tuple[int, ...] = (),
+    ) -> list[State]:
+        """The results of `jaxpr`, which `eqn` calls once."""
+        outputs, collectives = self.call(jaxpr, operands, eqn, repeats=repeats)
+        self.collectives += collectives
+        return outputs
 
     def write(self, cell: State, state: Replication | None) -> None:
         """Adds `state` to what a reference may hold."""

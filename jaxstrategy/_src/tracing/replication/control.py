@@ -47,8 +47,7 @@ def _called(
     frame: Frame, eqn: Equation, operands: list[State], same: tuple[int, ...]
 ) -> list[State]:
     (jaxpr,) = (eqn.params[key] for key in _CALLEES if key in eqn.params)
-    outputs, collectives = frame.call(jaxpr, operands, eqn, repeats=same)
-    frame.collectives += collectives
+    outputs = frame.called(jaxpr, operands, eqn, same)
     if is_declared_call(eqn):
         return for_each_result(eqn, computed(eqn, operands))
     return outputs
@@ -69,8 +68,7 @@ def run_state(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]
         if isinstance(var.aval, AbstractRef) and not isinstance(state, RefState):
             state = RefState(state)
         cells.append(state)
-    _, collectives = frame.call(inner, cells, eqn)
-    frame.collectives += collectives
+    frame.called(inner, cells, eqn)
     return list(map(content_of, cells))
 
 
@@ -80,26 +78,7 @@ def linear_solve(frame: Frame, eqn: Equation, operands: list[State]) -> list[Sta
     start = sizes.matvec + sizes.vecmat
     constants = operands[start : start + sizes.solve]
     right = operands[sum(sizes) :]
-    solver = eqn.params["jaxprs"].solve
-    outputs, collectives = frame.call(solver, constants + right, eqn)
-    frame.collectives += collectives
-    return outputs
-
-
-def hi_primitive(
-    frame: Frame, eqn: Equation, operands: list[State]
-) -> list[State] | None:
-    """A function that JAX traces when it lowers the step; None if it cannot yet.
-
-    Such as several functions of `jax.numpy` since JAX 0.12.
-    """
-    jaxpr = frame.analysis.expanded(eqn)
-    if jaxpr is None or any(isinstance(state, RefState) for state in operands):
-        return None
-    same = repeats(frame, eqn.invars)
-    outputs, collectives = frame.call(jaxpr, operands, eqn, repeats=same)
-    frame.collectives += collectives
-    return outputs
+    return frame.called(eqn.params["jaxprs"].solve, constants + right, eqn)
 
 
 def branching(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:

@@ -21,7 +21,6 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Equation,
     effect_of,
     inner_jaxprs,
-    plain,
     primitives_with,
 )
 from jaxstrategy._src.tracing.replication import (
@@ -33,12 +32,13 @@ from jaxstrategy._src.tracing.replication.analysis import (
     Analysis,
     Frame,
     Rule,
+    Transform,
+    Types,
     gather_before,
     gathers_sums,
     is_mean,
     is_share,
 )
-from jaxstrategy._src.tracing.replication.primitives import alone, operands_of
 from jaxstrategy._src.tracing.replication.types import (
     SAME,
     Collective,
@@ -74,44 +74,42 @@ def axis_index(frame: Frame, eqn: Equation, operands: list[State]) -> list[State
     return for_each_result(eqn, varying_since(eqn) if varies else None)
 
 
-def summing(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
-    """A sum over the replicas."""
-    return _collective(frame, eqn, operands, _summed_before(frame, eqn, operands))
-
-
 def reducing(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
-    """The smallest or largest over the replicas; repeating it changes nothing."""
-    return _collective(frame, eqn, operands, None)
+    """A reduction, whose result is the same on all members of a group."""
+    if not frame.analysis.mentions_replicas(eqn):
+        return per_operand(frame, eqn, operands)
+    before = _summed_before(frame, eqn, operands)
+    frame.collectives.append(_collective_of(eqn, before))
+    if eqn.params.get("axis_index_groups") is None:
+        reduced = Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)
+        return [None if operand is None else reduced for operand in operands]
+    # On CPUs XLA adds in the order of the replicas, on accelerators along the links
+    # between the devices of a group. For two numbers it makes no difference.
+    on_cpu = frame.analysis.is_on_cpu
+    return [
+        _grouped(
+            frame,
+            eqn,
+            content_of(operand),
+            Level.REDUCED,
+            on_cpu or not jnp.issubdtype(atom.aval.dtype, jnp.inexact),
+        )
+        for atom, operand in zip(eqn.invars, operands, strict=True)
+    ]
 
 
 def _summed_before(
     frame: Frame, eqn: Equation, operands: list[State]
 ) -> Replication | None:
     """The operand that `eqn` sums a second time, unless for a mean."""
+    if effect_of(eqn) not in (Effect.SUM, Effect.SUM_SCATTER):
+        return None  # repeating it changes nothing
     state = join(operands)
     if state is not None and state.varies:
         state = state.part
     if level_of(state) != Level.REDUCED or is_mean(frame, eqn):
         return None
     return state
-
-
-def _collective(
-    frame: Frame, eqn: Equation, operands: list[State], before: Replication | None
-) -> list[State]:
-    """A reduction, whose result is the same on all members of a group."""
-    if not frame.analysis.mentions_replicas(eqn):
-        return per_operand(frame, eqn, operands)
-    frame.collectives.append(_collective_of(eqn, before))
-    if eqn.params.get("axis_index_groups") is not None:
-        return [
-            _grouped(
-                frame, eqn, content_of(operand), Level.REDUCED, _is_exact(frame, atom)
-            )
-            for atom, operand in zip(eqn.invars, operands, strict=True)
-        ]
-    reduced = Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)
-    return [None if operand is None else reduced for operand in operands]
 
 
 def _collective_of(eqn: Equation, before: Replication | None = None) -> Collective:
@@ -171,15 +169,6 @@ def _sent(
     return dataclasses.replace(varying_since(eqn), classes=sent)
 
 
-def _is_exact(frame: Frame, atom: Atom) -> bool:
-    """Whether a sum does not depend on the order of its summands, or that is fixed.
-
-    On CPUs XLA adds in the order of the replicas, on accelerators along the links
-    between the devices of a group. For two numbers it makes no difference.
-    """
-    return frame.analysis.is_on_cpu or not jnp.issubdtype(atom.aval.dtype, jnp.inexact)
-
-
 def _grouped(
     frame: Frame,
     eqn: Equation,
@@ -217,19 +206,14 @@ def _grouped(
 def joining(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """Concatenation: remembers a part that was reduced."""
     state = computed(eqn, operands)
-    if level_of(state) == Level.VARYING:
-        reduced = list(filter(None, map(_reduced_of, operands)))
-        if reduced and state is not None:
-            state = dataclasses.replace(state, part=reduced[0])
+    if state is not None and state.varies:
+        parts = [
+            x and (x if x.level is Level.REDUCED else x.part)
+            for x in map(content_of, operands)
+        ]
+        if reduced := next(filter(None, parts), None):
+            state = dataclasses.replace(state, part=reduced)
     return [state]
-
-
-def _reduced_of(operand: State) -> Replication | None:
-    """An operand if it is reduced, or its part that is."""
-    state = content_of(operand)
-    if state is None or state.level is Level.REDUCED:
-        return state
-    return state.part
 
 
 def reshaping(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
@@ -244,9 +228,7 @@ def scattering(frame: Frame, eqn: Equation, operands: list[State]) -> list[State
     """A collective that gives each member another part."""
     if not frame.analysis.mentions_replicas(eqn):
         return per_operand(frame, eqn, operands)
-    before = None
-    if effect_of(eqn) is Effect.SUM_SCATTER:
-        before = _summed_before(frame, eqn, operands)
+    before = _summed_before(frame, eqn, operands)
     frame.collectives.append(_collective_of(eqn, before))
     # Even if the operand is equal on all: each gets another part of it.
     return for_each_result(eqn, varying_since(eqn))
@@ -261,12 +243,6 @@ def scaling(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
         if not any(isinstance(s, Replication) and s.is_direct for s in operands):
             return [not_reduced(state)]
     return [state]
-
-
-# A function and the types of its arguments -> another function and its types, which
-# takes the arguments once or several times, and returns the results as often.
-Types = list[jax.ShapeDtypeStruct]
-Transform = Callable[[Function, Types], tuple[Function, Types]]
 
 
 # Derivatives of derivatives are analysed. A derivative rule often calls the function
@@ -305,7 +281,7 @@ def _transformed(
     if any(isinstance(state, RefState) for state in operands):
         return unknown
     try:
-        jaxpr = frame.analysis.transformed(eqn, transform, _jaxpr_of)
+        jaxpr = frame.analysis.transformed(eqn, transform)
     except NotImplementedError:  # nor can the step be transformed
         return [None] * len(eqn.outvars)
     except Exception:  # raised by the user's code
@@ -321,18 +297,6 @@ def _transformed(
     count = sum(is_used)
     results = iter([join(outputs[i::count]) for i in range(count)])
     return [next(results) if used else None for used in is_used]
-
-
-def _jaxpr_of(
-    eqn: Equation, transform: Transform, axis_env: list[tuple[str, int]]
-) -> Any:
-    only = core.jaxpr_as_fun(alone(eqn))
-    types = [
-        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-        for atom in operands_of(eqn)
-    ]
-    new, new_types = transform(only, types)
-    return plain(jax.make_jaxpr(new, axis_env=axis_env)(*new_types))
 
 
 def forward(function: Function, types: Types) -> tuple[Function, Types]:
@@ -392,8 +356,11 @@ def other(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     collectives = _hidden_collectives(frame, eqn, operands)
     if not collectives and lowered.communicates:
         collectives = [Collective(Site((eqn,)))]
-    if lowered.decides:
-        collectives = _decided_inside(collectives, eqn, operands)
+    decider = join(operands)
+    if lowered.decides and decider is not None and decider.varies:
+        # Branches or loops inside may skip them.
+        at = computed(eqn, (decider,))
+        collectives = [decided(found, at, eqn) for found in collectives]
     return _varying(frame, eqn, operands, collectives)
 
 
@@ -421,16 +388,6 @@ def _hidden_collectives(
         ]
         found += frame.call(jaxpr, inputs, eqn)[1]
     return found
-
-
-def _decided_inside(
-    collectives: list[Collective], eqn: Equation, operands: list[State]
-) -> list[Collective]:
-    """Marks collectives that branches or loops inside `eqn` may skip."""
-    decider = join(operands)
-    if decider is None or not decider.varies:
-        return collectives
-    return [decided(found, computed(eqn, (decider,)), eqn) for found in collectives]
 
 
 def analyse(
@@ -509,8 +466,14 @@ def _select(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
 
 
 def _hi_primitive(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
-    found = control.hi_primitive(frame, eqn, operands)
-    return outside(frame, eqn, operands) if found is None else found
+    """A function that JAX traces when it lowers the step.
+
+    Such as several functions of `jax.numpy` since JAX 0.12.
+    """
+    jaxpr = frame.analysis.expanded(eqn)
+    if jaxpr is None or any(isinstance(state, RefState) for state in operands):
+        return outside(frame, eqn, operands)
+    return frame.called(jaxpr, operands, eqn, _analysis.repeats(frame, eqn.invars))
 
 
 def _empty(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
@@ -555,7 +518,7 @@ def _addupdate(frame: Frame, eqn: Equation, operands: list[State]) -> list[State
 
 # Rules of collectives by effect; the others are judged by their lowering.
 _OF_EFFECTS: dict[Effect, Rule] = {
-    Effect.SUM: summing,
+    Effect.SUM: reducing,
     Effect.EXTREME: reducing,
     Effect.GATHER: gathering,
     Effect.BROADCAST: gathering,
