@@ -49,7 +49,9 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     closed,
     inner_jaxprs,
     jaxpr_of,
+    live_equations,
     plain,
+    read_by,
     variables,
 )
 from jaxstrategy._src.tracing.traced_step import name_of
@@ -365,14 +367,15 @@ class _Programs:
 
     def _live(self, atoms: Iterable[Atom]) -> tuple[list[Var], list[Equation]]:
         """The known variables and the equations from which results are computed."""
-        live = set(variables(atoms))
-        eqns: list[Equation] = []
-        for eqn in reversed(self._jaxpr.eqns):
-            if live.isdisjoint(var for var in eqn.outvars if var not in self._known):
-                continue
-            eqns.append(eqn)
-            live.update(variables(eqn.invars))
-        return [var for var in self._known if var in live], eqns[::-1]
+
+        def unknown(atoms: Iterable[Atom]) -> Iterable[Var]:
+            return (var for var in variables(atoms) if var not in self._known)
+
+        eqns = live_equations(
+            self._jaxpr.eqns, unknown(atoms), lambda eqn: unknown(eqn.invars)
+        )
+        read = read_by(eqns).union(variables(atoms))
+        return [var for var in self._known if var in read], eqns
 
 
 def _shared(jaxpr: Jaxpr, exact: set[Var]) -> list[Var]:

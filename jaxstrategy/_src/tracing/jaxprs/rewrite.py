@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     closed,
     effect_of,
     jaxpr_of,
+    variables,
     with_jaxprs,
 )
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -190,7 +192,7 @@ class _Rewriter:
 
     def _equations_of(self, function: Function, eqn: Any) -> list[Equation]:
         """The equations of a function that replaces `eqn`."""
-        types = [_type(atom) for atom in eqn.invars]
+        types = [type_of(atom) for atom in eqn.invars]
         refs = references(eqn)
 
         def called(*operands: jax.Array, function: Function = function) -> list[Any]:
@@ -240,12 +242,12 @@ def _renamed(
 
 
 def _copy(atom: Atom, var: Var, eqn: Any) -> Equation:
-    made: Any = jax.make_jaxpr(lambda x: lax.copy_p.bind(x))(_type(atom))
+    made: Any = jax.make_jaxpr(lambda x: lax.copy_p.bind(x))(type_of(atom))
     (copy,) = made.jaxpr.eqns
     return copy.replace(invars=[atom], outvars=[var], source_info=eqn.source_info)
 
 
-def _type(atom: Atom) -> jax.ShapeDtypeStruct:
+def type_of(atom: Atom) -> jax.ShapeDtypeStruct:
     aval = atom.aval
     weak_type = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
@@ -260,6 +262,43 @@ def function_of(eqn: Any, **params: Any) -> Function:
         invars=list(invars), outvars=list(outvars), params={**eqn.params, **params}
     )
     return core.jaxpr_as_fun(closed(jaxpr_of(invars, [alone], outvars)))
+
+
+class Run(NamedTuple):
+    """Equations that follow each other, as one function."""
+
+    function: Function
+    inputs: list[Var]
+    outputs: list[Var]
+
+
+def in_runs(
+    eqns: Sequence[Equation],
+    is_special: Callable[[Equation], bool],
+    results: Iterable[Atom],
+    operands: Callable[[Equation], Iterable[Atom]] = lambda eqn: eqn.invars,
+) -> list[Equation | Run]:
+    """Special equations by themselves, and those between them together.
+
+    Args:
+      operands: what a special equation reads.
+    """
+    groups = [(each, list(run)) for each, run in itertools.groupby(eqns, is_special)]
+    found: list[Equation | Run] = []
+    read = set(variables(results))
+    for are_special, group in reversed(groups):
+        if are_special:
+            found += group[::-1]
+            read.update(variables(atom for eqn in group for atom in operands(eqn)))
+            continue
+        made = [var for eqn in group for var in eqn.outvars]
+        outputs = [var for var in made if var in read]
+        atoms = dict.fromkeys(variables(atom for eqn in group for atom in eqn.invars))
+        inputs = [var for var in atoms if var not in set(made)]
+        jaxpr = closed(jaxpr_of(inputs, group, outputs))
+        found.append(Run(core.jaxpr_as_fun(jaxpr), inputs, outputs))
+        read.update(inputs)
+    return found[::-1]
 
 
 def references(eqn: Equation) -> list[int]:

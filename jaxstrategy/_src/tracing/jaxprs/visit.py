@@ -118,13 +118,28 @@ def uses_of(eqns: Iterable[Equation]) -> dict[Var, list[Equation]]:
     return uses
 
 
-def live_equations(eqns: Sequence[Equation], outputs: Iterable[Var]) -> list[Equation]:
-    """The equations from which `outputs` are computed (dead code elimination)."""
-    live, eqns_kept = set(outputs), list[Equation]()
+def read_by(eqns: Iterable[Equation]) -> set[Var]:
+    """The variables that equations read."""
+    return set(variables(atom for eqn in eqns for atom in eqn.invars))
+
+
+def live_equations(
+    eqns: Sequence[Equation],
+    outputs: Iterable[Atom],
+    operands: Callable[[Equation], Iterable[Atom]] = lambda eqn: eqn.invars,
+    stays: Callable[[Equation], bool] = lambda _: False,
+) -> list[Equation]:
+    """The equations from which `outputs` are computed (dead code elimination).
+
+    Args:
+      operands: what an equation needs.
+      stays: whether it stays without being needed.
+    """
+    live, eqns_kept = set(variables(outputs)), list[Equation]()
     for eqn in reversed(eqns):
-        if not live.isdisjoint(eqn.outvars):
+        if stays(eqn) or not live.isdisjoint(eqn.outvars):
             eqns_kept.append(eqn)
-            live.update(variables(eqn.invars))
+            live.update(variables(operands(eqn)))
     return eqns_kept[::-1]
 
 

@@ -29,6 +29,7 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     jaxpr_of,
     live_equations,
     plain,
+    read_by,
     variables,
 )
 from jaxstrategy._src.values.arrays import Leaf
@@ -143,33 +144,25 @@ class Partition:
     unused: Sequence[Equation]
 
     @cached_property
-    def read_per_replica(self) -> frozenset[Var]:
-        return frozenset(
-            variables(atom for eqn in self.per_replica for atom in eqn.invars)
-        )
+    def read_per_replica(self) -> set[Var]:
+        return read_by(self.per_replica)
 
     @cached_property
-    def read_by_users(self) -> frozenset[Var]:
+    def read_by_users(self) -> set[Var]:
         """`read_per_replica`, and what unused equations read.
 
         Whether a step returns its loss, too, must not change how state is sharded.
         """
-        unused = variables(atom for eqn in self.unused for atom in eqn.invars)
-        return self.read_per_replica.union(unused)
+        return self.read_per_replica | read_by(self.unused)
 
     @cached_property
-    def read_globally(self) -> frozenset[Var]:
+    def read_globally(self) -> set[Var]:
+        return read_by((*self.duplicated, *self.global_))
+
+    @cached_property
+    def made_globally(self) -> set[Var]:
         eqns = (*self.duplicated, *self.global_)
-        return frozenset(variables(atom for eqn in eqns for atom in eqn.invars))
-
-    @cached_property
-    def made_per_replica(self) -> frozenset[Var]:
-        return frozenset(var for eqn in self.per_replica for var in eqn.outvars)
-
-    @cached_property
-    def made_globally(self) -> frozenset[Var]:
-        eqns = (*self.duplicated, *self.global_)
-        return frozenset(var for eqn in eqns for var in eqn.outvars)
+        return {var for eqn in eqns for var in eqn.outvars}
 
 
 def partition(
@@ -195,8 +188,7 @@ def partition(
             read.update(variables(eqn.invars))
     per_replica.reverse()
     global_.reverse()
-    used = set(variables(atom for eqn in global_ for atom in eqn.invars))
-    used.update(variables(jaxpr.outvars))
+    used = read_by(global_).union(variables(jaxpr.outvars))
     duplicated = _cheap_equations(per_replica, set(jaxpr.invars), used, varies)
     return Partition(per_replica, global_, duplicated, unused)
 

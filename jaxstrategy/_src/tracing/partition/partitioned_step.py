@@ -17,7 +17,14 @@ from jax.sharding import NamedSharding
 from jaxstrategy._src.replicas.inner_axes import with_inner
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, LayoutOrDimension
 from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten
-from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation, Var, closed, jaxpr_of
+from jaxstrategy._src.tracing.jaxprs.visit import (
+    Atom,
+    Equation,
+    Var,
+    closed,
+    jaxpr_of,
+    variables,
+)
 from jaxstrategy._src.tracing.numbered_prints import (
     has_prints,
     with_merges,
@@ -80,13 +87,40 @@ class PartitionedStep:
         self.reduce_scatters: ReduceScatters = reduce_scatters_of(
             jaxpr, self.partition, self.layout, self._replicas
         )
-        parts = {
-            var: dimension
-            for var, dimension in self.layout.inputs.items()
-            if var in self.partition.read_per_replica
-        }
+        part, count = self.partition, len(trace.varies)
+        results, values = jaxpr.outvars[:count], jaxpr.outvars[count:]
+        same = [number for number in range(count) if not trace.varies[number]]
+        differ = [number for number in range(count) if trace.varies[number]]
+        self._varying_results = [results[number] for number in differ]
+        # Results and new values of variables that are equal on all replicas.
+        self._common_results = [*(results[number] for number in same), *values]
+        self._used_globally = part.read_globally.union(variables(self._common_results))
+        # Outputs of the per-replica part that the global part reads or returns.
+        self._crossing = [
+            var
+            for eqn in part.per_replica
+            for var in eqn.outvars
+            if var in self._used_globally and var not in part.made_globally
+        ]
+        # The inputs that the per-replica part reads or returns.
+        read = part.read_per_replica.union(variables(self._varying_results))
+        self._read_per_replica = [var for var in jaxpr.invars if var in read]
+        # Along which the common results are sharded, or else could be.
+        inputs = self.layout.inputs
+        self._dimensions = [
+            *(self.layout.outputs[number] for number in same),
+            *map(inputs.get, self.variables),
+        ]
+        self._shardable = [
+            *(self.layout.shardable[number] for number in same),
+            *(
+                None if v in inputs else self._replicas.usual_division(v.aval).dimension
+                for v in self.variables
+            ),
+        ]
+        parts = {v: d for v, d in inputs.items() if v in part.read_per_replica}
         self.per_replica_part = PerReplicaPart(
-            self.partition.per_replica,
+            part.per_replica,
             parts,
             {var: self.layout.leaves[var].inner for var in parts},
             self.reduce_scatters,
@@ -94,36 +128,6 @@ class PartitionedStep:
             self._replicas,
             self._varies,
         )
-
-    @cached_property
-    def _results(self) -> Sequence[Atom]:
-        """The step's results, without the new values of variables."""
-        return self.jaxpr.outvars[: len(self._trace.varies)]
-
-    @cached_property
-    def _varying_results(self) -> list[Atom]:
-        pairs = zip(self._results, self._trace.varies, strict=True)
-        return [atom for atom, varies in pairs if varies]
-
-    @cached_property
-    def _common_results(self) -> list[Atom]:
-        """Results and new values of variables that are equal on all replicas."""
-        pairs = zip(self._results, self._trace.varies, strict=True)
-        results = [atom for atom, varies in pairs if not varies]
-        return [*results, *self.jaxpr.outvars[len(self._trace.varies) :]]
-
-    @cached_property
-    def _crossing(self) -> list[Var]:
-        """The outputs of the per-replica part that the global part reads or returns."""
-        used = self._used_globally
-        made = self.partition.made_per_replica - self.partition.made_globally
-        variables = (var for eqn in self.partition.per_replica for var in eqn.outvars)
-        return [var for var in variables if var in made and var in used]
-
-    @cached_property
-    def _used_globally(self) -> frozenset[Var]:
-        results = (a for a in self._common_results if not isinstance(a, Literal))
-        return self.partition.read_globally.union(results)
 
     # For explanations.
 
@@ -155,13 +159,6 @@ class PartitionedStep:
         """
         first = self._sharded_first
         return list(zip(self._common_results, self._dimensions, first, strict=True))
-
-    @property
-    def _dimensions(self) -> list[int | None]:
-        """The dimensions along which `_common_results` are sharded."""
-        pairs = zip(self._trace.varies, self.layout.outputs, strict=True)
-        dimensions = [dimension for varies, dimension in pairs if not varies]
-        return [*dimensions, *map(self.layout.inputs.get, self.variables)]
 
     @property
     def variables(self) -> list[Var]:
@@ -234,13 +231,6 @@ class PartitionedStep:
         varying, crossing, outputs = run(*(known[var] for var in read))
         return varying, crossing, outputs
 
-    @cached_property
-    def _read_per_replica(self) -> list[Var]:
-        """The inputs that the per-replica part reads or returns."""
-        results = (a for a in self._varying_results if not isinstance(a, Literal))
-        read = self.partition.read_per_replica.union(results)
-        return [var for var in self.jaxpr.invars if var in read]
-
     def _one_replica(
         self, variables: Sequence[Var], inputs: Sequence[Leaf]
     ) -> list[jax.Array]:
@@ -291,34 +281,23 @@ class PartitionedStep:
         """The dimensions along which replicated results are sharded at first."""
         return [
             None if dimension is None or self.global_part.is_whole(atom) else dimension
-            for atom, dimension in self._shardable
+            for atom, dimension in zip(
+                self._common_results, self._shardable, strict=True
+            )
         ]
-
-    @cached_property
-    def _shardable(self) -> list[tuple[Atom, int | None]]:
-        """`_common_results`, and a dimension if they are replicated but shardable."""
-        shardable = zip(self._trace.varies, self.layout.shardable, strict=True)
-        dimensions = [dimension for varies, dimension in shardable if not varies]
-        dimensions += (
-            None
-            if var in self.layout.inputs
-            else self._replicas.usual_division(var.aval).dimension
-            for var in self.variables
-        )
-        return list(zip(self._common_results, dimensions, strict=True))
 
     @cached_property
     def global_part(self) -> GlobalPart:
         """The shardings of what is computed once for all replicas."""
         dimensions = {**self.layout.inputs, **self.per_replica_part.dimensions}
-        used = self._used_globally
-        parts = {var: d for var, d in dimensions.items() if var in used}
+        parts = {v: d for v, d in dimensions.items() if v in self._used_globally}
+        results = zip(
+            self._common_results, self._shardable, self._dimensions, strict=True
+        )
         replicated = {
             atom
-            for (atom, shardable), dimension in zip(
-                self._shardable, self._dimensions, strict=True
-            )
-            if shardable is None and dimension is None and not isinstance(atom, Literal)
+            for atom, *dimensions in results
+            if dimensions == [None, None] and not isinstance(atom, Literal)
         }
         eqns = [*self.partition.duplicated, *self.partition.global_]
         return GlobalPart(eqns, parts, replicated)

@@ -5,27 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, final
 
 import jax
 from jax import lax
 from jax.extend import core
-from jax.extend.core import DropVar, Literal
+from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.reductions.rows import ShardFunction, part_of_sum
 from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec, of_versions
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten_function
+from jaxstrategy._src.tracing.jaxprs.rewrite import Run, in_runs, rewritten_function
 from jaxstrategy._src.tracing.jaxprs.visit import (
     ArrayType,
     Atom,
     Equation,
     Var,
     closed,
-    jaxpr_of,
-    variables,
 )
 from jaxstrategy._src.tracing.numbered_prints import on_each_device
 from jaxstrategy._src.tracing.partition.partition import shard_function
@@ -288,16 +286,29 @@ class PerReplicaPart:
         self._replicas = replicas
         self._dimensions = dict(parts)
         self.inner = {**inner, **reduce_scatters.inner}
-        self._last = _last_uses(eqns, outputs, reduce_scatters)
         self.exchanges: list[Exchange] = []
         self.functions: dict[int, ShardFunction] = {}
         self._gathered: set[Var] = set()
-        self._evaluations: list[Evaluation] = []
-        # Equations that are evaluated unchanged, all at once.
-        self._pending: list[Equation] = []
-        for number, eqn in enumerate(eqns):
-            self._add(number, eqn)
-        self._flush(len(eqns))
+        evaluations: dict[int, Evaluation] = {}
+        evaluated = [eqn for eqn in eqns if id(eqn) not in reduce_scatters.skipped]
+        for eqn in evaluated:
+            if (evaluation := self._evaluation_of_parts(eqn)) is not None:
+                evaluations[id(eqn)] = evaluation
+            else:
+                self._gather(eqn, eqn.invars)
+        runs = in_runs(
+            evaluated, lambda eqn: id(eqn) in evaluations, outputs, self._operands
+        )
+        self._evaluations = [
+            _evaluate_run(each) if isinstance(each, Run) else evaluations[id(each)]
+            for each in runs
+        ]
+
+    def _operands(self, eqn: Equation) -> Iterator[Atom]:
+        """What the evaluation of an equation reads."""
+        updates = self._reduce_scatters.row_updates
+        read = (update for var in eqn.outvars for update in updates.get(var, ()))
+        return (atom for each in (eqn, *read) for atom in each.invars)
 
     def evaluate(self, inputs: Mapping[Var, Leaf]) -> ReplicaValues:
         """All values, given the inputs or the replica's parts of them."""
@@ -312,17 +323,6 @@ class PerReplicaPart:
     def dimensions(self) -> Mapping[Var, int]:
         """The dimension of each sharded value."""
         return {**self._dimensions, **self._reduce_scatters.sums}
-
-    def _add(self, number: int, eqn: Equation) -> None:
-        if id(eqn) in self._reduce_scatters.skipped:
-            return
-        evaluation = self._evaluation_of_parts(eqn)
-        if evaluation is None:
-            self._pending.append(eqn)
-            self._gather(eqn, eqn.invars)
-        else:
-            self._flush(number)
-            self._evaluations.append(evaluation)
 
     def _evaluation_of_parts(self, eqn: Equation) -> Evaluation | None:
         """The evaluation of an equation that works on parts; None of others."""
@@ -422,18 +422,6 @@ class PerReplicaPart:
     ) -> None:
         self.exchanges.append(Exchange(kind, var, var.aval, loop, before))
 
-    def _flush(self, number: int) -> None:
-        """Adds the evaluation of pending equations, before equation `number`."""
-        if self._pending:
-            results = [
-                var
-                for eqn in self._pending
-                for var in eqn.outvars
-                if not isinstance(var, DropVar) and self._last.get(var, -1) >= number
-            ]
-            self._evaluations.append(_evaluate_unchanged(self._pending, results))
-            self._pending = []
-
 
 def _part_of_sum(update: Equation, result: Var, values: ReplicaValues) -> jax.Array:
     """This replica's part of the sum of tables to which each replica adds rows."""
@@ -442,30 +430,8 @@ def _part_of_sum(update: Equation, result: Var, values: ReplicaValues) -> jax.Ar
     return part_of_sum(table.aval.shape, *operands, axes=values.axes, dtype=dtype)
 
 
-def _last_uses(
-    eqns: Sequence[Equation], outputs: Iterable[Var], reduce_scatters: ReduceScatters
-) -> dict[Var, int]:
-    """The number of the last equation that reads each variable."""
-    last: dict[Var, int] = {}
-    for number, eqn in enumerate(eqns):
-        updates = [
-            update
-            for var in eqn.outvars
-            for update in reduce_scatters.row_updates.get(var, ())
-        ]
-        atoms = [atom for each in (eqn, *updates) for atom in each.invars]
-        last.update((atom, number) for atom in variables(atoms))
-    last.update((var, len(eqns)) for var in outputs)
-    return last
-
-
-def _evaluate_unchanged(eqns: Sequence[Equation], results: Sequence[Var]) -> Evaluation:
-    computed = {var for eqn in eqns for var in eqn.outvars}
-    atoms = variables(atom for eqn in eqns for atom in eqn.invars)
-    free = list(dict.fromkeys(atom for atom in atoms if atom not in computed))
-    function = core.jaxpr_as_fun(closed(jaxpr_of(free, list(eqns), results)))
-
+def _evaluate_run(run: Run) -> Evaluation:
     def evaluate(values: ReplicaValues) -> None:
-        values.keep(results, function(*map(values.whole, free)))
+        values.keep(run.outputs, run.function(*map(values.whole, run.inputs)))
 
     return evaluate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
@@ -14,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend import core
-from jax.extend.core import DropVar
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.replicas.mesh import is_key
@@ -25,9 +23,12 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )
 from jaxstrategy._src.tracing.jaxprs.rewrite import (
+    Run,
     function_of,
+    in_runs,
     references,
     rewritten,
+    type_of,
     without_collectives,
 )
 from jaxstrategy._src.tracing.jaxprs.visit import (
@@ -39,7 +40,6 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     inner_eqns,
     is_along,
     jaxpr_of,
-    variables,
     with_jaxprs,
 )
 from jaxstrategy._src.tracing.partition.partition import inline_calls
@@ -480,52 +480,26 @@ def _in_turn(jaxpr: Jaxpr, axes: Sequence[str]) -> Jaxpr:
             return True  # random keys are whole numbers
         return any(is_along(each, axes) for each in (eqn, *inner_eqns(eqn.params)))
 
-    last: dict[Var, int] = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        last.update(dict.fromkeys(variables(eqn.invars), number))
-    last.update(dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns)))
     eqns: list[Equation] = []
-    groups = itertools.groupby(
-        enumerate(jaxpr.eqns), lambda numbered: is_together(numbered[1])
-    )
-    for together, group in groups:
-        members: Sequence[Any]
-        numbers, members = zip(*group, strict=True)
-        if together:
-            for eqn in members:
-                params = {
-                    name: with_jaxprs(value, lambda inner: _in_turn(inner, axes))
-                    for name, value in eqn.params.items()
-                }
-                eqns.append(eqn.replace(params=params))
+    for each in in_runs(jaxpr.eqns, is_together, jaxpr.outvars):
+        if isinstance(each, Run):
+            eqns += _call_in_turn(each)
             continue
-        results = [
-            var
-            for eqn in members
-            for var in eqn.outvars
-            if not isinstance(var, DropVar) and last.get(var, -1) > numbers[-1]
-        ]
-        eqns += _call_in_turn(members, results)
+        params = {
+            name: with_jaxprs(value, lambda inner: _in_turn(inner, axes))
+            for name, value in each.params.items()
+        }
+        eqns.append(each.replace(params=params))
     whole: Any = jaxpr
     effects = frozenset[Any](jaxpr.effects).union(*(eqn.effects for eqn in eqns))
     return whole.replace(eqns=eqns, effects=effects)
 
 
-def _call_in_turn(eqns: Sequence[Equation], results: Sequence[Var]) -> list[Equation]:
-    """Joins equations into a function that replicas call one after the other."""
-    computed = {var for eqn in eqns for var in eqn.outvars}
-    read = (var for eqn in eqns for var in variables(eqn.invars))
-    inputs = [var for var in dict.fromkeys(read) if var not in computed]
-    function = core.jaxpr_as_fun(closed(jaxpr_of(inputs, list(eqns), results)))
-    types = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-        for x in (var.aval for var in inputs)
-    ]
-    call: Any = jax.make_jaxpr(sequential(function))(*types)
-    names = {
-        **dict(zip(call.jaxpr.invars, inputs, strict=True)),
-        **dict(zip(call.jaxpr.outvars, results, strict=True)),
-    }
+def _call_in_turn(run: Run) -> list[Equation]:
+    """A call of a function by one replica after the other."""
+    call: Any = jax.make_jaxpr(sequential(run.function))(*map(type_of, run.inputs))
+    inside = (*call.jaxpr.invars, *call.jaxpr.outvars)
+    names = dict(zip(inside, (*run.inputs, *run.outputs), strict=True))
     return [
         eqn.replace(
             invars=[names.get(atom, atom) for atom in eqn.invars],
