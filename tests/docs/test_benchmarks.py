@@ -84,13 +84,6 @@ OURS = [1.0, 2.0, 3.0, 4.0, 5.0]
 TWO = {"run": OURS, "by hand": [2.0] * 5}
 
 
-def test_the_ratio_is_taken_turn_by_turn():
-    values = {"run": OURS, "by hand": [5.0, 4.0, 3.0, 2.0, 1.0]}
-    ratio = Comparison("20 x 8", "step", "us", values).ratio
-    wanted = np.percentile(np.divide(*values.values()), [50, 25, 75])
-    np.testing.assert_allclose([ratio.median, ratio.low, ratio.high], wanted)
-
-
 def test_a_target_is_met_or_missed():
     for values, options, is_met in (
         (TWO, {"target": 1.5}, True),
@@ -202,31 +195,6 @@ def test_all_scripts_go_into_one_file_and_one_page(runner):
     assert run["versions"]["jax"] and run["cores"] >= 1 and run["commit"]
     assert runner.page == results.page(found)
     assert "| small | 2 (1.5-2.5) | 2 | 1.000 (0.75-1.25) | 1.00 | met |" in runner.page
-
-
-def test_a_script_that_fails_is_told_and_what_it_measured_is_kept(runner):
-    script(runner.folder, "first", '    raise ValueError("no luck")\n')
-    done = runner()
-    assert done.returncode == 1
-    assert "no luck" in done.stderr and "first failed with exit code 1" in done.stderr
-    first, second = runner.results.scripts
-    assert (first["outcome"], second["outcome"]) == ("failed with exit code 1", "done")
-    assert len(runner.results.of("first")) == 1
-    assert "**It failed with exit code 1.**" in runner.page
-
-
-def test_a_script_is_ended_at_its_limit_with_all_its_processes(runner):
-    child = "import subprocess\n    child = subprocess.Popen(['sleep', '1000'])\n"
-    told = "    print('child', child.pid, flush=True)\n    time.sleep(1000)\n"
-    script(runner.folder, "first", f"    {child}{told}")
-    runner.scripts = [Script("first", "first", 2)]
-    done = runner()
-    assert done.returncode == 1
-    assert "first was ended after its 2 seconds" in done.stderr
-    assert len(runner.results.of("first")) == 1
-    pid = int(done.stdout.split("child ")[1].split()[0])
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 def test_a_busy_machine_is_refused(runner):

@@ -117,21 +117,6 @@ print(60 >= len(names) > 50)
     assert in_a_fresh_process(code) == ["True"]
 
 
-def test_all_names_may_be_imported_with_a_star():
-    names = {}
-    exec("from jaxstrategy import *", names)
-    assert {"MirroredStrategy", "coordinator", "grad"} <= set(names)
-    assert names["MirroredStrategy"] is js.MirroredStrategy
-    assert not [name for name in names if name.startswith("_") and name[1] != "_"]
-
-
-def test_other_names_are_not_there():
-    with pytest.raises(AttributeError, match="has no attribute 'MirorredStrategy'"):
-        js.MirorredStrategy  # noqa: B018
-    with pytest.raises(ImportError, match="cannot import name 'MirorredStrategy'"):
-        from jaxstrategy import MirorredStrategy  # noqa: F401
-
-
 def test_a_module_that_lacks_something_else_says_so(monkeypatch):
     """Only the library of the extra is an extra that is missing."""
     monkeypatch.delitem(sys.modules, "jaxstrategy._src.keras.keras_models", False)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
+from helpers.cores import cored, drawn
 from helpers.inputs import AT_ONCE, PER_REPLICA, each_way, ranged, real, ways
 from helpers.replicas import mirrored
 from hypothesis import given, settings
@@ -329,18 +330,87 @@ def test_a_source_that_raises(two, options):
         iterator.get_next_as_optional()
 
 
-def test_batches_that_differ_from_the_first_in_what_holds_them():
-    rows = [
-        np.arange(4.0, dtype="float32"),
-        np.ma.masked_array(np.arange(4, 8, dtype="float32")),
-        jnp.arange(8.0, 12.0),
-    ]
-    strategy = mirrored(2)
-    batches = [{"x": each} for each in rows]
-    dataset = strategy.experimental_distribute_dataset(batches)
-    found = [batch["x"].values for batch in dataset]
-    assert [type(each) for one in found for each in one] == [type(jnp.ones(1))] * 6
-    assert np.ravel(found).tolist() == list(range(12))
-    dataset = strategy.experimental_distribute_dataset([rows[0], np.float32(1)])
-    with pytest.raises(ValueError, match="batch` of batch 1 is a scalar"):
-        list(dataset)
+# Steps in which a replica would have no row are left out, with `"drop_empty"`.
+
+DROP_EMPTY = js.InputOptions(remainder="drop_empty")
+
+
+def elements(n, source, options=DROP_EMPTY):
+    dataset = mirrored(n).distribute_datasets_from_function(lambda _: source, options)
+    return [real(element) for element in dataset]
+
+
+@each_of(
+    "n, count, wanted",
+    [
+        (2, 4, [[0, 1], [2, 3]]),
+        (2, 5, [[0, 1], [2, 3]]),
+        (4, 10, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (2, 1, []),
+    ],
+)
+def test_a_last_group_of_scalars_that_is_not_full(n, count, wanted):
+    assert elements(n, range(count)) == wanted
+
+
+def test_a_batch_with_too_few_rows_is_filled_up():
+    wanted = [[[0, 1], [2, 3]], [[4, 5], [6]]]
+    assert elements(2, ranged(7, 2)) == wanted
+    assert elements(2, ranged(9, 2)) == wanted[:1] + [[[4, 5], [6, 7]]]
+
+
+@each_way
+def test_global_batches(options):
+    options = js.InputOptions(
+        remainder="drop_empty",
+        experimental_per_replica_buffer_size=options.experimental_per_replica_buffer_size,
+        experimental_fetch_to_device=options.experimental_fetch_to_device,
+    )
+    dataset = mirrored(2).experimental_distribute_dataset(ranged(15, 4), options)
+    wanted = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13], [14]]]
+    assert [real(batch) for batch in dataset] == wanted
+    dataset = mirrored(2).experimental_distribute_dataset(ranged(9, 4), options)
+    assert [real(batch) for batch in dataset] == wanted[:2]
+    with pytest.raises(TypeError, match="How many steps js.batches has is not known"):
+        len(dataset)
+
+
+def test_each_global_batch_would_be_left_out():
+    dataset = mirrored(4).experimental_distribute_dataset(ranged(12, 3), DROP_EMPTY)
+    text = (
+        "The first batch has 3 rows, which 4 replicas cannot share equally, so that "
+        '`remainder="drop_empty"` would leave out each batch. Use a global batch size '
+        "divisible by 4."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        next(iter(dataset))
+
+
+# Batches for replicas with several devices: each device has the replica's rows.
+
+X = drawn(28, 4)
+
+
+def batches(size=8):
+    return [X[at : at + size] for at in range(0, len(X), size)]
+
+
+@each_of("sizes", [(4, 2), (2, 4), (1, 8)])
+def test_all_devices_of_a_replica_have_its_rows(sizes):
+    replicas, cores = sizes
+    strategy = cored(replicas, cores)
+    dataset = strategy.experimental_distribute_dataset(batches()[:3])
+    for batch, wanted in zip(dataset, batches(), strict=False):
+        if replicas == 1:
+            assert batch.sharding.is_fully_replicated
+            np.testing.assert_array_equal(batch, wanted)
+            continue
+        for i, part in enumerate(np.split(wanted, replicas)):
+            of_devices = [
+                shard.data
+                for shard in batch.stacked.addressable_shards
+                if shard.device in jax.devices()[i * cores : (i + 1) * cores]
+            ]
+            assert len(of_devices) == cores
+            for each in of_devices:
+                np.testing.assert_array_equal(each[0], part)

@@ -12,7 +12,7 @@ from helpers.inputs import SECONDS, ranged
 from hypothesis import given, settings
 
 import jaxstrategy as js
-from jaxstrategy._src.inputs.batches import ReplicaRange, Steps, Transfer
+from jaxstrategy._src.inputs.batches import ReplicaRange, Steps
 from jaxstrategy._src.inputs.library_sources import as_source
 from jaxstrategy._src.processes.agreement import Agreement
 
@@ -128,22 +128,6 @@ def test_each_process_has_its_own_rows_of_global_batches(
             assert len(counts) == 1 and sum(counts.pop()) == len(batch)
 
 
-def test_a_process_reads_only_its_own_rows(monkeypatch):
-    read = []
-
-    class Watched(np.ndarray):
-        def __getitem__(self, index):
-            read.append(index)
-            return np.asarray(self)[index]
-
-    replicas = ReplicaRange(8, 2, 2)
-    source = js.batches(np.arange(32), 16)
-    source._arrays = [np.arange(32).view(Watched)]
-    share = next(Steps([source.start()], True, replicas, Agreement(), "pad"))
-    assert [each for each in read if isinstance(each, slice)] == [slice(4, 8, 1)]
-    assert share.arrays[0].tolist() == [[4, 5], [6, 7]]
-
-
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
     lengths=st.lists(st.integers(2, 17), min_size=1, max_size=4),
@@ -245,23 +229,3 @@ def test_processes_resume_even_after_their_own_end(used):
         assert [rows_of(step, p, 1) for step in rest[p]] == [
             rows_of(step, p, 1) for step in whole[p][used:]
         ]
-
-
-def test_arrays_of_several_processes_are_copies(four):
-    """Placed as with several processes, of which this one has all devices."""
-    placing = Transfer(four._replicas, ReplicaRange(4, 0, 3))
-    x = np.zeros((64, 16), np.float32)
-
-    def source():
-        for i in range(4):
-            x[:] = i
-            yield {"x": x}
-        x[:] = -1
-
-    passes, replicas = [as_source(source).start()], ReplicaRange(4, 0, 4)
-    steps = Steps(passes, True, replicas, Agreement(), "pad")
-    batches = [placing.place(step, steps) for step in steps]
-    assert [np.unique(b["x"].stacked).tolist() for b in batches] == [[0], [1], [2], [3]]
-    assert batches[0]["x"].stacked.sharding.is_equivalent_to(
-        four.per_replica([0] * 4).stacked.sharding, 3
-    )

@@ -5,14 +5,13 @@ import functools
 import re
 import warnings
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers.cases import each_of
 from helpers.replicas import mirrored
-from hypothesis import given, settings
 
 import jaxstrategy as js
 
@@ -61,36 +60,6 @@ def test_sums_means_and_counts_are_numpys(kind):
     assert strategy.reduce("sum", batch, axis=0) == x.sum()
     mean = strategy.reduce("mean", batch, axis=0)
     np.testing.assert_allclose(mean, x.mean(), rtol=1e-6)
-
-
-@pytest.mark.slow
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
-@given(
-    rows=st.integers(1, 40),
-    size=st.integers(1, 17),
-    n=st.sampled_from([1, 2, 4, 8]),
-    ahead=st.sampled_from([0, 2]),
-)
-def test_a_pass_over_any_rows_is_numpys(rows, size, n, ahead):
-    strategy = mirrored(n)
-    x = np.random.default_rng(rows).normal(size=(rows, 2)).astype(np.float32)
-    options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
-    dataset = strategy.experimental_distribute_dataset(js.batches(x, size), options)
-    assert len(dataset) == -(-rows // size)
-    total, seen, local, shapes = 0.0, [], [], set()
-    for number, batch in enumerate(dataset):
-        real = x[number * size : (number + 1) * size]
-        total += strategy.reduce("sum", strategy.run(js.masked_sum, (batch,)))
-        mean = strategy.reduce("mean", strategy.run(js.masked_mean, (batch,)))
-        np.testing.assert_allclose(mean, real.mean(0), rtol=1e-5, atol=1e-6)
-        seen.append(np.asarray(strategy.gather(batch)))
-        local += strategy.experimental_local_results(batch)
-        shapes.add(batch.shape)
-    np.testing.assert_allclose(total, x.sum(0), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(np.concatenate(seen), x)
-    np.testing.assert_array_equal(np.concatenate(local), x)
-    if n > 1:
-        assert shapes == {(-(-min(rows, size) // n), 2)}
 
 
 def test_all_batches_have_one_shape_and_one_program(four, compilations):
@@ -252,10 +221,6 @@ def test_what_has_no_mask(four, function, text):
         four.run(function, (one(four, X),))
 
 
-def careless(batch):
-    return batch.sum()
-
-
 def test_padded_rows_that_a_step_does_not_ask_for_are_said_once(four):
     def step(batch):
         return batch.sum()
@@ -277,21 +242,6 @@ def test_padded_rows_that_a_step_does_not_ask_for_are_said_once(four):
     assert caught[0].filename == __file__
     four.run(step, (fourth,))
     four.run(step, (third,))
-
-
-def test_what_was_said_elsewhere_is_said_again_of_a_batch_that_a_trace_captures(two):
-    batch = one(two, X)
-
-    def total(batch):
-        return two.reduce("sum", two.run(careless, (batch,)), axis=None)
-
-    with pytest.warns(js.errors.PaddedRowsWarning, match="`careless` is given batches"):
-        jax.jit(total)(batch)
-    with pytest.warns(js.errors.PaddedRowsWarning, match="`careless` was given a batc"):
-        total(batch)
-    with pytest.warns(js.errors.PaddedRowsWarning, match="`careless` was given a batc"):
-        jax.jit(lambda: total(batch))()
-    jax.jit(lambda: total(batch) + 1)()  # said of this step
 
 
 TWO = (
@@ -359,20 +309,6 @@ def test_batches_may_be_donated(four):
     assert four.reduce("sum", again, axis=0) == X.sum()
 
 
-def test_donating_leaves_the_mask_of_full_batches(two):
-    step = two.run(
-        lambda batch: batch + js.masked_mean(batch),
-        options=js.RunOptions(donate_argnums=0),
-    )
-    dataset = two.experimental_distribute_dataset([np.arange(4.0)] * 3)
-    masks = []
-    for batch in dataset:
-        masks.append(batch.mask)
-        step(batch)
-    assert not any(mask.is_deleted() for mask in masks)
-    assert masks[0] is masks[1] is masks[2]
-
-
 def test_weights(four):
     x = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     w = np.array([[1, 0], [2, 1], [0, 0], [1, 3]], np.float32)
@@ -401,16 +337,6 @@ def test_weights(four):
             four.reduce("sum", value, axis=0, weights=wrong)
 
 
-def test_weights_of_rows_of_trees(two):
-    x = np.arange(12.0, dtype=np.float32).reshape(2, 2, 3)
-    w = np.array([[1, 0], [2, 1]], np.float32)
-    value = {"a": js.PerReplica(x), "b": js.PerReplica(x[..., 0])}
-    found = two.reduce("mean", value, axis=0, weights=js.PerReplica(w))
-    wanted = (x * w[..., None]).sum((0, 1)) / w.sum()
-    np.testing.assert_allclose(found["a"], wanted, rtol=1e-6)
-    np.testing.assert_allclose(found["b"], wanted[0], rtol=1e-6)
-
-
 def test_what_weighs_nothing_has_no_influence(two):
     x = js.PerReplica(np.array([[1.0, np.nan], [3.0, np.inf]], np.float32))
     weights = js.PerReplica(np.array([[True, False], [True, False]]))
@@ -435,20 +361,6 @@ def test_weights_of_a_padded_batch(four, weights):
     np.testing.assert_allclose(mean, (X * counted).sum() / counted.sum(), rtol=1e-6)
 
 
-def test_weights_of_a_padded_batch_for_what_a_step_returned(four):
-    """The values have no mask; the rows of the weights have."""
-    w = np.array([1, 2, 3, 4, 5], np.float32)
-    batch = one(four, {"x": X, "w": w})
-
-    def step(x):
-        js.batch_mask(x)  # without it, there is a warning
-        return x**2
-
-    squares = four.run(step, (batch["x"],))
-    found = four.reduce("mean", squares, axis=0, weights=batch["w"])
-    np.testing.assert_allclose(found, (X**2 * w).sum() / w.sum(), rtol=1e-6)
-
-
 def test_reductions_over_the_rows_of_a_padded_batch(four):
     draw = np.random.default_rng(0)
     x = draw.normal(size=(5, 3)).astype(np.float32)
@@ -463,26 +375,200 @@ def test_reductions_over_the_rows_of_a_padded_batch(four):
     np.testing.assert_array_equal(four.reduce("min", batch["x"], axis=0), x.min(0))
 
 
-def share_a_jitted_function(strategy, scale):
-    total = jax.jit(js.masked_sum)
-    batches = [np.arange(3.0), np.arange(1.0), np.arange(3.0) + 1]
-    dataset = strategy.experimental_distribute_dataset(lambda: iter(batches))
+# Rows that only fill up a batch are left out of what is gathered, or told of.
 
+replica = js.get_replica_context
+
+
+def last_batch(strategy, array, size=8, **options):
+    options = js.InputOptions(experimental_per_replica_buffer_size=0, **options)
+    *_, out = strategy.experimental_distribute_dataset(js.batches(array, size), options)
+    return out
+
+
+def full(strategy, array, size=8, **options):
+    return last_batch(strategy, array[:size], size, **options)
+
+
+def test_rows_are_left_out_however_their_axis_is_named(four):
+    x, y = np.arange(10.0), np.arange(30.0).reshape(10, 3)
+    np.testing.assert_array_equal(four.gather(last_batch(four, x), 0), x[8:])
+    np.testing.assert_array_equal(four.gather(last_batch(four, x), -1), x[8:])
+    np.testing.assert_array_equal(four.gather(last_batch(four, y), -2), y[8:])
+
+
+def test_so_it_is_in_a_step_that_knows_of_rows(four):
+    @four.run
     def step(x):
-        return js.get_replica_context().all_reduce("sum", total(x))
+        merged = replica().merge_call(lambda strategy, x: strategy.gather(x), (x,))
+        return merged, replica().all_reduce("mean", js.masked_mean(x))
 
-    def another(x):
-        return js.get_replica_context().all_reduce("sum", total(x) * scale)
+    x = np.arange(10.0)
+    step(full(four, x))
+    words = "and gathers an array of it in `merge_call`, where shapes are static"
+    with pytest.warns(js.errors.PaddedRowsWarning, match=words):
+        gathered, mean = step(last_batch(four, x))
+    assert gathered.shape == (8,) and mean == 8.5
+    step(last_batch(four, x))  # once is enough
 
-    for rows, batch in zip(batches, dataset, strict=True):
-        assert strategy.run(step, (batch,)) == rows.sum()
-        assert strategy.run(another, (batch,)) == 2 * rows.sum()
-    with jax.checking_leaks():
-        assert strategy.run(lambda x: step(x) + 1, (batch,)) == rows.sum() + 1
+
+def test_under_jit_it_is_told_that_they_stay(four):
+    batch = last_batch(four, np.arange(10.0))
+    gather = jax.jit(four.gather)
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`gather` was given a batch"):
+        assert gather(batch).shape == (8,)
+    local = jax.jit(four.experimental_local_results)
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`experimental_local_results"):
+        assert [rows.shape for rows in local(batch)] == [(2,)] * 4
 
 
-@pytest.mark.slow
-def test_steps_may_share_a_jitted_function_that_asks(two):
-    share_a_jitted_function(two, 2.0)  # each trace is like another without variables
-    with two.scope():
-        share_a_jitted_function(two, js.Variable(2.0))
+@each_of("remainder", ["drop", "error"])
+def test_where_all_rows_are_real_it_is_not(four, remainder):
+    batch = full(four, np.arange(8.0), remainder=remainder)
+    assert batch.mask is None
+    np.testing.assert_array_equal(jax.jit(four.gather)(batch), np.arange(8.0))
+    sums = jax.jit(lambda b: four.run(lambda x: x.sum(), (b,)))(batch)
+    assert four.reduce("sum", sums) == 28
+    assert four.gather(four.run(js.batch_mask, (batch,))).all()
+    assert four.reduce("mean", four.run(js.masked_mean, (batch,))) == 3.5
+
+
+@each_of("axis", [1, -1, True, (0, 1)])
+def test_other_axes_are_refused(two, axis):
+    for mean in (js.masked_mean, js.masked_sum):
+        words = f"`axis` of `{mean.__name__}` was .*; 0 for the rows or None for all"
+        with pytest.raises(ValueError, match=words):
+            two.run(lambda x, mean=mean: mean(x, axis=axis), (np.ones((2, 3)),))
+
+
+@each_of("axis", [True, [1], 1.0, None])
+def test_gather_refuses_another_axis_than_a_number_whatever_came_before(axis):
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    x = strategy.per_replica(np.ones((2, 3, 4), np.float32))
+    for way in (strategy, js.get_strategy()):
+        assert way.gather(x if way is strategy else np.ones((3, 4)), 1).shape[0] == 3
+        with pytest.raises(TypeError, match="`axis` was .*; a whole number was wanted"):
+            way.gather(x if way is strategy else np.ones((3, 4)), axis)
+
+
+# BatchNorm of batches that are filled up; the oracle is NumPy on the real rows.
+
+
+def rows(n):
+    x = np.random.default_rng(n).normal(size=(n, 2, 3)) + np.arange(n).reshape(-1, 1, 1)
+    return x.astype(np.float32)
+
+
+def linen_layer():
+    layer = js.flax.linen.BatchNorm(use_running_average=False, momentum=0.0)
+    stats = {"mean": jnp.zeros(3), "var": jnp.ones(3)}
+    scale = {"scale": jnp.ones(3), "bias": jnp.zeros(3)}
+
+    def normalized(x):
+        y, changed = layer.apply(
+            {"params": scale, "batch_stats": stats}, x, mutable=["batch_stats"]
+        )
+        return y, changed["batch_stats"]["mean"], changed["batch_stats"]["var"]
+
+    return normalized
+
+
+def nnx_layer():
+    def normalized(x):
+        layer = js.flax.nnx.BatchNorm(3, momentum=0.0, rngs=nnx.Rngs(0))
+        return layer(x), layer.mean[...], layer.var[...]
+
+    return normalized
+
+
+def only_batch(strategy, x):
+    (batch,) = strategy.experimental_distribute_dataset([x])
+    return batch
+
+
+@each_of("layer", [linen_layer, nnx_layer])
+def test_rows_that_fill_up_a_batch_do_not_count_unasked(four, layer):
+    normalized = layer()
+
+    @four.run
+    def step(x):
+        y, mean, var = normalized(x)
+        return js.masked_sum(y.sum((1, 2)) ** 2), mean, var
+
+    x = rows(5)
+    total, mean, var = step(only_batch(four, x))
+    np.testing.assert_allclose(mean, x.mean((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(var, x.var((0, 1)), rtol=1e-4)
+    want = (x - x.mean((0, 1))) / np.sqrt(x.var((0, 1)) + 1e-5)
+    np.testing.assert_allclose(
+        four.reduce("sum", total), (want.sum((1, 2)) ** 2).sum(), rtol=1e-4
+    )
+
+
+def test_the_layer_asks_nothing_for_the_step(four):
+    normalized = nnx_layer()
+
+    @four.run
+    def step(x):
+        return js.get_replica_context().all_reduce("mean", normalized(x)[0].mean())
+
+    with pytest.warns(js.errors.PaddedRowsWarning, match="never asked which rows are"):
+        step(only_batch(four, rows(5)))
+
+
+# `compute_average_loss` of batches with filled-up rows; the oracle is NumPy.
+
+ROWS = np.random.default_rng(1).normal(size=11).astype(np.float32)
+
+
+def summed(strategy, loss_of, source):
+    """The sum over the replicas of each batch's loss, and of its gradient by w = 1."""
+
+    @strategy.run
+    def step(w, batch):
+        loss, grad = jax.value_and_grad(lambda w: loss_of((w * batch) ** 2))(w)
+        return js.get_replica_context().all_reduce("sum", (loss, grad))
+
+    return [
+        np.stack(step(1.0, batch))
+        for batch in strategy.experimental_distribute_dataset(source)
+    ]
+
+
+def wanted(rows, size=None):
+    mean = (rows.astype(np.float64) ** 2).sum() / (size or len(rows))
+    return np.array([mean, 2 * mean])
+
+
+def test_filled_up_rows_do_not_count(strategy):
+    source = [ROWS[:8], ROWS[8:]]
+    found = summed(strategy, js.training.compute_average_loss, source)
+    for got, rows in zip(found, source, strict=True):
+        np.testing.assert_allclose(got, wanted(rows), rtol=1e-5)
+
+
+def test_they_do_not_count_with_a_size_or_weights(four):
+    def sized(losses):
+        return js.training.compute_average_loss(losses, global_batch_size=8)
+
+    (got,) = summed(four, sized, [ROWS[:5]])
+    np.testing.assert_allclose(got, wanted(ROWS[:5], 8), rtol=1e-5)
+
+    def weighted(losses):
+        return js.training.compute_average_loss(losses, sample_weight=2.0)
+
+    (got,) = summed(four, weighted, [ROWS[:5]])
+    np.testing.assert_allclose(got, 2 * wanted(ROWS[:5]), rtol=1e-5)
+
+
+def test_a_mask_takes_their_place(two):
+    def step(x):
+        loss = js.training.compute_average_loss(x, mask=x > 1)
+        return js.get_replica_context().all_reduce("sum", loss)
+
+    x = two.per_replica([[0.0, 1.0], [2.0, 4.0]])
+    assert two.run(step, (x,)) == 3
+    with pytest.raises(ValueError, match=r"`mask` has shape \(3,\)"):
+        two.run(
+            lambda x: js.training.compute_average_loss(x, mask=np.ones(3, bool)), (x,)
+        )

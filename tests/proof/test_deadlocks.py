@@ -1,5 +1,6 @@
 """Collectives that only some replicas reach are errors, with the line that decides."""
 
+import linecache
 import re
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from helpers.cases import each_of
-from helpers.lines import AXIS, SEVERAL, ids, place
+from helpers.lines import AXIS, SEVERAL, fails_with, ids, place
 from helpers.replicas import replica
 from jax import lax
 
@@ -453,3 +454,288 @@ def test_what_all_replicas_reach_is_fine(two):
     assert [float(v) for v in chosen.values] == [0, 3]
     np.testing.assert_array_equal(batched.stacked, [[1, 1], [3, 3]])
     assert total == 5
+
+
+# A collective of a group needs its members to decide alike, and nobody else.
+
+PAIRS = [[0, 1], [2, 3]]
+VALUES = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+
+
+def index():
+    return lax.axis_index(AXIS)
+
+
+def paired(x):
+    return lax.psum(x, AXIS, axis_index_groups=PAIRS)
+
+
+def pair_sums(values):
+    return np.repeat(values.reshape(2, 2).sum(1), 2)
+
+
+def until_large(values):
+    while (small := pair_sums(values) < 50).any():
+        values = np.where(small, pair_sums(values + 1), values)
+    return values
+
+
+LEGAL = {
+    "by the sum of the pair": (
+        lambda x: lax.cond(paired(x) > 5, lambda: paired(2 * x), lambda: -x),
+        [-1, -2, 14, 14]),
+    "by the replica's id": (
+        lambda x: lax.cond(index() < 2, lambda: paired(x), lambda: -x),
+        [3, 3, -3, -4]),
+    "by the id of the context": (
+        lambda x: lax.cond(
+            2 * js.get_replica_context().replica_id_in_sync_group - 1 < 3,
+            lambda: paired(x), lambda: -x),
+        [3, 3, -3, -4]),
+    "by another id": (
+        lambda x: lax.cond(
+            index() != 0,
+            lambda: lax.pmax(x, AXIS, axis_index_groups=[[0], [1, 2, 3]]),
+            lambda: -x),
+        [-1, 4, 4, 4]),
+    "in each branch another": (
+        lambda x: lax.cond(
+            2 <= index(), lambda: paired(x), lambda: paired(paired(x))),
+        [6, 6, 7, 7]),
+    "a gathering": (
+        lambda x: lax.cond(
+            index() >= 2,
+            lambda: lax.all_gather(x, AXIS, axis_index_groups=PAIRS)[0],
+            lambda: x),
+        [1, 2, 3, 3]),
+    "parts of a sum": (
+        lambda x: lax.cond(
+            index() < 2,
+            lambda: lax.psum_scatter(
+                jnp.stack([x, 10 * x]), AXIS, axis_index_groups=PAIRS),
+            lambda: x),
+        [3, 30, 3, 4]),
+    "within nested branches": (
+        lambda x: lax.cond(
+            index() < 2,
+            lambda: jax.jit(
+                lambda v: lax.cond(paired(v) > 2, paired, lambda w: w, v))(x),
+            lambda: x),
+        [3, 3, 3, 4]),
+    "turns of a loop": (
+        lambda x: lax.while_loop(
+            lambda v: paired(v) < 50, lambda v: paired(v + 1), x),
+        until_large(VALUES)),
+    "an id that is no less than 0": (
+        lambda x: lax.cond(index() >= 0, lambda: lax.psum(x, AXIS), lambda: x),
+        [10] * 4),
+    "an id that is no more than all": (
+        lambda x: lax.cond(index() > 3, lambda: x, lambda: lax.psum(x, AXIS)),
+        [10] * 4),
+}  # fmt: skip
+
+
+def test_members_that_decide_alike_meet(four):
+    def step(x):
+        return {name: each(x) for name, (each, _) in LEGAL.items()}
+
+    found = four.run(step, (four.per_replica(list(VALUES)),))
+    for name, (_, expected) in LEGAL.items():
+        copies = four.experimental_local_results(found[name])
+        np.testing.assert_array_equal(np.stack(copies), expected, name)
+
+
+ALONE = {
+    "by its own value": lambda x: lax.cond(x > 2, paired, lambda v: v, x),
+    "by an id inside of a pair": (
+        lambda x: lax.cond(index() < 1, paired, lambda v: v, x)),
+    "by the sum of other pairs": lambda x: lax.cond(
+        lax.psum(x, AXIS, axis_index_groups=[[0, 2], [1, 3]]) > 5,
+        paired, lambda v: v, x),
+    "all, by the sum of the pair": lambda x: lax.cond(
+        paired(x) > 5, lambda v: lax.psum(v, AXIS), lambda v: v, x),
+    "all, by the replica's id": lambda x: lax.cond(
+        index() < 2, lambda v: lax.psum(v, AXIS), lambda v: v, x),
+    "sent on, by the replica's id": lambda x: lax.cond(
+        index() < 2,
+        lambda v: lax.ppermute(v, AXIS, [(0, 1), (1, 0), (2, 3), (3, 2)]),
+        lambda v: v, x),
+    "in a branch that not all of the pair reach": lambda x: lax.cond(
+        x > 2, lambda v: lax.cond(index() < 2, paired, lambda w: w, v),
+        lambda v: v, x),
+    "as often as its own value says": lambda x: lax.while_loop(
+        lambda v: v < 9, lambda v: paired(v) + index(), x),
+    "whose result nobody needs": lambda x: lax.cond(
+        x > 2, lambda v: (lax.psum(v, AXIS), v)[1], lambda v: v, x),
+}  # fmt: skip
+
+
+@each_of("name", ALONE)
+def test_members_that_may_decide_otherwise_are_refused(four, name):
+    # JAX promises nowhere to leave out a collective whose result nobody needs.
+    with pytest.raises(
+        js.errors.DivergentCollectiveError, match=r"differ between replicas"
+    ):
+        four.run(ALONE[name], (four.per_replica(list(VALUES)),))
+
+
+def test_a_merge_call_needs_all_replicas(four):
+    def merging(x):
+        def merged(strategy, v):
+            return strategy.run(lambda v: v * 2.0, (v,))
+
+        return paired(js.get_replica_context().merge_call(merged, (x,)))
+
+    def step(x):
+        return lax.cond(index() < 2, merging, lambda v: v, x)
+
+    with pytest.raises(js.errors.DivergentCollectiveError, match="`merge_call`"):
+        four.run(step, (four.per_replica(list(VALUES)),))
+
+
+# Each collective of JAX: what the proof and `explain` say of it is what happens.
+
+N = 4
+X = np.arange(N * N, dtype=np.float32).reshape(N, N) ** 2
+RING = [(i, (i + 1) % N) for i in range(N)]
+
+# Of each JAX's primitive, what it is to a `Topology`, and what NumPy says. `pbroadcast`
+# has no lowering on CPUs, `ragged_all_to_all` none that is a collective.
+USES = {
+    "psum": (lambda x: lax.psum(x, AXIS), "psum", "all_reduce", X.sum(0)),
+    "pmean": (lambda x: lax.pmean(x, AXIS), "psum", "all_reduce", X.mean(0)),
+    "pmax": (lambda x: lax.pmax(x, AXIS), "pmax", "all_reduce", X.max(0)),
+    "pmin": (lambda x: lax.pmin(x, AXIS), "pmin", "all_reduce", X.min(0)),
+    "all_gather": (lambda x: lax.all_gather(x, AXIS), "all_gather", "all_gather", X),
+    "ppermute": (
+        lambda x: lax.ppermute(x, AXIS, RING), "ppermute", "permute", np.roll(X, 1, 0)),
+    "pshuffle": (
+        lambda x: lax.pshuffle(x, AXIS, [1, 2, 3, 0]), "ppermute", "permute",
+        X[[1, 2, 3, 0]]),
+    "all_to_all": (
+        lambda x: lax.all_to_all(x, AXIS, 0, 0), "all_to_all", "all_to_all", X.T),
+    "pswapaxes": (
+        lambda x: lax.pswapaxes(x, AXIS, 0), "all_to_all", "all_to_all", X.T),
+    "psum_scatter": (
+        lambda x: lax.psum_scatter(x, AXIS), "reduce_scatter", "reduce_scatter",
+        X.sum(0)),
+}  # fmt: skip
+SAME = {"psum", "pmean", "pmax", "pmin", "all_gather"}
+
+
+def test_results_are_numpys_and_mirrored_where_all_replicas_get_the_same(four):
+    x = four.per_replica(list(X))
+    found = four.run(lambda x: {name: use(x) for name, (use, *_) in USES.items()}, (x,))
+    for name, (*_, wanted) in USES.items():
+        is_mirrored = not isinstance(found[name], js.PerReplica)
+        assert is_mirrored is (name in SAME), name
+        value = found[name] if is_mirrored else found[name].stacked
+        np.testing.assert_allclose(value, wanted, err_msg=name)
+
+
+def test_explanations_tell_what_each_is(four):
+    x = js.PerReplica(jax.ShapeDtypeStruct((N, N), np.float32))
+    topology = js.profiling.Topology(bandwidth=1e9, latency=1e-5, replicas=N)
+    for name, (use, primitive, kind, _) in USES.items():
+        (found,) = four.explain(use, (x,), compiled=False).collectives
+        assert (found.operation, found.kind) == (primitive, kind), name
+        assert topology.fastest(found.kind, 1 << 20) > 0
+
+
+def test_messages_call_a_collective_as_the_user_does(four):
+    x = four.per_replica([np.full(N, float(i), np.float32) for i in range(N)])
+    for name, (use, *_) in USES.items():
+
+        def step(x, use=use):
+            return lax.cond(x[0] > 1, use, use, x)
+
+        with pytest.raises(js.errors.DivergentCollectiveError, match=f"`{name}`"):
+            four.run(step, (x,))
+
+
+# The line of the user's code that an operation is put down to.
+
+
+def began(strategy, step, *args):
+    """Where the only result of a step began to vary."""
+    return fails_with(strategy, True, step, args).line
+
+
+@jax.jit
+def called_twice(x):
+    doubled = x * 2  # <- inside
+    return doubled
+
+
+def test_a_line_inside_a_jitted_function_whoever_calls_it(two):
+    def step(x):
+        first = called_twice(1.0)
+        return first + called_twice(x)
+
+    called_twice(jnp.float32(1))
+    assert began(two, step, ids(two)) == place(called_twice, "inside")
+    assert began(two, lambda x: called_twice(x), ids(two)) == place(
+        called_twice, "inside"
+    )
+
+
+def test_the_users_line_that_calls_into_numpy_is_not_an_earlier_ones(two):
+    def earlier(x):
+        return jnp.clip(x, 0, 9), jnp.linalg.norm(x[None]), jnp.median(x[None])
+
+    def clips(x):
+        return jnp.clip(x, 0, 9)  # <- here
+
+    def norms(x):
+        return jnp.linalg.norm(x[None] * 1.0)  # <- here
+
+    two.run(earlier, (ids(two),))  # JAX keeps what it traced in there
+    assert began(two, clips, ids(two)) == place(clips, "here")
+    assert began(two, norms, ids(two)) == place(norms, "here")
+
+
+def defined_in(filename, source):
+    names = {"lax": lax, "jnp": jnp}
+    exec(compile(source, filename, "exec"), names)
+    return names["step"]
+
+
+def test_lines_of_a_notebooks_cell(two, monkeypatch):
+    source = "def step(x):\n    y = x * 2\n    return y + 1\n"
+    name = "<ipython-input-1>"
+    entry = (len(source), None, source.splitlines(keepends=True), name)
+    monkeypatch.setitem(linecache.cache, name, entry)
+    line = began(two, defined_in(name, source), ids(two))
+    assert line == "<ipython-input-1>:2: y = x * 2"
+
+
+def test_a_file_that_is_gone_gives_the_number_of_the_line(two, tmp_path):
+    gone = str(tmp_path / "gone.py")
+    step = defined_in(gone, "def step(x):\n    return x * 2\n")
+    assert began(two, step, ids(two)) == f"{gone}:2"
+
+
+def test_code_made_on_the_fly_is_put_down_to_the_line_that_calls_it(two):
+    generated = defined_in("<string>", "def step(x):\n    return x * 2\n")
+
+    def step(x):
+        return generated(x)  # <- here
+
+    assert began(two, step, ids(two)) == place(step, "here")
+    assert began(two, generated, ids(two)) == "<string>:2"  # there is no better
+
+
+def test_a_line_in_a_library_is_put_down_to_the_users_that_calls_it(two):
+    net = nn.Dense(2)
+    params = net.init(jax.random.key(0), jnp.ones(3))
+
+    def step(params, x):
+        return net.apply(params, x * jnp.ones(3))
+
+    def of_params(params, x):
+        return net.apply(x, jnp.ones(3))  # <- here
+
+    x = two.per_replica([1.0, 2.0])
+    stacked = two.per_replica([params, params])
+    assert began(two, of_params, params, stacked) == place(of_params, "here")
+    assert began(two, step, params, x).endswith("net.apply(params, x * jnp.ones(3))")

@@ -323,30 +323,4 @@ def test_results_that_a_kernel_may_not_have_written_are_not_mirrored(four):
     assert not is_mirrored(four.run(lambda s: kernel(s), (jnp.ones(4),)))
 
 
-def test_empty_memory_is_not_mirrored(four):
-    def empty():
-        float32 = jnp.dtype("float32")
-        space = jax.typeof(jnp.ones(())).memory_space
-        return primitives.empty2_p.bind(dtype=float32, memory_space=space)
-
-    assert len(four.explain(empty, compiled=False).per_replica) == 1
-
-
 # The same primitive with other operands.
-
-
-def test_equal_primitives_of_other_operands(four):
-    def step(s):
-        found = s > 1
-        return (
-            jnp.nonzero(found, size=3)[0],
-            jnp.nonzero(found, size=3, fill_value=7)[0],
-            jnp.nonzero(found[:2], size=3, fill_value=7)[0],
-            jnp.argwhere(found, size=3, fill_value=9),
-        )
-
-    plain, filled, short, wheres = four.run(step, (jnp.array([1.0, 2.0, 0.0, 3.0]),))
-    np.testing.assert_array_equal(plain, [1, 3, 0])
-    np.testing.assert_array_equal(filled, [1, 3, 7])
-    np.testing.assert_array_equal(short, [1, 7, 7])
-    np.testing.assert_array_equal(wheres, [[1], [3], [9]])

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from flax import linen as nn, nnx
+from flax import linen as nn
 from helpers.cases import each_of
 from helpers.replicas import replica
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
@@ -276,76 +276,6 @@ def test_each_kind_of_operation(four):
         assert varying(found[name]) == expected, name
 
 
-def test_custom_derivative_rules_are_entered(four):
-    @jax.custom_vjp
-    def vjp(x, s):
-        return x * 2, s * 2
-
-    vjp.defvjp(lambda x, s: (vjp(x, s), None), lambda _, g: g)
-
-    @jax.custom_jvp
-    def jvp(x, s):
-        return x * 2, s * 2
-
-    jvp.defjvp(lambda p, t: (jvp(*p), jvp(*t)))
-
-    def step(x):
-        s = same(x)
-        grad = jax.grad(lambda x, s: sum(vjp(x, s)), (0, 1))(x, s)
-        return vjp(x, s), jvp(x, s), grad
-
-    out = varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),)))
-    assert out == [True, False, True, False, False, False]
-
-
-def test_references(four):
-    def step(x):
-        s = same(x)
-        untouched, written, added, in_loop, freed = (jax.new_ref(s) for _ in range(5))
-        before = written[...]
-        written[...] = x
-        added[...] += s
-
-        def turn(i, carry):
-            in_loop[...] += x
-            return carry
-
-        lax.fori_loop(0, 2, turn, 0)
-        swapped = freed[...]
-        freed[...] = x
-        return {
-            "a untouched": untouched[...],
-            "b before": before,
-            "c written": written[...],
-            "d added": added[...],
-            "e in a loop": in_loop[...],
-            "f swapped": swapped,
-            "g frozen": jax.freeze(freed),
-        }
-
-    out = varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),)))
-    assert out == [False, False, True, False, True, False, True]
-
-
-def test_one_jitted_function_given_references_of_both_levels(four):
-    @jax.jit
-    def exchange(ref, new):
-        old = ref[...]
-        ref[...] = new
-        return old
-
-    def step(x):
-        s = same(x)
-        a, b, c = (jax.new_ref(s) for _ in range(3))
-        reads = [exchange(a, x), exchange(a, s), exchange(b, s), exchange(b, s)]
-        lax.cond(s > 0, lambda: exchange(c, x), lambda: s)
-        return reads, a[...], b[...], c[...]
-
-    out = varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),)))
-    # `a` held x once, and is overwritten; `c` holds x in one of two branches.
-    assert out == [False, True, False, False, False, False, True]
-
-
 def test_a_nested_shard_map_over_another_axis():
     strategy = js.MirroredStrategy(logical_axes={"core": 2})
     P = PartitionSpec
@@ -447,34 +377,6 @@ def test_no_part_of_the_state_varies_without_need(four, net, name):
     state = jax.eval_shape(optimizer.init, params)
     batches = js.PerReplica(jax.ShapeDtypeStruct((4, 4, 2, 4), jnp.float32))
     assert differing(four, step, params, state, batches) == []
-
-
-def test_a_model_of_nnx_is_mirrored(four):
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(8, 4, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, axis_name=AXIS, rngs=rngs)
-            self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
-            self.cell = nnx.RNN(nnx.LSTMCell(4, 4, rngs=rngs))
-
-        def __call__(self, x):
-            x = self.embed(jnp.abs(x[..., 0]).astype(jnp.int32) % 8)
-            return self.cell(self.attention(self.norm(x)))
-
-    graph, state = nnx.split(Model(nnx.Rngs(0)))
-
-    def step(state, batch):
-        model = nnx.merge(graph, state)
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(
-            model
-        )
-        grads, loss = lax.pmean((grads, loss), AXIS)
-        params = jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), grads)
-        nnx.update(model, params)
-        return nnx.state(model), loss
-
-    batch = js.PerReplica(jax.ShapeDtypeStruct((4, 8, 2, 4), jnp.float32))
-    assert differing(four, step, state, batch) == []
 
 
 # Time: what is called twice as often at each level would be gone through for ever.

@@ -1,4 +1,4 @@
-"""Reductions by several algorithms, in chosen dtypes."""
+"""Reductions by several algorithms, in chosen dtypes, in groups and across them."""
 
 import dataclasses
 import re
@@ -18,7 +18,6 @@ from helpers.reductions import (
     assert_same_bits,
     collectives,
     on,
-    ordered,
     reduced,
     stacked,
 )
@@ -65,24 +64,6 @@ def test_gradients_are_the_sums_of_the_incoming_ones(name):
     is_value = {"is_leaf": lambda leaf: isinstance(leaf, js.PerReplica)}
     jax.tree.map(partial(check, divisor=1), by_sum, tree, weights, **is_value)
     jax.tree.map(partial(check, divisor=n), by_mean, tree, weights, **is_value)
-
-
-def test_gradients_of_packed_extremes_are_those_of_single_ones(four):
-    tree = ordered(stacked(4))
-    tree = four.per_replica({"a": tree["a"], "b": tree["b"]})
-
-    def step(tree, one_by_one):
-        def loss(tree):
-            if one_by_one:
-                out = jax.tree.map(lambda v: replica().all_reduce("max", v), tree)
-            else:
-                out = replica().all_reduce("max", tree)
-            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(out))
-
-        return jax.grad(loss)(tree)
-
-    together, apart = four.run(step, (tree, False)), four.run(step, (tree, True))
-    assert_same_bits(together, apart)
 
 
 def test_sums_in_another_dtype(four):
@@ -206,32 +187,6 @@ def test_each_algorithm_is_another_program():
     assert found(None, RING) == [0, 1, 1, 0]
     assert found(js.HierarchicalCopyAllReduce(), RING) == [0, 1, 1, 0]
     assert found(js.ReductionToOneDevice(), op="max") == [1, 0, 0, 0]
-
-
-@pytest.mark.slow
-@algorithms
-def test_each_algorithm_gives_numpys_numbers(name):
-    n = 6
-    strategy = on(n, *ALGORITHMS[name])
-    draw = np.random.default_rng(0)
-    tree = {
-        "x": draw.normal(size=(n, 3, 5)).astype(np.float32),
-        "scalar": draw.normal(size=n).astype(np.float32),
-        "empty": np.zeros((n, 0), np.float32),
-        "n": draw.integers(-9, 9, (n, 7)),
-    }
-
-    def step(tree):
-        return {op: replica().all_reduce(op, tree) for op in OPS}
-
-    out = strategy.run(step, (strategy.per_replica(tree),))
-    for op, found in out.items():
-        for key, leaf in found.items():
-            assert isinstance(leaf, js.Mirrored)
-            exact = getattr(np, op)(tree[key], axis=0)
-            for shard in leaf.addressable_shards:
-                np.testing.assert_allclose(shard.data, exact, rtol=1e-5, atol=1e-5)
-        assert found["n"].dtype == (jnp.float32 if op == "mean" else jnp.int32)
 
 
 BAD_GROUPS = [
@@ -366,24 +321,6 @@ def test_ours_are_for_strategies():
         js.NcclAllReduce().reduce("sum", None, None)
 
 
-def test_operations_by_hand(two):
-    class Both(InOrder):
-        def batch_reduce_implementation(self, op, pairs, options):
-            out = super().batch_reduce_implementation(op, pairs, options)
-            return [self.broadcast(total, None) for total in out]
-
-    ops = Both()
-
-    def merged(strategy, x):
-        return ops.reduce("sum", x, None), ops.batch_reduce("mean", [(x, None)])
-
-    def step(x):
-        return replica().merge_call(merged, (x,))
-
-    total, (mean,) = two.run(step, (two.per_replica([1.0, 2.0]),))
-    assert (total, mean) == (3, 1.5)
-
-
 def test_strategies_of_one_replica():
     options = CommunicationOptions(bytes_per_pack=4, implementation="ring")
     one = js.OneDeviceStrategy("CPU:1")
@@ -402,3 +339,309 @@ def test_strategies_of_one_replica():
         ]  # fmt: skip
     out = step(tree)  # no strategy at all
     assert out["a"].tolist() == [0, 1, 2] and out["b"].dtype == jnp.float32
+
+
+# Reductions in groups of replicas and across them.
+
+# Groups.
+
+PAIRS, ACROSS, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
+
+
+def test_groups_reduce_among_themselves(four):
+    x = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
+    tree = {"x": x, "n": np.arange(8).reshape(4, 2)}
+    chosen = {"pairs": PAIRS, "across": ACROSS, "turned": [[3, 0], [2, 1]]}
+
+    @four.run
+    def step(tree):
+        def of(groups):
+            reduce = partial(replica().all_reduce, groups=groups)
+            return {op: reduce(op, tree) for op in OPS}
+
+        return {name: of(groups) for name, groups in chosen.items()}
+
+    for name, of_ops in step(four.per_replica(tree)).items():
+        for op, out in of_ops.items():
+            for key, value in out.items():
+                assert isinstance(value, js.PerReplica)
+                for group in chosen[name]:
+                    exact = getattr(np, op)(tree[key][np.array(group)], axis=0)
+                    for i in group:
+                        np.testing.assert_allclose(value.values[i], exact, rtol=1e-5)
+
+
+@algorithms
+def test_groups_whatever_the_algorithm(name):
+    strategy = on(4, *ALGORITHMS[name])
+    x = strategy.per_replica(np.float32([1, 2, 3, 4]))
+    out = reduced(strategy, "mean", x, groups=np.array(PAIRS))
+    assert out.stacked.tolist() == [1.5, 1.5, 3.5, 3.5]
+
+
+def test_gradients_of_a_group_are_the_groups(four):
+    def step(w, x):
+        def loss(w):
+            return replica().all_reduce("sum", w * x, groups=PAIRS) ** 2
+
+        return jax.grad(loss)(w)
+
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+    # The group's sum is 2 * 3 and 2 * 7; each of its two members sends 2 * sum.
+    assert four.run(step, (2.0, x)).stacked.tolist() == [24, 48, 168, 224]
+
+
+def mirrored(out):
+    """Which leaves are; these are checked to be, bit for bit."""
+    is_value = {"is_leaf": lambda leaf: isinstance(leaf, js.PerReplica)}
+    found = []
+    for leaf in jax.tree.leaves(out, **is_value):
+        found.append(not isinstance(leaf, js.PerReplica))
+        if found[-1]:
+            assert (
+                len({np.asarray(d.data).tobytes() for d in leaf.addressable_shards})
+                == 1
+            )
+    return found
+
+
+def inside(x):
+    return replica().all_reduce("sum", x, groups=PAIRS)
+
+
+def across(x):
+    return replica().all_reduce("sum", x, groups=ACROSS)
+
+
+def least(x):
+    return replica().all_reduce("min", x, groups=ACROSS)
+
+
+def in_loop(x, turn, *more):
+    return lax.fori_loop(0, 3, lambda _, carry: turn(*carry), (x, *more))
+
+
+TWO_LEVELS = {
+    "two sums": (lambda x, s: across(inside(x)), True),
+    "a sum, then a minimum": (lambda x, s: least(inside(x)), True),
+    "the same groups twice": (lambda x, s: inside(inside(x)), False),
+    "one level": (lambda x, s: inside(x), False),
+    "of what is the same": (lambda x, s: inside(s), False),
+    "in one group": (lambda x, s: lax.psum((x, s), AXIS, axis_index_groups=ALL), True),
+    "gathered from what is the same": (
+        lambda x, s: lax.all_gather(s, AXIS, axis_index_groups=PAIRS), True),
+    "two of what is the same": (lambda x, s: across(inside(s)), True),
+    "arithmetic between": (
+        lambda x, s: across(jnp.sin(inside(x) * 2 + s).astype(jnp.float16)[::-1]),
+        True),
+    "two values of one group": (lambda x, s: across(inside(x) + inside(x**2)), True),
+    "values of two groups": (lambda x, s: across(inside(x) + across(x)), False),
+    "something of its own between": (lambda x, s: across(inside(x) + x), False),
+    "in a function": (lambda x, s: across(jax.jit(jnp.sin)(inside(x))), True),
+    "in functions": (lambda x, s: jax.jit(across)(jax.jit(inside)(x)), True),
+    "in a checkpoint": (lambda x, s: across(jax.checkpoint(jnp.sin)(inside(x))), True),
+    "through a loop": (
+        lambda x, s: across(in_loop(inside(x), lambda c: (c * s,))[0]), True),
+    "through a loop, changed": (
+        lambda x, s: across(in_loop(inside(x), lambda c: (c * x,))[0]), False),
+    "exchanged in a loop": (
+        lambda x, s: across(in_loop(inside(x), lambda a, b: (b, a), across(x))[0]),
+        False),
+    "exchanged in a loop in a function": (
+        lambda x, s: across(jax.jit(
+            lambda a, b: in_loop(a, lambda a, b: (b, a), b)[0])(inside(x), across(x))),
+        False),
+    "levels in a loop": (
+        lambda x, s: in_loop(x, lambda c: (across(inside(c)) / 4,))[0], True),
+    "a branch": (
+        lambda x, s: across(lax.cond(s[0] > 0, jnp.sin, jnp.cos, inside(x))), True),
+    "a branch of two in a function": (
+        lambda x, s: across(jax.jit(
+            lambda a, b: lax.cond(s[0] < 0, lambda: a, lambda: b))(inside(x), x)),
+        False),
+    "a branch that a group takes together": (
+        lambda x, s: across(lax.cond(inside(x)[0] > 1, lambda: s, lambda: 2 * s)),
+        True),
+    "a branch that a group takes together, with its own": (
+        lambda x, s: across(lax.cond(inside(x)[0] > 1, lambda: x, lambda: x + 1)),
+        False),
+    "a loop that a group ends together": (
+        lambda x, s: across(lax.while_loop(
+            lambda c: c[0][0] < 3, lambda c: (c[0] + 1, c[1] * s), (inside(x), s))[1]),
+        True),
+    "a loop that a group ends together, with its own": (
+        lambda x, s: across(lax.while_loop(
+            lambda c: c[0][0] < 3, lambda c: (c[0] + 1, c[1] * x), (inside(x), s))[1]),
+        False),
+    "chosen by a group": (lambda x, s: across(jnp.where(inside(x) > 1, s, 0.0)), True),
+    "chosen from its own": (
+        lambda x, s: across(jnp.where(inside(x) > 1, x, 0.0)), False),
+    "joined": (lambda x, s: across(jnp.concatenate([inside(x), s])), True),
+    "joined with its own": (
+        lambda x, s: across(jnp.concatenate([inside(x), x])), False),
+    "parts of a sum": (
+        lambda x, s: lax.all_gather(
+            across(lax.psum_scatter(x, AXIS, axis_index_groups=PAIRS, tiled=True)),
+            AXIS, axis_index_groups=PAIRS),
+        True),
+    "parts, gathered otherwise": (
+        lambda x, s: lax.all_gather(
+            across(lax.psum_scatter(x, AXIS, axis_index_groups=PAIRS, tiled=True)),
+            AXIS, axis_index_groups=ACROSS),
+        False),
+    "gathered in two levels": (
+        lambda x, s: lax.all_gather(
+            lax.all_gather(x, AXIS, axis_index_groups=PAIRS),
+            AXIS, axis_index_groups=ACROSS),
+        True),
+    "gathered in another order": (
+        lambda x, s: lax.all_gather(
+            lax.all_gather(x, AXIS, axis_index_groups=PAIRS),
+            AXIS, axis_index_groups=[[0, 2], [3, 1]]),
+        False),
+    "groups in another order": (
+        lambda x, s: lax.psum(inside(x), AXIS, axis_index_groups=[[0, 2], [3, 1]]),
+        False),
+    "groups that meet others first": (
+        lambda x, s: lax.psum(inside(x), AXIS, axis_index_groups=[[3, 1], [0, 2]]),
+        False),
+    "exchanged": (
+        lambda x, s: across(lax.ppermute(inside(x), AXIS, [(0, 1), (1, 0)])), False),
+    "in a reference": (lambda x, s: across(through_reference(inside(x), s)), True),
+    "in a reference, with its own": (
+        lambda x, s: across(through_reference(inside(x), x)), False),
+}  # fmt: skip
+
+
+def through_reference(a, b):
+    ref = jax.new_ref(a)
+
+    @jax.jit
+    def write(ref):
+        ref[...] = b
+
+    lax.fori_loop(0, 2, lambda i, _: (write(ref), 0)[1], 0)
+    return ref[...]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
+def test_what_two_levels_prove(four):
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+
+    @four.run
+    def step(x, s):
+        return {name: function(x, s) for name, (function, _) in TWO_LEVELS.items()}
+
+    for name, out in step(four.per_replica(x), jnp.arange(1.0, 5.0)).items():
+        assert set(mirrored(out)) == {TWO_LEVELS[name][1]}, name
+
+
+def test_order_within_groups_counts():
+    eight = on(8)
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(8, 2000)) * 10 ** draw.normal(size=(8, 2000))
+    first = [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+    def step(second, x):
+        total = lax.psum(x, AXIS, axis_index_groups=first)
+        return lax.psum(total, AXIS, axis_index_groups=second)
+
+    x = eight.per_replica(x.astype(np.float32))
+    orders = {
+        ((0, 1, 2, 3), (7, 6, 5, 4)): True,
+        ((3, 0, 1, 2), (4, 7, 6, 5)): True,
+        ((0, 1, 2, 3), (4, 5, 6, 7)): False,  # rounded otherwise
+    }
+    for second, expected in orders.items():
+        assert mirrored(eight.run(partial(step, second), (x,))) == [expected]
+
+
+def test_one_reduced_leaf_of_a_pack_is_warned_of_but_not_in_means(four):
+    def step(op, x, y):
+        total = replica().all_reduce(op, x)
+        return replica().all_reduce(op, {"new": y, "old": total})
+
+    x = four.per_replica(np.ones((4, 3), np.float32))
+    with pytest.warns(js.errors.DoubleReductionWarning, match="reduction already"):
+        four.run(step, ("sum", x, x))
+    assert mirrored(four.run(step, ("mean", x, x))) == [True, True]
+
+
+def test_operations_that_return_too_few_results_are_an_error():
+    class Forgetful(js.CrossDeviceOps):
+        def reduce_implementation(self, op, value, destinations, options):
+            raise AssertionError("not called")
+
+        def batch_reduce_implementation(self, op, pairs, options):
+            return []
+
+    strategy = js.MirroredStrategy(jax.devices()[:2], cross_device_ops=Forgetful())
+    with pytest.raises(ValueError, match="Forgetful returned 0 results for 1 values"):
+        strategy.reduce("sum", strategy.per_replica([1.0, 2.0]))
+
+
+# Sums in two levels, chosen by `CommunicationOptions`.
+
+LEVELS = CommunicationOptions(implementation="hierarchical")
+HIERARCHICAL_ACROSS = CommunicationOptions(
+    implementation="hierarchical", groups=[[0, 2], [1, 3]]
+)
+
+
+def levels(found):
+    """What of each kind goes where: the kind, the size of its groups, and bytes."""
+    return [(each.kind, each.group, each.nbytes) for each in found.collectives]
+
+
+def test_they_are_those_of_the_cross_device_operations(four):
+    tree = stacked(4)
+    ops = js.HierarchicalCopyAllReduce(groups=[[0, 2], [1, 3]])
+    other = on(4, ops)
+    have = reduced(four, "sum", four.per_replica(tree), HIERARCHICAL_ACROSS)
+    want = reduced(other, "sum", other.per_replica(tree))
+    assert_same_bits(have, want)
+    of_strategy = reduced(
+        on(4, options=HIERARCHICAL_ACROSS), "sum", four.per_replica(tree)
+    )
+    assert_same_bits(of_strategy, want)
+
+
+def test_one_part_of_each_array_goes_between_the_groups(four):
+    x = four.per_replica(np.ones((4, 64, 64), np.float32))
+
+    def step(x):
+        return js.get_replica_context().all_reduce("mean", x, LEVELS)
+
+    found = four.explain(step, (x,), compiled=False)
+    whole = 4 * 64 * 64
+    assert levels(found) == [
+        ("reduce_scatter", 2, whole),
+        ("all_reduce", 2, whole // 2),
+        ("all_gather", 2, whole // 2),
+    ]
+    (line,) = {each.line for each in found.collectives}
+    assert line.file == __file__
+
+
+def test_wrong_groups_are_refused(four):
+    message = "`groups` was .*; groups of replica ids, all of one size, were wanted"
+    for wrong in (3, [], [[]], [[0, 1], [2]], [[0, "1"]], [0, 1], "01"):
+        with pytest.raises(ValueError, match=message):
+            CommunicationOptions(implementation="hierarchical", groups=wrong)
+    with pytest.raises(ValueError, match="'hierarchical'` has, and .* is AUTO"):
+        CommunicationOptions(groups=[[0, 1], [2, 3]])
+    with pytest.raises(ValueError, match="each replica from 0 to 1 stands once"):
+        on(2, options=HIERARCHICAL_ACROSS)
+    options = CommunicationOptions(implementation="hierarchical", groups=[[0, 1]])
+    with pytest.raises(ValueError, match="each replica from 0 to 3 stands once"):
+        reduced(four, "sum", four.per_replica(np.ones((4, 3), np.float32)), options)
+
+
+def test_options_with_groups_can_be_compared(four):
+    again = CommunicationOptions(
+        implementation="HIERARCHICAL", groups=np.array([[0, 2], [1, 3]])
+    )
+    assert again == HIERARCHICAL_ACROSS and hash(again) == hash(HIERARCHICAL_ACROSS)
+    x = four.per_replica(np.ones((4, 3), np.float32))
+    np.testing.assert_array_equal(four.reduce("sum", x, options=again), [4, 4, 4])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.cases import each_of
 from helpers.replicas import ids
-from helpers.variables import copies
+from helpers.variables import copies, variable
 
 import jaxstrategy as js
 
@@ -33,13 +33,13 @@ def strategy(request):
     return KINDS[request.param]()
 
 
-def variable(strategy, start=1.0, **options):
+def made(strategy, start=1.0, **options):
     with strategy.scope():
         return js.Variable(start, **options)
 
 
 def on_read(strategy, start=0.0, aggregation="sum"):
-    return variable(strategy, start, synchronization="on_read", aggregation=aggregation)
+    return made(strategy, start, synchronization="on_read", aggregation=aggregation)
 
 
 def in_merge_call(strategy, fn, *args):
@@ -49,7 +49,7 @@ def in_merge_call(strategy, fn, *args):
 
 @each_of("how", ["outside", "in scope", "in merge_call"])
 def test_update_passes_arguments(strategy, how):
-    v = variable(strategy)
+    v = made(strategy)
 
     def update(strategy):
         return strategy.extended.update(
@@ -70,7 +70,7 @@ def test_update_passes_arguments(strategy, how):
 
 
 def test_update_gives_one_result_for_each_copy_if_asked(strategy):
-    v, o = variable(strategy), on_read(strategy, 1.0)
+    v, o = made(strategy), on_read(strategy, 1.0)
     update = strategy.extended.update
     for var in (v, o):
         n = len(var.devices)
@@ -86,7 +86,7 @@ def test_update_gives_one_result_for_each_copy_if_asked(strategy):
 
 
 def test_update_in_a_step_gives_one_result_for_each_copy(strategy):
-    v, n = variable(strategy), len(strategy.extended.parameter_devices)
+    v, n = made(strategy), len(strategy.extended.parameter_devices)
 
     def merge(strategy):
         results = strategy.extended.update(v, lambda v: v.assign(4.0), group=False)
@@ -110,7 +110,7 @@ def test_on_read_copies_are_updated_one_by_one(strategy):
 
 def test_whatever_the_function_returns_comes_back(strategy):
     shared = object()
-    for var in (variable(strategy), on_read(strategy, 1.0)):
+    for var in (made(strategy), on_read(strategy, 1.0)):
         update, var_copies = strategy.extended.update, len(var.devices)
         assert update(var, lambda v: None) is None
         assert update(var, lambda v: ("text", 3, True)) == ("text", 3, True)
@@ -131,7 +131,7 @@ def seen():
     )
 
 
-@each_of("make", [variable, on_read])
+@each_of("make", [made, on_read])
 def test_the_update_context_is_cross_replica(strategy, make):
     v, found = make(strategy), []
 
@@ -150,7 +150,7 @@ def test_an_error_in_the_function_leaves_the_contexts_as_they_were(strategy):
         v.assign(2.0)
         raise KeyError("mine")
 
-    for v in (variable(strategy), on_read(strategy)):
+    for v in (made(strategy), on_read(strategy)):
         with pytest.raises(KeyError, match="mine"):
             strategy.extended.update(v, fail)
         assert not js.in_cross_replica_context() and not js.has_strategy()
@@ -160,39 +160,19 @@ def test_an_error_in_the_function_leaves_the_contexts_as_they_were(strategy):
 
 
 def test_update_inside_run_is_refused(strategy):
-    v = variable(strategy)
+    v = made(strategy)
     with pytest.raises(js.errors.ContextError, match="`strategy.extended.update` was"):
         strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign(2.0)))
     assert v.value() == 1.0
 
 
 def test_per_replica_arguments_of_mirrored_variables_are_refused(strategy):
-    x, v = ids(strategy), variable(strategy)
+    x, v = ids(strategy), made(strategy)
     for arguments in ({"args": (x,)}, {"args": ([1, {"x": x}],)}):
         with pytest.raises(ValueError, match="was given a PerReplica.*reduce_to"):
             strategy.extended.update(v, lambda v, x: v.assign(2.0), **arguments)
     with pytest.raises(ValueError, match="was given a PerReplica"):
         strategy.extended.update(v, lambda v, x: None, kwargs={"x": x})
-
-
-@pytest.mark.slow
-def test_reduced_arguments_are_taken_to_the_copies(strategy):
-    x, n = ids(strategy, 1.0), strategy.num_replicas_in_sync
-    total = n * (n + 1) / 2
-    for reduced in (
-        strategy.reduce("sum", x),
-        strategy.extended.reduce_to("sum", x, "CPU:7"),
-        strategy.extended.reduce_to("sum", x, x),
-        np.float32(total),
-        total,
-    ):
-        for v in (variable(strategy), on_read(strategy, 1.0)):
-            strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(reduced,))
-            assert copies(strategy, v) == [1.0 + total] * len(v.devices)
-            strategy.extended.update(
-                v, lambda v, tree: v.assign(tree["x"]), kwargs={"tree": {"x": reduced}}
-            )
-            assert copies(strategy, v) == [total] * len(v.devices)
 
 
 @each_of("args, kwargs, words", [
@@ -201,7 +181,7 @@ def test_reduced_arguments_are_taken_to_the_copies(strategy):
 ])  # fmt: skip
 def test_arguments_in_another_form_are_refused(two, args, kwargs, words):
     with pytest.raises(TypeError, match=words):
-        two.extended.update(variable(two), lambda v: None, args, kwargs)
+        two.extended.update(made(two), lambda v: None, args, kwargs)
 
 
 @each_of("value", [3.0, "v", None, [1.0], np.ones(2)])
@@ -211,7 +191,7 @@ def test_what_is_no_variable_is_refused(strategy, value):
 
 
 def test_another_strategys_variable_is_refused(strategy, four):
-    v = variable(four, name="theirs")
+    v = made(four, name="theirs")
     with pytest.raises(ValueError, match="variable 'theirs' of MirroredStrategy"):
         strategy.extended.update(v, lambda v: v.assign(2.0))
     assert v.value() == 1.0
@@ -249,7 +229,7 @@ def test_under_the_default_strategy_everything_goes_through_as_it_is():
 
 
 def test_several_updates_compile_once(strategy, compilations):
-    v, o = variable(strategy, np.ones(3)), on_read(strategy, np.ones(3))
+    v, o = made(strategy, np.ones(3)), on_read(strategy, np.ones(3))
 
     def change(v, x):
         return v.assign(2.0 * v - x)
@@ -274,7 +254,7 @@ def test_several_updates_compile_once(strategy, compilations):
 @each_of("kind", ["one", "mirrored-2", "mirrored-8"])
 def test_update_under_the_users_jit(kind):
     strategy = KINDS[kind]()
-    v, o = variable(strategy), on_read(strategy, 1.0)
+    v, o = made(strategy), on_read(strategy, 1.0)
 
     @jax.jit
     def several(x):
@@ -299,19 +279,11 @@ def test_colocated_variables_are_on_that_variables_devices(strategy):
 
 
 def test_colocation_is_refused_outside_of_the_scope(strategy):
-    first = variable(strategy)
+    first = made(strategy)
     words = "`extended.colocate_vars_with` was called outside of the scope"
     with pytest.raises(js.errors.ContextError, match=words):
         with strategy.extended.colocate_vars_with(first):
             pass
-
-
-def test_colocation_ends_with_its_block(strategy):
-    everywhere = on_read(strategy)
-    with strategy.scope():
-        with pytest.raises(KeyError), strategy.extended.colocate_vars_with(everywhere):
-            raise KeyError
-        assert js.Variable(1.0).devices == strategy.extended.parameter_devices
 
 
 @each_of("given, wanted", [
@@ -363,23 +335,27 @@ def test_colocation_with_no_devices_is_refused(two, given, error, words):
 def test_colocation_with_what_is_not_this_strategys(strategy, four):
     colocate = strategy.extended.colocate_vars_with
     with pytest.raises(ValueError, match="not one made in the scope of"):
-        colocate(variable(four))
+        colocate(made(four))
     with pytest.raises(ValueError, match="of no strategy, not one made in the scope"):
         colocate(js.Variable(1.0))
     with pytest.raises(TypeError, match="`extended.colocate_vars_with` was given 3.0"):
         colocate(3.0)
-    first = variable(strategy)
+    first = made(strategy)
     with four.scope(), pytest.raises(js.errors.ContextError, match="Mixing different"):
         with colocate(first):
             pass
 
 
 def test_variable_created_in_scope(strategy, four):
-    mine, ordinary, theirs = variable(strategy), js.Variable(1.0), variable(four)
+    mine, ordinary, theirs = (
+        made(strategy),
+        js.Variable(1.0),
+        made(four),
+    )
     created = strategy.extended.variable_created_in_scope
     assert created(mine) and created(on_read(strategy))
     assert not created(ordinary) and not created(theirs)
-    assert not created(variable(copy.deepcopy(strategy)))
+    assert not created(made(copy.deepcopy(strategy)))
     default = js.get_strategy().extended.variable_created_in_scope
     assert default(ordinary) and not default(mine)
     copy_of_mine = strategy.experimental_local_results(mine)[-1]
@@ -401,9 +377,9 @@ def test_devices(kind, workers, parameters):
     extended = strategy.extended
     assert [device.id for device in extended.worker_devices] == workers
     assert [device.id for device in extended.parameter_devices] == parameters
-    assert variable(strategy).devices == extended.parameter_devices
+    assert made(strategy).devices == extended.parameter_devices
     assert on_read(strategy).devices == extended.worker_devices
-    shards = variable(strategy).distributed().addressable_shards
+    shards = made(strategy).distributed().addressable_shards
     assert [shard.device.id for shard in shards] == parameters
 
 
@@ -411,7 +387,11 @@ def test_devices(kind, workers, parameters):
 def test_a_value_reduced_to_a_variable_lies_on_its_devices(strategy, op):
     x = ids(strategy, 1.0)
     wanted = getattr(np, op)(np.asarray(x.stacked))
-    for var in (variable(strategy, 7.0), on_read(strategy, 7.0), js.Variable(7.0)):
+    for var in (
+        made(strategy, 7.0),
+        on_read(strategy, 7.0),
+        js.Variable(7.0),
+    ):
         out = strategy.extended.reduce_to(op, x, var)
         assert out == wanted and isinstance(out, js.Mirrored)
         assert out.devices() == set(var.devices)
@@ -419,3 +399,173 @@ def test_a_value_reduced_to_a_variable_lies_on_its_devices(strategy, op):
         ordinary = var.strategy is None
         assert ordinary or copies(strategy, var) == [7.0] * len(var.devices)
         assert not ordinary or var.value() == 7.0
+
+
+# `extended.update` as optimizers use it: reduced gradients, copies of other variables.
+
+OPTIMIZED = {
+    "mirrored": lambda: js.MirroredStrategy(jax.devices()[:4]),
+    "central": lambda: js.experimental.CentralStorageStrategy(
+        ["CPU:2", "CPU:1"], "CPU:5"
+    ),
+}
+
+
+@pytest.fixture(params=OPTIMIZED)
+def optimized(request):
+    return OPTIMIZED[request.param]()
+
+
+def merged(fn, *args):
+    return js.get_replica_context().merge_call(fn, args)
+
+
+class Momentum:
+    """An optimizer in the style of Keras; its slots are variables, too."""
+
+    def __init__(self, strategy, variables, rate=0.1, momentum=0.5):
+        self.variables, self.rate, self.momentum = variables, rate, momentum
+        with strategy.scope():
+            self.slots = [js.Variable(jnp.zeros(v.shape)) for v in variables]
+            self.steps = js.Variable(0, aggregation="only_first_replica")
+
+    def apply_gradients(self, grads):
+        context = js.get_replica_context()
+        grads = context.all_reduce("sum", grads)
+        return context.merge_call(self.apply, args=(grads,))
+
+    def apply(self, strategy, grads):
+        for v, slot, g in zip(self.variables, self.slots, grads, strict=True):
+            strategy.extended.update(v, self.update, args=(slot, g))
+        return strategy.extended.update(self.steps, lambda n: n.assign_add(1))
+
+    def update(self, v, slot, g):
+        slot.assign(self.momentum * slot + g)
+        v.assign_sub(self.rate * slot)
+
+
+@pytest.mark.slow
+def test_an_optimizer_in_the_style_of_keras_is_numpys(optimized):
+    draw = np.random.default_rng(0)
+    n = optimized.num_replicas_in_sync
+    x, y = draw.normal(size=(n, 4, 3)), draw.normal(size=(n, 4))
+    w, b = np.float32([1.0, 2.0, 3.0]), np.float32(0.5)
+    variables = [variable(optimized, w), variable(optimized, b)]
+    optimizer = Momentum(optimized, variables)
+
+    @optimized.run
+    def step(x, y):
+        def loss():
+            return ((x @ variables[0].value() + variables[1] - y) ** 2).mean() / n
+
+        return optimizer.apply_gradients(js.grad(loss, variables)())
+
+    slots = [np.zeros(3), 0.0]
+    for _ in range(3):
+        step(optimized.per_replica(x), optimized.per_replica(y))
+        wrong = x @ w + b - y
+        grads = 2 * (wrong[..., None] * x).mean((0, 1)), 2 * wrong.mean()
+        slots = [0.5 * slot + g for slot, g in zip(slots, grads, strict=True)]
+        w, b = w - 0.1 * slots[0], b - 0.1 * slots[1]
+    np.testing.assert_allclose(variables[0], w, rtol=1e-4)
+    np.testing.assert_allclose(variables[1], b, rtol=1e-4)
+    assert optimizer.steps == 3
+    optimized.assert_in_sync([v.distributed() for v in variables])
+
+
+def test_a_gradient_that_was_not_reduced_is_refused_with_its_line(two):
+    v = variable(two, 1.0, name="v")
+
+    def apply(strategy, g):
+        strategy.extended.update(v, lambda v, g: v.assign_sub(g), args=(g,))
+
+    def step(x):
+        g = js.grad(lambda: v * x, v)()
+        merged(apply, g)
+
+    words = r"'v' is mirrored, but `step` assigns it a value that may differ[\s\S]*"
+    words += r"since: .*test_extended.py:\d+: .*\n *\(from argument `x`"
+    with pytest.raises(js.errors.NotMirroredError, match=words) as raised:
+        two.run(step, (ids(two),))
+    assert raised.value.path == "v" and __file__ in raised.value.line
+    with pytest.raises(ValueError, match=words):
+        two.run(step, kwargs={"x": ids(two)})
+    assert copies(two, v) == [1, 1]
+
+
+def test_values_in_any_form_come_through_merge_calls(two):
+    v, w = variable(two, jnp.zeros(3)), variable(two, 0.0)
+    rows = js.IndexedSlices(jnp.ones(1), jnp.array([1]))
+
+    def apply(strategy, tree, rows, total):
+        update = strategy.extended.update
+        update(v, lambda v, r: v.assign_add(r), args=(rows,))
+        update(v, lambda v, tree: v.assign_add(tree["a"][0]), kwargs={"tree": tree})
+        update(w, lambda w: w.assign(total))  # captured
+        w.assign_add(total)  # a cross-replica assignment
+
+    def step(x):
+        total = js.get_replica_context().all_reduce("sum", x)
+        merged(apply, {"a": [jnp.full(3, total)]}, rows, total)
+
+    two.run(step, (ids(two, 1.0),))
+    assert v.numpy().tolist() == [3, 4, 3] and w == 6.0
+
+
+@pytest.mark.slow
+def test_on_read_copies_take_each_replicas_version(optimized):
+    o = variable(optimized, 1.0, "on_read", "none")
+    n = optimized.num_replicas_in_sync
+    result = optimized.extended.update(
+        o, lambda o, x, by: o.assign_add(x[0] * by), args=([ids(optimized)],),
+        kwargs={"by": 2.0},
+    )  # fmt: skip
+    wanted = [2.0 * i + 1 for i in range(n)]
+    assert copies(optimized, o) == wanted == copies(optimized, result)
+
+    def apply(strategy, x):
+        strategy.extended.update(o, lambda o, x: o.assign(x), args=(x,))
+
+    optimized.run(lambda x: merged(apply, x), (ids(optimized),))
+    assert copies(optimized, o) == list(range(n))
+
+
+def test_an_update_that_reads_an_on_read_variable_sees_the_component(optimized):
+    v, o = (
+        variable(optimized, 0.0),
+        variable(optimized, 3.0, "on_read", "sum"),
+    )
+    calls = []
+
+    def copy(v):
+        v.assign_add(1.0)  # undone, where it starts again
+        calls.append(1)
+        return v.assign_add(o)
+
+    # The copies are equal, but that cannot be known: what differs is known later.
+    with pytest.raises(ValueError, match="is mirrored, but `copy` assigns it a"):
+        optimized.extended.update(v, copy)
+    assert v == 0.0
+    assert 1 <= len(calls) <= 2
+    seen = optimized.extended.update(v, lambda v: v + o, group=False)
+    assert seen == (3.0,) * len(v.devices)
+    one = js.OneDeviceStrategy("CPU:0")  # of one replica nothing differs
+    w, o = variable(one, 1.0), variable(one, 3.0, "on_read", "sum")
+    one.extended.update(w, lambda w: w.assign_add(o))
+    assert w == 4.0
+
+
+def test_an_error_after_a_component_was_read_is_the_functions(two):
+    v, o = variable(two, 1.0), variable(two, 0.0, "on_read", "sum")
+
+    def fail(v):
+        v.assign(2.0)
+        try:
+            o.value()
+        except Exception:
+            raise AssertionError("no error of ours") from None
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        two.extended.update(v, fail)
+    assert v == 1.0

@@ -1,4 +1,4 @@
-"""Reductions beside the computation: what is joined, and what the compiler is asked."""
+"""Small arrays are reduced in packs, and those beside the computation."""
 
 import re
 from types import SimpleNamespace
@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
+from helpers.reductions import assert_same_bits, collectives, on, ordered, stacked
+from helpers.replicas import replica
+from jax import lax
 from jax.extend.core import Literal
 
 import jaxstrategy as js
@@ -18,7 +21,7 @@ from jaxstrategy.experimental import CommunicationOptions
 OVERLAP = CommunicationOptions(overlap=True)
 
 
-def on(n, **options):
+def asking(n, **options):
     return js.MirroredStrategy(
         jax.devices()[:n], communication_options=CommunicationOptions(**options)
     )
@@ -105,7 +108,7 @@ def products_before_sums(jaxpr):
 
 
 def test_a_pack_depends_on_the_layers_whose_gradients_it_has_alone():
-    strategy = on(2, overlap=True, bytes_per_pack=2 * 4 * SIZE**2)  # two layers
+    strategy = asking(2, overlap=True, bytes_per_pack=2 * 4 * SIZE**2)  # two layers
     step = replica_jaxpr(strategy, gradient_step, parameters(), batches(strategy))
     # Forward 4, two gradients of weights, and those of what is between the layers: of
     # the last two layers one, of the first two all three. No other gradient.
@@ -114,7 +117,7 @@ def test_a_pack_depends_on_the_layers_whose_gradients_it_has_alone():
 
 @each_of("where", ["a jitted function", "a loop", "casts"])
 def test_the_order_is_found_through(where):
-    strategy = on(2, overlap=True, bytes_per_pack=4 * SIZE**2)  # one layer
+    strategy = asking(2, overlap=True, bytes_per_pack=4 * SIZE**2)  # one layer
 
     def step(params, x):
         grad = jax.grad(loss)
@@ -189,7 +192,7 @@ def test_no_bit_changes(devices, layout):
 
 
 def test_a_size_for_one_reduction_is_kept():
-    strategy = on(2, overlap=True, bytes_per_pack=4 * SIZE**2)
+    strategy = asking(2, overlap=True, bytes_per_pack=4 * SIZE**2)
 
     def step(x):
         options = CommunicationOptions(bytes_per_pack=1000)
@@ -249,7 +252,7 @@ def test_what_the_user_has_said_stays(monkeypatch):
 def test_the_compiler_is_asked(monkeypatch):
     asked = Overlap(None, {"xla_no_such_option": "1"})
     monkeypatch.setattr(strategy_module, "overlap_on", lambda *_: asked)
-    strategy = on(2)
+    strategy = asking(2)
     x = strategy.per_replica(np.ones((2, 3)))
 
     def total(x):
@@ -263,7 +266,7 @@ def test_the_compiler_is_asked(monkeypatch):
 def test_inside_another_program_its_options_hold(monkeypatch, is_first):
     asked = Overlap(None, {"xla_cpu_enable_fast_math": "False"})
     monkeypatch.setattr(strategy_module, "overlap_on", lambda *_: asked)
-    strategy = on(2)
+    strategy = asking(2)
     x = strategy.per_replica(np.ones((2, 3)))
 
     def total(x):
@@ -276,7 +279,7 @@ def test_inside_another_program_its_options_hold(monkeypatch, is_first):
 
 
 def test_one_reduction_cannot_overlap():
-    strategy = on(2)
+    strategy = asking(2)
     x = strategy.per_replica(np.ones((2, 3)))
     told = re.escape(
         "`overlap=True` was given in the options of one reduction; the compiler can be "
@@ -295,3 +298,110 @@ def test_one_reduction_cannot_overlap():
 def test_it_is_a_bool():
     with pytest.raises(TypeError, match="`overlap` was 1; a bool was wanted."):
         CommunicationOptions(overlap=1)
+
+
+# Small arrays are reduced in packs, and no bit changes.
+
+
+@pytest.mark.slow
+def test_packs_change_no_bit():
+    packed, plain = on(3, js.NcclAllReduce(3)), on(3, js.NcclAllReduce(0))
+    tree = stacked(3)
+
+    def step(tree):
+        both = [replica().all_reduce(op, tree) for op in ("sum", "mean")]
+        few = ordered(tree)
+        return both, [replica().all_reduce(op, few) for op in ("min", "max")]
+
+    out = packed.run(step, (packed.per_replica(tree),))
+    assert all(isinstance(leaf, js.Mirrored) for leaf in jax.tree.leaves(out))
+    assert_same_bits(out, plain.run(step, (plain.per_replica(tree),)))
+
+
+def test_a_step_reduces_once_for_each_dtype_and_each_large_array(four):
+    tree = four.per_replica(stacked(4))
+
+    def step(tree):
+        return replica().all_reduce("sum", tree)
+
+    assert collectives(four, step, tree) == [
+        ("psum", "float32", 4 * (15 + 1 + 7 + 4)),  # with the bfloat16 ones
+        ("psum", "float32", 4 * 300 * 300),
+        ("psum", "int32", 4 * 6),
+        ("psum", "uint8", 2),
+        ("psum", "complex64", 8 * 3),
+    ]
+
+
+def test_the_strategy_or_the_call_says_how_much_is_packed(four):
+    tree = four.per_replica({"x": np.ones((4, 10, 8), np.float32)})
+    leaves = [tree["x"]] * 6  # of 320 bytes
+
+    def times(strategy, **options):
+        def step(leaves):
+            chosen = CommunicationOptions(**options) if options else None
+            return replica().all_reduce("sum", leaves, chosen)
+
+        return len(collectives(strategy, step, leaves))
+
+    assert times(four) == 1
+    assert times(four, bytes_per_pack=640) == 3
+    assert times(four, bytes_per_pack=319) == 6
+    limited = on(4, options=CommunicationOptions(bytes_per_pack=960))
+    assert times(limited) == 2
+    assert times(limited, bytes_per_pack=320) == 6
+    assert times(limited, reduce_dtype="bfloat16") == 1  # half as much
+    assert [times(on(4, js.NcclAllReduce(k))) for k in (0, 1, 2, 9)] == [6, 1, 2, 6]
+    assert times(on(4, js.NcclAllReduce(1)), bytes_per_pack=640) == 3
+
+
+def test_packs_in_transformed_steps(four):
+    rows = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
+    x = four.per_replica({"x": rows})["x"]
+    total = rows.sum(0)
+
+    def both(v):
+        return replica().all_reduce("sum", {"a": v, "b": 2 * v[..., 0]})
+
+    def mapped(x):
+        return jax.vmap(both)(x)
+
+    def each_of(x):
+        return lax.scan(lambda c, v: (c + both(v)["a"], both(v)), jnp.zeros(2), x)
+
+    for options in (None, CommunicationOptions(implementation="ring")):
+        strategy = on(4, options=options)
+        out = strategy.run(jax.jit(mapped), (x,))
+        np.testing.assert_allclose(out["a"], total, rtol=1e-5)
+        np.testing.assert_allclose(out["b"], 2 * total[:, 0], rtol=1e-5)
+        carry, rest = strategy.run(each_of, (x,))
+        np.testing.assert_allclose(carry, total.sum(0), rtol=1e-5)
+        np.testing.assert_allclose(rest["a"], total, rtol=1e-5)
+
+
+def _kernels(text):
+    """The different fused computations of a compiled program, without names."""
+    found = set()
+    for computation in text.split("\n\n"):
+        first, *lines = computation.split("\n")
+        if first.startswith("%") and "fus" in first.split(" ")[0]:
+            plain = re.sub(r", metadata=\{[^}]*\}", "", "\n".join(lines))
+            found.add(re.sub(r"%[\w.\-]+", "%x", plain))
+    return found
+
+
+def test_parts_of_one_size_are_cut_by_one_kernel(four):
+    def kernels(number):
+        shapes = [(4, 8, 8), (4, 8)] * number
+        tree = four.per_replica(tuple(np.ones(shape, np.float32) for shape in shapes))
+
+        def step(tree):
+            means = replica().all_reduce("mean", tree)
+            return [2 * mean + 1 for mean in means]
+
+        whole = jax.jit(lambda tree: four.run(step, (tree,)))
+        return _kernels(whole.lower(tree).compile().as_text())
+
+    few, many = kernels(6), kernels(12)
+    assert len(few) < 6  # not one for each array
+    assert len(many) == len(few)

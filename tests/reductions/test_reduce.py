@@ -1,11 +1,15 @@
-"""`reduce`, `gather`, `experimental_local_results` and the `extended` reductions."""
+"""Reductions and gathers outside of steps, by layout, and of `IndexedSlices`."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
-from helpers.replicas import ids
+from helpers.replicas import ids, replica
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 
@@ -152,3 +156,415 @@ def test_reduce_to_takes_communication_options(two):
     assert float(two.extended.reduce_to("mean", x, x, options)) == 1.5
     with pytest.raises(TypeError, match="a `CommunicationOptions` was wanted"):
         two.extended.reduce_to("mean", x, x, "ring")
+
+
+# Collectives of replicas that have several devices, or share one; NumPy's numbers.
+
+LAYOUTS = {
+    "cores": (8, {"logical_axes": {"core": 2}}),
+    "two shared": (2, {"replicas_per_device": 2}),
+}
+ALL = ["cores", "two shared"]
+# Small whole numbers, whose sums each of these holds.
+X = np.random.default_rng(0).integers(0, 2, (4, 4, 6))
+REAL = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32"]
+DTYPES = [*REAL, "complex64"]
+GROUPS = [[0, 2], [1, 3]]
+
+
+def made(layout, **options):
+    devices, lie = LAYOUTS[layout]
+    return js.MirroredStrategy(jax.devices()[:devices], **lie, **options)
+
+
+@pytest.fixture
+def cores():
+    return made("cores")
+
+
+def of(dtype):
+    return X.astype(np.float32).astype(jnp.dtype(dtype))
+
+
+def same(found, wanted, dtype):
+    array = np.asarray(found.stacked if isinstance(found, js.PerReplica) else found)
+    assert array.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(array.astype(np.complex64), wanted)
+
+
+@pytest.mark.slow
+@each_of("layout", ALL)
+def test_collectives_of_every_dtype(layout):
+    strategy = made(layout)
+
+    def step(tree):
+        def each(x):
+            return {
+                "sum": lax.psum(x, "replica"),
+                "scattered": lax.psum_scatter(x, "replica"),
+                "gathered": lax.all_gather(x, "replica"),
+                "exchanged": lax.all_to_all(x, "replica", 0, 0),
+                "moved": lax.ppermute(
+                    x, "replica", [(i, (i + 1) % 4) for i in range(4)]
+                ),
+                "constant": lax.psum(jnp.full(3, 2, x.dtype), "replica"),
+                "loop": lax.scan(
+                    lambda c, row: (c + lax.psum(row, "replica"), None),
+                    jnp.zeros(6, x.dtype),
+                    x,
+                )[0],
+            }
+
+        return jax.tree.map(each, tree)
+
+    found = strategy.run(step, ({d: strategy.per_replica(of(d)) for d in DTYPES},))
+    wanted = {
+        "sum": X.sum(0),
+        "scattered": X.sum(0),
+        "gathered": X,
+        "exchanged": X.swapaxes(0, 1),
+        "moved": np.roll(X, 1, 0),
+        "constant": np.full(3, 8),
+        "loop": X.sum((0, 1)),
+    }
+    for dtype, results in found.items():
+        for name, result in results.items():
+            same(result, wanted[name], dtype)
+
+
+@each_of("layout", ALL)
+def test_extremes_of_every_dtype(layout):
+    strategy = made(layout)
+    trees = {d: strategy.per_replica(of(d)) for d in REAL}
+    trees["bool"] = strategy.per_replica(X > 0)
+
+    @strategy.run
+    def step(tree):
+        largest = jax.tree.map(lambda x: lax.pmax(x, "replica"), tree)
+        return largest, jax.tree.map(lambda x: lax.pmin(x, "replica"), tree)
+
+    for results, take in zip(step(trees), (np.max, np.min), strict=True):
+        for dtype, result in results.items():
+            rows = X > 0 if dtype == "bool" else X
+            same(result, take(rows, axis=0), dtype)
+
+
+@each_of("layout", ALL)
+def test_reductions_and_gathers_outside_of_steps(layout):
+    strategy = made(layout)
+    trees = {d: strategy.per_replica(of(d)) for d in DTYPES}
+    for dtype, result in strategy.reduce("sum", trees).items():
+        same(result, X.sum(0), dtype)
+    for dtype, result in strategy.gather(trees).items():
+        same(result, X.reshape(-1, 6), dtype)
+
+
+class Backwards(js.CrossDeviceOps):
+    """Operations that a user has written."""
+
+    def reduce_implementation(
+        self, reduce_op, per_replica_value, destinations, options
+    ):
+        versions = per_replica_value.stacked[::-1]
+        is_mean = reduce_op == js.ReduceOp.MEAN
+        return versions.mean(0) if is_mean else versions.sum(0)
+
+
+def options(**chosen):
+    return {"communication_options": js.experimental.CommunicationOptions(**chosen)}
+
+
+@pytest.mark.slow
+@each_of("layout", ["cores", "two shared"])
+@each_of(
+    "way",
+    [
+        {"cross_device_ops": js.NcclAllReduce()},
+        {"cross_device_ops": js.HierarchicalCopyAllReduce(groups=GROUPS)},
+        {"cross_device_ops": js.ReductionToOneDevice("CPU:1")},
+        {"cross_device_ops": Backwards()},
+        options(implementation="ring"),
+        options(implementation="hierarchical", groups=GROUPS),
+        options(implementation="nccl", bytes_per_pack=64, reduce_dtype=jnp.float32),
+    ],
+)
+def test_all_ways_to_reduce_have_one_result(layout, way):
+    strategy = made(layout, **way)
+    draw = np.random.default_rng(0)
+    trees = {
+        "wide": draw.normal(size=(4, 300)).astype(np.float32),
+        "small": draw.normal(size=(4, 5)).astype(np.float32),
+        "number": draw.normal(size=4).astype(np.float32),
+        "half": draw.normal(size=(4, 8)).astype(jnp.bfloat16),
+    }
+
+    def step(tree):
+        context = js.get_replica_context()
+        return context.all_reduce("sum", tree), context.all_reduce("mean", tree)
+
+    sums, means = strategy.run(step, (strategy.per_replica(trees),))
+    for name, versions in trees.items():
+        exact, close = versions.astype(np.float64), 2e-2 if name == "half" else 1e-5
+        for found, wanted in ((sums, exact.sum(0)), (means, exact.mean(0))):
+            assert found[name].dtype == versions.dtype
+            array = np.asarray(found[name]).astype(np.float64)
+            np.testing.assert_allclose(array, wanted, rtol=close, atol=close)
+
+
+def test_a_device_of_each_replica_may_be_where_all_goes(cores):
+    ops = js.ReductionToOneDevice("CPU:7")
+    strategy = made("cores", cross_device_ops=ops)
+    assert strategy.reduce("sum", strategy.per_replica([1.0, 2.0, 3.0, 4.0])) == 10
+    with pytest.raises(ValueError, match="is cpu:3, where no replica is: .* on cpu:0,"):
+        made("two shared", cross_device_ops=js.ReductionToOneDevice("CPU:3"))
+
+
+def test_sums_over_the_devices_of_a_replica(cores):
+    def step(x):
+        inside = jax.shard_map(
+            lambda half: lax.psum(half, "core"),
+            in_specs=P("core"),
+            out_specs=P(),
+            axis_names={"core"},
+            check_vma=False,
+        )
+        return lax.psum(inside(x), "replica")
+
+    for dtype in ("bfloat16", "float32"):
+        found = cores.run(step, (cores.per_replica(of(dtype)),))
+        same(found, X.sum(0).reshape(2, 2, 6).sum(0), dtype)
+
+
+# `IndexedSlices`: rows of an array, reduced without making it dense.
+
+
+def all_reduced(op, value, **options):
+    return replica().all_reduce(op, value, **options)
+
+
+def documented(i):
+    """Rows 0 and i, of 5; TensorFlow's documented example."""
+    values = (i + 1.0) * jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    return js.IndexedSlices(values, jnp.stack([0 * i, i]).astype(int), (5, 2))
+
+
+def test_tensorflows_numbers(four):
+    ids = four.per_replica([0, 1, 2, 3])
+    out = four.run(lambda i: all_reduced("sum", documented(i)), (ids,))
+    expected = np.array([[13, 24], [6, 8], [9, 12], [12, 16], [0, 0]])
+    assert isinstance(out, js.IndexedSlices)
+    assert out.values.shape == (8, 2)
+    assert out.indices.tolist() == [0, 0, 0, 1, 0, 2, 0, 3]
+    assert (out.to_dense().tolist(), out.dense_shape) == (expected.tolist(), (5, 2))
+    assert isinstance(out.values, js.Mirrored) and isinstance(out.indices, js.Mirrored)
+    mean = four.run(lambda i: all_reduced("mean", documented(i)), (ids,))
+    assert mean.to_dense().tolist() == (expected / 4).tolist()
+
+
+@pytest.mark.slow
+@each_of("dtype", [np.float32, jnp.bfloat16, np.int32])
+def test_slices_reduce_like_their_dense_forms(four, dtype):
+    draw = np.random.default_rng(0)
+    values = draw.integers(-9, 9, (4, 6, 3)).astype(dtype)
+    indices = draw.integers(0, 7, (4, 6))  # with repetitions
+    slices = js.IndexedSlices(*four.per_replica((values, indices)), (7, 3))
+
+    @four.run
+    def step(slices):
+        pair = slices, slices.to_dense()
+        return {op: [all_reduced(op, each) for each in pair] for op in ("sum", "mean")}
+
+    for op, (sparse, dense) in step(slices).items():
+        is_wide = (op, dtype) == ("mean", np.int32)
+        assert sparse.dtype == dense.dtype == (jnp.float32 if is_wide else dtype)
+        rtol = 5e-2 if dtype == jnp.bfloat16 else 1e-6
+        found, exact = np.float32(sparse.to_dense()), np.float32(dense)
+        np.testing.assert_allclose(found, exact, rtol=rtol, atol=rtol)
+
+
+def test_gradients_go_through_the_reduction(four):
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+
+    def step(x):
+        def loss(x):
+            slices = js.IndexedSlices(x[None, None], jnp.array([1]), (3, 1))
+            return all_reduced("sum", slices).to_dense()[1, 0] ** 2
+
+        return jax.grad(loss)(x)
+
+    assert four.run(step, (x,)).stacked.tolist() == [80, 80, 80, 80]  # 4 * 2 * 10
+
+
+def test_a_large_embedding_moves_little():
+    rows, touched, units, n = 1_000_000, 512, 64, 8
+    strategy = js.MirroredStrategy(jax.devices()[:n])
+
+    def sparse(table, tokens):
+        gradient = jax.grad(lambda rows: jnp.sum(rows**2))(table[tokens])
+        slices = js.IndexedSlices(gradient, tokens, table.shape)
+        return all_reduced("mean", slices).added_to(table)
+
+    table = jax.ShapeDtypeStruct((rows, units), jnp.float32)
+    tokens = js.PerReplica(jax.ShapeDtypeStruct((n, touched), jnp.int32))
+    found = strategy.explain(sparse, (table, tokens))
+    assert found.communicated_bytes == touched * (4 * units + 4)  # 130 KiB
+    assert {each.operation for each in found.collectives} == {"all_gather"}
+    assert not found.per_replica
+    dense = strategy.explain(
+        lambda table: all_reduced("sum", table), (table,), compiled=False
+    )
+    assert dense.communicated_bytes == rows * units * 4
+
+
+def test_to_dense_adds_repeated_rows():
+    slices = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([1, 1, 0]), [3, 2])
+    assert slices.to_dense().tolist() == [[1, 1], [2, 2], [0, 0]]
+    assert (slices.dtype, slices.shape) == (jnp.float32, (3, 2))
+    assert slices.added_to(jnp.ones((3, 2))).tolist() == [[2, 2], [3, 3], [1, 1]]
+    flat = js.IndexedSlices(np.float16([1, 2]), np.array([0, 0]), (2,))
+    assert flat.to_dense().tolist() == [3, 0] and flat.to_dense().dtype == jnp.float16
+
+
+def test_slices_are_a_pytree():
+    slices = js.IndexedSlices(jnp.ones((3, 2)), jnp.array([1, 1, 0]), (3, 2))
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, slices)
+    assert doubled.indices.tolist() == [2, 2, 0] and doubled.dense_shape == (3, 2)
+    assert jax.jit(lambda s: s.to_dense())(slices).sum() == 6
+    assert jax.eval_shape(lambda s: s, slices).values.shape == (3, 2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        slices.values = 0
+
+
+def test_an_unknown_shape():
+    slices = js.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]))
+    assert slices.shape is None
+    with pytest.raises(ValueError, match="no `dense_shape`, so it is not known how"):
+        slices.to_dense()
+    assert slices.added_to(jnp.zeros((2, 2))).tolist() == [[1, 1], [0, 0]]
+
+
+@each_of(
+    "values, indices, shape",
+    [((2, 3), (3,), None), ((2, 3), (2, 1), None), ((), (), None), ((2,), (), None),
+     ((2, 3), (2,), (5, 4)), ((2, 3), (2,), (5,)), ((2, 3), (2,), ())])  # fmt: skip
+def test_shapes_that_do_not_fit(values, indices, shape):
+    with pytest.raises(ValueError, match="`IndexedSlices` was given values of shape"):
+        js.IndexedSlices(jnp.ones(values), jnp.ones(indices, int), shape)
+
+
+def test_reductions_that_are_not_defined(four):
+    ids = four.per_replica([0, 1, 2, 3])
+    for op in ("min", "max"):
+        with pytest.raises(ValueError, match=f"{op.upper()} of IndexedSlices is not d"):
+            four.run(lambda i, op=op: all_reduced(op, documented(i)), (ids,))
+    with pytest.raises(ValueError, match="`groups` was given for IndexedSlices"):
+        four.run(
+            lambda i: all_reduced("sum", documented(i), groups=[[0, 1], [2, 3]]), (ids,)
+        )
+    slices = four.run(documented, (ids,))
+    with pytest.raises(TypeError, match="IndexedSlices cannot be reduced along an"):
+        four.reduce("sum", slices, axis=0)
+    flags = js.IndexedSlices(jnp.array([True]), jnp.array([0]))
+    with pytest.raises(TypeError, match="SUM of a bool array"):
+        four.reduce("sum", flags)
+    with pytest.raises(TypeError, match="MEAN of"):
+        four.reduce("mean", js.IndexedSlices("rows", jnp.array([0])))
+
+
+# Arrays without elements, and complex constants, in every reduction.
+
+OF_NOTHING = ["bfloat16", "int8", "complex64"]
+SHAPES = [(0,), (0, 3), (3, 0), (2, 0, 3)]
+
+
+@pytest.fixture
+def of_four():
+    return js.MirroredStrategy(jax.devices()[:4])
+
+
+def per_replica(shape, dtype):
+    return js.PerReplica(jnp.zeros((4, *shape), dtype))
+
+
+def mean_dtype(dtype):
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else "float32"
+
+
+def all_reduced_by(strategy, op, value):
+    return strategy.run(
+        lambda x: js.get_replica_context().all_reduce(op, x), args=(value,)
+    )
+
+
+def check(found, shape, dtype):
+    assert found.shape == shape and found.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(found), np.zeros(shape, dtype))
+
+
+@pytest.mark.slow
+@each_of("dtype", OF_NOTHING)
+def test_nothing_reduces_to_nothing(of_four, dtype):
+    value = {str(shape): per_replica(shape, dtype) for shape in SHAPES}
+    for op in ("sum", "mean"):
+        result = mean_dtype(dtype) if op == "mean" else dtype
+        outside = of_four.reduce(op, value, axis=None)
+        inside = all_reduced_by(of_four, op, value)
+        for shape in SHAPES:
+            check(outside[str(shape)], shape, result)
+            check(inside[str(shape)], shape, result)
+            assert inside[str(shape)].is_fully_replicated
+
+
+@pytest.mark.slow
+@each_of("dtype", ("bool", "int8", "complex64"))
+def test_nothing_joins_to_nothing(of_four, dtype):
+    joined = [
+        ((0,), 0, (0,)),
+        ((0, 3), 0, (0, 3)),
+        ((0, 3), 1, (0, 12)),
+        ((3, 0), 0, (12, 0)),
+        ((2, 0, 3), -1, (2, 0, 12)),
+    ]
+
+    def step(*values):
+        gather = js.get_replica_context().all_gather
+        return [gather(x, axis) for x, (_, axis, _) in zip(values, joined, strict=True)]
+
+    values = [per_replica(shape, dtype) for shape, _, _ in joined]
+    inside = of_four.run(step, args=tuple(values))
+    for value, found, (_, axis, wanted) in zip(values, inside, joined, strict=True):
+        check(of_four.gather(value, axis), wanted, dtype)
+        check(found, wanted, dtype)
+
+
+IMPLEMENTATIONS = {
+    "default": None,
+    "ring": js.experimental.CommunicationImplementation.RING,
+    "direct": js.experimental.CommunicationImplementation.NCCL,
+}
+
+
+@each_of("op, how", (("sum", "default"), ("mean", "ring"), ("sum", "direct")))
+def test_complex_constants_are_reduced(of_four, op, how):
+    options = None
+    if IMPLEMENTATIONS[how] is not None:
+        options = js.experimental.CommunicationOptions(
+            implementation=IMPLEMENTATIONS[how]
+        )
+
+    def step(x):
+        ones = jnp.ones(3, jnp.complex64)
+        reduced = js.get_replica_context().all_reduce(op, ones, options=options)
+        return reduced, x
+
+    found, _ = of_four.run(step, args=(js.PerReplica(jnp.ones(4)),))
+    np.testing.assert_array_equal(found, np.full(3, 4 if op == "sum" else 1, "c8"))
+
+
+def test_slices_of_no_rows_are_reduced(of_four):
+    def step(x):
+        slices = js.IndexedSlices(x, jnp.zeros((0,), jnp.int32), (5, 2))
+        return js.get_replica_context().all_reduce("sum", slices).to_dense()
+
+    found = of_four.run(step, args=(per_replica((0, 2), "float32"),))
+    check(found, (5, 2), "float32")

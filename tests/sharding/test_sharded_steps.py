@@ -4,20 +4,21 @@ Oracles: arithmetic, the same step on one device, and the same on whole state.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers.cases import each_of
 from helpers.divided import SHARDS, assert_alike, drawn, lies, sharded, whole
-from helpers.replicas import replica
+from helpers.replicas import ids, replica
 from jax import lax
 
 import jaxstrategy as js
 
-AXIS = "replica"
 each_shard = each_of("shard", SHARDS)
 ADAM = optax.adam(0.1)
 
@@ -236,19 +237,6 @@ def descend(params, grads):
 
 
 @pytest.mark.slow
-def test_all_conversions_of_what_a_loop_stacks_are_done():
-    def step(params, x):
-        grads = jax.grad(lambda p: 1000 * deep_loss(p, x))(params)
-        grads["layers"] = grads["layers"].astype(jnp.int8).astype(jnp.float32)
-        return descend(params, lax.psum(grads, AXIS))
-
-    have = (s := sharded(4)).run(step, (layers(), rows_of(s)))
-    want = (s := whole(4)).run(step, (layers(), rows_of(s)))
-    assert np.any(np.asarray(want["layers"]) != layers()["layers"])
-    assert_alike(have, want, 1e-6)
-
-
-@pytest.mark.slow
 @each_shard
 def test_the_user_chooses_for_state_only(shard):
     asked = {}
@@ -267,3 +255,313 @@ def test_the_user_chooses_for_state_only(shard):
     assert_alike(have, (s := whole(4)).run(step, (layers(), rows_of(s))), 1e-6)
     place = {"state": 2, "optimizer": None}[shard]
     assert lies(strategy, have[0]) == {"['layers']": place, "['bias']": None}
+
+
+# Steps with divided state in all that may be around them, and in what they use.
+
+
+def begin():
+    return {"w": drawn(16, 16) / 4, "b": drawn(16, seed=1)}
+
+
+def own_rows(strategy):
+    return strategy.per_replica(
+        list(drawn(strategy.num_replicas_in_sync, 4, 16, seed=2))
+    )
+
+
+def tanh_loss(params, x):
+    return (jnp.tanh(x @ params["w"] + params["b"][None]) ** 2).mean()
+
+
+def adam_step(state, x):
+    params, memory = state
+    loss, grads = jax.value_and_grad(tanh_loss)(params, x)
+    loss, grads = mean((loss, grads))
+    updates, memory = ADAM.update(grads, memory, params)
+    return (optax.apply_updates(params, updates), memory), loss
+
+
+def assert_as_whole(do, tolerance=2e-6):
+    """That `do(strategy)` gives the same on divided and on whole state."""
+    assert_alike(do(sharded(4)), do(whole(4)), tolerance)
+
+
+def donated(strategy):
+    state = strategy.mirror((begin(), ADAM.init(begin())))
+    for _ in range(3):
+        before = state
+        options = js.RunOptions(donate_argnums=0)
+        state, _ = strategy.run(adam_step, (state, own_rows(strategy)), options=options)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    return state
+
+
+def scanned(strategy):
+    x = own_rows(strategy)
+    state = jax.tree.map(jnp.asarray, (begin(), ADAM.init(begin())))
+
+    @jax.jit
+    def loop(state):
+        return lax.scan(lambda s, _: strategy.run(adam_step, (s, x)), state, length=3)
+
+    return loop(state)
+
+
+def differentiated(strategy):
+    def loss(params):
+        state, loss = strategy.run(adam_step, ((params, memory), own_rows(strategy)))
+        return loss + sum(map(jnp.sum, jax.tree.leaves(state[0])))
+
+    memory = ADAM.init(begin())
+    return jax.value_and_grad(loss)(strategy.mirror(begin()))
+
+
+def batched(strategy):
+    two = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), begin())
+
+    def step(params, x):
+        grads = mean(jax.grad(tanh_loss)(params, x))
+        return jax.tree.map(lambda a, g: a - g, params, grads)
+
+    return jax.vmap(lambda p: strategy.run(step, (p, own_rows(strategy))))(two)
+
+
+@pytest.mark.slow
+@each_of("around", [donated, scanned, differentiated, batched])
+def test_all_that_may_be_around_a_call(around):
+    assert_as_whole(around, 1e-5)
+
+
+@pytest.mark.slow
+def test_several_steps_in_one_call_are_those_of_as_many():
+    strategy, given = sharded(4), (begin(), ADAM.init(begin()))
+    state, losses = strategy.several(adam_step)(given, [own_rows(strategy)] * 4)
+    want, want_losses = given, []
+    for _ in range(4):
+        want, loss = strategy.run(adam_step, (want, own_rows(strategy)))
+        want_losses.append(loss)
+    assert_alike(state, want, 2e-6)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    # A loop reads all that its turns do.
+    assert lies(strategy, state) == lies(strategy, want)
+    assert isinstance(state[1][0].mu["w"], js.Sharded)
+
+
+def branched(params, x):
+    loss, grads = mean(jax.value_and_grad(tanh_loss)(params, x))
+    moved = lambda: jax.tree.map(lambda a, g: a - g, params, grads)  # noqa: E731
+    return lax.cond(loss > 0, moved, lambda: params)
+
+
+def reduced_in_a_loop(params, x):
+    def turn(params, _):
+        loss, grads = mean(jax.value_and_grad(tanh_loss)(params, x))
+        return jax.tree.map(lambda a, g: a - g, params, grads), loss
+
+    return lax.scan(turn, params, length=3)
+
+
+def tied(params, x):
+    def loss(p):
+        return ((jnp.tanh(x @ p["w"]) @ p["w"].T) ** 2).mean() + p["b"].sum()
+
+    return jax.tree.map(lambda a, g: a - g, params, mean(jax.grad(loss)(params)))
+
+
+def returns_all(params, x):
+    grads = jax.grad(tanh_loss)(params, x)
+    mine, ours = grads, mean(grads)
+    new = jax.tree.map(lambda a, g: a - g, params, ours)
+    return new, new, params, mine, ours, x @ params["w"], x @ new["w"]
+
+
+def merges(params, x):
+    def update(strategy, grads):
+        return strategy.reduce("mean", grads, axis=None)
+
+    grads = replica().merge_call(update, (jax.grad(tanh_loss)(params, x),))
+    return jax.tree.map(lambda a, g: a - g, params, grads)
+
+
+def in_half_precision(params, x):
+    def loss(params):
+        half = js.training.cast_floating(params, jnp.bfloat16)
+        return tanh_loss(half, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    grads = mean(jax.grad(loss)(params))
+    is_finite = js.training.all_finite(grads)
+    return jax.tree.map(lambda a, g: jnp.where(is_finite, a - g, a), params, grads)
+
+
+def matrices(params, x):
+    product = mean(x).T @ mean(x) + jnp.eye(16)
+    found = jnp.linalg.cholesky(product), jnp.linalg.qr(product)[0], jnp.sort(product)
+    return {**params, "w": params["w"] + sum(found)}
+
+
+INSIDE = [
+    branched, reduced_in_a_loop, returns_all, merges, in_half_precision, tied, matrices,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@each_of("step", INSIDE)
+def test_all_that_steps_may_do(step):
+    assert_as_whole(lambda s: s.run(step, (begin(), own_rows(s))))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first: Any = nnx.Linear(16, 32, rngs=rngs)
+        self.norm: Any = js.flax.nnx.BatchNorm(32, rngs=rngs)
+        self.dropout: Any = nnx.Dropout(0.5, rngs=rngs)
+        self.last: Any = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.dropout(nnx.relu(self.norm(self.first(x))))
+        return self.last(hidden)
+
+
+def trained_nnx(strategy):
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    @strategy.step
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, mean(grads))
+        return mean(loss)
+
+    for _ in range(2):
+        loss = step(model, optimizer, own_rows(strategy))
+    return model, optimizer, loss
+
+
+@pytest.mark.slow
+def test_modules_and_their_optimizer():
+    strategy = sharded(4)
+    model, optimizer, loss = trained_nnx(strategy)
+    want_model, want_optimizer, want_loss = trained_nnx(whole(4))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    state = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    want = nnx.to_pure_dict(nnx.state((want_model, want_optimizer)))
+    assert_alike(state, want, 1e-5)
+    kernel = model.first.kernel[...]
+    assert kernel.shape == (16, 32)
+    assert isinstance(kernel, js.Sharded)
+    assert isinstance(optimizer.opt_state[0].mu["first"]["kernel"][...], js.Sharded)
+    assert isinstance(model.dropout.rngs.count[...], js.Mirrored)
+
+
+@each_shard
+def test_a_forgotten_reduction_is_no_array_of_parts(shard):
+    def step(state, x):
+        return {"w": state["w"] - x.sum(), "n": state["n"] + 1}
+
+    strategy = sharded(4, shard)
+    state = {"w": drawn(16, 16), "n": 0}
+    with pytest.raises(js.errors.NotMirroredError, match=r"varies since: .*x\.sum\(\)"):
+        strategy.run(step, (state, own_rows(strategy)))
+
+
+# State divided over the devices of replicas that share them: whole state's numbers.
+
+
+@pytest.fixture(scope="module")
+def divided():
+    """8 replicas on 2 devices, of which each has one half of the state."""
+    return js.MirroredStrategy(
+        jax.devices()[:2],
+        sharding=js.StateSharding("state", min_bytes=0),
+        replicas_per_device=4,
+    )
+
+
+def shard_shapes(tree):
+    return [x.addressable_shards[0].data.shape for x in jax.tree.leaves(tree)]
+
+
+def trained(strategy, loss, params, batch, tx, steps=3):
+    """Parameters after some steps, and those of one device with the whole batch."""
+
+    @strategy.step
+    def step(params, state, batch):
+        grads = replica().all_reduce("mean", jax.grad(loss)(params, batch))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def alone(params, state):
+        grads = jax.grad(
+            lambda params: jnp.mean(
+                jnp.stack([loss(params, batch[i]) for i in range(len(batch))])
+            )
+        )(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    both = strategy.mirror((params, tx.init(params)))
+    one = params, tx.init(params)
+    for _ in range(steps):
+        both = step(*both, js.PerReplica(batch))
+        one = jax.jit(alone)(*one)
+    strategy.assert_in_sync(both)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), both, one
+    )
+    return both
+
+
+@pytest.mark.slow
+def test_an_optimizer(divided):
+    rng = np.random.default_rng(0)
+    params = {
+        "kernel": rng.normal(size=(6, 8)).astype(np.float32),
+        "bias": np.zeros(3, np.float32),
+    }
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["kernel"])
+        return ((hidden[:, :3] + params["bias"][None]) ** 2).mean()
+
+    batch = rng.normal(size=(8, 2, 6)).astype(np.float32)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1))
+    params, state = trained(divided, loss, params, batch, tx)
+    (moments,) = [x for x in jax.tree.leaves(state, is_leaf=_has_mu) if _has_mu(x)]
+    assert shard_shapes(moments.mu["kernel"]) == [(6, 4)]
+    assert shard_shapes(params["kernel"]) == [(6, 4)]
+    assert shard_shapes(params["bias"]) == [(3,)]
+
+
+def _has_mu(node):
+    return hasattr(node, "mu")
+
+
+def test_one_device_has_all(divided):
+    alone = js.MirroredStrategy(
+        jax.devices()[:1],
+        sharding=divided._replicas.state_sharding,
+        replicas_per_device=8,
+    )
+    w = alone.mirror(np.ones(16, np.float32))
+
+    def step(w, x):
+        return w - replica().all_reduce("mean", x)
+
+    np.testing.assert_array_equal(alone.run(step, (w, ids(alone))), np.full(16, -2.5))
+    assert "share one device" in str(alone.explain(step, (w, ids(alone))))
+
+
+def test_sums_are_scattered(divided):
+    w = divided.mirror(np.ones((64, 8), np.float32))
+
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+        return w - replica().all_reduce("mean", grads)
+
+    given = w, js.PerReplica(np.ones((8, 2, 64), np.float32))
+    program = jax.jit(lambda *given: divided.run(step, given)).lower(*given).compile()
+    text = program.as_text()
+    assert "reduce-scatter" in text and "all-gather" in text
+    assert not [line for line in text.splitlines() if "all-reduce(" in line]

@@ -1,4 +1,4 @@
-"""Which side of `run` code is on: the states, the transitions, and their errors."""
+"""Which side of `run` code is on, and what a `ReplicaContext` does there."""
 
 import asyncio
 import copy
@@ -8,8 +8,10 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers.cases import each_of
+from helpers.cases import each, each_of
+from helpers.replicas import replica, versions
 from helpers.threads import in_threads
 
 import jaxstrategy as js
@@ -119,21 +121,6 @@ def test_methods_that_place_values_are_to_be_called_outside(two, method, call):
     assert state() == DEFAULT
 
 
-def test_a_kept_replica_context_is_refused_later(two):
-    kept = []
-    two.run(lambda: kept.append(js.get_replica_context()))
-    for use in (
-        lambda: kept[0].all_reduce("sum", 1.0),
-        lambda: kept[0].merge_call(lambda s: None),
-        lambda: kept[0].all_gather(jnp.ones(1), 0),
-        lambda: kept[0].replica_id_in_sync_group,
-        lambda: kept[0].fold_in(jax.random.key(0)),
-        lambda: two.run(lambda: kept[0].all_reduce("sum", 1.0)),
-    ):
-        with pytest.raises(js.errors.ContextError, match="Mismatching contexts"):
-            use()
-
-
 def test_merge_call_of_the_default_strategy():
     seen = []
 
@@ -144,14 +131,6 @@ def test_merge_call_of_the_default_strategy():
     assert js.get_replica_context().merge_call(merge, ("bar",)) == "foo_bar"
     assert seen == [((False, True, True), True)]
     assert state() == DEFAULT
-
-
-def test_merge_call_inside_the_default_merge_call_is_an_error():
-    def merge(strategy):
-        strategy._replica_context.merge_call(lambda s: None)
-
-    with pytest.raises(js.errors.ContextError, match="Mismatching contexts"):
-        js.get_replica_context().merge_call(merge)
 
 
 def test_the_default_run_refuses_a_value_of_more_replicas(two):
@@ -321,3 +300,276 @@ def test_a_strategy_can_be_deep_copied_only(two):
 def test_a_replica_context_of_something_else_is_refused(wrong):
     with pytest.raises(TypeError, match="`strategy` was .*; a strategy was wanted"):
         js.ReplicaContext(wrong)
+
+
+# `ReplicaContext`: reductions, gathers, merge calls, gradients, keys.
+
+
+def ids(strategy, dtype=np.float32):
+    n = strategy.num_replicas_in_sync
+    return strategy.per_replica([dtype(i) for i in range(n)])
+
+
+def on_each(strategy, step, *args):
+    """What `step` returns on each replica, whether it is proved equal or not."""
+    out = strategy.run(step, args)
+    return [np.asarray(v).tolist() for v in strategy.experimental_local_results(out)]
+
+
+def test_what_a_replica_knows_of_itself(strategy):
+    seen = []
+
+    def step():
+        seen.append((replica().num_replicas_in_sync, replica().devices))
+        assert replica().strategy is strategy
+        return replica().replica_id_in_sync_group
+
+    out = strategy.run(step)
+    n = strategy.num_replicas_in_sync
+    assert strategy.experimental_local_results(out) == tuple(range(n))
+    assert out.dtype == jnp.int32
+    assert seen == [(strategy.num_replicas_in_sync, strategy.devices)]
+    assert (
+        repr(js.get_replica_context()) == "ReplicaContext(DefaultStrategy(1 replica))"
+    )
+
+
+def test_all_reduce_of_the_ids(strategy):
+    n = strategy.num_replicas_in_sync
+    ops = ["SUM", "sum", js.ReduceOp.MEAN, "Mean", "min", js.ReduceOp.MAX]
+
+    def step(x):
+        return [replica().all_reduce(op, x) for op in ops]
+
+    found = strategy.run(step, (ids(strategy),))
+    wanted = [of_ids(range(n)) for of_ids in (sum, sum, np.mean, np.mean, min, max)]
+    assert all(isinstance(each, js.Mirrored) for each in found)
+    assert found == wanted
+    assert on_each(strategy, lambda x: step(x)[2], ids(strategy)) == [wanted[2]] * n
+
+
+def test_all_reduce_twice_really_multiplies(two):
+    def step(x):
+        once = replica().all_reduce("sum", x + 1)
+        return once, replica().all_reduce("sum", once)
+
+    with pytest.warns(js.errors.DoubleReductionWarning):
+        assert [float(v) for v in two.run(step, (ids(two),))] == [3.0, 6.0]
+
+
+def test_what_cannot_be_reduced_is_told(two):
+    for op, value, error, words in each(
+        [
+            ("PROD", 1.0, ValueError, "'PROD' is not a valid ReduceOp"),
+            (None, 1.0, TypeError, "A reduce operation was expected, got None"),
+            (0, 1.0, TypeError, "A reduce operation was expected, got 0"),
+            ("sum", "text", TypeError, "SUM of 'text': an array or a number was want"),
+            ("sum", np.array([True]), TypeError, "SUM of a bool array is not .*astype"),
+            ("mean", True, TypeError, "MEAN of a bool array is not defined"),
+            ("max", 1j, TypeError, "MAX of a complex64 array.*Complex numbers"),
+            ("sum", jax.random.key(0), TypeError, "Only numbers can be reduced"),
+        ]
+    ):
+        with pytest.raises(error, match=words):
+            two.run(lambda op=op, value=value: replica().all_reduce(op, value), ())
+    with pytest.raises(ValueError, match="'PROD' is not a valid ReduceOp"):
+        two.reduce("PROD", 1.0)
+
+
+def test_sums_keep_their_dtype_and_means_are_inexact(two):
+    dtypes = ["int8", "uint16", "int32", "float16", "bfloat16", "complex64"]
+    x = {d: two.per_replica([jnp.asarray(v, d) for v in (1, 2)]) for d in dtypes}
+
+    def step(v):
+        return replica().all_reduce("sum", v), replica().all_reduce("mean", v)
+
+    totals, means = two.run(step, (x,))
+    for dtype in map(jnp.dtype, dtypes):
+        total, mean = totals[dtype.name], means[dtype.name]
+        assert (total.dtype, total) == (dtype, 3)
+        inexact = jnp.issubdtype(dtype, jnp.inexact)
+        assert mean.dtype == (dtype if inexact else jnp.float32)
+        assert mean == 1.5
+
+
+def test_nothing_to_reduce(two):
+    with pytest.raises(ValueError, match="there is nothing to reduce"):
+        two.run(lambda: replica().all_reduce("sum", None))
+
+
+def test_small_integers_wrap_in_sums_and_not_in_means(two):
+    x = two.per_replica([np.uint8(200), np.uint8(100)])
+    assert two.reduce("sum", x) == 44
+    assert two.reduce("mean", x) == 150.0
+
+
+def test_all_gather_along_each_axis(four):
+    def step(i):
+        row, pair = i.reshape(1, 1), jnp.stack([i, -i])[None]
+        return (
+            replica().all_gather(row, 0),
+            replica().all_gather(pair, 1),
+            replica().all_gather(pair, -1),
+            replica().all_gather({"flag": i[None] > 1.5}, axis=0),
+        )
+
+    rows, wide, last, flags = four.run(step, (ids(four),))
+    assert rows.tolist() == [[0], [1], [2], [3]]
+    assert wide.tolist() == last.tolist() == [[0, 0, 1, -1, 2, -2, 3, -3]]
+    assert flags["flag"].tolist() == [False, False, True, True]
+    assert all(isinstance(leaf, js.Mirrored) for leaf in (rows, wide, flags["flag"]))
+
+
+def test_gathers_that_make_no_sense(two):
+    for value, axis, error, words in each(
+        [
+            (1.0, 0, ValueError, "Scalars cannot be joined"),
+            (np.ones((2, 2)), 2, ValueError, "`axis` is 2, out of range .* use -2 to"),
+            (np.ones((2, 2)), -3, ValueError, "`axis` is -3, out of range"),
+            (np.ones((2, 2)), 0.5, TypeError, "`axis` was 0.5; a whole number"),
+        ]
+    ):
+        with pytest.raises(error, match=words):
+            two.run(lambda v, axis=axis: replica().all_gather(v, axis), (value,))
+        with pytest.raises(error, match=words):
+            two.gather(value, axis)
+
+
+# Gradients: TensorFlow's numbers.
+
+
+def test_gradients_of_all_reduce(four):
+    """Those of a local loss are its own, those of what was reduced are reduced."""
+    x, c = (
+        four.per_replica([0.0, 1.0, 2.0, 2.0]),
+        four.per_replica([1.0, 2.0, 3.0, 4.0]),
+    )
+
+    def step(w, x, c):
+        def local(op):
+            return jax.grad(lambda w: replica().all_reduce(op, w * c) ** 2)(w)
+
+        def summed(op):
+            return jax.grad(lambda x: c * replica().all_reduce(op, x))(x)
+
+        return {"local": [*map(local, OPS[:2])], "summed": [*map(summed, OPS)]}
+
+    wanted = {
+        "local": [[160, 320, 480, 640], [10, 20, 30, 40]],
+        # An extreme's goes to the replicas that hold it.
+        "summed": [[10] * 4, [2.5] * 4, [0, 0, 5, 5], [10, 0, 0, 0]],
+    }
+    for run in (four.run, lambda fn, args: jax.jit(lambda *a: four.run(fn, a))(*args)):
+        found = run(step, (2.0, x, c))
+        for name, rows in wanted.items():
+            for have, want in zip(found[name], rows, strict=True):
+                have = four.experimental_local_results(have)
+                np.testing.assert_allclose(have, want)
+
+
+OPS = ("sum", "mean", "max", "min")
+
+
+def test_gradients_of_all_gather_are_summed(four):
+    def step(x, c):
+        return jax.grad(lambda x: jnp.sum(replica().all_gather(x, 0) * c))(x)
+
+    c = jnp.array([1.0, 2.0, 3.0, 4.0])
+    assert on_each(four, step, four.per_replica([[0.0], [1.0], [2.0], [3.0]]), c) == [
+        [4], [8], [12], [16],
+    ]  # fmt: skip
+
+
+def test_what_merge_functions_can_do(four):
+    def merge(strategy, v):
+        kept = strategy.run(lambda u: {"same": u, "text": "t"}, (v,))
+        return {
+            "per replica": v,
+            "sum": strategy.reduce("sum", v),
+            "rows": strategy.gather(strategy.run(lambda u: u[None], (v,))),
+            "last": v.local(3),
+            "all": v.stacked,
+            "kept": kept["same"],
+            "text": kept["text"],
+            "to": strategy.extended.reduce_to("max", v, v),
+            "batch": strategy.extended.batch_reduce_to("mean", [(v, v), (2, v)]),
+            "times": strategy.reduce("sum", 2.5),
+            "scope": in_scope(strategy, v),
+        }
+
+    def in_scope(strategy, v):
+        with strategy.scope():
+            return strategy.reduce("min", v)
+
+    out = four.run(lambda i: replica().merge_call(merge, (i,)), (ids(four),))
+    assert versions(out["per replica"]) == versions(out["kept"]) == [0, 1, 2, 3]
+    assert (out["sum"], out["last"], out["to"], out["times"]) == (6, 3, 3, 10)
+    assert out["rows"].tolist() == out["all"].tolist() == [0, 1, 2, 3]
+    assert [float(v) for v in out["batch"]] == [1.5, 2.0]
+    assert (out["text"], out["scope"]) == ("t", 0)
+
+
+def test_merge_call_in_scan_and_in_a_branch_all_replicas_take(four):
+    def total(strategy, v):
+        return strategy.reduce("sum", v)
+
+    def step(i, go):
+        def turn(carry, _):
+            return carry + replica().merge_call(total, (i,)), None
+
+        carry, _ = jax.lax.scan(turn, jnp.zeros(()), None, length=3)
+        branch = jax.lax.cond(
+            go > 0,
+            lambda: replica().merge_call(total, (i,)),
+            lambda: replica().all_reduce("max", i),
+        )
+        return carry, branch
+
+    for go, expected in ((1, 6), (-1, 3)):
+        carry, branch = four.run(step, (ids(four), go))
+        assert (carry, branch) == (18, expected)
+        assert isinstance(branch, js.Mirrored)
+
+
+def test_merge_call_errors(two):
+    with pytest.raises(TypeError, match="`merge_call` was given 3, which cannot be"):
+        two.run(lambda: replica().merge_call(3))
+    with pytest.raises(TypeError, match="positional argument"):
+        two.run(lambda: replica().merge_call(lambda s: 1, (1, 2)))
+    with pytest.raises(TypeError, match="used as if it were one array"):
+        two.run(lambda x: replica().merge_call(lambda s, v: v + 1, (x,)), (1.0,))
+
+
+def test_fold_in_gives_each_replica_a_key_of_its_own(four):
+    key = jax.random.key(3)
+
+    def step(key):
+        return jax.random.uniform(replica().fold_in(key), (2,))
+
+    drawn = four.run(step, (key,))
+    expected = [jax.random.uniform(jax.random.fold_in(key, i), (2,)) for i in range(4)]
+    np.testing.assert_array_equal(np.stack(drawn.values), np.stack(expected))
+    assert len({tuple(row) for row in versions(drawn)}) == 4
+    alone = jax.random.key_data(js.get_replica_context().fold_in(key))
+    np.testing.assert_array_equal(
+        alone, jax.random.key_data(jax.random.fold_in(key, 0))
+    )
+
+
+def test_forward_derivatives(four):
+    def step(x):
+        return jax.jvp(lambda x: replica().all_reduce("sum", x**2), (x,), (x,))
+
+    out, tangent = four.run(step, (ids(four),))
+    assert (out, tangent) == (14, 28)
+
+
+def test_gradients_flow_through_merge_calls(four):
+    def step(w, x):
+        def loss(w):
+            return replica().merge_call(lambda s, v: s.reduce("sum", v), (w * x,)) ** 2
+
+        return jax.grad(loss)(w)
+
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+    assert versions(four.run(step, (2.0, x))) == [160, 320, 480, 640]

@@ -1,18 +1,23 @@
 """Steps that run eagerly, each replica in a thread, compute what compiled ones do."""
 
+import io
+import pdb
+import re
+import signal
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from flax import nnx
+from helpers.cases import each, each_of
+from helpers.threads import in_threads
 
 import jaxstrategy as js
 
-DEVICES = js.simulate(8)
-# A replica is late when the machine is busy, whatever it does.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
+DEVICES = js.simulate(8)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +41,7 @@ STRATEGIES = {
 
 
 @pytest.fixture(params=STRATEGIES, scope="module")
-def strategy(request):
+def layout(request):
     return STRATEGIES[request.param]()
 
 
@@ -49,8 +54,8 @@ def versions(value, strategy):
     return [np.asarray(each) for each in strategy.experimental_local_results(value)]
 
 
-def test_collectives_are_those_of_numpy(strategy):
-    x = rows(strategy)
+def test_collectives_are_those_of_numpy(layout):
+    x = rows(layout)
 
     def step(x, w):
         total = replica().all_reduce("sum", {"x": x, "w": w})
@@ -59,18 +64,18 @@ def test_collectives_are_those_of_numpy(strategy):
         return total, mean, both, x * w, replica().all_reduce("max", x)
 
     with js.experimental.eager_replicas():
-        total, mean, both, own, most = strategy.run(step, (js.PerReplica(x), 2.0))
+        total, mean, both, own, most = layout.run(step, (js.PerReplica(x), 2.0))
     np.testing.assert_array_equal(total["x"], x.sum(0))
     np.testing.assert_array_equal(total["w"], 2 * len(x))
     np.testing.assert_array_equal(mean, x.mean(0))
     np.testing.assert_array_equal(both, x.reshape(-1))
     np.testing.assert_array_equal(most, x.max(0))
-    for each, row in zip(versions(own, strategy), x, strict=True):
-        np.testing.assert_array_equal(each, 2 * row)
+    for version, row in zip(versions(own, layout), x, strict=True):
+        np.testing.assert_array_equal(version, 2 * row)
 
 
-def test_a_merge_call_is_made_once_for_all(strategy):
-    x = rows(strategy)
+def test_a_merge_call_is_made_once_for_all(layout):
+    x = rows(layout)
     calls = []
 
     def merge(strategy, x, word):
@@ -82,24 +87,24 @@ def test_a_merge_call_is_made_once_for_all(strategy):
         return total, own + 1
 
     with js.experimental.eager_replicas():
-        total, own = strategy.run(step, (js.PerReplica(x),))
+        total, own = layout.run(step, (js.PerReplica(x),))
     assert calls == ["once"]
     np.testing.assert_array_equal(total, x.sum(0))
-    for each, row in zip(versions(own, strategy), x, strict=True):
-        np.testing.assert_array_equal(each, row + 1)
+    for version, row in zip(versions(own, layout), x, strict=True):
+        np.testing.assert_array_equal(version, row + 1)
 
 
 @pytest.mark.slow
-def test_variables_are_read_and_assigned(strategy):
-    x = rows(strategy)
-    with strategy.scope():
+def test_variables_are_read_and_assigned(layout):
+    x = rows(layout)
+    with layout.scope():
         total = js.Variable(np.zeros(2, np.float32), aggregation="sum")
         mean = js.Variable(np.zeros(2, np.float32), aggregation="mean")
         first = js.Variable(np.zeros(2, np.float32), aggregation="only_first_replica")
         equal = js.Variable(5.0)
         own = js.Variable(1.0, synchronization="on_read", aggregation="sum")
 
-    @strategy.run
+    @layout.run
     def step(x):
         total.assign_add(x)
         mean.assign(x)
@@ -116,40 +121,10 @@ def test_variables_are_read_and_assigned(strategy):
     np.testing.assert_array_equal(first, x[0] + 1)
     assert float(equal) == 4
     np.testing.assert_allclose(own, len(x) + x[:, 1].sum())
-    np.testing.assert_array_equal(versions(mine, strategy), 1 + x[:, 1])
+    np.testing.assert_array_equal(versions(mine, layout), 1 + x[:, 1])
     step(js.PerReplica(x))  # compiled again, from what is there
     np.testing.assert_array_equal(total, 2 * x.sum(0))
     assert float(equal) == 3
-
-
-@pytest.mark.slow
-def test_training_of_divided_state_is_that_of_compiled_steps():
-    sharding = js.StateSharding("state", 0)
-    strategy = js.MirroredStrategy(DEVICES[:2], sharding=sharding)
-    optimizer, x = optax.sgd(0.1, momentum=0.9), rows(strategy)
-
-    @strategy.run
-    def step(state, x):
-        params, moments = state
-
-        def loss(params):
-            return jnp.mean((x @ params["w"] + params["b"] - 1) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        value, grads = replica().all_reduce("mean", (value, grads))
-        updates, moments = optimizer.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
-
-    params = {"w": jnp.ones(2), "b": jnp.float32(0)}
-    eager = compiled = params, optimizer.init(params)
-    for _ in range(2):
-        compiled, loss = step(compiled, js.PerReplica(x))
-        with js.experimental.eager_replicas(disable_jit=False):
-            eager, same = step(eager, js.PerReplica(x))
-        np.testing.assert_allclose(same, loss, rtol=1e-5)
-    assert jax.tree.structure(eager) == jax.tree.structure(compiled)
-    for one, other in zip(*map(jax.tree.leaves, (eager, compiled)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def both_ways(strategy, step, *args):
@@ -301,28 +276,448 @@ def test_a_batch_in_parts_is_worked_on_part_by_part(two):
     assert most.local(1).tolist() == [3.0, 4.0]
 
 
-@pytest.mark.slow
-def test_compressed_sums_go_on_with_what_was_not_sent(two):
-    options = js.experimental.CommunicationOptions(compression="int8")
-    grads = two.per_replica(np.linspace(0, 1, 4000).reshape(2, 2000))
-    state = two.compression_state(np.zeros(2000, np.float32), options)
-
-    def step(grads, state):
-        return replica().all_reduce_compressed("mean", grads, state, options)
-
-    (mean, owed), (eager, eager_owed) = both_ways(two, step, grads, state)
-    np.testing.assert_array_equal(mean, eager)
-    np.testing.assert_array_equal(owed.errors.stacked, eager_owed.errors.stacked)
+# State that eager replicas change: variables, objects, what merge calls commit.
 
 
-def test_constraints_along_inner_axes_are_kept():
-    strategy = STRATEGIES["several devices"]()
+def test_copies_that_differ_are_told_with_what_they_hold(two):
+    with two.scope():
+        w, v = js.Variable(1.0, name="w"), js.Variable(1.0, name="v")
 
     def step(x):
-        big = jnp.ones((4, 2)) * x[None]
-        big = jax.lax.with_sharding_constraint(big, jax.P("core"))
-        return replica().all_reduce("sum", big @ jnp.ones(2))
+        v.assign(3.0)
+        w.assign(x)
+
+    with (
+        js.experimental.eager_replicas(),
+        pytest.raises(js.errors.NotMirroredVariableError) as caught,
+    ):
+        two.run(step, (two.per_replica([4.0, 5.0]),))
+    text = str(caught.value)
+    assert "Variable 'w' is mirrored, but `step` assigned it values that differ" in text
+    assert "  replica 0: 4.0\n  replica 1: 5.0\n" in text
+    assert caught.value.path == "w"
+    assert caught.value.line.endswith(": w.assign(x)") and caught.value.line in text
+    assert float(w) == 1 and float(v) == 1  # nothing is kept
+
+
+def test_a_merge_call_finds_and_leaves_what_was_assigned(two):
+    with two.scope():
+        w = js.Variable(1.0)
+        own = js.Variable(0.0, synchronization="on_read", aggregation="sum")
+    seen = []
+
+    def merge(strategy, x):
+        seen.append((float(w), float(own)))
+        strategy.extended.update(w, lambda w, x: w.assign_add(x), (10.0,))
+        return strategy.reduce("sum", x)
+
+    def step(x):
+        w.assign(2.0)
+        own.assign(x)
+        total = replica().merge_call(merge, (x,))
+        seen.append(float(w))
+        w.assign_add(1.0)
+        return total, w.value()
 
     with js.experimental.eager_replicas():
-        found = strategy.run(step, (js.PerReplica(rows(strategy)),))
-    np.testing.assert_array_equal(found, np.full(4, rows(strategy).sum()))
+        total, now = two.run(step, (two.per_replica([1.0, 2.0]),))
+    assert seen == [(2.0, 3.0), 12.0, 12.0]
+    assert (float(total), float(now), float(w)) == (3, 13, 13)
+
+
+def test_a_step_may_make_a_variable_once(two):
+    made = []
+
+    def step(x):
+        if not made:
+            made.append(js.Variable(1.0, aggregation="sum"))
+        made[0].assign_add(x)
+        return made[0].value()
+
+    x = two.per_replica([1.0, 2.0])
+    with js.experimental.eager_replicas():
+        assert float(two.run(step, (x,))) == 4
+        assert float(two.run(step, (x,))) == 7
+    assert float(two.run(step, (x,))) == 10
+
+    with (
+        js.experimental.eager_replicas(),
+        pytest.raises(ValueError, match="was made inside a step"),
+    ):
+        two.run(lambda: js.Variable(1.0).assign_add(1.0) and None)
+
+
+def counter():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.total = nnx.Variable(jnp.zeros(()))
+            self.rngs = nnx.Rngs(0)
+            self.calls = 0
+
+    return Counter()
+
+
+@pytest.mark.slow
+@each_of("is_captured", (False, True))
+def test_objects_are_changed_in_place(two, is_captured):
+    model = counter()
+
+    def count(model, x):
+        model.total[...] += replica().all_reduce("sum", x)
+        model.calls += 1
+        return model.total[...] + x
+
+    x = two.per_replica([1.0, 2.0])
+    step = (lambda x: count(model, x)) if is_captured else count
+    args = (x,) if is_captured else (model, x)
+    with js.experimental.eager_replicas():
+        found = two.run(step, args)
+        assert [float(each) for each in found.values] == [4, 5]
+        assert float(model.total[...]) == 3 and model.calls == 1
+        two.run(step, args)
+    two.run(step, args)
+    assert float(model.total[...]) == 9
+
+
+def test_objects_that_differ_are_an_error(two):
+    model = counter()
+
+    def step(model, x):
+        model.total[...] += x
+
+    with (
+        js.experimental.eager_replicas(),
+        pytest.raises(js.errors.NotMirroredError) as caught,
+    ):
+        two.run(step, (model, two.per_replica([1.0, 2.0])))
+    text = str(caught.value)
+    assert "`step` leaves `model.total` different on each replica." in text
+    assert "  replica 0: 1.0\n  replica 1: 2.0\n" in text
+    assert float(model.total[...]) == 0
+
+
+def test_results_that_are_expected_to_be_mirrored(two):
+    options = js.RunOptions(expect_mirrored=(True, False))
+
+    def step(x):
+        return {"w": x}, x
+
+    with js.experimental.eager_replicas():
+        two.run(step, (two.mirror(1.0),), options=options)
+        with pytest.raises(js.errors.NotMirroredError) as caught:
+            two.run(step, (two.per_replica([1.0, 2.0]),), options=options)
+    assert str(caught.value).startswith(
+        "`step(...)[0]['w']` was expected to be mirrored, but the replicas differ.\n"
+        "  replica 0: 1.0\n  replica 1: 2.0\n"
+    )
+
+
+def test_structures_that_differ_are_told(two):
+    def step():
+        is_first = replica().replica_id_in_sync_group == 0
+        return (1,) if is_first else [1]
+
+    with js.experimental.eager_replicas(), pytest.raises(ValueError) as caught:
+        two.run(step)
+    assert "`step` returned pytrees of different structures: " in str(caught.value)
+    assert " on replica 0, and " in str(caught.value)
+
+
+def test_a_nan_is_told_where_it_arises(two):
+    options = js.RunOptions(check_finite=True)
+    x = two.per_replica([1.0, -1.0])
+    with js.experimental.eager_replicas(), pytest.raises(js.NonFiniteError) as caught:
+        two.run(lambda x: jnp.log(x), (x,), options=options)
+    assert "made a NaN in `eager_replicas()`" in str(caught.value)
+    assert "jnp.log(x)" in caught.value.line
+    assert "Replica 1 of `<lambda>` raised this" in caught.value.__notes__[0]
+
+
+def test_a_merge_function_may_refer_to_what_is_equal(two):
+    w = two.mirror(2.0)
+
+    def step(x, w):
+        double = 2 * w
+
+        def merge(strategy, x):
+            return strategy.reduce("sum", x) * double
+
+        return replica().merge_call(merge, (x,))
+
+    x = two.per_replica([1.0, 2.0])
+    with js.experimental.eager_replicas():
+        assert float(two.run(step, (x, w))) == 12
+        with pytest.raises(ValueError, match="refers to `x`, which differs between"):
+            two.run(lambda x: replica().merge_call(lambda s: s.reduce("sum", x)), (x,))
+
+
+# Operations of eager replicas are compiled once for all calls, and keep nothing.
+
+
+def all_reduced(x):
+    return js.get_replica_context().all_reduce("sum", x)
+
+
+def test_a_second_call_compiles_nothing(two, compilations):
+    with two.scope():
+        w = js.Variable(2.0)
+
+    def step(x):
+        grad = js.grad(lambda: jnp.sum((w * x - 1.0) ** 2), w)()
+        w.assign_sub(0.1 * all_reduced(grad))
+        return jnp.tanh(x) * w
+
+    x = two.per_replica(np.float32([[1.0, 2.0], [3.0, 4.0]]))
+    with js.experimental.eager_replicas():
+        two.run(step, (x,))
+        first = float(w)
+        compilations()
+        two.run(step, (x,))
+        assert compilations() == 0
+    # A plain loop: the derivative is 2 * sum((w x - 1) x) of all rows.
+    rows, expected = np.arange(1.0, 5.0), 2.0
+    for found in (first, float(w)):
+        expected -= 0.1 * 2 * np.sum((expected * rows - 1.0) * rows)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@each_of("on_each_device", (1, 2))
+def test_a_helper_that_stays_compiled_knows_its_replica(on_each_device):
+    two = js.MirroredStrategy(
+        jax.devices()[: 2 // on_each_device], replicas_per_device=on_each_device
+    )
+    helper = jax.jit(lambda x: x + js.get_replica_context().replica_id_in_sync_group)
+    with js.experimental.eager_replicas(disable_jit=False):
+        for start in (1.0, 5.0):
+            found = two.run(lambda x: all_reduced(helper(x)), (np.float32(start),))
+            assert found == 2 * start + 1
+
+
+@each_of("traced, disable_jit", ((jax.checkpoint, True), (jax.jit, False)))
+def test_what_would_be_kept_for_later_calls_is_refused(two, traced, disable_jit):
+    with two.scope():
+        v = js.Variable(3.0, name="v")
+    helper = traced(lambda x: v * x)
+    given = traced(lambda v, x: v * x)
+    with js.experimental.eager_replicas(disable_jit=disable_jit):
+        with pytest.raises(js.errors.ContextError, match="'v' was used.*would keep it"):
+            two.run(lambda: helper(2.0))
+        for value in (3.0, 4.0):
+            v.assign(value)
+            assert two.run(lambda: given(v.value(), 2.0)) == 2 * value
+
+
+def test_masks_would_be_kept_for_later_calls(two):
+    helper = jax.checkpoint(js.masked_sum)
+    batches = two.experimental_distribute_dataset(js.batches(np.arange(3.0), 4))
+    with js.experimental.eager_replicas():
+        for batch in batches:
+            with pytest.raises(
+                js.errors.ContextError, match="mask of a batch was used, in"
+            ):
+                two.run(lambda x: all_reduced(helper(x)), (batch,))
+            assert two.run(lambda x: all_reduced(js.masked_sum(x)), (batch,)) == 3.0
+
+
+# Eager replicas that do not arrive together are told with their lines; none hangs.
+
+
+@pytest.fixture(scope="module")
+def three():
+    return js.MirroredStrategy(DEVICES[:3])
+
+
+def number():
+    return int(replica().replica_id_in_sync_group)
+
+
+def eagerly(strategy, step, *args, kind=js.errors.DivergentCollectiveError):
+    """The error of a step, which must come in time."""
+    caught = []
+
+    def run():
+        with js.experimental.eager_replicas(), pytest.raises(kind) as error:
+            strategy.run(step, args)
+        caught.append(error.value)
+
+    in_threads(run)
+    return caught[0]
+
+
+def test_a_replica_that_returns_makes_no_other_wait(three):
+    def step():
+        if number() == 1:
+            return 0.0
+        return replica().all_reduce("sum", 1.0)  # here
+
+    error = eagerly(three, step)
+    text = str(error)
+    assert "The replicas of `step` do not meet at the same collective" in text
+    here = r"all_reduce\('sum'\) of float32\[\]: \S+replicas.py:\d+: return rep.*# here"
+    assert re.search(f"replica 0 waits at {here}\n  replica 1 has returned", text)
+    assert re.search(f"replica 2 waits at {here}\n", text)
+    assert "# here" in error.collective_line
+
+
+def test_merge_calls_of_some_replicas_only(three):
+    # LEG1-29: TensorFlow's "different number of merge_call() calls".
+    def step():
+        if number() == 0:
+            replica().merge_call(lambda strategy: None)
+
+    error = eagerly(three, step, kind=RuntimeError)
+    assert "have a different number of merge_call() calls" in str(error)
+    assert "replica 0 waits at merge_call: " in str(error)
+    assert "replica 2 has returned, without any" in str(error)
+
+
+def test_different_collectives_are_told_with_what_each_gives(three):
+    def step():
+        if number() == 0:
+            return replica().all_reduce("sum", jnp.ones(2))
+        if number() == 1:
+            return replica().all_reduce("mean", jnp.ones(3))
+        return replica().all_gather(jnp.ones(2, jnp.int32), 0)
+
+    text = str(eagerly(three, step))
+    assert re.search(r"replica 0 waits at all_reduce\('sum'\) of float32\[2\]: ", text)
+    assert re.search(r"replica 1 waits at all_reduce\('mean'\) of float32\[3\]: ", text)
+    assert re.search(r"replica 2 waits at all_gather\(axis=0\) of int32\[2\]: ", text)
+
+
+DIFFERENT = {
+    "shapes": lambda: replica().all_reduce("sum", jnp.ones(1 + number())),
+    "dtypes": lambda: replica().all_reduce(
+        "sum", jnp.ones(1, "float32" if number() else "int32")
+    ),
+    "structures": lambda: replica().all_reduce(
+        "sum", [jnp.ones(1)] * (1 + (number() == 0))
+    ),
+    "groups": lambda: replica().all_reduce(
+        "sum", 1.0, groups=[[0, 1, 2]] if number() else None
+    ),
+    "gradients": lambda: jax.grad(
+        lambda x: x if number() == 1 else replica().all_reduce("sum", x)
+    )(1.0),
+}
+
+
+def test_whatever_differs_is_told(three):
+    for _, step in each(DIFFERENT):
+        assert "All replicas must call the same collectives" in str(
+            eagerly(three, step)
+        )
+
+
+def test_errors_come_out_as_they_are_and_say_whose(three):
+    ended = []
+
+    def step():
+        try:
+            if number() == 1:
+                raise KeyError("mine")
+            return replica().all_reduce("sum", 1.0)
+        except Exception:
+            ended.append("caught")
+            raise
+        finally:
+            ended.append(number())
+
+    error = eagerly(three, step, kind=KeyError)
+    assert error.args == ("mine",)
+    (note,) = error.__notes__
+    assert note.startswith("Replica 1 of `step` raised this, in `eager_replicas()`. ")
+    assert re.search(r"Replica 0 waits at all_reduce\('sum'\) of float32\[\]: ", note)
+    # Replica 0 is ended where it waits, by nothing that `except Exception` takes.
+    assert ended == ["caught", 1, 0]
+
+
+def test_an_interrupt_ends_all(three):
+    def step():
+        if number() == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            while True:
+                pass
+        return replica().all_reduce("sum", 1.0)
+
+    with js.experimental.eager_replicas(), pytest.raises(KeyboardInterrupt):
+        three.run(step)
+
+
+def test_a_debugger_shows_one_replica_at_a_time(three):
+    out = io.StringIO()
+
+    def step(x):
+        commands = io.StringIO("p 'has', float(x)\ncontinue\n")
+        pdb.Pdb(stdin=commands, stdout=out, nosigint=True).set_trace()
+        return replica().all_reduce("sum", x)
+
+    with js.experimental.eager_replicas():
+        total = three.run(step, (three.per_replica([1.0, 2.0, 3.0]),))
+    assert float(total) == 6
+    found = re.findall(r"\('has', ([\d.]+)\)", out.getvalue())
+    assert found == ["1.0", "2.0", "3.0"], out.getvalue()
+
+
+def test_axes_by_hand_and_assignments_of_what_is_mapped_are_refused(three):
+    error = eagerly(three, lambda: jax.lax.psum(jnp.ones(1), "replica"), kind=NameError)
+    assert "Use `get_replica_context().all_reduce('sum', x)`" in str(error)
+    with three.scope():
+        v = js.Variable(0.0, name="v")
+
+    def step(x):
+        jax.vmap(lambda a: v.assign(a))(x)
+
+    x = three.per_replica([[1.0, 2.0]] * 3)
+    error = eagerly(three, step, x, kind=ValueError)
+    assert "Variable 'v' was assigned, in `eager_replicas()`, a value" in str(error)
+
+
+def test_code_that_jax_traces_is_refused(three):
+    x = three.per_replica([1.0, 2.0, 3.0])
+    step = three.run(lambda x: replica().all_reduce("sum", x))
+    with js.experimental.eager_replicas():
+        with pytest.raises(js.errors.ContextError, match="by code that JAX traces"):
+            jax.jit(step)(x)
+    step = lambda x: jax.jit(lambda x: replica().all_reduce("sum", x))(x)  # noqa: E731
+    with js.experimental.eager_replicas(disable_jit=False):
+        with pytest.raises(js.errors.ContextError, match="in a function that JAX comp"):
+            three.run(step, (x,))
+
+
+def test_merge_calls_of_what_is_differentiated_are_refused(three):
+    def step(x):
+        return jax.grad(lambda x: replica().merge_call(lambda s, x: x, (x,)))(x)
+
+    error = eagerly(
+        three, step, three.per_replica([1.0, 2.0, 3.0]), kind=js.errors.ContextError
+    )
+    assert "`args[0]` that JAX traces" in str(error)
+
+
+def test_workers_of_parameter_servers_run_nothing_eagerly():
+    strategy = js.ParameterServerStrategy(workers=1, backend="threads")
+    try:
+        with (
+            js.experimental.eager_replicas(),
+            pytest.raises(js.errors.ContextError, match="by a worker of"),
+        ):
+            strategy.run(lambda: 1.0)
+        coordinator = js.coordinator.ClusterCoordinator(strategy)
+        with (
+            js.experimental.eager_replicas(),
+            pytest.raises(js.errors.ContextError, match="by a worker of"),
+        ):
+            coordinator.schedule(coordinator.function(lambda: 1.0))
+    finally:
+        strategy.close()
+
+
+def test_odd_arguments_are_refused():
+    with pytest.raises(TypeError, match="`disable_jit` was 3; True or False was want"):
+        with js.experimental.eager_replicas(disable_jit=3):
+            pass
+    with pytest.raises(TypeError, match="`Versions` was given 1 and 2; a sequence of"):
+        js.experimental.Versions(1, 2)
+    with pytest.raises(ValueError, match="was given 1 values for 2 replicas; one for"):
+        js.experimental.Versions([1], [0, 1])

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from helpers.cases import each, each_of
 from helpers.replicas import mirrored, replica
 
@@ -154,15 +153,6 @@ def test_what_is_reduced_and_returned_is_reduced_over_all(four):
     assert_close(found["made of it"].stacked, 2 * own.T)
 
 
-def test_a_returned_array_that_something_else_was_made_of_stays_own(two):
-    def step(w, batch):
-        own = batch["y"].sum()
-        return w + replica().all_reduce("mean", own), own
-
-    _, own = two.local_steps(step)(0.0, given(two, data(2, 1)))
-    assert isinstance(own, js.PerReplica)
-
-
 def test_functions_jitted_by_the_user_are_traced_again(two):
     """What such a function does is kept by JAX; here it does something else."""
 
@@ -205,42 +195,6 @@ def test_rows_of_tables_stay_sparse(two):
 
     with pytest.raises(ValueError, match="MAX of IndexedSlices is not defined"):
         two.local_steps(extreme)(table, (two.per_replica(ids),))
-
-
-def test_objects_of_nnx_train_in_place(two):
-    def make():
-        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        tx = optax.sgd(0.1, momentum=0.9)
-        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    def step(model, optimizer, batch):
-        def loss(model):
-            return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
-
-        loss, grads = nnx.value_and_grad(loss)(model)
-        grads = replica().all_reduce("mean", grads)
-        optimizer.update(model, grads)
-        return loss
-
-    batches, ends = data(2, 6), []
-    model, optimizer = make()
-    local = two.local_steps(step)
-    for half in (batches[:3], batches[3:]):
-        losses = local(model, optimizer, given(two, half))
-    assert losses.stacked.shape == (2, 3)
-
-    both = [make(), make()]
-    for half in (batches[:3], batches[3:]):
-        for r, own in enumerate(both):
-            for batch in half:
-                step(*own, of(batch, r))
-        ends = [nnx.state(own) for own in both]
-        average = jax.tree.map(mean, *ends)
-        for own in both:
-            nnx.update(own, average)
-    assert_close(
-        jax.tree.leaves(nnx.state((model, optimizer))), jax.tree.leaves(average)
-    )
 
 
 def test_variables_become_the_mean_of_their_copies(two):
@@ -286,33 +240,6 @@ def test_whole_numbers_that_differ_are_told(two):
         js.errors.NotMirroredVariableError, match="'seen' is mirrored, but"
     ):
         two.local_steps(count)(given(two, data(2, 2)))
-
-
-def test_sharded_state_is_the_same(two):
-    batches = data(2, 3)
-    sharded = js.MirroredStrategy(
-        two.devices, sharding=js.StateSharding("state", min_bytes=0)
-    )
-    params = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), "b": 0.3}
-
-    def step(state, batch):
-        params, memory = state
-
-        def loss(params):
-            errors = (batch["x"] @ params["w"].T).sum(1) + params["b"] - batch["y"]
-            return jnp.mean(errors**2)
-
-        grads = replica().all_reduce("mean", jax.grad(loss)(params))
-        updates, memory = OPTIMIZER.update(grads, memory, params)
-        return optax.apply_updates(params, updates), memory
-
-    state = params, OPTIMIZER.init(params)
-    want, _ = workers(lambda s, b: (step(s, b), 0), state, batches, 2)
-    have = sharded.mirror(state)
-    assert not have[0]["w"].sharding.is_fully_replicated
-    have = sharded.local_steps(step)(have, given(sharded, batches))
-    assert not have[0]["w"].sharding.is_fully_replicated
-    assert_close(have, want)
 
 
 def test_other_strategies_take_local_steps():

@@ -1,32 +1,131 @@
-"""Modules, optimizers and metrics of Flax NNX in `run`.
+"""Objects of Flax NNX, and models that are pytrees, in steps.
 
 The oracle is the same model trained with Flax alone on one device, or NumPy.
 """
 
+import dataclasses
+import functools
+import gc
+import weakref
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.objects import (
-    STEPS,
-    WIDTH,
-    Net,
-    Phases,
-    adam,
-    arrays,
-    assert_equal,
-    divided,
-    mean,
-    rows,
-    train,
-    train_alone,
-    trained_alone,
-)
+from helpers.cases import each, each_of
 
 import jaxstrategy as js
+
+STEPS, ROWS, WIDTH = 5, 8, 4
+
+
+class Net(nnx.Module):
+    """A dense network that counts its calls."""
+
+    def __init__(self, seed=0, rate=0.0):
+        rngs = nnx.Rngs(seed)
+        self.layers: Any = nnx.List(
+            [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)]
+        )
+        self.norm: Any = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.dropout: Any = nnx.Dropout(rate, rngs=rngs)
+        self.calls: Any = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return self.dropout(self.norm(x))
+
+
+def adam(model):
+    return nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def rows(seed=0, n=ROWS):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(2, n, WIDTH)).astype(np.float32)
+    return x, y
+
+
+def squares(model, x, y):
+    return ((model(x) - y) ** 2).mean(-1)
+
+
+def loss_of(model, x, y):
+    return squares(model, x, y).mean()
+
+
+def mean(tree):
+    return js.get_replica_context().all_reduce("mean", tree)
+
+
+def train(model, optimizer, x, y):
+    """One step on a replica's rows."""
+    loss, grads = nnx.value_and_grad(loss_of)(model, x, y)
+    optimizer.update(model, mean(grads))
+    return mean(loss)
+
+
+def train_alone(model, optimizer, x, y):
+    """The same step on all rows."""
+    loss, grads = nnx.value_and_grad(loss_of)(model, x, y)
+    optimizer.update(model, grads)
+    return loss
+
+
+@functools.cache
+def trained_alone(steps=STEPS):
+    """The parameters and losses of a training on one device."""
+    model = Net()
+    optimizer = adam(model)
+    step = nnx.jit(train_alone)
+    losses = [float(step(model, optimizer, *rows(i))) for i in range(steps)]
+    return arrays(model), losses
+
+
+def arrays(*objects):
+    """All of them by name, on the host."""
+    flat = nnx.to_flat_state(nnx.state(list(objects)))
+    return {
+        path: np.asarray(jax.random.key_data(v) if is_key(v) else v)
+        for path, variable in flat
+        for v in [variable.get_value()]
+    }
+
+
+def is_key(value):
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def assert_equal(have, want, tolerance=1e-5):
+    assert have.keys() == want.keys()
+    for path, array in have.items():
+        assert array.dtype == want[path].dtype
+        np.testing.assert_allclose(array, want[path], rtol=0, atol=tolerance)
+
+
+def divided(strategy, *batch):
+    """The rows of a batch, shared among the replicas."""
+    n = strategy.num_replicas_in_sync
+    split = [a.reshape(n, -1, *a.shape[1:]) for a in batch]
+    return tuple(map(strategy.per_replica, split))
+
+
+class Phases(nnx.Module):
+    def __init__(self):
+        self.dropout: Any = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        self.seen = 0
+        self.name = "new"
+
+    def __call__(self, x):
+        return self.dropout(x)
+
+
+# Objects of Flax NNX, and models that are pytrees, in steps.
 
 
 @pytest.mark.parametrize(
@@ -289,19 +388,6 @@ def test_what_python_alone_can_change_is_refused(two):
     assert not model.norm.scale.has_metadata("note")
 
 
-def test_hooks_run_as_often_as_the_step_sets(two):
-    set_ = []
-
-    def hook(variable, value):
-        set_.append(1)
-        return value * 2
-
-    total = nnx.Variable(jnp.ones(()))
-    total.set_metadata(on_set_value=hook)
-    two.run(lambda: total.set_value(total[...] + 1))
-    assert float(total[...]) == 4 and len(set_) == 1
-
-
 def dropped(model, x):
     return model(x)
 
@@ -323,3 +409,325 @@ def test_each_replica_drops_its_own(four):
     assert len(np.unique(first, axis=0)) == 8
     np.testing.assert_array_equal(first, masks(0))
     assert (first != masks(1)).any()
+
+
+# Objects of Flax NNX inside and around transformed, bound and explained steps.
+
+
+def test_in_merge_call(two):
+    model = Net()
+
+    def merged(strategy, model, x):
+        model.calls[...] += 5
+        return strategy.reduce("sum", x)
+
+    def step(model, x):
+        context = js.get_replica_context()
+        total = context.merge_call(merged, (model, x.sum()))
+        model.calls[...] += 1
+        return total
+
+    x, _ = rows()
+    np.testing.assert_allclose(
+        two.run(step, (model, *divided(two, x))), x.sum(), rtol=1e-5
+    )
+    assert int(model.calls[...]) == 6
+
+
+def test_changes_of_an_object_in_accumulate_are_refused(two):
+    model = Net()
+
+    def step(model, x, y):
+        @two.accumulate(2)
+        def losses(x, y):
+            return loss_of(model, x, y)
+
+        return mean(losses(x, y))
+
+    with pytest.raises(js.errors.ObjectError, match="inside a function that JAX"):
+        two.run(step, (model, *divided(two, *rows())))
+    assert int(model.calls[...]) == 0
+
+
+def test_donated_objects_hold_the_new_arrays(two):
+    model = Net()
+    optimizer = adam(model)
+    options = js.RunOptions(donate_argnums=(0, 1))
+    step: Any = two.run(options=options)(train)
+    step(model, optimizer, *divided(two, *rows(0)))
+    old = model.layers[0].kernel[...]
+    address = old.addressable_shards[0].data.unsafe_buffer_pointer()
+    step(model, optimizer, *divided(two, *rows(1)))
+    assert old.is_deleted()
+    new = model.layers[0].kernel[...].addressable_shards[0].data
+    assert new.unsafe_buffer_pointer() == address
+    want, _ = trained_alone(2)
+    assert_equal(arrays(model), want)
+
+
+def test_a_variable_that_is_a_reference_is_refused(two):
+    variable = nnx.Variable(jnp.ones(2), ref=True)
+    with pytest.raises(js.errors.ObjectError, match="without `ref=True`"):
+        two.run(lambda variable: variable[...], (variable,))
+
+
+def test_expect_mirrored_means_the_results(two):
+    def step(model, x):
+        model.calls[...] += 1
+        return {"sum": mean(x.sum()), "own": x.sum()}
+
+    def run(expected):
+        options = js.RunOptions(expect_mirrored=expected)
+        two.run(step, (Net(), *divided(two, rows()[0])), options=options)
+
+    seen = []
+
+    def asked(path, leaf):
+        seen.append(jax.tree_util.keystr(path))
+        return "sum" in seen[-1]
+
+    run(None)
+    run({"sum": True, "own": False})
+    run(asked)
+    assert seen and set(seen) <= {"['sum']", "['own']"}
+    for wrong in (True, lambda path, leaf: True):
+        with pytest.raises(
+            js.errors.NotMirroredError, match=r"`step\(\.\.\.\)\['own'\]`"
+        ):
+            run(wrong)
+    told = r"is \(True, False\), which does not fit .* `step\(...\)` is \{'own': \*"
+    with pytest.raises(ValueError, match=told):
+        run((True, False))
+
+
+def bind(step: Any, *objects):
+    return step.bind(*objects)
+
+
+def test_errors_of_bound_steps(two):
+    model = Net()
+    before = arrays(model)
+
+    @two.run
+    def step(model, x):
+        model.norm.scale[...] += x.sum(0)
+
+    with pytest.raises(TypeError, match="`bind` was given no module"):
+        bind(step, jnp.ones(3))
+    with pytest.raises(js.errors.NotMirroredError, match=r"leaves `model.norm.scale"):
+        bind(step, model)(*divided(two, rows()[0]))
+    assert_equal(arrays(model), before, 0)
+
+
+# Objects of Flax NNX that a step captures, directly or through something else.
+
+# Objects that the step captures.
+
+
+def by_closure(model, optimizer):
+    def step(x, y):
+        return train(model, optimizer, x, y)
+
+    return step
+
+
+def by_wrapper(model, optimizer):
+    @functools.wraps(train)
+    def step(*args, **kwargs):
+        return inner(*args, **kwargs)
+
+    inner = by_closure(model, optimizer)
+    return step
+
+
+def test_captured_objects_are_changed(two):
+    want, losses = trained_alone(3)
+    for capture in each([by_closure, by_wrapper]):
+        model = Net()
+        step = two.run(capture(model, adam(model)))
+        for i in range(3):
+            loss = step(*divided(two, *rows(i)))
+            np.testing.assert_allclose(loss, losses[i], atol=1e-5)
+        assert_equal(arrays(model), want)
+
+
+def test_objects_are_captured_by_defaults_partials_and_functions_within(two):
+    total = nnx.Variable(jnp.zeros(()))
+
+    def by_default(x, *, total=total):
+        total[...] += x
+
+    def by_partial(total, x):
+        total[...] += x
+
+    def within(x):
+        def inner():
+            return [by_default(x) for _ in range(1)]
+
+        return inner()
+
+    for step in (by_default, functools.partial(by_partial, total), within):
+        two.run(step, (1.0,))
+    assert float(total[...]) == 3
+
+
+def test_what_is_reached_through_something_else_is_changed(two):
+    class Holder:
+        def __init__(self, model, optimizer):
+            self.model, self.optimizer = model, optimizer
+
+        def step(self, x, y):
+            return train(self.model, self.optimizer, x, y)
+
+        def assign(self, x, y):
+            self.model.calls[...] = 5
+
+    model = Net()
+    holder = Holder(model, adam(model))
+    two.run(holder.step, divided(two, *rows()))
+    assert_equal(arrays(model), trained_alone(1)[0])
+    two.run(holder.assign, divided(two, *rows()))
+    assert int(model.calls[...]) == 5 and holder.model is model
+
+
+def test_names_that_collide(two):
+    first, second, third = (nnx.Variable(jnp.zeros(())) for _ in range(3))
+
+    def inner_of(total):
+        def inner():
+            total[...] += 1
+
+        return inner
+
+    def outer_of(total, inner):
+        def step(other, *, total_=total):
+            total[...] += 10
+            other["total"][...] += 100
+            inner()
+
+        return step
+
+    def keyword(*, total):
+        total[...] += 1000
+        inner()
+
+    inner = inner_of(first)
+    two.run(outer_of(second, inner), ({"total": third},))
+    two.run(keyword, (), {"total": third})
+    assert [float(v[...]) for v in (first, second, third)] == [2, 10, 1100]
+
+
+def test_a_module_as_the_step_and_its_methods(two):
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.n = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.n[...] += x
+
+        def add(self, x):
+            self(x * 2)
+
+        @two.run
+        def step(self, x):
+            self(x * 3)
+
+    counter = Counter()
+    two.run(counter, (1.0,))
+    two.run(counter.add, (1.0,))
+    counter.step(1.0)
+    assert float(counter.n[...]) == 6
+
+
+# How long objects of Flax NNX live that steps were given.
+
+
+def test_objects_are_not_kept_alive(two):
+    step = two.run(train)
+
+    def use():
+        model = Net()
+        optimizer = adam(model)
+        start = weakref.ref(model.layers[0].kernel.get_raw_value())
+        step(model, optimizer, *divided(two, *rows()))
+        gc.collect()
+        assert start() is None
+        end = weakref.ref(model.layers[0].kernel.get_raw_value())
+        return weakref.ref(model), weakref.ref(optimizer), end
+
+    references = use()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_a_step_is_not_kept_alive(two):
+    model = Net()
+
+    def use():
+        def step(x):
+            model.calls[...] += 1
+            return model.norm(x)
+
+        run = two.run(step)
+        run(*divided(two, rows()[0]))
+        return weakref.ref(step), weakref.ref(run)
+
+    references = use()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 2
+
+
+def test_replaced_variables_are_let_go(two):
+    model = Net()
+    step = two.run(lambda model: model.norm.scale[...].sum())
+    step(model)
+    old = weakref.ref(model.norm.scale.get_raw_value())
+    model.norm.scale = nnx.Param(jnp.full(WIDTH, 2.0))
+    assert float(step(model)) == 2 * WIDTH
+    gc.collect()
+    assert old() is None
+
+
+# Models of other libraries, which are pytrees.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Line:
+    weight: jax.Array
+    name: str = dataclasses.field(metadata={"static": True}, default="line")
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+def equinox_line(weight):
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        weight: jax.Array
+        name: str = eqx.field(static=True, default="line")
+
+        def __call__(self, x):
+            return x @ self.weight
+
+    return Model(weight)
+
+
+@each_of("make", (Line, equinox_line))
+def test_other_pytree_models(two, make):
+    ours: Any = make(jnp.eye(WIDTH))
+    theirs: Any = ours
+    tx = optax.sgd(0.1)
+
+    def step(model, x, y, reduce):
+        grads = reduce(jax.grad(loss_of)(model, x, y))
+        updates, _ = tx.update(grads, tx.init(model))
+        return optax.apply_updates(model, updates)
+
+    run = two.run(lambda model, x, y: step(model, x, y, mean))
+    for i in range(3):
+        ours = run(ours, *divided(two, *rows(i)))
+        theirs = step(theirs, *rows(i), lambda grads: grads)
+    assert type(ours) is type(theirs) and ours.name == "line"
+    np.testing.assert_allclose(ours.weight, theirs.weight, atol=1e-5)

@@ -1,17 +1,21 @@
-"""`strategy.run`: arguments, results, decorators, values asked for too early."""
+"""`strategy.run` and `@strategy.step`: arguments, results, what comes back as it is."""
 
 import collections
 import dataclasses
 import functools
 import gc
 import inspect
+import re
+import types
 import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each, each_of
 from helpers.replicas import Named, ids, replica, versions
+from helpers.variables import variable
 
 import jaxstrategy as js
 
@@ -147,12 +151,6 @@ def test_users_errors_come_through_unchanged(two):
         two.run(bad_shapes, (jnp.ones((2, 3)),))
 
 
-def test_what_cannot_be_called_is_refused(two):
-    for fn in (None, 3, "step"):
-        with pytest.raises(TypeError, match="which cannot be called"):
-            two.run(fn, ())
-
-
 def test_arguments_in_the_wrong_containers_are_refused(two):
     with pytest.raises(TypeError, match=r"Write `args=\(x,\)`"):
         two.run(lambda x: x, jnp.ones(3))
@@ -182,30 +180,6 @@ def test_the_decorator_makes_a_step(four):
     assert repr(step).endswith(
         "step replicated by MirroredStrategy(4 replicas on cpu:0..3)>"
     )
-
-
-def test_the_decorator_with_options_and_on_functions_without_parameters(two):
-    @two.run(options=js.RunOptions(donate_argnums=(0,)))
-    def step(state):
-        return state + 1
-
-    state = two.mirror(jnp.zeros(2))
-    step(state)
-    assert state.is_deleted()
-
-    @two.run()
-    def nothing_required(x=2.0):
-        return replica().all_reduce("sum", x)
-
-    assert nothing_required() == 4.0
-    assert nothing_required(3.0) == 6.0
-
-
-def test_run_of_a_function_without_parameters_runs_it(two):
-    assert two.run(functools.partial(lambda x: x + 1, 1.0)) == 2.0
-    assert callable(two.run(lambda x: x)) and two.run(lambda x: x, (1.0,)) == 1.0
-    with pytest.raises(TypeError, match="missing 1 required"):
-        two.run(lambda x: x, kwargs={})
 
 
 class Trainer:
@@ -280,3 +254,362 @@ def test_a_method_of_a_pytree_gets_it_as_an_argument(two):
 
     assert Model(jnp.float32(3.0)).scaled(1.0) == 6.0
     assert Model(jnp.float32(4.0)).scaled(1.0) == 8.0
+
+
+# `@strategy.step`, which makes a step of any function and calls none.
+
+
+def test_a_function_without_arguments_is_not_called(strategy):
+    calls = []
+
+    @strategy.step
+    def count():
+        calls.append(1)
+        return js.get_replica_context().all_reduce("sum", 1)
+
+    assert not calls
+    assert int(count()) == int(count()) == strategy.num_replicas_in_sync
+    assert len(calls) == 1
+
+
+def test_it_takes_options_and_is_what_run_makes(two):
+    options = js.RunOptions(donate_argnums=0)
+
+    @two.step(options=options)
+    def add(total, x=1.0):
+        return total + js.get_replica_context().all_reduce("sum", x)
+
+    total = two.mirror(1.0)
+    assert add(total) == 3 and total.is_deleted()
+    assert add.options is options and add.__name__ == "add"
+    assert type(add) is type(two.run(lambda x: x))
+
+
+def test_what_cannot_be_called_is_refused(two):
+    with pytest.raises(TypeError, match="`step` was given 3, which cannot be called"):
+        two.step(3)
+    with pytest.raises(TypeError, match="RunOptions"):
+        two.step(options="fast")
+    with pytest.raises(TypeError):
+        two.step(np.sum, (1,))  # arguments are for `run`
+
+
+def test_run_refuses_to_guess_where_no_parameter_needs_a_value(two):
+    def count(by=1, *rest, scale=2.0):
+        return js.get_replica_context().all_reduce("sum", by)
+
+    advice = (
+        r"`by=1, \*rest, scale=2.0` and needs none.*`@strategy.step`.*run\(count, args"
+    )
+    for fn in (count, two.step(count)):
+        with pytest.raises(TypeError, match=advice):
+            two.run(fn)
+    with pytest.raises(TypeError, match=r"`\*args, \*\*kwargs` and needs none"):
+        two.run(lambda *args, **kwargs: 0)
+    assert two.run(count, args=()) == two.run(count, ()) == 2
+    assert two.run(count, kwargs={"by": 3}) == 6
+    assert two.run(functools.partial(lambda by=1: by, by=5)) == 5
+    assert two.run(lambda: 7) == 7  # as in TensorFlow
+
+
+# What is no array comes back from `run`, `merge_call` and `update` as itself.
+
+
+@dataclasses.dataclass
+class Config:
+    rate: float
+    inner: object = None
+
+
+class Slotted:
+    __slots__ = ("empty", "held")
+
+    def __init__(self, held):
+        self.held = held
+
+
+@each_of(
+    "where, kind",
+    zip(["run", "merge_call", "update", "again"], ["auto", "on_read"] * 2, strict=True),
+)
+def test_a_variable_comes_back_as_itself(two, kind, where):
+    v = variable(two, 1.0, kind, aggregation="sum")
+
+    def give(*_):
+        return v, {"v": [v, None]}
+
+    def step(x):
+        if where == "merge_call":
+            return js.get_replica_context().merge_call(give, (x,))
+        return give()
+
+    if where == "update":
+        returned = two.extended.update(v, give)
+    else:
+        compiled = two.run(step) if where == "again" else None
+        x = two.per_replica(np.float32([1, 2]))
+        returned = compiled(x) if compiled else two.run(step, (x,))
+        if compiled:
+            assert compiled(x)[0] is v
+    assert returned[0] is v and returned[1]["v"][0] is v
+
+
+def test_a_step_keeps_no_variable_alive_that_it_returned(two):
+    model = {"v": variable(two, 1.0)}
+
+    @two.run
+    def step(x):
+        return model["v"], x
+
+    first = weakref.ref(model["v"])
+    assert step(1.0)[0] is model["v"]
+    model["v"] = variable(two, 2.0)
+    gc.collect()
+    assert first() is None
+    assert step(1.0)[0] is model["v"]  # the new one
+
+
+def test_objects_come_back_as_they_are(two):
+    objects = [
+        Config(0.1),
+        Slotted("text"),
+        {1, 2},
+        frozenset("ab"),
+        object(),
+        np.dtype("int8"),
+        Config,
+        len,
+        functools.partial(max, 3),
+        (lambda x: x).__get__(3),
+        jax.sharding.PartitionSpec("a"),
+        two,
+    ]
+
+    def step(x):
+        return tuple(objects), {"x": x, "objects": objects}
+
+    for strategy in (two, js.MirroredStrategy(jax.devices()[:1])):
+        out, more = strategy.run(step, (1.0,))
+        assert all(a is b for a, b in zip(out, objects, strict=True))
+        assert more["x"] == 1.0 and more["objects"][0] is objects[0]
+
+    def merge(strategy, x):
+        return objects[0], x
+
+    def merged(x):
+        return js.get_replica_context().merge_call(merge, (x,))
+
+    assert two.run(merged, (1.0,))[0] is objects[0]
+    assert two.extended.update(variable(two, 1.0), lambda v: objects[0]) is objects[0]
+    on_read = variable(two, 1.0, "on_read", aggregation="sum")
+    assert two.extended.update(on_read, lambda v: objects[1]) is objects[1]
+
+
+def test_an_object_of_arrays_that_were_there_before_comes_back(two):
+    config = Config(0.1, [np.ones(3), jnp.ones(3)])
+    assert two.run(lambda: config) is config
+
+
+HIDING = {
+    "attribute": (lambda x: Config(x), r"\.rate"),
+    "deep": (lambda x: Config(1.0, [Config(2.0, {"k": (x,)})]), r"\['k'\]\[0\]"),
+    "slot": (lambda x: Slotted([x]), r"\.held\[0\]"),
+    "function": (lambda x: lambda: x, r"captured as 'x'"),
+    "default": (lambda x: lambda y=x: y, r"__defaults__\[0\]"),
+    "partial": (lambda x: functools.partial(max, x), r"\.args\[0\]"),
+    "method": (lambda x: Config(x).__eq__, r"__self__\.rate"),
+}
+
+
+def test_an_object_that_hides_an_array_of_the_step_is_refused(two):
+    for how in each(list(HIDING)):
+        make, path = HIDING[how]
+
+        def step(x, make=make):
+            return {"a": make(x)}
+
+        words = (
+            r"`step\(...\)\['a'\]` is .*holds an array of the step as `step.*" + path
+        )
+        with pytest.raises(TypeError, match=words):
+            two.run(step, (1.0,))
+
+
+# With one replica nothing is wrapped, and programs go from one to several and back.
+
+
+@functools.cache
+def ones():
+    """Strategies of one replica."""
+    device = jax.devices()[2]
+    return {
+        "default": js.get_strategy(),
+        "one device": js.OneDeviceStrategy(device),
+        "mirrored": js.MirroredStrategy([device]),
+        "several processes": js.MultiWorkerMirroredStrategy(
+            js.cluster_resolver.SimpleClusterResolver({})
+        ),
+        "central": js.experimental.CentralStorageStrategy([device], jax.devices()[5]),
+    }
+
+
+NAMES = ["default", "one device", "mirrored", "central"]
+
+
+def is_plain(value):
+    return isinstance(value, jax.Array)
+
+
+@each_of("name", NAMES)
+def test_nothing_is_wrapped(name):
+    strategy = ones_of(name)
+    made = strategy.experimental_distribute_values_from_function(
+        lambda context: {"x": [1.0, 2.0], "flag": True}
+    )
+    assert is_plain(made["x"]) and is_plain(made["flag"])
+    assert (made["x"] + 1).tolist() == [2, 3] and bool(made["flag"])
+    x = strategy.per_replica([3.0])
+    out = strategy.run(
+        lambda x: {"x": x, "id": replica().replica_id_in_sync_group}, (x,)
+    )
+    assert float(out["x"]) == 3 and int(out["id"]) == 0
+    assert f"{out['x'] + 1:.2f}" == "4.00"
+    assert strategy.experimental_local_results(out) == ({"x": 3.0, "id": 0},)
+    again = strategy.run(lambda x: 2 * x, (out["x"],))
+    assert float(again) == 6
+
+
+def ones_of(name):
+    return ones()[name]
+
+
+@each_of("name", NAMES)
+def test_what_is_explicitly_per_replica_stays_so_until_a_step(name):
+    strategy = ones_of(name)
+    x = strategy.per_replica([3.0])
+    assert isinstance(x, js.PerReplica) and x.local(0) == 3
+    assert strategy.reduce("sum", x) == 3
+    assert strategy.gather(strategy.per_replica([[1, 2]])).tolist() == [1, 2]
+    assert float(strategy.run(lambda x: x + 1, (x,))) == 4
+    assert float(strategy.run(lambda x: x + 1, (js.PerReplica(np.ones((1,))),))) == 2
+
+
+@each_of(
+    "name, ahead", (("default", 0), ("one device", 2), ("mirrored", 0), ("central", 2))
+)
+def test_batches_have_the_rows_that_there_are(name, ahead):
+    strategy = ones_of(name)
+    options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
+    rows = [np.arange(4.0), np.arange(5.0, 8.0)]
+    for batches in (
+        strategy.experimental_distribute_dataset(rows, options),
+        strategy.distribute_datasets_from_function(lambda _: rows, options),
+    ):
+        whole, rest = batches
+        assert whole.tolist() == [0, 1, 2, 3] and (rest * 2).tolist() == [10, 12, 14]
+        assert strategy.run(js.batch_mask, (rest,)).tolist() == [True] * 3
+        assert float(strategy.run(js.masked_mean, (rest,))) == 6
+        assert strategy.reduce("mean", rest, axis=0) == 6
+        assert strategy.gather(rest).tolist() == [5, 6, 7]
+        (own,) = strategy.experimental_local_results(rest)
+        assert own.tolist() == [5, 6, 7]
+
+
+# Programs that are the same whatever the number of replicas is.
+
+
+# `to_host`: what was on devices, as NumPy arrays.
+
+
+def test_every_kind_of_leaf(two):
+    with two.scope():
+        w = js.Variable([1.0, 2.0])
+        seen = js.Variable(3, synchronization="on_read", aggregation="sum")
+        own = js.Variable(5, synchronization="on_read")
+    two.run(lambda: seen.assign_add(1))
+    same, word = np.ones(3), "relu"
+    tree = {
+        "mirrored": two.mirror(np.float32([1.5, 2.5])),
+        "per replica": two.per_replica(np.arange(6).reshape(2, 3)),
+        "single": jnp.ones((2, 2)),
+        "variables": (w, seen, own),
+        "numpy": same,
+        "number": 4,
+        "word": word,
+        "none": None,
+        "key": two.mirror(jax.random.key(7)),
+    }
+    have = js.to_host(tree)
+    assert have["numpy"] is same and have["word"] is word
+    assert have["number"] == 4 and have["none"] is None
+    want = {
+        "mirrored": np.float32([1.5, 2.5]),
+        "per replica": np.arange(6).reshape(2, 3),
+        "single": np.ones((2, 2)),
+        "variables": (np.float32([1, 2]), 2 * (3 + 1), np.array([5, 5])),
+        "key": np.array([0, 7], np.uint32),
+    }
+    for name, value in want.items():
+        jax.tree.map(np.testing.assert_array_equal, have[name], value)
+        assert {type(leaf) for leaf in jax.tree.leaves(have[name])} == {np.ndarray}
+
+
+def test_structure_and_dtypes_are_kept(two):
+    state = types.SimpleNamespace  # not a pytree: a leaf like any other
+    tree = (two.mirror([jnp.ones(2, jnp.bfloat16)]), {"s": state})
+    (have,), rest = js.to_host(tree)
+    assert have.dtype == jnp.bfloat16 and rest == {"s": state}
+
+
+def test_inside_a_step_it_is_refused(two):
+    message = r"`to_host` was called on `tree\['x'\]` while a function is traced"
+    with pytest.raises(js.errors.TracedValueError, match=message):
+        two.run(lambda x: js.to_host({"x": x}), (1.0,))
+
+
+def test_donated_arrays_are_refused(two):
+    state = two.mirror({"w": np.ones(4, np.float32)})
+    step = two.run(options=js.RunOptions(donate_argnums=0))(lambda s: {"w": s["w"] + 1})
+    new = step(state)
+    message = r"`tree\['w'\]` was donated to a step, so its memory is gone"
+    with pytest.raises(js.errors.DonatedValueError, match=message):
+        js.to_host(state)
+    np.testing.assert_array_equal(js.to_host(new)["w"], np.full(4, 2.0))
+
+
+@each_of("num_replicas", (1, 3))
+def test_one_device_communicates_with_nobody(num_replicas):
+    # XLA keeps collectives of one device, which cost a third of a small step.
+    strategy = js.MirroredStrategy(jax.devices()[2:3], num_replicas=num_replicas)
+
+    def step(x):
+        context = replica()
+        axis = "replica"
+        shifts = [(i, (i + 1) % num_replicas) for i in range(num_replicas)]
+        return {
+            "sum": context.all_reduce("sum", {"x": x, "y": x.astype("int32")}),
+            "largest": jax.lax.pmax(x, axis),
+            "all": jax.lax.all_gather(x, axis),
+            "shifted": jax.lax.ppermute(x, axis, shifts),
+            "swapped": jax.lax.all_to_all(
+                jax.numpy.tile(x, 3)[:num_replicas], axis, 0, 0
+            ),
+            "id": jax.lax.axis_index(axis),
+        }
+
+    rows = np.arange(2.0 * num_replicas, dtype=np.float32).reshape(num_replicas, 2)
+    x = strategy.per_replica(rows)
+    text = strategy.compile(step, (x,)).compiled.as_text()
+    found = re.findall(r"all-\w+\(|collective-\w+\(|reduce-scatter\(", text)
+    assert not found
+    out = strategy.run(step, (x,))
+    locals_ = strategy.experimental_local_results(out)
+    for i, own in enumerate(locals_):
+        np.testing.assert_array_equal(own["sum"]["x"], rows.sum(0))
+        np.testing.assert_array_equal(own["sum"]["y"], rows.sum(0))
+        np.testing.assert_array_equal(own["largest"], rows.max(0))
+        np.testing.assert_array_equal(own["all"], rows)
+        np.testing.assert_array_equal(own["shifted"], rows[i - 1])
+        swapped = np.stack([np.tile(row, 3)[i] for row in rows])
+        np.testing.assert_array_equal(own["swapped"], swapped)
+        assert own["id"] == i

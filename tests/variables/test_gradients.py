@@ -165,20 +165,6 @@ def test_functions_that_were_jitted_and_called_before():
     assert slope() == 20
 
 
-def test_functions_that_use_no_variable_are_jitted_once():
-    v, traces = js.Variable(3.0), []
-
-    @jax.jit
-    def double(x):
-        traces.append(x)
-        return 2 * x
-
-    for step in range(3):
-        assert js.grad(lambda: double(v.value()) ** 2, v)() == 8 * (3 + step)
-        v.assign_add(1.0)
-    assert len(traces) == 1
-
-
 def test_a_gradient_through_run(two):
     v = variable(two, 2.0, name="v")
 

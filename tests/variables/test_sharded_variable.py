@@ -1,6 +1,7 @@
-"""A table in shards is used as one variable of the shape of all."""
+"""A table in shards is made by a partitioner, and used as one variable of all rows."""
 
 import copy
+import functools
 import pickle
 
 import jax
@@ -11,7 +12,7 @@ from helpers.cases import each_of
 from helpers.sharded import sharded, slices
 
 import jaxstrategy as js
-from jaxstrategy.experimental import ShardedVariable
+from jaxstrategy.experimental import ShardedVariable, partitioners
 
 TABLE = np.arange(8, dtype=np.float32).reshape(4, 2)
 CUTS = [1, 3]  # shards of 1, 2 and 1 rows
@@ -355,23 +356,319 @@ def test_what_replicas_assign_is_reduced_and_cut(two):
     ]
 
 
+# In the scope of a strategy with a partitioner, variables are made in shards.
+
+FIXED = partitioners.FixedShardsPartitioner
+
+
+def partitioned(partitioner, devices=2):
+    """A strategy that makes shards, each of which lies as any variable of it."""
+    strategy = js.MirroredStrategy(jax.devices()[:devices])
+    strategy._variable_policy.partitioner = partitioner
+    return strategy
+
+
+def made(partitioner, *args, **kwargs):
+    with partitioned(partitioner).scope():
+        return js.Variable(*args, **kwargs)
+
+
+def lengths(variable):
+    return [shard.shape[0] for shard in variable.variables]
+
+
 @pytest.mark.slow
-def test_shards_with_a_copy_for_each_replica(two):
-    choices = {"synchronization": "on_read", "aggregation": "sum"}
-    table = sharded(np.zeros((3, 1)), [1], two, **choices)
+@each_of(
+    "rows, shards, wanted",
+    [
+        (10, 4, [3, 3, 2, 2]),
+        (7, 3, [3, 2, 2]),
+        (5, 2, [3, 2]),
+        (6, 2, [3, 3]),
+        (3, 4, [1, 1, 1]),
+    ],
+)
+@each_of("give", ["array", "list", "function"])
+def test_earlier_shards_are_longer(rows, shards, wanted, give):
+    value = np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2)
+    given = {"array": value, "list": value.tolist(), "function": lambda: value}[give]
+    v = made(FIXED(shards), given, name="w")
+    assert isinstance(v, ShardedVariable)
+    assert lengths(v) == wanted and v.shape == (rows, 2)
+    np.testing.assert_array_equal(v.numpy(), value)
 
-    @two.run
-    def step(x):
-        table.assign_add(x)
-        return table.value()
 
-    given = np.arange(6, dtype=np.float32).reshape(2, 3, 1)
-    own = step(two.per_replica(given))
-    np.testing.assert_array_equal(two.experimental_local_results(own), given)
-    np.testing.assert_array_equal(table.numpy(), given.sum(0))
-    table.assign(two.per_replica(2 * given))
-    np.testing.assert_array_equal(table.numpy(), 2 * given.sum(0))
-    with pytest.raises(NotImplementedError, match="'table', which has a copy per"):
-        table.scatter_add(slices([0], [[1.0]]))
-    table.assign_add(slices([2], [[5.0]], (3, 1)))
-    assert table.numpy()[2, 0] == 2 * given.sum(0)[2, 0] + 5
+def test_names_and_choices_reach_every_shard():
+    value = np.arange(4.0)
+    v = made(FIXED(2), value, False, "int32", "w", "auto", "sum")
+    assert v.name == "w" and not v.trainable and v.dtype == np.int32
+    assert v.aggregation is js.VariableAggregation.SUM
+    assert [shard.name for shard in v.variables] == ["w/part_0", "w/part_1"]
+    for shard in v.variables:
+        assert not shard.trainable and shard.dtype == np.int32
+        assert shard.aggregation is js.VariableAggregation.SUM
+        assert shard.strategy is v.strategy and isinstance(shard, js.Variable)
+    assert v.strategy.extended.variable_created_in_scope(v.variables[0])
+
+
+@each_of(
+    "partitioner, value, choices",
+    [
+        (FIXED(2), 3.0, {}),
+        (FIXED(2), [3.0], {}),
+        (FIXED(2), np.zeros((0, 3)), {}),
+        (FIXED(1), [1.0, 2.0], {}),
+        (partitioners.MinSizePartitioner(1024, 10), np.ones((10, 2)), {}),
+        (None, [1.0, 2.0], {}),
+        (FIXED(2), [1.0, 2.0], {"sharding": 0}),
+        (FIXED(2), [1.0, 2.0], {"sharding": "whole"}),
+        (FIXED(2), [1.0, 2.0], {"synchronization": "on_read", "aggregation": "mean"}),
+        (FIXED(2), lambda: jax.random.split(jax.random.key(0), 4), {}),
+        (lambda shape, dtype: [7], [1.0], {}),
+    ],
+)
+def test_these_are_plain(partitioner, value, choices):
+    v = made(partitioner, value, name="v", **choices)
+    assert isinstance(v, js.Variable) and v.name == "v"
+    want = value() if callable(value) else jnp.asarray(value)
+    if not callable(value):
+        np.testing.assert_array_equal(v.numpy(), want)
+
+
+class Parts:
+    """An initializer that makes the part it is asked for, and remembers which."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, shape, dtype, partition_shape=None, partition_offset=None):
+        self.asked.append((partition_shape, partition_offset))
+        rows, columns = partition_shape or shape
+        first, _ = partition_offset or (0, 0)
+        return np.eye(rows, columns, first, dtype=dtype)
+
+
+def test_a_part_is_made_where_only_that_is_asked_for():
+    parts = Parts()
+    make = functools.partial(parts, shape=(4, 4), dtype=np.int32)
+    v = made(FIXED(2), make, dtype=np.int32, shape=(4, 4))
+    assert [s.numpy().tolist() for s in v.variables] == [
+        [[1, 0, 0, 0], [0, 1, 0, 0]],
+        [[0, 0, 1, 0], [0, 0, 0, 1]],
+    ]
+    assert parts.asked == [((2, 4), (0, 0)), ((2, 4), (2, 0))]
+    parts.asked.clear()
+    make = functools.partial(parts, shape=(5, 2), dtype=np.float32)
+    v = made(FIXED(2), make, dtype=np.float32, shape=[5, 2])
+    assert parts.asked == [((3, 2), (0, 0)), ((2, 2), (3, 0))]
+    np.testing.assert_array_equal(v.numpy(), np.eye(5, 2))
+
+
+def test_without_a_type_the_function_is_traced_for_it():
+    made_here = []
+
+    def zeros(partition_shape=(5, 2), partition_offset=(0, 0)):
+        made_here.append(partition_shape)
+        return jnp.zeros(partition_shape) + partition_offset[0]
+
+    v = made(FIXED(2), zeros)
+    assert made_here == [(5, 2), (3, 2), (2, 2)]  # the first without numbers
+    assert v.numpy()[:, 0].tolist() == [0, 0, 0, 3, 3]
+
+
+def test_a_part_of_another_shape_is_an_error():
+    def value(partition_shape, partition_offset):
+        return np.zeros((1, 1))
+
+    with pytest.raises(ValueError, match=r"'w' was asked for the part of shape \(3, 2"):
+        made(FIXED(2), value, name="w", dtype="float32", shape=(5, 2))
+
+
+@each_of(
+    "given, error, text",
+    [
+        ((3,), ValueError, r"'w' was made with `shape` \(3,\) and a value of .*\(2,\)"),
+        ("ab", TypeError, "`shape` of variable 'w' was 'ab'"),
+        (2, TypeError, "`shape` of variable 'w' was 2"),
+    ],
+)
+@each_of("partitioner", [None, FIXED(2)])
+def test_the_shape_is_that_of_the_value(partitioner, given, error, text):
+    with pytest.raises(error, match=text):
+        made(partitioner, [1.0, 2.0], name="w", shape=given)
+    assert made(partitioner, [1.0, 2.0], shape=[2]).shape == (2,)
+
+
+def test_without_an_initial_value():
+    for arguments in [(), (None,)]:
+        with pytest.raises(ValueError, match="'w' was made without an initial value"):
+            made(FIXED(2), *arguments, name="w", shape=(4, 2), dtype="float32")
+    with pytest.raises(TypeError, match="initial_value"):
+        js.Variable()
+
+
+@each_of(
+    "answer, error, text",
+    [
+        ([1, 2], ValueError, r"'w' of shape \(4, 2\) returned \[1, 2\]; the number of"),
+        ([0, 1], ValueError, r"returned \[0, 1\]"),
+        ([-1, 1], ValueError, r"returned \[-1, 1\]"),
+        ([], ValueError, r"returned \[\]"),
+        ([1, 1, 1], ValueError, r"returned \[1, 1, 1\]"),
+        (None, TypeError, "returned None; a list of whole numbers"),
+        ([2.0, 1], TypeError, "a list of whole numbers"),
+    ],
+)
+def test_answers_that_cannot_be(answer, error, text):
+    with pytest.raises(error, match=text):
+        made(lambda shape, dtype: answer, np.zeros((4, 2)), name="w")
+
+
+def test_beside_a_shard_it_is_in_one_piece():
+    strategy = partitioned(FIXED(2))
+    with strategy.scope():
+        v = js.Variable(np.zeros((4, 2)))
+        with strategy.extended.colocate_vars_with(v.variables[1]):
+            beside = js.Variable(np.ones((4, 2)))
+    assert isinstance(beside, js.Variable)
+    assert beside.devices == v.variables[1].devices
+
+
+# Partitioners: TensorFlow's numbers of parts, and what they do to variables.
+
+MIN = partitioners.MinSizePartitioner
+MAX = partitioners.MaxSizePartitioner
+
+
+# All numbers are TensorFlow's.
+@each_of(
+    "partitioner, shape, wanted",
+    [
+        (FIXED(4), (3,), [3]),
+        (FIXED(3), (7, 5), [3, 1]),
+        (MIN(4, 2), (6, 1), [2, 1]),
+        (MIN(8, 10), (6, 1), [3, 1]),
+        (MIN(25, 10), (6, 1), [1, 1]),
+        (MIN(1 << 20, 8), (1000000, 1), [4, 1]),
+        (MIN(max_shards=10), (1000000, 64), [10, 1]),
+        (MAX(4, 2), (6, 1), [2, 1]),
+        (MAX(8), (6, 1), [3, 1]),
+        (MAX(23), (6, 1), [2, 1]),
+        (MAX(39), (10, 5), [10, 1]),
+        (MAX(40), (10, 5), [5, 1]),
+    ],
+)
+def test_the_number_of_parts_of_float32(partitioner, shape, wanted):
+    assert partitioner(shape, np.float32) == wanted
+
+
+@each_of(
+    "partitioner, shape, wanted",
+    [
+        (MIN(256 << 10, 4), (1000, 64), (1, 1, 2)),
+        (MAX(100), (10, 5), (1, 2, 5)),
+        (MAX(39), (10, 5), (4, 10, 10)),
+    ],
+)
+def test_the_number_of_parts_by_the_size_of_elements(partitioner, shape, wanted):
+    dtypes = (np.float16, "float32", np.dtype("float64"))
+    assert tuple(partitioner(shape, d)[0] for d in dtypes) == wanted
+
+
+def test_another_axis():
+    assert FIXED(2)((4, 10), np.float32, axis=1) == [1, 2]
+    assert MIN(4, 10)((6, 4), np.float32, axis=1) == [1, 4]
+    assert MAX(24)((6, 4), np.float32, axis=1) == [1, 4]
+    with pytest.raises(ValueError, match=r"`axis` was 2, but the shape is \(6, 4\)"):
+        FIXED(2)((6, 4), np.float32, axis=2)
+
+
+def test_texts_have_a_size_that_is_given():
+    assert MAX(16)((4,), np.dtype(object)) == [4]
+    assert MAX(16, bytes_per_string=8)((4,), np.dtype("U3")) == [2]
+
+
+def test_a_scalar_has_no_dimension_and_an_empty_array_one_part():
+    assert FIXED(2)((), np.float32) == []
+    assert [each((0, 3), np.float32) for each in (FIXED(2), MIN(), MAX(4))] == (
+        [[1, 1]] * 3
+    )
+
+
+@each_of(
+    "make, error, text",
+    [
+        (lambda: FIXED(0), ValueError, "`num_shards` was 0; 1 or more was wanted"),
+        (lambda: FIXED(2.0), TypeError, "`num_shards` was 2.0; a whole number"),
+        (lambda: MIN(0), ValueError, "`min_shard_bytes` was 0"),
+        (lambda: MIN(4, -1), ValueError, "`max_shards` was -1"),
+        (lambda: MIN(4, 1, 0), ValueError, "`bytes_per_string` was 0"),
+        (lambda: MAX(0), ValueError, "`max_shard_bytes` was 0"),
+        (lambda: MAX(4, None, 0), ValueError, "`bytes_per_string` was 0"),
+        (lambda: FIXED(2)(4, "int8"), TypeError, "`shape` was 4; a list of whole"),
+        (lambda: MIN()((4.0,), "int8"), TypeError, r"`shape` was \(4.0,\)"),
+        (lambda: MAX(4)((4,), "int7"), TypeError, "`dtype` was 'int7'; a dtype"),
+        (lambda: MIN()((4,), "int8", "x"), ValueError, "`axis` was 'x', but the shape"),
+    ],
+)
+def test_numbers_that_cannot_be(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_the_base_class_says_nothing():
+    with pytest.raises(NotImplementedError, match="Partitioner does not say how"):
+        partitioners.Partitioner()((4,), np.float32)
+
+
+@pytest.fixture(scope="module")
+def dividing():
+    return js.MirroredStrategy(jax.devices()[:4])
+
+
+def division(strategy, shape, partitioner, dtype="float32"):
+    with strategy.scope():
+        made = js.Variable(np.zeros(shape, dtype), name="w", sharding=partitioner)
+    return made.division
+
+
+def test_it_is_asked_once_and_not_for_a_scalar(dividing):
+    asked = []
+
+    def ask(shape, dtype, axis=0):
+        asked.append((shape, dtype, axis))
+        return [2, 1]
+
+    assert division(dividing, (4, 4), ask, "int8").dimension == 0
+    assert division(dividing, (), ask).dimension is None
+    assert asked == [((4, 4), np.dtype("int8"), 0)]
+
+
+@each_of(
+    "shape, answer, dimension",
+    [
+        ((4,), [9], 0),
+        ((8, 2), (2,), 0),
+        ((8, 8), [1, 1], None),
+        ((6, 8), [2, 1], None),
+        ((0, 4), [2, 1], None),
+    ],
+)
+def test_the_dimension_of_several_parts_is_divided(dividing, shape, answer, dimension):
+    found = division(dividing, shape, lambda shape, dtype: answer)
+    assert found.dimension == dimension
+    assert found.reason if dimension is None else not found.reason
+
+
+@each_of(
+    "answer, error, text",
+    [
+        ([2, 2], ValueError, r"returned \[2, 2\]; for each dimension a number"),
+        ([0, 1], ValueError, r"of variable 'w' of shape \(8, 8\) returned \[0, 1\]"),
+        ([2.0, 1], TypeError, r"returned \[2.0, 1\]; a list of whole numbers"),
+        (None, TypeError, "returned None"),
+    ],
+)
+def test_answers_of_partitioners_that_cannot_be(dividing, answer, error, text):
+    with pytest.raises(error, match=text):
+        division(dividing, (8, 8), lambda shape, dtype: answer)

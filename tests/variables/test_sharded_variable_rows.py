@@ -32,17 +32,6 @@ def test_rows_are_those_of_the_whole(table, ids):
     np.testing.assert_array_equal(table.sparse_read(ids), want)
 
 
-@pytest.mark.slow
-@each_of("cuts", [[], [3, 3], [7]])
-def test_shards_may_be_empty_or_all(cuts):
-    table = sharded(TABLE, cuts)
-    np.testing.assert_array_equal(embedding_lookup(table, [6, 0]), TABLE[[6, 0]])
-    table.scatter_add(slices([6, 0, 6], np.ones((3, 2))))
-    want = TABLE.copy()
-    np.add.at(want, [6, 0, 6], 1)
-    np.testing.assert_array_equal(table.numpy(), want)
-
-
 @each_of("wrong", [7, -1, 1000])
 def test_what_is_no_row_is_an_error(table, wrong):
     text = rf"Row {wrong} of variable 'table'.*the rows \[0, 7\)"
@@ -242,24 +231,6 @@ def test_a_gradient_of_shards_has_their_own_rows(table):
 
 
 @pytest.mark.slow
-def test_several_lookups_in_several_ways(table):
-    def total():
-        found = embedding_lookup(table, [[1, 5, 1]])[0] * WEIGHTS
-        own = embedding_lookup(table.variables[1], [1]) * 10
-        groups = embedding_lookup(table, [[0, 6, -1]], combiner="mean")
-        return found.sum() + own.sum() + groups.sum() + table.sparse_read([2]).sum()
-
-    gradient = js.grad(total, {"table": table})()["table"]
-    assert isinstance(gradient, js.IndexedSlices)
-    want = np.zeros_like(TABLE)
-    np.add.at(want, [1, 5, 1], WEIGHTS)
-    want[4] += 10
-    want[[0, 6]] += 0.5
-    want[2] += 1
-    np.testing.assert_array_equal(gradient.to_dense(), want)
-
-
-@pytest.mark.slow
 def test_other_uses_make_it_an_array(table):
     def total():
         return loss(table, [0, 6, 6]) + (table.value() ** 2).sum()
@@ -279,70 +250,6 @@ def test_the_gradient_of_an_unused_table_has_no_rows(table):
     gradients = js.grad(lambda: w**2, (w, table))()
     assert gradients[0] == 4
     assert gradients[1].indices.shape == (0,) and gradients[1].dense_shape == (7, 2)
-
-
-@pytest.mark.slow
-@each_of("around", [jax.vmap, jax.lax.map])
-def test_lookups_in_functions_that_jax_traces(around):
-    table = sharded(TABLE, CUTS)
-    ids = jnp.array([0, 6, 6])
-
-    @jax.checkpoint
-    def rows(each):
-        return embedding_lookup(table, each)
-
-    def total():
-        mapped = around(rows) if around is jax.vmap else partial(around, rows)
-        return (jax.jit(mapped)(ids) * WEIGHTS).sum()
-
-    want = np.zeros_like(TABLE)
-    np.add.at(want, [0, 6, 6], WEIGHTS)
-    gradient = js.grad(total, table)()
-    if isinstance(gradient, js.IndexedSlices):
-        gradient = gradient.to_dense()
-    np.testing.assert_array_equal(gradient, want)
-
-
-@pytest.mark.slow
-def test_the_function_has_its_effects_once():
-    table, count = sharded(TABLE, CUTS), js.Variable(0)
-
-    def total():
-        count.assign_add(1)
-        return loss(table, [0, 6, 6]), "more"
-
-    (value, more), gradient = js.value_and_grad(total, table, has_aux=True)()
-    assert more == "more" and value == (TABLE[[0, 6, 6]] * WEIGHTS).sum()
-    assert gradient.indices.tolist() == [0, 6, 6]
-    assert count.value() == 1
-
-
-@pytest.mark.slow
-def test_an_error_of_the_function_is_the_users():
-    table = sharded(TABLE, CUTS)
-
-    def total():
-        embedding_lookup(table, [0])
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        js.grad(total, table)()
-    with pytest.raises(ValueError, match="'table/part_0' was assigned inside the func"):
-        js.grad(lambda: table.assign_add(TABLE).value().sum(), table)()
-    np.testing.assert_array_equal(table.numpy(), TABLE)
-
-
-@pytest.mark.slow
-def test_second_derivatives():
-    table, w = sharded(TABLE, CUTS), js.Variable(3.0)
-
-    def total():
-        return (w**2 * embedding_lookup(table, [1, 1])).sum()
-
-    def slope():
-        return js.grad(total, table)().values.sum()
-
-    assert js.grad(slope, w)() == 4 * 2 * 3
 
 
 def test_gradients_of_shards_in_a_step_have_room_for_all_rows(two):

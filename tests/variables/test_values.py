@@ -1,4 +1,4 @@
-"""`PerReplica`, `Mirrored`, and the ways to build them."""
+"""`PerReplica`, `Mirrored`, the ways to build them, and their local versions."""
 
 import re
 
@@ -253,3 +253,44 @@ def test_what_was_placed_stays_when_numpy_changes_its_array(two, size):
     mirrored, versions = two.mirror(plain), two.per_replica(stacked)
     plain[:], stacked[:] = 7, 7
     assert not np.asarray(mirrored).any() and not np.asarray(versions.stacked).any()
+
+
+# `experimental_local_results` gives what can be computed with each other.
+
+
+def per_replica(strategy, shape=(), dtype=np.float32):
+    n = strategy.num_replicas_in_sync
+    values = np.arange(n * int(np.prod(shape))).reshape(n, *shape).astype(dtype)
+    return strategy.per_replica(values), values
+
+
+def test_so_are_mirrored_arrays_and_containers(four):
+    x, _ = per_replica(four)
+    w = four.mirror(np.ones((300, 300), np.float32))
+    versions = four.experimental_local_results({"x": x, "w": w, "n": 3})
+    total = sum(v["x"] * v["w"][0, 0] * v["n"] for v in versions)
+    assert total == 18
+    assert all(v["w"] is w for v in versions)  # nothing is copied
+    assert sum(four.experimental_local_results(w)).shape == (300, 300)
+
+
+def test_large_versions_are_not_copied(four):
+    x, host = per_replica(four, (17000,))
+    versions = four.experimental_local_results(x)
+    assert [v.devices() for v in versions] == [{device} for device in four.devices]
+    np.testing.assert_array_equal(np.stack(jax.device_get(versions)), host)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        sum(versions)
+    together = [jax.device_put(v, four.devices[0]) for v in versions]
+    np.testing.assert_array_equal(sum(together), host.sum(0))
+
+
+def test_random_keys_and_real_rows(four):
+    keys = four.run(lambda: js.get_replica_context().fold_in(jax.random.key(0)))
+    versions = four.experimental_local_results(keys)
+    wanted = [jax.random.fold_in(jax.random.key(0), i) for i in range(4)]
+    for version, key in zip(versions, wanted, strict=True):
+        assert (jax.random.key_data(version) == jax.random.key_data(key)).all()
+    _, batch = four.experimental_distribute_dataset(js.batches(np.arange(10.0), 8))
+    rows = four.experimental_local_results(batch)
+    np.testing.assert_array_equal(jnp.concatenate(rows), [8, 9])

@@ -1,0 +1,335 @@
+"""What references hold, and what is equal under the rules of transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import each_of
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+import jaxstrategy as js
+
+
+def varies(out):
+    """Whether a result varies; if not, its copies are compared."""
+    if isinstance(out, js.PerReplica):
+        return True
+    copies = {np.asarray(shard.data).tobytes() for shard in out.addressable_shards}
+    assert len(copies) == 1
+    return False
+
+
+def local(strategy):
+    count = strategy.num_replicas_in_sync
+    return strategy.per_replica([np.arange(3.0) + i for i in range(count)])
+
+
+# Each writes this replica's `x` and what all have, `s`, to a reference that holds `s`.
+
+
+def overwritten(ref, x, s):
+    ref[...] = x
+    ref[...] = s
+
+
+def overwritten_by_slice(ref, x, s):
+    ref[...] = x
+    ref[0:3] = s
+
+
+def overwritten_in_jit(ref, x, s):
+    ref[...] = x
+    jax.jit(lambda ref: ref.__setitem__(..., s))(ref)
+
+
+def overwritten_by_all_branches(ref, x, s):
+    ref[...] = x
+
+    def first():
+        ref[...] = s
+
+    def second():
+        ref[...] = s * 2
+
+    lax.cond(s[0] > 1, first, second)
+
+
+def overwritten_in_part(ref, x, s):
+    ref[...] = x
+    ref[0:2] = s[:2]
+
+
+def overwritten_by_index(ref, x, s):
+    ref[...] = x
+    ref[jnp.array([0, 0, 1])] = s
+
+
+def added_to(ref, x, s):
+    ref[...] = x
+    jax.ref.addupdate(ref, ..., s)
+
+
+def overwritten_by_one_branch(ref, x, s):
+    ref[...] = x
+    lax.cond(s[0] > 1, lambda: ref.__setitem__(..., s), lambda: None)
+
+
+def overwritten_by_branches_that_differ(ref, x, s):
+    def first():
+        ref[...] = s
+
+    def second():
+        ref[...] = s * 2
+
+    lax.cond(x[0] > 1, first, second)
+
+
+def overwritten_in_a_loop_without_turns(ref, x, s):
+    ref[...] = x
+    lax.fori_loop(0, jnp.int32(s[0]), lambda i, c: (ref.__setitem__(..., s), c)[1], 0)
+
+
+def read_in_the_next_turn(ref, x, s):
+    other = jax.new_ref(s)
+
+    def turn(i, carry):
+        other[...] = ref[...]
+        ref[...] = s
+        ref[...] = x
+        return carry
+
+    lax.fori_loop(0, 2, turn, 0)
+    ref[...] = other[...]
+
+
+CASES = {
+    overwritten: False,
+    overwritten_by_slice: False,
+    overwritten_in_jit: False,
+    overwritten_by_all_branches: False,
+    overwritten_in_part: True,
+    overwritten_by_index: True,
+    added_to: True,
+    overwritten_by_one_branch: True,
+    overwritten_by_branches_that_differ: True,
+    overwritten_in_a_loop_without_turns: True,
+    read_in_the_next_turn: True,
+}
+
+
+def test_what_is_overwritten_in_full_counts_no_more(four):
+    def step(x, s):
+        found = []
+        for case in CASES:
+            ref = jax.new_ref(s)
+            case(ref, x, s)
+            found.append(ref[...])
+        return found
+
+    found = four.run(step, (local(four), jnp.array([0.0, 1.0, 2.0])))
+    for (case, wanted), out in zip(CASES.items(), found, strict=True):
+        assert varies(out) == wanted, case.__name__
+
+
+def test_a_mirrored_variable_may_hold_something_else_for_a_while(two):
+    with two.scope():
+        v = js.Variable(jnp.zeros(3))
+
+    def step(x):
+        v.assign(x)
+        seen = v.read_value()
+        v.assign(js.get_replica_context().all_reduce("sum", seen))
+
+    two.run(step, (local(two),))
+    np.testing.assert_array_equal(v.read_value(), [1.0, 3.0, 5.0])
+
+    def keeps(x):
+        v.assign(x)
+
+    with pytest.raises(ValueError, match="its copies would drift apart"):
+        two.run(keeps, (local(two),))
+
+
+def test_a_reference_from_outside_is_refused(two):
+    ref = jax.new_ref(jnp.zeros(3))
+
+    def captures(x):
+        return x + ref[...]
+
+    def writes(x):
+        ref[...] = x
+
+    inner = jax.jit(lambda x: x + ref[...])
+    for step in (captures, writes, lambda x: inner(x)):
+        with pytest.raises(TypeError, match="uses a `jax.Ref` that was made outside"):
+            two.run(step, (jnp.ones(3),))
+
+
+def test_a_reference_as_argument_is_refused(two):
+    ref = jax.new_ref(jnp.zeros(3))
+    with pytest.raises(TypeError, match="`refs.'r'.` is a `jax.Ref`.*js.Variable"):
+        two.run(lambda refs: refs["r"][...], ({"r": ref},))
+
+
+def test_a_reference_that_was_not_written_holds_whatever_lay_there(four):
+    kind = jax.ShapeDtypeStruct((4,), jnp.float32)
+    out = four.run(lambda: jax.freeze(jax.empty_ref(kind)))
+    assert isinstance(out, js.PerReplica)
+
+
+def test_one_that_was_written_in_full_holds_that(four):
+    def step():
+        ref = jax.empty_ref(jax.ShapeDtypeStruct((4,), jnp.float32))
+        ref[...] = jnp.arange(4.0)
+        return ref[...]
+
+    assert four.run(step).tolist() == [0, 1, 2, 3]
+
+
+# `run` inside `jax.jvp`, `jax.vjp` and `jax.vmap`: what is plain is equal everywhere.
+
+AXIS = "replica"
+
+
+def place():
+    return 1.0 + lax.axis_index(AXIS)
+
+
+def copies_of(array):
+    return [np.asarray(shard.data) for shard in array.addressable_shards]
+
+
+def varies_rules(out):
+    """Whether a result varies; if not, its copies are compared."""
+    if isinstance(out, js.PerReplica):
+        return True
+    first, *others = copies_of(out)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+    return False
+
+
+@jax.custom_jvp
+def locally_pushed(x):
+    return lax.psum(x, AXIS)
+
+
+locally_pushed.defjvp(lambda p, t: (lax.psum(p[0], AXIS), t[0] * place()))
+
+
+@jax.custom_vjp
+def locally_pulled(x):
+    return lax.psum(x, AXIS)
+
+
+locally_pulled.defvjp(lambda x: (x * place(), x), lambda x, g: (g,))
+
+
+@jax.custom_batching.custom_vmap
+def locally_batched(x):
+    return lax.psum(x, AXIS)
+
+
+@locally_batched.def_vmap
+def _(size, is_batched, x):
+    return x * place(), True
+
+
+def locally_solved(x):
+    return lax.custom_linear_solve(
+        lambda v: v * x * place(), x, lambda _, b: b, symmetric=True
+    )
+
+
+@jax.custom_jvp
+def pushed_on(x):
+    return x
+
+
+pushed_on.defjvp(lambda p, t: (p[0], locally_pushed(t[0])))
+
+
+def locally_ruled():
+    made = Primitive("ruled")
+    made.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(made, mlir.lower_fun(jnp.sin, multiple_results=False))
+    ad.defjvp(made, lambda t, x: t * place())
+    return made.bind
+
+
+HIDING = {
+    "custom_jvp": locally_pushed,
+    "custom_vjp": locally_pulled,
+    "custom_vmap": locally_batched,
+    "linear solve": locally_solved,
+    "primitive": locally_ruled(),
+    "custom_jvp of a custom_jvp": lambda x: pushed_on(x),
+}
+
+
+def test_a_result_whose_rule_differs_between_replicas_varies(four):
+    def step(s):
+        return {name: function(s) for name, function in HIDING.items()}
+
+    for name, out in four.run(step, (jnp.float32(2.0),)).items():
+        assert varies_rules(out), name
+
+
+@each_of("around", ("jvp", "vjp", "vmap"))
+def test_under_the_transformation_all_copies_are_kept(four, around):
+    x = jnp.float32(2.0)
+    if around == "jvp":
+        step = jax.jit(lambda s: locally_pushed(s))
+        out, moved = jax.jvp(lambda x: four.run(step, (x,)), (x,), (jnp.float32(1.0),))
+        expected = [1.0, 2.0, 3.0, 4.0]
+    elif around == "vjp":
+        step = jax.jit(lambda s: locally_pulled(s))
+        moved, _ = jax.vjp(lambda x: four.run(step, (x,)), x)
+        expected = [2.0, 4.0, 6.0, 8.0]
+    else:
+        step = jax.jit(lambda s: locally_batched(s))
+        moved = jax.vmap(lambda x: four.run(step, (x,)))(x[None])
+        expected = [2.0, 4.0, 6.0, 8.0]
+    assert isinstance(moved, js.PerReplica)
+    # Under `vmap` the mapped dimension is the first one.
+    np.testing.assert_array_equal(np.ravel(moved.stacked), expected)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+@jax.custom_batching.custom_vmap
+def shifted(x):
+    return x + 1
+
+
+@shifted.def_vmap
+def _(size, is_batched, x):
+    return x + 1, True
+
+
+ORDINARY = {
+    "relu": jax.nn.relu,
+    "softmax": jax.nn.softmax,
+    "logsumexp": jax.nn.logsumexp,
+    "custom_vjp": doubled,
+    "custom_vmap": shifted,
+    "norm": jnp.linalg.norm,
+    "solve": lambda x: jnp.linalg.solve(jnp.diag(x), x),
+    "largest": lambda x: js.get_replica_context().all_reduce("max", x),
+}
+
+
+def test_ordinary_rules_keep_what_is_equal(four):
+    def step(s):
+        return {name: function(s) for name, function in ORDINARY.items()}
+
+    for name, out in four.run(step, (jnp.array([0.5, 1.0, 2.0]),)).items():
+        assert not varies_rules(out), name
