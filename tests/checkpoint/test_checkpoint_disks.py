@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -106,6 +107,29 @@ def test_what_will_not_pass_is_told_at_once(tmp_path, disk, number):
         with pytest.raises(CheckpointError, match=f"1 could .*{os.strerror(number)}"):
             manager.save(1, state_of(1))
     assert left == [number]
+
+
+# Clocks.
+
+
+def test_clocks_that_go_backwards_change_nothing(tmp_path, monkeypatch):
+    now = [2e9]
+
+    def earlier():
+        now[0] -= 3600
+        return now[0]
+
+    monkeypatch.setattr(time, "time", earlier)
+    monkeypatch.setattr(time, "time_ns", lambda: int(earlier() * 1e9))
+    with CheckpointManager(tmp_path, keep=2) as manager:
+        for step in range(1, 6):
+            manager.save(step, state_of(step))
+            manager.wait()
+            os.utime(tmp_path / str(step), (1e9 - step, 1e9 - step))
+        assert manager.all_steps() == [4, 5] and manager.latest_step() == 5
+    with CheckpointManager(tmp_path) as manager:
+        state, step = manager.restore_or_init(state_of(0))
+        assert step == 5 and is_state_of(state, 5)
 
 
 # Two writers.
