@@ -7,8 +7,6 @@ import functools
 import json
 import pickle
 import re
-import subprocess
-import sys
 import traceback
 
 import jax
@@ -529,28 +527,6 @@ def test_the_loss_curve_is_that_of_one_process(said, plain):
         np.testing.assert_allclose(curve, losses, rtol=1e-5)
         assert found["all"] == 1797  # also with a last batch of 5 rows
         assert abs(found["right"] - right["right"]) <= 1 and found["right"] > 1300
-
-
-@pytest.mark.slow
-def test_a_job_goes_on_where_it_was_saved(tmp_path):
-    command = [sys.executable, "-m", "jaxstrategy.launch", "-n", "3:4"]
-    command += ["--devices-per-process", "1", "--max-restarts", "1", digits.__file__]
-    done = subprocess.run(
-        [*command, str(tmp_path / "saved")],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        env={**workers.ENVIRONMENT, "PYTHONPATH": workers.PATH},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "rank 1 failed with signal SIGKILL" in done.stderr
-    assert "starting 3 processes again: attempt 1" in done.stderr
-    told = re.findall(r"attempt (\d) of (\d): (\d+) ([\d.]+)", done.stdout)
-    curve = {int(step): (int(n), float(loss)) for _, n, step, loss in told}
-    assert [n for n, _ in map(curve.get, range(12))] == [4] * 6 + [3] * 6
-    np.testing.assert_allclose(
-        [loss for _, loss in map(curve.get, range(12))], by_hand(12), rtol=1e-5
-    )
 
 
 # Variables and values

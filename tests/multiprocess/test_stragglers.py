@@ -1,13 +1,7 @@
 """Who comes late to the steps is named, with how much."""
 
-import re
-import subprocess
-import sys
-
 import pytest
-import workers
 from harness import Member, late as found_late
-from workers import late
 
 ZERO, ONE = Member(0, "a", 10), Member(1, "b", 11)
 
@@ -58,29 +52,3 @@ def test_steps_that_one_does_not_tell_of_are_left_out():
     assert found.verdict == "only 5 steps were seen, too few to tell who is late"
     told[ONE] = told[ONE][:51]
     assert found_late.stragglers(told).verdict.startswith("only 1 step was seen")
-
-
-TOLD = r"process 1 \(host .*\) is late: it comes [\d.]+ ms after the first to a step"
-
-
-def launched(*arguments):
-    """How a launcher ended whose process 1 was late."""
-    return subprocess.run(
-        [sys.executable, "-m", "jaxstrategy.launch", "-n", "2"]
-        + ["--devices-per-process", "1", late.__file__, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        env=workers.ENVIRONMENT,
-    )
-
-
-@pytest.mark.slow
-def test_a_late_process_is_named_while_running_in_the_profile_and_at_the_end():
-    done = launched()
-    assert done.returncode == 0, done
-    assert len(re.findall(rf"^\[0\] {TOLD}", done.stdout, re.M)) == 1, done
-    assert re.search(rf"\[0\]   processes  +{TOLD}", done.stdout), done
-    last = done.stderr.rstrip().rsplit("\n", 1)[-1]
-    assert re.search(rf"^jaxstrategy.launch: {TOLD}", last), done

@@ -88,14 +88,6 @@ def test_metrics_wait_until_they_are_ready_and_keep_their_order(ready):
     assert len(got) == 4
 
 
-def test_no_more_wait_than_may(ready):
-    got = Later()
-    log = MetricLogger(got, most_waiting=2)
-    for step in range(5):
-        log(step, {"a": jnp.float32(step)})
-    assert [step for step, _ in got] == [0, 1, 2]
-
-
 def test_after_an_error_only_what_is_ready_is_written(ready):
     first, second = jnp.float32(1), jnp.float32(2)
     got = Later()
@@ -118,26 +110,6 @@ def test_some_steps_only():
         (3, {"a": 3.0}), (6, {"a": 6.0}), (9, {"a": 9.0, "b": 0.5}),
         (12, {"a": 12.0, "b": 0.5}),
     ]  # fmt: skip
-
-
-def test_metrics_of_several_steps_are_those_of_each():
-    strategy, got = js.MirroredStrategy(jax.devices()[:4]), Later()
-
-    @strategy.several
-    def step(total, batch):
-        mean = js.get_replica_context().all_reduce("mean", batch)
-        return total + mean, {"mean": mean, "total": total}
-
-    batches = [strategy.per_replica([1.0 * i] * 3 + [i + 4.0]) for i in range(5)]
-    total, number = strategy.mirror(0.0), 0
-    with MetricLogger(got) as log:
-        for group in (batches[:3], batches[3:]):
-            total, metrics = step(total, tuple(group))
-            log(number, metrics)
-            number += len(group)
-    assert got == [
-        (i, {"mean": i + 1.0, "total": float(sum(range(i + 1)))}) for i in range(5)
-    ]
 
 
 # Errors.
@@ -365,14 +337,6 @@ def test_figures_are_rates_of_the_loop():
     assert re.search(r"memory of a device, planned +160 B", str(report))
 
 
-def test_operations_that_are_given_count_instead():
-    analysis = Analysis(flops=8e9, is_least=True)
-    report = timed(Machine(), analysis, peak_flops=4e9)
-    assert report.flops_are_least and "at least" in str(report)
-    report = timed(Machine(), analysis, peak_flops=4e9, flops=6e9)
-    assert report.flops == 6e9 and "at least" not in str(report)
-
-
 def test_the_device_that_used_most_memory_counts():
     class Device:
         def __init__(self, stats):
@@ -414,47 +378,6 @@ def test_a_step_gives_what_it_gives_without(n=4):
     for value in (report.first_call, report.dispatch, report.device, report.step):
         assert value is not None and value > 0
     assert report.examples_per_second == pytest.approx(8 / report.step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given", ["grouped", "filled up"])
-def test_the_examples_are_those_of_the_batch_of_a_dataset(given):
-    strategy = js.MirroredStrategy(jax.devices()[:2])
-    data, wanted = rows(strategy, 6), 8
-    step, state = strategy.run(lambda state, batch: mean(batch)), (np.zeros(5),)
-    match given:
-        case "grouped":
-            data, step, state = rows(strategy, 12), strategy.several(mean), ()
-            data = js.experimental.grouped(data, 2)
-        case "filled up":
-            data, wanted = rows(strategy, 6, 7), 7
-    timed = strategy.profile(step, every=2)
-    for batch in data:
-        timed(*state, batch)
-    report = timed.report()
-    assert report.examples_per_second == pytest.approx(wanted / report.step)
-
-
-def test_several_steps_a_bound_one_and_any_other_function(two):
-    many = two.several(mean)
-    topology = js.profiling.Topology(bandwidth=4.0, latency=1.0, replicas=2)
-    with two.profile(many, topology=topology) as timed:
-        for batches in js.experimental.grouped(rows(two, 6), 2):
-            np.testing.assert_array_equal(timed(batches), [1.0, 1.0])
-    report = timed.report()
-    assert (report.calls, report.steps) == (3, 6)
-    assert report.communication == pytest.approx(topology.fastest("all_reduce", 4))
-
-    with two.profile(jax.jit(jnp.sin)) as timed:
-        assert timed(0.0) == 0.0
-    assert timed.report().communication == 0.0  # it runs on one device
-
-    def plain(x):
-        return x + 1
-
-    with two.profile(plain) as timed:
-        assert timed(0.0) == 1.0
-    assert timed.report().communication is None
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
@@ -575,16 +498,6 @@ def test_a_loop_in_a_step_counts_once_and_is_said_to():
     report = step.report()
     assert report.flops_are_least
     assert report.flops < 50 * 2 * ROWS * IN * IN / 10
-
-
-@pytest.mark.parametrize("around", [jax.jit, lambda f: lambda *args: jax.jit(f)(*args)])
-def test_a_step_in_a_jitted_function_has_as_many_operations_or_more(around):
-    strategy = js.MirroredStrategy(jax.devices()[:2])
-    with strategy.profile(around(in_run(strategy))) as step:
-        assert float(step(*matrices(strategy))) == ROWS // 2 * IN * OUT
-    report = step.report()
-    assert report.flops == pytest.approx(BY_HAND, rel=0.05)
-    assert report.flops_are_least == (around is not jax.jit)
 
 
 # Reports.

@@ -3,10 +3,7 @@
 import functools
 import importlib.util
 import json
-import os
 import pathlib
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -81,43 +78,5 @@ def train(strategy, steps, epochs=4):
     return losses, found
 
 
-def checkpointed(strategy, path, steps, fail_at):
-    """Losses by step, of a training that goes on where it was saved.
-
-    In the first attempt rank 1 dies before step `fail_at`.
-    """
-    step, _ = programs(strategy)
-    params = strategy.init(create)
-    batches = js.batches(digits(), ROWS, shuffle=3, epochs=10)
-    iterator = iter(strategy.experimental_distribute_dataset(batches))
-    attempt = int(os.environ["JAXSTRATEGY_ATTEMPT"])
-    done = 0
-    if path.exists():
-        saved = np.load(path, allow_pickle=True)
-        done = int(saved["done"])
-        params = strategy.mirror({name: saved[name] for name in params})
-        iterator.set_state(saved["state"].item())
-    for i in range(done, steps):
-        if attempt == 0 and i == fail_at and jax.process_index() == 1:
-            while not path.exists() or np.load(path, allow_pickle=True)["done"] < i:
-                time.sleep(0.02)
-            os.kill(os.getpid(), 9)
-        params, loss = step(params, next(iterator))
-        if jax.process_index() == 0:
-            print(f"attempt {attempt} of {jax.process_count()}: {i} {float(loss):.8f}")
-            host = js.to_host(params)
-            with open(f"{path}.new", "wb") as file:
-                np.savez(file, done=i + 1, state=iterator.get_state(), **host)
-            os.rename(f"{path}.new", path)
-    iterator.close()
-
-
 def main():
     print("found", json.dumps(train(js.MultiWorkerMirroredStrategy(), steps=20)))
-
-
-if __name__ == "__main__":
-    options = js.experimental.CommunicationOptions(timeout_seconds=60)
-    strategy = js.MultiWorkerMirroredStrategy(communication_options=options)
-    path = pathlib.Path(sys.argv[1])
-    checkpointed(strategy, path, steps=12, fail_at=6)
