@@ -16,7 +16,7 @@ from helpers.sockets import free_addresses
 from workers import elastic, sharded_state
 
 RUNS = int(os.environ.get("ELASTIC_RUNS", "1"))  # the proof has 20
-GROW_SECONDS = 20
+GROW_SECONDS = 30  # while an attempt of three takes 15 to be killed, on busy cores
 
 
 def launched(options, folder, faults):

@@ -23,7 +23,7 @@ from workers import digits
 
 STEPS = 30
 EVERY, MEMORY_EVERY = 10, 3
-ALONE_SECONDS = 1.5  # of a step of a process alone, so that it does not end too soon
+ALONE_SECONDS = 2.5  # of a step of a process alone, so that it is not done too soon
 
 
 def main(folder, faults):
