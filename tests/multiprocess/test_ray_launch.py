@@ -8,9 +8,11 @@ import textwrap
 
 import pytest
 import ray_machines
+import workers
 from helpers.launching import ALONE
 from helpers.processes import is_alive
 from ray_machines import until
+from workers import sharded_state
 
 pytestmark = pytest.mark.slow
 
@@ -223,6 +225,25 @@ def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
         in (folders["memory00"], folders["memory01"])
     )
     until(lambda: not any(map(os.path.exists, folders.values())), "their end")
+
+
+def test_a_lost_machine_costs_no_snapshot(ray, start, tmp_path):
+    """What only its memory had is restored from that of the other one."""
+    script = """
+    from workers import sharded_state
+    os.makedirs("there", exist_ok=True)
+    sharded_state.main("checkpoints", "there")
+    """
+    options = "-n 1:2 --ray-placement STRICT_SPREAD --devices-per-process 1"
+    options += " --max-restarts 1 --ray-env PYTHONPATH"
+    with ray.another_machine() as machine:
+        launched = start(options, script, PYTHONPATH=workers.PATH)
+        there = [tmp_path / "there" / str(rank) for rank in range(2)]
+        launched.wait_until(lambda: all(path.exists() for path in there))
+        machine.kill()
+        said = launched.finish()
+    assert f"restored step {sharded_state.LAST} with 1" in said, said
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_without_an_address_a_ray_is_started_and_ended(start):
