@@ -31,6 +31,7 @@ from jax.sharding import Sharding
 from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.checkpoint.agreement import first_line
 from jaxstrategy._src.checkpoint.record import (
+    OTHER_CHECKSUM,
     CheckpointError,
     Damage,
     Record,
@@ -243,38 +244,36 @@ class Snapshots:
         snapshot, _, file = path.partition("/")
         if not (_SNAPSHOT.fullmatch(snapshot) and _FILE.fullmatch(file)):
             raise ValueError("that is no file of a snapshot")
+        request.reply(self._slice(path, offset, min(size, _CHUNK)))
+
+    def _slice(self, path: str, offset: int, size: int) -> bytes:
         with open(self._folder / path, "rb") as source:
-            request.reply(os.pread(source.fileno(), min(size, _CHUNK), offset))
+            return os.pread(source.fileno(), size, offset)
 
     def _read(
         self, path: str, offset: int, size: int, hosts: Sequence[str]
     ) -> np.ndarray:
         """Bytes of a file that is on these hosts."""
-        out, filled = np.empty(size, np.uint8), 0
-        view = memoryview(out)
-        if self._host in hosts:
-            with open(self._folder / path, "rb", buffering=0) as source:
-                source.seek(offset)
-                while filled < size and (n := source.readinto(view[filled:])):
-                    filled += n
-        else:
+        client = None
+        if self._host not in hosts:
             # The processes of this host ask those of the other one, each another one.
             there = [p for p, host in enumerate(self._hosts) if host == hosts[0]]
             process = there[self._local().index(jax.process_index()) % len(there)]
-            address = self._addresses[process]
+            address, secret = self._addresses[process], Secret.of_environment()
             if address not in self._clients:
-                secret = Secret.of_environment()
                 self._clients[address] = Client(address, secret, largest=2 * _CHUNK)
-            while filled < size:
-                asked = json.dumps([path, offset + filled, size - filled]).encode()
-                client = self._clients[address]
-                (part,) = client.request(asked, timeout_seconds=_SECONDS)
-                if not 0 < len(part) <= size - filled:
-                    break
-                view[filled : filled + len(part)] = part
-                filled += len(part)
-        if filled < size:
-            raise OSError(f"{path} of a snapshot is cut")
+            client = self._clients[address]
+        out = np.empty(size, np.uint8)
+        for at in range(0, size, _CHUNK):
+            asked = path, offset + at, min(_CHUNK, size - at)
+            if client is None:
+                part = self._slice(*asked)
+            else:
+                told = json.dumps(asked).encode()
+                (part,) = client.request(told, timeout_seconds=_SECONDS)
+            if len(part) != asked[2]:
+                raise OSError(f"{path} of a snapshot is cut")
+            out[at : at + len(part)] = np.frombuffer(part, np.uint8)
         return out
 
     def _local(self) -> list[int]:
@@ -311,19 +310,41 @@ class Snapshots:
         """
         (step, name), found = max(self._kept(what).items())
         holders = {f"{name}/{k}": v for k, v in found.items() if _FILE.fullmatch(k)}
-        wrong = None
+        parts: dict[str, dict[Spans, tuple[bool, str, int]]] = {}  # best on this host
+        record = wrong = None
+
+        def damaged() -> list[str]:
+            """Of this process's share of the files of its host."""
+            own = self._local()
+            here = [path for path, hosts in holders.items() if self._host in hosts]
+            here = here[own.index(jax.process_index()) :: len(own)]
+            sums = checksums(self._folder, here)
+            return [k for k, v in zip(here, sums, strict=True) if k[-8:] != f"{v:08x}"]
+
+        def index() -> None:
+            nonlocal record
+            for path, hosts in holders.items():
+                if not hosts:
+                    continue
+                head = self._read(path, 0, _HEADER, hosts)
+                size = int.from_bytes(head.tobytes(), "little")
+                if size > _MOST_HEADER:
+                    raise OSError(f"{path} of a snapshot has no header")
+                told = json.loads(self._read(path, _HEADER, size, hosts).tobytes())
+                record = Record.from_json(told["record"])
+                for name, spans, at in told["pieces"]:
+                    key: Spans = tuple((begin, end) for begin, end in spans)
+                    place = self._host in hosts, path, _HEADER + size + at
+                    of = parts.setdefault(name, {})
+                    of[key] = max(of.get(key, place), place)
+
         with _readable(what, step):
-            for host, damaged in zip(
-                self._hosts,
-                agreement.together(what, lambda: self._damaged(holders)),
-                strict=True,
-            ):
-                for path in damaged:
+            told = agreement.together(what, damaged)
+            for host, paths in zip(self._hosts, told, strict=True):
+                for path in paths:
                     holders[path].remove(host)
-                    file = path.partition("/")[2]
-                    wrong = f"its file `{file}` has another checksum than when it was"
-                    wrong += " written"
-            record, parts = self._index({k: v for k, v in holders.items() if v}, what)
+                    wrong = f"its file `{path}` " + OTHER_CHECKSUM
+            agreement.together(what, index)
         lacking = "the record" if record is None else _lacking(record, parts)
         if record is None or lacking is not None:
             wrong = wrong or f"the hosts that had {lacking} are lost"
@@ -370,39 +391,6 @@ class Snapshots:
             return arrays
 
         return record, read
-
-    def _damaged(self, holders: Mapping[str, Sequence[str]]) -> list[str]:
-        """Of this process's share of the files of its host those that are damaged."""
-        own = self._local()
-        here = [path for path, hosts in holders.items() if self._host in hosts]
-        here = here[own.index(jax.process_index()) :: len(own)]
-        sums = checksums(self._folder, here)
-        return [k for k, v in zip(here, sums, strict=True) if k[-8:] != f"{v:08x}"]
-
-    def _index(
-        self, holders: Mapping[str, Sequence[str]], what: str
-    ) -> tuple[Record | None, dict[str, dict[Spans, tuple[bool, str, int]]]]:
-        """The record, and where each part of each value is, best on this host."""
-        record: Record | None = None
-        parts: dict[str, dict[Spans, tuple[bool, str, int]]] = {}
-
-        def work() -> None:
-            nonlocal record
-            for path, hosts in holders.items():
-                head = self._read(path, 0, _HEADER, hosts)
-                size = int.from_bytes(head.tobytes(), "little")
-                if size > _MOST_HEADER:
-                    raise OSError(f"{path} of a snapshot has no header")
-                told = json.loads(self._read(path, _HEADER, size, hosts).tobytes())
-                record = Record.from_json(told["record"])
-                for name, spans, at in told["pieces"]:
-                    key: Spans = tuple((begin, end) for begin, end in spans)
-                    place = self._host in hosts, path, _HEADER + size + at
-                    of = parts.setdefault(name, {})
-                    of[key] = max(of.get(key, place), place)
-
-        agreement.together(what, work)
-        return record, parts
 
     # The end.
 

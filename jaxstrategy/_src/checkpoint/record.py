@@ -36,6 +36,7 @@ VERSION = 1
 FILE = "jaxstrategy.json"
 # Orbax's tools may write these later.
 _LATER = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
+OTHER_CHECKSUM = "has another checksum than when it was written"
 _CHUNK = 2**20
 _THREADS = 4
 
@@ -327,9 +328,7 @@ def verify(folder: Path, record: Record, share: int, shares: int) -> None:
     names = sorted(record.files)[share::shares]
     for name, checksum in zip(names, checksums(folder, names), strict=True):
         if checksum != record.files[name][1]:
-            raise Damage(
-                f"its file `{name}` has another checksum than when it was written"
-            )
+            raise Damage(f"its file `{name}` {OTHER_CHECKSUM}")
 
 
 def checksums(folder: Path | pathlib.Path, names: Sequence[str]) -> list[int]:
