@@ -20,6 +20,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -163,60 +164,85 @@ class Comparison:
 
 # Tables.
 
-
-def spread_text(spread: Spread, unit: str = "") -> str:
-    """A median, and the quartiles in brackets, with the digits that count."""
-    number = spread.median
-    is_whole = number == 0 or abs(number) >= 100
-    digits = ".0f" if is_whole else ".2f" if abs(number) >= 0.1 else ".2g"
-    return f"{number:{digits}} {unit}{_quartiles(spread, digits)}"
+# What has been measured of a comparison, as JSON.
+Record = dict[str, Any]
 
 
-def ratio_text(ratio: Spread | None, in_percent: bool = False) -> str:
-    if ratio is None:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    told = ("| " + " | ".join(line) + " |" for line in lines)
+    return "".join(f"{re.sub(r' +', ' ', line)}\n" for line in told)
+
+
+def tables(
+    records: Iterable[Record], more: Callable[[Record], str] = lambda record: ""
+) -> Iterator[str]:
+    """A table for each quantity, with what `more` says of a comparison."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for each in records:
+        kind = (each["quantity"], each["unit"], *each["programs"])
+        groups.setdefault(kind, []).append(each)
+    for (quantity, unit, *programs), group in groups.items():
+        told = [
+            ", ".join(filter(None, (each["verdict"], each["note"], more(each))))
+            for each in group
+        ]
+        rows = [
+            [each["case"], *map(number_text, each["programs"].values())]
+            for each in group
+        ]
+        heads = ["case", *programs]
+        if len(programs) > 1:
+            heads += ["ratio", "target", ""]
+            for row, each, text in zip(rows, group, told, strict=True):
+                row += [ratio_text(each), target_text(each), text]
+        elif any(told):
+            heads += [""]
+            rows = [[*row, text] for row, text in zip(rows, told, strict=True)]
+        title = f"{quantity}, {unit}" if unit else quantity
+        yield f"{title[0].upper()}{title[1:]}:\n"
+        yield table(heads, rows)
+
+
+def number_text(spread: Sequence[float] | None) -> str:
+    """Three digits that count, without an exponent where it can be read."""
+    if spread is None:
+        return "stopped"
+
+    def digits(number: float) -> str:
+        if number == 0 or abs(number) >= 100:
+            return f"{number:,.0f}"
+        return f"{number:.2g}" if abs(number) < 0.001 else f"{number:.3g}"
+
+    median, low, high = map(digits, spread)
+    return median if spread[1] == spread[2] else f"{median} ({low}-{high})"
+
+
+def ratio_text(each: Record) -> str:
+    if each["ratio"] is None:
         return ""
-    middle, ends = (".2%", ".2%") if in_percent else (".3f", ".2f")
-    return f"{ratio.median:{middle}}{_quartiles(ratio, ends)}"
+    middle, ends = (".2%", ".2%") if each["in_percent"] else (".3f", ".2f")
+    median, low, high = each["ratio"]
+    spread = f" ({low:{ends}}-{high:{ends}})" if low != high else ""
+    return f"{median:{middle}}{spread}"
 
 
-def target_text(target: float | None, in_percent: bool = False) -> str:
-    return "" if target is None else f"{target:{'.2%' if in_percent else '.2f'}}"
-
-
-def _quartiles(spread: Spread, digits: str) -> str:
-    ends = f" ({spread.low:{digits}}-{spread.high:{digits}})"
-    return ends if spread.low != spread.high else ""
+def target_text(each: Record) -> str:
+    if each["target"] is None:
+        return ""
+    target = f"{each['target']:{'.2%' if each['in_percent'] else '.2f'}}"
+    return f"{each['least']:.2f} to {target}" if each["least"] else target
 
 
 def print_tables(comparisons: Sequence[Comparison]) -> None:
-    """Prints a table for comparisons of the same programs, then a line a quantity."""
-    from rich import box, console, table
-
-    screen = console.Console(highlight=False, markup=False)
-    if not screen.is_terminal:
-        screen.width = 300
-    groups: dict[tuple[str, ...], list[Comparison]] = {}
-    for each in comparisons:
-        groups.setdefault(tuple(each.values), []).append(each)
-    for names, group in groups.items():
-        quantities = [each.quantity for each in group]
-        group.sort(key=lambda each: quantities.index(each.quantity))
-        shown = table.Table("", "", *names, "ratio", "target", "", "", box=box.SIMPLE)
-        for each in group:
-            numbers = [
-                spread_text(Spread.of(v), each.unit) if v else "stopped"
-                for v in each.values.values()
-            ]
-            ratio = ratio_text(each.ratio, each.in_percent)
-            target = target_text(each.target, each.in_percent)
-            row = [each.case, each.quantity, *numbers, ratio, target]
-            shown.add_row(*row, each.verdict, each.note)
-        screen.print(shown)
-        for quantity in dict.fromkeys(quantities):
-            of = [each for each in group if each.quantity == quantity and each.verdict]
-            if of:
-                met = sum(each.verdict == "met" for each in of)
-                print(f"{quantity}: met in {met} of {len(of)}")
+    """Prints a table for each quantity, and how many targets of it are met."""
+    print("\n".join(["", *tables(each.as_json() for each in comparisons)]))
+    for quantity in dict.fromkeys(each.quantity for each in comparisons):
+        of = [e for e in comparisons if e.quantity == quantity and e.verdict]
+        if of:
+            met = sum(each.verdict == "met" for each in of)
+            print(f"{quantity}: met in {met} of {len(of)}")
 
 
 # Benchmarks and their options.

@@ -38,14 +38,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import psutil
-from _harness import HERE, Spread, ratio_text, target_text, write_whole
-
-# What a run has measured of a comparison, of a script; or what the machine is.
-Record = dict[str, Any]
+from _harness import (
+    HERE,
+    Record,
+    ratio_text,
+    table,
+    tables,
+    target_text,
+    write_whole,
+)
 
 DONE, INTERRUPTED = "done", "was interrupted"
 # More of the machine than this share in other processes, and figures are uncertain.
@@ -194,7 +198,7 @@ def _has_grown(then: Record, now: Record) -> bool:
 
 
 def regression_text(then: Record, now: Record) -> str:
-    texts = (_ratio(each) or "stopped" for each in (then, now))
+    texts = (ratio_text(each) or "stopped" for each in (then, now))
     return "{}: {}, {}: ".format(*key(now)) + ", now ".join(texts)
 
 
@@ -311,12 +315,6 @@ def page(results: Results) -> str:
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    told = ("| " + " | ".join(line) + " |" for line in lines)
-    return "".join(f"{re.sub(r' +', ' ', line)}\n" for line in told)
-
-
 def _machines(results: Results) -> Iterator[str]:
     """A table of the machine for each run of which there are figures."""
 
@@ -336,7 +334,7 @@ def _machines(results: Results) -> Iterator[str]:
             ("software", listed(f"Python {run['python']}", *packages)),
             ("other processes before", f"{run['others']:.0%} of the cores"),
         ]
-        yield _table(("", ""), rows)
+        yield table(("", ""), rows)
 
 
 def _summary(results: Results) -> str:
@@ -356,7 +354,7 @@ def _summary(results: Results) -> str:
             )
         )
     heads = ("benchmark", "comparisons", "targets met", "seconds", "others had", "")
-    return "## All benchmarks\n\n" + _table(heads, rows)
+    return "## All benchmarks\n\n" + table(heads, rows)
 
 
 def _missed(results: Results) -> str:
@@ -371,9 +369,9 @@ def _missed(results: Results) -> str:
 
     missed = [each for each in results.comparisons if each["verdict"] == "missed"]
     missed.sort(key=excess, reverse=True)
-    rows = [(*key(each), _ratio(each), _target(each)) for each in missed]
+    rows = [(*key(each), ratio_text(each), target_text(each)) for each in missed]
     heads = ("benchmark", "case", "quantity", "ratio", "target")
-    return "## Missed targets\n\n" + _table(heads, rows) if rows else ""
+    return "## Missed targets\n\n" + table(heads, rows) if rows else ""
 
 
 def _section(script: Record, results: Results) -> Iterator[str]:
@@ -385,61 +383,13 @@ def _section(script: Record, results: Results) -> Iterator[str]:
     if script["outcome"] != DONE:
         told += f" **It {script['outcome']}.**"
     yield f"## {name}\n\n{told}\n"
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for each in results.of(name):
-        kind = (each["quantity"], each["unit"], *each["programs"])
-        groups.setdefault(kind, []).append(each)
-    for (quantity, unit, *programs), group in groups.items():
-        heads = ["case", *programs]
-        if len(programs) > 1:
-            heads += ["ratio", "target", ""]
-        elif any(each["note"] for each in group):
-            heads += [""]
-        title = f"{quantity}, {unit}" if unit else quantity
-        yield f"{title[0].upper()}{title[1:]}:\n"
-        yield _table(heads, [_row(each, heads, script, results) for each in group])
 
+    def when(each: Record) -> str:
+        if each["run"] == script["run"]:
+            return ""
+        return f"measured {results.runs[each['run']]['date'].split()[0]}"
 
-def _row(
-    each: Record, heads: Sequence[str], script: Record, results: Results
-) -> list[str]:
-    numbers = [_number(spread) for spread in each["programs"].values()]
-    notes = [each["verdict"], each["note"]]
-    if each["run"] != script["run"]:
-        notes.append(f"measured {results.runs[each['run']]['date'].split()[0]}")
-    told = ", ".join(note for note in notes if note)
-    row = [each["case"], *numbers]
-    if len(numbers) > 1:
-        return [*row, _ratio(each), _target(each), told]
-    if len(heads) > len(row):
-        return [*row, told]
-    return [f"{each['case']} ({told})" if told else each["case"], *numbers]
-
-
-def _number(spread: Sequence[float] | None) -> str:
-    """Three digits that count, without an exponent where it can be read."""
-    if spread is None:
-        return "stopped"
-
-    def digits(number: float) -> str:
-        if number == 0 or abs(number) >= 100:
-            return f"{number:,.0f}"
-        return f"{number:.2g}" if abs(number) < 0.001 else f"{number:.3g}"
-
-    median, low, high = map(digits, spread)
-    return median if spread[1] == spread[2] else f"{median} ({low}-{high})"
-
-
-def _ratio(each: Record) -> str:
-    ratio = None if each["ratio"] is None else Spread(*each["ratio"])
-    return ratio_text(ratio, each["in_percent"])
-
-
-def _target(each: Record) -> str:
-    target = target_text(each["target"], each["in_percent"])
-    if each["least"] and target:
-        return f"{each['least']:.2f} to {target}"
-    return target
+    yield from tables(results.of(name), when)
 
 
 # A run.

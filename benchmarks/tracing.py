@@ -215,7 +215,7 @@ def first_call(folder: str, how: str) -> tuple[float, float]:
     options = demo.Arguments(**vars(demo.make_parser().parse_args([])))
     state = demo.initial_state(strategy, options)
     examples, _ = demo.load()
-    batches = demo.batches(examples, options.batch_size, np.random.default_rng(0))
+    batches = js.batches(examples, options.batch_size, shuffle=0)
     batch = next(iter(strategy.experimental_distribute_dataset(batches)))
     step, saved = demo.training_step(strategy), os.path.join(folder, "saved")
     jax.block_until_ready((state, batch))

@@ -163,6 +163,33 @@ def misfit(options: Arguments, devices: Sequence[Device]) -> str | None:
     return None
 
 
+def training_step(
+    strategy: js.Strategy,
+) -> Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]]:
+    """One step of gradient descent on all replicas: `step(state, images, labels)`.
+
+    Returns the new state and the mean loss of the global batch.
+    """
+    import optax
+
+    # A gradient that was left unreduced would be an error, not another network on each
+    # replica.
+    @strategy.run(options=js.RunOptions(donate_argnums=0, expect_mirrored=True))
+    def step(
+        state: TrainState, images: jax.Array, labels: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        def loss_fn(params: PyTree) -> jax.Array:
+            logits = state.apply_fn(params, images)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return losses.mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        loss, grads = js.get_replica_context().all_reduce("mean", (loss, grads))
+        return state.apply_gradients(grads=grads), loss
+
+    return step
+
+
 def initial_state(strategy: js.Strategy, options: Arguments) -> TrainState:
     """The untrained network and its optimizer, mirrored on all replicas."""
     import optax
@@ -264,22 +291,7 @@ def train(
     strategy: js.Strategy, options: Arguments, advance: Callable[[], object]
 ) -> list[Epoch]:
     """Train from the start on the strategy's replicas; calls `advance` each step."""
-    import optax
-
-    # A gradient that was left unreduced would be an error, not another network on each
-    # replica.
-    @strategy.run(options=js.RunOptions(donate_argnums=0, expect_mirrored=True))
-    def step(
-        state: TrainState, images: jax.Array, labels: jax.Array
-    ) -> tuple[TrainState, jax.Array]:
-        def loss_fn(params: PyTree) -> jax.Array:
-            logits = state.apply_fn(params, images)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return losses.mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        loss, grads = js.get_replica_context().all_reduce("mean", (loss, grads))
-        return state.apply_gradients(grads=grads), loss
+    step = training_step(strategy)
 
     @strategy.run
     def count(state: TrainState, images: jax.Array, labels: jax.Array) -> jax.Array:
