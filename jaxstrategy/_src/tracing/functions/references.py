@@ -7,7 +7,7 @@ import enum
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,8 @@ _BY_IDENTITY = (
     types.MemberDescriptorType,  # of a slot
 )
 _COMPILED = ("jax", "jaxlib")
+_DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
+_CONTAINERS = (types.MappingProxyType, list, tuple, dict, set, frozenset)
 _CLASS = "__class__"
 
 # What stands for a value in the cache key of a function.
@@ -60,164 +62,6 @@ class Node(NamedTuple):
     parent: int
 
 
-def _token_of(walk: References, label: str, value: Any, number: int) -> Token:
-    """Visits what `value` refers to, and returns its part of the cache key."""
-    kind = type(value)
-    if walk.finds_objects and is_nnx_node(value):
-        walk.objects[walk.unused_label(label)] = value
-        return ("object", len(walk.objects))
-    if issubclass(kind, (jax.Array, Tracer)):
-        return _array(walk, label, value)
-    if issubclass(kind, (np.ndarray, np.generic)):
-        return _host_array(walk, label, value)
-    if issubclass(kind, _BY_IDENTITY):
-        return Identity(value)
-    if issubclass(kind, Sender):
-        return kind
-    for kinds, visit in _VISITORS:
-        if issubclass(kind, kinds):
-            return visit(walk, label, value, number)
-    if is_container(value):
-        return _tree(walk, label, value, number)
-    return _other(walk, label, value, kind, number)
-
-
-def _unknown(walk: References, label: str, value: object) -> Token:
-    walk.opaque = walk.opaque or label
-    return Identity(value)
-
-
-# Arrays.
-
-
-def _array(walk: References, label: str, value: jax.Array | Tracer) -> Token:
-    if not isinstance(value, Tracer) and value.is_deleted():
-        return _DELETED
-    # Another sharding would be refused as an argument, though the function may not use
-    # this array at all.
-    is_argument = (
-        isinstance(value, Tracer)
-        or value.sharding.is_fully_replicated
-        or arrays.is_mirrored(value)
-        or arrays.is_sharded(value)
-    )
-    if walk.captures_arrays and is_argument:
-        walk.arrays[walk.unused_label(label)] = value
-        return ("array",)
-    return Identity(value)
-
-
-def _host_array(walk: References, label: str, value: np.ndarray | np.generic) -> Token:
-    if not walk.with_key:
-        return Identity(value)
-    # The bytes of an array of objects are their addresses.
-    if value.dtype.hasobject or value.nbytes > _MAX_HASHED_BYTES:
-        return _unknown(walk, label, value)
-    digest = hashlib.blake2b(np.ascontiguousarray(value), digest_size=16).digest()
-    return (type(value), value.dtype.str, value.shape, digest)
-
-
-# Functions.
-
-
-def _function(
-    walk: References, label: str, fn: types.FunctionType, number: int
-) -> Token:
-    code = fn.__code__
-    reads, writes, is_users = _code.global_names(code)
-    if is_users:
-        walk.uses = walk.uses.plus(_code.name_uses(code))
-    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        binding = Binding(cell)
-        used_as = name if is_users else None
-        walk.visit(f"captured {name}", binding, binding.get(), number, used_as)
-    _defaults(walk, label, fn, number)
-    # A program does not depend on what the function only writes.
-    names = reads if walk.with_key else {*reads, *writes}
-    _globals(walk, fn.__globals__, names, number)
-    return ("function", Identity(code))
-
-
-def _defaults(
-    walk: References, label: str, fn: types.FunctionType, number: int
-) -> None:
-    if fn.__defaults__:
-        parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-        labels = parameters[len(parameters) - len(fn.__defaults__) :]
-        binding = Binding(fn, "__defaults__")
-        parent = walk.add(label, binding, fn.__defaults__, number, len(labels))
-        for name, value in zip(labels, fn.__defaults__, strict=True):
-            walk.visit(f"captured {name}", None, value, parent)
-    keyword_defaults = fn.__kwdefaults__ or {}
-    for name in keyword_defaults:
-        binding = Binding(keyword_defaults, name)
-        walk.visit(f"captured {name}", binding, binding.get(), number)
-
-
-def _globals(
-    walk: References, scope: dict[str, object], names: Collection[str], number: int
-) -> None:
-    with walk.shared():
-        for name in names:
-            if name in scope:
-                binding = Binding(scope, name)
-                walk.visit(f"captured {name}", binding, scope[name], number, name)
-
-
-def _method(
-    walk: References, label: str, method: types.MethodType, number: int
-) -> Token:
-    label = "captured self" if label == "captured" else label
-    name = _code.self_name(method.__func__)
-    walk.visit(label, None, method.__self__, number, name)
-    walk.visit("captured", None, method.__func__, number)
-    return "method"
-
-
-def _builtin(
-    walk: References, label: str, function: types.BuiltinFunctionType, number: int
-) -> Token:
-    owner = function.__self__
-    if owner is None or isinstance(owner, (types.ModuleType, type)):
-        return Identity(function)
-    walk.visit(label, None, owner, number)
-    return ("builtin", function.__name__)
-
-
-def _partial(
-    walk: References, label: str, fn: functools.partial[object], number: int
-) -> Token:
-    walk.visit("captured", None, fn.func, number)
-    for index, value in enumerate(fn.args):
-        walk.visit(f"captured args[{index}]", None, value, number)
-    for name, value in fn.keywords.items():
-        walk.visit(f"captured {name}", None, value, number)
-    return ("partial", type(fn), len(fn.args), tuple(fn.keywords))
-
-
-# Containers.
-
-
-def _sequence(
-    walk: References, label: str, items: list[object] | tuple[object, ...], number: int
-) -> Token:
-    names = getattr(type(items), "_fields", None)
-    for i, item in enumerate(items):
-        path = f".{names[i]}" if names else f"[{i}]"
-        binding = Binding(items, i) if isinstance(items, list) else None
-        walk.visit(label + path, binding, item, number)
-    return (type(items), len(items))
-
-
-def _dict(
-    walk: References, label: str, items: dict[Hashable, object], number: int
-) -> Token:
-    for key, item in list(items.items()):
-        walk.visit(label, None, key, number)
-        walk.visit(f"{label}[{_named(key)}]", Binding(items, key), item, number)
-    return (type(items), len(items))
-
-
 def _named(key: Hashable) -> str:
     # The `repr` of a variable reads it: it waits for the devices, and in a trace refers
     # to an array of another.
@@ -226,133 +70,6 @@ def _named(key: Hashable) -> str:
     if isinstance(key, tuple):
         return f"({', '.join(map(_named, key))})"
     return key.name if isinstance(key, per_replica.Handle) else repr(key)
-
-
-def _view(
-    walk: References,
-    label: str,
-    items: types.MappingProxyType[Hashable, object],
-    number: int,
-) -> Token:
-    for key, item in list(items.items()):
-        walk.visit(f"{label}[{_named(key)}]", None, item, number)
-    return (types.MappingProxyType, tuple(map(_named, items)))
-
-
-def _set(
-    walk: References,
-    label: str,
-    items: set[Hashable] | frozenset[Hashable],
-    number: int,
-) -> Token:
-    if all(type(item) in _PLAIN for item in items):
-        return (type(items), frozenset((type(item), item) for item in items))
-    return _unknown(walk, label, items)
-
-
-def _tree(walk: References, label: str, value: PyTree, number: int) -> Token:
-    """A container registered with JAX."""
-    try:
-        children, structure = flatten_one_level(value)
-        hash(structure)
-    except Exception:  # raised by the user's code
-        return _unknown(walk, label, value)
-    for path, child in children:
-        walk.visit(label + jax.tree_util.keystr(path), None, child, number)
-    return (type(value), structure)
-
-
-# Modules, classes and objects.
-
-
-def _module(
-    walk: References, label: str, module: types.ModuleType, number: int
-) -> Token:
-    if _code.is_users_module(module):
-        scope = vars(module)
-        names = sorted(walk.uses.names & scope.keys())
-        with walk.shared():
-            for name in names:
-                binding = Binding(scope, name)
-                walk.visit(f"{label}.{name}", binding, scope[name], number, name)
-    return Identity(module)
-
-
-def _class(walk: References, label: str, kind: type, number: int) -> Token:
-    if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
-        with walk.shared():
-            for base in filter(_code.is_users_class, kind.__mro__):
-                for name in walk.used_attributes(kind, vars(base)):
-                    if name not in _code.IMPLICIT_ATTRIBUTES:
-                        walk.visit_attribute(kind, label, Binding(base, name), number)
-    return Identity(kind)
-
-
-def _descriptor(walk: References, label: str, value: object, number: int) -> Token:
-    for name in ("__func__", "fget", "func"):
-        if (function := getattr(value, name, None)) is not None:
-            walk.visit(label, None, function, number)
-    return type(value)
-
-
-def _other(
-    walk: References, label: str, value: object, kind: type, number: int
-) -> Token:
-    package = kind.__module__.partition(".")[0]
-    # Objects of our classes for Flax are a model's.
-    is_model = kind.__module__.startswith("jaxstrategy._src.flax")
-    is_ours = package == "jaxstrategy" and not is_model
-    if package in _IGNORED_PACKAGES or is_ours:
-        return Identity(value)
-    if _code.has_no_c_state(kind):
-        return _object(walk, label, value, kind, number)
-    if package in _COMPILED or callable(value):  # written in C
-        return Identity(value)
-    if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
-        try:
-            hash(value)
-        except TypeError:
-            return _unknown(walk, label, value)
-        return (kind, value)
-    return _unknown(walk, label, value)
-
-
-def _object(
-    walk: References, label: str, value: object, kind: type, number: int
-) -> Token:
-    is_partial = walk.is_partial(value)
-    walk.visit(label, None, kind, number, _CLASS if is_partial else None)
-    attributes = _code.attributes_of(value)
-    compared = _code.compared_fields(kind) if walk.with_key else None
-    names = walk.used_attributes(value, attributes)
-    with walk.shared():
-        for name in names:
-            if compared is None or name in compared:
-                walk.visit_attribute(value, label, Binding(attributes, name), number)
-        for name in walk.used_attributes(value, _code.slots_of(kind)):
-            walk.visit_attribute(value, label, Binding(value, name), number)
-    if is_partial:
-        return ("attributes", *names)
-    return ("attributes", len(names) if compared is None else compared)
-
-
-# `Any`: each function takes values of its own types. The first type that fits counts.
-_VISITORS: list[
-    tuple[type | tuple[type, ...], Callable[[References, str, Any, int], Token]]
-] = [
-    (types.FunctionType, _function),
-    (types.MethodType, _method),
-    (types.BuiltinFunctionType, _builtin),
-    (functools.partial, _partial),
-    (types.ModuleType, _module),
-    (enum.Enum, lambda walk, label, value, _: (Identity(type(value)), value.name)),
-    (type, _class),
-    ((staticmethod, classmethod, property, functools.cached_property), _descriptor),
-    (types.MappingProxyType, _view),
-    ((list, tuple), _sequence),
-    (dict, _dict),
-    ((set, frozenset), _set),
-]
 
 
 def keys_match(key: Sequence[Token], before: Sequence[Token]) -> bool:
@@ -382,10 +99,10 @@ class References:
         more: Sequence[tuple[str, object]] = (),
     ) -> None:
         self.root = as_method(fn)
-        self.finds_objects = finds_objects
-        self.with_key = with_key
+        self._finds_objects = finds_objects
+        self._with_key = with_key
         self._limit = limit
-        self.captures_arrays = True
+        self._captures_arrays = True
         # The names in all code visited so far decide which attributes are visited, and
         # these lead to more code: repeat until nothing is added.
         self.uses = NameUses()
@@ -435,7 +152,7 @@ class References:
             index = self.add(label, binding, value, parent, None)
             if self._may_be_partial(value, name):
                 self._partial.add(id(value))
-            self._tokens[index] = _token_of(self, label, value, index)
+            self._tokens[index] = self._token(label, value, index)
 
     def add(
         self,
@@ -450,45 +167,245 @@ class References:
         self._tokens.append(token)
         return len(self.nodes) - 1
 
-    def visit_attribute(
+    # What values refer to, and their part of the cache key.
+
+    def _token(self, label: str, value: Any, number: int) -> Token:
+        """Visits what `value` refers to, and returns its part of the cache key."""
+        kind = type(value)
+        if self._finds_objects and is_nnx_node(value):
+            self.objects[self._unused_label(label)] = value
+            return ("object", len(self.objects))
+        if issubclass(kind, (jax.Array, Tracer)):
+            return self._array(label, value)
+        if issubclass(kind, (np.ndarray, np.generic)):
+            return self._host_array(label, value)
+        if issubclass(kind, _BY_IDENTITY):
+            return Identity(value)
+        if issubclass(kind, Sender):
+            return kind
+        if issubclass(kind, types.FunctionType):
+            return self._function(label, value, number)
+        if issubclass(kind, types.MethodType):
+            label = "captured self" if label == "captured" else label
+            name = _code.self_name(value.__func__)
+            self.visit(label, None, value.__self__, number, name)
+            self.visit("captured", None, value.__func__, number)
+            return "method"
+        if issubclass(kind, types.BuiltinFunctionType):
+            owner = value.__self__
+            if owner is None or isinstance(owner, (types.ModuleType, type)):
+                return Identity(value)
+            self.visit(label, None, owner, number)
+            return ("builtin", value.__name__)
+        if issubclass(kind, functools.partial):
+            self.visit("captured", None, value.func, number)
+            named = {f"args[{i}]": each for i, each in enumerate(value.args)}
+            for name, each in {**named, **value.keywords}.items():
+                self.visit(f"captured {name}", None, each, number)
+            return ("partial", kind, len(value.args), tuple(value.keywords))
+        if issubclass(kind, types.ModuleType):
+            if _code.is_users_module(value):
+                names = sorted(self.uses.names & vars(value).keys())
+                self._globals(vars(value), names, number, f"{label}.")
+            return Identity(value)
+        if issubclass(kind, enum.Enum):
+            return (Identity(kind), value.name)
+        if issubclass(kind, type):
+            return self._class(label, value, number)
+        if issubclass(kind, _DESCRIPTORS):
+            for name in ("__func__", "fget", "func"):
+                if (function := getattr(value, name, None)) is not None:
+                    self.visit(label, None, function, number)
+            return kind
+        if issubclass(kind, _CONTAINERS):
+            return self._container(label, value, kind, number)
+        if is_container(value):
+            return self._pytree(label, value, number)
+        return self._object(label, value, kind, number)
+
+    def _unknown(self, label: str, value: object) -> Token:
+        self.opaque = self.opaque or label
+        return Identity(value)
+
+    def _array(self, label: str, value: jax.Array | Tracer) -> Token:
+        if not isinstance(value, Tracer) and value.is_deleted():
+            return _DELETED
+        # Another sharding would be refused as an argument, though the function may not
+        # use this array at all.
+        is_argument = (
+            isinstance(value, Tracer)
+            or value.sharding.is_fully_replicated
+            or arrays.is_mirrored(value)
+            or arrays.is_sharded(value)
+        )
+        if self._captures_arrays and is_argument:
+            self.arrays[self._unused_label(label)] = value
+            return ("array",)
+        return Identity(value)
+
+    def _host_array(self, label: str, value: np.ndarray | np.generic) -> Token:
+        if not self._with_key:
+            return Identity(value)
+        # The bytes of an array of objects are their addresses.
+        if value.dtype.hasobject or value.nbytes > _MAX_HASHED_BYTES:
+            return self._unknown(label, value)
+        digest = hashlib.blake2b(np.ascontiguousarray(value), digest_size=16).digest()
+        return (type(value), value.dtype.str, value.shape, digest)
+
+    def _function(self, label: str, fn: types.FunctionType, number: int) -> Token:
+        code = fn.__code__
+        reads, writes, is_users = _code.global_names(code)
+        if is_users:
+            self.uses = self.uses.plus(_code.name_uses(code))
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            binding = Binding(cell)
+            used_as = name if is_users else None
+            self.visit(f"captured {name}", binding, binding.get(), number, used_as)
+        if defaults := fn.__defaults__:
+            names = code.co_varnames[
+                code.co_argcount - len(defaults) : code.co_argcount
+            ]
+            binding = Binding(fn, "__defaults__")
+            parent = self.add(label, binding, defaults, number, len(defaults))
+            for name, value in zip(names, defaults, strict=True):
+                self.visit(f"captured {name}", None, value, parent)
+        keyword_defaults = fn.__kwdefaults__ or {}
+        for name in keyword_defaults:
+            binding = Binding(keyword_defaults, name)
+            self.visit(f"captured {name}", binding, binding.get(), number)
+        # A program does not depend on what the function only writes.
+        names = reads if self._with_key else {*reads, *writes}
+        self._globals(fn.__globals__, names, number)
+        return ("function", Identity(code))
+
+    def _globals(
+        self,
+        scope: dict[str, object],
+        names: Collection[str],
+        number: int,
+        prefix: str = "captured ",
+    ) -> None:
+        with self._shared():
+            for name in names:
+                if name in scope:
+                    binding = Binding(scope, name)
+                    self.visit(f"{prefix}{name}", binding, scope[name], number, name)
+
+    def _container(self, label: str, items: Any, kind: type, number: int) -> Token:
+        if issubclass(kind, (set, frozenset)):
+            if not all(type(item) in _PLAIN for item in items):
+                return self._unknown(label, items)
+            return (kind, frozenset((type(item), item) for item in items))
+        if issubclass(kind, (list, tuple)):
+            names = getattr(kind, "_fields", None)
+            for i, item in enumerate(items):
+                path = f".{names[i]}" if names else f"[{i}]"
+                binding = Binding(items, i) if isinstance(items, list) else None
+                self.visit(label + path, binding, item, number)
+            return (kind, len(items))
+        is_view = issubclass(kind, types.MappingProxyType)
+        for key, item in list(items.items()):
+            binding = None
+            if not is_view:
+                binding = Binding(items, key)
+                self.visit(label, None, key, number)
+            self.visit(f"{label}[{_named(key)}]", binding, item, number)
+        return (kind, tuple(map(_named, items)) if is_view else len(items))
+
+    def _pytree(self, label: str, value: PyTree, number: int) -> Token:
+        """A container registered with JAX."""
+        try:
+            children, structure = flatten_one_level(value)
+            hash(structure)
+        except Exception:  # raised by the user's code
+            return self._unknown(label, value)
+        for path, child in children:
+            self.visit(label + jax.tree_util.keystr(path), None, child, number)
+        return (type(value), structure)
+
+    def _class(self, label: str, kind: type, number: int) -> Token:
+        if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
+            with self._shared():
+                for base in filter(_code.is_users_class, kind.__mro__):
+                    for name in self._used_attributes(kind, vars(base)):
+                        if name not in _code.IMPLICIT_ATTRIBUTES:
+                            binding = Binding(base, name)
+                            self._visit_attribute(kind, label, binding, number)
+        return Identity(kind)
+
+    def _object(self, label: str, value: Any, kind: type, number: int) -> Token:
+        package = kind.__module__.partition(".")[0]
+        # Objects of our classes for Flax are a model's.
+        is_model = kind.__module__.startswith("jaxstrategy._src.flax")
+        is_ours = package == "jaxstrategy" and not is_model
+        if package in _IGNORED_PACKAGES or is_ours:
+            return Identity(value)
+        if _code.has_no_c_state(kind):
+            return self._attributes(label, value, kind, number)
+        if package in _COMPILED or callable(value):  # written in C
+            return Identity(value)
+        if kind.__eq__ is object.__eq__ or kind.__hash__ is None:
+            return self._unknown(label, value)
+        try:
+            hash(value)
+        except TypeError:
+            return self._unknown(label, value)
+        return (kind, value)
+
+    def _attributes(self, label: str, value: Any, kind: type, number: int) -> Token:
+        is_partial = id(value) in self._partial
+        self.visit(label, None, kind, number, _CLASS if is_partial else None)
+        attributes = _code.attributes_of(value)
+        compared = _code.compared_fields(kind) if self._with_key else None
+        names = self._used_attributes(value, attributes)
+        with self._shared():
+            for name in names:
+                if compared is None or name in compared:
+                    binding = Binding(attributes, name)
+                    self._visit_attribute(value, label, binding, number)
+            for name in self._used_attributes(value, _code.slots_of(kind)):
+                self._visit_attribute(value, label, Binding(value, name), number)
+        if is_partial:
+            return ("attributes", *names)
+        return ("attributes", len(names) if compared is None else compared)
+
+    def _visit_attribute(
         self, owner: object, label: str, binding: Binding, parent: int
     ) -> None:
         # Code that is handed the owner as a whole may hand on its attributes.
-        name = binding.key if self.is_partial(owner) else None
+        name = binding.key if id(owner) in self._partial else None
         label = f"{label}.{binding.key}"
         self.visit(label, binding, binding.get(), parent, name)
 
-    def used_attributes(self, value: object, names: Iterable[str]) -> list[str]:
+    def _used_attributes(self, value: object, names: Iterable[str]) -> list[str]:
         """The names of attributes that the function may use."""
-        if not self.is_partial(value):
-            return list(names)
-        return [name for name in names if name in self.uses.names]
-
-    def is_partial(self, value: object) -> bool:
-        """Whether only the attributes count that the code names."""
-        return id(value) in self._partial
+        is_partial = id(value) in self._partial
+        return [each for each in names if not is_partial or each in self.uses.names]
 
     def _may_be_partial(self, value: object, name: str | None) -> bool:
-        if not self.with_key or name is None or id(value) in self._whole:
+        """Whether only those attributes count that the code names."""
+        if not self._with_key or name is None or id(value) in self._whole:
             return False
         if isinstance(value, type):
             return name == _CLASS
         return self.uses.reads_named_attributes_only(value, name)
 
-    def unused_label(self, label: str) -> str:
+    def _unused_label(self, label: str) -> str:
         number, free = 2, label
         while free in self.objects or free in self.arrays:
             free, number = f"{label} ({number})", number + 1
         return free
 
     @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
+    def _shared(self) -> Iterator[None]:
         """A `with` block for values that other code shares: no arrays are captured."""
-        before, self.captures_arrays = self.captures_arrays, False
+        before, self._captures_arrays = self._captures_arrays, False
         try:
             yield
         finally:
-            self.captures_arrays = before
+            self._captures_arrays = before
+
+    # What was found.
 
     def named_attributes(self) -> list[str]:
         """The attributes of a method's object, or a callable one, that code names."""
