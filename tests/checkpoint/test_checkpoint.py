@@ -731,6 +731,7 @@ except MissingExtraError as error:
     assert done.returncode == 3
 
 
+@pytest.mark.slow
 def test_a_manager_may_be_made_before_jax_looks_for_devices(tmp_path):
     code = f"""
 import sys

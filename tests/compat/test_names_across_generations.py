@@ -1,6 +1,8 @@
 """Names of one generation, asked of another: the error says what it is called there."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxstrategy as js
@@ -69,3 +71,88 @@ def check_arguments_of_merge_call_are_a_tuple(strategy):
 def test_arguments_of_merge_call_are_a_tuple():
     for strategy in [js, v1]:
         check_arguments_of_merge_call_are_a_tuple(strategy)
+
+
+# Who gives the methods of older generations something odd is told by their names.
+
+
+def strategies():
+    devices = jax.devices()[:2]
+    return v1.MirroredStrategy(devices), contrib.MirroredStrategy(devices)
+
+
+def test_a_value_that_differs_between_towers_is_no_copy():
+    for method in ["broadcast", "fetch"]:
+        _, d = strategies()
+        with d.scope():
+            value = d.call_for_each_tower(
+                lambda: contrib.get_tower_context().tower_id + jnp.zeros(2)
+            )
+            with pytest.raises(TypeError, match=rf"`{method}` was given a PerDevice,"):
+                getattr(d, method)(value, jax.devices()[0])
+
+
+def test_a_variable_of_a_negative_size_is_refused():
+    for shape in [-1, [2, -1], np.array([-3])]:
+        s, _ = strategies()
+        with s.scope(), pytest.raises(ValueError, match=r"`shape` was .*, at least 0"):
+            v1.get_variable("w", shape)
+        with s.scope():
+            assert v1.get_variable("w", [0, 2]).shape == (0, 2)
+
+
+def test_an_extended_object_is_made_of_a_strategy_of_either_generation():
+    s, _ = strategies()
+    for strategy in (s, s.core):
+        extended = v1.StrategyExtended(strategy)
+        assert extended.worker_devices == tuple(jax.devices()[:2])
+        with s.scope():
+            assert extended.reduce_to("sum", 2.0, jax.devices()[0]) == 4.0
+    with pytest.raises(TypeError, match="`container_strategy` was 3; a strategy was"):
+        v1.StrategyExtended(3)
+
+
+# Names that programs of TensorFlow 2.0 to 2.4 use.
+
+
+def test_the_older_multi_worker_strategy():
+    for name in ["AUTO", "RING", "NCCL"]:
+        communication = js.experimental.CollectiveCommunication[name]
+        assert communication is js.experimental.CommunicationImplementation(name)
+        alone = js.cluster_resolver.SimpleClusterResolver({})
+        strategy = js.experimental.MultiWorkerMirroredStrategy(communication, alone)
+        assert isinstance(strategy, js.MultiWorkerMirroredStrategy)
+        x = strategy.per_replica(np.arange(8.0))
+        assert strategy.reduce("sum", x) == 28
+
+
+def test_the_older_multi_worker_strategy_refuses_what_there_is_not():
+    with pytest.raises(ValueError, match="`implementation` was 'MPI'"):
+        js.experimental.MultiWorkerMirroredStrategy("MPI")
+
+
+def test_all_gather_takes_options(two):
+    options = js.experimental.CommunicationOptions(implementation="RING")
+
+    def step(x):
+        return js.get_replica_context().all_gather(x, 0, options)
+
+    x = two.per_replica([[1.0], [2.0]])
+    np.testing.assert_array_equal(two.run(step, (x,)), [1.0, 2.0])
+    with pytest.raises(TypeError, match="CommunicationOptions"):
+        two.run(lambda x: js.get_replica_context().all_gather(x, 0, "RING"), (x,))
+
+
+# The default strategy.
+
+
+def test_a_step_of_the_default_strategy_is_one():
+    def double(x, plus=0):
+        return 2 * x + plus
+
+    step = js.get_strategy().run(double)
+    assert step.function is double and step.__name__ == "double"
+    assert step(3) == 6 and step(3, plus=1) == 7
+    assert repr(step) == (
+        f"<{double.__qualname__} replicated by DefaultStrategy(1 replica)>"
+    )

@@ -4,6 +4,7 @@ import concurrent.futures
 
 import harness
 import pytest
+import ray_machines
 from harness import Secret, SharedStore
 
 
@@ -15,6 +16,12 @@ def job(tmp_path):
         return harness.job(tmp_path, script, **options)
 
     return started
+
+
+@pytest.fixture(scope="session")
+def ray():
+    with ray_machines.running() as started:
+        yield started
 
 
 @pytest.fixture

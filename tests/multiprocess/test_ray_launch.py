@@ -32,12 +32,6 @@ def wait():
 """
 
 
-@pytest.fixture(scope="module")
-def ray():
-    with ray_machines.running() as started:
-        yield started
-
-
 class Launched(ray_machines.Program):
     def pids(self, *names):
         """The numbers in these files of the processes, once they are there."""

@@ -35,12 +35,6 @@ def counting(backend):
 """
 
 
-@pytest.fixture(scope="module")
-def ray():
-    with ray_machines.running() as started:
-        yield started
-
-
 @pytest.fixture
 def start(ray, tmp_path):
     scripts = []

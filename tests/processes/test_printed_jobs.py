@@ -17,7 +17,7 @@ import yaml
 from helpers.launching import DEADLINE, command, printed
 from hypothesis import example, given, settings
 
-BOUNDED = settings(max_examples=50, deadline=None, derandomize=True)
+BOUNDED = settings(max_examples=20, deadline=None, derandomize=True)
 OWNED = "$(touch${IFS}OWNED)"
 NASTY = [
     OWNED,

@@ -233,3 +233,29 @@ def test_a_missing_keras_is_named(monkeypatch):
         js.errors.MissingExtraError, match=r"pip install 'jaxstrategy\[keras\]'"
     ):
         js.keras.BatchNormalization  # noqa: B018
+
+
+def test_a_model_that_would_train_in_place_is_refused_and_kept(two):
+    model, optimizer, *_ = network(keras.layers.BatchNormalization)
+    before = [np.asarray(v.value) for v in (*model.variables, *optimizer.variables)]
+    x = two.per_replica(np.ones((2, 4, 3), np.float32))
+
+    def call(x):
+        return model(x, training=True)
+
+    def apply(x):
+        weights = model.trainable_variables
+        optimizer.apply([w.value * 0 + 1 for w in weights], weights)
+        return x
+
+    with pytest.raises(
+        js.errors.LeakedTracerError, match=r"model: .*moving_mean(.|\n)*state"
+    ):
+        two.run(call, (x,))
+    with pytest.raises(js.errors.LeakedTracerError, match="stateless_apply"):
+        two.run(apply, (x,))
+    with pytest.raises(js.errors.LeakedTracerError, match="`m: "):
+        two.run(lambda m, x: m(x, training=True), (model, x))
+    after = [np.asarray(v.value) for v in (*model.variables, *optimizer.variables)]
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
