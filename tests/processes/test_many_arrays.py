@@ -23,15 +23,15 @@ def test_a_large_tree_is_reduced_in_parts(strategy, monkeypatch):
     sizes = []
     across = CompiledExecutor.across
 
-    def noted(self, function, value):
-        sizes.append(
-            len(
-                jax.tree.leaves(
-                    value, is_leaf=lambda leaf: isinstance(leaf, js.PerReplica)
-                )
-            )
-        )
-        return across(self, function, value)
+    def noted(self, function):
+        mapped = across(self, function)
+
+        def of_tree(tree):
+            is_leaf = lambda leaf: isinstance(leaf, js.PerReplica)  # noqa: E731
+            sizes.append(len(jax.tree.leaves(tree, is_leaf=is_leaf)))
+            return mapped(tree)
+
+        return of_tree
 
     monkeypatch.setattr(CompiledExecutor, "across", noted)
     total = strategy.reduce("sum", tree)

@@ -316,8 +316,10 @@ class AbstractExecutor(abc.ABC):
         """`run` without observer and step outputs."""
 
     @abc.abstractmethod
-    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-        """Maps `function` over each replica's version of `value`."""
+    def across(
+        self, function: Callable[[PyTree], PyTree]
+    ) -> Callable[[PyTree], PyTree]:
+        """Lets `function` of one replica's version map those of all replicas."""
 
     @abc.abstractmethod
     def update(
@@ -485,10 +487,17 @@ class CompiledExecutor(AbstractExecutor):
             returned = fn(*args, **kwargs)
             return replica.to_cross(returned)
 
-    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-        if _context.current().in_step:
-            return function(replica_context.to_replica(value, read_variables=True))
-        return self._programs.of(function)((value,), {})
+    def across(
+        self, function: Callable[[PyTree], PyTree]
+    ) -> Callable[[PyTree], PyTree]:
+        program = self._programs.of(function)
+
+        def mapped(value: PyTree) -> PyTree:
+            if _context.current().in_step:
+                return function(replica_context.to_replica(value, read_variables=True))
+            return program((value,), {})
+
+        return mapped
 
     def update(
         self,
@@ -538,8 +547,10 @@ class EagerExecutor(AbstractExecutor):
         with _context.outside():
             return fn(*args, **kwargs)
 
-    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-        return function(_only_versions(value))
+    def across(
+        self, function: Callable[[PyTree], PyTree]
+    ) -> Callable[[PyTree], PyTree]:
+        return lambda value: function(_only_versions(value))
 
     def update(
         self,

@@ -12,10 +12,16 @@ import numpy as np
 
 from jaxstrategy._src.inputs import origins, sources
 from jaxstrategy._src.inputs.sources import Source, SourceIterator, State
-from jaxstrategy._src.parameter_servers.protocol import ALIGNMENT, aligned_empty
 from jaxstrategy._src.text.shown import whole
 from jaxstrategy._src.values import arrays as _arrays, per_replica
-from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure, Value
+from jaxstrategy._src.values.arrays import (
+    ALIGNMENT,
+    Leaf,
+    PyTree,
+    TreeStructure,
+    Value,
+    aligned_empty,
+)
 
 
 def unshared(array: np.ndarray) -> np.ndarray:

@@ -16,12 +16,10 @@ from jaxstrategy._src.errors import MissingExtraError
 from jaxstrategy._src.parameter_servers.protocol import (
     OF_WHOLE,
     Type,
-    aligned,
-    aligned_empty,
     shown,
     types_of,
 )
-from jaxstrategy._src.values.arrays import is_traced
+from jaxstrategy._src.values.arrays import aligned, aligned_empty, is_traced
 
 _Program: TypeAlias = Callable[..., Sequence[jax.Array]]
 """The new state, of the state and the operands."""

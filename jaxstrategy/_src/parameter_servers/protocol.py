@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-import math
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import (
 )
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from jaxstrategy._src.errors import ParameterServerLost
 from jaxstrategy._src.text.shown import array_type
@@ -316,30 +314,6 @@ class RecentlyUsed(Generic[_Value]):
             if value is not None:
                 self._held.move_to_end(key)
             return value
-
-
-# XLA's. NumPy's own memory begins 16 bytes after such an address if the array is large.
-# As an argument of a program 10 MB of it cost 500 us, and aligned ones 7 us; 128 KB
-# delay a program by 60 us.
-ALIGNMENT = 64
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """An array as `np.empty` makes it, aligned for JAX."""
-    empty = np.dtype(dtype)
-    count = math.prod(shape)
-    memory = np.empty(count * empty.itemsize + ALIGNMENT - 1, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + count * empty.itemsize].view(empty).reshape(shape)
-
-
-def aligned(array: np.ndarray) -> np.ndarray:
-    """`array`, or a copy that is aligned for JAX."""
-    if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
-        return array
-    copy = aligned_empty(array.shape, array.dtype)
-    np.copyto(copy, array)
-    return copy
 
 
 _numbers = itertools.count()

@@ -20,10 +20,10 @@ from jaxstrategy._src.parameter_servers.protocol import (
     Read,
     ServerOperation,
     Type,
-    aligned_empty,
     shown,
     types_of,
 )
+from jaxstrategy._src.values.arrays import aligned_empty
 
 if TYPE_CHECKING:  # it would import JAX
     import jax

@@ -35,9 +35,9 @@ import numpy as np
 from jaxstrategy._src.cluster.resolvers.cluster_spec import endpoint
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.launch.child_process import started
-from jaxstrategy._src.parameter_servers.protocol import aligned_empty
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
+from jaxstrategy._src.values.arrays import aligned_empty
 
 LARGEST = 1 << 38
 """Bytes of a message, if nothing else is said."""

@@ -15,7 +15,6 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ElementChanged,
     ElementType,
     Input,
-    aligned_empty,
 )
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.replicas.mesh import as_numbers
@@ -25,7 +24,13 @@ from jaxstrategy._src.text.shown import array_type
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays, per_replica, trees
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.arrays import (
+    Function,
+    Leaf,
+    PyTree,
+    TreeStructure,
+    aligned_empty,
+)
 from jaxstrategy._src.values.per_replica import PerReplica
 
 

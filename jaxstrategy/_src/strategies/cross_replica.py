@@ -47,12 +47,10 @@ from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
 from jaxstrategy._src.text.shown import several_whole, whole
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.values import arrays as _arrays, building, per_replica, trees
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeFunction
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import IndexedSlices, Versions, is_slices
 from jaxstrategy._src.variables import access
-
-TreeFunction: TypeAlias = Callable[[PyTree], PyTree]
 
 Column: TypeAlias = tuple[Leaf, ...]
 """The versions of one leaf that some replicas have."""
@@ -68,11 +66,8 @@ class CrossReplica:
         self._strategy = strategy
         self._executor = executor
         self._reduction = strategy._reduction
-        # One object for each way to reduce or gather, so that each compiles once.
+        # Of each way to reduce or gather, so that each compiles once.
         self._functions: dict[Hashable, TreeFunction] = {}
-        self._fingerprints = functools.partial(
-            fingerprints, gathered=self._reduction.gathered
-        )
         # Where mirrored variables are, if they are elsewhere: both compute together.
         home, replicas = strategy._parameter_replicas, strategy._replicas
         # Comparing asks the default strategy for its devices, which would start JAX.
@@ -89,32 +84,38 @@ class CrossReplica:
         in_step: bool,
     ) -> PyTree:
         """One value from all versions, leaf by leaf."""
-        is_weighted = weights is not None
-        over = None if axis is None else _dimensions(axis)
+        over, is_weighted = (
+            None if axis is None else _dimensions(axis),
+            weights is not None,
+        )
+
+        def reducer(alone: bool) -> TreeFunction:
+            reduction = self._reduction.alone() if alone else self._reduction
+            how, reduce_leaves = HowReduced(op, options), reduction.reduce_leaves
+            return _reducer(how, over, is_weighted, reduce_leaves)
 
         def across(tree: PyTree, alone: bool = False) -> PyTree:
             key = op, over, options, is_weighted, alone
-            if key not in self._functions:
-                reduction = self._reduction.alone() if alone else self._reduction
-                reduce_leaves = reduction.reduce_leaves
-                self._functions[key] = _reducer(
-                    HowReduced(op, options), over, is_weighted, reduce_leaves
-                )
-            operand = (tree, weights) if is_weighted else tree
-            return self._executor.across(self._functions[key], operand)
+            if (apply := self._functions.get(key)) is None:
+                apply = self._functions[key] = self._executor.across(reducer(alone))
+            return apply((tree, weights) if is_weighted else tree)
 
         if in_step or isinstance(value, (PerReplica, jax.Array)):  # one leaf
-            return self._beside_variables(across(value))
-        alone = functools.partial(across, alone=True)
-        return self._beside_variables(in_parts(across, value, alone))
+            found = across(value)
+        else:
+            found = in_parts(across, value, functools.partial(across, alone=True))
+        return (
+            found if self._variable_sharding is None else self._beside_variables(found)
+        )
 
     def gathered(self, value: PyTree, axis: int, in_step: bool) -> PyTree:
         """All versions joined along `axis`, leaf by leaf."""
         # Checked before it is looked up: True is found under 1, and a list is not.
         key = checked_axis(axis), in_step
         if key not in self._functions:
-            self._functions[key] = _gatherer(*key, self._reduction.gathered)
-        across = functools.partial(self._executor.across, self._functions[key])
+            gatherer = _gatherer(*key, self._reduction.gathered)
+            self._functions[key] = self._executor.across(gatherer)
+        across = self._functions[key]
         if in_step:
             return self._beside_variables(across(value))
         joined = self._beside_variables(in_parts(across, value))
@@ -126,7 +127,10 @@ class CrossReplica:
         compared = _compared(tree, replicas, name)
         if replicas.count == 1 or not jax.tree.leaves(compared):
             return
-        found = self._executor.across(self._fingerprints, compared)
+        if (across := self._functions.get(fingerprints)) is None:
+            of_tree = functools.partial(fingerprints, gathered=self._reduction.gathered)
+            across = self._functions[fingerprints] = self._executor.across(of_tree)
+        found = across(compared)
         if isinstance(found, Tracer):  # the arrays are constants of a traced function
             raise _not_known(name)
         by_replica = np.asarray(found)

@@ -893,7 +893,8 @@ class Strategy(AbstractStrategy):
         Array(2., dtype=float32)
         """
         context = _context.require_cross_replica(self, "reduce")
-        checked_options(options)
+        if options is not None:
+            checked_options(options)
         op, in_step = ReduceOp(reduce_op), context.in_step
         return self._cross_replica.reduced(op, value, axis, weights, options, in_step)
 
