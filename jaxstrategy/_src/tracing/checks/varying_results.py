@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 from jax.extend.core import Literal
@@ -109,37 +110,31 @@ def _called(
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A subtree: its structure, and the index of its first leaf."""
+_Part: TypeAlias = tuple[TreeStructure, int]
+"""A subtree: its structure, and the index of its first leaf."""
 
-    structure: TreeStructure
-    start: int
 
-    def __len__(self) -> int:
-        return self.structure.num_leaves
+def _children(part: _Part) -> Iterator[_Part]:
+    structure, start = part
+    for child in structure.children():
+        yield child, start
+        start += child.num_leaves
 
-    @property
-    def is_anonymous(self) -> bool:
-        """Whether it is a tuple or list of bare arrays."""
-        # Never called for a leaf, which has no data.
-        kind, _ = cast("tuple[type, object]", self.structure.node_data())
-        inner = self.structure.children()
-        return kind in (tuple, list) and all(each.num_nodes == 1 for each in inner)
 
-    def parts(self) -> Iterator[_Part]:
-        """Its children."""
-        start = self.start
-        for structure in self.structure.children():
-            yield _Part(structure, start)
-            start += structure.num_leaves
+def _subtrees(part: _Part) -> Iterator[_Part]:
+    """The subtree and all in it that have leaves."""
+    if part[0].num_nodes > 1 and part[0].num_leaves:
+        yield part
+        for child in _children(part):
+            yield from _subtrees(child)
 
-    def all_parts(self) -> Iterator[_Part]:
-        """It and all subtrees with leaves."""
-        if self.structure.num_nodes > 1 and len(self):
-            yield self
-            for part in self.parts():
-                yield from part.all_parts()
+
+def _is_anonymous(structure: TreeStructure) -> bool:
+    """Whether it is a tuple or list of bare arrays."""
+    # Never called for a leaf, which has no data.
+    kind, _ = cast("tuple[type, object]", structure.node_data())
+    inner = structure.children()
+    return kind in (tuple, list) and all(each.num_nodes == 1 for each in inner)
 
 
 # A subtree of the results is an update of a subtree of the arguments if both have the
@@ -151,100 +146,71 @@ def updated_arguments(step: TracedStep) -> dict[int, int]:
     Results are counted among all leaves, arguments among arrays. Only for arguments
     that are equal on all replicas.
     """
-    return _Matching(step).found()
+    outputs = {at: n for n, (at, _) in enumerate(step.results.array_paths())}
+    inputs = {a: i for i, a in enumerate(step.inputs) if a is not None}
+    leaves = [r for r in enumerate(step.signature.roles) if r[1] is not Role.MASK]
+    numbers = {at: n for n, at in enumerate(step.signature.dynamic)}
+    # For each leaf of the arguments its index among arrays, by role.
+    mirrored, per_replica_only = (
+        [numbers[at] if role is wanted else None for at, role in leaves]
+        for wanted in (Role.SAME, Role.PER_REPLICA)
+    )
+    arguments = [
+        part
+        for args in _children((step.signature.treedef, 0))
+        for argument in _children(args)
+        for part in _subtrees(argument)
+    ]
+    sources = functools.cache(lambda: contributions(step.jaxpr, {}))
+    found: dict[int, int] = {}
 
-
-class _Matching:
-    """Matches the results of one step with arguments."""
-
-    def __init__(self, step: TracedStep) -> None:
-        self._step = step
-        arrays = [position for position, _ in step.results.array_paths()]
-        self._outputs = {position: n for n, position in enumerate(arrays)}
-        leaves = [r for r in enumerate(step.signature.roles) if r[1] is not Role.MASK]
-        numbers = {at: n for n, at in enumerate(step.signature.dynamic)}
-        # For each leaf of the arguments its index among arrays, by role.
-        self._mirrored = [
-            numbers[at] if role is Role.SAME else None for at, role in leaves
-        ]
-        self._per_replica = [
-            numbers[at] if role is Role.PER_REPLICA else None for at, role in leaves
-        ]
-        self._inputs = {a: i for i, a in enumerate(step.inputs) if a is not None}
-        self._contributions: list[Inputs] | None = None
-
-    def found(self) -> dict[int, int]:
-        """See `updated_arguments`."""
-        found: dict[int, int] = {}
-        arguments = [
-            part
-            for args in _Part(self._step.signature.treedef, 0).parts()
-            for argument in args.parts()
-            for part in argument.all_parts()
-        ]
-        self._match(_Part(self._step.results.treedef, 0), arguments, found)
-        return found
-
-    def _match(
-        self, part: _Part, arguments: list[_Part], found: dict[int, int]
-    ) -> None:
-        if part.structure.num_nodes <= 1 or not len(part):
-            return
-        candidates = [
-            other
-            for other in arguments
-            if len(other) == len(part) and other.structure == part.structure
-        ]
-        # State that was per replica before may stay so, even where values that are
-        # equal on all replicas go into it.
-        if any(self._updates_per_replica(part, other) for other in candidates):
-            return
-        for other in candidates:
-            pairs = self._pairs(part, other, self._mirrored)
-            if pairs and self._is_update(pairs):
-                found.update(pairs)
-                return
-        for inner in part.parts():
-            self._match(inner, arguments, found)
-
-    def _updates_per_replica(self, part: _Part, other: _Part) -> bool:
-        """Whether `part` updates `other`, which has no mirrored arrays."""
-        if any(self._mirrored[other.start + i] is not None for i in range(len(part))):
-            return False
-        pairs = self._pairs(part, other, self._per_replica)
-        return pairs is not None and bool(pairs) and self._is_update(pairs)
-
-    def _pairs(
-        self, part: _Part, other: _Part, arguments: Sequence[int | None]
-    ) -> dict[int, int] | None:
-        """Results and arguments at the same positions; None if types differ."""
-        pairs = {}
-        for offset in range(len(part)):
-            output = self._outputs.get(part.start + offset)
-            argument = arguments[other.start + offset]
-            if output is None or argument is None:
-                continue
-            if not self._have_same_type(output, argument):
-                return None
-            pairs[part.start + offset] = argument
-        types = [self._step.outputs[self._outputs[position]] for position in pairs]
-        has_one_type = len({(each.shape, each.dtype) for each in types}) <= 1
-        return None if part.is_anonymous and has_one_type else pairs
-
-    def _have_same_type(self, output: int, argument: int) -> bool:
-        if argument not in self._inputs:
+    def have_same_type(output: int, argument: int) -> bool:
+        if argument not in inputs:
             return True  # unused
-        new, old = self._step.outputs[output], self._step.type_of(argument)
+        new, old = step.outputs[output], step.type_of(argument)
         return new.shape == old.shape and new.dtype == old.dtype
 
-    def _is_update(self, pairs: dict[int, int]) -> bool:
-        # Lazily, as it visits the whole jaxpr.
-        if self._contributions is None:
-            self._contributions = contributions(self._step.jaxpr, {})
-        return any(
-            self._inputs.get(argument) in self._contributions[self._outputs[position]]
-            for position, argument in pairs.items()
+    def updates(
+        part: _Part, other: _Part, arguments: Sequence[int | None]
+    ) -> dict[int, int]:
+        """The results and arguments at the same places, if the former update these."""
+        structure, start = part
+        pairs: dict[int, int] = {}
+        for at, argument in enumerate(arguments[other[1] :][: structure.num_leaves]):
+            if start + at in outputs and argument is not None:
+                pairs[start + at] = argument
+        types = [step.outputs[outputs[at]] for at in pairs]
+        has_one_type = len({(each.shape, each.dtype) for each in types}) <= 1
+        if has_one_type and _is_anonymous(structure):
+            return {}
+        if not all(have_same_type(outputs[at], a) for at, a in pairs.items()):
+            return {}
+        is_update = any(
+            inputs.get(a) in sources()[outputs[at]] for at, a in pairs.items()
         )
+        return pairs if is_update else {}
+
+    def match(part: _Part) -> None:
+        structure, count = part[0], part[0].num_leaves
+        if structure.num_nodes <= 1 or not count:
+            return
+        candidates = [each for each in arguments if each[0] == structure]
+        for other in candidates:
+            same = mirrored[other[1] : other[1] + count]
+            # State that was per replica before may stay so, even where values that are
+            # equal on all replicas go into it.
+            is_own = all(each is None for each in same)
+            if is_own and updates(part, other, per_replica_only):
+                return
+        for other in candidates:
+            if pairs := updates(part, other, mirrored):
+                found.update(pairs)
+                return
+        for inner in _children(part):
+            match(inner)
+
+    match((step.results.treedef, 0))
+    return found
 
 
 def unexpected_results(
