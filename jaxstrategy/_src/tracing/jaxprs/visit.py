@@ -127,17 +127,15 @@ def live_equations(
     eqns: Sequence[Equation],
     outputs: Iterable[Atom],
     operands: Callable[[Equation], Iterable[Atom]] = lambda eqn: eqn.invars,
-    stays: Callable[[Equation], bool] = lambda _: False,
 ) -> list[Equation]:
     """The equations from which `outputs` are computed (dead code elimination).
 
     Args:
       operands: what an equation needs.
-      stays: whether it stays without being needed.
     """
     live, eqns_kept = set(variables(outputs)), list[Equation]()
     for eqn in reversed(eqns):
-        if stays(eqn) or not live.isdisjoint(eqn.outvars):
+        if not live.isdisjoint(eqn.outvars):
             eqns_kept.append(eqn)
             live.update(variables(operands(eqn)))
     return eqns_kept[::-1]

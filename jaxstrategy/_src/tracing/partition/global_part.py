@@ -26,73 +26,28 @@ UNKNOWN: Final = -1
 """XLA chooses the sharding."""
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class ResultDimensions:
-    """How the results of an equation are sharded; `is_sum`: after an all-reduce."""
-
-    dimensions: list[Dimension]
-    is_sum: bool = False
-
-
-def result_dimensions(eqn: Equation, operands: Sequence[Dimension]) -> ResultDimensions:
+def result_dimensions(eqn: Equation, operands: Sequence[Dimension]) -> list[Dimension]:
     """How the results of `eqn` are sharded, given its operands."""
     name = eqn.primitive.name
     if name == "optimization_barrier":
-        return ResultDimensions([*operands])
-    if name in _ELEMENTWISE:
-        sharded = {d for d in operands if d is not None}
-        return _all(eqn, sharded.pop() if len(sharded) == 1 else UNKNOWN)
-    if name == "dot_general":
-        return _product(eqn, operands)
-    sharded = {d for d in operands if d is not None}
-    if len(sharded) > 1 or operands[0] is None and name not in _OF_ANY_OPERAND:
-        return _all(eqn, UNKNOWN)
-    dimension = sharded.pop()
-    if "axes" in eqn.params and name.startswith(("reduce_", "arg")):
+        return [*operands]
+    (dimension, *others) = {d for d in operands if d is not None}
+    if others or (operands[0] is None and name not in _OF_ANY_OPERAND):
+        dimension = UNKNOWN
+    elif name in _ELEMENTWISE:
+        pass
+    elif _is_reduction(eqn):
         axes = eqn.params["axes"]
-        if dimension in axes:
-            return ResultDimensions([None for _ in eqn.outvars], is_sum=True)
-        return _all(eqn, dimension - sum(axis < dimension for axis in axes))
-    rule = _RULES.get(name)
-    return _all(eqn, UNKNOWN if rule is None else rule(eqn, dimension))
+        is_sum = dimension in axes
+        dimension = None if is_sum else dimension - sum(a < dimension for a in axes)
+    else:
+        rule = _RULES.get(name)
+        dimension = UNKNOWN if rule is None else rule(eqn, dimension)
+    return [dimension for _ in eqn.outvars]
 
 
-def _all(eqn: Equation, dimension: Dimension) -> ResultDimensions:
-    return ResultDimensions([dimension for _ in eqn.outvars])
-
-
-def _product(eqn: Equation, operands: Sequence[Dimension]) -> ResultDimensions:
-    (contracted, batches) = eqn.params["dimension_numbers"]
-    one, other = operands
-    if one in contracted[0] and other in contracted[1]:
-        if contracted[0].index(one) == contracted[1].index(other):
-            return ResultDimensions([None], is_sum=True)
-        return ResultDimensions([UNKNOWN])
-    if one is not None and other is not None:
-        if one in batches[0] and other in batches[1]:
-            same = batches[0].index(one) == batches[1].index(other)
-            return ResultDimensions([batches[0].index(one) if same else UNKNOWN])
-        return ResultDimensions([UNKNOWN])
-    side = 0 if other is None else 1
-    dimension = operands[side]
-    if dimension in contracted[side]:
-        return ResultDimensions([UNKNOWN])
-    if dimension in batches[side]:
-        return ResultDimensions([batches[side].index(dimension)])
-    return ResultDimensions([_free_place(eqn, side, dimension)])
-
-
-def _free_place(eqn: Equation, side: int, dimension: Dimension) -> int:
-    """The index in a product of a dimension that only one of the factors has."""
-    (contracted, batches) = eqn.params["dimension_numbers"]
-
-    def free(operand: int) -> list[int]:
-        taken = {*contracted[operand], *batches[operand]}
-        return [i for i in range(len(eqn.invars[operand].aval.shape)) if i not in taken]
-
-    first = len(batches[0]) + (len(free(0)) if side else 0)
-    return first + free(side).index(dimension or 0)
+def _is_reduction(eqn: Equation) -> bool:
+    return "axes" in eqn.params and eqn.primitive.name.startswith(("reduce_", "arg"))
 
 
 def _reshaped(eqn: Equation, dimension: int) -> int:
@@ -134,7 +89,6 @@ _RULES: dict[str, Callable[[Equation, int], int]] = {
         ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _unless_along("axis")
     ),
 }
-_OF_ANY_OPERAND = frozenset(("concatenate", "sort"))
 _ELEMENTWISE = frozenset(
     (
         "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan",
@@ -149,6 +103,8 @@ _ELEMENTWISE = frozenset(
         "xor",
     )
 )  # fmt: skip
+
+_OF_ANY_OPERAND = _ELEMENTWISE | {"concatenate", "sort"}
 
 
 _CALLS = {
@@ -230,13 +186,13 @@ class GlobalPart:
         if UNKNOWN in operands:
             return [UNKNOWN if var.aval.shape else None for var in eqn.outvars]
         results = result_dimensions(eqn, operands)
-        if results.is_sum:
-            types = (var.aval for var in eqn.outvars)
-            exchanges = (GlobalExchange("all_reduce", each, inner) for each in types)
-            self.exchanges.extend(exchanges)
-        if UNKNOWN in results.dimensions:
+        if None in results and _is_reduction(eqn):
+            self.exchanges += (
+                GlobalExchange("all_reduce", var.aval, inner) for var in eqn.outvars
+            )
+        if UNKNOWN in results:
             self.undecided.append(inner)
-        return results.dimensions
+        return results
 
     def _called(
         self, jaxpr: Jaxpr, operands: list[Dimension], holders: tuple[Equation, ...]
