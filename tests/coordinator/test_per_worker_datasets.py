@@ -408,3 +408,13 @@ def test_workers_do_not_share_what_the_coordinator_has_begun(three):
         js.errors.ClosureInputError, match="an iterator that the coordinator"
     ):
         three.join()
+
+
+def test_a_jitted_function_of_an_iterator_is_refused(one):
+    """As it comes of TensorFlow's `@tf.function`."""
+    iterator = iter(one.create_per_worker_dataset(lambda: [1.0]))
+    step = jax.jit(lambda iterator: next(iterator))
+    match = r"with `@coordinator\.function` instead of `@jax\.jit`"
+    for args in ((iterator,), ([1.0, iterator],)):
+        with pytest.raises(TypeError, match=match):
+            one.schedule(step, args)

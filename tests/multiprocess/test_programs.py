@@ -35,7 +35,6 @@ PROGRAMS = {  # `checkpoints` first: a process that fills its disk may print lit
         "different_checkpoints"
     ),
     "test_each_process_reads_its_own_rows": "feeding",
-    "test_each_process_reads_its_shard": "older_inputs",
     "test_the_loss_curve_is_that_of_one_process": "digits",
     "test_replicas_of_two_processes_run_eagerly": "eager",
     "test_values_are_copied_and_variables_changed_on_all_processes": "placed_copies",
@@ -45,7 +44,6 @@ PROGRAMS = {  # `checkpoints` first: a process that fills its disk may print lit
     "test_processes_may_keep_other_variables_alive": "captures.collect_in_one",
     "test_processes_that_compile_other_steps_are_told": "compiled_ahead.differ",
     "test_two_processes_train_with_keras_as_one_device_does": "keras_models",
-    "test_the_first_generation_mirrors_its_variables": "first_generation.mirrored",
 }
 # Devices of each process, and how replicas lie on them: always four replicas.
 LAYOUTS = {
@@ -383,29 +381,6 @@ def test_each_process_reads_its_own_rows(laid_out):
     check_rows(told(laid_out[1]["feeding"], "told"), COUNT, OWN)
 
 
-def test_each_process_reads_its_shard(said):
-    """Iterators of TensorFlow 1 and 2018."""
-    found_by = told(said["older_inputs"], "told")
-    rows = [np.arange(22)[rank::COUNT] for rank in range(COUNT)]
-    # Of 11 elements each, the last has no fellow.
-    elements = [shard[:10].reshape(5, OWN) for shard in rows]
-    for rank, found in enumerate(found_by):
-        assert found["elements"] == elements[rank].tolist()
-        assert found["again"] == elements[rank][0].tolist()
-        assert found["uneven"] == [[0, 1], [2, 3]]
-        totals = np.sum(elements, axis=(0, 2))
-        assert found["sums"] == totals[[1, 3]].tolist()
-        assert found["towers"] == 2 + 3 + 102 + 103
-        assert found["once"].startswith("Only one pass can read the generator")
-    for batch in range(2):
-        seen = [
-            row for found in found_by for part in found["global"][batch] for row in part
-        ]
-        assert len(set(seen)) == 8
-    everything = [found["global"] for found in found_by]
-    assert sorted(np.ravel(everything).tolist()) == list(range(16))
-
-
 # Checkpoints and layouts
 
 
@@ -578,8 +553,3 @@ def test_two_processes_train_with_keras_as_one_device_does(said):
             np.testing.assert_allclose(found[name], wanted[name], rtol=1e-3, atol=1e-5)
     for output in said["keras_models"]:  # they would shuffle otherwise
         assert "refused: `fit` was called by processes whose" in output
-
-
-@pytest.mark.slow
-def test_the_first_generation_mirrors_its_variables(said):
-    assert said["first_generation.mirrored"]

@@ -456,10 +456,7 @@ def test_slurm_jobs_that_do_not_fit_are_refused(slurm):
     for arguments, text in [
         ({"jobs": {"worker": 2}}, "2 tasks in all, but Slurm started 3"),
         ({"jobs": {"worker": 4}}, "4 tasks in all, but Slurm started 3"),
-        (
-            {"gpus_per_node": 1, "gpus_per_task": 2},
-            "1 tasks with 2 GPUs each want more than the 1 GPUs of a node",
-        ),
+        ({"gpus_per_node": 1, "gpus_per_task": 2}, "1 tasks with 2 GPUs each want mor"),
         ({"tasks_per_node": [2, 1]}, "3 tasks do not fit on 3 nodes"),
         ({"tasks_per_node": [1, 1, 0]}, "with [1, 1, 0] tasks each"),
     ]:
@@ -498,10 +495,7 @@ def test_the_launchers_environment_is_read(launched):
     assert resolver.cluster_spec() == {"worker": workers}
     for wrong, text in [
         ({"coordinator": ""}, "JAXSTRATEGY_COORDINATOR must be set in the environment"),
-        (
-            {"index": "", "count": ""},
-            "JAXSTRATEGY_PROCESS_ID and JAXSTRATEGY_NUM_PROCESSES must be set",
-        ),
+        ({"index": "", "count": ""}, "JAXSTRATEGY_PROCESS_ID and JAXSTRATEGY_NUM_PROC"),
         ({"coordinator": "a"}, "JAXSTRATEGY_COORDINATOR is wrong: 'a' is not an addr"),
         ({"index": "x"}, "JAXSTRATEGY_PROCESS_ID is 'x'; it is a whole number"),
         ({"count": "-1"}, "JAXSTRATEGY_NUM_PROCESSES is '-1'; it is a whole number"),

@@ -329,7 +329,7 @@ def test_a_manifest_has_no_bytes_that_are_no_text():
 @example("-")
 @BOUNDED
 def test_names_are_what_kubernetes_calls_a_name(name):
-    text = printed("k8s", f"{name}.py", options="--nodes 10000 -n 10")
+    text = printed("k8s", f"{name}.py", options="--nodes 100 -n 100")
     jobset, replicated, job, container = pod(text)
     label = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, at most 63
     last = job["completions"] - 1
