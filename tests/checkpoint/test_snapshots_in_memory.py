@@ -1,5 +1,7 @@
 """Snapshots in memory: taken, preferred to older checkpoints, and of this job only."""
 
+import contextlib
+import json
 import os
 import pathlib
 import warnings
@@ -9,6 +11,9 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy._src.checkpoint.memory import Snapshots
+from jaxstrategy._src.processes.messages import Client, RefusedError, RemoteError
+from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy.checkpoint import CheckpointManager, DamagedCheckpointWarning
 
 FOLDER = "JAXSTRATEGY_MEMORY"  # the launcher makes it, for each job another
@@ -173,3 +178,40 @@ def test_without_memory_there_are_checkpoints_and_a_warning(
     assert step == 10 and not restored.from_memory
     with pytest.raises(ValueError, match="`memory_every` was 0; at least 1"):
         CheckpointManager(pathlib.Path(tmp_path), memory_every=0)
+
+
+def test_another_host_of_the_job_is_sent_files_of_snapshots_only(
+    memory, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JAXSTRATEGY_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "0123456789abcdef")
+    trained(tmp_path / "one", 5)
+    (file,) = memory.glob("*/5-*/0-all-*")
+    (memory / "secret").write_text("other")
+    kept = Snapshots(str(tmp_path / "one"), str(memory))
+    kept._hosts = ["one", "two"]  # which they tell each other in a job
+    address, own = kept._prepare(), Secret.of_environment()
+    with pytest.raises(RefusedError, match="has another secret"):
+        Client(address, Secret("another random word"), timeout_seconds=5)
+    name = f"{file.parent.name}/{file.name}"
+    with contextlib.closing(Client(address, own)) as client:
+
+        def sent(*asked):
+            (data,) = client.request(json.dumps(asked).encode(), timeout_seconds=5)
+            return bytes(data)
+
+        assert sent(name, 3, 1 << 40) == file.read_bytes()[3:]
+        for path in (
+            "../secret",
+            f"{name}/../../../secret",
+            str(file),
+            "",
+            5,
+            name[:9],
+        ):
+            with pytest.raises(RemoteError):
+                sent(path, 0, 5)
+        for asked in [name], [name, -1, 5], [name, 0, "5"], {}, "nonsense":
+            with pytest.raises(RemoteError):
+                sent(*asked)
+    kept.close()
