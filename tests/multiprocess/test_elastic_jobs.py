@@ -180,3 +180,34 @@ def test_a_lost_machine_costs_no_snapshot(tmp_path, lost):
                 said = (tmp_path / f"node{rank}.txt").read_text()
                 assert f"restored step {sharded_state.LAST} with 2" in said
     assert not checkpoints.exists()
+
+
+@pytest.mark.slow
+def test_machines_come_and_go_and_the_bits_are_the_same(tmp_path, undisturbed):
+    """Node 0 is lost first, and comes back; then one of those that went on."""
+    addresses = ",".join(free_addresses(3))
+    options = f"--nodes 1:3 --max-restarts 3 --grace 3 --coordinator {addresses}"
+    options += f" --grow-every {GROW_SECONDS}"
+    faults = {"0": [[0, 8, "machine", 5]], "2": [[2, 21, "machine", 0]], "slow": 2}
+    arguments = tmp_path / "disturbed", json.dumps(faults)
+    with nodes(tmp_path, 3, options, elastic, *arguments) as (start, started):
+        assert started[0].wait(100) == -signal.SIGKILL
+        went_on = "attempt 1 is on 2 of 3 machines"
+        until(lambda: went_on in (tmp_path / "node1.txt").read_text())
+        started[0] = start(0)
+        assert started[1].wait(200) == 0
+        codes = [launcher.wait(100) for launcher in started]
+        assert sorted(codes) == [-signal.SIGKILL, 0, 0], codes
+        said = "".join(path.read_text() for path in tmp_path.glob("node*.txt"))
+        print(said)
+        found = set(re.findall(r"attempt (\d+) of (\d): (\d+) (\S+)", said))
+        losses, parameters = undisturbed
+        assert all(losses[int(k)] == loss for *_, k, loss in found)
+        assert {int(k) for *_, k, _ in found} == set(losses)
+        assert sorted({(a, n) for a, n, *_ in found}) == [
+            ("0", "3"),
+            ("1", "2"),
+            ("2", "3"),
+            ("3", "2"),
+        ]
+        assert f"parameters {parameters}" in said

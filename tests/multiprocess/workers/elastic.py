@@ -2,8 +2,9 @@
 
 Arguments: a folder for checkpoints, and faults as JSON. By attempt, they are who fails,
 before which step, and how: "kill", with how many milliseconds later, while the step may
-run; "stop", which leaves it there; and "save", "snapshot" or "restore", in the middle
-of which it is killed.
+run, or "machine", with its launcher; "stop", which leaves it there; and "save",
+"snapshot" or "restore", in the middle of which it is killed. With "slow" processes
+steps take long.
 """
 
 import hashlib
@@ -63,7 +64,7 @@ def main(folder, faults):
             loop.state, loss = step(loop.state, batch)
             if rank == 0:
                 print(f"attempt {attempt} of {count}: {done} {float(loss)!r}")
-            if faults and count == 1:
+            if count == faults.get("slow", 1 if faults else 0):
                 time.sleep(ALONE_SECONDS)
     if rank == 0:
         state = js.to_host(loop.state)
@@ -91,7 +92,7 @@ def fail(how, *rest):
         time.sleep(sum(later) / 1000)
         while not is_time():
             pass
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid() if how == "machine" else os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
 
