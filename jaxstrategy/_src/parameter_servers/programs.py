@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -31,23 +31,24 @@ _CHOICES = (
 )
 
 
-def _configured(types: Iterable[Type]) -> contextlib.ExitStack:
+def _configured(types: Iterable[Type]) -> contextlib.AbstractContextManager[object]:
     """JAX as programs of these must find it, whatever the calling thread has chosen."""
     # The contexts take as long as half a program, and are hardly ever needed.
-    stack = contextlib.ExitStack()
     is_wide = any(dtype in _OF_64_BITS for _, dtype in types)
-    if is_wide or any(getattr(jax.config, name) for name in _CHOICES):
-        # JAX looks for NaN when the state is donated already, and with an error it is
-        # lost.
-        stack.enter_context(jax.debug_nans(False))
-        stack.enter_context(jax.debug_infs(False))
-        stack.enter_context(jax.disable_jit(False))
-        stack.enter_context(jax.transfer_guard("allow"))
-        if is_wide:
-            stack.enter_context(jax.enable_x64(True))
-    if is_traced():  # and not part of what the thread is tracing
-        stack.enter_context(jax.ensure_compile_time_eval())
-    return stack
+    if is_wide or is_traced() or any(getattr(jax.config, name) for name in _CHOICES):
+        return _without_choices(is_wide)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_choices(is_wide: bool) -> Iterator[None]:
+    # JAX looks for NaN when the state is donated already, and with an error it is lost.
+    checks = jax.debug_nans(False), jax.debug_infs(False)
+    width = jax.enable_x64(True) if is_wide else contextlib.nullcontext()
+    with checks[0], checks[1], jax.disable_jit(False), jax.transfer_guard("allow"):
+        # And not as part of what the thread is tracing.
+        with width, jax.ensure_compile_time_eval():
+            yield
 
 
 _Value: TypeAlias = np.ndarray | jax.Array

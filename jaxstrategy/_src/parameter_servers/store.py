@@ -13,7 +13,6 @@ import numpy as np
 from jaxstrategy._src.parameter_servers.peer import SessionHost
 from jaxstrategy._src.parameter_servers.protocol import (
     OF_ROWS,
-    OF_WHOLE,
     SERVER_METHODS,
     AbstractServer,
     CallNumber,
@@ -53,6 +52,9 @@ class StoredVariable:
         np.copyto(self.value, value)
         self.version = 0
         self._root: weakref.ref[np.ndarray] | None = None  # of what readers have
+
+    def __str__(self) -> str:
+        return f"{self.number}, {shown(self.type)}"
 
     @property
     def is_held(self) -> bool:
@@ -213,19 +215,21 @@ class Store(AbstractServer):
     def _apply(
         self, operation: ServerOperation, variables: Sequence[StoredVariable]
     ) -> None:
-        """Change variables together, so that nobody sees only some of them changed."""
+        if operation.name != "update":
+            (variable,) = variables
+            with variable.lock:
+                variable.change(operation.name, operation.operands)
+            return
+        # Together, so that nobody sees only some of them changed.
         with contextlib.ExitStack() as locks:
             # In this order, or two updates would wait for each other.
             for variable in sorted(variables, key=lambda variable: variable.number):
                 locks.enter_context(variable.lock)
-            if operation.name == "update":
-                program = self._programs[operation.program]
-                held = [(variable.value, variable.is_held) for variable in variables]
-                new = program.run(held, operation.operands)
-                for variable, value in zip(variables, new, strict=True):
-                    variable.replace(value)
-            else:
-                variables[0].change(operation.name, operation.operands)
+            program = self._programs[operation.program]
+            held = [(variable.value, variable.is_held) for variable in variables]
+            new = program.run(held, operation.operands)
+            for variable, value in zip(variables, new, strict=True):
+                variable.replace(value)
 
     def _found(self, numbers: Sequence[int]) -> list[StoredVariable]:
         found = [self._variables.get(number) for number in numbers]
@@ -253,37 +257,36 @@ def _check_operation(
         types = [variable.type for variable in variables]
         programs[operation.program].check(types, types_of(operands))
         return
-    assert name in (*OF_WHOLE, *OF_ROWS) and len(variables) == 1
     (variable,) = variables
     wanted = variable.type
     if name in OF_ROWS:
         _check_rows(variable, operands[0])
         wanted = (len(operands[0]), *wanted[0][1:]), wanted[1]
-    (given,) = types_of(operands[-1:])
+    given = operands[-1].shape, operands[-1].dtype
     if given != wanted:
         raise (TypeError if given[1] != wanted[1] else ValueError)(
-            f"{name!r} of variable {variable.number}, {shown(variable.type)}, takes "
-            f"{shown(wanted)}, not {shown(given)}."
+            f"{name!r} of variable {variable}, takes {shown(wanted)}, not "
+            f"{shown(given)}."
         )
 
 
 def _check_rows(variable: StoredVariable, rows: np.ndarray) -> None:
     """See that a variable has these rows."""
-    shape, which = variable.type[0], f"{variable.number}, {shown(variable.type)}"
+    shape = variable.type[0]
     if rows.dtype.kind not in "iu" or rows.ndim != 1 or not shape:
         raise TypeError(
-            f"Rows of variable {which}, were named by {shown(*types_of([rows]))}; a "
-            "vector of whole numbers was wanted."
+            f"Rows of variable {variable}, were named by {shown(*types_of([rows]))}; "
+            "a vector of whole numbers was wanted."
         )
     if shape[0] > np.iinfo(np.int32).max:
         raise ValueError(
-            f"Variable {which}, has {shape[0]} rows. Only 2**31 - 1 can be changed "
+            f"Variable {variable}, has {shape[0]} rows. Only 2**31 - 1 can be changed "
             "each by itself: divide it into several variables."
         )
     if rows.size and (rows.min() < 0 or rows.max() >= shape[0]):
         bad = rows[(rows < 0) | (rows >= shape[0])][0]
         raise IndexError(
-            f"Row {bad} is not in [0, {shape[0]}), the rows of variable {which}."
+            f"Row {bad} is not in [0, {shape[0]}), the rows of variable {variable}."
         )
 
 
