@@ -544,7 +544,13 @@ class Executable:
         finally:
             self._traces.inputs = ()
         if self._finite is not None:
-            self._check_finite(self._finite, outputs[-1], before_call)
+            try:
+                self._finite.check(outputs[-1])
+            except Exception:
+                # References were changed in place; other variables are unchanged.
+                for reference, value in before_call:
+                    reference[...] = value
+                raise
         if new_values:
             self._buffers.store(new_values)
         if self._is_counted:
@@ -572,20 +578,6 @@ class Executable:
         finally:
             traces.inputs = ()
         return _results.unwrap_non_arrays(results) if traces.has_non_arrays else results
-
-    def _check_finite(
-        self,
-        finite: Finite,
-        output: jax.Array,
-        before: Sequence[tuple[jax.Ref, jax.Array]],
-    ) -> None:
-        try:
-            finite.check(output)
-        except Exception:
-            # The call has changed references in place; other variables are unchanged.
-            for reference, value in before:
-                reference[...] = value
-            raise
 
     def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
         """The jitted function, lowered for arguments of these types."""

@@ -21,7 +21,6 @@ from jaxstrategy._src.tracing.functions.weak_references import (
     weak_function,
     weak_method,
 )
-from jaxstrategy._src.tracing.jaxprs.visit import ArrayType
 from jaxstrategy._src.tracing.nnx.object_calls import (
     BoundCall,
     ObjectCall,
@@ -446,7 +445,10 @@ class ProgramCache:
             unstated.update(varying_results.unstated(traced, expected))
             if isinstance(program, AgreedProgram):
                 program.traced(traced)
-            self._count_trace(signature, step.fn, traced.trace.argument_types)
+            for programs in filter(None, (self, self._parent)):
+                programs.traces += 1
+            types = traced.trace.argument_types
+            self._history.record(step.fn, self._calls, signature, types)
 
         if self._agreement is None:
             program = Program(step, self._options, on_trace)
@@ -460,14 +462,6 @@ class ProgramCache:
         """Drops the program for a static variable that died."""
         self._programs.pop(signature, None)
         self._watched_handles.remove(dead)
-
-    def _count_trace(
-        self, signature: Signature, fn: Function, avals: Sequence[ArrayType]
-    ) -> None:
-        self.traces += 1
-        if self._parent is not None:
-            self._parent.traces += 1
-        self._history.record(fn, self._calls, signature, avals)
 
     # Calls with objects that the step changes in place.
 

@@ -145,8 +145,15 @@ class ReplicaStep:
         ]
         fn = self.fn
         args, kwargs = self.signature.rebuild(leaves)
+        checking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not self.takes_arrays:  # it does so itself, where its objects are
+            statics = [
+                (self.signature.label(fn, index).strip("`"), value)
+                for index, value in self.signature.with_statics()
+            ]
+            checking = rebinding.checking_leaks(fn, self.name, statics)
         try:
-            with tracing(leaves), self._checking_leaks():
+            with tracing(leaves), checking:
                 returned = self._environment.call(fn, args, kwargs)
         except rebinding.Leak:
             raise
@@ -155,15 +162,6 @@ class ReplicaStep:
                 raise
             raise new from error
         return results.flatten(returned, self.signature.statics, self.name)
-
-    def _checking_leaks(self) -> contextlib.AbstractContextManager[None]:
-        if self.takes_arrays:  # it does so itself, where its objects are
-            return contextlib.nullcontext()
-        statics = [
-            (self.signature.label(self.fn, index).strip("`"), value)
-            for index, value in self.signature.with_statics()
-        ]
-        return rebinding.checking_leaks(self.fn, self.name, statics)
 
 
 def name_of(fn: Function) -> str:
@@ -311,16 +309,14 @@ class TracedStep(NamedResults):
     @property
     def sources(self) -> list[str | None]:
         """The names of the inputs in messages; None for captured arrays."""
-        return [
-            None if self._is_captured(index) else self.source(index)
-            for index in range(len(self.inputs))
-        ]
-
-    def _is_captured(self, index: int) -> bool:
-        argument = self.inputs[index]
-        if argument is None:
-            return self.variable_names[index] is None
-        return self.label(argument).startswith("`captured ")
+        sources: list[str | None] = []
+        for index, argument in enumerate(self.inputs):
+            if argument is None:
+                is_captured = self.variable_names[index] is None
+            else:
+                is_captured = self.label(argument).startswith("`captured ")
+            sources.append(None if is_captured else self.source(index))
+        return sources
 
     def origin_of(self, state: Replication) -> str:
         """Where a value began to vary, in words."""
