@@ -231,29 +231,6 @@ def test_each_function_counts_once_whatever_is_lost_and_fails():
 # Workers that are lost.
 
 
-def test_what_a_lost_worker_was_running_runs_again_behind_what_is_queued(cluster, gate):
-    order = []
-
-    def noted(worker, number):
-        order.append((number, worker))
-        gate.wait(worker)
-
-    f = cluster.function(lambda number: number + cluster.add(1.0), noted)
-    starts = cluster.starts()
-    cluster.away[0] = threading.Event()
-    values = [cluster.schedule(f, i) for i in range(6)]
-    gate.until_entered(2)
-    first = {worker: number for number, worker in order}[0]
-    cluster.kill(0)
-    until(lambda: cluster.activities()[0] is Activity.LOST)
-    gate.open.set()
-    assert cluster.coordinator.fetch(values) == [i + 1 for i in range(6)]
-    assert order[-1] == (first, 1) and cluster.sum() == 6.0
-    cluster.away.pop(0).set()
-    until(lambda: cluster.starts() == [starts[0] + 1, starts[1]])
-    assert "Worker 0 was killed" in cluster.coordinator.workers[0].error
-
-
 def test_what_was_pushed_before_the_worker_was_lost_counts_once(cluster, monkeypatch):
     """And what it sends later, when it is given up, does not."""
     first, second = cluster.total, cluster.variable(0.0)

@@ -1,7 +1,6 @@
 """A worker that was lost builds again what it had: datasets, iterators, variables."""
 
 import itertools
-import threading
 
 import pytest
 from helpers.clusters import SECONDS, coordinated
@@ -103,36 +102,6 @@ def test_a_variable_begins_again(one):
     one.schedule(add)
     one.join()
     assert total.read_all() == [4]
-
-
-def test_a_worker_lost_while_its_dataset_is_built_builds_it_again():
-    with coordinated(2) as two:
-        began, go_on = threading.Event(), threading.Event()
-        calls = itertools.count()
-
-        def make():
-            if next(calls) == 1:  # the first on a worker
-                began.set()
-                assert go_on.wait(SECONDS)
-            return [1.0] * 50
-
-        with two.strategy.scope():
-            total = js.Variable(0.0)
-        iterator = iter(two.create_per_worker_dataset(make))
-
-        @two.function
-        def step(iterator):
-            total.assign_add(next(iterator))
-            return index()
-
-        values = [two.schedule(step, (iterator,)) for _ in range(6)]
-        assert began.wait(SECONDS)
-        running = [s.index for s in two.workers if s.function is not None]
-        for worker in running:
-            two.strategy.backend.kill(worker)
-        go_on.set()
-        two.join(SECONDS)
-        assert len(two.fetch(values)) == 6 and total.value() == 6
 
 
 def test_a_dataset_that_failed_is_built_anew_by_the_next_life(one):

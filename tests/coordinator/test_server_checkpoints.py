@@ -1,7 +1,5 @@
 """Checkpoints of variables on parameter servers, and pauses to take them in."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,36 +163,6 @@ def test_waiting_in_a_pause_is_an_error_and_no_deadlock(counting):
             with pytest.raises(RuntimeError, match=r"block of `coordinator.paused\(\)"):
                 wait()
     assert value.fetch() == 1
-
-
-def test_pauses_of_two_threads_overlap(counting):
-    inside, may_end = threading.Event(), threading.Event()
-
-    def pause():
-        with counting.coordinator.paused():
-            inside.set()
-            may_end.wait(60)
-
-    other = threading.Thread(target=pause)
-    other.start()
-    assert inside.wait(60)
-    with counting.coordinator.paused():
-        counting.schedule(4)
-    assert counting.totals() == [0, 0]  # the other one's
-    may_end.set()
-    other.join()
-    counting.coordinator.join()
-    assert counting.totals() == [4, 4]
-
-
-def test_a_closed_coordinator_pauses_nothing(counting, tmp_path):
-    counting.schedule(2)
-    counting.coordinator.join()
-    counting.coordinator.close()
-    with pytest.raises(RuntimeError, match="closed"), counting.coordinator.paused():
-        pass
-    with CheckpointManager(tmp_path) as manager:
-        assert manager.save(1, counting.pair)
 
 
 def test_what_is_saved_while_functions_run_is_of_one_moment(counting, tmp_path):

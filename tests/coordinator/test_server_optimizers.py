@@ -67,36 +67,6 @@ def test_rows_that_are_there_twice_are_added_up():
     np.testing.assert_allclose(np.asarray(v), expected, rtol=1e-6)
 
 
-def test_a_table_is_not_pulled_to_be_updated():
-    strategy = strategy_of()
-    v = variable(strategy, np.zeros((1000, 2), "float32"))
-    optimizer = strategy.optimizer(optax.adam(0.1), v)
-    sizes = []
-    for server in strategy.server_pool.servers:
-        read = server.read
-
-        def recorded(reads, read=read):
-            values = read(reads)
-            sizes.extend(value.size for value in values)
-            return values
-
-        server.read = recorded
-
-    def step(ids):
-        def loss():
-            return (js.experimental.embedding_lookup(v, ids) - 1.0).sum()
-
-        optimizer.apply(js.grad(loss, v)())
-
-    strategy.run(step, (np.array([3, 5]),))
-    assert sizes == [4]
-    for server in strategy.server_pool.servers:
-        del server.read
-    value = v.numpy()
-    assert np.count_nonzero(value) == 4
-    np.testing.assert_allclose(value[[3, 5]], -0.1, rtol=1e-4)
-
-
 def test_replicas_reduce_before_they_apply():
     strategy = strategy_of(devices=2)
     v = variable(strategy, 0.0, aggregation="none")

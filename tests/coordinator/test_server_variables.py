@@ -238,6 +238,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.slow
 def test_what_needs_more_than_rows_is_right_too(strategy):
     ids = np.array([1, 3, 3])
     given = np.arange(20.0, dtype="float32").reshape(10, 2)

@@ -177,33 +177,3 @@ def test_a_gradient_of_lookups_travels_as_rows(coordinator, table, pulled):
 
     want = TABLE - jax.grad(loss)(jnp.asarray(TABLE))
     np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
-
-
-def test_what_replicas_of_a_worker_assign_is_reduced_and_cut():
-    backend = js.coordinator.Threads(1, 2, devices_per_worker=2)
-    strategy = js.ParameterServerStrategy(
-        variable_partitioner=partitioners.FixedShardsPartitioner(2), backend=backend
-    )
-    with strategy.scope():
-        v = js.Variable(np.zeros(8, np.float32), aggregation="sum")
-        table = js.Variable(TABLE, aggregation="sum")
-
-    def replica(x, ids):
-        v.assign(x)
-        table.scatter_add(js.IndexedSlices(jnp.ones((2, 2)), ids))
-
-    def step(x, ids):
-        strategy.run(replica, (x, ids))
-
-    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
-        given = np.array([[20, 0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]], "f4")
-        ids = np.array([[0, 4], [4, 2]])
-        own = strategy.per_replica(given), strategy.per_replica(ids)
-        run(coordinator, step, *own)
-    assert [shard.numpy().tolist() for shard in v.variables] == [
-        [21, 2, 4, 6],
-        [8, 10, 12, 14],
-    ]
-    want = TABLE.copy()
-    np.add.at(want, ids.ravel(), 1)
-    np.testing.assert_array_equal(table.numpy(), want)

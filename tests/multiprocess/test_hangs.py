@@ -41,6 +41,7 @@ def test_who_sleeps_before_a_step_is_named(ended):
     assert re.search(r"process 1 \(host .*\) has not begun this step", zero.last_line)
 
 
+@pytest.mark.slow
 def test_who_leaves_out_a_step_is_told_with_its_batch(ended):
     for rank in ended("skip", [[1, 1]]):
         assert "of batch 5 of input 0\n  process 1: " in rank.output

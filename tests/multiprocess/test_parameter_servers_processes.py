@@ -224,7 +224,10 @@ values = [coordinator.schedule(step, (iterator,)) for _ in range(2)]
 """
 
 
-@pytest.mark.parametrize("when", ["at the start", "busy, stopped and forked"])
+BUSY = pytest.param("busy, stopped and forked", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("when", ["at the start", BUSY])
 def test_nothing_outlives_a_killed_coordinator(job, when):
     script = SCRIPT if "busy" in when else SCRIPT.partition("coordinator =")[0]
     script += "forked = os.fork()\nif not forked: time.sleep(600)\n"

@@ -203,6 +203,7 @@ def test_a_job_starts_computes_and_ends_while_strangers_call(job, tmp_path, coun
             assert rank.last_line == "caught 4" and WORD not in rank.output
 
 
+@pytest.mark.slow
 def test_jax_that_has_computed_already_cannot_join(job):
     early = "import jax, jax.numpy as jnp; jnp.zeros(2).block_until_ready()\n"
     scripts = {0: STARTED, 1: early + STARTED}

@@ -61,6 +61,7 @@ def test_a_process_that_is_started_again_compiles_nothing(tmp_path):
     assert ran(**cache)[0] == [misses, "0"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
     counts, told = ran(**{VARIABLE: str(tmp_path / "file" / "cache")})

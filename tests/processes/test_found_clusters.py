@@ -12,39 +12,28 @@ import jaxstrategy as js
 HALF = [
     ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID must"),
     ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID must be"),
-    ({"JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES must be"),
     ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS must"),
-    ({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS must"),
     ({"WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT and RANK must be set"),
     ({"RANK": "0"}, "MASTER_ADDR and MASTER_PORT and WORLD_SIZE must be set, too."),
-    ({"RANK": "1", "WORLD_SIZE": "1"}, "MASTER_ADDR and MASTER_PORT must be set"),
-    ({"MASTER_ADDR": "a"}, "MASTER_PORT and WORLD_SIZE and RANK must be set, too."),
     ({"MASTER_PORT": "1"}, "Start the processes with `torchrun`, or set MASTER_ADDR"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, 'initialize(cluster_detection_method="mpi4py")'),
-    ({"OMPI_COMM_WORLD_RANK": "1"}, "install `mpi4py`"),
     (
         # MPI has several processes on each host of SageMaker.
         {"OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "a"},
         "install `mpi4py`",
     ),
     ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "install `mpi4py`"),
-    ({"PMI_RANK": "1"}, "install `mpi4py`"),
     (
         {"SLURM_NTASKS": "2"},
         "Start the program in tasks of a job step, with `srun`; or",
     ),
-    ({"SLURM_NPROCS": "2"}, "with `srun`"),
-    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "1"}, "with `srun`"),
     ({"SLURM_PROCID": "1", "SLURM_NTASKS": "1"}, "with `srun`"),
     ({"SLURM_NNODES": "2"}, "with `srun`"),
     ({"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, "with `srun`"),
-    ({"SLURM_STEP_NUM_NODES": "2"}, "with `srun`"),
     ({"SLURM_NTASKS": "many"}, "with `srun`"),
     ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, "install `jax[tpu]`"),
     ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "install `jax[tpu]`"),
-    ({"TPU_WORKER_ID": "1"}, "install `jax[tpu]`"),
     ({"MEGASCALE_NUM_SLICES": "2"}, "install `jax[tpu]`"),
-    ({"MEGASCALE_SLICE_ID": "1"}, "install `jax[tpu]`"),
     ({"MEGASCALE_COORDINATOR_ADDRESS": "a"}, "install `jax[tpu]`"),
     ({"JOB_COMPLETION_INDEX": "0"}, "Install `kubernetes`, with which JAX asks"),
 ]
@@ -114,6 +103,7 @@ def check_error(error, variables, text):
     assert "For a process alone, use `MirroredStrategy`" in error
 
 
+@pytest.mark.slow
 def test_what_tells_of_others_and_cannot_be_followed_is_an_error():
     # JAX has no devices yet: it looks for a cluster, and finds none.
     script = """

@@ -358,6 +358,7 @@ def test_all_start_again_up_to_the_given_number(launch):
     assert "attempt 1" in failed.out and "attempt 2" not in failed.out
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_replaced_unless_that_fails_soon(launch):
     """With less patience than an attempt takes, each loss is a new one."""
     script = """
@@ -406,30 +407,6 @@ def test_what_is_in_memory_outlives_the_processes_but_not_the_job(start):
         assert not os.path.exists(folder)
         for name in "pid0", "pid1":
             (Path(launched.folder) / name).unlink()
-
-
-def test_a_job_that_has_lost_a_process_grows_again(launch):
-    """Processes that save when they are asked, and one that does not."""
-    script = """
-    import signal, time
-    print(f"attempt {attempt}: {count}", flush=True)
-    if attempt == 0 and rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(77))
-    if attempt < 2:
-        time.sleep(50)
-    """
-    result = launch("-n 2:3 --max-restarts 1 --grace 0.1 --grow-every 2", script)
-    wanted = [f"[{rank}] attempt {a}: 3" for rank in range(3) for a in (0, 2)]
-    wanted += [f"[{rank}] attempt 1: 2" for rank in range(2)]
-    assert result.lines == sorted(wanted), result
-    said = [line for line in result.err.splitlines() if "jaxstrategy.launch: " in line]
-    assert said[-3:] == [
-        "jaxstrategy.launch: starting 2 processes again: attempt 1",
-        "jaxstrategy.launch: ended for more processes to take part",
-        "jaxstrategy.launch: starting 3 processes again: attempt 2",
-    ], result
 
 
 WHOLE = [sys.executable, "-m", "jaxstrategy.launch"]  # with ZeroMQ
@@ -523,6 +500,7 @@ def test_the_first_machine_may_be_lost_where_others_have_an_address(start):
     )
 
 
+@pytest.mark.slow
 def test_a_launcher_with_another_secret_or_rank_takes_no_part(start):
     script = "wait_for('over')"
     options = f"--nodes 2:3 --coordinator {free_addresses(1)[0]} --max-restarts 1"
@@ -680,6 +658,7 @@ def test_a_summary_tells_what_became_of_a_job(launch, tmp_path):
 # With JAX
 
 
+@pytest.mark.slow
 def test_processes_that_replicas_cannot_share_equally_take_no_part(launch):
     script = """
     import jax, numpy as np, jaxstrategy as js

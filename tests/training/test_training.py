@@ -61,11 +61,9 @@ class Net(linen.Module):
     library: Any
 
     @linen.compact
-    def __call__(self, x, mask=None):
+    def __call__(self, x):
         x = linen.Conv(4, (3, 3), use_bias=False)(x)
-        x = self.library.BatchNorm(use_running_average=False, momentum=0.9)(
-            x, mask=None if mask is None else mask.reshape(-1, 1, 1, 1)
-        )
+        x = self.library.BatchNorm(use_running_average=False, momentum=0.9)(x)
         x = linen.relu(x).mean((1, 2))
         return linen.Dense(2)(x)
 
@@ -79,17 +77,13 @@ def created(net, tx):
     return State.create(apply_fn=net.apply, tx=tx, **variables)
 
 
-def loss_of(state, params, x, labels, mask=None):
-    logits, changed = state.apply_fn(
-        {"params": params, "batch_stats": state.batch_stats},
-        x,
-        mask,
-        mutable=["batch_stats"],
-    )
+def loss_of(state, params, x, labels):
+    variables = {"params": params, "batch_stats": state.batch_stats}
+    logits, changed = state.apply_fn(variables, x, mutable=["batch_stats"])
     return cross_entropy(logits, labels), changed["batch_stats"]
 
 
-def alone(tx, masks=None):
+def alone(tx):
     """The state after 20 steps of Flax's network on one device."""
 
     @jax.jit
@@ -102,9 +96,8 @@ def alone(tx, masks=None):
         return state.apply_gradients(grads=grads, batch_stats=stats)
 
     state = created(Net(linen), tx)
-    for i, (x, labels) in enumerate(zip(*images(), strict=True)):
-        kept = slice(None) if masks is None else masks[i]
-        state = step(state, x[kept], labels[kept])
+    for x, labels in zip(*images(), strict=True):
+        state = step(state, x, labels)
     return state
 
 
@@ -132,34 +125,6 @@ def test_linen_cnn_with_batchnorm(eight):
         state = step(state, *distributed(eight, *batch))
     assert_equal(parts(state), parts(alone(CLIPPED)))
     assert int(state.step) == STEPS
-
-
-@pytest.mark.slow
-def test_uneven_batches_with_masks(eight):
-    """Padded rows are anything: they count in no loss and no BatchNorm."""
-    tx = optax.chain(js.optax.all_reduce_gradients("sum"), optax.sgd(0.2, 0.9))
-
-    @eight.run(options=js.RunOptions(expect_mirrored=True))
-    def step(state, x, labels, mask):
-        real = js.get_replica_context().all_reduce("sum", mask.sum())
-
-        def loss_fn(params):
-            losses, stats = loss_of(state, params, x, labels, mask)
-            loss = js.training.compute_average_loss(
-                losses, sample_weight=mask, global_batch_size=real
-            )
-            return loss, stats
-
-        grads, stats = jax.grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, batch_stats=stats)
-
-    sizes = np.array([ROWS, 9])[np.arange(STEPS) % 2]  # the last replicas have no rows
-    masks = np.arange(ROWS) < sizes[:, None]
-    state = eight.init(created, Net(js.flax.linen), tx)
-    for x, labels, mask in zip(*images(), masks, strict=True):
-        x = np.where(mask.reshape(-1, 1, 1, 1), x, 100.0).astype(np.float32)
-        state = step(state, *distributed(eight, x, labels, mask))
-    assert_equal(parts(state), parts(alone(optax.sgd(0.2, 0.9), masks)))
 
 
 # TensorFlow's own run, with its way of scaling losses.
