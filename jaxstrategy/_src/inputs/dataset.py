@@ -169,9 +169,8 @@ class DeferredDataset(DistributedDataset):
         Raises:
           TypeError: the function gives nothing that batches can be read from.
         """
-        feeding = Feeding(replicas, Agreement)
-        make = feeding.of_function if self._is_function else feeding.of_dataset
-        return make(self._given, self._options)
+        given, is_function = self._given, self._is_function
+        return divided(given, is_function, self._options, replicas, Agreement)
 
     def __len__(self) -> NoReturn:
         raise TypeError(
@@ -189,58 +188,41 @@ def _not_here() -> NoReturn:
     )
 
 
-class Feeding:
-    """Makes datasets whose batches are divided over the replicas of a strategy."""
-
-    def __init__(
-        self,
-        replicas: Replicas,
-        agree: Callable[[], Agreement],
-    ) -> None:
-        self._fed = ReplicaRange.of(replicas)
-        self._agree = agree
-        self._transfer = Transfer(replicas, self._fed)
-
-    def of_dataset(self, dataset: Dataset, options: InputOptions) -> DistributedDataset:
-        """Global batches, divided."""
+def divided(
+    given: Dataset | Callable[[InputContext], Dataset],
+    is_function: bool,
+    options: InputOptions,
+    replicas: Replicas,
+    agree: Callable[[], Agreement],
+) -> DistributedDataset:
+    """The batches of a dataset, or of an input function, divided over replicas."""
+    fed, sized = ReplicaRange.of(replicas), None
+    if is_function:
+        sources = [as_source(given(each)) for each in _contexts(fed, options)]
+        name = getattr(given, "__name__", type(given).__name__)
+    else:
         refuse_for_each_replica(options)
-        source = as_source(dataset)
+        sources = [as_source(given)]
+        name = sources[0].name
         # A source knows its number of batches, not how many are too small.
-        known = None if options.leaves_out else source
-        return self._made([source], True, options, source.name, known)
+        sized = None if options.leaves_out else sources[0]
 
-    def of_function(
-        self, function: Callable[[InputContext], Dataset], options: InputOptions
-    ) -> DistributedDataset:
-        """The batches of an input function, one for each replica."""
-        sources = [as_source(function(each)) for each in self._contexts(options)]
-        name = getattr(function, "__name__", type(function).__name__)
-        return self._made(sources, False, options, name, None)
+    def start() -> Steps:
+        passes = [each.start() for each in sources]
+        return Steps(passes, not is_function, fed, agree(), options.remainder)
 
-    def _made(
-        self,
-        sources: Sequence[Source],
-        are_global: bool,
-        options: InputOptions,
-        name: str,
-        sized: Source | None,
-    ) -> DistributedDataset:
-        def start() -> Steps:
-            passes, agreement = [each.start() for each in sources], self._agree()
-            return Steps(passes, are_global, self._fed, agreement, options.remainder)
+    return DistributedDataset(start, Transfer(replicas, fed), options, name, sized)
 
-        return DistributedDataset(start, self._transfer, options, name, sized)
 
-    def _contexts(self, options: InputOptions) -> Sequence[InputContext]:
-        total, first = self._fed.total, self._fed.first
-        if options.experimental_replication_mode is InputReplicationMode.PER_WORKER:
-            # A strategy of this process's devices has no part in what others read.
-            index, count = jax.process_index(), jax.process_count()
-            if self._fed.are_all:
-                index, count = 0, 1
-            return [InputContext(count, index, total)]
-        own = range(first, first + self._fed.local)
-        return [InputContext(total, replica, total) for replica in own]
+def _contexts(fed: ReplicaRange, options: InputOptions) -> Sequence[InputContext]:
+    if options.experimental_replication_mode is InputReplicationMode.PER_WORKER:
+        # A strategy of this process's devices has no part in what others read.
+        index, count = jax.process_index(), jax.process_count()
+        if fed.are_all:
+            index, count = 0, 1
+        return [InputContext(count, index, fed.total)]
+    own = range(fed.first, fed.first + fed.local)
+    return [InputContext(fed.total, replica, fed.total) for replica in own]
 
 
 def refuse_for_each_replica(options: InputOptions) -> None:

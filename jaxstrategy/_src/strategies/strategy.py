@@ -25,7 +25,7 @@ from jaxstrategy._src.executors.executor import (
     file_of,
 )
 from jaxstrategy._src.executors.step_loop import accumulated, checked_parts, several
-from jaxstrategy._src.inputs.dataset import DistributedDataset, Feeding
+from jaxstrategy._src.inputs.dataset import DistributedDataset, divided
 from jaxstrategy._src.inputs.input_options import (
     InputContext,
     InputOptions,
@@ -1221,7 +1221,7 @@ class Strategy(AbstractStrategy):
         (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
         """
         _context.require_host(self, "experimental_distribute_dataset")
-        return self._feeding.of_dataset(dataset, checked_input_options(options))
+        return self._divided(dataset, False, options)
 
     def distribute_datasets_from_function(
         self,
@@ -1262,7 +1262,7 @@ class Strategy(AbstractStrategy):
         """
         _context.require_host(self, "distribute_datasets_from_function")
         require_function(dataset_fn)
-        return self._feeding.of_function(dataset_fn, checked_input_options(options))
+        return self._divided(dataset_fn, True, options)
 
     def experimental_distribute_datasets_from_function(
         self,
@@ -1346,16 +1346,17 @@ class Strategy(AbstractStrategy):
 
         return jax.tree.map(copy, tree, is_leaf=_per_replica.is_per_replica)
 
-    @property
-    def _feeding(self) -> Feeding:
-        processes = self._choices.processes
+    def _divided(
+        self, given: Any, is_function: bool, options: InputOptions | None
+    ) -> DistributedDataset:
+        processes, options = self._choices.processes, checked_input_options(options)
 
         def agree() -> Agreement:
             if processes is None:
                 return Agreement()
             return processes.agreement(f"input {next(_passes)}")
 
-        return Feeding(self._replicas, agree)
+        return divided(given, is_function, options, self._replicas, agree)
 
     def __repr__(self) -> str:
         replicas = self._replicas
