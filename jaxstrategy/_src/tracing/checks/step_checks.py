@@ -27,6 +27,7 @@ from jaxstrategy._src.tracing.checks.varying_results import (
 from jaxstrategy._src.tracing.jaxprs.visit import (
     COLLECTIVES,
     Effect,
+    Equation,
     all_eqns,
     effect_of,
     inner_eqns,
@@ -204,73 +205,6 @@ def drifting_variables(step: TracedStep) -> Iterator[NotMirroredVariableError]:
             )
 
 
-def constraints_along_replicas(step: TracedStep) -> Iterator[ValueError]:
-    """An error for each sharding constraint along the replicas.
-
-    JAX raises only where the axis is that of a `shard_map` (0.10 and 0.12).
-    """
-    for eqn in all_eqns(step.jaxpr):
-        if eqn.primitive.name == "sharding_constraint":
-            if step.trace.replicas.divides_over_replicas(eqn.params["sharding"]):
-                where = f"\n  {or_unknown(Site((eqn,)).line)}\n"
-                yield along_replicas(step.name, where, step.trace.replicas)
-
-
-def narrow_sums_on_some_devices(step: TracedStep) -> Iterator[NotImplementedError]:
-    """An error for each reduction of bfloat16 at which XLA ends the process on a CPU.
-
-    That is in a `shard_map` of the step that leaves an inner axis to XLA, not in one
-    that names all, nor outside (JAX 0.10, 0.12).
-    """
-    replicas = step.trace.replicas
-    if len(replicas.inner_axes) < 2 or replicas.devices[0].platform != "cpu":
-        return
-    for outer in all_eqns(step.jaxpr):
-        if outer.primitive.name != "shard_map":
-            continue
-        open_axes = set(replicas.inner_axes).difference(
-            outer.params["newly_manual_axes"]
-        )
-        for eqn in inner_eqns(outer.params):
-            is_reduction = effect_of(eqn) in _REDUCTIONS
-            is_bfloat16 = any(x.aval.dtype == jnp.bfloat16 for x in eqn.invars)
-            if open_axes and is_reduction and is_bfloat16:
-                yield NotImplementedError(
-                    f"`{step.name}` reduces bfloat16 in a `shard_map` that leaves the "
-                    f"axes {sorted(open_axes)} to XLA, which cannot compile that on a "
-                    "CPU.\n"
-                    f"  the `{eqn.primitive.name}`: {or_unknown(Site((eqn,)).line)}\n"
-                    "Reduce it in float32 (`x.astype('float32')`), or name all inner "
-                    "axes in `axis_names`."
-                )
-
-
-_REDUCTIONS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER)
-
-
-_CALLBACKS = ("pure_callback", "io_callback")
-
-
-def callbacks_beside_inner_axes(step: TracedStep) -> Iterator[NotImplementedError]:
-    """An error for each host callback, which JAX cannot compile beside automatic axes.
-
-    Whatever the size of these axes (JAX 0.10 and 0.12).
-    """
-    if not step.trace.replicas.inner_axes:
-        return
-    sizes = step.trace.replicas.inner_sizes
-    for eqn in all_eqns(step.jaxpr):
-        if eqn.primitive.name in _CALLBACKS:
-            name = eqn.primitive.name
-            yield NotImplementedError(
-                f"`{step.name}` calls the host, and its replicas have several devices, "
-                f"{sizes}: JAX calls none from programs that XLA divides over them.\n"
-                f"  the `{name}`: {or_unknown(Site((eqn,)).line)}\n"
-                "Return the value and work on it after the step; print with "
-                "`jax.debug.print`, which works; or use one device for each replica."
-            )
-
-
 def local_collectives(step: TracedStep) -> Iterator[ContextError]:
     """An error for each collective in local steps, where `all_reduce` makes none."""
     for found in step.findings.collectives:
@@ -288,28 +222,91 @@ def local_collectives(step: TracedStep) -> Iterator[ContextError]:
             )
 
 
-_NAMES = {"debug_print": "jax.debug.print", "debug_callback": "jax.debug.callback"}
+def _constraint(step: TracedStep, eqn: Equation) -> Iterator[Exception]:
+    """An error for a sharding constraint along the replicas.
+
+    JAX raises only where the axis is that of a `shard_map` (0.10 and 0.12).
+    """
+    if step.trace.replicas.divides_over_replicas(eqn.params["sharding"]):
+        where = f"\n  {or_unknown(Site((eqn,)).line)}\n"
+        yield along_replicas(step.name, where, step.trace.replicas)
 
 
-def ordered_prints(step: TracedStep) -> Iterator[ValueError]:
-    """An error for each ordered print on several devices."""
-    count = len(step.trace.replicas.all_devices)
-    if count == 1:
+_REDUCTIONS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER)
+
+
+def _narrow_sum(step: TracedStep, outer: Equation) -> Iterator[Exception]:
+    """An error for a reduction of bfloat16 at which XLA ends the process on a CPU.
+
+    That is in a `shard_map` of the step that leaves an inner axis to XLA, not in one
+    that names all, nor outside (JAX 0.10, 0.12).
+    """
+    replicas = step.trace.replicas
+    open_axes = set(replicas.inner_axes).difference(outer.params["newly_manual_axes"])
+    is_on_cpu = replicas.devices[0].platform == "cpu"
+    if len(replicas.inner_axes) < 2 or not open_axes or not is_on_cpu:
         return
-    for eqn in all_eqns(step.jaxpr):
-        name = _NAMES.get(eqn.primitive.name)
-        # A callback says so in its effect only (JAX 0.10 and 0.12).
-        is_ordered = eqn.params.get("ordered") or (
-            str(eqn.params.get("effect", "")) == "OrderedDebug"
-        )
-        if name is not None and is_ordered:
-            yield ValueError(
-                f"`{step.name}` prints with `ordered=True` on {count} devices, and JAX "
-                "keeps an order on a single one only.\n"
-                f"  the `{name}`: {or_unknown(Site((eqn,)).line)}\n"
-                "Leave `ordered=True` out: each line says which replica printed. Or "
-                "take one device: `MirroredStrategy(d[:1], replicas_per_device=8)`."
+    for eqn in inner_eqns(outer.params):
+        is_bfloat16 = any(x.aval.dtype == jnp.bfloat16 for x in eqn.invars)
+        if effect_of(eqn) in _REDUCTIONS and is_bfloat16:
+            yield NotImplementedError(
+                f"`{step.name}` reduces bfloat16 in a `shard_map` that leaves the "
+                f"axes {sorted(open_axes)} to XLA, which cannot compile that on a "
+                "CPU.\n"
+                f"  the `{eqn.primitive.name}`: {or_unknown(Site((eqn,)).line)}\n"
+                "Reduce it in float32 (`x.astype('float32')`), or name all inner "
+                "axes in `axis_names`."
             )
+
+
+def _callback(step: TracedStep, eqn: Equation) -> Iterator[Exception]:
+    """An error for a host callback, which JAX cannot compile beside automatic axes.
+
+    Whatever the size of these axes (JAX 0.10 and 0.12).
+    """
+    if sizes := step.trace.replicas.inner_sizes:
+        yield NotImplementedError(
+            f"`{step.name}` calls the host, and its replicas have several devices, "
+            f"{sizes}: JAX calls none from programs that XLA divides over them.\n"
+            f"  the `{eqn.primitive.name}`: {or_unknown(Site((eqn,)).line)}\n"
+            "Return the value and work on it after the step; print with "
+            "`jax.debug.print`, which works; or use one device for each replica."
+        )
+
+
+def _print(step: TracedStep, eqn: Equation) -> Iterator[Exception]:
+    """An error for an ordered print on several devices."""
+    count = len(step.trace.replicas.all_devices)
+    # A callback says so in its effect only (JAX 0.10 and 0.12).
+    is_ordered = eqn.params.get("ordered") or (
+        str(eqn.params.get("effect", "")) == "OrderedDebug"
+    )
+    if count > 1 and is_ordered:
+        name = f"jax.{eqn.primitive.name.replace('_', '.')}"
+        yield ValueError(
+            f"`{step.name}` prints with `ordered=True` on {count} devices, and JAX "
+            "keeps an order on a single one only.\n"
+            f"  the `{name}`: {or_unknown(Site((eqn,)).line)}\n"
+            "Leave `ordered=True` out: each line says which replica printed. Or "
+            "take one device: `MirroredStrategy(d[:1], replicas_per_device=8)`."
+        )
+
+
+_OF_EQUATIONS = {
+    "sharding_constraint": _constraint,
+    "shard_map": _narrow_sum,
+    "pure_callback": _callback,
+    "io_callback": _callback,
+    "debug_print": _print,
+    "debug_callback": _print,
+}
+
+
+def equations_that_fail(step: TracedStep) -> Iterator[Exception]:
+    """An error for each equation that JAX or XLA cannot compile for the replicas."""
+    for eqn in all_eqns(step.jaxpr):
+        if (errors := _OF_EQUATIONS.get(eqn.primitive.name)) is not None:
+            yield from errors(step, eqn)
 
 
 def check(
@@ -353,8 +350,5 @@ def _errors(step: TracedStep) -> Iterator[Exception]:
         divergences(step),
         local_collectives(step),
         drifting_variables(step),
-        callbacks_beside_inner_axes(step),
-        constraints_along_replicas(step),
-        narrow_sums_on_some_devices(step),
-        ordered_prints(step),
+        equations_that_fail(step),
     )
