@@ -471,20 +471,6 @@ def test_a_block_waits_for_what_was_scheduled_or_closes_at_once(threads):
                 cluster.schedule(cluster.raising(KeyError("mine")))
 
 
-def test_it_ends_while_a_worker_is_starting(threads):
-    with Cluster(1) as cluster:
-        cluster.until_idle()
-        cluster.away[0] = threading.Event()
-        cluster.kill(0)
-        until(lambda: cluster.activities() == [Activity.LOST])
-        closing = threading.Thread(target=cluster.coordinator.close)
-        closing.start()
-        closing.join(60)
-        cluster.away[0].set()
-        until(lambda: not threads())
-        assert cluster.activities() == [Activity.CLOSED]
-
-
 def terminal():
     return Console(file=io.StringIO(), force_terminal=True, width=120)
 

@@ -240,18 +240,6 @@ def test_values_of_different_shapes_are_an_error_of_the_function(three):
         until_it_fails(three, step, value)
 
 
-def test_a_value_that_failed_is_an_error_here(three):
-    iterator = iter(three.create_per_worker_dataset(lambda: range(1)))
-    take = three.function(lambda iterator: (next(iterator), next(iterator)))
-    failed = three.schedule(take, (iterator,))
-    with pytest.raises(js.OutOfRangeError):
-        three.join()
-    value = js.coordinator.PerWorkerValue([failed] * 3)
-    with pytest.raises(js.OutOfRangeError):
-        three.schedule(three.function(lambda own: own), (value,))
-    three.join()
-
-
 def test_it_has_tensorflows_other_name():
     names = js.experimental.coordinator
     assert names.PerWorkerValues is js.coordinator.PerWorkerValue

@@ -171,20 +171,6 @@ def test_a_pod_finds_itself_by_its_name(within, monkeypatch):
         assert resolver.process() == cr.Process(1, 2, "10.0.0.1:8470")
 
 
-def test_a_pod_stays_the_task_as_which_it_joined(within, monkeypatch):
-    monkeypatch.setenv("HOSTNAME", "train-b")
-    resolver = cr.KubernetesClusterResolver(LABELS)
-    assert resolver.process().index == 1
-    within.pods = within.pods[:1]  # the first has ended
-    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
-    resolver.task_id = 0  # what is set comes first
-    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
-    assert resolver.cluster_spec() == {"worker": ["10.0.0.2:8470"]}
-    resolver = cr.KubernetesClusterResolver(LABELS)
-    resolver.task_type = "ps"  # of which the pod's name says no index
-    assert (resolver.task_type, resolver.task_id) == ("ps", None)
-
-
 def test_a_pod_that_is_not_found_is_told_what_to_set(within, api, monkeypatch):
     within.pods = [pod("twice", namespace="a"), pod("twice", namespace="b")]
     for own in "laptop", "twice", "":

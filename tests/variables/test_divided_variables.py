@@ -225,49 +225,6 @@ def test_the_dtype_is_that_which_was_asked_for(plain):
 # Reading and changing it.
 
 
-@pytest.mark.slow
-def test_all_changes_keep_the_division(plain):
-    variable, wanted = made(plain, sharding=1), WHOLE.copy()
-
-    def check(new):
-        assert lies_at(variable) == 1
-        np.testing.assert_array_equal(new, wanted)
-        np.testing.assert_array_equal(variable.numpy(), wanted)
-
-    wanted = wanted + 1
-    check(variable.assign(wanted))
-    check(variable.assign(jnp.asarray(wanted)))
-    wanted = wanted + WHOLE
-    check(variable.assign_add(plain.mirror(WHOLE)))
-    wanted = wanted - 1
-    check(variable.assign_sub(np.ones((8, 4), "float32")))
-    wanted[1:3] = 7
-    check(variable[1:3].assign(7.0))
-    wanted[:, 1] += 2
-    check(variable[:, 1].assign_add(2.0))
-    rows = js.IndexedSlices(np.ones((3, 4), "float32"), [0, 5, 5])
-    np.add.at(wanted, [0, 5, 5], 1)
-    check(variable.scatter_add(rows))
-    wanted[[0, 6]] = 3
-    check(variable.scatter_update(js.IndexedSlices(3 * np.ones((2, 4), "f4"), [0, 6])))
-    wanted[2] = np.maximum(wanted[2], 50)
-    check(variable.scatter_max(js.IndexedSlices(50 * np.ones((1, 4), "f4"), [2])))
-    wanted[3, 2] -= 9
-    check(variable.scatter_nd_sub([[3, 2]], [9.0]))
-    wanted = wanted * 2
-
-    def double(variable, factor):
-        return variable.assign(variable * factor)
-
-    check(plain.extended.update(variable, double, args=(2.0,)))
-    wanted = wanted + WHOLE
-    check(
-        plain.extended.update(
-            variable, lambda v, x: v.assign_add(x), args=(jnp.asarray(WHOLE),)
-        )
-    )
-
-
 def test_a_value_of_another_shape_changes_nothing(plain):
     variable = made(plain, sharding=0)
     for value in (WHOLE[:7], WHOLE[:, :3], 1.0, WHOLE[:1]):
