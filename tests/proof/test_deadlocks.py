@@ -292,47 +292,7 @@ def test_a_collective_in_a_library_has_the_line_that_calls_the_library(two):
     assert "replicas of `step` would reach the `pmean`" in str(error)
 
 
-def test_the_advice_of_each_error_works(two):
-    def cond(x, v):
-        predicate = replica().all_reduce("max", x > 1)
-        return lax.cond(predicate, lambda: lax.psum(v, AXIS), lambda: v)
-
-    def where(x, v):
-        return jnp.where(x > 1, lax.psum(v, AXIS), v)
-
-    def switch(x, v):
-        index = replica().all_reduce("max", jnp.int32(x) - 1)
-        return lax.switch(index, [lambda: v, lambda: lax.psum(v, AXIS)])
-
-    def while_loop(x, v):
-        def more(c):
-            return replica().all_reduce("max", c < x)
-
-        return lax.while_loop(more, lambda c: c + lax.pmean(v, AXIS), 0.0)
-
-    def fori_loop(x, v):
-        bound = replica().all_reduce("max", jnp.int32(x))
-        return lax.fori_loop(0, bound, lambda _, c: c + lax.psum(v, AXIS), 0.0)
-
-    steps = {
-        step.__name__: step for step in (cond, where, switch, while_loop, fori_loop)
-    }
-
-    def all_of_them(x, v):
-        return {name: step(x, v) for name, step in steps.items()}
-
-    out = two.run(all_of_them, (ids(two), 1.0))
-    found = {
-        name: [float(v) for v in two.experimental_local_results(value)]
-        for name, value in out.items()
-    }
-    assert found == {
-        "cond": [2, 2],
-        "where": [1, 2],
-        "switch": [2, 2],
-        "while_loop": [2, 2],
-        "fori_loop": [4, 4],
-    }
+def test_each_error_advises_to_decide_alike(two):
     for case, words in [
         (
             in_cond,

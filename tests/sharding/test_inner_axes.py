@@ -113,6 +113,7 @@ def test_own_copies_stay_over_the_cores():
     np.testing.assert_array_equal(copies.stacked, np.stack([W] * 4))
 
 
+@pytest.mark.slow
 def test_compression_states_lie_as_what_is_reduced():
     strategy = cored()
     options = js.experimental.CommunicationOptions(compression="int8")

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
-from helpers.cases import each_of
+from helpers.cases import each_of, slow
 
 import jaxstrategy as js
 from jaxstrategy.sharded import SGD, Adagrad, Embedding, lookup
@@ -221,6 +221,7 @@ STATE = jax.eval_shape(ADAGRAD.init, jax.random.key(0))
 EACH_ID, EACH_ROW = REPLICAS * IDS * 4, REPLICAS * IDS * FEATURES * 4
 
 
+@pytest.mark.slow
 @each_of(
     "step, state, sent",
     [
@@ -261,6 +262,7 @@ class Embed(linen.Module):
         return linen.Embed(4096, 4)(ids)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_few_rows_of_flax_is_not_made_whole():
     strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
     model, ids = Embed(), np.abs(SOME_IDS)
@@ -395,7 +397,7 @@ def test_outside_of_a_strategy_there_is_one_replica():
         np.testing.assert_allclose(update(state).table, wanted, rtol=1e-5, atol=1e-6)
 
 
-@each_of("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("combiner", ["mean", *slow("sum", "sqrtn")])
 def test_groups_are_updated_as_they_are_looked_up(combiner):
     embedding = js.sharded.Embedding(COUNT, WIDTH, js.sharded.SGD(0.1))
     state = embedding.from_rows(some_rows())

@@ -122,6 +122,7 @@ def variables(strategy, model):
     return strategy.init(model.init, jax.random.key(0), jnp.ones((1, 4)))["params"]
 
 
+@pytest.mark.slow
 def test_annotations_of_linen_place_boxes(cores):
     model = Annotated()
     made = variables(cores, model)

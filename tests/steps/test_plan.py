@@ -170,6 +170,7 @@ def test_parts_of_a_batch_where_the_whole_does_not_fit():
     np.testing.assert_allclose(js.to_host(state["w"]), wanted["w"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_parts_are_divisors_of_the_rows_of_a_replica():
     for rows, advice in ((1035, ""), (1033, "- Rows with more divisors, or `jax.chec")):
         batch = jax.ShapeDtypeStruct((8 * rows, SIDE), np.float32)
@@ -215,6 +216,7 @@ class Annotated(nn.Module):
         return nn.Dense(64, kernel_init=over("core", None))(y)
 
 
+@pytest.mark.slow
 def test_logical_axes_of_an_annotated_model():
     model, optimizer = Annotated(), optax.adam(1e-3)
 
@@ -279,6 +281,7 @@ def test_states_and_batches_as_users_have_them():
         assert memory.donated == 2 * SIDE * SIDE * 4
 
 
+@pytest.mark.slow
 def test_advice_where_nothing_fits_holds():
     def in_one_part(state, x):
         return step_in_parts(state, x)
@@ -382,6 +385,7 @@ def planned():
 """
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_plan(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "jaxstrategy.planning", "train:planned"]
