@@ -121,16 +121,21 @@ class Nodes:
         numbers = {} if self._server is None else {self._rank: self._number}
         others = [k for k in range(len(self._addresses)) if k != self._rank]
 
-        def number_of(rank: int) -> int | None:
-            with contextlib.suppress(OSError), self._client(rank) as client:
-                (said,) = client.request(b"null", timeout_seconds=_ANSWER_SECONDS)
-                return json.loads(bytes(said))
+        refused: list[ClusterError] = []
+
+        def ask(rank: int) -> None:
+            try:
+                with contextlib.suppress(OSError), self._client(rank) as client:
+                    (said,) = client.request(b"null", timeout_seconds=_ANSWER_SECONDS)
+                    numbers[rank] = json.loads(bytes(said))
+            except ClusterError as error:
+                refused.append(error)
 
         with concurrent.futures.ThreadPoolExecutor(len(others)) as pool:
-            for rank, number in zip(others, pool.map(number_of, others), strict=True):
-                if number is not None:
-                    numbers[rank] = number
+            list(pool.map(ask, others))
         may = [(-n, rank) for rank, n in numbers.items() if n >= 0 or not rank]
+        if not may and refused:
+            raise refused[0]
         return min(may)[1] if may else None
 
     # What the first one does.
