@@ -58,12 +58,12 @@ class TreeStructure(Protocol):
     def flatten_up_to(self, tree: PyTree, /) -> list[PyTree]: ...
 
 
-_NOT_TRACED = get_opaque_trace_state()
+NOT_TRACED = get_opaque_trace_state()
 
 
 def is_traced() -> bool:
     """Whether JAX is tracing the caller."""
-    return get_opaque_trace_state() != _NOT_TRACED
+    return get_opaque_trace_state() != NOT_TRACED
 
 
 def is_staged() -> bool:

@@ -20,7 +20,7 @@ from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.values import arrays, per_replica
-from jaxstrategy._src.values.arrays import is_traced
+from jaxstrategy._src.values.arrays import NOT_TRACED, is_traced as is_traced
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 
 
@@ -74,7 +74,7 @@ class Cell:
         return self._ref
 
     def __getitem__(self, index: EllipsisType) -> jax.Array:
-        if self._ref is None and not is_traced():
+        if self._ref is None and get_opaque_trace_state() == NOT_TRACED:
             self.is_alone = False
             return self.array
         if not _context.current().is_initial:
@@ -87,7 +87,7 @@ class Cell:
             return self._ref[...]
 
     def __setitem__(self, index: EllipsisType, value: jax.Array) -> None:
-        if self._ref is not None or is_traced():
+        if self._ref is not None or get_opaque_trace_state() != NOT_TRACED:
             self.ref[...] = value
         else:
             # The user may have it, too: what is assigned is not copied.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +58,8 @@ def _is_table(variable: Handle) -> bool:
     return is_float and (is_shard or variable._kind.has_remote_rows)
 
 
-class _RowGradient(NamedTuple):
-    """The gradient with respect to the rows of one lookup, `[n, ...]`, of these ids."""
-
-    lookup: Lookup
-    ids: jax.Array
-    rows: jax.Array
+_RowGradient: TypeAlias = tuple[Lookup, jax.Array, jax.Array]
+"""A lookup, its ids, and the gradient with respect to its rows, `[n, ...]`."""
 
 
 def _of_rows(parts: Sequence[Handle], found: Sequence[_RowGradient]) -> IndexedSlices:
@@ -184,7 +180,7 @@ def value_and_grad(
         added = [jnp.zeros(each.rows.shape, each.rows.dtype) for each in lookups]
         both = jax.value_and_grad(of_values, argnums=(0, 1), has_aux=True)
         (loss, (aux, ids)), (of_whole, of_rows) = both(whole, added)
-        found = [*map(_RowGradient, lookups, ids, of_rows)]
+        found = list(zip(lookups, ids, of_rows, strict=True))
         grads: list[PyTree] = []
         for leaf in leaves:
             own = _parts_of(leaf)
