@@ -1,6 +1,7 @@
 """A process that does not come, or comes to something else, is named in seconds."""
 
 import re
+import signal
 
 import pytest
 import workers
@@ -36,6 +37,12 @@ def test_a_stuck_reader_is_named_with_its_batch(ended):
 
 
 @pytest.mark.slow
+def test_a_process_that_dies_while_all_read_ahead(ended):
+    zero = ended("dying reader", [[-signal.SIGKILL, 76]])[0]
+    assert "has died: killed, out of memory" in zero.output
+
+
+@pytest.mark.slow
 def test_who_sleeps_before_a_step_is_named(ended):
     zero = ended("asleep before new", WATCHED)[0]
     assert re.search(r"process 1 \(host .*\) has not begun this step", zero.last_line)
@@ -56,3 +63,13 @@ def test_a_one_sided_checkpoint_is_told(ended):
     assert re.search(rf"in {doing} and ends with exit code 75", zero.last_line)
     other = rf"process 1 \(host .*\) has not come to {doing}"
     assert re.search(other, zero.last_line)
+
+
+@pytest.mark.slow
+def test_what_one_process_reads_alone_is_refused(job):
+    script = "from workers import sharded\nsharded.read_alone()\n"
+    env = workers.environment(1)
+    with job(script, env=env, started=False) as running:
+        assert 0 not in running.wait(90)
+    told = "".join(rank.output for rank in running.ranks)
+    assert "process 0: `to_host` (" in told and "all is well" not in told

@@ -179,3 +179,12 @@ time.sleep(600)
     assert job.wait() == 0
     assert "[chief] saves" in job.output
     assert not job.pids()
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_launcher(launch):
+    job = launch("print('waits', flush=True)\ntime.sleep(600)")
+    job.wait_for("[chief] waits")
+    assert len(job.pids()) >= 4
+    job.process.kill()
+    until(lambda: not job.pids())

@@ -4,7 +4,9 @@ Arguments: where.
 """
 
 import itertools
+import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -34,6 +36,8 @@ def rows(context):
     for number in itertools.count():
         if CASE == "reader" and RANK == 1 and number == 6:
             time.sleep(600)
+        if CASE == "dying reader" and RANK == 1 and number == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
         yield np.full((2, 3), number, np.float32)
 
 

@@ -3,9 +3,7 @@
 What each process finds wrong it raises; the folder is that of the test.
 """
 
-import os
 import pathlib
-import signal
 import sys
 
 import jax
@@ -17,17 +15,7 @@ import jaxstrategy as js
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy.checkpoint import CheckpointManager
 
-STEPS = 6
 EVERYTHING = js.StateSharding("state", min_bytes=0)
-
-
-# Training, in one process or several.
-
-
-def rows(step):
-    """A global batch of 8 rows."""
-    draw = np.random.default_rng(step).normal(size=(8, 9)).astype(np.float32)
-    return draw[:, :8], draw[:, 8:]
 
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
@@ -36,42 +24,6 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
 def first_state(key):
     params = {"w": jax.random.normal(key, (8, 16)), "v": jnp.ones((16, 1))}
     return {"params": params, "opt": OPTIMIZER.init(params), "n": jnp.zeros((), int)}
-
-
-def train_step(state, batch):
-    x, y = batch
-
-    def loss(params):
-        return ((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2).mean()
-
-    grads = jax.grad(loss)(state["params"])
-    grads = js.get_replica_context().all_reduce("mean", grads)
-    updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "opt": opt, "n": state["n"] + 1}
-
-
-def batch_of(strategy, step):
-    size = 8 // strategy.num_replicas_in_sync
-
-    def of_replica(context):
-        first = context.replica_id_in_sync_group * size
-        return tuple(each[first : first + size] for each in rows(step))
-
-    return strategy.experimental_distribute_values_from_function(of_replica)
-
-
-def trained(strategy, folder, then=None):
-    """The state after all steps, from the last checkpoint in `folder`."""
-    key = jax.random.key(5)
-    with CheckpointManager(folder, strategy, asynchronous=False) as manager:
-        state, start = manager.restore_or_init(lambda: strategy.init(first_state, key))
-        for step in range(start, STEPS):
-            state = strategy.run(train_step, (state, batch_of(strategy, step)))
-            if then is not None and step == then:
-                os.kill(os.getpid(), signal.SIGKILL)
-            manager.save(step + 1, state)
-    return state
 
 
 # What is read together.
@@ -192,15 +144,3 @@ def read_alone():
     else:
         strategy.assert_in_sync(strategy.mirror(1.0))
     print("all is well", flush=True)
-
-
-def train(then=None):
-    """Trains; process 1 is killed after step `then`."""
-    strategy, folder = strategy_of_all()
-    is_own = jax.process_index() == 1
-    state = trained(strategy, folder / "trained", then=then if is_own else None)
-    parts_are(state["params"]["w"], js.to_host(state["params"]["w"]))
-    strategy.assert_in_sync(state)
-    found = js.to_host(state)
-    if jax.process_index() == 0:
-        np.savez(folder / "found.npz", *jax.tree.leaves(found))
