@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
-from jaxstrategy._src.launch import kubernetes, slurm
+from jaxstrategy._src.launch import clusters
 from jaxstrategy._src.launch.child_process import signal_name
 from jaxstrategy._src.launch.local import Asked, Events, Job, RoleJob, ThisMachine
 from jaxstrategy._src.launch.options import Options, parse
 from jaxstrategy._src.launch.ray import RayMachines
 
-_PRINTED = {"slurm": slurm.script, "k8s": kubernetes.manifest}
+_PRINTED = {"slurm": clusters.script, "k8s": clusters.manifest}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,11 +32,12 @@ from jaxstrategy._src.launch.child_process import (
     memory_folder,
     signal_name,
 )
-from jaxstrategy._src.launch.options import GPUS, Options
-from jaxstrategy._src.launch.tasks import (
+from jaxstrategy._src.launch.options import (
     ALWAYS_AGAIN,
+    GPUS,
     NEVER_AGAIN,
     JobTask,
+    Options,
     job_tasks,
     place,
     share,

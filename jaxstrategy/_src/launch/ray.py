@@ -37,8 +37,7 @@ from jaxstrategy._src.launch.child_process import (
     Stream,
 )
 from jaxstrategy._src.launch.local import LOOPBACK, Ended, Events, NoRoomError
-from jaxstrategy._src.launch.options import RAY_ADDRESS, Options
-from jaxstrategy._src.launch.tasks import JobTask, place
+from jaxstrategy._src.launch.options import RAY_ADDRESS, JobTask, Options, place
 from jaxstrategy._src.text.shown import with_noun
 
 HANDED_ON = ("JAX_", "JAXSTRATEGY_", "XLA_")
