@@ -70,16 +70,10 @@ class CoordinatedFunction:
         return f"<{name}, which may be scheduled>"
 
 
-def is_schedulable(fn: object) -> bool:
-    """Whether `fn` is a jitted function, a step of `run`, or marked as schedulable."""
-    if isinstance(fn, types.MethodType):
-        return is_schedulable(fn.__func__)
-    return isinstance(fn, CoordinatedFunction | ReplicatedFunction | jax.stages.Wrapped)
-
-
 def check_schedulable(fn: object) -> None:
-    """Refuse what cannot be scheduled."""
-    if is_schedulable(fn):
+    """Refuse what is no jitted function, step of `run`, or marked as schedulable."""
+    own = fn.__func__ if isinstance(fn, types.MethodType) else fn
+    if isinstance(own, CoordinatedFunction | ReplicatedFunction | jax.stages.Wrapped):
         return
     what = "a plain function" if callable(fn) else "no function"
     raise TypeError(
@@ -106,7 +100,7 @@ def checked_arguments(
     given = tuple(args or ()), dict(kwargs or {})
     # A variable is an argument by itself: to look into it would read it.
     leaves = jax.tree.leaves(given, is_leaf=is_whole)
-    if any(map(is_remote, leaves)):
+    if any(isinstance(leaf, RemoteValue) for leaf in leaves):
         raise TypeError(
             "An argument of a function to be scheduled was a `RemoteValue`, which has "
             "its results when its own function has ended. Give what `get()` returns."
@@ -127,11 +121,6 @@ def plain(fn: Function) -> Function:
     if isinstance(fn, types.MethodType):
         return types.MethodType(plain(fn.__func__), fn.__self__)
     return fn.function if isinstance(fn, CoordinatedFunction) else fn
-
-
-def is_remote(leaf: object) -> bool:
-    """Whether it is what a function will return."""
-    return isinstance(leaf, RemoteValue)
 
 
 _SHARDS_PER_WORKER = 5
@@ -375,10 +364,10 @@ class ClusterCoordinator:
         Raises:
           BaseException: what one of the functions has raised.
         """
-        leaves, structure = jax.tree.flatten(val, is_leaf=is_remote)
+        leaves, structure = jax.tree.flatten(val)
         # No generator: it would make another error of `OutOfRangeError`.
         for index, leaf in enumerate(leaves):
-            if is_remote(leaf):
+            if isinstance(leaf, RemoteValue):
                 leaves[index] = leaf.fetch()
         return jax.tree.unflatten(structure, leaves)
 

@@ -147,17 +147,10 @@ class ServerRecovery:
         self,
         queue: ClosureQueue,
         incarnations: Incarnations,
-        finished: Callable[[], int],
-        renew: Callable[[], None],
+        finished: Callable[[], int],  # how many functions have finished
+        renew: Callable[[], None],  # starts all workers again
     ) -> None:
-        """Begin to look after the servers.
-
-        Args:
-          queue: of the functions.
-          incarnations: of the workers.
-          finished: how many functions have finished.
-          renew: starts all workers again.
-        """
+        """Begin to look after the servers."""
         self._queue, self._incarnations = queue, incarnations
         self._finished, self._renew = finished, renew
         threading.Thread(
@@ -255,7 +248,8 @@ class ServerRecovery:
         """The step that all has now; None if a server was lost again meanwhile."""
         self._renew()
         try:
-            self._restart(lost)
+            if lost:
+                self._restart(lost)
             self._incarnations.fence_all()
             self.manager.restore(self._state)
         except ParameterServerLost:
@@ -268,8 +262,6 @@ class ServerRecovery:
 
     def _restart(self, lost: Sequence[int]) -> None:
         """Start lost servers again, with the variables and programs they had."""
-        if not lost:
-            return
         for number in lost:
             self._deaths[number].add()
             if self._deaths[number].are_too_many:

@@ -252,9 +252,8 @@ def _slots(
 
 
 def _shards(variable: Variable | ShardedVariable) -> list[Variable]:
-    if isinstance(variable, ShardedVariable):
-        return list(variable.variables)
-    return [variable]
+    is_sharded = isinstance(variable, ShardedVariable)
+    return list(variable.variables) if is_sharded else [variable]
 
 
 def _is_variable(node: object) -> bool:
