@@ -42,5 +42,7 @@ def children(parent=None):
             continue
         if name.startswith(("worker ", "parameter server ")) and status[0] not in "ZX":
             if int(status[1]) == (parent or os.getpid()):
-                found[name] = max(int(path.name), found.get(name, 0))
-    return found
+                # Not the largest number: the kernel begins anew after `pid_max`.
+                began = int(status[19]), int(path.name)
+                found[name] = max(began, found.get(name, began))
+    return {name: pid for name, (_, pid) in found.items()}
