@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from helpers.clusters import SECONDS, coordinated
 from helpers.threads import until
@@ -46,6 +47,22 @@ def test_an_iterator_begins_again(one):
     assert taken(one, step, iterator, 2) == [5, 6]
     # Here, on the worker, and on the worker that came after it.
     assert len(calls) == 3
+
+
+def test_an_iterator_resumes_where_functions_had_used_it(one):
+    """What was read ahead and not used comes again; the oracle is the list."""
+
+    def make():
+        rows = [np.full(2, i) for i in range(20)]
+        return one.strategy.experimental_distribute_dataset(rows)
+
+    iterator = iter(one.create_per_worker_dataset(make, resume=True))
+    step = one.function(lambda iterator: next(iterator)[0] + 0 * next(iterator)[0])
+    assert taken(one, step, iterator, 3) == [0, 2, 4]
+    restarted(one)
+    assert taken(one, step, iterator, 2) == [6, 8]
+    restarted(one)
+    assert taken(one, step, iterator, 1) == [10]
 
 
 def test_each_iterator_of_each_worker_resumes_by_itself():
