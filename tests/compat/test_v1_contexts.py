@@ -39,29 +39,6 @@ def test_the_scope_is_of_the_strategy_in_both_generations(make):
     assert not v1.has_strategy() and not js.has_strategy()
 
 
-@of_each_kind
-def test_in_a_step_the_replica_context_is_of_the_strategy(make):
-    s = make()
-    seen = []
-
-    def step():
-        context = v1.get_replica_context()
-        seen.append(context)
-        assert context is v1.get_replica_context()
-        assert type(context) is v1.ReplicaContext
-        assert context.core is js.get_replica_context()
-        assert context.strategy is s and v1.get_strategy() is s
-        assert context.num_replicas_in_sync == s.num_replicas_in_sync
-        assert context.devices == s.extended.worker_devices
-        assert v1.has_strategy() and not v1.in_cross_replica_context()
-        return context.replica_id_in_sync_group + 0
-
-    s.run(step)
-    ids = s.experimental_local_results(s.run(step))
-    assert [int(i) for i in ids] == list(range(s.num_replicas_in_sync))
-    assert len(seen) == 1  # the second call is no second trace
-
-
 def test_a_replica_context_is_entered_where_it_is_the_current_one():
     s, kept = mirrored(), []
 

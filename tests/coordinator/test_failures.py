@@ -59,21 +59,6 @@ def test_an_error_is_the_same_object_wherever_it_comes_out_and_then_it_is_gone(c
     assert cluster.coordinator.done()
 
 
-def test_schedule_raises_the_error_and_neither_traces_nor_schedules(cluster):
-    traced = []
-
-    def add():
-        traced.append(1)
-        return cluster.add(1.0)
-
-    aborted(cluster.schedule(cluster.raising(ValueError("no"))))
-    with pytest.raises(ValueError, match="no"):
-        cluster.schedule(add)
-    cluster.coordinator.join()
-    assert cluster.sum() == 0.0 and not traced
-    assert cluster(add) == 1.0 and cluster.sum() == 1.0
-
-
 def test_what_is_queued_behind_an_error_never_runs(cluster, gate):
     running = [cluster.schedule(gate.fn) for _ in range(2)]
     gate.until_entered(2)

@@ -86,26 +86,6 @@ def test_all_changes_work_in_a_function():
         assert one.metrics.closure_execution.count == 2
 
 
-def test_two_replicas_of_a_worker_combine_what_they_write():
-    with coordinated(2, devices=2) as coordinator:
-        strategy = coordinator.strategy
-        total = own(coordinator, 0.0, aggregation="sum")
-
-        @coordinator.function
-        def step():
-            def replica():
-                number = js.get_replica_context().replica_id_in_sync_group
-                total.assign_add(10.0 + number)
-                return total.value()
-
-            return strategy.experimental_local_results(strategy.run(replica))
-
-        values = coordinator.fetch([coordinator.schedule(step) for _ in range(4)])
-        coordinator.join()
-        assert sum(total.read_all()) == 4 * 21
-        assert all(first == second for first, second in values)
-
-
 # What it refuses.
 
 

@@ -149,13 +149,6 @@ def test_a_terminal_shows_ranks_in_colour(start):
         assert shown == ({"[0] 0", "[1] 1"} if no_color else coloured)
 
 
-def test_modules_are_run_as_by_python(launch, tmp_path):
-    (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    program = [sys.executable, "-c", ALONE, "-n", "1", "-m", "mine", "--x"]
-    result = launch("", "", program=program)
-    assert result.out.startswith("[0] __main__ ['--x'"), result
-
-
 def test_nodes_and_workers_have_their_shares(start, launch):
     script = "print(rank, count, os.environ['JAXSTRATEGY_LOCAL_RANK'], flush=True)"
     options = "-n 2 --nodes 2 --coordinator a:2222 --node-rank"

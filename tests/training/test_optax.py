@@ -121,26 +121,6 @@ def test_a_missing_optax_is_named(monkeypatch, name, arguments):
         getattr(js.optax, name)(*arguments)
 
 
-# Several steps at once.
-
-
-@pytest.mark.slow
-@each_of("where", ["around", "inside"])
-def test_multi_steps_around_and_inside_the_chain(four, where):
-    reduce = js.optax.all_reduce_gradients()
-    if where == "around":
-        tx = optax.MultiSteps(optax.chain(reduce, optax.adam(0.1)), 3)
-    else:
-        multi = optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation()
-        tx = optax.chain(reduce, multi)
-    grads = gradients(4, 6)
-    have, state = on_replicas(four, tx, grads)
-    assert_close(have, alone(optax.MultiSteps(optax.adam(0.1), 3), grads))
-    kept = [js.PerReplica] * 2 if where == "around" else []
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, js.PerReplica))
-    assert [type(x) for x in leaves if isinstance(x, js.PerReplica)] == kept
-
-
 # Steps that are skipped.
 
 
