@@ -244,6 +244,24 @@ def test_padded_rows_that_a_step_does_not_ask_for_are_said_once(four):
     four.run(step, (third,))
 
 
+def test_what_was_said_elsewhere_is_said_again_of_a_batch_that_a_trace_captures(two):
+    batch = one(two, X)
+
+    def careless(batch):
+        return batch.sum()
+
+    def total(batch):
+        return two.reduce("sum", two.run(careless, (batch,)), axis=None)
+
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`careless` is given batches"):
+        jax.jit(total)(batch)
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`careless` was given a batc"):
+        total(batch)
+    with pytest.warns(js.errors.PaddedRowsWarning, match="`careless` was given a batc"):
+        jax.jit(lambda: total(batch))()
+    jax.jit(lambda: total(batch) + 1)()  # said of this step
+
+
 TWO = (
     "`step` was given `a`, `b`, of different batches with equal numbers of rows, and "
     "asked which rows of something computed from them are real. Say which batch is "
