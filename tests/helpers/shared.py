@@ -8,7 +8,7 @@ import pytest
 
 import jaxstrategy as js
 
-FOLDERS = ("steps", "sharding", "variables", "reductions")
+FOLDERS = ("steps", "sharding")
 
 
 def pytest_collection_modifyitems(items):

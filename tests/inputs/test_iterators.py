@@ -41,6 +41,18 @@ def test_a_source_may_overwrite_its_arrays(n, options):
     assert len(batches) == 8
 
 
+@each_of("start", [0, 16, 32, 60])
+@each_of("columns", [1, 16])
+def test_wherever_an_array_begins_it_may_be_overwritten(four, start, columns):
+    """A device of the host may share memory that begins where it should."""
+    memory = np.zeros(8 * 4 * columns + 128, np.uint8)
+    start += -memory.ctypes.data % 64
+    x = memory[start : start + 8 * 4 * columns].view(np.float32).reshape(8, columns)
+    (batch,) = four.experimental_distribute_dataset([x], AT_ONCE)
+    x[:] = -1
+    assert not np.asarray(batch.stacked).any()
+
+
 @each_of("array", [np.array, jnp.array])
 @each_of("n", [1, 2])
 def test_the_arrays_of_a_source_are_left_alone(n, array):

@@ -537,6 +537,7 @@ def test_what_two_levels_prove(four):
         assert set(mirrored(out)) == {TWO_LEVELS[name][1]}, name
 
 
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_order_within_groups_counts():
     eight = on(8)
     draw = np.random.default_rng(0)

@@ -68,6 +68,7 @@ def test_a_sum_in_eight_bits_is_near_and_the_rest_is_kept(four, options):
     assert state.bases is None
 
 
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_what_was_kept_goes_with_the_next(four):
     step, zeros = reducer(four, INT8), four.per_replica(np.zeros((4, 700), np.float32))
     x = normal(4, 700)
@@ -226,6 +227,7 @@ def test_what_is_not_finite_shows_and_spoils_no_memory(four, options):
     assert np.isfinite(have).all()
 
 
+@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_one_replica_sends_nothing_and_what_others_left_behind():
     one = on(1)
     x = normal(1, 32, 16)

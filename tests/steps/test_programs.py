@@ -611,6 +611,29 @@ def test_a_call_makes_few_calls_of_python_however_many_variables_there_are(two):
     assert max(counts) <= min(counts) + 5 <= 40, counts
 
 
+class Watched(nnx.Variable):
+    """A variable of a user who wants to know of each value."""
+
+    def set_raw_value(self, value, **options):
+        SEEN.append(value)
+        super().set_raw_value(value, **options)
+
+
+SEEN = []
+
+
+def test_a_variable_with_a_setter_of_its_own_is_set_by_it(two):
+    sums, x = Sums(1), two.per_replica([1.0, 3.0])
+    sums.totals[0] = Watched(jnp.zeros(2))
+    step = two.run(add).bind(sums)
+    before = len(SEEN)
+    for _ in range(OFTEN):
+        step(x)
+    values = [v for v in SEEN[before:] if not isinstance(v, jax.core.Tracer)]
+    assert len(values) == OFTEN
+    assert sums.totals[0].get_raw_value() is values[-1]
+
+
 def test_a_trace_is_noticed_after_calls_outside_of_any(two):
     sums, x = Sums(1), two.per_replica([1.0, 3.0])
     step = two.run(add).bind(sums)

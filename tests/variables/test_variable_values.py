@@ -106,6 +106,27 @@ def test_values_from_other_devices(two, four, kind):
     assert set(v.value().devices()) == set(two.devices)
 
 
+@pytest.mark.slow
+@each_of("kind", ["auto", "on_read", "ordinary"])
+def test_arrays_given_and_read_before_stay_as_they_are(two, kind):
+    given = two.mirror(jnp.arange(3.0))
+    v = js.Variable(given) if kind == "ordinary" else variable(two, given, kind, "mean")
+    read = [v.value(), v.distributed()] if kind == "auto" else [v.value()]
+    if kind == "ordinary":
+        given = jnp.arange(3.0)
+    read += [v.assign(given), v.assign_add(jnp.zeros(3)), v.numpy()]
+
+    def step():
+        v.assign_add(jnp.ones(3))
+
+    two.run(step)
+    v.assign_add(jnp.ones(3))
+    two.run(step)
+    assert v.numpy().tolist() == [3, 4, 5]
+    for array in (given, *read):
+        assert np.asarray(array).tolist() == [0, 1, 2]
+
+
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.mod]
 BINARY += [operator.floordiv, operator.pow, operator.lt, operator.le, operator.gt]
 BINARY += [operator.ge, divmod]
