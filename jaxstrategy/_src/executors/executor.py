@@ -226,7 +226,8 @@ class CompiledStep:
             return self._program(args, kwargs)
         if context.observer is not None and not context.in_step:
             context.observer(self._executor, self, args, kwargs, self.options)
-        return self._executor.run_compiled(self._program, self._fn, args, kwargs)
+        executor = cast("CompiledExecutor", self._executor)
+        return executor.run_compiled(self._program, self._fn, args, kwargs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the compiled step into a file, for `strategy.load_compiled`.
@@ -345,15 +346,6 @@ class AbstractExecutor(abc.ABC):
             "is scheduled: `compile` and `load_compiled` cannot do it before. Set up "
             "`js.experimental.compilation_cache(directory)` in each process instead."
         )
-
-    def run_compiled(
-        self,
-        program: FunctionProgram,
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> PyTree:
-        raise NotImplementedError("`compile` gives nothing that could be run")
 
     def explain(
         self,

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol, final
+from typing import Any, final
 
 import jax
 from jax.sharding import NamedSharding
@@ -169,30 +169,6 @@ def name_of(fn: Function) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-class AbstractPartitionedStep(Protocol):
-    """A step in two parts: what each replica computes, and what is computed once."""
-
-    def evaluate(
-        self,
-        leaves: Sequence[Leaf],
-        references: dict[Cell, jax.Ref],
-        instrument: Callable[[Evaluate], Evaluate],
-    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """As `Trace.evaluate`."""
-        ...
-
-    def constrained(
-        self, results: Sequence[jax.Array | PerReplica]
-    ) -> list[jax.Array | PerReplica]:
-        """The results with their shardings."""
-        ...
-
-    @property
-    def arguments(self) -> Mapping[int, int | None]:
-        """The dimension along which arguments are sharded; None: replicated."""
-        ...
-
-
 @final
 class TracedStep(NamedResults):
     """The trace of a step as one replica sees it, for checks and explanations."""
@@ -211,7 +187,8 @@ class TracedStep(NamedResults):
         self.outputs: Sequence[ArrayType] = [x.aval for x in self.jaxpr.outvars]
         self.findings: Findings = trace.findings
         self.num_replicas: int = trace.replicas.count
-        self.partitioned: AbstractPartitionedStep | None = None
+        # A `PartitionedStep` if state is sharded, of a module that imports this one.
+        self.partitioned: Any = None
         self.output_shardings: Mapping[int, NamedSharding] = {}
 
     def evaluate(
