@@ -76,7 +76,8 @@ class ClusterResolver(abc.ABC):
     Process(index=1, count=2, coordinator='a:2222')
     """
 
-    # What was given or set; if None, what the resolver finds counts.
+    # What was given or set; if None, what the resolver finds counts. A subclass of a
+    # user need not call `__init__`.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
@@ -84,6 +85,16 @@ class ClusterResolver(abc.ABC):
     # What was told of accelerators, so that JAX need not be asked.
     _accelerators: Mapping[str, int] | None = None
     _is_lone_master = True  # whether a task without others has an address
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str = "",
+    ) -> None:
+        self._task_type, self._task_id = task_type, task_id
+        self._rpc_layer, self._environment = rpc_layer, environment
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -102,8 +113,10 @@ class ClusterResolver(abc.ABC):
         Raises:
           ValueError: there is no such task.
         """
-        spec, kind, index = self._of(task_type, task_id)
         is_named = task_type is not None and task_id is not None
+        if not is_named and (unnamed := self._unnamed_master(rpc_layer)) is not None:
+            return unnamed
+        spec, kind, index = self._of(task_type, task_id)
         is_lone = len(all_tasks(spec, spec.jobs)) <= 1 and not self._is_lone_master
         if kind is None or index is None or is_lone or not (spec or is_named):
             return ""
@@ -129,6 +142,11 @@ class ClusterResolver(abc.ABC):
           ValueError: it is a task that does not train.
           RuntimeError: JAX does not know the task's process yet.
         """
+        return self._accelerators_of(task_type, task_id)
+
+    def _accelerators_of(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
         if self._accelerators is not None:
             return dict(self._accelerators)
         # Imported only here: the launcher, which has no devices, reads this module.
@@ -205,6 +223,10 @@ class ClusterResolver(abc.ABC):
         self._rpc_layer = rpc_layer
 
     # What resolvers differ in.
+
+    def _unnamed_master(self, rpc_layer: str | None) -> str | None:
+        """The address of no task that was named; None: that of this process."""
+        return None
 
     def _found_task(self) -> Place:
         """The task of this process, for what was not given."""
@@ -346,26 +368,16 @@ class SimpleClusterResolver(ClusterResolver):
     ) -> None:
         if not isinstance(master, str):
             raise TypeError(f"`master` is {master!r}. Give an address, a string.")
+        super().__init__(task_type, task_id, rpc_layer, environment)
         self._cluster_spec = ClusterSpec(cluster_spec)
         self._master = master
-        self._task_type = task_type
-        self._task_id = task_id
-        self._environment = environment
         self._accelerators = dict(num_accelerators or {})
-        self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         return self._cluster_spec
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        if task_type is None or task_id is None:
-            return self._url(self._master, rpc_layer)
-        return super().master(task_type, task_id, rpc_layer)
+    def _unnamed_master(self, rpc_layer: str | None) -> str:
+        return self._url(self._master, rpc_layer)
 
 
 @final
@@ -410,10 +422,8 @@ class UnionClusterResolver(ClusterResolver):
                     f"All arguments must be resolvers, got {resolver!r}. Put a "
                     "cluster into a SimpleClusterResolver."
                 )
+        super().__init__(task_type, task_id, rpc_layer)
         self._resolvers, self._first = args, args[0]
-        self._rpc_layer = rpc_layer
-        self._task_type = task_type
-        self._task_id = task_id
 
     def cluster_spec(self) -> ClusterSpec:
         """All tasks of all resolvers.
@@ -432,21 +442,11 @@ class UnionClusterResolver(ClusterResolver):
         """The first resolver's."""
         return self._first.environment
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        if task_type is None or task_id is None:
-            return self._first.master(rpc_layer=rpc_layer or self._rpc_layer)
-        return super().master(task_type, task_id, rpc_layer)
+    def _unnamed_master(self, rpc_layer: str | None) -> str:
+        return self._first.master(rpc_layer=rpc_layer or self._rpc_layer)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
+    def _accelerators_of(
+        self, task_type: str | None, task_id: int | None
     ) -> dict[str, int]:
         return self._first.num_accelerators(task_type, task_id)
 

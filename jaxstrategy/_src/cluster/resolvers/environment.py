@@ -56,18 +56,6 @@ class TFConfigClusterResolver(ClusterResolver):
 
     _is_lone_master = False
 
-    def __init__(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-        environment: str = "",
-    ) -> None:
-        self._task_type = task_type
-        self._task_id = task_id
-        self._rpc_layer = rpc_layer
-        self._environment = environment
-
     def cluster_spec(self) -> ClusterSpec:
         """The cluster of `TF_CONFIG`, without jobs if there is none.
 
@@ -199,11 +187,8 @@ class SageMakerClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ) -> None:
+        super().__init__(task_type, task_id, rpc_layer, environment or "")
         self._port = checked_port(port, "port")
-        self._task_type = task_type
-        self._task_id = task_id
-        self._rpc_layer = rpc_layer
-        self._environment = environment or ""
 
     def cluster_spec(self) -> ClusterSpec:
         """The hosts as workers, without jobs if SageMaker names no host.

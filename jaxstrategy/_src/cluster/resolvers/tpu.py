@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import io
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -147,35 +146,38 @@ class TopologyMessage:
 
 def _fields(message: bytes) -> collections.defaultdict[int, bytes]:
     """What each field holds, by its number; several of one number are joined."""
-    found = collections.defaultdict[int, bytes](bytes)
-    stream = io.BytesIO(message)
-    while (start := stream.tell()) < len(message):
-        key = _number(stream)
-        kind, start = key & 7, stream.tell()
+    found, at = collections.defaultdict[int, bytes](bytes), 0
+    while at < len(message):
+        key, at = _number(message, at)
+        kind, start = key & 7, at
         if kind == _NUMBER:
-            _number(stream)
+            _, at = _number(message, at)
         else:
-            size = _number(stream) if kind == _BYTES else _SIZES[kind]
-            start = stream.tell()
-            if len(stream.read(size)) < size:
-                raise IndexError("it ends too early")
-        found[key >> 3] += message[start : stream.tell()]
+            size, start = _number(message, at) if kind == _BYTES else (_SIZES[kind], at)
+            at = start + size
+        if at > len(message):
+            raise IndexError("it ends too early")
+        found[key >> 3] += message[start:at]
     return found
 
 
 def _numbers(packed: bytes) -> list[int]:
-    stream = io.BytesIO(packed)
-    return [_number(stream) for _ in range(sum(byte < 0x80 for byte in packed))]
+    found, at = [], 0
+    while at < len(packed):
+        number, at = _number(packed, at)
+        found.append(number)
+    return found
 
 
-def _number(stream: io.BytesIO) -> int:
-    """The next number, which is written in groups of 7 bits."""
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """A number, which is written in groups of 7 bits, and where the next one begins."""
     number = shift = 0
     while True:
-        byte = stream.read(1)[0]
+        byte = data[at]
+        at += 1
         number |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return number
+            return number, at
         shift += 7
 
 
@@ -393,18 +395,12 @@ class TPUClusterResolver(ClusterResolver):
     def __repr__(self) -> str:
         return f"TPUClusterResolver({self.tpu!r})"
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
+    def _accelerators_of(
+        self, task_type: str | None, task_id: int | None
     ) -> dict[str, int]:
-        """The TPU cores of this host, as `{"TPU": 4}`; all hosts of a TPU have as many.
-
-        It asks JAX, which starts the devices; in a cluster, build the strategy first.
-        """
         import jax  # only here, as in `cluster_resolver`
 
+        # All hosts of a TPU have as many.
         tpus = [device for device in jax.local_devices() if device.platform == "tpu"]
         return {"TPU": len(tpus)}
 
