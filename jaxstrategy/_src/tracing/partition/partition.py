@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
@@ -56,73 +56,48 @@ def inline_calls(
     jaxpr: Jaxpr, stays: Callable[[Equation], bool] = lambda _: False
 ) -> InlinedJaxpr:
     """Inlines calls, but those of shard functions, and equations that `stays` names."""
-    inlining = _Inlining(stays)
-    names: _Names = {}
-    inlining.add(jaxpr.eqns, names)
-    outvars = [_read(names, atom) for atom in jaxpr.outvars]
-    invars = [*jaxpr.invars, *inlining.constant_vars]
-    inlined = jaxpr_of(invars, inlining.eqns, outvars)
-    return InlinedJaxpr(inlined, inlining.constants, inlining.calls)
+    eqns: list[Equation] = []
+    constants: list[Leaf] = []
+    constant_vars: list[Var] = []
+    around: dict[Var, tuple[Equation, ...]] = {}
 
-
-@final
-class _Inlining:
-    """The equations so far, and their constants."""
-
-    def __init__(self, stays: Callable[[Equation], bool]) -> None:
-        self._stays = stays
-        self.eqns: list[Equation] = []
-        self.constants: list[Leaf] = []
-        self.constant_vars: list[Var] = []
-        self.calls: dict[Var, tuple[Equation, ...]] = {}
-
-    def add(
-        self, eqns: Sequence[Equation], names: _Names, calls: tuple[Equation, ...] = ()
-    ) -> None:
-        """Adds equations, with some variables replaced by `names`."""
-        for eqn in eqns:
-            operands = [_read(names, atom) for atom in eqn.invars]
-            called = None if self._stays(eqn) else self._callee(eqn)
-            if called is None:
-                outvars = self._outvars(eqn, names) if calls else eqn.outvars
-                self.calls.update((var, calls) for var in outvars if calls)
-                new = eqn.replace(invars=operands, outvars=list(outvars))
-                self.eqns.append(new)
-                continue
-            inner = plain(called)
-            own: _Names = dict(zip(inner.invars, operands, strict=True))
-            own.update(self._constants(called))
-            self.add(inner.eqns, own, (eqn, *calls))
-            results = [_read(own, atom) for atom in inner.outvars]
-            names.update(zip(eqn.outvars, results, strict=True))
-
-    def _callee(self, eqn: Equation) -> ClosedJaxpr | None:
+    def callee(eqn: Equation) -> ClosedJaxpr | None:
         """The function of an equation that only calls it; None of others."""
         name = eqn.primitive.name
-        if name in _WRAPPERS:
-            called = eqn.params[_WRAPPERS[name]]
-            inner = plain(called)
-            is_wrapper = _wraps_shard_function(inner) or any(
-                self._stays(each) for each in all_eqns(inner)
-            )
-            return called if is_wrapper else None
-        if name not in _CALLS or shard_function(eqn) is not None:
+        if stays(eqn) or name not in {**_CALLS, **_WRAPPERS}:
             return None
-        return eqn.params[_CALLS[name]]
+        if name in _CALLS:
+            return None if shard_function(eqn) else eqn.params[_CALLS[name]]
+        called = eqn.params[_WRAPPERS[name]]
+        has_any = _wraps_shard_function(plain(called))
+        has_any = has_any or any(map(stays, all_eqns(plain(called))))
+        return called if has_any else None
 
-    def _outvars(self, eqn: Equation, names: _Names) -> list[Var]:
-        for var in eqn.outvars:
-            if not isinstance(var, DropVar):
-                names[var] = core.Var(var.aval)
-        return [names.get(var, var) for var in eqn.outvars]
+    def add(inner: Any, names: _Names, calls: tuple[Equation, ...]) -> list[Atom]:
+        """Adds equations, with variables replaced by `names`; returns the results."""
+        for eqn in inner.eqns:
+            operands = [_read(names, atom) for atom in eqn.invars]
+            if (called := callee(eqn)) is not None:
+                function: Any = plain(called)
+                fresh = [core.Var(var.aval) for var in function.constvars]
+                constants.extend(getattr(called, "consts", ()))
+                constant_vars.extend(fresh)
+                inputs = (*function.invars, *function.constvars)
+                own = dict(zip(inputs, (*operands, *fresh), strict=True))
+                results = add(function, own, (eqn, *calls))
+                names.update(zip(eqn.outvars, results, strict=True))
+                continue
+            if calls:
+                named = (var for var in eqn.outvars if not isinstance(var, DropVar))
+                names.update((var, core.Var(var.aval)) for var in named)
+            outvars = [_read(names, var) for var in eqn.outvars]
+            around.update((var, calls) for var in outvars if calls)
+            eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        return [_read(names, atom) for atom in inner.outvars]
 
-    def _constants(self, called: ClosedJaxpr) -> _Names:
-        inner = plain(called)
-        values = getattr(called, "consts", ())
-        fresh = [core.Var(var.aval) for var in inner.constvars]
-        self.constants += values
-        self.constant_vars += fresh
-        return dict(zip(inner.constvars, fresh, strict=True))
+    outvars = add(jaxpr, {}, ())
+    inlined = jaxpr_of([*jaxpr.invars, *constant_vars], eqns, outvars)
+    return InlinedJaxpr(inlined, constants, around)
 
 
 def _read(names: _Names, atom: Atom) -> Atom:
