@@ -715,6 +715,7 @@ def test_arrays_are_not_compressed(tmp_path, two):
     assert sum(path.stat().st_size for path in files) > 2**20
 
 
+@pytest.mark.slow
 def test_without_orbax_the_extra_is_named(tmp_path):
     code = f"""
 import sys

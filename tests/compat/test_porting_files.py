@@ -51,6 +51,15 @@ def test_check_tells_whether_something_is_left(file):
     assert main([str(file)]) == 0
 
 
+def test_lines_are_those_of_the_file_that_is_left(file, capsys):
+    file.write_text(f"import os\n{OLD}x = tf.cast(s, tf.int32)\ntf.keras.Modell()\n")
+    main([str(file)])
+    assert f"{file}:5:1: decide: tf.keras.Modell: " in capsys.readouterr().out
+    main(["--write", str(file)])
+    assert file.read_text().splitlines()[6] == "tf.keras.Modell()"
+    assert f"{file}:7:1: decide: tf.keras.Modell: " in capsys.readouterr().out
+
+
 def test_encodings_and_ends_of_lines_stay(tmp_path):
     latin = tmp_path / "latin.py"
     latin.write_bytes(f"# coding: latin-1\r\nx = 'é'; {OLD}".encode("latin-1"))
