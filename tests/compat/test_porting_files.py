@@ -41,6 +41,23 @@ def test_write_changes_the_file_once(file, capsys):
     assert "changed 1 file; 0 to decide" in capsys.readouterr().err
 
 
+def test_a_full_disk_leaves_the_old_program(file):
+    code = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))  # bytes of a file
+runpy.run_module("jaxstrategy.compat.port", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--write", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode and "File too large" in done.stderr
+    assert file.read_text() == OLD
+    assert os.listdir(file.parent) == ["train.py"]
+
+
 def test_check_tells_whether_something_is_left(file):
     assert main(["--check", str(file)]) == 1
     assert file.read_text() == OLD

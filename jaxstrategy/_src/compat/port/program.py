@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import re
+import shutil
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -140,7 +141,15 @@ class ProgramFile:
         return CodePlace(cell, place.line - last, place.column)
 
     def write(self, text: str) -> None:
-        self.path.write_bytes(text.encode(self._encoding))
+        # At once, so that a full disk leaves the old program.
+        path = self.path.resolve()
+        draft = path.with_name(f".{path.name}.ported")
+        try:
+            draft.write_bytes(text.encode(self._encoding))
+            shutil.copymode(path, draft)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def _source(cell: dict[str, Any]) -> str:
