@@ -391,6 +391,18 @@ def test_a_hostile_head_is_an_error_and_takes_no_memory():
             sender.join()
 
 
+def test_contents_larger_than_the_memory_are_an_error():
+    with connected() as (here, there):
+        here._sock.sendall(array_of((1 << 37,), 1 << 37, "int8"))
+
+        def take(size):
+            raise MemoryError
+
+        there._buffers = type("N", (), {"take": staticmethod(take)})()
+        with pytest.raises(FrameError, match="is larger than the memory"):
+            there.receive()
+
+
 def test_changed_and_cut_off_messages_never_do_worse_than_an_error():
     """Of streams with keys: within a host the kernel changes nothing."""
     chance = random.Random(1)

@@ -101,8 +101,9 @@ def test_what_is_said_before_the_end_arrives(serve, call):
     client.send(b"x" * 3_000_000)
     client.close()
     until(lambda: server.seen == [[b"x" * 3_000_000]])
-    with pytest.raises(LostError, match="is closed"):
-        client.request(b"x")
+    for say in (client.request, client.send):
+        with pytest.raises(LostError, match="is closed"):
+            say(b"x")
 
 
 # Strangers

@@ -578,3 +578,12 @@ def test_a_list_that_is_none_is_an_error():
     with answering([pickle.dumps(Bomb())]) as address:
         with pytest.raises(rpc.InternalError, match="lists no methods"):
             rpc.Client.create("grpc", address, timeout_in_ms=60_000)
+
+
+def test_an_answer_that_is_no_outcome_is_an_error():
+    methods = [["get", ["tuple", []], LEAF]]
+    listed = [json.dumps([{"largest": 100, "methods": methods}, []]).encode()]
+    with answering(listed, [b"[null, []]"]) as address:
+        with rpc.Client.create("grpc", address) as client:
+            with pytest.raises(rpc.InternalError, match="something else than its out"):
+                client.get().get_value()
