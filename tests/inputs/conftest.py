@@ -1,1 +1,1 @@
-from helpers.shared import four, pytest_collection_modifyitems, two  # noqa: F401
+from helpers.shared import four, two  # noqa: F401

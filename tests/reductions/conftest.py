@@ -1,5 +1,5 @@
 import pytest
-from helpers.shared import four, pytest_collection_modifyitems, two  # noqa: F401
+from helpers.shared import four, two  # noqa: F401
 
 
 @pytest.fixture(scope="module")
