@@ -473,6 +473,13 @@ def train_and_kill(root):
     finished(training(root / "killed", 4, 0.5, root / "killed.npz"))
 
 
+def train_with_fewer(root):
+    """Training without dropout, to its end; and killed, then resumed by fewer."""
+    finished(training(root / "whole", 4, 0.0, root / "whole.npz"))
+    killed(training(root / "fewer", 4, 0.0), lambda step: step == 21)
+    finished(training(root / "fewer", 2, 0.0, root / "fewer.npz"))
+
+
 def arrays_in(file):
     with np.load(file) as loaded:
         return [loaded[f"arr_{i}"] for i in range(len(loaded.files))]
@@ -488,6 +495,14 @@ def test_killed_training_resumes_bit_by_bit(tmp_path):
     resumed = arrays_in(tmp_path / "killed.npz")
     for ours, theirs in zip(whole, resumed, strict=True):
         assert ours.dtype == theirs.dtype and ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.slow
+def test_killed_training_resumes_with_fewer_replicas_within_rounding(tmp_path):
+    run_script("train_with_fewer", tmp_path)
+    whole, fewer = (arrays_in(tmp_path / f"{name}.npz") for name in ("whole", "fewer"))
+    for ours, theirs in zip(whole, fewer, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,27 @@ def test_sigterm_to_one_process_ends_the_job(job):
         assert f"process {who} (host " in running.ranks[1 - who].output
 
 
+# A program that has started JAX's runtime itself, and then asks for the processes.
+ADOPTED = """
+import os, time
+import jax
+RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+jax.distributed.initialize(os.environ["JAXSTRATEGY_COORDINATOR"], 2, RANK)
+import jaxstrategy as js
+js.MultiWorkerMirroredStrategy()
+print("going")
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_where_the_user_has_started_jax(job):
+    with job(ADOPTED, started=False) as running:
+        running.wait_for("going")
+        running.signal(1, signal.SIGTERM)
+        assert running.wait(20) == [76, -signal.SIGTERM]
+
+
 @pytest.mark.slow
 def test_a_handler_of_the_users_own_stays(job):
     script = """

@@ -628,11 +628,8 @@ def test_a_variable_that_is_dropped_frees_its_memory(two, kind):
     dropped = weakref.ref(v)
     del v, by_closure
     gc.collect()
-    # The step that it was an argument of is still there. The program of the other one
-    # has its constant until that of another function is made.
-    assert dropped() is None
-    two.run(lambda: kind)
-    assert live() == before
+    # The step that it was an argument of is still there.
+    assert dropped() is None and live() == before
     with two.scope():
         w = js.Variable(np.ones(SHAPE))
     two.run(by_argument, (w,))

@@ -46,10 +46,15 @@ class FunctionKey(NamedTuple):
         return not (self.tokens and isinstance(self.tokens[0], _Unshared))
 
     @property
-    def is_gone(self) -> bool:
-        """Whether an object died without which no function can have this key."""
+    def identities(self) -> list[Identity]:
+        """The objects without which no function can have this key any more."""
         tokens = (self.code, *self.tokens)
-        return any(token.is_gone for token in tokens if isinstance(token, Identity))
+        return [token for token in tokens if isinstance(token, Identity)]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether one of these died."""
+        return any(identity.is_gone for identity in self.identities)
 
 
 class _Unshared(Identity):
@@ -60,8 +65,8 @@ class _Unshared(Identity):
 class FunctionCache:
     """All programs of a strategy: functions with equal keys share theirs.
 
-    The programs of functions that died stay, a few for each code, until another is made
-    after their code died: the function around them may define them anew.
+    The programs of functions that died stay, a few for each code, as long as the code
+    and what they captured: the function around them may define them anew.
     """
 
     def __init__(
@@ -114,6 +119,9 @@ class FunctionCache:
             frozen=self._frozen,
         )
         self._purge(key.code)
+        # At once: programs may hold large constants.
+        on_death = weak_method(self, FunctionCache._purge, None)
+        made.watched = [each.watch(on_death) for each in key.identities]
         return self._table.setdefault(key, made)  # or another thread's
 
     def share_mutating(
@@ -140,7 +148,7 @@ class FunctionCache:
         if self._table.get(key) is programs:
             del self._table[key]
 
-    def _purge(self, code: Identity | None = None) -> None:
+    def _purge(self, code: Identity | None = None, *_: object) -> None:
         """Drops programs that no function can use any more, and old ones of `code`."""
         items = list(self._table.items())
         unused = [key for key, programs in items if not programs.is_in_use]

@@ -237,6 +237,8 @@ class ProgramCache:
         self.owner: object | None = None
         self.traces = 0
         self.has_succeeded = False
+        # Weak references whose callbacks drop programs; kept alive here.
+        self.watched: list[object] = []
         self._watched_handles: list[weakref.ref[per_replica.Handle]] = []
         self._returned = Returned()
         # By signature; without static arguments also by the structure of the arguments,

@@ -71,6 +71,12 @@ class Identity:
     def __hash__(self) -> int:
         return self._id
 
+    def watch(self, on_death: Callable[[object], object]) -> object:
+        """A reference that calls `on_death` as long as it is kept, if it may die."""
+        if not isinstance(self.get, weakref.ref) or (value := self.get()) is None:
+            return None
+        return weakref.ref(value, on_death)
+
     @property
     def is_gone(self) -> bool:
         """Whether the object died."""
