@@ -1,4 +1,4 @@
-"""Large tables of which each replica keeps some rows: lookups and sparse updates.
+"""Large tables sharded over replicas by rows: lookups and sparse updates.
 
 The functions mean the same on a whole table, on one device or on many. Under a strategy
 with `js.StateSharding("state")` the rows that are looked up, and their gradients, go

@@ -900,7 +900,7 @@ def _as_array(
 def _misfit(
     arrays: Sequence[np.ndarray], specs: Sequence[jax.ShapeDtypeStruct], what: str
 ) -> str | None:
-    """What is wrong with arrays, of which others were expected; None if nothing."""
+    """Why arrays are not the expected ones; None if they are."""
     if len(arrays) != len(specs):
         return f"Expects {len(specs)} {what}s but {len(arrays)} are provided"
     for i, (array, spec) in enumerate(zip(arrays, specs, strict=True)):

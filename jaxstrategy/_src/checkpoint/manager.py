@@ -611,7 +611,7 @@ class CheckpointManager:
         read: Callable[[Mapping[str, Reading]], dict[str, Array]],
         **told: Any,
     ) -> PyTree:
-        """The state with what was saved, of which `told` is also known."""
+        """The state with the saved values; `told` is known of it, too."""
         state = State(state_like, self._replicas())
         what = self._what("restore", record.step)
         agreement.compare_leaves(what, list(state.leaves))

@@ -1,4 +1,4 @@
-"""Snapshots in the memory of hosts, of which each has its part and a neighbour's.
+"""Snapshots in the memory of hosts: each has its own part and a neighbour's.
 
 A file holds what one process has saved: a header of JSON, with the record and where
 each piece of an array stands, then the bytes of the pieces. Its name has a checksum.
@@ -460,7 +460,7 @@ def _partition(
 
 
 def _lacking(record: Record, pieces: Mapping[str, Any]) -> str | None:
-    """A value of which no host has some part."""
+    """A value that the hosts do not have completely."""
     for name, entry in record.leaves.items():
         if entry["kind"] in ("array", "per_replica"):
             size = math.prod((*entry["shape"], *entry.get("words", ())))

@@ -417,7 +417,7 @@ def _restore_device_array(leaf: Leaf, entry: Entry, array: Array | None) -> obje
     return jnp.asarray(found) if sharding is None else mesh.place(found, sharding)
 
 
-# Variables, of which the value is saved: that of all copies together.
+# Variables: the value of all copies together is saved.
 
 
 def _check_has_value(leaf: Leaf) -> None:

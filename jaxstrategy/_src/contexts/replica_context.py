@@ -212,7 +212,7 @@ class ReplicaContext:
         state: CompressionState,
         options: CommunicationOptions,
     ) -> tuple[PyTree, CompressionState]:
-        """`value` reduced over all replicas, of which only a part is sent.
+        """`value` reduced over all replicas, compressed before it is sent.
 
         What is not sent is kept in the state, and added to the value of the next call
         (*error feedback*, arXiv:1901.09847), so that over many steps all arrives.

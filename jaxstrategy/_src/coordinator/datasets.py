@@ -37,7 +37,7 @@ _AHEAD = 2
 
 
 class NoElements(ValueError):
-    """A dataset is empty of which an element is needed."""
+    """A dataset is empty, and an element of it is needed."""
 
 
 @final
@@ -218,7 +218,7 @@ def _arguments(make: Callable[..., Dataset]) -> tuple[InputContext, ...]:
 
 @final
 class PerWorkerDataset:
-    """A dataset of which each worker reads all elements, unless it is told otherwise.
+    """A dataset that each worker reads completely, unless it is told otherwise.
 
     Made by `ClusterCoordinator.create_per_worker_dataset`. `iter(dataset)` is an
     iterator on each worker, which scheduled functions take as an argument.

@@ -36,7 +36,7 @@ Array: TypeAlias = np.ndarray | jax.Array
 _VERSION = 2  # of states
 # Of so many steps at once the processes agree at most, times replicas.
 _MOST_AHEAD = 1 << 16
-# Said of a batch no row of which is missing.
+# Said of a batch without missing rows.
 _FULL = 0
 # Of a batch so many rows and numbers are looked at, to know it again.
 _HEAD_ROWS, _HEAD = 8, 1024

@@ -1,7 +1,7 @@
 """A loop over a dataset, and on the terminal or in the notebook how far it is.
 
 rich or tqdm draws the line. What is here is what they do not know: steps and examples
-per second, of which only real rows count; that one process of several draws; and that
+per second (only real rows count); that one process of several draws; and that
 neither need be installed.
 """
 

@@ -166,7 +166,7 @@ _MOST_REPEATS = 3  # of one request; it may be what breaks the connection
 
 @final
 class Peer:
-    """Another process, of which any number of threads may ask something at once.
+    """Another process; any number of threads may send it requests at once.
 
     Args:
       name: of it, for people.

@@ -78,7 +78,7 @@ class Input(NamedTuple):
 
 
 class ShippedTable(NamedTuple):
-    """A table, or the shards of one, of which a function uses some rows."""
+    """A table, or its shards, that a function uses some rows of."""
 
     shards: tuple[int, ...]  # its variables, in the order of their rows
     starts: tuple[int, ...]  # the first row of each shard, and last that of all rows

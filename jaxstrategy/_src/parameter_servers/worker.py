@@ -149,7 +149,7 @@ class _Seen(NamedTuple):
 
 @final
 class LookaheadIterator:
-    """An iterator of which some elements were looked at before they are taken."""
+    """An iterator whose next elements can be looked at before they are taken."""
 
     def __init__(self, iterator: Iterator[PyTree]) -> None:
         self._iterator = iterator

@@ -216,7 +216,7 @@ class PlannedLayout:
         sent = compiled_program.compiled_collectives(
             text, strategy._replicas, outermost=__file__
         )
-        # Measured links are those of which a ring takes the measured time. On TPUs XLA
+        # Links are measured by a ring, which takes that time. On TPUs XLA
         # does not say how often loops turn, and the trace does.
         algorithm = "ring" if machine.topology.messages else "fastest"
         sending = sum(found.seconds(machine.topology, algorithm) for found in sent)

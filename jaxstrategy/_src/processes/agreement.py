@@ -98,7 +98,7 @@ class Operation:
     programs: Sequence[ProgramPrint] = ()  # that must be the same in all processes
 
     def told(self) -> list[Json]:
-        """The operation as JSON, of which `Operation(*told)` makes it again."""
+        """The operation as JSON; `Operation(*told)` is its inverse."""
         return [self.name, self.where, list(self.kinds), list(self.programs)]
 
     @property

@@ -489,8 +489,8 @@ class _Socket:
                 # for events always does.
                 if cast(int, self.socket.events) & zmq.POLLOUT:
                     self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-                # Else it has ended, of which the loop tells in a moment.
-            # Sending takes in what came meanwhile, of which nothing else would tell.
+                # Else it has ended, and the loop reports that in a moment.
+            # Sending takes in what came meanwhile, and nothing else would report it.
             is_readable = cast(int, self.socket.events) & zmq.POLLIN
         if is_readable:
             self.loop.call(self.readable)

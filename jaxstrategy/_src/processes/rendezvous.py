@@ -48,7 +48,7 @@ Message: TypeAlias = dict[str, Json]
 """What processes tell each other, an object of JSON."""
 
 SAME = ("jaxstrategy", "jax", "jaxlib")
-"""Packages of which all processes must have the same version."""
+"""Packages whose versions must be equal in all processes."""
 LARGEST = 1 << 28
 """Bytes of a message to process 0."""
 

@@ -245,7 +245,7 @@ class LowRankCompression:
         self._options = options
 
     def takes(self, shape: Sequence[int]) -> bool:
-        """Matrices of which little enough is sent."""
+        """Whether a matrix is compressed enough to be worth it."""
         if len(shape) < 2 or 0 in shape:
             return False
         rows, columns, rank = math.prod(shape[:-1]), shape[-1], self._options.rank

@@ -39,7 +39,7 @@ class HowReduced:
 
     op: ReduceOp
     options: CommunicationOptions | None = None
-    groups: Groups | None = None  # of replicas, each of which has a result of its own
+    groups: Groups | None = None  # of replicas, each with its own result
 
 
 @final
@@ -190,7 +190,7 @@ class LocalReduction:
 
 
 class SameShapes(LocalReduction):
-    """Reductions of which only the shapes and types of the results count."""
+    """Reductions for shapes and types alone; values do not count."""
 
     def reduce_leaves(self, how: HowReduced, leaves: Sequence[Leaf]) -> list[Leaf]:
         found = super().reduce_leaves(how, leaves)
@@ -324,7 +324,7 @@ RunCollective = Callable[[EagerCollective, Sequence[jax.Array]], PyTree]
 
 @final
 class EagerReduction:
-    """Reductions of eager replicas, each of which runs collectives with its arrays."""
+    """Reductions of eager replicas: each runs collectives with its arrays."""
 
     def __init__(self, run_collective: RunCollective) -> None:
         self._run_collective = run_collective

@@ -150,10 +150,10 @@ class ShardFunction:
     # `jax.vmap` keeps the name, and adds a dimension.
     ranks: tuple[int, ...]
     of_parts: Callable[..., Result]
-    # The operands of which `of_parts` takes parts, along dimension 0. The others it
+    # The operands that `of_parts` takes parts of, along dimension 0. The others it
     # takes whole: each replica's own, which may differ unless `are_rest_equal`.
     divided: tuple[int, ...]
-    returns_divided: tuple[int, ...] = ()  # the results of which it gives a part
+    returns_divided: tuple[int, ...] = ()  # the results that are parts
 
     @property
     def are_rest_equal(self) -> bool:
@@ -235,7 +235,7 @@ def rows_of_tables(
     rows = jnp.zeros(())
     for number, (own, is_own) in enumerate(own_rows(ids, row_starts(tables))):
         table = tables[number]
-        if not len(table):  # of which JAX gathers nothing
+        if not len(table):  # JAX gathers nothing from it
             table, own = jnp.zeros((1, *table.shape[1:]), table.dtype), own + 1
         found = take(table, own)
         rows = jnp.where(over_rows(is_own, found), found, rows) if number else found
@@ -346,7 +346,7 @@ def part_of_sum(
 
 
 def _without_missing(ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """`rows`, of which those with id -1 are zeros."""
+    """`rows`, with zeros for ids of -1."""
     return jnp.where(over_rows(ids < 0, rows), jnp.zeros_like(rows), rows)
 
 

@@ -337,7 +337,7 @@ def tpu_slice(name: str) -> Sequence[Any]:
             '"v5p-64" or "v5e:4x8".'
         )
     kind = f"{match[1]}{match[2] or ''}".replace("litepod", "e")
-    # By chips those that lie in a plane, by cores, of which a chip has two, the others.
+    # Planes are counted in chips, the others in cores, two for each chip.
     sides = [1, 1] if kind.endswith("e") else [1, 1, 1]
     while match[4] and math.prod(sides) < int(match[4]) // (len(sides) - 1):
         sides[sides.index(min(sides))] *= 2

@@ -109,7 +109,7 @@ def is_spec(value: object) -> TypeGuard[InnerSpec]:
 
 
 def assembled(array: jax.Array) -> np.ndarray:
-    """All of an array of which this process has all shards."""
+    """The whole array, where this process has all shards."""
     host = np.zeros(array.shape, array.dtype)
     for shard in array.addressable_shards:
         host[shard.index] = shard.data

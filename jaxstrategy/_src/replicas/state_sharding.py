@@ -51,7 +51,7 @@ class LeafSharding:
 @final
 @dataclasses.dataclass(frozen=True)
 class StateSharding:
-    """The part of the state of which each replica keeps 1/N, instead of all of it.
+    """The part of the state that is sharded: each replica keeps 1/N of it.
 
     Steps, their results and their numbers are those of whole state: only where an array
     lies is another thing, and what a step sends. Shapes are the logical ones.

@@ -318,7 +318,7 @@ class Topology:
         return dataclasses.replace(self, replicas=count, inside=fullest)
 
     def with_replicas_per_device(self, count: int) -> Topology:
-        """The same links between devices, each of which has `count` of the replicas.
+        """The same links between devices with `count` replicas each.
 
         Raises:
           TypeError: it is not a whole number.

@@ -91,7 +91,7 @@ class IteratorSlot:
     elements: tuple[Element, ...]
 
     def type(self, turn: int) -> Element:
-        """What the element is like of which so many are taken before."""
+        """The type of the element after so many others."""
         return self.elements[min(turn, len(self.elements) - 1)]
 
     def __iter__(self) -> NoReturn:

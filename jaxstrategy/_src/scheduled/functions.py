@@ -112,7 +112,7 @@ TracedFunction: TypeAlias = tuple[
     Sequence[Leaf],
     Sequence[IteratorSlot],
 ]
-"""What was traced: the function, and of which arguments."""
+"""What was traced: the function, and the types of its arguments."""
 
 
 @final
@@ -164,7 +164,7 @@ class HostCode:
 
 
 def _blank(leaf: Leaf) -> Leaf:
-    """An array of the type of one, of which nobody looks at the numbers."""
+    """A placeholder for an array, of the same type."""
     if isinstance(leaf, jax.Array) and not isinstance(leaf, np.ndarray):
         return jax.numpy.zeros(leaf.shape, leaf.dtype)
     array = np.asarray(leaf)

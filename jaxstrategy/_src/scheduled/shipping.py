@@ -163,7 +163,7 @@ class _Operations:
 
     Attributes:
       all: in their order.
-      versions: of which input a variable of the trace is what it held at some point.
+      versions: the input whose value at some point a variable of the trace is.
       whole: the inputs whose changes these are; others change in branches or loops.
       tables: by the inputs that are its shards, the reads and changes of a table.
     """
@@ -233,7 +233,7 @@ class _Operations:
                 yield shards, None
 
     def _held(self, atoms: Iterable[Atom]) -> set[int]:
-        """The inputs of which some atoms are what they held at some point."""
+        """The inputs whose values at some point these atoms are."""
         return {self.versions[a] for a in variables(atoms) if a in self.versions}
 
     def _with_late_ids(

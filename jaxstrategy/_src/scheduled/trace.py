@@ -130,7 +130,7 @@ class Recorder:
     def note_mask(
         self, array: jax.Array, mask: jax.Array, element: tuple[int, int]
     ) -> None:
-        """Takes note of which rows are real of an array."""
+        """Records the mask of an array's rows."""
         place = self._elements.setdefault(element, len(self._elements))
         self._batches.append(BatchArray(array, mask, place))
 

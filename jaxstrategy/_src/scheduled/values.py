@@ -144,7 +144,7 @@ def _on_device(leaf: object) -> object:
 
 
 class WorkerArgument:
-    """An argument of a scheduled function of which each worker has its own."""
+    """An argument of a scheduled function that each worker has its own version of."""
 
 
 class PerWorkerValue(WorkerArgument):

@@ -1,1 +1,1 @@
-"""Large tables of which each replica keeps some rows: lookups and sparse updates."""
+"""Large tables sharded over replicas by rows: lookups and sparse updates."""

@@ -143,7 +143,7 @@ _PAUSE = 0.05  # between two looks whether a variable is there
 
 @final
 class _JointPool(ServerPool):
-    """The servers of a strategy of which each worker process has one."""
+    """The servers of a strategy, one for each worker process."""
 
     def __init__(self, servers: Sequence[AbstractServer], is_chief: bool) -> None:
         super().__init__(servers)

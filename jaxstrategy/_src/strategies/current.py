@@ -182,7 +182,7 @@ class _ShardedType(type):
 
 
 class Sharded(metaclass=_ShardedType):
-    """The type of values of which every replica has a part, as a type to test for.
+    """The type of values sharded over replicas, for `isinstance`.
 
     Such a value is a plain `jax.Array` of its logical shape that is divided over the
     replicas' devices; to a step it is whole, and equal on all of them. A strategy with

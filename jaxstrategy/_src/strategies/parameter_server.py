@@ -417,7 +417,7 @@ class ParameterServerStrategy(Strategy):
         """`dataset`, each of its global batches divided over a worker's replicas.
 
         For the function given to `ClusterCoordinator.create_per_worker_dataset`, or to
-        be given to that itself: the batches are read on the workers, each of which
+        be given to that itself: the batches are read on the workers, and each of them
         reads all of them.
 
         Args:

@@ -165,7 +165,7 @@ def _sizes(given: object, name: str) -> tuple[int, ...]:
 
 
 def _root(number: int, degree: int) -> int:
-    """The smallest number of which the power of this degree is `number` or more."""
+    """The smallest integer whose power of this degree is `number` or more."""
     return next(root for root in itertools.count(1) if root**degree >= number)
 
 
@@ -288,7 +288,7 @@ class DeviceAssignment:
         return tuple(self._cores[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """The replicas of which this core is a device of this task, in order.
+        """The replicas that this core of the task belongs to, in order.
 
         Args:
           task_id: the number of the task, which is a process.

@@ -287,7 +287,7 @@ def _is_same_in_all_processes(name: str, traced: ClosedJaxpr) -> bool:
 
 @final
 class _Programs:
-    """Builds one state by several programs, of which none needs much memory."""
+    """Builds one state by several programs, so that none needs much memory."""
 
     def __init__(
         self,

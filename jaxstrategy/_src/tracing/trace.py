@@ -282,7 +282,7 @@ def _trace_in_shard_map(
     layouts: Sequence[ReplicaLayout],
     replicas: Replicas,
 ) -> OneReplica:
-    """Traces one replica inside a `shard_map`, of which only the body is used."""
+    """Traces one replica inside a `shard_map`, and takes only its body."""
     # `REPLICATED` for all outputs is no claim, as the `shard_map` is not kept.
     mapped = on_own_devices(replica, replicas, layouts, REPLICATED)
 

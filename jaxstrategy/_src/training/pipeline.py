@@ -315,7 +315,7 @@ def _joined(parts: jax.Array) -> jax.Array:
 
 
 def _checked(layer: Layer) -> Layer:
-    """`layer`, of which the next one can take what it returns."""
+    """`layer`, checked: the next one can take what it returns."""
 
     def called(params: PyTree, given: PyTree) -> PyTree:
         returned = layer(params, given)
@@ -363,7 +363,7 @@ def _type_of(leaf: Leaf) -> str:
     return array_type(array.dtype, array.shape)
 
 
-# Random keys, of which only the numbers can be sent from stage to stage.
+# Random keys: only their numbers can be sent from stage to stage.
 
 
 def _of_numbers(x: PyTree) -> PyTree:

@@ -315,7 +315,7 @@ def copies_of(
 
 
 def owner_of(value: object) -> Handle | None:
-    """The variable of which `value` is a copy, None of other values."""
+    """The variable that `value` is a copy of, None of other values."""
     # An id may be that of another object by now.
     return _owners.get(id(value)) if _copies.get(id(value)) is value else None
 

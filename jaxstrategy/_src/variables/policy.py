@@ -28,7 +28,7 @@ from jaxstrategy._src.variables.sharding_choice import Partitioner, PartitionFun
 class VariablePolicy(AbstractVariablePolicy):
     """Chooses how each variable is kept that is made in the scope of a strategy."""
 
-    # How many shards each variable has, of which each is then a variable of its own,
+    # How many shards each variable has; each is then a variable of its own,
     # made in their order; None: there are no shards.
     partitioner: PartitionFunction | None = None
 

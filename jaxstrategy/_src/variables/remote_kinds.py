@@ -369,7 +369,7 @@ def server_kind_of(variable: Handle | Replicas | None) -> ServerKind | None:
     return kind if isinstance(kind, ServerKind) else None
 
 
-# Variables of which each worker of a coordinator has a copy.
+# Variables with a copy on each worker of a coordinator.
 
 
 @final
@@ -419,7 +419,7 @@ class PerWorkerKind(VariableKind):
         return "/job:worker/device:CPU:0"  # TensorFlow's name for the workers' memory
 
     def begin(self, start: Start, choice: ShardingChoice) -> OwnCell:
-        """The copies, each of which a worker makes when it needs it."""
+        """The copies; a worker makes its own when it needs it."""
         if choice.divides:
             raise ValueError(
                 f"Variable {self.name!r} was made with `sharding` and with "

@@ -82,7 +82,7 @@ def _changing(operation: str) -> Callable[..., tuple[jax.Array, ...]]:
     return call
 
 
-# Lookups, of which a function that is differentiated takes note.
+# Lookups, recorded by the function that is differentiated.
 
 
 class Lookup(NamedTuple):

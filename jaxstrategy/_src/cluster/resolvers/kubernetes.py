@@ -360,7 +360,7 @@ def _checked_selectors(given: object) -> dict[str, list[str]]:
             'label selectors was wanted, as {"worker": ["job-name=train"]}.'
         )
     for job, selectors in given.items():
-        # A string is a sequence, of which each letter would be a selector.
+        # A string is a sequence: each letter would be a selector.
         if (
             not isinstance(selectors, Sequence)
             or isinstance(selectors, str)

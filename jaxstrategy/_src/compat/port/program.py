@@ -41,7 +41,7 @@ class CodePlace(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Names of which the same is to know or to decide, with their places."""
+    """Names with the same advice, and where they are used."""
 
     text: str
     names: tuple[tuple[str, tuple[CodePlace, ...]], ...]

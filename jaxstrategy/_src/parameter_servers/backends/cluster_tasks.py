@@ -401,7 +401,7 @@ class _ClusterGroup(TaskGroup):
 
 @final
 class ClusterTasks(TaskBackend):
-    """The tasks of a cluster, of which this process is the coordinator.
+    """The tasks of a cluster whose coordinator is this process.
 
     Closed, it lets go of them, and they wait for another coordinator.
     """

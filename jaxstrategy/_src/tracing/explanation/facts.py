@@ -110,12 +110,12 @@ class ExplainedCollective(AbstractCollective):
     Attributes:
       is_transposed: whether differentiation made it out of that line.
       cause: `"step"` if the step says so; `"sharding"` if it is there because state is
-        divided (a sum of which each replica gets its part only, a gather before an
+        divided (a reduce-scatter, or a gather before an
         array is used); `"compiler"` if XLA needs it, where it computes once for all
         replicas what follows the last reduction.
       array: the argument, variable or result that is gathered, if one is.
       why: the reason in words, if the step does not say so.
-      parts: how many parts there are of the array of which an operand is one; of more
+      parts: into how many parts the operand's array is divided; of more
         replicas, each has a smaller part. 1 if an operand is a whole array.
       between_devices: where replicas share devices, what several devices exchange for
         it; None where each replica has devices of its own.
@@ -234,7 +234,7 @@ class ExplainedLeaf:
 @final
 @dataclasses.dataclass(frozen=True)
 class WholeSum:
-    """A large sum over the replicas of which each gets all, not its part only.
+    """A large all-reduce where a reduce-scatter would do.
 
     Attributes:
       shape: of the sum.
@@ -301,12 +301,12 @@ class ExplainedSharding:
 
     @property
     def divided(self) -> tuple[ExplainedLeaf, ...]:
-        """The arguments and variables of which each replica keeps a part."""
+        """The arguments and variables that are sharded over replicas."""
         return tuple(leaf for leaf in self.leaves if leaf.dimension is not None)
 
     @property
     def whole(self) -> tuple[ExplainedLeaf, ...]:
-        """The arguments and variables of which each replica keeps all."""
+        """The arguments and variables that each replica keeps whole."""
         return tuple(leaf for leaf in self.leaves if leaf.dimension is None)
 
     @property

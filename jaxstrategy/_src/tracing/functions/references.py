@@ -106,14 +106,14 @@ class References:
         # The names in all code visited so far decide which attributes are visited, and
         # these lead to more code: repeat until nothing is added.
         self.uses = NameUses()
-        # By `id`, objects of which any attribute may be used.
+        # By `id`, objects any of whose attributes may be used.
         self._whole: set[int] = set()
         before = None
         while before != (uses := (self.uses, frozenset(self._whole))):
             before = uses
             # By `id`; `nodes` keeps the values alive, so that no `id` is used again.
             self._seen: dict[int, int] = {}
-            # Objects of which only the attributes count that code names.
+            # Objects whose attributes count only where code names them.
             self._partial: set[int] = set()
             self.nodes: list[Node] = []
             self._tokens: list[Token] = []

@@ -41,8 +41,8 @@ class ReplicaValues:
     """The values of one replica while it is evaluated, and collectives for its parts.
 
     Args:
-      whole: the arrays of which it has all.
-      parts: those of which it has a part.
+      whole: the arrays that it has whole.
+      parts: those that it has a part of.
     """
 
     def __init__(
