@@ -82,8 +82,9 @@ def test_each_process_is_told_its_place(start, tmp_path):
     assert re.fullmatch("[0-9a-f]{64}", secret) and secret not in said
     for rank, place in enumerate(places):
         assert place.pop("JAXSTRATEGY_CLUSTER_SECRET", secret) == secret
-        for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS",):  # of `make test`
-            place.pop(name, None)
+        place.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # of `make test`
+        memory = place.pop("JAXSTRATEGY_MEMORY")
+        assert "/jaxstrategy-" in memory and not os.path.exists(memory)
         assert place == {
             "JAXSTRATEGY_COORDINATOR": coordinator,
             "JAXSTRATEGY_PROCESS_ID": str(rank),
