@@ -48,7 +48,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))  # bytes of a file
 runpy.run_module("jaxstrategy.compat.port", run_name="__main__")
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, "--write", str(file)],
+        [sys.executable, "-B", "-c", code, "--write", str(file)],
         capture_output=True,
         text=True,
         timeout=120,
