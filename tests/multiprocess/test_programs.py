@@ -5,8 +5,10 @@ They run one after the other in one job, which starts once.
 
 import functools
 import json
+import os
 import pickle
 import re
+import time
 import traceback
 
 import jax
@@ -57,9 +59,33 @@ def plain():
     return js.MirroredStrategy(jax.devices()[:4])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("programs")
+def once(tmp_path_factory, name, run):
+    """A folder, and what `run(folder)` returned in the first test process that asked.
+
+    The test processes of xdist share the tests of this file, and one job.
+    """
+    common = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+    folder, done = common / f"programs-{name}", common / f"programs-{name}.json"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + DEADLINE
+        while not done.exists():
+            assert time.monotonic() < end, "another test process has not ended its job"
+            time.sleep(0.1)
+    else:
+        said = None
+        try:
+            said = run(folder)
+        finally:
+            draft = folder / "said.json"
+            draft.write_text(json.dumps(said))
+            draft.rename(done)
+    said = json.loads(done.read_text())
+    assert said is not None, "the job failed, as another test process says"
+    return folder, said
 
 
 def divided_over_all():
@@ -101,28 +127,43 @@ def ran(folder, names, devices, layout, plain):
 
 
 @pytest.fixture(scope="module")
-def said(request, folder, plain):
-    """What each process printed in a program, by its name: those of selected tests."""
+def of_plain(request, tmp_path_factory, plain):
+    """The folder, and what each process printed, of the programs of selected tests."""
     items = request.session.items
     here = [each for each in items if getattr(each, "module", 0) is request.module]
     tests = {each.originalname for each in here}
     names = [name for test, name in PROGRAMS.items() if test in tests]
-    return ran(folder, names, OWN, {}, plain)
+    run = functools.partial(ran, names=names, devices=OWN, layout={}, plain=plain)
+    return once(tmp_path_factory, "plain", run)
+
+
+@pytest.fixture(scope="module")
+def folder(of_plain):
+    return of_plain[0]
+
+
+@pytest.fixture(scope="module")
+def said(of_plain):
+    """What each process printed in a program, by its name."""
+    return of_plain[1]
 
 
 @pytest.fixture(
     scope="module",
     params=["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in LAYOUTS)],
 )
-def laid_out(request, folder, tmp_path_factory, plain):
+def laid_out(request, tmp_path_factory, plain):
     """The folder, and what was said, of processes whose replicas lie so."""
     if request.param == "plain":
-        return folder, request.getfixturevalue("said")
-    other = tmp_path_factory.mktemp(request.param)
+        return request.getfixturevalue("of_plain")
     names = ["checkpoints", "conformance", "feeding", "layouts", "compiled_ahead.save"]
     if request.param == "wide":
         names.append("tpu_hosts")
-    return other, ran(other, names, *LAYOUTS[request.param], plain)
+    devices, layout = LAYOUTS[request.param]
+    run = functools.partial(
+        ran, names=names, devices=devices, layout=layout, plain=plain
+    )
+    return once(tmp_path_factory, request.param, run)
 
 
 def told(outputs, word):
