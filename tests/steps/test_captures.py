@@ -638,3 +638,25 @@ def test_a_callable_object_whose_attribute_has_changed_is_not_stale(two):
     assert float(step(3.0)) == 6
     scaled.rate = 5.0
     assert float(step(3.0)) == 15
+
+
+def test_an_attribute_that_dies_and_becomes_none_is_not_stale(two):
+    class Options:
+        scale = 2.0
+
+    class Model:
+        def __init__(self):
+            self.options = Options()
+
+        def __call__(self, x):
+            return x * (1.0 if self.options is None else self.options.scale)
+
+        def step(self, x):
+            return self(x)
+
+    for function in (lambda model: model.step, lambda model: model):
+        model = Model()
+        step = two.run(function(model))
+        assert float(step(3.0)) == float(step(3.0)) == 6
+        model.options = None
+        assert float(step(3.0)) == float(step(3.0)) == 3

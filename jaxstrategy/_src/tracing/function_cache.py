@@ -252,13 +252,13 @@ class CachedFunction:
         ]
         values = _attributes(fn) if self._names else {}
         self._attributes = [
-            (name, Identity(values.get(name, UNBOUND)).get) for name in self._names
+            (name, Identity(values.get(name, UNBOUND))) for name in self._names
         ]
 
     def _has_same_attributes(self, fn: Function | None) -> bool:
         values = _attributes(fn)
-        for name, get in self._attributes:
-            if values.get(name, UNBOUND) is not get():
+        for name, identity in self._attributes:
+            if not identity.is_of(values.get(name, UNBOUND)):
                 return False
         return True
 

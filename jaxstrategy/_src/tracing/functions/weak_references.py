@@ -65,8 +65,7 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Identity) or self._id != other._id:
             return False
-        mine = self.get()
-        return mine is not None and mine is other.get()
+        return other.is_of(self.get()) and not self.is_gone
 
     def __hash__(self) -> int:
         return self._id
@@ -80,4 +79,8 @@ class Identity:
     @property
     def is_gone(self) -> bool:
         """Whether the object died."""
-        return self.get() is None
+        return self.get() is None and isinstance(self.get, weakref.ref)
+
+    def is_of(self, value: object) -> bool:
+        """Whether it is that of `value`: of None only if it always was."""
+        return self.get() is value and not (value is None and self.is_gone)
