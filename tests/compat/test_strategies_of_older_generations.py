@@ -1,5 +1,8 @@
 """Functions that take a strategy take its faces of older generations, too."""
 
+import contextvars
+import gc
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -83,3 +86,21 @@ def test_what_is_no_strategy_is_refused(tmp_path):
     ]:
         with pytest.raises(TypeError, match="`strategy` was 3.0; a strategy was wante"):
             call()
+
+
+@pytest.mark.parametrize("generation", [v1, contrib])
+def test_scopes_are_entered_again_and_last_though_nobody_holds_them(generation):
+    strategy = generation.MirroredStrategy(["CPU:0", "CPU:1"])
+    scope = strategy.scope()
+    for _ in range(2):
+        with scope as entered:
+            assert entered is strategy
+            assert js.get_strategy() is strategy.core
+    assert not js.has_strategy()
+
+    def entered_in_a_cell_of_a_notebook():
+        strategy.scope().__enter__()
+        gc.collect()
+        return js.get_strategy() is strategy.core
+
+    assert contextvars.copy_context().run(entered_in_a_cell_of_a_notebook)

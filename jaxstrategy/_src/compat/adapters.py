@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import (
     TYPE_CHECKING,
@@ -19,6 +18,7 @@ from typing import (
     ParamSpec,
     Self,
     TypeVar,
+    final,
     overload,
 )
 
@@ -246,10 +246,20 @@ class OlderStrategy(Adapter, StrategyAdapter):
         return self._core._repr_html_()
 
 
-@contextlib.contextmanager
-def scope_of(strategy: S, scope: AbstractContextManager[object]) -> Iterator[S]:
-    with scope:
-        yield strategy
+@final
+class AdapterScope(AbstractContextManager[S]):
+    """A scope to be entered again, which nobody needs to hold while it lasts."""
+
+    def __init__(self, adapter: S) -> None:
+        self._adapter = adapter
+        self._scope = adapter.core.scope()
+
+    def __enter__(self) -> S:
+        self._scope.__enter__()
+        return self._adapter
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)
 
 
 # What methods of both generations do, each under its name.

@@ -17,13 +17,13 @@ from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
 from jaxstrategy._src.compat import inputs
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_2018,
+    AdapterScope,
     OlderStrategy,
     first_named,
     read_variable,
     refused,
     require_function,
     same,
-    scope_of,
     waited,
 )
 from jaxstrategy._src.compat.inputs import OF_GROUPS, GetsNext, PerDeviceDataset
@@ -294,7 +294,7 @@ class DistributionStrategy(OlderStrategy):
         """A `with` block in which this strategy is current: the cross-tower context."""
         if _current.has_strategy():
             _require_cross_tower(self, "scope")
-        return scope_of(self, self._core.scope())
+        return AdapterScope(self)
 
     def colocate_vars_with(
         self, colocate_with_variable: Any

@@ -15,13 +15,13 @@ from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_V1,
     Adapter,
+    AdapterScope,
     OlderStrategy,
     first_named,
     made_by,
     read_variable,
     refused,
     same,
-    scope_of,
     waited,
 )
 from jaxstrategy._src.compat.inputs import (
@@ -337,7 +337,7 @@ class Strategy(OlderStrategy):
 
     def scope(self) -> AbstractContextManager[Self]:
         """A `with` block in which this is the current strategy."""
-        return scope_of(self, self._core.scope())
+        return AdapterScope(self)
 
     def run(
         self,
