@@ -135,6 +135,29 @@ def test_only_one_address_is_bound(job, monkeypatch):
             server.start()
 
 
+# Connections that break.
+
+
+def test_what_broke_a_connection_is_asked_again_unless_it_would_count_twice(job):
+    """The proxy breaks each connection at its next request."""
+    _, proxy, _, variable = job
+
+    def broken(data, is_to_target):
+        proxy.change = lambda data, is_to_target: data
+        raise OSError
+
+    proxy.change = broken
+    variable.assign(jnp.full(3, 5.0))
+    proxy.change = broken
+    assert variable.numpy().tolist() == [5, 5, 5]
+    proxy.change = broken
+    with pytest.raises(
+        js.errors.ParameterServerLost, match="being made counts is not known"
+    ):
+        variable.assign_add(jnp.ones(3))
+    assert variable.numpy().tolist() == [5, 5, 5]
+
+
 # What a worker in another process raises and returns.
 
 

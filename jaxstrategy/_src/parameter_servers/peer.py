@@ -355,7 +355,7 @@ def _reason(error: Exception, patience: float) -> str:
 
 
 def _counts_once(
-    operations: Sequence[ServerOperation], call: CallNumber | None
+    operations: Sequence[ServerOperation], call: CallNumber | None = None
 ) -> bool:
     """Whether a push that is made twice changes what it does once."""
     return call is not None or all(each.name == "set" for each in operations)
