@@ -660,3 +660,34 @@ def test_an_attribute_that_dies_and_becomes_none_is_not_stale(two):
         assert float(step(3.0)) == float(step(3.0)) == 6
         model.options = None
         assert float(step(3.0)) == float(step(3.0)) == 3
+
+
+LIBRARY = """
+class Trainer:
+    def __init__(self):
+        self.rate = 2.0
+
+    def step(self, x):
+        return x * self.doubled / 2
+
+    @property
+    def doubled(self):
+        return self.rate * 2
+"""
+
+
+def test_an_attribute_that_only_code_of_a_library_reads_is_not_stale(two, tmp_path):
+    path = tmp_path / "site-packages" / "trainers.py"
+    library = {}
+    exec(compile(LIBRARY, path, "exec"), library)
+
+    class Mine(library["Trainer"]):
+        def other(self, x):
+            return self.step(x)
+
+    for make in (lambda: Mine().other, lambda: library["Trainer"]().step):
+        method = make()
+        step = two.run(method)
+        assert float(step(3.0)) == float(step(3.0)) == 6
+        method.__self__.rate = 5.0
+        assert float(step(3.0)) == 15

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import functools
 import hashlib
+import inspect
 import types
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -411,9 +412,20 @@ class References:
         """The attributes of a method's object, or a callable one, that code names."""
         if not isinstance(self.root, types.MethodType):
             return []
-        owner = self.root.__self__
-        known = {*_code.attributes_of(owner), *dir(type(owner))}
-        return sorted(self.uses.names & known)
+        owner, kind = self.root.__self__, type(self.root.__self__)
+        known = {*_code.attributes_of(owner), *dir(kind)}
+        # Also in the code of a library: that of the method, and of others it names.
+        found = self.uses.names & known
+        pending: list[object] = [self.root.__func__]
+        pending += (inspect.getattr_static(kind, name, None) for name in found)
+        while pending:
+            member = pending.pop()
+            function = member.fget if isinstance(member, property) else member
+            if isinstance(function, types.FunctionType):
+                new = (_code.name_uses(function.__code__).names & known) - found
+                found |= new
+                pending += (inspect.getattr_static(kind, name, None) for name in new)
+        return sorted(found)
 
     @property
     def key(self) -> tuple[Token, ...]:
