@@ -357,6 +357,48 @@ def test_a_value_left_in_a_variable_of_a_function_or_module_is_refused(two):
     assert not left_here
 
 
+def test_what_a_trace_does_to_what_a_function_captures_it_does_to_each(two):
+    """Functions that were alike before they were traced share no program then."""
+
+    def in_list():
+        seen = [0]
+
+        def step(x):
+            seen.append({"shape": [x.shape]})
+            seen.pop(0)
+
+        return step, lambda: seen
+
+    def in_variable():
+        seen = None
+
+        def step(x):
+            nonlocal seen
+            seen = x.shape
+
+        return step, lambda: seen
+
+    def in_attributes():
+        log = types.SimpleNamespace(seen=[], count=0)
+
+        def step(x):
+            log.count += 1
+            log.shape = x.shape
+            log.seen.append(x.shape)
+
+        return step, lambda: vars(log)
+
+    x = np.ones(3, np.float32)
+    for make in (in_list, in_variable, in_attributes):
+        step, alone = make()
+        step(x)
+        made = [make() for _ in range(2)]
+        for step, seen in (*made, make()):
+            for _ in range(2):
+                two.run(step, (x,))
+            assert seen() == alone(), make.__name__
+
+
 # Nested steps that capture an object: of its attributes those count that they can use.
 
 CALLS = 4

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.cases import each, each_of
-from helpers.replicas import mirrored, replica
+from helpers.replicas import replica
 
 import jaxstrategy as js
 
@@ -80,16 +80,19 @@ def assert_close(have, want, tolerance=1e-5):
 
 
 @pytest.mark.slow
-@each_of("n", (1, 2))
-def test_rounds_are_those_of_workers_alone(n):
-    strategy, state, want = mirrored(n), start(), start()
+@each_of("n, sharding", [(1, None), (2, None), (3, js.StateSharding(min_bytes=0))])
+def test_rounds_are_those_of_workers_alone(n, sharding):
+    strategy = js.MirroredStrategy(jax.devices()[:n], sharding=sharding)
+    state, want = strategy.mirror(start()), start()
     local = strategy.local_steps(train)
     for batches in (data(n, 6)[:3], data(n, 6)[3:]):
         state, losses = local(state, given(strategy, batches))
         want, seen = workers(train, want, batches, n)
         assert_close(state, want)
         assert_close(losses, seen.mean(0))
-        assert all(isinstance(leaf, js.Mirrored) for leaf in leaves(state))
+        kinds = js.Mirrored, js.Sharded
+        assert all(isinstance(leaf, kinds) for leaf in leaves(state))
+        assert isinstance(state[0]["w"], kinds[sharding is not None])
 
 
 def leaves(tree):

@@ -1,4 +1,4 @@
-"""Trains for 60 steps with checkpoints; one process may be sent SIGTERM.
+"""Trains divided state for 60 steps with checkpoints; one process may be sent SIGTERM.
 
 Arguments: the folder of the checkpoints; the step before which the last process sends
 itself SIGTERM in the first attempt, or -1; seconds for each step.
@@ -17,12 +17,12 @@ import jaxstrategy as js
 
 def main():
     folder, when, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    strategy = js.MultiWorkerMirroredStrategy()
+    strategy = js.MultiWorkerMirroredStrategy(sharding=js.StateSharding(min_bytes=0))
     is_last = strategy.process_index == strategy.process_count - 1
     attempt = os.environ.get("JAXSTRATEGY_ATTEMPT", "0")
     draw = np.random.default_rng(0)
-    rows = draw.normal(size=(64, 3)).astype(np.float32)
-    data = js.batches((rows, rows @ np.float32([1, 2, 3])), 12, shuffle=0, epochs=None)
+    rows = draw.normal(size=(64, 4)).astype(np.float32)
+    data = js.batches((rows, rows.sum(1)), 12, shuffle=0, epochs=None)
     dataset = strategy.experimental_distribute_dataset(data)
 
     @strategy.run
@@ -33,7 +33,7 @@ def main():
 
     loop = js.training.training_loop(
         dataset,
-        lambda: strategy.mirror(np.zeros(3, np.float32)),
+        lambda: strategy.mirror(np.zeros(4, np.float32)),
         steps=60,
         checkpoint=folder,
         every=1000,
@@ -47,7 +47,8 @@ def main():
                 os.kill(os.getpid(), signal.SIGTERM)
             loop.state, loss = step(loop.state, x, y)
             time.sleep(pause)
-    told = " ".join(float(number).hex() for number in np.asarray(loop.state))
+    assert isinstance(loop.state, js.Sharded)
+    told = " ".join(float(number).hex() for number in js.to_host(loop.state))
     print(f"ended at {loop.step} with {told}", flush=True)
 
 
