@@ -494,6 +494,31 @@ def test_the_first_machine_may_be_lost_where_others_have_an_address(start):
 
 
 @pytest.mark.slow
+def test_who_waits_for_a_stopped_launcher_goes_on_without_it(start):
+    script = """
+    write(f"pid{attempt}{rank}")
+    while not os.path.exists(f"lost{attempt}"):
+        time.sleep(0.01)
+    sys.exit(0 if attempt else 76)
+    """
+    options = f"--nodes 1:3 --coordinator {','.join(free_addresses(3))}"
+    options += " --max-restarts 1 --grace 0.1 --wait-for-replacement 8 --node-rank"
+    env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
+    nodes = [start(f"{options} {k}", script, program=WHOLE, env=env) for k in range(3)]
+    nodes[0].pids("pid00", "pid01", "pid02")
+    nodes[2].process.kill()
+    (nodes[0].folder / "lost0").touch()
+    time.sleep(2)  # node 0 waits for node 2, and node 1 for what node 0 will say
+    nodes[0].process.send_signal(signal.SIGSTOP)
+    nodes[2] = start(f"{options} 2", script, program=WHOLE, env=env)
+    nodes[1].pids("pid10", "pid11")
+    (nodes[1].folder / "lost1").touch()
+    for node in nodes[1:]:
+        node.finish(0)
+    nodes[0].process.kill()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])  # of those that may be first
 def test_a_launcher_with_another_secret_or_rank_takes_no_part(start, number):
     script = "wait_for('over')"

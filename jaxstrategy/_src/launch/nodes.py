@@ -27,6 +27,7 @@ _FIRST_SECONDS = 300.0  # until machines that are started together are there
 _JOIN_SECONDS = 30.0  # that others wait longer than the one that numbers them
 _LOOK_SECONDS = 0.2  # between looks whether the launcher is asked to stop
 _ANSWER_SECONDS = 1.0
+_ALIVE_SECONDS = 5.0  # between questions to whom is waited for, and for an answer
 
 
 @final
@@ -81,6 +82,8 @@ class Nodes:
         while not self._is_stopped():
             first = self._first()
             with self._lock:
+                if first == self._rank and not self._is_first:
+                    begun = time.monotonic()  # the others may still ask the last one
                 self._is_first = first == self._rank
                 if not self._is_first:
                     for request in self._waiting.values():
@@ -214,10 +217,15 @@ class Nodes:
         """The nodes of an attempt; None if that one is not, or no more, the first."""
         with contextlib.suppress(OSError), self._client(first) as client:
             reply = client.submit(json.dumps(self._rank).encode())
+            ask_at = time.monotonic() + _ALIVE_SECONDS
             while not reply.done():
                 if self._is_stopped():
                     return None
                 time.sleep(_LOOK_SECONDS)
+                if time.monotonic() > ask_at and not reply.done():
+                    # It may wait for long, but not without a sign of life.
+                    client.request(b"null", timeout_seconds=_ALIVE_SECONDS)
+                    ask_at = time.monotonic() + _ALIVE_SECONDS
             try:
                 told = json.loads(bytes(reply.result()[0]))
             except RemoteError as error:
