@@ -1,9 +1,11 @@
 """Snapshots in memory: taken, preferred to older checkpoints, and of this job only."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
+import shutil
 import warnings
 
 import jax.numpy as jnp
@@ -178,6 +180,42 @@ def test_without_memory_there_are_checkpoints_and_a_warning(
     assert step == 10 and not restored.from_memory
     with pytest.raises(ValueError, match="`memory_every` was 0; at least 1"):
         CheckpointManager(pathlib.Path(tmp_path), memory_every=0)
+
+
+def test_a_folder_in_memory_that_others_delete_costs_snapshots_only(memory, tmp_path):
+    with CheckpointManager(tmp_path / "one", every=2, memory_every=1) as manager:
+        for step in 1, 2, 3:
+            manager.save(step, state_of(step))
+        manager.wait()
+        shutil.rmtree(memory)  # as systemd does when the user logs out
+        with pytest.warns(RuntimeWarning, match="no snapshots in memory any more"):
+            assert manager.latest_step() == 2
+        assert manager.restore(state_of(0))["step"] == 2
+
+
+@pytest.mark.parametrize("fault", ["gone", "full"])
+def test_training_needs_no_memory_for_its_count_of_steps(
+    memory, tmp_path, monkeypatch, fault
+):
+    if fault == "gone":
+        memory.rmdir()
+    else:
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+    strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    loop = js.training.training_loop(
+        strategy.experimental_distribute_dataset(js.batches(np.arange(8.0), 4)),
+        0.0,
+        steps=3,
+        checkpoint=tmp_path / "one",
+        progress=False,
+        strategy=strategy,
+    )
+    with loop:
+        assert [done for done, _ in loop] == [0, 1, 2]
 
 
 def test_another_host_of_the_job_is_sent_files_of_snapshots_only(

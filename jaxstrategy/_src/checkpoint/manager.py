@@ -115,9 +115,9 @@ class CheckpointManager:
         host has a copy. So the loss of all processes, or of a host, costs at most so
         many steps, and those during which the next snapshot was being written; that of
         two hosts at once may cost those since the last checkpoint. It costs memory of
-        each host: up to three times the bytes that its processes hold. Where other
-        launchers run the job, or the memory is full, a RuntimeWarning says that there
-        are no snapshots.
+        each host: up to three times the bytes that its processes hold, or five times
+        where no other host holds them. Where other launchers run the job, or the memory
+        is full or deleted, a RuntimeWarning says that there are no snapshots.
 
     Raises:
       MissingExtraError: Orbax is not installed.

@@ -192,22 +192,25 @@ class Snapshots:
                 if _stored(folder / file[:-9], parts).name != file:
                     raise OSError(f"{file} of a snapshot came with another checksum")
 
-        try:
-            told = agreement.together(topic, write)
-            if len(set(self._hosts)) > 1:
-                agreement.together(topic, copy)
-        except Exception as error:  # any: nobody catches it in this thread
-            self._failure = error
-            shutil.rmtree(folder, ignore_errors=True)
-            return
-        try:
+        def finish() -> None:
             if own[0] == jax.process_index():
                 (folder / _WHOLE).touch()
                 for other in self._folder.iterdir():
                     if other != folder:
                         shutil.rmtree(other)
-        except OSError as error:
+
+        is_whole = False
+        try:
+            told = agreement.together(topic, write)
+            if len(set(self._hosts)) > 1:
+                agreement.together(topic, copy)
+            is_whole = True
+            # Together: one process alone must not go on without snapshots.
+            agreement.together(topic, finish)
+        except Exception as error:  # any: nobody catches it in this thread
             self._failure = error
+            if not is_whole:
+                shutil.rmtree(folder, ignore_errors=True)
 
     # Between hosts.
 
@@ -291,11 +294,18 @@ class Snapshots:
         self.join()
         self._meet(what)
         own: dict[str, list[str]] = {}
-        if self._local()[0] == jax.process_index():
-            for name in filter(_SNAPSHOT.fullmatch, os.listdir(self._folder)):
-                own[name] = sorted(os.listdir(self._folder / name))
+        wrong = None
+        try:
+            if self._local()[0] == jax.process_index():
+                for name in filter(_SNAPSHOT.fullmatch, os.listdir(self._folder)):
+                    own[name] = sorted(os.listdir(self._folder / name))
+        except OSError as error:
+            wrong = first_line(error)
+        told = agreement.agree(what, [own, wrong])
+        if wrong := next((wrong for _, wrong in told if wrong is not None), None):
+            raise CheckpointError(wrong)
         found: dict[tuple[int, str], dict[str, list[str]]] = {}
-        for host, said in zip(self._hosts, agreement.agree(what, own), strict=True):
+        for host, (said, _) in zip(self._hosts, told, strict=True):
             for name, files in said.items():
                 holders = found.setdefault((int(name.partition("-")[0]), name), {})
                 for file in files:
@@ -399,8 +409,9 @@ class Snapshots:
         self.join()
         self._meet(what)
         if self._local()[0] == jax.process_index():
-            for each in self._folder.iterdir():
-                shutil.rmtree(each, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                for each in self._folder.iterdir():
+                    shutil.rmtree(each, ignore_errors=True)
         self._last = None
         agreement.agree(what, None)  # no process goes on before it is deleted
 

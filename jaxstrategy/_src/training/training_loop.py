@@ -158,11 +158,12 @@ class _StepCount:
         if os.environ.get(environment.LOCAL_RANK, "0") == "0":  # one of each host
             name = hashlib.sha256(repr(manager).encode()).hexdigest()
             path = f"{folder}/{name}.steps"
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            before = os.read(self._file, 40)
-            if before and os.environ.get(environment.ATTEMPT, "0") != "0":
-                seconds = time.time() - os.fstat(self._file).st_mtime
-                told = [*map(int, before.split()), seconds]
+            with contextlib.suppress(OSError):  # the folder is gone, or full
+                self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                before = os.read(self._file, 40)
+                if before and os.environ.get(environment.ATTEMPT, "0") != "0":
+                    seconds = time.time() - os.fstat(self._file).st_mtime
+                    told = [*map(int, before.split()), seconds]
         self._count = jax.process_count()
         told = list(filter(None, agree("go on with the training", told)))
         if told and jax.process_index() == 0:
@@ -182,7 +183,10 @@ class _StepCount:
 
     def set(self, step: int) -> None:
         if self._file is not None:
-            os.pwrite(self._file, b"%20d %19d" % (step, self._count), 0)
+            try:
+                os.pwrite(self._file, b"%20d %19d" % (step, self._count), 0)
+            except OSError:  # the memory is full
+                self.close()
 
     def close(self) -> None:
         if self._file is not None:
