@@ -256,6 +256,10 @@ class _Function:
     refers_to: object
 
 
+# Programs that are kept: to trace one again takes longer than to send it again.
+_TRACED = 1024
+
+
 @final
 class FunctionTracer:
     """The programs of the functions of one strategy."""
@@ -272,8 +276,8 @@ class FunctionTracer:
         self._platforms = tuple(platforms)
         self._call = call
         # Functions that refer to the same have the same token; keys take long to hash.
-        self._tokens: RecentlyUsed[object] = RecentlyUsed()
-        self._programs: RecentlyUsed[_Program] = RecentlyUsed()
+        self._tokens: RecentlyUsed[object] = RecentlyUsed(_TRACED)
+        self._programs: RecentlyUsed[_Program] = RecentlyUsed(_TRACED)
         self._functions: dict[Hashable, _Function] = {}  # that live
         # One thread traces: what it finds out is kept for the others.
         self._one_tracer = threading.RLock()
