@@ -733,3 +733,24 @@ def test_an_attribute_that_only_code_of_a_library_reads_is_not_stale(two, tmp_pa
         assert float(step(3.0)) == float(step(3.0)) == 6
         method.__self__.rate = 5.0
         assert float(step(3.0)) == 15
+
+
+def test_an_attribute_that_a_method_gets_later_is_noticed(two):
+    class Scaled:
+        def __call__(self, x):
+            try:
+                return x * self.rate
+            except AttributeError:
+                return x
+
+        def step(self, x):
+            return x * self.rate if hasattr(self, "rate") else x
+
+    for function in (lambda scaled: scaled.step, lambda scaled: scaled):
+        scaled = Scaled()
+        step = two.run(function(scaled))
+        assert float(step(3.0)) == float(step(3.0)) == 3
+        scaled.rate = 5.0
+        assert float(step(3.0)) == float(step(3.0)) == 15
+        del scaled.rate
+        assert float(step(3.0)) == 3

@@ -186,7 +186,7 @@ class CachedFunction:
         self._captured: dict[str, Leaf] = {}
         self._captured_bindings: list[tuple[Binding, object]] = []
         # Of a method's object, or a callable one, the attributes that its code names.
-        self._names: list[str] = []
+        self._names: list[str] | None = None
         self._take_snapshot(fn)
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
@@ -204,7 +204,7 @@ class CachedFunction:
             is_same = False
         if not is_same:
             return self._call_checked(args, kwargs)
-        if self._names and not self._has_same_attributes(self._get_fn()):
+        if self._names is not None and not self._has_same_attributes(self._get_fn()):
             return self._call_checked(args, kwargs)
         programs.get_caller = self._get_fn
         traces = programs.traces
@@ -250,13 +250,18 @@ class CachedFunction:
         self._cells = [
             (binding.owner, value) for binding, value in self._free_variables
         ]
-        values = _attributes(fn) if self._names else {}
+        names = self._names or ()
+        values = {} if self._names is None else _attributes(fn)
+        # Code may name attributes that come later, too.
+        self._all_names = frozenset(values)
         self._attributes = [
-            (name, Identity(values.get(name, UNBOUND))) for name in self._names
+            (name, Identity(values.get(name, UNBOUND))) for name in names
         ]
 
     def _has_same_attributes(self, fn: Function | None) -> bool:
         values = _attributes(fn)
+        if values.keys() != self._all_names:
+            return False
         for name, identity in self._attributes:
             if not identity.is_of(values.get(name, UNBOUND)):
                 return False
@@ -317,7 +322,7 @@ class CachedFunction:
         is_same = all(
             rebinding.original_value(binding) is value for binding, value in bindings
         )
-        return is_same and (not self._names or self._has_same_attributes(fn))
+        return is_same and (self._names is None or self._has_same_attributes(fn))
 
     def _lookup(self, fn: Function) -> ProgramCache:
         """Computes the cache key and finds its programs."""

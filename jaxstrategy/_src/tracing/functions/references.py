@@ -408,10 +408,10 @@ class References:
 
     # What was found.
 
-    def named_attributes(self) -> list[str]:
-        """The attributes of a method's object, or a callable one, that code names."""
+    def named_attributes(self) -> list[str] | None:
+        """The attributes that code names of a method's object, or a callable one."""
         if not isinstance(self.root, types.MethodType):
-            return []
+            return None
         owner, kind = self.root.__self__, type(self.root.__self__)
         known = {*_code.attributes_of(owner), *dir(kind)}
         # Also in the code of a library: that of the method, and of others it names.
