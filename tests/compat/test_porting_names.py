@@ -1,10 +1,8 @@
 """The table of old names: each leads to something that is here, and none is missing."""
 
-import functools
-import importlib
 import inspect
 
-from helpers.oracle import recorded
+from helpers.oracle import found_at, recorded
 from helpers.porting import tables
 
 SYMBOLS = recorded("tf_surface.json")["symbols"]
@@ -17,17 +15,6 @@ TowerContext TPUStrategy get_cross_tower_context get_distribution_strategy
 get_loss_reduction get_tower_context has_distribution_strategy require_tower_context
 run_standard_tensorflow_server UpdateContext get_update_device increment_var
 """.split()
-
-
-def found_at(place):
-    """What has this name; an AttributeError if nothing has."""
-    parts = place.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        return functools.reduce(getattr, parts[end:], module)
 
 
 def test_each_public_name_of_tensorflow_has_a_row():

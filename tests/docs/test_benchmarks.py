@@ -78,65 +78,30 @@ def test_the_page_is_of_the_committed_results():
     assert ratios and np.isfinite(ratios).all()
 
 
-# What one benchmark has measured.
-
-OURS = [1.0, 2.0, 3.0, 4.0, 5.0]
-TWO = {"run": OURS, "by hand": [2.0] * 5}
-
-
-def test_a_target_is_met_or_missed():
-    for values, options, is_met in (
-        (TWO, {"target": 1.5}, True),
-        (TWO, {"target": 1.49}, False),
-        (TWO, {}, True),
-        (TWO, {"target": 2.0, "least": 1.5}, True),
-        (TWO, {"target": 2.0, "least": 1.6}, False),
-        ({"run": [], "by hand": [2.0]}, {"target": 1.0}, False),
-        ({"run": [9.0], "by hand": []}, {"target": 1.0}, True),
-        ({"run": [], "by hand": []}, {"target": 1.0}, True),
-        ({"run": [0.0], "by hand": [0.0]}, {"target": 1.0}, True),
-        ({"run": [7.0]}, {}, True),
-    ):
-        found = Comparison("case", "step", "us", values, **options)
-        assert found.is_met is is_met, (values, options)
-
-
-def test_only_with_check_is_a_missed_target_a_failure(capsys):
-    found = [Comparison("case", "step", "us", TWO, 1.0)]
-    harness.report(found)
-    with pytest.raises(SystemExit) as ended:
-        harness.report(found, check=True)
-    assert ended.value.code == 1
-
-
 # A run of all.
 
 SCRIPT = """
-import os, signal, sys, time
 from _harness import Comparison, benchmark, main
 
 @benchmark(dict(), dict())
 def {name}(args):
-{measure}
+    yield Comparison("small", "step", "us", {values}, 1.0)
 
 main([{name}])
 """
-FIRST = '    yield Comparison("small", "step", "us", {values}, 1.0)\n'
 MAIN = """
 import pathlib, sys
 import run_all
 from run_all import Script
-scripts, others, *arguments = sys.argv[1:]
-run_all.others_now = lambda: float(others)
+scripts, *arguments = sys.argv[1:]
+run_all.others_now = lambda: 0.0
 sys.exit(run_all.main(arguments, eval(scripts), pathlib.Path.cwd()))
 """
 
 
-def script(folder, name, measure=None, values=((1, 2, 3), (2, 2, 2))):
-    ours, theirs = map(list, values)
-    measured = FIRST.format(values={"run": ours, "by hand": theirs})
-    content = SCRIPT.format(name=name, measure=measured + (measure or ""))
-    (folder / f"{name}.py").write_text(content)
+def script(folder, name, ours=(1, 2, 3)):
+    values = {"run": [*ours], "by hand": [2, 2, 2]}
+    (folder / f"{name}.py").write_text(SCRIPT.format(name=name, values=values))
 
 
 class Runner:
@@ -148,11 +113,10 @@ class Runner:
         self.output = folder / "output.json"
         self.scripts = [Script(name, name, 60) for name in ("first", "second")]
 
-    def __call__(self, *arguments, others=0.0):
+    def __call__(self, *arguments):
         files = ["--results", str(self.file), "--output", str(self.output)]
         return subprocess.run(
-            [sys.executable, "-c", MAIN, repr(self.scripts), str(others)]
-            + [*files, *map(str, arguments)],
+            [sys.executable, "-c", MAIN, repr(self.scripts), *files] + [*arguments],
             env={**os.environ, "PYTHONPATH": str(FOLDER)},
             cwd=self.folder,
             capture_output=True,
@@ -197,14 +161,6 @@ def test_all_scripts_go_into_one_file_and_one_page(runner):
     assert "| small | 2 (1.5-2.5) | 2 | 1.000 (0.75-1.25) | 1.00 | met |" in runner.page
 
 
-def test_a_busy_machine_is_refused(runner):
-    done = runner(others=0.35)
-    assert done.returncode == 2
-    assert "Other processes use 35% of the" in done.stderr
-    assert "End them, or measure anyway with `--busy`." in done.stderr
-    assert not runner.file.exists() and "===" not in done.stdout
-
-
 def record(median, low=None, high=None, **options):
     low, high = low or median, high or median
     told = {"script": "first", "case": "small", "quantity": "step", "note": ""}
@@ -221,18 +177,13 @@ def test_a_ratio_has_grown_or_not():
     for before, now, has_grown in (
         (record(1.0), record(1.11), True),
         (record(1.0), record(1.09), False),
-        (record(1.0), record(0.5), False),
         # The quartiles overlap: it may be chance.
         (record(1.0, 0.8, 1.3), record(1.4, 1.2, 1.5), False),
         (record(1.0, 0.8, 1.3), record(1.4, 1.31, 1.5), True),
-        (record(0.1), record(0.12), True),
         (record(1.0), record(1.4, tolerance=0.5), False),
-        (record(1.0), record(1.6, tolerance=0.5), True),
         (record(0.0), record(0.1), True),
-        (record(0.0), record(0.0), False),
         (record(1.0), record(1.0, **STOPPED), True),
         (record(1.0, **STOPPED), record(9.0), False),
-        (record(1.0, **STOPPED), record(1.0, **STOPPED), False),
         (record(1.0), record(9.0, **OTHER), False),
         # Between two limits only those matter.
         (record(1.0, least=0.8), record(1.24, least=0.8), False),
@@ -246,7 +197,7 @@ def test_a_ratio_has_grown_or_not():
 def test_a_regression_is_a_failure_with_a_table(runner):
     assert runner().returncode == 0
     kept, shown = runner.file.read_text(), runner.page
-    script(runner.folder, "second", values=((4, 6, 8), (2, 2, 2)))
+    script(runner.folder, "second", ours=(4, 6, 8))
     done = runner("--check")
     assert done.returncode == 1
     assert "Measured once more, as it seems slower: second" in done.stdout

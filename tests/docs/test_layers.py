@@ -132,11 +132,3 @@ jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touche
 assert len(jax.devices("cpu")) == 3
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_every_public_name_is_documented():
-    for name in dir(jaxstrategy):
-        if not name.startswith("_") and not isinstance(
-            getattr(jaxstrategy, name), type(sys)
-        ):
-            assert getattr(jaxstrategy, name).__doc__, name

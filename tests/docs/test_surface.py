@@ -8,15 +8,12 @@ More optional arguments and more members than TensorFlow's are fine.
 import dataclasses
 import enum
 import fnmatch
-import functools
-import importlib
 import inspect
-import json
-from pathlib import Path
 
-ORACLE = Path(__file__).parents[1] / "oracle"
-SYMBOLS = json.loads((ORACLE / "tf_surface.json").read_text())["symbols"]
-REASONS = json.loads((ORACLE / "surface_reasons.json").read_text())
+from helpers.oracle import found_at, recorded
+
+SYMBOLS = recorded("tf_surface.json")["symbols"]
+REASONS = recorded("surface_reasons.json")
 # Where a name of TensorFlow is found, by its longest beginning.
 HOMES = {
     "tf.distribute": "jaxstrategy",
@@ -33,19 +30,6 @@ NOTHING = {"None", "()", "[]", "{}", "''"}
 def home(name):
     start = max((n for n in HOMES if f"{name}.".startswith(f"{n}.")), key=len)
     return HOMES[start] + name.removeprefix(start)
-
-
-def found_at(place):
-    """What stands there; None if nothing does."""
-    parts = place.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        return functools.reduce(
-            lambda found, part: getattr(found, part, None), parts[end:], module
-        )
 
 
 def gaps(name):
