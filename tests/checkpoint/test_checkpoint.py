@@ -61,9 +61,6 @@ def copies(variable):
     return np.asarray(variable.distributed().stacked)
 
 
-# Every strategy restores what every other saved.
-
-
 def numbers(seed=0):
     rng = np.random.default_rng(seed)
     return {
@@ -202,9 +199,6 @@ def test_an_on_read_variable_without_aggregation_is_refused(tmp_path, two):
     assert [float(x) for x in back["v"].values] == [1.0, 2.0]
 
 
-# PerReplica.
-
-
 def test_versions_of_another_number_of_replicas_are_refused(tmp_path, four, two):
     saved(tmp_path, {"x": four.per_replica([1.0, 2.0, 3.0, 4.0])})
     message = (
@@ -230,9 +224,6 @@ def test_a_batch_keeps_the_mask_of_its_rows(tmp_path, two):
     assert np.asarray(back.mask).sum() == 2
     total = two.run(lambda batch: js.masked_sum(batch), (back,))
     assert float(two.reduce("sum", total)) == 4.0 + 5.0
-
-
-# Objects of Flax NNX.
 
 
 class Net(nnx.Module):
@@ -334,9 +325,6 @@ def test_a_train_state_of_linen_is_restored(tmp_path, two):
         np.testing.assert_array_equal(ours, theirs)
 
 
-# Places.
-
-
 def test_what_lies_nowhere_yet_is_mirrored_by_the_strategy(tmp_path, four):
     state = {"w": jnp.arange(3.0), "host": np.arange(2), "n": 1}
     with manager_of(tmp_path, four) as manager:
@@ -377,9 +365,6 @@ def test_nothing_is_restored_if_an_iterator_refuses(tmp_path, two):
         assert variable.numpy() == 1.0
         assert np.asarray(next(second).stacked).tolist() == [[0, 1], [2, 3]]
         assert np.asarray(next(third).stacked).tolist() == [[9, 10], [11, 12]]
-
-
-# What does not fit.
 
 
 @pytest.fixture
@@ -551,9 +536,6 @@ def test_saving_inside_a_step_is_refused(tmp_path, two):
             js.errors.ContextError, match="`restore` was called inside a step"
         ):
             jax.jit(lambda: manager.restore({"a": 1}))()
-
-
-# The manager.
 
 
 def test_the_last_and_the_best_checkpoints_stay(tmp_path):

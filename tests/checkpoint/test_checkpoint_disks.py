@@ -109,9 +109,6 @@ def test_what_will_not_pass_is_told_at_once(tmp_path, disk, number):
     assert left == [number]
 
 
-# Clocks.
-
-
 def test_clocks_that_go_backwards_change_nothing(tmp_path, monkeypatch):
     now = [2e9]
 
@@ -130,9 +127,6 @@ def test_clocks_that_go_backwards_change_nothing(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path) as manager:
         state, step = manager.restore_or_init(state_of(0))
         assert step == 5 and is_state_of(state, 5)
-
-
-# Two writers.
 
 
 def save_theirs(folder, step):
@@ -166,9 +160,6 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(tmp_path, monkeyp
         monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", deleted)
         with pytest.raises(CheckpointError, match="1 in .* could not be read: .* Did"):
             manager.restore(state_of(0))
-
-
-# What a failed save leaves.
 
 
 def fail_to_save(folder):

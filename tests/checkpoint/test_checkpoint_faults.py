@@ -53,9 +53,6 @@ def save_all(folder, steps):
             manager.save(step, state_of(step))
 
 
-# Damaged files.
-
-
 def largest(folder):
     files = [file for file in folder.rglob("*") if file.is_file()]
     return max(files, key=lambda file: file.stat().st_size)
@@ -201,9 +198,6 @@ def test_a_later_format_is_an_error_and_left_alone(tmp_path):
             with pytest.raises(CheckpointError, match="Checkpoint 2 has format 99, of"):
                 use()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-
-
-# Disks.
 
 
 @each_of("how", ["save", "wait", "close", "at once"])
@@ -370,8 +364,6 @@ def test_a_killed_writer_leaves_a_checkpoint(tmp_path):
         assert all(name.isdecimal() for name in names) and len(names) <= 2
     assert unfinished > 1, "most were killed between checkpoints"
 
-
-# Training that is killed and goes on.
 
 ROWS = 8
 STEPS = 40

@@ -39,8 +39,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-# Names.
-
 FOREIGN = ["007", "00000005", "٣", "+4", "4 ", "1_0", "-3", "4.0", "²", "0x5", "４"]
 
 
@@ -65,9 +63,6 @@ def test_what_only_ends_like_unfinished_is_left_alone(folder):
     with CheckpointManager(folder) as manager:
         manager.save(5, state_of(5))
     assert names(folder) == sorted([*kept, "1", "2", "5"])
-
-
-# Links.
 
 
 def moved_away(folder, step, where):
@@ -111,9 +106,6 @@ def test_links_never_stop_later_saves(two, tmp_path, name, target):
         assert (away / "precious").read_text() == "kept"
     elif target == "file":
         assert away.read_text() == "kept"
-
-
-# Records.
 
 
 def put_directory(path):
@@ -253,9 +245,6 @@ def test_what_a_disk_does_not_give_is_not_set_aside(folder, monkeypatch):
         assert manager.all_steps() == [1, 2, 3]
 
 
-# What is saved.
-
-
 def test_keys_of_extra_that_are_numbers_do_not_damage_a_checkpoint(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1), extra={9: "a", 10: "b"})
@@ -272,9 +261,6 @@ def test_steps_that_are_none_are_refused(tmp_path, step):
         with pytest.raises(ValueError, match="`step` was .*; a number from 0 to 92233"):
             manager.save(step, state_of(0))
         assert manager.save(2**63 - 1, state_of(0))
-
-
-# How much is read.
 
 
 def test_looking_for_checkpoints_reads_little(tmp_path, monkeypatch):

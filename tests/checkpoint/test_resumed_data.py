@@ -113,9 +113,6 @@ def test_objects_in_arrays_play_no_part():
     assert next(other)["x"].tolist() == [2, 3]
 
 
-# Sizes in the first step, empty batches, and scalars.
-
-
 def read(strategy, batches, **options):
     options = js.InputOptions(experimental_per_replica_buffer_size=0, **options)
     dataset = strategy.distribute_datasets_from_function(lambda _: batches, options)

@@ -54,9 +54,6 @@ def test_one_step_by_default_and_those_before_the_end_are_taken():
     assert taken == [1, 2]
 
 
-# Outputs of steps.
-
-
 def set_in_step(context, x):
     context.set_last_step_output("loss", x.sum(), v1.ReduceOp.MEAN)
     context.set_last_step_output("total", {"sum": x.sum()}, "SUM")
@@ -124,9 +121,6 @@ def test_ten_calls_compile_a_step_once(way, compilations):
     assert found == [11 + 16 * i for i in range(10)]
 
 
-# Initial values.
-
-
 def test_no_steps_leave_the_initial_values():
     strategy = of_kind("mirrored", 2)
     fn, iterator = setting_sums(strategy), numbers(strategy)
@@ -138,9 +132,6 @@ def test_no_steps_leave_the_initial_values():
     # As TensorFlow wants them: flat, in the order of sorted names.
     context = run_steps(strategy, fn, iterator, 1, [0.0, 0.0, 0.0])
     assert outputs(strategy, context) == (6, 3, [1, 5])
-
-
-# Errors.
 
 
 def in_step(step):

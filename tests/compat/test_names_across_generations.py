@@ -112,9 +112,6 @@ def test_an_extended_object_is_made_of_a_strategy_of_either_generation():
         v1.StrategyExtended(3)
 
 
-# Names that programs of TensorFlow 2.0 to 2.4 use.
-
-
 def test_the_older_multi_worker_strategy():
     for name in ["AUTO", "RING", "NCCL"]:
         communication = js.experimental.CollectiveCommunication[name]
@@ -141,9 +138,6 @@ def test_all_gather_takes_options(two):
     np.testing.assert_array_equal(two.run(step, (x,)), [1.0, 2.0])
     with pytest.raises(TypeError, match="CommunicationOptions"):
         two.run(lambda x: js.get_replica_context().all_gather(x, 0, "RING"), (x,))
-
-
-# The default strategy.
 
 
 def test_a_step_of_the_default_strategy_is_one():

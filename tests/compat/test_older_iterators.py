@@ -23,9 +23,6 @@ def parts(count, n):
     ]
 
 
-# Global batches.
-
-
 @each_kind
 def test_each_call_takes_a_batch(kind, n):
     strategy = of_kind(kind, n)
@@ -66,9 +63,6 @@ def test_what_cannot_be_shared_may_be_an_error():
     iterator = strategy.make_dataset_iterator(ranged(5, 5), options)
     with pytest.raises(ValueError, match="Step 0 has 5 rows where 6 were wanted"):
         iterator.get_next()
-
-
-# Elements of input functions.
 
 
 def test_what_an_input_function_is_told():

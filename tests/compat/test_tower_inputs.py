@@ -20,9 +20,6 @@ def all_of(d, iterator):
         return [unwrapped(d, element) for element in iterator]
 
 
-# Elements.
-
-
 def test_one_element_for_each_tower():
     d = mirrored(2)
     for count, steps in [(10, 5), (5, 2), (1, 0)]:
@@ -42,9 +39,6 @@ def test_what_is_no_dataset():
     for returned in [3, None, {"x": np.ones(3)}, np.ones(3)]:
         with pytest.raises(ValueError, match=re.escape(text)):
             mirrored(2).distribute_dataset(lambda returned=returned: returned)
-
-
-# Steps.
 
 
 def elements(d, dataset_fn=lambda: range(1000)):

@@ -26,9 +26,6 @@ def devices(value):
     return sorted(device.id for device in value.devices())
 
 
-# Reduce.
-
-
 def test_reduce(d):
     for aggregation, expected in [(SUM, 3.0), (MEAN, 1.5)]:
         with d.scope():
@@ -78,9 +75,6 @@ def test_cross_tower_ops_change_no_sum():
             assert unwrapped(d, d.reduce(MEAN, ids(d.core, 1.0))) == [2.5] * 4
 
 
-# Broadcast.
-
-
 def test_broadcast(d):
     with d.scope():
         everywhere = d.broadcast(5.0)
@@ -93,9 +87,6 @@ def test_broadcast(d):
         assert devices(d.broadcast({"a": 1}, ["CPU:3", "CPU:4"])["a"]) == [3, 4]
         with pytest.raises(TypeError, match="device"):
             d.broadcast(5.0, 3.5)
-
-
-# Unwrap and group.
 
 
 def test_unwrap(d):
@@ -111,9 +102,6 @@ def test_unwrap(d):
         assert d.unwrap(plain)[0] is plain and len(d.unwrap(plain)) == 1
 
 
-# Map and fetch, of early 2018.
-
-
 def test_map_and_reduce():
     for n in [1, 2]:
         d = mirrored(n)
@@ -127,9 +115,6 @@ def test_map_and_reduce():
             ]
             assert d.unwrap(found) == of_towers
             assert repr(found) == f"MapOutput(10 elements on {n} towers)"
-
-
-# Construction.
 
 
 def test_parameter_servers_of_one_process(monkeypatch):

@@ -22,9 +22,6 @@ def any_strategy(request):
     return STRATEGIES[request.param]()
 
 
-# Update.
-
-
 def test_update(any_strategy):
     d = any_strategy
     with d.scope():
@@ -45,9 +42,6 @@ def test_arguments_that_differ_between_towers_are_refused(d):
                     getattr(d, method)(where, lambda *_, **__: None, *args, **named)
             with pytest.raises(TypeError, match=f"`{method}` was given 3, which canno"):
                 getattr(d, method)(where, 3)
-
-
-# Updates of no variable.
 
 
 def test_update_non_slot(any_strategy):
@@ -80,9 +74,6 @@ def test_non_slot_devices_of_the_default_strategy():
     assert in_default(merge_fn) == 3.0 and b == 3.0 and a == 1.0
 
 
-# Where code is, in an update.
-
-
 def test_update_contexts_are_nested_and_of_their_thread(d):
     found = []
     cpu = jax.devices()
@@ -109,9 +100,6 @@ def test_update_contexts_are_nested_and_of_their_thread(d):
     assert found == [None] and contrib.get_update_device() is None
     with pytest.raises(TypeError, match="device"):
         contrib.UpdateContext(3.5)
-
-
-# Reading, counting.
 
 
 def test_read_var(any_strategy):
@@ -144,9 +132,6 @@ def test_increment_var():
     w = js.Variable(1)
     assert contrib.increment_var(w, 3) == 4 and w == 4
     assert in_default(lambda d: d.call_for_each_tower(contrib.increment_var, w)) == 5
-
-
-# Tower-local.
 
 
 def test_tower_local_variables(d):

@@ -32,9 +32,6 @@ def assert_default():
     assert current.num_towers == tower.num_towers == 1
 
 
-# Contexts.
-
-
 def test_the_scope_is_cross_tower_context(d):
     with d.scope() as entered:
         assert entered is d
@@ -210,9 +207,6 @@ def test_a_tower_context_is_required():
         contrib.TowerContext(d)
 
 
-# The object.
-
-
 def test_a_strategy_is_made_of_one_of_today():
     core = js.MirroredStrategy(["CPU:0", "CPU:1"], replicas_per_device=2)
     d = contrib.DistributionStrategy.over(core)
@@ -233,9 +227,6 @@ def test_what_was_done_around_sessions_does_nothing():
     assert d.configure(session_config=object()) is None
     with pytest.raises(ValueError, match="`configure` was given a cluster"):
         d.configure(None, {"worker": ["a:1"]}, "worker", 0)
-
-
-# Towers that run eagerly.
 
 
 def test_towers_that_run_eagerly_decide_by_their_number():

@@ -20,9 +20,6 @@ KINDS = [mirrored, central, *slow(workers, shared)]
 of_each_kind = pytest.mark.parametrize("make", KINDS)
 
 
-# Scopes.
-
-
 @of_each_kind
 def test_the_scope_is_of_the_strategy_in_both_generations(make):
     s = make()
@@ -87,9 +84,6 @@ def _default():
     return found[0]
 
 
-# The object.
-
-
 def test_one_object_for_each_strategy_of_today():
     core = js.MirroredStrategy(js.simulate(8)[:2])
     with core.scope():
@@ -141,9 +135,6 @@ def test_younger_methods_are_told_where_to_find():
         with pytest.raises(AttributeError, match=told):
             getattr(asked, name)
         assert not hasattr(asked, name)
-
-
-# Sessions and jobs.
 
 
 def test_what_sessions_wanted_does_nothing():

@@ -15,9 +15,6 @@ def per_replica(s):
     return s.run(lambda: replica_id() + 1.0)
 
 
-# reduce, reduce_to, batch_reduce_to.
-
-
 @of_each_kind
 def test_reduce_without_an_axis(make):
     s = make()
@@ -52,9 +49,6 @@ def test_options_by_their_older_name():
             method("sum", *target, experimental_hints=3)
 
 
-# broadcast_to.
-
-
 def test_where_values_are_broadcast_to():
     s = mirrored()
     with s.scope():
@@ -84,9 +78,6 @@ def test_what_cannot_be_broadcast():
         method(per_replica(s), "CPU:0")
     with pytest.raises(RuntimeError, match="`strategy.extended.broadcast_to` was call"):
         s.run(lambda: method(np.ones(2), "CPU:0"))
-
-
-# read_var.
 
 
 def test_reading_on_read_variables():

@@ -12,9 +12,6 @@ def merge(function, *args):
     return v1.get_replica_context().merge_call(function, args=args)
 
 
-# Arguments.
-
-
 @of_each_kind
 def test_arguments_of_call_for_each_replica(make):
     s = make()
@@ -54,9 +51,6 @@ def test_calls_that_are_refused_name_the_method():
         s.run(lambda x: x)
     with pytest.raises(TypeError, match="`merge_call` was given 3, which cannot be"):
         s.run(lambda: merge(3))
-
-
-# merge_call.
 
 
 @of_each_kind
@@ -108,15 +102,9 @@ def test_all_reduce_of_the_replica_context():
     assert (float(total), float(mean["x"]), float(hinted)) == (10, 2.5, 2.5)
 
 
-# Updates.
-
-
 def variable(s, value, **options):
     with s.scope():
         return js.Variable(value, **options)
-
-
-# update_non_slot.
 
 
 def test_updates_that_are_refused():
@@ -140,9 +128,6 @@ def test_updates_that_are_refused():
         update(3, lambda: 0)
     with pytest.raises(TypeError, match="`extended.update` was given 3, a int"):
         s.extended.update(3, lambda v: 0)
-
-
-# Places.
 
 
 def test_variables_beside_the_non_slot_devices():

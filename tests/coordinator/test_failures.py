@@ -37,9 +37,6 @@ def aborted(value):
     until(lambda: value.status is Status.ABORTED)
 
 
-# Errors of functions.
-
-
 def test_an_error_is_the_same_object_wherever_it_comes_out_and_then_it_is_gone(cluster):
     error = js.OutOfRangeError("the end")
     error.add_note("of the worker")
@@ -128,9 +125,6 @@ def test_what_is_done_before_an_error_stays_and_what_fails_changes_nothing(clust
     assert cluster.sum() == 200.0
 
 
-# The queue.
-
-
 def test_a_full_queue_lets_schedule_wait_until_there_is_room_or_an_error(
     cluster, gate, monkeypatch
 ):
@@ -211,9 +205,6 @@ def test_each_function_counts_once_whatever_is_lost_and_fails():
             assert seen[number] <= 1
             assert seen[number] == 1 or value.status is Status.ABORTED
         assert seen.sum() == cluster.sum()
-
-
-# Workers that are lost.
 
 
 def test_what_was_pushed_before_the_worker_was_lost_counts_once(cluster, monkeypatch):

@@ -46,9 +46,6 @@ def coordinator(shared):
     shared.coordinator.join(60)
 
 
-# Which coordinator.
-
-
 def test_there_is_one_coordinator_of_a_strategy(shared, coordinator):
     made = shared.strategy
     assert ClusterCoordinator(made) is coordinator
@@ -84,9 +81,6 @@ def test_after_a_coordinator_is_closed_there_may_be_another():
     strategy.close()
     with pytest.raises(RuntimeError, match="The coordinator is closed"):
         coordinator.join()
-
-
-# What may be scheduled, and how often it is traced.
 
 
 def test_what_may_be_scheduled(shared, coordinator):
@@ -254,9 +248,6 @@ def test_an_error_in_the_trace_comes_from_schedule(shared, coordinator):
     assert shared(lambda: 1) == 1
 
 
-# Results.
-
-
 def test_results_have_the_structure_of_what_was_returned(coordinator):
     """COO-2, CCO-10"""
 
@@ -317,9 +308,6 @@ def test_who_asks_waits_for_its_own_function_only(shared, coordinator):
     assert coordinator.done()
 
 
-# Functions that call Python have no exported form.
-
-
 def test_an_error_of_a_host_callback_is_of_its_own_type(shared, coordinator):
     """CCO-31, where TensorFlow has an UnknownError."""
 
@@ -347,9 +335,6 @@ def test_an_error_of_a_host_callback_is_of_its_own_type(shared, coordinator):
     assert any(entry.name == "host" for entry in raised.traceback)
     assert float(counter) == 1
     assert coordinator.schedule(f, (0.5,)).fetch() == 0.5
-
-
-# What a coordinator says of itself, and its end.
 
 
 def test_the_states_of_workers_and_what_runs_where(shared, coordinator):

@@ -37,9 +37,6 @@ def values(found):
     }
 
 
-# The function that makes it.
-
-
 def test_the_coordinator_calls_the_function_once_and_each_worker_once(three):
     calls = []
 
@@ -117,9 +114,6 @@ def test_variables_are_not_made_in_it(three):
 
     with pytest.raises(ValueError, match="Creating variables in `dataset_fn` is not"):
         three.create_per_worker_dataset(within)
-
-
-# What it may be.
 
 
 def generator():
@@ -203,9 +197,6 @@ def test_arrays_that_the_source_uses_again_are_copied(one):
     assert found == [0, 1, 2, 3, 4, 5]
 
 
-# Reading it.
-
-
 def test_the_same_iterator_twice_is_one(one):
     iterator = iter(one.create_per_worker_dataset(lambda: [7, 8, 9]))
     step = one.function(lambda pair, again: (next(pair[0]), next(again)))
@@ -265,9 +256,6 @@ def test_a_released_source_is_closed(one):
     assert closed.wait(20)
 
 
-# On the coordinator, and in functions.
-
-
 def test_the_iterator_has_one_entry_for_each_worker_and_none_here(three):
     iterator = iter(three.create_per_worker_dataset(lambda: [1]))
     assert isinstance(iterator, js.coordinator.PerWorkerValue) and len(iterator) == 3
@@ -312,9 +300,6 @@ def test_an_iterator_used_later_is_an_error(one):
         next(kept[0])
 
 
-# The worker's index.
-
-
 def test_the_index_is_traced_once_for_all_workers(three):
     traces = []
 
@@ -350,9 +335,6 @@ def test_python_does_not_know_the_index(three):
         js.errors.TracedValueError, match=r"(?s)`step` asked.*jax.lax.cond"
     ):
         three.schedule(step)
-
-
-# What goes wrong on workers.
 
 
 def fails_on_workers(error):

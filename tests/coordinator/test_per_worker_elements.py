@@ -29,9 +29,6 @@ def double():
         yield coordinator
 
 
-# Another type.
-
-
 def test_a_smaller_last_batch_is_not_lost(one):
     traces = []
 
@@ -73,9 +70,6 @@ def test_each_worker_comes_to_its_own_shapes():
         step = three.function(lambda it: (index(), next(it).sum()))
         for worker, values in until_each_has(three, step, (iterator,)).items():
             assert set(map(float, values)) == {1.0 + worker}
-
-
-# Distributed datasets.
 
 
 def test_a_distributed_dataset_is_for_workers(workers):
@@ -153,9 +147,6 @@ def test_an_input_function_makes_a_batch_for_each_replica(workers):
         expected = np.arange(1.0, 1.0 + count)[:, None]
         np.testing.assert_array_equal(found[0], expected)
     assert set(contexts) == {js.InputContext(1, 0, count)}
-
-
-# Batches that are filled up.
 
 
 def test_rows_that_are_not_real_do_not_count(double):

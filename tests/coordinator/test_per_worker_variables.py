@@ -86,9 +86,6 @@ def test_all_changes_work_in_a_function():
         assert one.metrics.closure_execution.count == 2
 
 
-# What it refuses.
-
-
 def test_the_coordinator_neither_reads_nor_changes_it(three):
     variable = own(three, 0.0, name="mine")
     for use in (

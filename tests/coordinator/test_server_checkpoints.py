@@ -92,9 +92,6 @@ def test_variables_of_workers_are_refused(tmp_path):
         manager.save(1, {"own": own})
 
 
-# Pauses.
-
-
 class Counting:
     """Two variables on two servers that each function changes together."""
 

@@ -31,9 +31,6 @@ def server_of(v):
     return int(v.device.partition("task:")[2].partition("/")[0])
 
 
-# Where they are.
-
-
 def test_variables_go_round_the_servers(strategy):
     for servers, expected in [(3, [0, 1, 2, 0]), (2, [0, 1, 0, 1])]:
         other = strategy_of(servers=servers)
@@ -172,9 +169,6 @@ def test_other_changes_in_loops_are_refused(strategy):
     assert float(v) == 1.0
 
 
-# Rows of tables.
-
-
 def table(strategy, rows=10, **options):
     value = np.arange(2.0 * rows, dtype="float32").reshape(rows, 2)
     return variable(strategy, value, name="table", **options)
@@ -252,15 +246,9 @@ def test_what_needs_more_than_rows_is_right_too(strategy):
         np.testing.assert_array_equal(t.numpy(), ordinary.numpy(), err_msg=str(number))
 
 
-# Random keys go to workers as numbers.
-
-
 def test_random_keys_in_variables_are_refused(strategy):
     with pytest.raises(TypeError, match="holds random keys, which parameter servers d"):
         variable(strategy, jax.random.key(0))
-
-
-# Aggregation over the replicas of one worker.
 
 
 def test_replicas_of_a_worker_make_one_write():
@@ -288,9 +276,6 @@ def test_replicas_that_differ_are_refused():
     with pytest.raises(js.errors.NotMirroredVariableError):
         strategy.run(step)
     assert float(v) == 0.0
-
-
-# What cannot be.
 
 
 def test_a_jitted_function_that_nobody_schedules_is_refused(strategy):

@@ -154,9 +154,6 @@ def test_operations_of_all_dtypes_are_numpys(here):
             assert_same(stored.read(), wanted, (name, table.shape))
 
 
-# What is wrong is said, and changes nothing.
-
-
 def test_wrong_pushes_and_reads_change_nothing(server):
     scalar = Stored(server, np.zeros((), np.int32))
     table = Stored(server, np.zeros((3, 2), np.float32), is_table=True)
@@ -230,9 +227,6 @@ def test_numbers_are_used_once_until_they_are_dropped(server):
     assert stored.read().tolist() == [1, 1] and stored.version == 0
 
 
-# Memory.
-
-
 VIEWS = {
     "all": lambda value: value,
     "rows": lambda value: value[7:9],
@@ -295,9 +289,6 @@ def test_dropped_variables_leave_no_memory(here):
     gc.collect()
     left = [a for a in jax.live_arrays() if not any(a is each for each in others)]
     assert not [a for a in left if a.shape == SHAPE]
-
-
-# Once for each function.
 
 
 def counted(server):
@@ -389,9 +380,6 @@ def test_counts_of_threads_are_exact_and_no_read_is_torn(server):
     np.testing.assert_array_equal(table.read(), wanted)
 
 
-# Programs that change variables together.
-
-
 FLOATS = ((3,), np.float32)
 
 
@@ -480,9 +468,6 @@ def test_without_what_reads_programs(here, monkeypatch):
     monkeypatch.setattr(jax.export, "deserialize", missing)
     with pytest.raises(ImportError, match=r"pip install 'jaxstrategy\[coordinator\]'"):
         here.define("y", b"")
-
-
-# Whoever calls.
 
 
 def test_whatever_jax_was_told_and_while_a_function_is_traced(here):

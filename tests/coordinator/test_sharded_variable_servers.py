@@ -64,9 +64,6 @@ def task(number):
     return f"/job:ps/replica:0/task:{number}/device:CPU:0"
 
 
-# Where they are.
-
-
 def test_shards_go_round_the_servers(strategy):
     partitioner = partitioners.FixedShardsPartitioner(4)
     strategy._variable_policy.partitioner = partitioner
@@ -88,9 +85,6 @@ def test_beside_a_shard_it_is_on_the_same_server(strategy, table):
             beside = js.Variable(np.ones((4, 2)))
     assert isinstance(beside, js.Variable)
     assert beside.device == table.variables[1].device == task(1)
-
-
-# From the coordinator.
 
 
 def test_the_coordinator_reads_rows_alone(table, pulled):
@@ -138,9 +132,6 @@ def test_the_coordinator_takes_gradients(table):
     one = table.variables[1]
     gradient = js.grad(lambda: embedding_lookup(one, [1, 1]).sum(), one)()
     assert gradient.indices.tolist() == [1, 1]
-
-
-# In scheduled functions.
 
 
 def test_tensorflows_lookup_and_subtraction(coordinator, table, pulled):

@@ -135,9 +135,6 @@ def test_only_one_address_is_bound(job, monkeypatch):
             server.start()
 
 
-# Connections that break.
-
-
 def test_what_broke_a_connection_is_asked_again_unless_it_would_count_twice(job):
     """The proxy breaks each connection at its next request."""
     _, proxy, _, variable = job
@@ -156,9 +153,6 @@ def test_what_broke_a_connection_is_asked_again_unless_it_would_count_twice(job)
     ):
         variable.assign_add(jnp.ones(3))
     assert variable.numpy().tolist() == [5, 5, 5]
-
-
-# What a worker in another process raises and returns.
 
 
 @pytest.fixture(scope="module")
@@ -287,9 +281,6 @@ def test_kill_ends_what_waits():
             worker.release([1])
     finally:
         backend.close()
-
-
-# Messages of those who have proved who they are.
 
 
 @contextlib.contextmanager

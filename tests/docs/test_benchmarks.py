@@ -65,9 +65,6 @@ def test_what_benchmarks_take_from_the_package_is_there():
                 assert hasattr(owner, attribute), f"{module} {name}.{attribute}"
 
 
-# The page of the committed results.
-
-
 def test_the_page_is_of_the_committed_results():
     again = "run `python benchmarks/run_all.py --draw`"
     committed = Results.read(FOLDER / "results.json")
@@ -77,8 +74,6 @@ def test_the_page_is_of_the_committed_results():
     ratios = [each["ratio"] for each in committed.comparisons if each["ratio"]]
     assert ratios and np.isfinite(ratios).all()
 
-
-# A run of all.
 
 SCRIPT = """
 from _harness import Comparison, benchmark, main

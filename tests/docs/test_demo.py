@@ -59,9 +59,6 @@ def fake_history(loss, accuracy):
     return [demo.Epoch(np.full(15, loss), accuracy, 0.1) for _ in range(2)]
 
 
-# What it trains.
-
-
 @pytest.mark.slow
 def test_losses_are_those_of_a_plain_loop(short_run, untrained):
     # Only the untrained network comes from the demo; the steps are written out here.
@@ -89,9 +86,6 @@ def test_losses_are_those_of_a_plain_loop(short_run, untrained):
     for history in (short_run.many, short_run.one):
         losses = np.concatenate([epoch.losses for epoch in history])
         np.testing.assert_allclose(losses, expected, atol=1e-5)
-
-
-# What it shows.
 
 
 @pytest.mark.slow
@@ -136,9 +130,6 @@ def test_failure_is_said_and_is_the_status(
     status = demo.run(two, options(**given))
     assert status == (0 if message is None else 1)
     assert (message or "") in capsys.readouterr().err
-
-
-# What it refuses.
 
 
 @pytest.mark.parametrize(
@@ -202,9 +193,6 @@ def test_a_missing_extra_is_named(module, package, monkeypatch):
     )
     with pytest.raises(js.errors.MissingExtraError, match=message):
         demo.main([])
-
-
-# As a command.
 
 
 def python(*arguments, folder):

@@ -148,9 +148,6 @@ def told(complaints):
     assert not complaints, "\n".join(["", *complaints])
 
 
-# Examples.
-
-
 def test_each_name_has_an_example():
     told([name for name, value in NAMES.items() if ">>>" not in (value.__doc__ or "")])
 
@@ -168,9 +165,6 @@ def test_the_first_line_is_a_sentence_or_names_what_there_is():
         for name, function, owner in EVERY
         if name.startswith("jaxstrategy") and NO_NOUN.match(words(function, owner))
     )
-
-
-# What is raised.
 
 
 def is_exception(name, function):
@@ -198,9 +192,6 @@ def test_what_is_said_to_be_raised_exists():
     )
 
 
-# Arguments.
-
-
 def parameters(function):
     """Their names; those by position that are refused are no arguments."""
     given = inspect.signature(function).parameters.values()
@@ -215,9 +206,6 @@ def test_of_the_arguments_all_are_explained_or_none():
         and function.__name__ != "__post_init__"  # its arguments are fields
         and sorted(explained) != sorted(taken := parameters(function))
     )
-
-
-# Pages.
 
 
 def test_a_guide_says_when_each_error_comes():

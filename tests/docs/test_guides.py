@@ -38,9 +38,6 @@ quiet = pytest.mark.filterwarnings(
 )
 
 
-# Notebooks.
-
-
 def codes(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
@@ -152,8 +149,6 @@ def test_the_debugging_guide_shows_what_mistakes_are_answered_with(
         assert line in answer
 
 
-# The README's program.
-
 (FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -196,8 +191,6 @@ def test_a_forgotten_reduction_is_answered_as_the_readme_says(tmp_path):
     assert "NotMirroredWarning" in warned
     assert f"since: {tmp_path}/train.py:{varies + 1}: {lines[varies]}" in warned
 
-
-# Blocks of code in prose.
 
 # A script needs no line of what every program of a guide begins with.
 BEGINNING = """
@@ -290,8 +283,6 @@ def commands():
                     if line.strip():
                         yield shlex.split(line, comments=True)
 
-
-# Links and names in prose.
 
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?[^)]*\)")
 CODE = re.compile(r"^```.*?^```|(?<!`)`[^`\n]+`(?!`)", re.MULTILINE | re.DOTALL)

@@ -207,9 +207,6 @@ def test_an_iterator_says_how_many_steps_it_has_given(two):
     again.close()
 
 
-# A thread that works ahead, and that always ends.
-
-
 @pytest.fixture(autouse=True)
 def threads():
     found = Started(INPUT)

@@ -183,9 +183,6 @@ def test_a_source_is_seldom_asked_for_its_place_and_each_batch_knows_its_own(gra
     short.close()
 
 
-# Datasets of Hugging Face as sources of batches.
-
-
 @pytest.fixture(scope="module")
 def datasets():
     library = pytest.importorskip("datasets")
@@ -301,9 +298,6 @@ def test_several_hugging_face_splits(datasets):
     splits = datasets.DatasetDict({"train": face_table(datasets)})
     with pytest.raises(TypeError, match=r"several datasets: train. .*dataset\['train"):
         Source(splits)
-
-
-# Loaders of PyTorch as sources of batches.
 
 
 @pytest.fixture(scope="module")
@@ -500,8 +494,6 @@ def test_a_torch_dataset_of_examples(torch):
     with pytest.raises(TypeError, match="is a PyTorch dataset of examples and not of"):
         Source(torch_pairs(torch))
 
-
-# Datasets of `tf.data` as sources of batches.
 
 TF_PARTS = [{"x": np.arange(i, i + 3)} for i in range(4)]
 

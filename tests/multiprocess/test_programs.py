@@ -171,9 +171,6 @@ def told(outputs, word):
     return [json.loads(re.search(f"^{word} (.*)$", o, re.M)[1]) for o in outputs]
 
 
-# What one process does
-
-
 @pytest.fixture(scope="module")
 def wanted(plain):
     return {name: conformance.tried(name, plain) for name in conformance.CHECKS}
@@ -217,9 +214,6 @@ def equal(got, wanted):
         )
     else:
         np.testing.assert_array_equal(got, wanted)
-
-
-# What differs
 
 
 _STEP = r"`\S+ at mismatches.py:\d+` \(\S+mismatches.py:\d+\)"
@@ -266,9 +260,6 @@ def test_other_checkpoints_are_told_before_anything_is_written(said):
         assert texts.keys() == DIFFERENT.keys() and found == ["saved/1"]
         for name, pattern in DIFFERENT.items():
             assert re.search(pattern, texts[name], re.S), (name, texts[name])
-
-
-# Input
 
 
 KINDS = {
@@ -422,9 +413,6 @@ def test_each_process_reads_its_own_rows(laid_out):
     check_rows(told(laid_out[1]["feeding"], "told"), COUNT, OWN)
 
 
-# Checkpoints and layouts
-
-
 def state_of_two_replicas():
     """A strategy of two replicas, and its state after one batch."""
     two = js.MirroredStrategy(jax.devices()[:2])
@@ -512,9 +500,6 @@ def test_several_processes_place_read_and_save_as_one_does(said, folder):
         assert isinstance(found["params"]["w"], js.Sharded) is (strategy is divided)
 
 
-# Training
-
-
 @functools.cache
 def by_hand(steps):
     """The loss curve of a plain NumPy loop over the same batches."""
@@ -543,9 +528,6 @@ def test_the_loss_curve_is_that_of_one_process(said, plain):
         np.testing.assert_allclose(curve, losses, rtol=1e-5)
         assert found["all"] == 1797  # also with a last batch of 5 rows
         assert abs(found["right"] - right["right"]) <= 1 and found["right"] > 1300
-
-
-# Variables and values
 
 
 @pytest.mark.slow

@@ -28,9 +28,6 @@ def attend(attend):
     return functools.partial(attend, word=WORD)
 
 
-# Proving
-
-
 def test_another_secret_is_refused_alone_and_told(attend, pool, capfd):
     for word, own in (("", "has none"), ("another secret of a job", "has one")):
         at = harness.free_address()
@@ -63,9 +60,6 @@ def test_those_who_were_refused_are_told_where_some_did_not_come(address, attend
     )
 
 
-# Where processes may meet
-
-
 def test_without_a_secret_only_the_loopback_will_do(attend, monkeypatch):
     hosts = ["0.0.0.0", "192.0.2.1", "[::]", "128.0.0.1", "no-such-host.invalid"]
     for index, host in enumerate(hosts):
@@ -92,9 +86,6 @@ def test_an_environment_that_cannot_be_meant(join, monkeypatch):
             with pytest.raises(ValueError, match=text) as caught:
                 join(0, 2, "192.0.2.1:2222", 0.1)
         assert "hunter2" not in "".join(traceback.format_exception(caught.value))
-
-
-# Where the secret is seen
 
 
 def test_a_secret_does_not_print():

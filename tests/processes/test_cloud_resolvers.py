@@ -38,9 +38,6 @@ def told(call, text, error=js.ClusterError):
     assert caught.type is error
 
 
-# Kubernetes
-
-
 @pytest.fixture
 def api(tmp_path, monkeypatch):
     """The API, which the user's kubeconfig names; of two running pods."""
@@ -307,8 +304,6 @@ def test_what_cannot_be_asked_of_kubernetes_is_refused(monkeypatch, tmp_path):
     text = r"install 'jaxstrategy\[kubernetes\]'"
     told(cr.KubernetesClusterResolver, text, js.errors.MissingExtraError)
 
-
-# Compute Engine
 
 THREE = {"vm-1": "10.0.0.9", "vm-2": "10.0.0.10", "vm-3": "10.0.0.3"}
 SPEC = {"worker": ["10.0.0.10:8470", "10.0.0.3:8470", "10.0.0.9:8470"]}

@@ -51,9 +51,6 @@ def refused(call, text, error=ValueError, *given, **more):
     assert text in str(caught.value), (text, str(caught.value))
 
 
-# ClusterSpec
-
-
 def test_a_spec_takes_lists_dicts_and_specs():
     for given, indices in [
         ({"worker": ["a:1", "b:1"]}, [0, 1]),
@@ -101,9 +98,6 @@ def test_a_malformed_spec_and_what_it_has_not_are_refused():
             ask("ps")
     with pytest.raises(ValueError, match=r"no task 1 in job 'worker'.*\[0\]"):
         spec.task_address("worker", 1)
-
-
-# The base class, and the rank of a process
 
 
 class Mine(cr.ClusterResolver):
@@ -190,9 +184,6 @@ def test_a_task_that_cannot_train_is_refused():
         refused(place, text, ValueError, {"worker": [bad, "b:1"]}, "worker", 1)
 
 
-# Written down, and several as one
-
-
 def test_simple_gives_what_it_was_given():
     resolver = cr.SimpleClusterResolver(
         cr.ClusterSpec(BOTH),
@@ -270,8 +261,6 @@ def test_a_union_speaks_for_the_first_resolver():
     refused(lambda: cr.UnionResolver({}), "must be resolvers, got {}", TypeError)
 
 
-# TFConfigClusterResolver
-
 PS0 = {"cluster": BOTH, "task": {"type": "ps", "index": 0}}
 
 
@@ -342,9 +331,6 @@ def test_every_malformed_tf_config_is_quoted(tf_config):
     tf_config({"cluster": BOTH})
     text = 'TF_CONFIG has no "task". It looks like'
     refused(cr.TFConfigClusterResolver().master, text)
-
-
-# SlurmClusterResolver
 
 
 @pytest.fixture
@@ -467,9 +453,6 @@ def test_slurm_jobs_that_do_not_fit_are_refused(slurm):
     refused(cr.SlurmClusterResolver, "SLURM_PROCID is 3, of 3 tasks")
 
 
-# The launcher's environment
-
-
 @pytest.fixture
 def launched(environment):
     def launched(coordinator="a:2222", index="1", count="3", **more):
@@ -503,9 +486,6 @@ def test_the_launchers_environment_is_read(launched):
     ]:
         launched(**wrong)
         refused(js.MultiWorkerMirroredStrategy, text)
-
-
-# SageMaker
 
 
 @pytest.fixture
@@ -586,9 +566,6 @@ def test_what_sagemaker_cannot_mean_is_refused(sagemaker, monkeypatch):
         for ask in (resolver.cluster_spec, resolver.process, resolver.master):
             with pytest.raises(ValueError, match=f"^{missing} is not set, so this is"):
                 ask()
-
-
-# Without a resolver
 
 
 def found():

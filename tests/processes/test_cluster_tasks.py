@@ -227,9 +227,6 @@ def test_tf_config_is_found(cluster, serve, monkeypatch):
         js.ParameterServerStrategy(workers=3)
 
 
-# Which clusters can train with parameter servers.
-
-
 def tasks(**counts):
     return ClusterSpec(
         {job: [f"{job}{k}:2222" for k in range(n)] for job, n in counts.items()}

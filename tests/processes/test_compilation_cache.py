@@ -96,9 +96,6 @@ def test_what_is_no_path_is_refused():
         js.experimental.compilation_cache(3)
 
 
-# The launcher hands it to all processes.
-
-
 def test_the_launcher_tells_each_process(tmp_path):
     (tmp_path / "train.py").write_text(
         f"import os; print(os.environ.get({VARIABLE!r}))"

@@ -62,9 +62,6 @@ def launch(start):
     return launch
 
 
-# What workers are given and what is shown of them
-
-
 def test_each_worker_is_told_its_place(launch):
     script = """
     import json
@@ -184,9 +181,6 @@ def test_the_port_of_a_job_is_held_for_it(launch):
     assert result.lines == ["[0] held True", "[0] listens", "[1] held True"], result
 
 
-# How it ends
-
-
 def test_a_failing_rank_is_named_after_its_last_lines(launch):
     script = """
     if rank == 1:
@@ -240,9 +234,6 @@ def test_the_first_failure_is_the_cause_if_it_is_no_consequence(launch, tmp_path
             assert f"then rank 0 failed with exit code {then}" in result.err
         for name in "ready", "gone":
             (tmp_path / name).unlink(missing_ok=True)
-
-
-# Signals
 
 
 @pytest.fixture
@@ -303,8 +294,6 @@ def test_a_second_signal_kills(start):
     assert result.last == "jaxstrategy.launch: stopped by SIGTERM, ranks 0, 1 killed"
 
 
-# Nothing is left behind
-
 FAMILY = """
 child = "import time; time.sleep(600)"
 write(f"worker{rank}")
@@ -328,9 +317,6 @@ def test_what_workers_started_ends_with_them(start, end):
     else:
         launched.finish(0 if end == "pass" else 3)
         launched.until(lambda: not any(map(is_alive, pids)))
-
-
-# Restarts
 
 
 def test_all_start_again_up_to_the_given_number(launch):
@@ -568,9 +554,6 @@ def test_our_own_exit_codes_are_explained_and_followed(launch):
     assert result.err.count("jaxstrategy.launch: preempted, the state is saved") == 2
 
 
-# Arguments
-
-
 def refused(options, text):
     result = command(*options.split())
     assert result.code == 2 and result.out == "", (options, result)
@@ -646,9 +629,6 @@ def test_help_tells_the_options_and_the_exit_codes():
     assert max(map(len, result.out.splitlines())) <= 88
 
 
-# What became of a job
-
-
 def test_a_summary_tells_what_became_of_a_job(launch, tmp_path):
     script = """
     if rank == 1 and attempt == 0:
@@ -676,9 +656,6 @@ def test_a_summary_tells_what_became_of_a_job(launch, tmp_path):
         ("--summary .", "'.'; a file in a folder that exists"),
     ]:
         refused(f"{options} {__file__}", why)
-
-
-# With JAX
 
 
 @pytest.mark.slow

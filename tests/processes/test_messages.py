@@ -106,9 +106,6 @@ def test_what_is_said_before_the_end_arrives(serve, call):
             say(b"x")
 
 
-# Strangers
-
-
 def test_bytes_of_strangers_end_their_own_connection_only(serve, call):
     host, port = (server := serve(largest=100_000)).address.split(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(54, b"\0")

@@ -56,9 +56,6 @@ NASTY = [
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
-# Batch scripts of Slurm
-
-
 def put(folder, scripts, shell="/bin/bash"):
     """Puts commands into a folder; the `PATH` where they are found first."""
     folder.mkdir()
@@ -209,9 +206,6 @@ def test_a_batch_script_starts_and_restarts_as_the_launcher_does(tmp_path):
     assert text.count("--gpus-per-task=2") == 2 and "JAX_PLATFORMS" not in text
 
 
-# Manifests of Kubernetes
-
-
 def expanded(text, variables):
     """What Kubernetes makes of a string in a command or an environment.
 
@@ -355,9 +349,6 @@ def test_the_secret_of_a_manifest_is_one_of_kubernetes():
     assert re.fullmatch("[0-9a-f]{64}", done.stdout.decode().strip())
 
 
-# The command line
-
-
 def test_a_coordinator_that_is_no_address_is_refused():
     addresses = [f"{OWNED}:80", "`id`:80", "a;b:80", "-a:80", "a..b:80"]
     addresses += [f"{'a' * 64}.b:80", "a:\N{ARABIC-INDIC DIGIT THREE}", "a\n:80"]
@@ -366,8 +357,6 @@ def test_a_coordinator_that_is_no_address_is_refused():
         text = f"{address!r} is not an address. Give it as host:port"
         assert done.code == 2 and text in done.err
 
-
-# Jobs with parameter servers
 
 # As Slurm's: runs tasks beside each other, and hands SIGTERM on to them.
 SRUN = """

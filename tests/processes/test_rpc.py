@@ -90,9 +90,6 @@ def unstarted():
         yield server
 
 
-# Making them.
-
-
 def test_what_makes_no_server_or_client_is_refused(client):
     for maker in rpc.Server, rpc.Client:
         with pytest.raises(ValueError, match="Only GRPC backend is supported at the m"):
@@ -112,9 +109,6 @@ def test_a_client_waits_for_a_server_as_long_as_it_may(unstarted):
         with pytest.raises(rpc.DeadlineExceededError, match="No RPC server ans") as e:
             rpc.Client.create("grpc", address, timeout_in_ms=300)
         assert isinstance(e.value, TimeoutError) and e.value.error_code == 4
-
-
-# Registering.
 
 
 def test_functions_must_be_compiled(unstarted):
@@ -179,9 +173,6 @@ def test_methods_larger_than_the_bound_are_not_registered():
         server.register("f", jax.jit(lambda x: x), jnp.zeros(25))
 
 
-# Methods of clients.
-
-
 def test_clients_have_the_methods(client):
     result = client.mul(2, 3)
     assert result.is_ok() is True and result.get_error() == (0, "")
@@ -222,9 +213,6 @@ def test_a_missing_or_wrong_structure_of_results_is_an_error(client):
     ]:
         with pytest.raises(rpc.InvalidArgumentError, match=told):
             client.call("mul", [2, 3], specs).get_value()
-
-
-# Wrong arguments.
 
 
 def test_wrong_arguments_are_a_status(client):
@@ -276,9 +264,6 @@ def test_unknown_methods_are_a_status(client):
     assert client.call("nope").get_error() == (3, "nope is not registered.")
 
 
-# Errors and deadlines.
-
-
 def test_an_error_of_the_function_is_a_status(client):
     result = client.fail(2)
     code, told = result.get_error()
@@ -319,9 +304,6 @@ def test_without_a_timeout_a_call_lasts_as_long_as_it_takes(server):
         assert result.get_value() == 3
 
 
-# Sizes.
-
-
 def test_four_mebibytes_are_no_bound(client):
     x = np.arange(1 << 20, dtype=np.float32)  # 4 MiB and a head
     total, more = client.big_blocking(x)
@@ -343,9 +325,6 @@ def test_the_bounds_are_configurable():
         with rpc.Client.create("grpc", server.address, **bound) as client:
             code, told = client.add(np.zeros(1024)).get_error()
             assert code == 8 and "have 4096 bytes, and this client takes 4095" in told
-
-
-# State.
 
 
 def test_methods_with_variables_run_one_after_the_other():
@@ -380,9 +359,6 @@ def test_arguments_by_name_are_a_structure_too(client):
     assert client.call("mul", {"x": 4, "y": 5}, specs).get_value() == 20
     with pytest.raises(ValueError, match="output_specs is a str. Give arrays, numbers"):
         client.call("mul", [4, 5], "int32")
-
-
-# Ends.
 
 
 def started(address="127.0.0.1:0", **methods):
@@ -464,8 +440,6 @@ def test_a_client_finds_a_server_that_was_started_again():
         with started(address):
             assert client.mul_blocking(2, 3) == 6
 
-
-# Strangers.
 
 SECRETS = ("a secret of these tests", "another secret, not that")
 VARIABLE = "JAXSTRATEGY_CLUSTER_SECRET"

@@ -31,9 +31,6 @@ def nothing_around(monkeypatch):
         shutdown_tpu_system(TPUClusterResolver("local"))
 
 
-# Topologies of devices.
-
-
 def tpu(id, coords, core=0, process=0, **more):
     return SimpleNamespace(
         id=id, coords=coords, core_on_chip=core, process_index=process, **more
@@ -109,9 +106,6 @@ def test_processes_are_tasks_and_slices_lie_above_each_other(topology_of):
     found = topology_of(devices)
     assert found.mesh_shape.tolist() == [2, 1, 3, 1]
     assert found.task_ordinal_at_coordinates([1, 0, 2, 0]) == 2
-
-
-# The resolver.
 
 
 def test_a_local_tpu_is_this_host():

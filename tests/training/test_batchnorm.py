@@ -101,9 +101,6 @@ def assert_close(have, want, tolerance=1e-5):
     jax.tree.map(close, have, want)
 
 
-# Equal to one big batch.
-
-
 @pytest.mark.slow
 @each_of("kind, fast", [("linen", True), ("nnx", False)])
 def test_without_a_mask_it_is_one_big_batch(four, kind, fast):
@@ -173,9 +170,6 @@ def test_groups_have_their_own_statistics(four, kind):
         assert_close(stats["mean"].local(i), want)
 
 
-# As Flax's own, where there is one replica.
-
-
 HALF, BARE = {"dtype": jnp.bfloat16}, {"use_scale": False, "use_bias": False}
 SLOW, WIDE = {"use_fast_variance": False, "epsilon": 0.1}, {"axis": (0, 2), **BARE}
 
@@ -238,9 +232,6 @@ def test_one_step_costs_one_collective(two):
     assert len(found.collectives) == 1
 
 
-# The unsynchronized kind.
-
-
 def test_unsynchronized_statistics_are_averaged(four):
     layer = flaxs("linen")
     x, _ = rows(4)
@@ -274,9 +265,6 @@ def test_the_axis_name_is_that_of_the_step(two):
         return jax.lax.psum(x, js.flax.axis_name())
 
     np.testing.assert_allclose(step(two.per_replica([1.0, 2.0])), 3.0)
-
-
-# Errors.
 
 
 def test_axis_names_are_refused():

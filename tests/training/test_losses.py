@@ -13,18 +13,12 @@ def in_run(strategy, function, *args):
     return strategy.run(lambda *args: function(*args), args)
 
 
-# TensorFlow's recorded numbers (behaviours 49; MET-8).
-
-
 def test_scaled_regularization_of_tensorflow(four):
     x = np.array([1.0, 2.0], np.float32)
     np.testing.assert_allclose(
         in_run(four, js.training.scale_regularization_loss, x), 0.75
     )
     np.testing.assert_allclose(js.training.scale_regularization_loss(x), 3.0)
-
-
-# What is summed, and by what it is divided.
 
 
 @each_of(
@@ -97,9 +91,6 @@ def test_the_sum_over_replicas_is_the_mean_over_real_examples(strategy):
 
     have = step(strategy.per_replica(loss), strategy.per_replica(mask))
     np.testing.assert_allclose(have, loss[mask].mean(), rtol=1e-5)
-
-
-# Errors.
 
 
 def test_a_second_argument_by_position_is_refused():

@@ -60,9 +60,6 @@ def assert_close(have, want, tolerance=1e-5):
     jax.tree.map(close, have, want)
 
 
-# Reduction.
-
-
 @each_of("op, function", [("mean", np.mean), ("SUM", np.sum)])
 def test_gradients_are_reduced(strategy, op, function):
     (grad,) = gradients(strategy.num_replicas_in_sync)
@@ -121,9 +118,6 @@ def test_a_missing_optax_is_named(monkeypatch, name, arguments):
         getattr(js.optax, name)(*arguments)
 
 
-# Steps that are skipped.
-
-
 def test_all_replicas_skip_a_step_that_one_cannot_take(four):
     tx = js.optax.apply_if_finite(
         optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1)), 2
@@ -160,9 +154,6 @@ def test_optaxs_own_around_a_reduction_would_hang_and_is_refused(two):
     )
     with pytest.raises(js.errors.DivergentCollectiveError, match="wait for ever"):
         on_replicas(two, tx, gradients(2))
-
-
-# Clipping before the reduction.
 
 
 REDUCE = js.optax.all_reduce_gradients()

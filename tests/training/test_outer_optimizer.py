@@ -125,9 +125,6 @@ def test_that_parameters_become_each_replicas_own_is_told(two):
         list(trained(two, tx, data(2, 1), options=None))
 
 
-# What each replica has of its own, from the beginning.
-
-
 def test_a_state_of_own_copies_stays_in_its_form(four, tmp_path):
     tx, outer = diloco(optax.adam(0.05), every=3)
     batches, traces = data(4, 6), []
@@ -174,9 +171,6 @@ def test_own_copies_are_of_floating_point_numbers(two):
         js.optax.own_copies(own, strategy=3)
     with pytest.raises(js.errors.ContextError, match="called inside `run`"):
         two.run(lambda w: js.optax.own_copies(w, strategy=two), (1.0,))
-
-
-# Refusals.
 
 
 @each_of(

@@ -8,8 +8,6 @@ from helpers.cases import each_of
 
 import jaxstrategy as js
 
-# Casts.
-
 
 def test_only_real_floats_are_cast():
     tree = {
@@ -34,9 +32,6 @@ def test_casts_to_other_types_are_refused(dtype):
         js.training.cast_floating({}, dtype)
     with pytest.raises(TypeError, match=r"`dtype` is '\\ud800'; a type of floating"):
         js.training.cast_floating({}, "\ud800")
-
-
-# What is finite.
 
 
 @each_of("bad", [np.nan, np.inf, -np.inf])
@@ -67,9 +62,6 @@ def test_it_sees_all_replicas_in_merge_call(two):
     have = two.run(step, (two.per_replica([1.0, np.nan]),))
     assert isinstance(have, js.Mirrored) and not have
     assert not js.training.all_finite(two.per_replica([1.0, np.nan]))
-
-
-# The loss scale.
 
 
 def reference(scale, finite, period, factor, least):

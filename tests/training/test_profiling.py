@@ -34,9 +34,6 @@ def ready(monkeypatch):
     return arrays
 
 
-# Writers.
-
-
 def test_writers_get_all_scalars():
     class Clu:
         def __init__(self):
@@ -65,9 +62,6 @@ def test_only_process_0_writes(monkeypatch):
         log(0, {"loss": 1.0})
         log.flush()
     assert got == []
-
-
-# When they are written.
 
 
 def test_metrics_wait_until_they_are_ready_and_keep_their_order(ready):
@@ -112,9 +106,6 @@ def test_some_steps_only():
     ]  # fmt: skip
 
 
-# Errors.
-
-
 def donated():
     array = jnp.float32(1)
     array.delete()
@@ -146,9 +137,6 @@ def test_what_cannot_be_logged_or_written():
     ):
         with pytest.raises(error, match=words):
             MetricLogger(writer, **options)
-
-
-# The stopwatch.
 
 
 class Machine:
@@ -353,9 +341,6 @@ def test_the_device_that_used_most_memory_counts():
     assert timed(Machine(), devices=[Device(None)]).peak_memory is None
 
 
-# With a strategy.
-
-
 def mean(batch):
     return js.get_replica_context().all_reduce("mean", js.masked_mean(batch))
 
@@ -441,8 +426,6 @@ def test_a_trace_is_written(two, tmp_path):
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-# Real steps.
-
 ROWS, IN, OUT = 64, 32, 128
 
 
@@ -500,9 +483,6 @@ def test_a_loop_in_a_step_counts_once_and_is_said_to():
     assert report.flops < 50 * 2 * ROWS * IN * IN / 10
 
 
-# Reports.
-
-
 def test_a_report_is_a_table():
     report = profiling.Report(
         "step", 10, 20, first_call=2.5, dispatch=0.0012, between=1e-5, device=0.01,
@@ -548,9 +528,6 @@ def test_bad_profiles(two):
     ):
         with pytest.raises(error, match=words):
             two.profile(step, **options)
-
-
-# Replicas and one.
 
 
 @pytest.fixture

@@ -26,9 +26,6 @@ def first_state(key):
     return {"params": params, "opt": OPTIMIZER.init(params), "n": jnp.zeros((), int)}
 
 
-# What is read together.
-
-
 def parts_are(array, whole):
     """Raise unless this process has parts, each device its own, of `whole`."""
     assert isinstance(array, js.Sharded), array.sharding
