@@ -59,7 +59,7 @@ def job():
         proxy.close()
 
 
-GREETING = f"jaxstrategy-frames/6 {sys.byteorder} {stream.CONTENTS_SEAL}\n".encode()
+GREETING = f"jaxstrategy-frames/7 {sys.byteorder} {stream.CONTENTS_SEAL}\n".encode()
 GARBAGE = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
@@ -489,7 +489,7 @@ def test_only_the_methods_of_servers_and_workers_are_requests(worker):
     for method in ("kill", "close", "__class__", "nothing"):
         told = f"A WorkerEngine was sent a request {method}"
         with pytest.raises(ValueError, match=told):
-            worker.peer.ask(method)
+            worker.ask(method)
 
 
 # Memory of arrays that were received is used again, and never while anybody has it.

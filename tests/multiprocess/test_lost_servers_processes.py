@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def pids_of(backend):
     """All processes of a backend, by their names."""
     living = backend._tasks._living
-    return {task.name: task.process.pid for task in living if task.end is None}
+    return {task.name: task.process.pid for task in living if not task.over.is_set()}
 
 
 def test_all_variables_go_back_together_when_servers_are_killed(tmp_path):

@@ -34,8 +34,10 @@ from jaxstrategy._src.coordinator.workers import (
 )
 from jaxstrategy._src.executors.executor import ReplicatedFunction
 from jaxstrategy._src.launch.child_process import started
-from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
-from jaxstrategy._src.parameter_servers.worker import WorkerContext
+from jaxstrategy._src.parameter_servers.worker import (
+    AbstractWorkerBackend,
+    WorkerContext,
+)
 from jaxstrategy._src.scheduled.arguments import IteratorArgument, is_whole
 from jaxstrategy._src.scheduled.functions import FunctionTracer
 from jaxstrategy._src.scheduled.values import RemoteValue, sums_of

@@ -23,13 +23,12 @@ from jaxstrategy._src.errors import (
     WorkerLost,
 )
 from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractWorker,
     Call,
     CallNumber,
     ElementChanged,
     RecentlyUsed,
 )
-from jaxstrategy._src.parameter_servers.worker import WorkerResource
+from jaxstrategy._src.parameter_servers.worker import WorkerEngine, WorkerResource
 from jaxstrategy._src.scheduled.arguments import function_name
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.scheduled.values import RemoteValue, sums_of
@@ -337,7 +336,7 @@ class FunctionNumbers:
 class WorkerSession:
     """Gives a worker what it needs before each function; `kill` is thread-safe."""
 
-    def __init__(self, worker: AbstractWorker) -> None:
+    def __init__(self, worker: WorkerEngine) -> None:
         self._worker = worker
         self._programs: RecentlyUsed[bool] = RecentlyUsed()
         self._built: set[int] = set()

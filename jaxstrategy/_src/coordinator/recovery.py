@@ -15,10 +15,8 @@ from jaxstrategy._src.checkpoint.manager import CheckpointManager
 from jaxstrategy._src.checkpoint.state import leaves_of
 from jaxstrategy._src.coordinator.queue import ClosureQueue
 from jaxstrategy._src.errors import ParameterServerLost
-from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractWorkerBackend,
-    ServerPool,
-)
+from jaxstrategy._src.parameter_servers.store import ServerPool
+from jaxstrategy._src.parameter_servers.worker import AbstractWorkerBackend
 from jaxstrategy._src.text.shown import (
     with_seconds,
 )

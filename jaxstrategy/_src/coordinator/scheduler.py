@@ -38,8 +38,10 @@ from jaxstrategy._src.errors import (
     ParameterServerLost,
     WorkerLost,
 )
-from jaxstrategy._src.parameter_servers.protocol import AbstractWorkerBackend
-from jaxstrategy._src.parameter_servers.worker import WorkerResource
+from jaxstrategy._src.parameter_servers.worker import (
+    AbstractWorkerBackend,
+    WorkerResource,
+)
 from jaxstrategy._src.scheduled.arguments import function_name
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.scheduled.values import RemoteValue

@@ -1,8 +1,8 @@
 """Servers and workers in other processes: who asks over streams, and who answers.
 
-A request is a tuple of the name of a method and its arguments; its answer is
-`("done", value)`, or `("failed", ...)` with what the method raised. Who waits for long
-tries another connection meanwhile, so that a process that hangs is not waited for.
+A request is a tuple of the name of a method and its arguments; its answer is the value,
+or a `_Failure` with what the method raised. Who waits for long tries another connection
+meanwhile, so that a process that hangs is not waited for.
 
 A session is one strategy's, with a server or with one life of a worker. Any number of
 connections belong to it. A task works for the newest coordinator, and for no other one.
@@ -10,26 +10,28 @@ connections belong to it. A task works for the newest coordinator, and for no ot
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
 import secrets
+import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 
-from jaxstrategy._src.errors import ClusterError, MissingExtraError, ParameterServerLost
-from jaxstrategy._src.parameter_servers.protocol import (
-    SERVER_METHODS,
-    WORKER_METHODS,
-    CallNumber,
-    ServerOperation,
+from jaxstrategy._src.errors import ClusterError, MissingExtraError
+from jaxstrategy._src.launch.child_process import (
+    OutputThread,
+    StartedProcess,
+    described,
 )
+from jaxstrategy._src.parameter_servers.protocol import CallNumber, ServerOperation
 from jaxstrategy._src.parameter_servers.stream import (
     SECONDS,
     FrameError,
@@ -80,11 +82,17 @@ class _Failure(NamedTuple):
     trace: str
     error: bytes
 
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        trace = "".join(traceback.format_exception(error))[-_LONGEST:]
+        name, message = type(error).__name__, _shown(error)[:_LONGEST]
+        return cls(f"{name}: {message}" if message else name, trace, _faithful(error))
+
     def raised(self, where: str) -> Exception:
         """The exception, with the traceback of the other process."""
         error: object = None
         try:
-            error = pickle.loads(self.error)
+            error = _rebuilt(self.error)
         except Exception:  # such as a module that only the other process can import
             pass
         if not isinstance(error, Exception):
@@ -93,36 +101,18 @@ class _Failure(NamedTuple):
         return error
 
 
-def _failed(error: BaseException) -> Packed:
-    """The answer that a request failed."""
-    trace = "".join(traceback.format_exception(error))[-_LONGEST:]
-    name, message = type(error).__name__, _shown(error)[:_LONGEST]
-    shown = f"{name}: {message}" if message else name
-    return packed(("failed", _Failure(shown, trace, _faithful(error))))
-
-
-def _raised_by(answer: Any, where: str) -> Exception | None:
-    """What an answer says that a request has raised; None if it was fulfilled."""
-    match answer:
-        case ("done", _):
-            return None
-        case ("failed", _Failure() as failure):
-            return failure.raised(where)
-    raise ConnectionError(f"it answered with {str(answer)[:40]!r}")
-
-
 def _faithful(error: BaseException) -> bytes:
     """The exception pickled such that it comes out the same; nothing if it cannot."""
     if not isinstance(error, Exception):
         return b""
     # The second for those whose `__init__` takes other arguments than `args`.
-    for form in (error, _Parts(error)):
+    for form in (error, (type(error), error.args, vars(error))):
         try:
             try:
                 blob = dumped(form).blob
             except MissingExtraError:
                 blob = pickle.dumps(form, 5)
-            again = pickle.loads(blob)
+            again = _rebuilt(blob)
         except Exception:  # of the user's class, whatever it raises
             continue
         if type(again) is type(error) and _shown(again) == _shown(error):
@@ -130,17 +120,11 @@ def _faithful(error: BaseException) -> bytes:
     return b""
 
 
-class _Parts:
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _of_parts, (type(self._error), self._error.args, vars(self._error))
-
-
-def _of_parts(
-    cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]
-) -> Exception:
+def _rebuilt(blob: bytes) -> Any:
+    found = pickle.loads(blob)
+    if not isinstance(found, tuple):
+        return found
+    cls, args, state = found
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
@@ -155,6 +139,103 @@ def _shown(error: BaseException) -> str:
 
 # Who asks.
 
+_DRAIN_SECONDS = 1.0
+
+
+@final
+class Task:
+    """A process that listens at an address, or will.
+
+    Args:
+      name: what it is, for people.
+      address: where it listens.
+      start: starts it, given what to call with its return code; None: somebody else.
+      ended: what else to call once it has ended.
+      release: gives its place to the next one; may be called twice.
+      hidden: how lines begin that it writes and nobody need see.
+      news_seconds: how long it takes until one hears of its end.
+
+    Attributes:
+      over: set when it is known to have ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        start: Callable[[Callable[[int], None]], StartedProcess] | None = None,
+        ended: Callable[[Task], None] = lambda task: None,
+        release: Callable[[], None] = lambda: None,
+        hidden: str = "\0",
+        news_seconds: float = 1.0,
+    ) -> None:
+        self.name, self.address = name, address
+        self.over = threading.Event()
+        self._ended, self._release = ended, release
+        self._news_seconds = news_seconds
+        self._hidden = hidden.encode()
+        self._code: int | None = None
+        self._building = threading.Lock()
+        self.process: StartedProcess | None = None
+        if start is not None:
+            with self._building:  # some end at once
+                self.process = start(self._end)
+                read = functools.partial(self.process.read, 0)
+                self._output = OutputThread(name, read, self._show)
+
+    @property
+    def shown(self) -> str:
+        """What it is and where, as a sentence begins; a path says nobody anything."""
+        name, is_path = self.name.capitalize(), self.address.startswith("/")
+        return name if is_path else f"{name} at {self.address}"
+
+    def last_output(self) -> str:
+        """The last lines that it wrote, and how it has ended if it has."""
+        if self.process is None:
+            return ""
+        # Its connections break before it is known that it is over.
+        if self.over.wait(self._news_seconds):
+            self._output.finish(_DRAIN_SECONDS)
+        lines = [line.decode(errors="replace") for line in self._output.tail]
+        if self._code is not None:
+            lines.append(f"(it ended with {described(self._code)})")
+        return "\n".join(lines)
+
+    def why(self, what: str, error: Exception) -> str:
+        """Why something is so, for people."""
+        said = self.last_output()
+        more = f"\nThe last that it wrote:\n{said}" if said else ""
+        return f"{self.shown} {what}: {error}.{more}"
+
+    def kill(self) -> None:
+        """End it now, and what it has started, if this process has started it."""
+        if self.process is not None:
+            self.process.kill()
+
+    def close(self) -> None:
+        """Wait for its end, and for what it has written."""
+        if self.process is not None:
+            self.process.close()
+            self._output.finish(_DRAIN_SECONDS)
+            self._release()
+
+    def _end(self, code: int) -> None:
+        with self._building:
+            self._code = code
+        self.over.set()
+        self.close()
+        self._ended(self)
+
+    def _show(self, line: bytes) -> None:
+        if line.startswith(self._hidden):
+            return
+        stream = sys.stderr
+        # Notebooks have streams of their own, and some programs have none.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.write(f"[{self.name}] {line.decode(errors='replace')}\n")
+            stream.flush()
+
+
 PATIENCE = 10.0
 """Seconds without a sign of life, after which a process is lost."""
 LONGEST_PATIENCE = 1e6
@@ -166,39 +247,38 @@ _MOST_REPEATS = 3  # of one request; it may be what breaks the connection
 
 @final
 class Peer:
-    """Another process; any number of threads may send it requests at once.
+    """A server or worker in another process; its methods are requests, of any thread.
 
     Args:
-      name: of it, for people.
-      dial: makes a new connection, within so many seconds.
+      task: the process.
+      secret: of the job; None of one on this host.
+      joining: what new connections say.
       lost: the class of the error when it is gone.
       patience: seconds without a sign of life, after which it is.
-      last_output: what it wrote last, if that is known.
-      first: a connection.
       reconnects: whether it is reached again when the network broke, as long as it
         still has all; each request counts once.
+      first: a connection.
     """
 
     def __init__(
         self,
-        name: str,
-        dial: Callable[[float], Stream],
+        task: Task,
+        secret: Secret | None,
+        joining: Hello,
         lost: type[Exception],
+        *,
         patience: float = PATIENCE,
-        last_output: Callable[[], str | None] = lambda: None,
-        first: Stream | None = None,
         reconnects: bool = False,
+        first: Stream | None = None,
     ) -> None:
         if not 0 < patience <= LONGEST_PATIENCE:
             raise ValueError(
                 f"The patience was {patience!r}; seconds from 0 to "
                 f"{LONGEST_PATIENCE:g} were wanted, 0 excluded."
             )
-        self._name = name
-        self._dial = dial
+        self._task, self._secret, self._joining = task, secret, joining
         self._lost = lost
         self._patience = patience
-        self._last_output = last_output
         self._most_repeats = _MOST_REPEATS if reconnects else 0
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -211,6 +291,11 @@ class Peer:
         if first is not None:
             self._add(first)
             self._idle.append(first)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return functools.partial(self.ask, method)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """The answer to a request."""
@@ -230,6 +315,22 @@ class Peer:
                     ) from lost
         raise AssertionError  # the last one returns or raises
 
+    def build(
+        self, resource: int, builder: Callable[..., object], uses: Sequence[int] = ()
+    ) -> None:
+        """As a worker's, which gets the function by cloudpickle."""
+        self.ask("build", resource, dumped(builder), uses)
+
+    def kill(self) -> None:
+        """End a worker now; one that somebody else has started forgets its life."""
+        self._task.kill()
+        self.close("it was ended here")
+
+    def move_to(self, task: Task) -> None:
+        """Go on with another process in its place, which has nothing."""
+        self._drop("another process was started in its place")
+        self._task, self._why = task, None
+
     def close(self, why: str = "its connections were closed here") -> None:
         """Close all streams; who waits for an answer gets the error of a lost one."""
         self._is_closed = True
@@ -248,7 +349,6 @@ class Peer:
                 except (EOFError, OSError) as error:
                     raise TimeoutError from error
             answer = stream.receive()
-            failure = _raised_by(answer, self._name)
             is_whole = True
         except (EOFError, OSError, FrameError) as error:
             why = _reason(error, self._patience)
@@ -265,16 +365,19 @@ class Peer:
                     self._all.discard(stream)
             if not is_kept:
                 stream.close()
-        if failure is not None:
-            raise failure
-        return answer[1]
+        if isinstance(answer, _Failure):
+            raise answer.raised(self._task.shown)
+        return answer
+
+    def _dial(self, seconds: float) -> Stream:
+        return joined(self._task.address, self._secret, self._joining, seconds)[0]
 
     def _taken(self) -> Stream:
         if os.getpid() != self._process:
             raise self._lost(
-                f"{self._name} was connected to a process of which this one is a fork, "
-                "and must not be asked by both. Start processes by spawn, or make the "
-                "strategy in this one."
+                f"{self._task.shown} was connected to a process of which this one is a "
+                "fork, and must not be asked by both. Start processes by spawn, or "
+                "make the strategy in this one."
             )
         with self._lock:
             why = self._why
@@ -332,14 +435,14 @@ class Peer:
 
     def _error(self, why: str) -> Exception:
         # Without the lock, because `last_output` may wait for the process to end.
-        text = f"{self._name} is lost: {why}."
-        if output := (self._last_output() or "").strip():
+        text = f"{self._task.shown} is lost: {why}."
+        if output := self._task.last_output().strip():
             lines = output.splitlines()[-_LINES:]
             text += "\n".join(["\nThe last that it wrote:", *lines])
         return self._lost(text)
 
 
-def _close(streams: set[Stream]) -> None:
+def _close(streams: Iterable[Stream]) -> None:
     for stream in streams:
         stream.close()
 
@@ -359,48 +462,6 @@ def _counts_once(
 ) -> bool:
     """Whether a push that is made twice changes what it does once."""
     return call is not None or all(each.name == "set" for each in operations)
-
-
-class RemoteServer:
-    """A parameter server in another process, whose methods are requests to it.
-
-    Attributes:
-      peer: the process, to be replaced when another one is started for it.
-    """
-
-    _methods = SERVER_METHODS
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in self._methods:
-            raise AttributeError(name)
-        return functools.partial(self.peer.ask, name)
-
-    def close(self) -> None:
-        """Close the connections; the process goes on."""
-        self.peer.close()
-
-
-@final
-class RemoteWorker(RemoteServer):
-    """A worker in another process; one that serves only this connection ends by it."""
-
-    _methods = WORKER_METHODS
-
-    def __init__(self, peer: Peer, end: Callable[[], None]) -> None:
-        super().__init__(peer)
-        self._end = end
-
-    def build(
-        self, resource: int, builder: Callable[..., object], uses: Sequence[int] = ()
-    ) -> None:
-        self.peer.ask("build", resource, dumped(builder), uses)
-
-    def kill(self) -> None:
-        self._end()
-        self.peer.close("it was ended here")
 
 
 # Sessions.
@@ -438,36 +499,13 @@ def joined(
         stream.send(hello)
         answer = stream.receive()
         stream.limit_silence(None)
-        why = _raised_by(answer, address)
     except (EOFError, OSError, FrameError) as error:
         stream.close()
         raise ConnectionError(f"{address} does not answer ({error})") from error
-    if why is not None:
+    if isinstance(answer, _Failure):
         stream.close()
-        raise ConnectionAbortedError(str(why))
-    return stream, answer[1]
-
-
-def remote_server(
-    name: str,
-    address: str,
-    secret: Secret | None,
-    hello: Hello,
-    patience: float = PATIENCE,
-    last_output: Callable[[], str | None] = lambda: None,
-) -> RemoteServer:
-    """A parameter server, with which the session of `hello` has begun."""
-    joining = Hello("join", hello.coordinator, hello.strategy)
-
-    def dial(seconds: float) -> Stream:
-        return joined(address, secret, joining, seconds)[0]
-
-    # On this host connections break with their processes only.
-    reconnects = secret is not None
-    lost = ParameterServerLost
-    return RemoteServer(
-        Peer(name, dial, lost, patience, last_output, reconnects=reconnects)
-    )
+        raise ConnectionAbortedError(str(answer.raised(address)))
+    return stream, answer
 
 
 @final
@@ -475,8 +513,7 @@ class SessionHost:
     """Answers connections for the newest coordinator, and for no earlier one.
 
     Args:
-      begin: makes the server or worker of a session.
-      methods: that it is asked for.
+      begin: makes the server or worker of a session, which has `requests`.
       told: what the task says of itself.
       is_kept: whether it stays when all connections are gone.
       say: tells people.
@@ -484,14 +521,12 @@ class SessionHost:
 
     def __init__(
         self,
-        begin: Callable[[Hello], object],
-        methods: Sequence[str],
+        begin: Callable[[Hello], Any],
         told: Callable[[], Mapping[str, Any]],
         is_kept: bool,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._begin = begin
-        self._methods = methods
         self._told = told
         self._is_kept = is_kept
         self._say = say
@@ -499,7 +534,7 @@ class SessionHost:
         self._coordinator = ""
         self._past: set[str] = set()
         # By strategy and life: what was begun, and the connections for it.
-        self._begun: dict[tuple[str, str], tuple[object, set[Stream]]] = {}
+        self._begun: dict[tuple[str, str], tuple[Any, set[Stream]]] = {}
         self._listener: Listener | None = None
 
     def listen(self, address: str, secret: Secret | None = None) -> None:
@@ -527,43 +562,34 @@ class SessionHost:
             try:
                 served = self._served(hello, stream)
             except ClusterError as error:
-                stream.send_packed(_failed(error))
+                stream.send(_Failure.of(error))
                 return
-            stream.send(("done", self._told()))
+            stream.send(self._told())
             while served is not None:
-                stream.send_packed(self._answer(served, *stream.receive()))
+                stream.send_packed(_answer(served, *stream.receive()))
         except (EOFError, OSError, FrameError):
             pass  # whoever asks is gone
         finally:
             stream.close()
             self._forget(stream)
 
-    def _answer(self, served: object, method: str, *arguments: Any) -> Packed:
-        try:
-            if method not in self._methods:
-                kind = type(served).__name__
-                raise ValueError(f"A {kind} was sent a request {method}.")
-            values = [a.loaded() if isinstance(a, Dumped) else a for a in arguments]
-            return packed(("done", getattr(served, method)(*values)))
-        except (Exception, SystemExit) as error:
-            # Code that was sent here ends nothing but itself.
-            return _failed(error)
-
-    def _served(self, hello: Hello, stream: Stream) -> object | None:
+    def _served(self, hello: Hello, stream: Stream) -> Any:
         """What a connection is for; None if all is said."""
         if hello.wants == "devices":
             return None
-        key, dropped = (hello.strategy, hello.life), set[Stream]()
+        key = hello.strategy, hello.life
+        dropped: Iterable[Stream] = ()
         with self._lock:
             is_newest = hello.coordinator == self._coordinator
             if hello.wants == "end":
-                found = self._begun.pop(key, None) if is_newest else None
-                dropped = set() if found is None else set(found[1])
+                if is_newest:
+                    _, dropped = self._begun.pop(key, (None, set()))
+                served = None
             elif hello.coordinator in self._past:
                 raise ClusterError("it works for another coordinator, which came later")
             else:
                 if hello.wants == "begin" and not is_newest:
-                    dropped = {s for _, all_ in self._begun.values() for s in all_}
+                    dropped = [s for _, all_ in self._begun.values() for s in all_]
                     self._begun = {}
                     if self._coordinator:
                         self._past.add(self._coordinator)
@@ -576,10 +602,10 @@ class SessionHost:
                             "before"
                         )
                     self._begun[key] = self._begin(hello), set()
-                found = self._begun[key]
-                found[1].add(stream)
-        _close(dropped)
-        return None if hello.wants == "end" or found is None else found[0]
+                served, streams = self._begun[key]
+                streams.add(stream)
+        _close(tuple(dropped))
+        return served
 
     def _forget(self, stream: Stream) -> None:
         with self._lock:
@@ -588,3 +614,15 @@ class SessionHost:
                     streams.discard(stream)
                     if not (streams or self._is_kept):
                         del self._begun[key]
+
+
+def _answer(served: Any, method: str, *arguments: Any) -> Packed:
+    try:
+        if method not in served.requests:
+            kind = type(served).__name__
+            raise ValueError(f"A {kind} was sent a request {method}.")
+        values = [a.loaded() if isinstance(a, Dumped) else a for a in arguments]
+        return packed(getattr(served, method)(*values))
+    except (Exception, SystemExit) as error:
+        # Code that was sent here ends nothing but itself.
+        return packed(_Failure.of(error))

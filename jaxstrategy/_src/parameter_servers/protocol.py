@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import itertools
 import threading
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import (
     Any,
@@ -21,7 +19,6 @@ from typing import (
 
 import numpy as np
 
-from jaxstrategy._src.errors import ParameterServerLost
 from jaxstrategy._src.text.shown import array_type
 
 OF_WHOLE = ("set", "add", "subtract")
@@ -166,104 +163,6 @@ class ElementChanged(Exception):
         self.iterator, self.found = iterator, tuple(found)
 
 
-class AbstractServer(Protocol):
-    """Keeps variables by their numbers; any number of threads may call it at once.
-
-    All methods of one that runs elsewhere raise `ParameterServerLost` when it is gone.
-    """
-
-    def create(self, number: int, value: np.ndarray) -> None:
-        """Keep a new variable."""
-
-    def drop(self, numbers: Sequence[int]) -> None:
-        """Forget variables; those that are not there are none."""
-
-    def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
-        """What these hold now; each of them is whole, together they are no snapshot."""
-        ...
-
-    def push(
-        self, operations: Sequence[ServerOperation], call: CallNumber | None = None
-    ) -> bool:
-        """Apply operations in their order; whether they count."""
-        ...
-
-    def define(self, key: str, exported: bytes) -> None:
-        """Keep a program for updates, in the form of `jax.export`."""
-
-    def fence(self, worker: int, incarnation: int) -> None:
-        """From now on nothing counts that earlier incarnations of a worker push."""
-
-    def versions(self, numbers: Sequence[int]) -> list[int]:
-        """How many operations each variable has seen."""
-        ...
-
-
-SERVER_METHODS = ("create", "drop", "read", "push", "define", "fence", "versions")
-
-
-Builder = Callable[..., object]
-"""Makes a resource of a worker: of its index, and of other resources of it."""
-
-
-class AbstractWorker(Protocol):
-    """One life of a worker: when it is lost, its backend starts another one.
-
-    One thread calls it at a time, except for `kill`. Methods raise `WorkerLost` when it
-    is gone, and otherwise what the user's code raised there, with the worker's
-    traceback as a note.
-    """
-
-    def define(self, program: ShippedProgram) -> None:
-        """Get ready to run a program; one that is known already costs nothing."""
-
-    def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
-        """Make a resource: a dataset, an iterator over one, a variable of its own."""
-
-    def release(self, resources: Sequence[int]) -> None:
-        """Forget resources; those that are not there are none."""
-
-    def call(self, call: Call) -> list[np.ndarray]:
-        """The results of a program, once all that it pushes is on the servers."""
-        ...
-
-    def own(self, variable: int) -> np.ndarray:
-        """What one of the worker's own variables holds."""
-        ...
-
-    def kill(self) -> None:
-        """End it now, whatever it is doing; callable from any thread."""
-
-
-WORKER_METHODS = ("define", "build", "release", "call", "own")
-"""Those that a coordinator asks another process for."""
-
-
-class AbstractWorkerBackend(abc.ABC):
-    """Starts the workers and servers of one strategy, and ends them."""
-
-    num_workers: int  # lost ones included
-    replicas_per_worker: int  # devices of each
-    platforms: tuple[str, ...] = ("cpu",)  # of these, as `jax.export` calls them
-    servers: Sequence[AbstractServer]
-    can_restart_servers = False
-
-    def restart_servers(self, servers: Sequence[int]) -> None:
-        """Start lost servers again, which then have nothing."""
-        raise ParameterServerLost(
-            f"Parameter servers {list(servers)} are lost, and a {type(self).__name__} "
-            "cannot start them again."
-        )
-
-    @abc.abstractmethod
-    def start(self, worker: int, incarnation: int) -> AbstractWorker:
-        """Start a worker, or wait for the one that somebody else starts."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """End all that it has started; may be called twice."""
-
-
 Type: TypeAlias = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype of an array."""
 
@@ -314,65 +213,3 @@ class RecentlyUsed(Generic[_Value]):
             if value is not None:
                 self._held.move_to_end(key)
             return value
-
-
-_numbers = itertools.count()
-
-
-class ServerPool:
-    """The servers of a strategy."""
-
-    def __init__(self, servers: Sequence[AbstractServer]) -> None:
-        self.servers = tuple(servers)
-        self._turn = 0
-        self._lock = threading.Lock()
-        self._homes: dict[int, int] = {}
-        self._gone: list[int] = []
-        self._defined: dict[tuple[int, str], bytes] = {}
-
-    def next(self) -> int:
-        """The number of the server whose turn it is; then it is the next one's."""
-        with self._lock:
-            turn, self._turn = self._turn, (self._turn + 1) % len(self.servers)
-        return turn
-
-    def create(self, server: int, value: np.ndarray) -> int:
-        """Keep a new variable there, of the shape of `value`; returns its number."""
-        self.drop_gone()
-        number = next(_numbers)
-        self.servers[server].create(number, np.asarray(value))
-        self._homes[number] = server
-        return number
-
-    def know(self, number: int, server: int) -> None:
-        """Take note of a variable that somebody else has made."""
-        self._homes[number] = server
-
-    def home(self, number: int) -> int:
-        """The number of the server that has a variable."""
-        return self._homes[number]
-
-    def forget(self, number: int) -> None:
-        """A variable is gone."""
-        self._gone.append(number)
-
-    def drop_gone(self) -> None:
-        """Tell the servers which variables are gone."""
-        by_server: defaultdict[int, list[int]] = defaultdict(list)
-        while self._gone:
-            number = self._gone.pop()
-            by_server[self._homes.pop(number)].append(number)
-        for server, numbers in by_server.items():
-            self.servers[server].drop(numbers)
-
-    def define(self, server: int, key: str, exported: bytes) -> None:
-        """Send a program for updates to a server, once."""
-        if (server, key) not in self._defined:
-            self.servers[server].define(key, exported)
-            self._defined[server, key] = exported
-
-    def define_again(self, server: int) -> None:
-        """Send all programs for updates to a server that was started again."""
-        for (number, key), exported in list(self._defined.items()):
-            if number == server:
-                self.servers[server].define(key, exported)

@@ -15,8 +15,7 @@ from jax import export
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, GivenTasks
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.parameter_servers.backends import cluster_tasks
-from jaxstrategy._src.parameter_servers.peer import Hello, SessionHost, remote_server
-from jaxstrategy._src.parameter_servers.protocol import WORKER_METHODS
+from jaxstrategy._src.parameter_servers.peer import Hello, SessionHost
 from jaxstrategy._src.parameter_servers.store import host_of_server
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.processes.job import TrainingTask
@@ -87,13 +86,18 @@ def worker_host(
     """Sessions with workers of this process."""
 
     def begin(hello: Hello) -> WorkerEngine:
+        joining = Hello("join", hello.coordinator, hello.strategy)
         servers: list[Any] = [
-            remote_server(f"Parameter server {number}", address, secret, hello)
+            cluster_tasks.called_server(
+                cluster_tasks.Task(f"parameter server {number}", address),
+                secret,
+                joining,
+            )
             for number, address in enumerate(hello.servers)
         ]
         return WorkerEngine(hello.worker, servers, jax.local_devices())
 
-    return SessionHost(begin, WORKER_METHODS, told, False, say)
+    return SessionHost(begin, told, False, say)
 
 
 _T = TypeVar("_T")

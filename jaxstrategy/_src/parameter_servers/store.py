@@ -1,10 +1,12 @@
-"""The state of one parameter server: `Store`; imports no JAX by itself."""
+"""The state of one parameter server, and all servers; imports no JAX by itself."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,8 +15,6 @@ import numpy as np
 from jaxstrategy._src.parameter_servers.peer import SessionHost
 from jaxstrategy._src.parameter_servers.protocol import (
     OF_ROWS,
-    SERVER_METHODS,
-    AbstractServer,
     CallNumber,
     Read,
     ServerOperation,
@@ -107,7 +107,9 @@ class PushedFunctions:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pushing: dict[int, CallNumber] = {}
-        self._pushed: set[int] = set()
+        # A bit for each function from `_first` on: while one of them does not end, all
+        # later ones must be known, a million in 125 KB.
+        self._pushed, self._first = bytearray(), 0
         self._finished = 0
         self._incarnations: dict[int, int] = {}
 
@@ -124,13 +126,15 @@ class PushedFunctions:
         """Whether a push counts; another one of the same function waits for its end."""
         with self._changed:
             self._changed.wait_for(lambda: call.function not in self._pushing)
-            if call.finished - self._finished > len(self._pushed):
-                self._pushed = {n for n in self._pushed if n >= call.finished}
-            elif call.finished > self._finished:
-                self._pushed.difference_update(range(self._finished, call.finished))
-            self._finished = max(self._finished, call.finished)
-            has_ended = call.function < self._finished or call.function in self._pushed
-            if has_ended or self._is_fenced(call):
+            if call.finished > self._finished:
+                self._finished = call.finished
+                gone = (call.finished - self._first) >> 3
+                del self._pushed[:gone]
+                self._first += gone << 3
+            if call.function < self._finished or self._is_fenced(call):
+                return False
+            place, bit = divmod(call.function - self._first, 8)
+            if place < len(self._pushed) and self._pushed[place] >> bit & 1:
                 return False
             self._pushing[call.function] = call
             return True
@@ -139,8 +143,10 @@ class PushedFunctions:
         """The push that began is over; if it has changed nothing, another one may."""
         with self._changed:
             del self._pushing[call.function]
-            if has_pushed:
-                self._pushed.add(call.function)
+            if has_pushed and call.function >= self._first:
+                place, bit = divmod(call.function - self._first, 8)
+                self._pushed.extend(bytes(max(0, place + 1 - len(self._pushed))))
+                self._pushed[place] |= 1 << bit
             self._changed.notify_all()
 
     def _is_fenced(self, call: CallNumber) -> bool:
@@ -148,8 +154,13 @@ class PushedFunctions:
 
 
 @final
-class Store(AbstractServer):
-    """Variables in the memory of this process."""
+class Store:
+    """Keeps variables by their numbers; any number of threads may call it at once.
+
+    The requests of one that runs elsewhere raise `ParameterServerLost` when it is gone.
+    """
+
+    requests = ("create", "drop", "read", "push", "define", "fence", "versions")
 
     def __init__(self) -> None:
         # Without a lock of their own: the garbage collector may drop variables in a
@@ -159,15 +170,18 @@ class Store(AbstractServer):
         self._functions = PushedFunctions()
 
     def create(self, number: int, value: np.ndarray) -> None:
+        """Keep a new variable."""
         variable = StoredVariable(number, np.asarray(value))
         if self._variables.setdefault(number, variable) is not variable:
             raise ValueError(f"Variable {number} is on this server already.")
 
     def drop(self, numbers: Sequence[int]) -> None:
+        """Forget variables; those that are not there are none."""
         for number in numbers:
             self._variables.pop(number, None)
 
     def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
+        """What these hold now; each of them is whole, together they are no snapshot."""
         found = self._found([read.variable for read in reads])
         for variable, read in zip(found, reads, strict=True):
             if read.rows is not None:
@@ -184,6 +198,7 @@ class Store(AbstractServer):
     def push(
         self, operations: Sequence[ServerOperation], call: CallNumber | None = None
     ) -> bool:
+        """Apply operations in their order; whether they count."""
         if call is not None and not self._functions.begin(call):
             return False
         has_pushed = False
@@ -200,6 +215,7 @@ class Store(AbstractServer):
         return True
 
     def define(self, key: str, exported: bytes) -> None:
+        """Keep a program for updates, in the form of `jax.export`."""
         if key not in self._programs:
             # Only servers with updates need JAX.
             from jaxstrategy._src.parameter_servers.programs import UpdateProgram
@@ -207,9 +223,11 @@ class Store(AbstractServer):
             self._programs.setdefault(key, UpdateProgram(key, exported))
 
     def fence(self, worker: int, incarnation: int) -> None:
+        """From now on nothing counts that earlier incarnations of a worker push."""
         self._functions.fence(worker, incarnation)
 
     def versions(self, numbers: Sequence[int]) -> list[int]:
+        """How many operations each variable has seen."""
         return [variable.version for variable in self._found(numbers)]
 
     def _apply(
@@ -290,9 +308,71 @@ def _check_rows(variable: StoredVariable, rows: np.ndarray) -> None:
         )
 
 
+_variable_numbers = itertools.count()
+
+
+class ServerPool:
+    """The servers of a strategy."""
+
+    def __init__(self, servers: Sequence[Store]) -> None:
+        self.servers = tuple(servers)
+        self._turn = 0
+        self._lock = threading.Lock()
+        self._homes: dict[int, int] = {}
+        self._gone: list[int] = []
+        self._defined: dict[tuple[int, str], bytes] = {}
+
+    def next(self) -> int:
+        """The number of the server whose turn it is; then it is the next one's."""
+        with self._lock:
+            turn, self._turn = self._turn, (self._turn + 1) % len(self.servers)
+        return turn
+
+    def create(self, server: int, value: np.ndarray) -> int:
+        """Keep a new variable there, of the shape of `value`; returns its number."""
+        self.drop_gone()
+        number = next(_variable_numbers)
+        self.servers[server].create(number, np.asarray(value))
+        self._homes[number] = server
+        return number
+
+    def know(self, number: int, server: int) -> None:
+        """Take note of a variable that somebody else has made."""
+        self._homes[number] = server
+
+    def home(self, number: int) -> int:
+        """The number of the server that has a variable."""
+        return self._homes[number]
+
+    def forget(self, number: int) -> None:
+        """A variable is gone."""
+        self._gone.append(number)
+
+    def drop_gone(self) -> None:
+        """Tell the servers which variables are gone."""
+        by_server: defaultdict[int, list[int]] = defaultdict(list)
+        while self._gone:
+            number = self._gone.pop()
+            by_server[self._homes.pop(number)].append(number)
+        for server, numbers in by_server.items():
+            self.servers[server].drop(numbers)
+
+    def define(self, server: int, key: str, exported: bytes) -> None:
+        """Send a program for updates to a server, once."""
+        if (server, key) not in self._defined:
+            self.servers[server].define(key, exported)
+            self._defined[server, key] = exported
+
+    def define_again(self, server: int) -> None:
+        """Send all programs for updates to a server that was started again."""
+        for (number, key), exported in list(self._defined.items()):
+            if number == server:
+                self.servers[server].define(key, exported)
+
+
 def host_of_server(
     told: Callable[[], Mapping[str, Any]] = dict,
     say: Callable[[str], None] = lambda text: None,
 ) -> SessionHost:
     """Sessions with parameter servers of this process."""
-    return SessionHost(lambda _: Store(), SERVER_METHODS, told, True, say)
+    return SessionHost(lambda _: Store(), told, True, say)

@@ -416,7 +416,7 @@ def _seal(key: bytes, sequence: int, data: bytes) -> bytes:
 SECONDS = 10.0
 """The time for a handshake, if nothing else is said."""
 
-_GREETING = f"jaxstrategy-frames/6 {sys.byteorder} {CONTENTS_SEAL}\n".encode()
+_GREETING = f"jaxstrategy-frames/7 {sys.byteorder} {CONTENTS_SEAL}\n".encode()
 """The first bytes on each connection, both ways, before a nonce."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32

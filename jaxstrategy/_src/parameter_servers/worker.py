@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import itertools
@@ -10,17 +11,18 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import jax
 import numpy as np
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.errors import OutOfRangeError, WorkerLost
+from jaxstrategy._src.errors import (
+    OutOfRangeError,
+    ParameterServerLost,
+    WorkerLost,
+)
 from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractServer,
-    AbstractWorker,
-    Builder,
     Call,
     ElementChanged,
     ElementType,
@@ -33,6 +35,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ShippedProgram,
     ShippedTable,
 )
+from jaxstrategy._src.parameter_servers.store import Store
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
@@ -48,7 +51,7 @@ class WorkerContext:
     """What code that builds and reads datasets finds on its worker."""
 
     index: int
-    servers: Sequence[AbstractServer]
+    servers: Sequence[Store]
     replicas: Replicas
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
@@ -62,6 +65,8 @@ def current() -> WorkerContext | None:
 
 
 _numbers = itertools.count()
+Builder: TypeAlias = Callable[..., object]
+"""Makes a resource of a worker: of its index, and of other resources of it."""
 
 
 @final
@@ -241,13 +246,20 @@ class Elements:
 
 
 @final
-class WorkerEngine(AbstractWorker):
-    """A worker of this process, on some devices; one call at a time."""
+class WorkerEngine:
+    """One life of a worker: when it is lost, its backend starts another one.
+
+    One thread calls it at a time, except for `kill`. Requests to one that runs
+    elsewhere raise `WorkerLost` when it is gone, and otherwise what the user's code
+    raised there, with the worker's traceback as a note.
+    """
+
+    requests = ("define", "build", "release", "call", "own")
 
     def __init__(
         self,
         index: int,
-        servers: Sequence[AbstractServer],
+        servers: Sequence[Store],
         devices: Sequence[Device],
     ) -> None:
         self.index = index
@@ -260,6 +272,7 @@ class WorkerEngine(AbstractWorker):
         self._is_killed = threading.Event()
 
     def define(self, program: ShippedProgram) -> None:
+        """Get ready to run a program; one that is known already costs nothing."""
         self._check()
         if self._programs.get(program.key) is not None:
             return
@@ -281,12 +294,14 @@ class WorkerEngine(AbstractWorker):
         self._programs.put(program.key, code)
 
     def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
+        """Make a resource: a dataset, an iterator over one, a variable of its own."""
         self._check()
         others = [self._resources[number] for number in uses]
         with self._surroundings.entered():
             self._resources[resource] = builder(self.index, *others)
 
     def release(self, resources: Sequence[int]) -> None:
+        """Forget resources; those that are not there are none."""
         self._check()
         for number in resources:
             held = self._resources.pop(number, None)
@@ -294,6 +309,7 @@ class WorkerEngine(AbstractWorker):
                 held.close()
 
     def own(self, variable: int) -> np.ndarray:
+        """What one of the worker's own variables holds."""
         self._check()
         return np.asarray(self._resources[variable])
 
@@ -305,6 +321,7 @@ class WorkerEngine(AbstractWorker):
         self._is_killed.set()
 
     def call(self, call: Call) -> list[np.ndarray]:
+        """The results of a program, once all that it pushes is on the servers."""
         self._check()
         code = self._programs.get(call.program)
         assert code is not None, "the coordinator counts in the same way"
@@ -498,3 +515,28 @@ def _callable(exported: bytes, replicas: Replicas) -> Callable[..., Any]:
         in_shardings=tuple(program.in_shardings_jax(replicas.mesh)),
         out_shardings=list(program.out_shardings_jax(replicas.mesh)),
     )
+
+
+class AbstractWorkerBackend(abc.ABC):
+    """Starts the workers and servers of one strategy, and ends them."""
+
+    num_workers: int  # lost ones included
+    replicas_per_worker: int  # devices of each
+    platforms: tuple[str, ...] = ("cpu",)  # of these, as `jax.export` calls them
+    servers: Sequence[Store]  # or those that are elsewhere
+    can_restart_servers = False
+
+    def restart_servers(self, servers: Sequence[int]) -> None:
+        """Start lost servers again, which then have nothing."""
+        raise ParameterServerLost(
+            f"Parameter servers {list(servers)} are lost, and a {type(self).__name__} "
+            "cannot start them again."
+        )
+
+    @abc.abstractmethod
+    def start(self, worker: int, incarnation: int) -> WorkerEngine:
+        """Start a worker, or wait for the one that somebody else starts."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all that it has started; may be called twice."""

@@ -25,9 +25,9 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ElementChanged,
     LoadedCode,
     RecentlyUsed,
-    ServerPool,
     ShippedProgram,
 )
+from jaxstrategy._src.parameter_servers.store import ServerPool
 from jaxstrategy._src.replicas.replicas import STACKED, Replicas
 from jaxstrategy._src.scheduled.arguments import (
     ArgumentTypes,

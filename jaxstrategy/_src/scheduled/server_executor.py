@@ -18,7 +18,8 @@ from jaxstrategy._src.executors.executor import (
     FunctionProgram,
 )
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.parameter_servers.protocol import Call, ServerPool
+from jaxstrategy._src.parameter_servers.protocol import Call
+from jaxstrategy._src.parameter_servers.store import ServerPool
 from jaxstrategy._src.parameter_servers.worker import WorkerEngine
 from jaxstrategy._src.replicas.replicas import REPLICATED
 from jaxstrategy._src.scheduled.arguments import is_whole

@@ -21,10 +21,10 @@ from jaxstrategy._src.parameter_servers.protocol import (
     ElementType,
     Input,
     Push,
-    ServerPool,
     ShippedProgram,
     ShippedTable,
 )
+from jaxstrategy._src.parameter_servers.store import ServerPool
 from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.replicas.replicas import (
     REPLICATED,

@@ -17,14 +17,13 @@ from jaxstrategy._src.errors import ClusterError, ParameterServerLost
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputContext, InputOptions
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
-    CalledTask,
+    Task,
     checked_cluster,
     checked_secret,
     reached,
 )
-from jaxstrategy._src.parameter_servers.peer import Hello, Peer, RemoteServer, joined
-from jaxstrategy._src.parameter_servers.protocol import AbstractServer, ServerPool
-from jaxstrategy._src.parameter_servers.stream import Stream
+from jaxstrategy._src.parameter_servers.peer import Hello, Peer
+from jaxstrategy._src.parameter_servers.store import ServerPool, Store
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.server_executor import ServerExecutor
@@ -145,7 +144,7 @@ _PAUSE = 0.05  # between two looks whether a variable is there
 class _JointPool(ServerPool):
     """The servers of a strategy, one for each worker process."""
 
-    def __init__(self, servers: Sequence[AbstractServer], is_chief: bool) -> None:
+    def __init__(self, servers: Sequence[Store], is_chief: bool) -> None:
         super().__init__(servers)
         self._is_chief = is_chief
         self._in_order = itertools.count()
@@ -179,22 +178,18 @@ class _JointPool(ServerPool):
         return True
 
 
-def _connected(number: int, address: str, servers: Sequence[str]) -> AbstractServer:
+def _connected(number: int, address: str, servers: Sequence[str]) -> Store:
     """Waits for a server of the job and connects to it."""
     secret = checked_secret(address)
     # All workers of a cluster are one coordinator to its servers.
     job = hashlib.sha256(b"between graph " + repr(tuple(servers)).encode())
     hello = Hello("begin", job.hexdigest(), "between graph")
-    task = CalledTask(f"parameter server {number}", address)
-
-    def dial(seconds: float) -> Stream:
-        return joined(address, secret, hello, seconds)[0]
-
+    task = Task(f"parameter server {number}", address)
     try:
         stream, _ = reached(task, secret, hello, time.monotonic() + _START_SECONDS)
     except ConnectionError as error:
         refuses = isinstance(error, ConnectionAbortedError)
         what = "refuses" if refuses else "cannot be reached"
         raise ClusterError(task.why(what, error)) from error
-    peer = Peer(task.shown, dial, ParameterServerLost, first=stream)
-    return cast("AbstractServer", RemoteServer(peer))
+    peer = Peer(task, secret, hello, ParameterServerLost, first=stream)
+    return cast("Store", peer)

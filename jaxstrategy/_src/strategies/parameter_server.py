@@ -30,10 +30,8 @@ from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
 from jaxstrategy._src.parameter_servers.backends.local_processes import LocalProcesses
 from jaxstrategy._src.parameter_servers.backends.ray_processes import RayProcesses
 from jaxstrategy._src.parameter_servers.backends.threads import Threads, WorkerSide
-from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractWorkerBackend,
-    ServerPool,
-)
+from jaxstrategy._src.parameter_servers.store import ServerPool
+from jaxstrategy._src.parameter_servers.worker import AbstractWorkerBackend
 from jaxstrategy._src.reductions.rows import named
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas

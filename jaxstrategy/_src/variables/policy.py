@@ -10,7 +10,7 @@ from typing import NoReturn, final
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy, AbstractVariablePolicy
 from jaxstrategy._src.options import VariableAggregation
-from jaxstrategy._src.parameter_servers.protocol import ServerPool
+from jaxstrategy._src.parameter_servers.store import ServerPool
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas

@@ -20,6 +20,7 @@ from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.options import VariableAggregation
 from jaxstrategy._src.parameter_servers import protocol, worker
+from jaxstrategy._src.parameter_servers.store import ServerPool, Store
 from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.reductions.rows import named
 from jaxstrategy._src.replicas.mesh import is_key
@@ -43,7 +44,7 @@ class ServerCell(RemoteCell):
 
     def __init__(
         self,
-        server: protocol.AbstractServer,
+        server: Store,
         number: int,
         like: jax.ShapeDtypeStruct,
         name: str,
@@ -191,7 +192,7 @@ class ServerKind(VariableKind):
         self,
         wanted: Wanted,
         home: Replicas,  # of what the coordinator reads
-        pool: protocol.ServerPool,
+        pool: ServerPool,
         server: int,
         workers: Replicas,  # of one of them
     ) -> None:
@@ -230,7 +231,7 @@ class ServerKind(VariableKind):
         return _on_worker, self.server, self.cell.number, _type_of(self.cell)
 
     def of(
-        self, owner: AbstractStrategy, pool: protocol.ServerPool, workers: Replicas
+        self, owner: AbstractStrategy, pool: ServerPool, workers: Replicas
     ) -> ServerKind:
         """The same variable, of a strategy that traces functions here."""
         wanted = Wanted(self.name, self.aggregation, owner)
@@ -344,7 +345,7 @@ def _on_worker(
     """The kind of a variable that code on a worker reads, with its own cell."""
     surroundings = worker.current()
     assert surroundings is not None, "a worker takes apart what it was sent"
-    home, pool = Replicas.alone(), protocol.ServerPool(surroundings.servers)
+    home, pool = Replicas.alone(), ServerPool(surroundings.servers)
     kind = ServerKind(Wanted(name, aggregation), home, pool, server, home)
     # The coordinator says when the variable is gone.
     kind.cell = ServerCell(pool.servers[server], number, like, name, lambda _: None)

@@ -1,36 +1,41 @@
-"""Backends of processes at addresses, and `ClusterTasks`, that somebody else starts."""
+"""Workers and parameter servers in processes at addresses, whoever starts them.
+
+A `Task` is one of these processes, a `TaskGroup` has those of one strategy, and starts
+them where that is its own affair. `ClusterTasks` is the backend of processes that
+somebody else starts.
+"""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, cast, final
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec, host_and_port
-from jaxstrategy._src.errors import ClusterError, WorkerLost
-from jaxstrategy._src.parameter_servers import peer as _peer
+from jaxstrategy._src.errors import ClusterError, ParameterServerLost, WorkerLost
 from jaxstrategy._src.parameter_servers.peer import (
     COORDINATOR,
+    PATIENCE,
     Hello,
     Peer,
-    RemoteServer,
-    RemoteWorker,
+    Task,
     joined,
-    remote_server,
 )
-from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractServer,
-    AbstractWorker,
-    AbstractWorkerBackend,
-)
+from jaxstrategy._src.parameter_servers.store import Store
 from jaxstrategy._src.parameter_servers.stream import Stream
+from jaxstrategy._src.parameter_servers.worker import (
+    AbstractWorkerBackend,
+    WorkerEngine,
+)
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
 
@@ -128,50 +133,18 @@ def checked_secret(address: str) -> Secret:
     return secret
 
 
+Job: TypeAlias = Literal["worker", "ps"]
+NAMES: Mapping[Job, str] = {"worker": "worker", "ps": "parameter server"}
 _PAUSE, _SHORT_PAUSE = 0.2, 0.02  # between two tries to reach a task; on this host
 _SAID_SECONDS = 15.0  # without one, after which a line says so
-
 _lives = itertools.count()
 
 
-class CalledTask:
-    """A process that listens, or will.
-
-    Attributes:
-      name: what it is, for people.
-      address: where.
-      over: set when it is known to have ended.
-    """
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name, self.address = name, address
-        self.over = threading.Event()
-
-    @property
-    def shown(self) -> str:
-        """What it is and where, as a sentence begins; a path says nobody anything."""
-        name, is_path = self.name.capitalize(), self.address.startswith("/")
-        return name if is_path else f"{name} at {self.address}"
-
-    def kill(self) -> None:
-        """End it, if this process has started it."""
-
-    def close(self) -> None:
-        """Wait for its end, if this process has started it."""
-
-    def last_output(self) -> str:
-        """What it wrote last, if that is known."""
-        return ""
-
-    def why(self, what: str, error: Exception) -> str:
-        """Why something is so, for people."""
-        said = self.last_output()
-        more = f"\nThe last that it wrote:\n{said}" if said else ""
-        return f"{self.shown} {what}: {error}.{more}"
+Ended: TypeAlias = Callable[[Task], None]
 
 
 def reached(
-    task: CalledTask,
+    task: Task,
     secret: Secret | None,
     hello: Hello,
     end: float | None = None,
@@ -201,8 +174,11 @@ def reached(
             raise ConnectionError("nobody waits for it any more")
 
 
-class TaskGroup:
+class TaskGroup(abc.ABC):
     """Workers and parameter servers at addresses, for one strategy of this process.
+
+    A worker's process that was started here and ends is followed by the next one at
+    once.
 
     Args:
       secret: of the job; None if all are of this host, at paths.
@@ -210,6 +186,7 @@ class TaskGroup:
       patience: seconds without a sign of life after which one is lost.
 
     Attributes:
+      workers: the processes of the workers.
       servers: the processes of the parameter servers.
       called: those servers.
       told: what the first worker that is there says of its devices.
@@ -218,8 +195,9 @@ class TaskGroup:
     def __init__(
         self, secret: Secret | None, start_seconds: float, patience: float
     ) -> None:
-        self.servers: list[CalledTask] = []
-        self.called: list[RemoteServer] = []
+        self.workers: list[Task] = []
+        self.servers: list[Task] = []
+        self.called: list[Peer] = []
         self.told: Mapping[str, Any] = {}
         self._secret = secret
         self._start_seconds = start_seconds
@@ -227,28 +205,49 @@ class TaskGroup:
         self._strategy = secrets.token_hex(8)
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._lives: dict[int, RemoteWorker] = {}
+        self._lives: dict[int, Peer] = {}
 
-    def connect(
-        self, workers: Sequence[CalledTask], told: Mapping[str, Any] | None = None
+    @abc.abstractmethod
+    def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
+        """A process, started if that is to be done here."""
+
+    @abc.abstractmethod
+    def end_all(self) -> None:
+        """End the processes, or let go of them."""
+
+    def begin(
+        self, workers: int, servers: int, told: Mapping[str, Any] | None = None
     ) -> None:
-        """Call all servers, and a worker unless it is known what it would say."""
-        end = time.monotonic() + self._start_seconds
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            made = [pool.submit(self._server, task, end) for task in self.servers]
-        # All that were made are kept, also if another one fails, to be closed.
-        self.called += [each.result() for each in made if not each.exception()]
-        for each in made:
-            each.result()
-        self.told = told or self._first_worker(workers, end)
+        """Start so many, and call them; `told` is what workers would say."""
+        self._locks = [threading.Lock() for _ in range(workers)]
+        self._unused = set(range(workers))  # those whose process was never given out
+        try:
+            with ThreadPoolExecutor(workers + servers) as pool:
+                serving = [pool.submit(self.task, "ps", k) for k in range(servers)]
+                working = [
+                    pool.submit(self.task, "worker", k, self._ended_of(k))
+                    for k in range(workers)
+                ]
+            errors = [e for each in (*working, *serving) if (e := each.exception())]
+            if errors and all(isinstance(each, ClusterError) for each in errors):
+                raise ClusterError(" ".join(map(str, errors)))
+            self.workers = [each.result() for each in working]
+            self.servers = [each.result() for each in serving]
+            end = time.monotonic() + self._start_seconds
+            with ThreadPoolExecutor(servers) as pool:
+                made = [pool.submit(self._called, task, end) for task in self.servers]
+            # All that were made are kept, also if another one fails, to be closed.
+            self.called += [each.result() for each in made if not each.exception()]
+            for each in made:
+                each.result()
+            self.told = told or self._first_worker(end)
+        except BaseException:
+            self.close()
+            raise
 
-    def renewed(self, worker: int) -> CalledTask:
-        """The process of a worker that is to begin a new life."""
-        raise NotImplementedError
-
-    def start(self, worker: int, incarnation: int) -> RemoteWorker:
+    def start(self, worker: int, incarnation: int) -> Peer:
         """A new life of a worker, as soon as its process is there."""
-        task = self.renewed(worker)
+        task = self._renewed(worker)
         addresses = tuple(each.address for each in self.servers)
         life = f"{incarnation}.{next(_lives)}"
         hello = Hello("begin", COORDINATOR, self._strategy, life, worker, addresses)
@@ -260,47 +259,69 @@ class TaskGroup:
         except ConnectionError as error:
             task.kill()
             raise WorkerLost(task.why("is lost", error)) from error
+        options: Any = {"patience": self._patience, "first": stream}
         joining = hello._replace(wants="join")
-
-        def dial(seconds: float) -> Stream:
-            return joined(task.address, self._secret, joining, seconds)[0]
-
-        of_output = task.last_output
-        peer = Peer(task.shown, dial, WorkerLost, self._patience, of_output, stream)
-        begun = RemoteWorker(peer, task.kill)
-        self._begin(worker, begun)
+        begun = Peer(task, self._secret, joining, WorkerLost, **options)
+        self._begin_life(worker, begun)
         return begun
 
-    def replace(self, server: int, task: CalledTask) -> None:
-        """Go on with a process in the place of a lost server, which has nothing."""
-        self.servers[server] = task
-        end = time.monotonic() + self._start_seconds
-        self.called[server].peer = self._server(task, end).peer
+    def restart_server(self, number: int) -> None:
+        """A new process of a parameter server, which has nothing."""
+        self.servers[number].kill()
+        self.servers[number].close()
+        self.servers[number] = task = self.task("ps", number)
+        self._reach_server(task, time.monotonic() + self._start_seconds)
+        self.called[number].move_to(task)
 
     def close(self) -> None:
-        """Let go of the tasks, which wait for another coordinator."""
+        """Close all connections, and end all or let go of it; may be called twice."""
         if self._closed.is_set():
             return
-        self.hang_up()
-        hello = Hello("end", COORDINATOR, self._strategy)
-
-        def end(task: CalledTask) -> None:
-            # One that cannot be reached holds nothing any more.
-            with contextlib.suppress(ConnectionError, ClusterError):
-                joined(task.address, self._secret, hello)[0].close()
-
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            list(pool.map(end, self.servers))
-
-    def hang_up(self) -> None:
-        """Close all connections."""
         self._closed.set()
         for worker in tuple(self._lives):
-            self._begin(worker, None)
+            self._begin_life(worker, None)
         for server in self.called:
             server.close()
+        self.end_all()
 
-    def _begin(self, worker: int, life: RemoteWorker | None) -> None:
+    def check_open(self) -> None:
+        """Raise if nothing is to be started any more."""
+        if self._closed.is_set() or not threading.main_thread().is_alive():
+            raise ClusterError(ALL_ENDED)
+
+    def _renewed(self, worker: int) -> Task:
+        """The process of a worker that is to begin a new life."""
+        with self._locks[worker]:
+            old = self.workers[worker]
+            is_fresh = worker in self._unused and not old.over.is_set()
+            if not is_fresh:
+                old.kill()  # it may have what the next one needs
+                try:
+                    self.workers[worker] = self._another(worker)
+                except ClusterError as error:
+                    raise WorkerLost(f"Worker {worker} is lost. {error}") from error
+            self._unused.discard(worker)
+            task = self.workers[worker]
+        if not is_fresh:
+            old.close()
+        return task
+
+    def _another(self, worker: int) -> Task:
+        return self.task("worker", worker, self._ended_of(worker))
+
+    def _ended_of(self, worker: int) -> Ended:
+        def ended(task: Task) -> None:
+            with self._locks[worker]:
+                is_used = worker not in self._unused
+                if is_used and task is self.workers[worker]:
+                    # Who asks for one tries again, and hears of it.
+                    with contextlib.suppress(ClusterError):
+                        self.workers[worker] = self._another(worker)
+                        self._unused.add(worker)
+
+        return ended
+
+    def _begin_life(self, worker: int, life: Peer | None) -> None:
         """Let go of the life before, which its task then forgets."""
         with self._lock:
             old = self._lives.pop(worker, None)
@@ -310,25 +331,26 @@ class TaskGroup:
             if each is not None:
                 each.close()
 
-    def _server(self, task: CalledTask, end: float) -> RemoteServer:
+    def _called(self, task: Task, end: float) -> Peer:
+        self._reach_server(task, end)
+        hello = Hello("join", COORDINATOR, self._strategy)
+        return called_server(task, self._secret, hello, self._patience)
+
+    def _reach_server(self, task: Task, end: float) -> None:
+        """Begin the session of a server."""
         hello = Hello("begin", COORDINATOR, self._strategy)
         try:
             reached(task, self._secret, hello, end, self._closed)[0].close()
         except ConnectionError as error:
             raise ClusterError(task.why("cannot be reached", error)) from error
-        where, output = task.address, task.last_output
-        patience = self._patience
-        return remote_server(task.shown, where, self._secret, hello, patience, output)
 
-    def _first_worker(
-        self, workers: Sequence[CalledTask], end: float
-    ) -> Mapping[str, Any]:
+    def _first_worker(self, end: float) -> Mapping[str, Any]:
         found: list[Mapping[str, Any]] = []
         failures: list[str] = []
         there = threading.Event()
         hello = Hello("devices", COORDINATOR, self._strategy)
 
-        def ask(task: CalledTask) -> None:
+        def ask(task: Task) -> None:
             try:
                 stream, answer = reached(
                     task, self._secret, hello, end, self._closed, there
@@ -340,10 +362,10 @@ class TaskGroup:
             found.append(answer)
             there.set()
 
-        with ThreadPoolExecutor(len(workers)) as pool:
-            list(pool.map(ask, workers))
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            list(pool.map(ask, self.workers))
         if not found:
-            addresses = ", ".join(task.address for task in workers)
+            addresses = ", ".join(task.address for task in self.workers)
             raise ClusterError(
                 f"None of the workers at {addresses} can be reached. Each runs `python "
                 "-m jaxstrategy.parameter_servers`, or `jaxstrategy.Server(...)."
@@ -352,29 +374,62 @@ class TaskGroup:
         return found[0]
 
 
+ALL_ENDED = "All processes were ended."
+
+
+def called_server(
+    task: Task, secret: Secret | None, hello: Hello, patience: float = PATIENCE
+) -> Peer:
+    """A parameter server, whose session has begun."""
+    # On this host connections break with their processes only.
+    lost, reconnects = ParameterServerLost, secret is not None
+    return Peer(task, secret, hello, lost, patience=patience, reconnects=reconnects)
+
+
 class TaskBackend(AbstractWorkerBackend):
     """A backend of processes at addresses."""
 
-    _close: Callable[[], object]
-
-    def _use(self, tasks: TaskGroup, workers: int) -> None:
+    def _begin(
+        self,
+        tasks: TaskGroup,
+        workers: int,
+        servers: int,
+        told: Mapping[str, Any] | None = None,
+        are_own: bool = True,
+    ) -> None:
+        # What was started here ends when nobody has this any more.
+        self._close: Callable[[], object] = (
+            weakref.finalize(self, tasks.close) if are_own else tasks.close
+        )
+        tasks.begin(workers, servers, told)
         self._tasks = tasks
         self.num_workers = workers
-        self.servers = cast("Sequence[AbstractServer]", tasks.called)
+        self.servers = cast("Sequence[Store]", tasks.called)
         self.replicas_per_worker = tasks.told["devices"]
         self.platforms = (tasks.told["platform"],)
 
-    def start(self, worker: int, incarnation: int) -> AbstractWorker:
+    def start(self, worker: int, incarnation: int) -> WorkerEngine:
         """A new life of a worker, as soon as its process is there.
 
         Raises:
           WorkerLost: it did not start; the message has the last lines that it wrote.
         """
-        return cast("AbstractWorker", self._tasks.start(worker, incarnation))
+        return cast("WorkerEngine", self._tasks.start(worker, incarnation))
 
     def close(self) -> None:
         """End all that was started, or let go of it; may be called twice."""
         self._close()
+
+
+class StartedProcesses(TaskBackend):
+    """A backend that starts its processes."""
+
+    def kill(self, worker: int) -> None:
+        """End a worker's process, as a crash would; another one is started.
+
+        Callable from any thread.
+        """
+        self._tasks.workers[worker].kill()
 
 
 @final
@@ -383,20 +438,25 @@ class _ClusterGroup(TaskGroup):
         self, addresses: ClusterAddresses, start_seconds: float, patience: float
     ) -> None:
         super().__init__(checked_secret(addresses.servers[0]), start_seconds, patience)
-        self._workers, self.servers = (
-            [CalledTask(f"{name} {number}", each) for number, each in enumerate(given)]
-            for name, given in zip(
-                ("worker", "parameter server"), addresses, strict=True
-            )
-        )
-        try:
-            self.connect(self._workers)
-        except BaseException:
-            self.close()
-            raise
+        self._addresses: Mapping[Job, Sequence[str]] = {
+            "worker": addresses.workers,
+            "ps": addresses.servers,
+        }
 
-    def renewed(self, worker: int) -> CalledTask:
-        return self._workers[worker]
+    def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
+        return Task(f"{NAMES[job]} {number}", self._addresses[job][number])
+
+    def end_all(self) -> None:
+        """Let go of the tasks, which wait for another coordinator."""
+        hello = Hello("end", COORDINATOR, self._strategy)
+
+        def end(task: Task) -> None:
+            # One that cannot be reached holds nothing any more.
+            with contextlib.suppress(ConnectionError, ClusterError):
+                joined(task.address, self._secret, hello)[0].close()
+
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            list(pool.map(end, self.servers))
 
 
 @final
@@ -411,9 +471,9 @@ class ClusterTasks(TaskBackend):
         resolver: ClusterResolver,
         *,
         start_seconds: float = 300.0,
-        patience: float = _peer.PATIENCE,
+        patience: float = PATIENCE,
     ) -> None:
         addresses = checked_cluster(resolver.cluster_spec(), resolver.task_type)
         tasks = _ClusterGroup(addresses, start_seconds, patience)
-        self._close = tasks.close
-        self._use(tasks, len(addresses.workers))
+        counts = len(addresses.workers), len(addresses.servers)
+        self._begin(tasks, *counts, are_own=False)

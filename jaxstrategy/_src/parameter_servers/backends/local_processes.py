@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -14,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self, final
+from typing import Any, final
 
 import jax
 from jax import export
@@ -24,17 +23,17 @@ from jaxstrategy._src.cluster.resolvers.environment import VARIABLE as TF_CONFIG
 from jaxstrategy._src.errors import ClusterError, ParameterServerLost
 from jaxstrategy._src.launch.child_process import Guard, GuardedProcess
 from jaxstrategy._src.launch.options import GPUS, visible_gpus
-from jaxstrategy._src.parameter_servers import peer as _peer
 from jaxstrategy._src.parameter_servers.backends import child as _child
-from jaxstrategy._src.parameter_servers.backends.started_processes import (
+from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     ALL_ENDED,
     NAMES,
     Ended,
     Job,
     StartedProcesses,
-    StartedTask,
-    StartedTasks,
+    Task,
+    TaskGroup,
 )
+from jaxstrategy._src.parameter_servers.peer import PATIENCE
 from jaxstrategy._src.processes.secret import VARIABLE as SECRET
 from jaxstrategy._src.text.shown import positive, with_noun
 
@@ -107,50 +106,41 @@ _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _WHOLE = 0.75  # of a GPU's memory: JAX's own default
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class ChildDevices:
-    """Which devices each worker has."""
+def devices_of_workers(
+    workers: int, count: int | None
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """What workers would say of their devices, and the environment of each.
 
-    platform: str
-    count: int
-    gpus: tuple[tuple[str, ...], ...] = ()
-    sharing: int = 1
-
-    @classmethod
-    def found(cls, workers: int, count: int | None) -> Self:
-        """Those that JAX has here: GPUs, or else CPU devices that are simulated."""
-        backend = jax.default_backend()
-        if backend == "cpu":
-            return cls("cpu", count or 1)
-        if backend != "gpu":
-            raise ValueError(
-                f"The devices here are of the platform {backend!r}, which processes "
-                "cannot divide. Set JAX_PLATFORMS=cpu, or choose backend='threads'."
-            )
-        names = visible_gpus(os.environ) or list(
-            map(str, range(jax.local_device_count()))
+    They have the GPUs that JAX has here, or else CPU devices that are simulated.
+    """
+    backend = jax.default_backend()
+    if backend not in ("cpu", "gpu"):
+        raise ValueError(
+            f"The devices here are of the platform {backend!r}, which processes "
+            "cannot divide. Set JAX_PLATFORMS=cpu, or choose backend='threads'."
         )
-        return cls(export.default_export_platform(), *divided(names, workers, count))
-
-    def environment(
-        self, inherited: Mapping[str, str], worker: int, workers: int
-    ) -> dict[str, str]:
-        """The environment variables of one worker, of several."""
-        cpu_devices = 1 if self.gpus else self.count
-        own = of_child(inherited, cpu_devices, threads_of_one(workers))
+    inherited = dict(os.environ)
+    platform, each, sharing = "cpu", count or 1, 1
+    gpus: Sequence[Sequence[str]] = ()
+    if backend == "gpu":
+        names = visible_gpus(inherited) or [*map(str, range(jax.local_device_count()))]
+        each, gpus, sharing = divided(names, workers, count)
+        platform = export.default_export_platform()
+    found = []
+    for worker in range(workers):
+        own = of_child(inherited, 1 if gpus else each, threads_of_one(workers))
         if directory := own.get(_COMPILED):
             # JAX reads entries while another process writes them: "Error reading
             # persistent compilation cache entry", and compiles anyway (0.10 to 0.12).
             own[_COMPILED] = f"{directory}/worker-{worker}"
-        if not self.gpus:
-            return own
-        del own["JAX_PLATFORMS"]
-        own |= {k: inherited[k] for k in ("JAX_PLATFORMS",) if k in inherited}
-        own[GPUS] = ",".join(self.gpus[worker])
-        if self.sharing > 1:
-            own.setdefault(_MEMORY, f"{_WHOLE / self.sharing:.3f}")
-        return own
+        if gpus:
+            del own["JAX_PLATFORMS"]
+            own |= {k: inherited[k] for k in ("JAX_PLATFORMS",) if k in inherited}
+            own[GPUS] = ",".join(gpus[worker])
+            if sharing > 1:
+                own.setdefault(_MEMORY, f"{_WHOLE / sharing:.3f}")
+        found.append(own)
+    return {"devices": each, "platform": platform}, found
 
 
 def divided(
@@ -184,11 +174,11 @@ _POLITE_SECONDS = 2.0
 
 
 @final
-class LocalTasks(StartedTasks):
+class LocalTasks(TaskGroup):
     """Processes of this host, which listen in a folder that only this user enters."""
 
     def __init__(
-        self, workers: int, devices: ChildDevices, seconds: float, patience: float
+        self, environments: Sequence[Mapping[str, str]], seconds: float, patience: float
     ) -> None:
         super().__init__(None, seconds, patience)
         # A path of a socket has at most 107 characters.
@@ -199,17 +189,14 @@ class LocalTasks(StartedTasks):
         self._guard = Guard(self._folder)
         self._numbers = itertools.count()
         self._starting = threading.Lock()
-        self._living: list[StartedTask] = []
+        self._living: list[Task] = []
         self._pid = os.getpid()
         # The children see the environment as it is now, whatever becomes of it.
-        environment = dict(os.environ)
-        self._of_server = of_child(environment, 1, 1)
-        self._of_worker = [
-            devices.environment(environment, k, workers) for k in range(workers)
-        ]
+        self._of_server = of_child(dict(os.environ), 1, 1)
+        self._of_worker = environments
         _all.add(self)
 
-    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask:
+    def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
         name = f"{NAMES[job]} {number}"
         address = f"{self._folder}/{next(self._numbers)}"
         path = [os.path.abspath(entry) for entry in sys.path]
@@ -224,11 +211,10 @@ class LocalTasks(StartedTasks):
             )
 
         with self._starting:
-            if self.is_closed:
-                raise ClusterError(ALL_ENDED)
-            self._living = [each for each in self._living if each.end is None]
+            self.check_open()
+            self._living = [each for each in self._living if not each.over.is_set()]
             try:
-                started = StartedTask(name, address, start, ended)
+                started = Task(name, address, start, ended)
             except RuntimeError as error:
                 # Since Python 3.12 an ending interpreter starts no thread; the guard
                 # ends what the child has begun.
@@ -243,11 +229,12 @@ class LocalTasks(StartedTasks):
         if os.getpid() == self._pid:  # a fork of the parent has no children
             super().close()
 
-    def _close(self) -> None:
+    def end_all(self) -> None:
         with self._starting:  # nothing is started any more
             living = self._living
         for task in living:
-            task.process.send(signal.SIGTERM)
+            if task.process is not None:
+                task.process.send(signal.SIGTERM)
         end = time.monotonic() + _POLITE_SECONDS
         for task in living:
             if not task.over.wait(max(0.0, end - time.monotonic())):
@@ -310,15 +297,14 @@ class LocalProcesses(StartedProcesses):
         devices_per_worker: int | None = None,
         *,
         start_seconds: float = START_SECONDS,
-        patience: float = _peer.PATIENCE,
+        patience: float = PATIENCE,
     ) -> None:
         workers = positive("workers", workers)
         parameter_servers = positive("parameter_servers", parameter_servers)
         if devices_per_worker is not None:
             positive("devices_per_worker", devices_per_worker)
-        found = ChildDevices.found(workers, devices_per_worker)
-        tasks = LocalTasks(workers, found, start_seconds, patience)
-        told = {"devices": found.count, "platform": found.platform}
+        told, environments = devices_of_workers(workers, devices_per_worker)
+        tasks = LocalTasks(environments, start_seconds, patience)
         self._begin(tasks, workers, parameter_servers, told)
 
     def restart_servers(self, servers: Sequence[int]) -> None:

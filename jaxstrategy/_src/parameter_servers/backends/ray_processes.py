@@ -20,16 +20,16 @@ from jaxstrategy._src.launch.ray import (
     RayCluster,
     RayStartedProcess,
 )
-from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.backends import local_processes
-from jaxstrategy._src.parameter_servers.backends.started_processes import (
+from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     NAMES,
     Ended,
     Job,
     StartedProcesses,
-    StartedTask,
-    StartedTasks,
+    Task,
+    TaskGroup,
 )
+from jaxstrategy._src.parameter_servers.peer import PATIENCE
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.text.shown import positive, shown
@@ -49,7 +49,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @final
-class RayTasks(StartedTasks):
+class RayTasks(TaskGroup):
     """Processes of `python -m jaxstrategy.parameter_servers`, each in its bundle."""
 
     def __init__(
@@ -78,7 +78,8 @@ class RayTasks(StartedTasks):
             cluster.close()
             raise
 
-    def _started(self, job: Job, number: int, ended: Ended) -> StartedTask:
+    def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
+        self.check_open()
         actors, name = self._actors, f"{NAMES[job]} {number}"
         try:
             actor = actors.start(self._first_bundles[job] + number)
@@ -94,7 +95,7 @@ class RayTasks(StartedTasks):
         except self._cluster.ray.exceptions.RayError as error:
             *_, last = str(error).strip().splitlines()
             raise ClusterError(f"Ray does not start it: {last.strip()}.") from error
-        return StartedTask(
+        return Task(
             name,
             address,
             lambda over: RayStartedProcess(actors, actor, name, over),
@@ -112,7 +113,7 @@ class RayTasks(StartedTasks):
         port = ask(lambda: actor.free_port.remote(host), self._seconds)
         return address_of(host, port)
 
-    def _close(self) -> None:
+    def end_all(self) -> None:
         atexit.unregister(self.close)
         self._actors.close()
         self._cluster.close()
@@ -170,7 +171,7 @@ class RayProcesses(StartedProcesses):
         address: str | None = None,
         working_dir: str | None = None,
         start_seconds: float = 300.0,
-        patience: float = peer.PATIENCE,
+        patience: float = PATIENCE,
     ) -> None:
         workers = positive("workers", workers)
         servers = positive("parameter_servers", parameter_servers)

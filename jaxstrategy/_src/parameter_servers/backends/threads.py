@@ -8,13 +8,12 @@ from typing import Any, NoReturn, cast, final
 from jax import export
 
 from jaxstrategy._src.errors import ParameterServerLost
-from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractServer,
-    AbstractWorker,
-    AbstractWorkerBackend,
-)
 from jaxstrategy._src.parameter_servers.store import Store
-from jaxstrategy._src.parameter_servers.worker import WorkerContext, WorkerEngine
+from jaxstrategy._src.parameter_servers.worker import (
+    AbstractWorkerBackend,
+    WorkerContext,
+    WorkerEngine,
+)
 from jaxstrategy._src.replicas import devices
 from jaxstrategy._src.text.shown import positive
 
@@ -97,10 +96,10 @@ class Threads(AbstractWorkerBackend):
             )
         self.platforms = (export.default_export_platform(),)
         self._killable = tuple(map(KillableServer, range(count)))
-        self.servers = cast("Sequence[AbstractServer]", self._killable)
+        self.servers = cast("Sequence[Store]", self._killable)
         self._lives: dict[int, WorkerEngine] = {}
 
-    def start(self, worker: int, incarnation: int) -> AbstractWorker:
+    def start(self, worker: int, incarnation: int) -> WorkerEngine:
         """A new life of a worker; it has nothing of the last one."""
         each, all_devices = self.replicas_per_worker, self._devices
         own = [all_devices[(worker * each + i) % len(all_devices)] for i in range(each)]
