@@ -5,7 +5,7 @@ import concurrent.futures
 import harness
 import pytest
 import ray_machines
-from harness import Secret, SharedStore
+from harness import Secret, Store
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def board():
     made = []
 
     def of(meeting, **options):
-        made.append(SharedStore(meeting, **options))
+        made.append(Store(meeting, **options))
         return made[-1]
 
     yield of

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from harness import STATUS, SharedStore, until
+from harness import STATUS, Store, until
 
 from jaxstrategy import ClusterError
 
@@ -157,13 +157,14 @@ def test_states_say_where_all_are(boards):
         assert states[1].status == STATUS | {"step": 7} and states[1].end is None
         assert states[1].silent_seconds < 5
     one.leave(STATUS | {"step": 9})
-    until(lambda: zero.states()[1].end == "left")
+    until(lambda: 1 in zero.departures)
+    assert zero.states()[1].end == "left"
     assert zero.departures[1].status == STATUS | {"step": 9}
 
 
 def test_who_does_not_answer_counts_as_dead(meet):
     meeting, stopped = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
-    zero = SharedStore(meeting, silence_seconds=2.5)
+    zero = Store(meeting, silence_seconds=2.5)
     told = departures(zero)
     until(lambda: zero.states()[1].silent_seconds > 1)
     until(lambda: told)
@@ -181,7 +182,7 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     from jaxstrategy._src.processes import rendezvous, store
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
-    board = store.SharedStore(rendezvous.meet(RANK, 2, address, 30))
+    board = store.Store(rendezvous.meet(RANK, 2, address, 30))
     os.register_at_fork(after_in_child=board.close_in_forked_child)
     if RANK == 1:
         child = os.fork()

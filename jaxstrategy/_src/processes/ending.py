@@ -16,7 +16,7 @@ import jax
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.processes import stragglers
 from jaxstrategy._src.processes.exit_codes import ExitCode
-from jaxstrategy._src.processes.store import ProcessState, SharedStore
+from jaxstrategy._src.processes.store import ProcessState, Store
 from jaxstrategy._src.processes.watchdog import Watchdog, finish, speaking
 from jaxstrategy._src.text import user_code
 
@@ -42,7 +42,7 @@ class Ending:
     within 0.1 s, whatever they do (measured with 0.10 and 0.12, on CPU).
     """
 
-    def __init__(self, store: SharedStore, watchdog: Watchdog) -> None:
+    def __init__(self, store: Store, watchdog: Watchdog) -> None:
         self._store = store
         self._watchdog = watchdog
         self._pid = os.getpid()

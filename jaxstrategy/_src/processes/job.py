@@ -40,7 +40,7 @@ from jaxstrategy._src.processes.agreement import (
 from jaxstrategy._src.processes.ending import Ending
 from jaxstrategy._src.processes.rendezvous import Group, Host
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.processes.store import ProcessState, SharedStore, Store
+from jaxstrategy._src.processes.store import ProcessState, Store
 from jaxstrategy._src.processes.watchdog import Watchdog
 from jaxstrategy._src.text import user_code
 from jaxstrategy._src.text.shown import Shaped, with_noun
@@ -88,7 +88,7 @@ def _met(process: Process, timeout_seconds: float, start_seconds: float) -> Proc
 
 
 def _watched(group: Group, timeout_seconds: float) -> tuple[Processes, Ending]:
-    store = SharedStore(group, timeout_seconds)
+    store = Store(group, timeout_seconds)
     watchdog = Watchdog(store, timeout_seconds)
     return Processes(store, watchdog), Ending(store, watchdog)
 

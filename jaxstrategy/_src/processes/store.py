@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import queue
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.processes.messages import Buffer, LostError, RemoteError, Request
 from jaxstrategy._src.processes.rendezvous import (
     Group,
+    Host,
     Json,
     Member,
     Message,
@@ -96,79 +98,6 @@ class ProcessState:
         )
 
 
-class Store:
-    """Values that all processes share, and news of those that have ended.
-
-    This one is that of a job of one process. All methods may be called from any thread.
-    Values are what JSON can say.
-    """
-
-    # The text of an error that each process was given, by which each may end.
-    common_error: str | None = None
-
-    def __init__(self) -> None:
-        self.index = 0  # of this process
-        self.members = (Member(0, socket.gethostname(), os.getpid()),)  # by their ids
-        self.departures: dict[int, ProcessState] = {}  # that have ended, by their ids
-        self._values: dict[str, Json] = {}
-        self._changed = threading.Condition(threading.RLock())
-
-    def put(self, key: str, value: Json) -> None:
-        """Let all processes `get` a value; a second one replaces the first."""
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, timeout_seconds: float | None = None) -> Json:
-        """The value that some process has put or will put within the time."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
-                raise ClusterError(nobody_put(key, timeout_seconds or 0))
-            return self._values[key]
-
-    def gather(
-        self, key: str, value: Json, timeout_seconds: float | None = None
-    ) -> list[Json]:
-        """Contribute a value; get those of all processes, in the order of their ids.
-
-        The n-th call with a key on one process meets the n-th on each other. Without a
-        time of its own it waits the store's, and longer while a process is busy.
-        """
-        return [value]
-
-    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
-        """Wait until all processes have come here; raises as `gather` does."""
-        self.gather(f"barrier: {name}", None, timeout_seconds)
-
-    def states(self) -> list[ProcessState]:
-        """The state of each process, by their ids."""
-        return [ProcessState(self.members[0], None, None, 0.0)]
-
-    def known_states(self) -> list[ProcessState]:
-        """The same without a message: in process 0 of several; else empty."""
-        return []
-
-    def on_departure(self, callback: Callable[[ProcessState], None]) -> None:
-        """Have a function called, on another thread, for each process that ends.
-
-        Those that have ended already are told at once.
-        """
-
-    def fail(self, text: str) -> None:
-        """Tell all others that this process ends, and why; they end as well."""
-
-    def look_at_process_0(self) -> None:
-        """Note that process 0 has ended if it has been silent for too long."""
-
-    def forgive_silence(self) -> None:
-        """Count the silence of process 0 from now: this one was itself stopped."""
-
-
-def nobody_put(key: str, seconds: float) -> str:
-    """The reason why `get` failed."""
-    return f"Nobody has put {key!r} in the key-value store within {seconds:g} s."
-
-
 _TICK_SECONDS = 1.0
 # A thread that should run each second and did not for so long was stopped itself.
 _STOPPED_SECONDS = 5.0
@@ -177,22 +106,31 @@ _ANSWER_SECONDS = 2.0  # for what process 0 can answer by itself
 # days on Windows; users give `math.inf`, too.
 _LONGEST_SECONDS = 1e6
 
-
-class _Client:
-    """A process, as the server sees it; `post` tells it something."""
-
-    def __init__(self, index: int, post: Callable[[bytes], None]) -> None:
-        self.index = index
-        self.post = post
-        self.replies = time.monotonic()
-        self.status: Status | None = None
-        self.end: str | None = None  # how it ended: left, failed, died or silent
-        self.text = ""
-        self.is_connected = True
-
-
 Reply: TypeAlias = Callable[[bytes], None]
 """Answers a request, by a message that was written."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Process:
+    """A process, as process 0 sees it; `post` tells it something."""
+
+    index: int
+    post: Callable[[bytes], None]
+    heard: float = dataclasses.field(default_factory=time.monotonic)
+    status: Status | None = None
+    end: str | None = None
+    text: str = ""
+    is_connected: bool = True
+
+    @property
+    def silent_seconds(self) -> float:
+        is_asked = self.index != 0 and self.end is None
+        return round(time.monotonic() - self.heard, 1) if is_asked else 0.0
+
+    def told(self) -> Message:
+        """Its `ProcessState`, of the process with this index."""
+        state = {"process": self.index, "status": self.status, "end": self.end}
+        return {**state, "silent_seconds": self.silent_seconds, "text": self.text}
 
 
 @dataclasses.dataclass(eq=False)
@@ -200,100 +138,103 @@ class _Pending:
     """A `get` or `gather` that cannot be answered yet."""
 
     op: str
-    client: _Client
+    process: _Process
     number: int  # of the request
     value: Json  # that it contributes
     reply: Reply
 
 
-class StoreServer:
-    """Process 0's end: serves all processes until they have hung up.
+class _Keeper:
+    """Process 0's end of a store: serves all processes until they have hung up."""
 
-    All of its state belongs to the loop of messages, so there is no lock; only
-    `states`, which reads one attribute after the other, is called by others.
-    """
-
-    def __init__(self, group: Group, silence_seconds: float) -> None:
-        host = group.host
-        assert host is not None
-        self._host = host
+    def __init__(
+        self, group: Group | None, post: Callable[[bytes], None], silence_seconds: float
+    ) -> None:
         self._silence_seconds = silence_seconds
-        own = _Client(0, lambda body: group.news.put([body]))
-        self._clients = {0: own}
-        self._by_peer: dict[bytes, _Client] = {}
-        for index, peer in sorted(host.peers.items()):
-            client = _Client(index, functools.partial(host.server.send, peer))
-            self._clients[index] = self._by_peer[peer] = client
+        self._processes = {0: _Process(0, post)}
+        self._by_peer: dict[bytes, _Process] = {}
         self._values: dict[str, Json] = {}
         self._pending: dict[str, list[_Pending]] = {}  # by key, in order
         self._ticked = time.monotonic()
         self._all_left = False
         self._is_over = threading.Event()
-        host.begin(self._received, self._lost)
-        threading.Thread(
-            target=self._tick_on, name="jaxstrategy-store-ticks", daemon=True
-        ).start()
+        self._lock = threading.Lock()
+        if group is not None and (host := group.host) is not None:
+            for index, peer in sorted(host.peers.items()):
+                one = _Process(index, functools.partial(host.server.send, peer))
+                self._processes[index] = self._by_peer[peer] = one
+            host.begin(self._received, self._lost)
+            ticks = threading.Thread(target=self._tick_on, args=(host,), daemon=True)
+            ticks.name = "jaxstrategy-store-ticks"
+            ticks.start()
 
     def ask(self, body: bytes) -> Future[list[Buffer]]:
         """The answer to a request of process 0 itself."""
         future: Future[list[Buffer]] = Future()
-
-        def obey() -> None:
-            self._obey(self._clients[0], read([body]), lambda b: future.set_result([b]))
-
-        self._host.server.call(obey)
+        with self._lock:
+            own, message = self._processes[0], read([body])
+            self._obey(own, message, lambda answer: future.set_result([answer]))
         return future
 
-    def join(self, timeout_seconds: float) -> None:
-        """Wait until all other processes have hung up."""
+    def hang_up(self, timeout_seconds: float) -> None:
+        """Take part no more, and serve the others until they hang up or so long."""
+        with self._lock:
+            self._hung_up(self._processes[0])
         self._is_over.wait(timeout_seconds)
 
-    def hang_up(self) -> None:
-        """Process 0 takes part no more; the others are served until they hang up."""
-        self._host.server.call(lambda: self._hung_up(self._clients[0]))
+    def states(self) -> list[Message]:
+        """The state of each process, by their ids; any thread may ask."""
+        return [process.told() for process in self._processes.values()]
 
     def _received(self, request: Request) -> None:
-        client = self._by_peer.get(request.peer)
-        if client is None:
-            raise ValueError("the processes of the job have met already")
-        client.replies = time.monotonic()
-        try:
-            message = read(request.frames)
-            self._obey(client, message, request.reply)
-        # It is of the job, and yet says something that makes no sense.
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as why:
-            if not self._all_left:
-                text = f"its messages make no sense: {type(why).__name__}: {why}"
-                self._ended(client, "failed", text)
-            self._hung_up(client)
-            request.fail(str(why))
+        with self._lock:
+            process = self._by_peer.get(request.peer)
+            if process is None:
+                raise ValueError("the processes of the job have met already")
+            process.heard = time.monotonic()
+            try:
+                self._obey(process, read(request.frames), request.reply)
+            # It is of the job, and yet says something that makes no sense.
+            except (
+                AttributeError,
+                KeyError,
+                TypeError,
+                ValueError,
+                RecursionError,
+            ) as why:
+                if not self._all_left:
+                    text = f"its messages make no sense: {type(why).__name__}: {why}"
+                    self._ended(process, "failed", text)
+                self._hung_up(process)
+                request.fail(str(why))
 
     def _lost(self, peer: bytes) -> None:
-        if (client := self._by_peer.pop(peer, None)) is not None:
-            self._hung_up(client)
+        with self._lock:
+            if (process := self._by_peer.pop(peer, None)) is not None:
+                self._hung_up(process)
 
-    def _obey(self, client: _Client, message: Message, reply: Reply) -> None:
+    def _obey(self, process: _Process, message: Message, reply: Reply) -> None:
         match message["op"]:
             case "alive":
-                client.status = _checked(message["status"])
+                process.status = _checked(message["status"])
             case "put":
                 self._values[message["key"]] = message["value"]
                 self._settle(message["key"])
             case "get" | "gather" as op:
                 key, value = message["key"], message.get("value")
-                entry = _Pending(op, client, int(message["id"]), value, reply)
+                entry = _Pending(op, process, int(message["id"]), value, reply)
                 self._pending.setdefault(key, []).append(entry)
                 self._settle(key)
             case "cancel":
-                reply(written({"value": self._cancel(client, message["cancelled"])}))
+                reply(written({"value": self._cancel(process, message["cancelled"])}))
             case "states":
                 reply(written({"value": self.states()}))
             case "failed":
-                self._ended(client, "failed", str(message["text"]))
+                self._ended(process, "failed", str(message["text"]))
                 reply(written({"value": None}))
             case "left":
-                client.status = _checked(message["status"])
-                self._ended(client, "left", "")
+                process.status = _checked(message["status"])
+                self._ended(process, "left", "")
             case other:
                 raise ValueError(f"{other!r} is no request")
 
@@ -303,113 +244,83 @@ class StoreServer:
         first: dict[int, _Pending] = {}  # that each process contributes
         for each in pending:
             if each.op == "gather":
-                first.setdefault(each.client.index, each)
-        absent = [k for k in self._clients if k not in first]
+                first.setdefault(each.process.index, each)
+        absent = [p for k, p in self._processes.items() if k not in first]
         if not absent:
             try:
-                values = [first[k].value for k in self._clients]
-                answer = written({"value": values})
+                answer = written({"value": [first[k].value for k in self._processes]})
             except ValueError as error:  # what all said, together, is too large
                 answer = written({"refused": str(error)})
             for each in first.values():
                 each.reply(answer)
                 pending.remove(each)
-        left: list[_Pending] = []
         for each in pending:
-            is_get = each.op == "get"
-            gone = [k for k in absent if self._clients[k].end]
-            if is_get and key in self._values:
-                each.reply(written({"value": self._values[key]}))
-            elif gone := self._gone_for_good(each.client) if is_get else gone:
-                ends = [[k, self._clients[k].end, self._clients[k].text] for k in gone]
-                each.reply(written({"gone": ends}))
+            gone = [process for process in absent if process.end]
+            if each.op == "get":
+                if key in self._values:
+                    each.reply(written({"value": self._values[key]}))
+                    continue
+                gone = self._gone_for_good(each.process)
+            if gone:
+                each.reply(written({"gone": [process.told() for process in gone]}))
             else:
-                left.append(each)
-        if left:
-            self._pending[key] = left
+                self._pending.setdefault(key, []).append(each)
 
-    def _gone_for_good(self, client: _Client) -> list[int]:
+    def _gone_for_good(self, process: _Process) -> list[_Process]:
         """The processes whose end means that nothing will be put any more."""
-        others = [other for other in self._clients.values() if other is not client]
-        ended = [other.index for other in others if other.end not in (None, "left")]
-        if not ended and all(other.end for other in others):
-            ended = [other.index for other in others]
-        return ended
+        others = [other for other in self._processes.values() if other is not process]
+        ended = [other for other in others if other.end not in (None, "left")]
+        return ended or (others if all(other.end for other in others) else [])
 
-    def _cancel(self, client: _Client, number: int) -> list[int]:
+    def _cancel(self, process: _Process, number: int) -> list[int]:
         """Forget a request that took too long; who has not contributed."""
         for key, pending in self._pending.items():
             for each in pending:
-                if each.client is client and each.number == number:
-                    here = {e.client.index for e in pending if e.op == "gather"}
+                if each.process is process and each.number == number:
+                    here = {e.process.index for e in pending if e.op == "gather"}
                     self._pending[key] = [e for e in pending if e is not each]
-                    return [k for k in self._clients if k not in here]
+                    return [k for k in self._processes if k not in here]
         return []
 
-    def states(self) -> list[Message]:
-        """The state of each process, by their ids; any thread may ask."""
-        now = time.monotonic()
-        return [
-            {
-                "status": client.status,
-                "end": client.end,
-                "text": client.text,
-                "silent": self._silent(client, now),
-            }
-            for client in self._clients.values()
-        ]
-
-    def _silent(self, client: _Client, now: float) -> float:
-        is_asked = client.index != 0 and client.end is None
-        return round(now - client.replies, 1) if is_asked else 0.0
-
-    def _hung_up(self, client: _Client) -> None:
-        client.is_connected = False
-        if client.end is None or (client.end == "left" and not self._all_left):
-            self._ended(client, "died", "")
-        if not any(other.is_connected for other in self._clients.values()):
+    def _hung_up(self, process: _Process) -> None:
+        process.is_connected = False
+        if process.end is None or (process.end == "left" and not self._all_left):
+            self._ended(process, "died", "")
+        if not any(other.is_connected for other in self._processes.values()):
             self._is_over.set()
 
-    def _ended(self, client: _Client, end: str, text: str) -> None:
+    def _ended(self, process: _Process, end: str, text: str) -> None:
         # Who has left waits for the others and may still die; other ends are final.
-        if client.end is not None and (client.end != "left" or end == "left"):
+        if process.end is not None and (process.end != "left" or end == "left"):
             return
-        client.end, client.text = end, text
-        told = written(
-            {
-                "op": "ended",
-                "process": client.index,
-                "end": end,
-                "text": text,
-                "status": client.status,
-            }
-        )
-        for other in self._clients.values():
-            if other is not client:
+        process.end, process.text = end, text
+        told = written({"op": "ended", **process.told()})
+        for other in self._processes.values():
+            if other is not process:
                 other.post(told)
         for key in list(self._pending):
             self._settle(key)
-        if all(other.end == "left" for other in self._clients.values()):
+        if all(other.end == "left" for other in self._processes.values()):
             self._all_left = True
-            for other in self._clients.values():
+            for other in self._processes.values():
                 other.post(written({"op": "all left"}))
 
-    def _tick_on(self) -> None:
+    def _tick_on(self, host: Host) -> None:
         while not self._is_over.wait(_TICK_SECONDS):
-            self._host.server.call(self._tick)
-        self._host.close()
+            with self._lock:
+                self._tick(time.monotonic())
+        host.close()
 
-    def _tick(self) -> None:
-        now = time.monotonic()
+    def _tick(self, now: float) -> None:
         if now - self._ticked > _STOPPED_SECONDS:  # this process was itself stopped
-            for client in self._clients.values():
-                client.replies = now
+            for process in self._processes.values():
+                process.heard = now
         self._ticked = now
-        for client in self._clients.values():
-            client.post(written({"op": "ping"}))
-            silent = self._silent(client, now)
-            if client.end is None and silent > self._silence_seconds:
-                self._ended(client, "silent", f"{silent:.0f}")
+        for process in self._processes.values():
+            process.post(written({"op": "ping"}))
+            silent = process.silent_seconds
+            if process.end is None and silent > self._silence_seconds:
+                self._ended(process, "silent", f"{silent:.0f}")
 
 
 def _checked(status: Json) -> Status | None:
@@ -420,58 +331,82 @@ def _checked(status: Json) -> Status | None:
 
 
 @final
-class SharedStore(Store):
-    """The store of a job of several processes; process 0 keeps it."""
+class Store:
+    """Values that all processes share, and news of those that have ended.
+
+    Process 0 keeps it. All methods may be called from any thread. Values are what JSON
+    can say.
+    """
+
+    # The text of an error that each process was given, by which each may end.
+    common_error: str | None = None
 
     def __init__(
         self,
-        group: Group,
+        group: Group | None = None,  # of a job of several processes
         timeout_seconds: float = 300,  # of `get` and `gather`
         # After so long a process that says nothing counts as dead. The host of one that
         # is busy or stopped answers; others the kernel gives up after 20 s.
         silence_seconds: float | None = None,
     ) -> None:
-        self.index = group.index
-        self.members = group.members
+        self.index = 0  # of this process
+        self.members = (Member(0, socket.gethostname(), os.getpid()),)  # by their ids
+        self.departures: dict[int, ProcessState] = {}  # that have ended, by their ids
         # What other processes are told of this one, each second.
         self.status: Callable[[], Status | None] = lambda: None
-        self.departures: dict[int, ProcessState] = {}
         self._group = group
+        self._news: queue.SimpleQueue[list[Buffer] | None] = queue.SimpleQueue()
         self._timeout_seconds = timeout_seconds
         # Later than any watchdog, whose report says more.
         self._silence_seconds = silence_seconds or timeout_seconds + 5
         self._requests = itertools.count()
-        self._replies = time.monotonic()
+        self._heard = time.monotonic()
         self._callbacks: list[Callable[[ProcessState], None]] = []
         self._changed = threading.Condition(threading.RLock())
         self._all_left = threading.Event()
         self._is_closed = False
         self._server = None
-        self._ask: Callable[[bytes], Future[list[Buffer]]]
-        self._tell: Callable[[bytes], object]
-        if group.client is not None:
+        if group is not None:
+            self.index, self.members, self._news = (
+                group.index,
+                group.members,
+                group.news,
+            )
+        if group is not None and group.client is not None:
             self._ask, self._tell = group.client.submit, group.client.send
         else:
-            self._server = StoreServer(group, self._silence_seconds)
+            self._server = _Keeper(
+                group, lambda body: self._news.put([body]), self._silence_seconds
+            )
             self._ask = self._tell = self._server.ask
-        # Callbacks may wait for long, which the loop of messages must not.
-        threading.Thread(
-            target=self._read, name="jaxstrategy-store", daemon=True
-        ).start()
+        if group is not None:
+            # Callbacks may wait for long, which the loop of messages must not.
+            threading.Thread(
+                target=self._read, name="jaxstrategy-store", daemon=True
+            ).start()
 
     def put(self, key: str, value: Json) -> None:
+        """Let all processes `get` a value; a second one replaces the first."""
         self._send({"op": "put", "key": key, "value": value})
 
     def get(self, key: str, timeout_seconds: float | None = None) -> Json:
+        """The value that some process has put or will put within the time."""
         seconds = self._seconds(timeout_seconds)
         try:
             return self._answer({"op": "get", "key": key}, seconds)["value"]
         except TimeoutError:
-            raise ClusterError(nobody_put(key, seconds)) from None
+            raise ClusterError(
+                f"Nobody has put {key!r} in the key-value store within {seconds:g} s."
+            ) from None
 
     def gather(
         self, key: str, value: Json, timeout_seconds: float | None = None
     ) -> list[Json]:
+        """Contribute a value; get those of all processes, in the order of their ids.
+
+        The n-th call with a key on one process meets the n-th on each other. Without a
+        time of its own it waits the store's, and longer while a process is busy.
+        """
         seconds = self._seconds(timeout_seconds)
         message = {"op": "gather", "key": key, "value": value}
         is_patient = timeout_seconds is None
@@ -486,44 +421,35 @@ class SharedStore(Store):
             ) from None
 
     def states(self) -> list[ProcessState]:
+        """The state of each process, by their ids."""
         try:
             rows = self._answer({"op": "states"}, _ANSWER_SECONDS)["value"]
         except TimeoutError:
             raise ClusterError(
                 f"{self.members[0]}, which knows where all are, has not answered for "
-                f"{self.silent_seconds:.1f} s. It is stopped, or its host is."
+                f"{time.monotonic() - self._heard:.1f} s. It is stopped, or its host "
+                "is."
             ) from None
-        return self._states(rows)
+        return list(map(self._state, rows))
 
     def known_states(self) -> list[ProcessState]:
-        return [] if self._server is None else self._states(self._server.states())
-
-    def _states(self, rows: list[Message]) -> list[ProcessState]:
-        return [
-            ProcessState(member, row["status"], row["end"], row["silent"], row["text"])
-            for member, row in zip(self.members, rows, strict=True)
-        ]
+        """The same without a message: in process 0; else empty."""
+        return (
+            []
+            if self._server is None
+            else list(map(self._state, self._server.states()))
+        )
 
     def on_departure(self, callback: Callable[[ProcessState], None]) -> None:
+        """Have a function called, on another thread, for each process that ends.
+
+        Those that have ended already are told at once.
+        """
         with self._changed:
             self._callbacks.append(callback)
             known = list(self.departures.values())
         for departure in known:
             callback(departure)
-
-    @property
-    def silent_seconds(self) -> float:
-        """For how long process 0 has said nothing; 1 at most is usual."""
-        return time.monotonic() - self._replies
-
-    def forgive_silence(self) -> None:
-        self._replies = time.monotonic()
-
-    def look_at_process_0(self) -> None:
-        if self.index and self.silent_seconds > self._silence_seconds:
-            seconds = self.silent_seconds
-            zero = self.members[0]
-            self._note(ProcessState(zero, None, "silent", seconds, f"{seconds:.0f}"))
 
     def wait_for_departure(self, timeout_seconds: float) -> ProcessState | None:
         """The first process that ended badly, None if none did within the time."""
@@ -534,6 +460,17 @@ class SharedStore(Store):
 
         with self._changed:
             return self._changed.wait_for(bad, timeout_seconds)
+
+    def look_at_process_0(self) -> None:
+        """Note that process 0 has ended if it has been silent for too long."""
+        seconds = time.monotonic() - self._heard
+        if self.index and seconds > self._silence_seconds:
+            zero = self.members[0]
+            self._note(ProcessState(zero, None, "silent", seconds, f"{seconds:.0f}"))
+
+    def forgive_silence(self) -> None:
+        """Count the silence of process 0 from now: this one was itself stopped."""
+        self._heard = time.monotonic()
 
     def fail(self, text: str, linger_seconds: float | None = None) -> None:
         """Tell all others that this process ends, and why; they end as well.
@@ -560,12 +497,11 @@ class SharedStore(Store):
         Process 0 goes on for so long until the others have hung up.
         """
         self._is_closed = True
-        if self._group.client is not None:
-            self._group.client.close(linger_seconds)
         if self._server is not None:
-            self._server.hang_up()
-            self._server.join(linger_seconds)
-        self._group.news.put(None)
+            self._server.hang_up(linger_seconds)
+        elif self._group is not None and self._group.client is not None:
+            self._group.client.close(linger_seconds)
+        self._news.put(None)
 
     def close_in_forked_child(self) -> None:
         """A child is no process of the job; it has no connections either."""
@@ -595,30 +531,34 @@ class SharedStore(Store):
         self, message: Message, seconds: float, is_patient: bool = False
     ) -> Message:
         """Send a request to process 0 and wait for its answer."""
-        request = next(self._requests)
-        what = message.get("key", message["op"])
+        number, op = next(self._requests), message["op"]
+        what = message.get("key", op)
         if self._is_closed:
             raise ClusterError(f"Waited in {what!r}, but {self._lost()}.")
-        future = self._ask(written({**message, "id": request}))
+        future = self._ask(written({**message, "id": number}))
         while True:
             try:
                 answer = read(future.result(max(0.0, seconds)))
                 break
             except TimeoutError:
-                if not (is_patient and self._any_is_busy()):
-                    raise TimeoutError(self._cancelled(message, request)) from None
+                if is_patient and self._any_is_busy():
+                    continue
+                absent = []
+                if op in ("gather", "get"):
+                    cancel = {"op": "cancel", "cancelled": number}
+                    try:
+                        absent = self._answer(cancel, _ANSWER_SECONDS)["value"]
+                    except TimeoutError:
+                        absent = [0]  # which keeps the store, and does not answer
+                raise TimeoutError(absent) from None
             except (LostError, RemoteError):
                 answer = {"gone": []}
                 break
         if "refused" in answer:
             raise ClusterError(f"{what!r} cannot be answered: {answer['refused']}")
         if "gone" in answer:
-            ended = [
-                ProcessState(self.members[k], None, end, text=text)
-                for k, end, text in answer["gone"]
-            ]
-            told = "; ".join(map(str, ended)) or self._lost()
-            raise ClusterError(f"Waited in {what!r}, but {told}.")
+            told = "; ".join(str(self._state(row)) for row in answer["gone"])
+            raise ClusterError(f"Waited in {what!r}, but {told or self._lost()}.")
         return answer
 
     def _any_is_busy(self) -> bool:
@@ -627,28 +567,18 @@ class SharedStore(Store):
         except ClusterError:  # nobody is known to be busy: it does not wait on
             return False
 
-    def _cancelled(self, message: Message, request: int) -> list[int]:
-        if message["op"] not in ("gather", "get"):
-            return []
-        try:
-            cancel = {"op": "cancel", "cancelled": request}
-            return self._answer(cancel, _ANSWER_SECONDS)["value"]
-        except TimeoutError:
-            return [0]  # which keeps the store, and does not answer
+    def _state(self, row: Message) -> ProcessState:
+        member = self.members[row["process"]]
+        fields = ("status", "end", "silent_seconds", "text")
+        return ProcessState(member, **{name: row[name] for name in fields})
 
     def _read(self) -> None:
         """Take what process 0 tells, in a thread that may be held up."""
-        while (frames := self._group.news.get()) is not None:
-            self._replies = time.monotonic()
+        while (frames := self._news.get()) is not None:
+            self._heard = time.monotonic()
             try:
                 self._take(read(frames))
-            except (
-                IndexError,
-                KeyError,
-                RecursionError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except (LookupError, RecursionError, TypeError, ValueError) as error:
                 told = f"its messages make no sense: {error}"
                 self._note(ProcessState(self.members[0], None, "failed", text=told))
         if not self._is_closed and not self._all_left.is_set():
@@ -661,9 +591,7 @@ class SharedStore(Store):
                 with contextlib.suppress(ClusterError):
                     self._send({"op": "alive", "status": self.status()})
             case "ended":
-                member = self.members[message["process"]]
-                end, text, status = (message[k] for k in ("end", "text", "status"))
-                self._note(ProcessState(member, status, end, text=text))
+                self._note(self._state(message))
             case "all left":
                 self._all_left.set()
 
