@@ -44,10 +44,10 @@ class Launched(ray_machines.Program):
 def start(ray, tmp_path):
     launchers = []
 
-    def start(options, script, *arguments, **variables):
+    def start(options, script, *arguments, program=ALONE, **variables):
         env = {k: v for k, v in {**ray.env, **variables}.items() if v is not None}
         (tmp_path / "script.py").write_text(PRELUDE + textwrap.dedent(script))
-        command = ["-c", ALONE, "--on", "ray", *options.split(), "script.py"]
+        command = ["-c", program, "--on", "ray", *options.split(), "script.py"]
         launchers.append(Launched(tmp_path, [*command, *arguments], env))
         return launchers[-1]
 
@@ -239,6 +239,21 @@ def test_a_lost_machine_costs_no_snapshot(ray, start, tmp_path):
         said = launched.finish()
     assert f"restored step {sharded_state.LAST} with 1" in said, said
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_machine_that_goes_before_anything_is_started_there_is_done_without(start):
+    """Ray says in another way that actors of it cannot be, than of those that were."""
+    gone = """
+from jaxstrategy._src.launch.ray import RayMachines
+memory_of, asked = RayMachines._memory_of, []
+def of_another(machines, machine):
+    asked.append(machine)
+    return memory_of(machines, machine if asked[1:] else 56 * "0")
+RayMachines._memory_of = of_another
+runpy"""
+    program = ALONE.replace("\nrunpy", gone)
+    said = start("-n 2", "print(count)", program=program).finish()
+    assert sorted(said.splitlines()) == ["[0] 2", "[1] 2"]
 
 
 def test_without_an_address_a_ray_is_started_and_ended(start):

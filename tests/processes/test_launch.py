@@ -388,6 +388,50 @@ def test_what_is_in_memory_outlives_the_processes_but_not_the_job(start):
             (Path(launched.folder) / name).unlink()
 
 
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs files in memory")
+def test_what_a_killed_launcher_and_its_guard_left_is_deleted_by_the_next(
+    start, tmp_path
+):
+    script = """
+    print(os.environ["JAXSTRATEGY_MEMORY"], flush=True)
+    write("pid")
+    wait()
+    """
+
+    def started():
+        launched = start("-n 1", script)
+        (pid,) = launched.pids("pid")
+        (tmp_path / "pid").unlink()
+        return launched, pid, launched.process.stdout.readline().strip()[4:]
+
+    alive, _, used = started()
+    lost, pid, left = started()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if left.encode() in path.read_bytes():  # the guard
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    lost.process.kill()
+    lost.process.wait(DEADLINE)
+    os.kill(pid, signal.SIGKILL)
+    assert os.path.isdir(left)
+    # What others have left there under such a name is none of its business.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link = Path(f"{left}link")
+    link.symlink_to(elsewhere)
+    try:
+        last, *_, own = started()
+        assert not os.path.exists(left)
+        assert os.path.isdir(used) and os.path.isdir(own)
+        assert link.is_symlink() and elsewhere.is_dir()
+    finally:
+        link.unlink()
+    for launched in alive, last:
+        launched.process.terminate()
+        launched.finish(143)
+        assert not os.path.exists(own if launched is last else used)
+
+
 WHOLE = [sys.executable, "-m", "jaxstrategy.launch"]  # with ZeroMQ
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -111,12 +113,14 @@ class HeldPort:
 class Guard:
     """A small process that outlives this one, and then kills the groups it watches."""
 
-    def __init__(self, *folders: str) -> None:
+    def __init__(self, *folders: str, lock: int | None = None) -> None:
+        self._file = lock  # has a lock that lasts as long as one of the two processes
         started = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _GUARD, *folders],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=() if lock is None else (lock,),
             text=True,
         )
         assert started.stdin is not None and started.stdout is not None
@@ -137,6 +141,9 @@ class Guard:
             self._input.close()
         with self._output:
             self._output.read()  # to its end, which is that of the guard
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def abandon(self) -> None:
         """Give up this process's hold of it, in a fork of the one that started it."""
@@ -327,11 +334,33 @@ def as_shell(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def memory_folder() -> str:
-    """A new folder in memory; a `Guard` is to delete it when the job is over."""
+_MEMORY = "jaxstrategy-memory-"
+
+
+def memory_folder() -> tuple[str, int]:
+    """A new folder in memory, and a file that locks it; both are for a `Guard`.
+
+    Deletes those of this user that are not locked: all are gone who used them.
+    """
     shared = "/dev/shm"  # files in memory, on Linux
-    where = shared if os.access(shared, os.W_OK) else None
-    return tempfile.mkdtemp(prefix="jaxstrategy-", dir=where)
+    where = shared if os.access(shared, os.W_OK) else tempfile.gettempdir()
+    for name in os.listdir(where):
+        if name.startswith(_MEMORY):
+            path = os.path.join(where, name)
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                found = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
+                stack.callback(os.close, found)
+                if os.fstat(found).st_uid == os.getuid():
+                    fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+    # Named so only once it is locked, or another one might delete it before.
+    made = tempfile.mkdtemp(prefix=".jaxstrategy-", dir=where)
+    lock = os.open(made, os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # not every file system has locks
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    path = os.path.join(where, _MEMORY + made.rpartition("-")[2])
+    os.rename(made, path)
+    return path, lock
 
 
 def started(thread: threading.Thread) -> bool:

@@ -107,8 +107,8 @@ class ThisMachine:
     def __init__(self, options: Options, events: Events) -> None:
         self._options = options
         self._events = events
-        self._memory = memory_folder()
-        self._guard = Guard(self._memory)
+        self._memory, lock = memory_folder()
+        self._guard = Guard(self._memory, lock=lock)
         self._ports: list[HeldPort] = []
 
     def start(

@@ -145,8 +145,8 @@ class MemoryActor:
     """A folder in the memory of a machine, which goes with this actor."""
 
     def __init__(self) -> None:
-        self._folder = child_process.memory_folder()
-        self._guard = Guard(self._folder)
+        self._folder, lock = child_process.memory_folder()
+        self._guard = Guard(self._folder, lock=lock)
 
     def folder(self) -> str:
         return self._folder
@@ -499,16 +499,18 @@ class RayMachines:
         self, processes: int, attempt: Mapping[str, str], room_seconds: float
     ) -> dict[int, StartedProcess]:
         end = time.monotonic() + self._options.ray_wait
-        lost = self._cluster.ray.exceptions.RayActorError
+        errors = self._cluster.ray.exceptions
         while True:
             try:
                 return self._started(processes, attempt, room_seconds)
-            except lost as error:  # a machine went as soon as it was found
+            # A machine went as soon as it was found: look for room without it.
+            except (errors.RayActorError, errors.ActorUnschedulableError) as error:
                 self.release()
                 if time.monotonic() > end or not self._events.empty():
-                    raise ClusterError(
+                    raise NoRoomError(
                         f"Ray does not start processes: {error}"
                     ) from error
+                time.sleep(_LOOK_SECONDS)
 
     def release(self) -> None:
         if self._actors is not None:
