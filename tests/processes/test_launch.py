@@ -523,6 +523,31 @@ def test_the_first_machine_may_be_lost_where_others_have_an_address(start):
     )
 
 
+def test_a_machine_that_is_cut_off_begins_no_job_of_its_own(start):
+    """Where another one may lead, the others may be a job without this one."""
+    impatient = """
+import runpy
+from jaxstrategy._src.launch import nodes
+nodes._FIRST_SECONDS = 1
+runpy.run_module("jaxstrategy.launch", run_name="__main__", alter_sys=True)
+"""
+    env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
+
+    def alone(most, number):
+        addresses = ",".join(free_addresses(number))
+        options = f"--nodes 1:{most} --coordinator {addresses} --max-restarts 1"
+        program = [sys.executable, "-c", impatient]
+        script = "print(count)"
+        return start(f"{options} --node-rank 0", script, program=program, env=env)
+
+    assert alone(3, 1).finish(0).lines == alone(2, 2).finish(0).lines == ["[0] 1"]
+    lost = alone(3, 2).finish(1)
+    assert lost.last == (
+        "jaxstrategy.launch: error: 1 of 3 machines came within 1 s. The others may go "
+        "on without this one: more than half must come, or half with node 0."
+    )
+
+
 @pytest.mark.slow
 def test_who_waits_for_a_stopped_launcher_goes_on_without_it(start):
     script = """

@@ -507,7 +507,7 @@ class Job:
             if number:
                 there = f"{options.nodes} of {self._most_nodes} machines"
                 self._screens.say(f"attempt {number} is on {there}")
-            can_grow = lambda: nodes.someone_waits  # noqa: E731
+            can_grow = lambda: bool(nodes.waiting())  # noqa: E731
         try:
             started = self._started(number, processes)
             is_small = len(started) < options.processes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import json
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import address_of, host_and_port
@@ -24,19 +25,20 @@ from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.text.shown import with_noun
 
 _FIRST_SECONDS = 300.0  # until machines that are started together are there
-_JOIN_SECONDS = 30.0  # that others wait longer than the one that numbers them
-_LOOK_SECONDS = 0.2  # between looks whether the launcher is asked to stop
+_LEADER_SECONDS = 30.0  # more, until one that was lost is there again
 _ANSWER_SECONDS = 1.0
-_ALIVE_SECONDS = 5.0  # between questions to whom is waited for, and for an answer
+_LOOK_SECONDS = 0.2  # between questions
+_ALIVE_SECONDS = 3.0  # after its last question a launcher counts as lost
 
 
 @final
 class Nodes:
-    """The launcher of one node waits for the others, and numbers those that come.
+    """Waits for the launchers of the other nodes before each attempt.
 
-    It is the first of those that have an address in `--coordinator` and answer. Of a
-    job that has begun, only those can be it that took part in its last attempt; at
-    first, node 0. It listens one port above its address, where process 0 does.
+    All ask those with an address in `--coordinator`, one of which leads: it numbers
+    those that ask it. It is the first of those that answer and took part in the last
+    attempt; in the beginning, node 0. It listens one port above its address, where
+    process 0 does.
     """
 
     def __init__(self, options: Options, is_stopped: Callable[[], bool]) -> None:
@@ -49,190 +51,142 @@ class Nodes:
         # The others' processes have the grace to end, and then they come.
         self._patience = max(options.wait_for_replacement, options.grace + 2.0)
         self._is_stopped = is_stopped
-        self._number = -1  # of the last attempt
-        self._took_part: set[int] = set()  # in it
-        self._lock = threading.Condition()
-        self._is_first = not self._rank
-        self._waiting: dict[int, Request] = {}
+        self._name = secrets.token_hex(8)  # another one when it is started again
+        self._number, self._order = -1, [*range(self._most)]  # of the last attempt
+        self._lock = threading.Lock()
+        self._names: dict[int, list[str]] = {}  # of each node, the one that counts last
+        self._asked_at: dict[int, float] = {}  # when each last asked to take part
+        self._untold: set[str] = set()  # who takes part, and has not heard of it
         self._server: Server | None = None
         if self._rank < len(self._addresses):
             address = self._addresses[self._rank]
             try:
-                self._server = Server(
-                    Secret.of_environment(),
-                    self._asked,
-                    address=address,
-                    lost=self._leaves,
-                )
+                secret = Secret.of_environment()
+                self._server = Server(secret, self._asked, address=address)
             except (OSError, OverflowError) as error:
                 raise ClusterError(
                     f"The launcher cannot listen at {address}, one port above "
                     f"the coordinator's: {error}. Give another --coordinator."
                 ) from error
 
-    @property
-    def someone_waits(self) -> bool:
-        """Whether a machine has come that takes no part yet."""
-        return bool(self._waiting)
+    def waiting(self) -> list[int]:
+        """The nodes that ask to take part."""
+        now, asked = time.monotonic(), self._asked_at.copy()
+        return sorted(k for k, at in asked.items() if now - at < _ALIVE_SECONDS)
 
     def meet(self) -> tuple[int, int, str, int]:
         """The number of nodes, which this is, where process 0 is, and the attempt."""
-        patience = _FIRST_SECONDS if self._number < 0 else self._patience
-        begun = time.monotonic()
-        while not self._is_stopped():
-            first = self._first()
-            with self._lock:
-                if first == self._rank and not self._is_first:
-                    begun = time.monotonic()  # the others may still ask the last one
-                self._is_first = first == self._rank
-                if not self._is_first:
-                    for request in self._waiting.values():
-                        request.reply(b"null")
-                    self._waiting.clear()
-            is_late = time.monotonic() - begun > patience
-            if self._is_first:
-                order = self._order(is_late, patience)
-            else:
-                tried = time.monotonic()
-                order = None if first is None else self._join(first)
-                if time.monotonic() - tried > _JOIN_SECONDS:
-                    begun = time.monotonic()  # that one was there until now
-                most = patience + (0 if self._number < 0 else _JOIN_SECONDS)
-                if order is None and time.monotonic() - begun > most:
-                    raise ClusterError(
-                        f"The launcher of node 0 does not answer at "
-                        f"{' or '.join(self._addresses)}. If it is lost, another one "
-                        "takes its place where --coordinator has an address for each "
-                        "of several nodes, separated by commas."
-                    )
-            if order is not None:
-                self._took_part = set(order)
-                where = self._coordinators[order[0]]
-                return len(order), order.index(self._rank), where, self._number
-            time.sleep(_LOOK_SECONDS / 4)
-        raise ClusterError("The launcher was asked to stop.")
+        last, leader, since = self._number, None, time.monotonic()
+        patience = _FIRST_SECONDS if last < 0 else self._patience
+        while self._number == last:
+            if self._is_stopped():
+                raise ClusterError("The launcher was asked to stop.")
+            before, leader = leader, self._ask(leader)
+            if leader != before or leader not in (None, self._rank):
+                since = time.monotonic()
+            waited = time.monotonic() - since
+            if leader == self._rank:
+                self._lead(waited > patience, patience)
+            elif waited > patience + (0 if last < 0 else _LEADER_SECONDS):
+                raise ClusterError(
+                    f"The launcher of node 0 does not answer at "
+                    f"{' or '.join(self._addresses)}. If it is lost, another one "
+                    "takes its place where --coordinator has an address for each "
+                    "of several nodes, separated by commas."
+                )
+            time.sleep(_LOOK_SECONDS)
+        order, until = self._order, time.monotonic() + _ALIVE_SECONDS
+        while self._untold and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS / 10)
+        where = self._coordinators[order[0]]
+        return len(order), order.index(self._rank), where, self._number
 
     def close(self) -> None:
-        """Hang up on who still waits."""
+        """Answer no longer."""
         if self._server is not None:
             self._server.close()
 
-    def _first(self) -> int | None:
-        """Who numbers the others, of those that answer."""
-        if len(self._addresses) == 1:
-            return 0
+    def _ask(self, leader: int | None) -> int | None:
+        """Ask all to take part in what the leader begins; the leader, as they say."""
+        told = json.dumps([self._rank, self._name, leader]).encode()
         numbers = {} if self._server is None else {self._rank: self._number}
-        others = [k for k in range(len(self._addresses)) if k != self._rank]
-
-        refused: list[ClusterError] = []
+        begun = self._number, self._order
+        refused: list[str] = []
 
         def ask(rank: int) -> None:
+            nonlocal begun
+            secret, seconds = Secret.of_environment(), _ANSWER_SECONDS
             try:
-                with contextlib.suppress(OSError), self._client(rank) as client:
-                    (said,) = client.request(b"null", timeout_seconds=_ANSWER_SECONDS)
-                    numbers[rank] = json.loads(bytes(said))
-            except ClusterError as error:
-                refused.append(error)
+                with contextlib.closing(
+                    Client(self._addresses[rank], secret, timeout_seconds=seconds)
+                ) as client:
+                    (said,) = client.request(told, timeout_seconds=seconds)
+            except RefusedError as error:
+                refused.append(
+                    f"The launcher of node {rank} refuses this one: {error} Set the "
+                    "same JAXSTRATEGY_CLUSTER_SECRET for both."
+                )
+            except RemoteError as error:
+                refused.append(f"The launcher of node {rank} says: {error}.")
+            except OSError:
+                pass  # it is not there
+            else:
+                numbers[rank], order = json.loads(bytes(said))
+                if order is not None:
+                    begun = numbers[rank], order
 
-        with concurrent.futures.ThreadPoolExecutor(len(others)) as pool:
+        others = [k for k in range(len(self._addresses)) if k != self._rank]
+        with ThreadPoolExecutor(len(others) or 1) as pool:
             list(pool.map(ask, others))
+        self._number, self._order = begun
         may = [(-n, rank) for rank, n in numbers.items() if n >= 0 or not rank]
         if not may and refused:
-            raise refused[0]
+            raise ClusterError(refused[0])
         return min(may)[1] if may else None
 
-    # What the first one does.
-
-    def _order(self, is_late: bool, patience: float) -> list[int] | None:
-        """The nodes of an attempt, this one first; None if others are waited for."""
-        with self._lock:
-            count = 1 + len(self._waiting)
-            if count < self._most and not is_late:
-                self._lock.wait(_LOOK_SECONDS)
-                return None
-            order = [self._rank, *sorted(self._waiting)]
-            if count < self._least:
-                raise ClusterError(
-                    f"{count} of at least {self._least} machines came within "
-                    f"{patience:g} s. Start the launcher on the others, or ask for "
-                    "fewer by --nodes M:N."
-                )
-            # Machines that do not reach each other must not go on as two jobs.
-            last, there = self._took_part, self._took_part & set(order)
-            half = len(there) * 2 - len(last)
-            if len(self._addresses) > 1 and last:
-                if half < 0 or (half == 0 and min(last) not in there):
-                    raise ClusterError(
-                        f"{len(there)} of {with_noun(len(last), 'machine')} came "
-                        f"within {patience:g} s after a loss. The others may go on "
-                        "without this one: more than half must come, or half with "
-                        f"node {min(last)}."
-                    )
-            requests, self._waiting = self._waiting, {}
-        self._number += 1
-        for request in requests.values():
-            request.reply(json.dumps([self._number, order]).encode())
-        return order
+    # What the leader does.
 
     def _asked(self, request: Request) -> None:
-        """Of null tell the last attempt; a number is a node that wants to take part."""
-        rank = json.loads(bytes(request.frames[0]))
-        if rank is None:
-            request.reply(json.dumps(self._number).encode())
-            return
+        """Tell the number of the last attempt, and who takes part its nodes."""
+        rank, name, leader = json.loads(bytes(request.frames[0]))
         with self._lock:
-            if not self._is_first:
-                request.reply(b"null")
+            names = self._names.setdefault(rank, [])
+            if name not in names:
+                names.append(name)
+            if name != names[-1]:
+                request.fail(f"another launcher came with --node-rank {rank}")
                 return
-            if (other := self._waiting.pop(int(rank), None)) is not None:
-                other.fail(f"another launcher came with --node-rank {rank}")
-            self._waiting[int(rank)] = request
-            self._lock.notify_all()
+            order = self._order if name in self._untold else None
+            self._untold.discard(name)
+            self._asked_at.pop(rank, None)
+            if order is None and leader == self._rank:
+                self._asked_at[rank] = time.monotonic()
+            request.reply(json.dumps([self._number, order]).encode())
 
-    def _leaves(self, peer: bytes) -> None:
+    def _lead(self, is_late: bool, patience: float) -> None:
+        """Begin an attempt of those that have come, if it is time."""
         with self._lock:
-            for rank, request in list(self._waiting.items()):
-                if request.peer == peer:
-                    del self._waiting[rank]
-
-    # What the others do.
-
-    @contextlib.contextmanager
-    def _client(self, rank: int) -> Iterator[Client]:
-        try:
-            client = Client(
-                self._addresses[rank],
-                Secret.of_environment(),
-                timeout_seconds=_ANSWER_SECONDS,
-            )
-        except RefusedError as error:
-            raise ClusterError(
-                f"The launcher of node {rank} refuses this one: {error} Set the same "
-                "JAXSTRATEGY_CLUSTER_SECRET for both."
-            ) from error
-        with contextlib.closing(client):
-            yield client
-
-    def _join(self, first: int) -> list[int] | None:
-        """The nodes of an attempt; None if that one is not, or no more, the first."""
-        with contextlib.suppress(OSError), self._client(first) as client:
-            reply = client.submit(json.dumps(self._rank).encode())
-            ask_at = time.monotonic() + _ALIVE_SECONDS
-            while not reply.done():
-                if self._is_stopped():
-                    return None
-                time.sleep(_LOOK_SECONDS)
-                if time.monotonic() > ask_at and not reply.done():
-                    # It may wait for long, but not without a sign of life.
-                    client.request(b"null", timeout_seconds=_ALIVE_SECONDS)
-                    ask_at = time.monotonic() + _ALIVE_SECONDS
-            try:
-                told = json.loads(bytes(reply.result()[0]))
-            except RemoteError as error:
+            order = [self._rank, *self.waiting()]
+            if len(order) < self._most and not is_late:
+                return
+            came = f"came within {patience:g} s"
+            if len(order) < self._least:
                 raise ClusterError(
-                    f"The launcher of node {first} says: {error}."
-                ) from error
-            if told is not None:
-                self._number, order = told
-                return order
-        return None
+                    f"{len(order)} of at least {self._least} machines {came}. Start "
+                    "the launcher on the others, or ask for fewer by --nodes M:N."
+                )
+            # Machines that do not reach each other must not go on as two jobs.
+            last, there = self._order, set(self._order) & set(order)
+            half = len(there) * 2 - len(last)
+            if len(self._addresses) > 1 and (
+                half < 0 or (half == 0 and min(last) not in there)
+            ):
+                loss = " after a loss" if self._number >= 0 else ""
+                raise ClusterError(
+                    f"{len(there)} of {with_noun(len(last), 'machine')} {came}{loss}. "
+                    "The others may go on without this one: more than half must come, "
+                    f"or half with node {min(last)}."
+                )
+            self._number, self._order = self._number + 1, order
+            self._untold = {self._names[rank][-1] for rank in order[1:]}
+            self._asked_at.clear()

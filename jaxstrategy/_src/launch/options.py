@@ -86,10 +86,11 @@ the lost one, on Ray what finds room within that time. If one fails within that 
 again, or there is no room, the job goes on with one fewer. With
 --nodes M:N the launcher of node 0 waits one port above the coordinator's for the
 others, after a loss for --wait-for-replacement, at least --grace and 2 seconds, and the
-job goes on with those that came. If node 0 may be lost, too, give --coordinator the
-addresses of several nodes, as in node0:2222,node1:2222,node2:2222: the first one that
-is left takes its place, if more than half of the last attempt's machines come to it
-(or half, with the first of them): else these may be others' job. After --grow-every
+job goes on with those that came; who does not reach node 0, ends. If node 0 may be
+lost, too, give --coordinator the addresses of several nodes, as in
+node0:2222,node1:2222,node2:2222: the first one that is left takes its place, if more
+than half of the last attempt's machines (at first: of all N) come to it, or half, with
+the first of them; else it ends, as the others may be a job by now. After --grow-every
 seconds the others get SIGTERM, so that they save their state, and all are started
 again; with --nodes M:N if a launcher has come that takes no part yet.
 
