@@ -180,20 +180,21 @@ def _tensorflow_transformer(tf: Any, params: Mapping[str, Any], x: Any, y: Any) 
         scaled = (x - mean) * tf.math.rsqrt(variance + EPSILON)
         return scaled * params[f"{name}/scale"] + params[f"{name}/bias"]
 
-    def attention(x: Any, i: int) -> Any:
+    def attention(x: Any, i: str) -> Any:
         rows, length, width = x.shape
         size = width // HEADS
-        heads = tf.reshape(dense(x, f"{i} qkv"), (rows, length, 3, HEADS, size))
-        q, k, v = tf.unstack(tf.transpose(heads, (2, 0, 3, 1, 4)))
+        heads = tf.reshape(dense(x, f"{i}/qkv"), (rows, length, HEADS, 3, size))
+        q, k, v = tf.unstack(tf.transpose(heads, (3, 0, 2, 1, 4)))
         weights = tf.nn.softmax(tf.matmul(q, k, transpose_b=True) / size**0.5)
         out = tf.transpose(weights @ v, (0, 2, 1, 3))
-        return dense(tf.reshape(out, x.shape), f"{i} out")
+        return dense(tf.reshape(out, x.shape), f"{i}/out")
 
     x = tf.gather(params["embedding"], x) + params["positions"]
-    for i in range(sum(name.endswith(" qkv/kernel") for name in params)):
-        x = x + attention(norm(x, f"{i} first norm"), i)
-        out = dense(norm(x, f"{i} second norm"), f"{i} up")
-        x = x + dense(tf.nn.gelu(out, approximate=True), f"{i} down")
+    for i in range(sum(name.endswith("/qkv/kernel") for name in params)):
+        block = f"block{i}"
+        x = x + attention(norm(x, f"{block}/first norm"), block)
+        out = dense(norm(x, f"{block}/second norm"), f"{block}/up")
+        x = x + dense(tf.nn.gelu(out, approximate=True), f"{block}/down")
     out = dense(norm(x, "norm"), "head")
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=out)
     return tf.reduce_mean(losses)

@@ -1,4 +1,4 @@
-"""Training loops in several forms: `strategy.run`, and what is written by hand."""
+"""Models, and training loops: `strategy.run`, and what is written by hand."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from _others import EPSILON, HEADS
+from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -28,7 +31,7 @@ RATE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained."""
+    """What is trained; `FlaxTask` is one, too."""
 
     state: Callable[[], PyTree]  # the first one, on the host
     batch: Callable[[int], Sequence[np.ndarray]]  # `[replica, row, ...]`
@@ -112,13 +115,14 @@ def unchanged(tree: PyTree) -> PyTree:
 # The forms, on devices or those of a strategy.
 
 Where = Devices | js.Strategy
+AnyTask: TypeAlias = "Task | FlaxTask"
 
 
 def strategy_of(where: Where) -> js.Strategy:
     return where if isinstance(where, js.Strategy) else js.MirroredStrategy(where)
 
 
-def with_run(task: Task, where: Where, donates: bool = True) -> Training:
+def with_run(task: AnyTask, where: Where, donates: bool = True) -> Training:
     """As a user of jaxstrategy writes it."""
     strategy = strategy_of(where)
     options = js.RunOptions(donate_argnums=0) if donates else js.RunOptions()
@@ -137,7 +141,7 @@ def mapped(
 
 
 def by_hand(
-    task: Task, where: Where, donates: bool = True, mean: Mean = pmean
+    task: AnyTask, where: Where, donates: bool = True, mean: Mean = pmean
 ) -> Training:
     """With `jax.jit(jax.shard_map(...))`."""
     mesh = strategy_of(where).mesh
@@ -147,7 +151,7 @@ def by_hand(
 
 
 def with_pmap(
-    task: Task, devices: Devices, donates: bool = True, mean: Mean = pmean
+    task: AnyTask, devices: Devices, donates: bool = True, mean: Mean = pmean
 ) -> Training:
     """With `jax.pmap`, and stacked parameters."""
     mesh = js.MirroredStrategy(devices).mesh
@@ -158,7 +162,7 @@ def with_pmap(
     return Training(step, put(stacked), [put(each) for each in task.batch(mesh.size)])
 
 
-def with_jit(task: Task, devices: Devices) -> Training:
+def with_jit(task: AnyTask, devices: Devices) -> Training:
     """With `jax.jit` of the whole batch, split: XLA finds the collectives."""
     mesh = js.MirroredStrategy(devices).mesh
     everywhere = NamedSharding(mesh, P())
@@ -167,7 +171,7 @@ def with_jit(task: Task, devices: Devices) -> Training:
     return Training(jitted, *mirrored_and_split(task, mesh))
 
 
-def mirrored_and_split(task: Task, mesh: Mesh) -> tuple[PyTree, list[jax.Array]]:
+def mirrored_and_split(task: AnyTask, mesh: Mesh) -> tuple[PyTree, list[jax.Array]]:
     """Returns the first state on all devices, and the rows of the batch over them."""
     split = NamedSharding(mesh, P(AXIS))
     rows = [each.reshape(-1, *each.shape[2:]) for each in task.batch(mesh.size)]
@@ -185,36 +189,168 @@ def check_losses(
             raise AssertionError(f"{case}: {form} had losses {values}, not {first}")
 
 
-def perceptron(layers: int, units: int = 8, rows: int = 8) -> Task:
-    """Square layers of two arrays each, plain gradient descent, inputs as targets."""
-
-    def state() -> PyTree:
-        draw = np.random.default_rng(0)
-        return {
-            f"layer{i:03}": {
-                "w": draw.normal(0, units**-0.5, (units, units)).astype(np.float32),
-                "b": np.zeros(units, np.float32),
-            }
-            for i in range(layers)
-        }
+def sgd_task(
+    params: PyTree, loss: Callable[[PyTree, jax.Array], jax.Array], *shape: int
+) -> Task:
+    """Plain gradient descent on rows of random numbers; `shape` is of a replica's."""
 
     def batch(replicas: int) -> Sequence[np.ndarray]:
-        shape = (replicas, rows, units)
-        return [np.random.default_rng(1).normal(size=shape).astype(np.float32)]
+        rows = np.random.default_rng(1).normal(size=(replicas, *shape))
+        return [rows.astype(np.float32)]
 
     def step_with(mean: Mean) -> Callable[..., Any]:
-        def loss_of(params: PyTree, x: jax.Array) -> jax.Array:
-            y = x
-            for layer in params.values():
-                y = jnp.tanh(y @ layer["w"] + layer["b"])
-            return jnp.mean((y - x) ** 2)
-
         def step(params: PyTree, x: jax.Array) -> tuple[PyTree, jax.Array]:
-            loss, gradients = jax.value_and_grad(loss_of)(params, x)
-            gradients = mean(gradients)
+            value, gradients = mean(jax.value_and_grad(loss)(params, x))
             params = jax.tree.map(lambda p, g: p - RATE * g, params, gradients)
-            return params, mean(loss)
+            return params, value
 
         return step
 
-    return Task(state, batch, step_with)
+    return Task(lambda: jax.tree.map(np.float32, params), batch, step_with)
+
+
+def perceptron(layers: int, units: int = 8, rows: int = 8) -> Task:
+    """Square layers of two arrays each, inputs as targets."""
+    draw = np.random.default_rng(0)
+    params = {
+        f"layer{i:03}": {
+            "w": draw.normal(0, units**-0.5, (units, units)),
+            "b": np.zeros(units),
+        }
+        for i in range(layers)
+    }
+
+    def loss(params: PyTree, x: jax.Array) -> jax.Array:
+        y = x
+        for layer in params.values():
+            y = jnp.tanh(y @ layer["w"] + layer["b"])
+        return jnp.mean((y - x) ** 2)
+
+    return sgd_task(params, loss, rows, units)
+
+
+# Models of Flax. Their parameters have the names that `_others.py` knows.
+
+
+class Perceptron(nn.Module):
+    """Square layers with a hyperbolic tangent."""
+
+    layers: int
+    units: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(self.layers):
+            x = jnp.tanh(nn.Dense(self.units, name=f"{i}")(x))
+        return x
+
+
+class Block(nn.Module):
+    """Attention and two layers; `divided` over the devices of a replica."""
+
+    divided: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        width = x.shape[-1]
+
+        def dense(units: int, name: str, *axes: str | None) -> nn.Dense:
+            init: Any = nn.initializers.lecun_normal()
+            if self.divided:
+                init = nn.with_partitioning(init, axes)
+            return nn.Dense(units, name=name, kernel_init=init)
+
+        def norm(name: str) -> nn.LayerNorm:
+            return nn.LayerNorm(epsilon=EPSILON, name=name)
+
+        qkv = dense(3 * width, "qkv", None, "core")(norm("first norm")(x))
+        heads = qkv.reshape(*x.shape[:2], HEADS, 3, -1)
+        out = jax.nn.dot_product_attention(*jnp.moveaxis(heads, 3, 0))
+        x = x + dense(width, "out", "core", None)(out.reshape(x.shape))
+        out = nn.gelu(dense(4 * width, "up", None, "core")(norm("second norm")(x)))
+        return x + dense(width, "down", "core", None)(out), None
+
+
+class Transformer(nn.Module):
+    """Tokens to logits, through blocks that are written in one of several ways."""
+
+    tokens: int = 256
+    width: int = 64
+    blocks: int = 2
+    variant: str = "loop"  # or "jit", "remat", "scan", "scan of remat"
+    divided: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        draw = nn.initializers.normal(0.05)
+        embedding = self.param("embedding", draw, (self.tokens, self.width))
+        x = embedding[x] + self.param("positions", draw, (x.shape[1], self.width))
+        block: Any = {"jit": nn.jit, "remat": nn.remat}.get(self.variant, lambda b: b)
+        if self.variant == "scan of remat":
+            block = functools.partial(nn.remat, prevent_cse=False)
+        if self.variant.startswith("scan"):
+            stack: Any = nn.scan(
+                block(Block),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=self.blocks,
+                metadata_params={nn.PARTITION_NAME: None},
+            )
+            x, _ = stack(self.divided)(x, None)
+        else:
+            for i in range(self.blocks):
+                x, _ = block(Block)(self.divided, name=f"block{i}")(x)
+        x = nn.LayerNorm(epsilon=EPSILON, name="norm")(x)
+        return nn.Dense(self.tokens, name="head")(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaxTask:
+    """A model of Flax and an optimizer of Optax; the state has `params` and `slots`."""
+
+    model: Any
+    optimizer: optax.GradientTransformation
+    rows: int
+    length: int = 32  # of a row of tokens
+
+    @property
+    def is_transformer(self) -> bool:
+        return isinstance(self.model, Transformer)
+
+    def batch(self, replicas: int) -> Sequence[np.ndarray]:
+        """Inputs and what is wanted of them, each `[replica, row, ...]`."""
+        draw, shape = np.random.default_rng(1), (2, replicas, self.rows)
+        if self.is_transformer:
+            drawn = draw.integers(0, self.model.tokens, (*shape, self.length))
+            return [*drawn.astype(np.int32)]
+        return [*draw.normal(size=(*shape, self.model.units)).astype(np.float32)]
+
+    def build(self, key: jax.Array) -> PyTree:
+        """First parameters and the optimizer's state."""
+        params = self.model.init(key, self.batch(1)[0][0])["params"]
+        return {"params": params, "slots": self.optimizer.init(params)}
+
+    def state(self) -> PyTree:
+        """The same on the host."""
+        return jax.device_get(self.build(jax.random.key(0)))
+
+    def loss(self, params: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The mean loss of some rows."""
+        out: Any = self.model.apply({"params": params}, x)
+        if self.is_transformer:
+            return optax.softmax_cross_entropy_with_integer_labels(out, y).mean()
+        return jnp.mean((out - y) ** 2)
+
+    def step_with(self, mean: Mean) -> Callable[..., Any]:
+        """A new function for one replica's step; `mean` is over replicas."""
+
+        def step(state: PyTree, x: jax.Array, y: jax.Array) -> tuple[PyTree, jax.Array]:
+            params, slots = state["params"], state["slots"]
+            loss, grads = mean(jax.value_and_grad(self.loss)(params, x, y))
+            updates, slots = self.optimizer.update(grads, slots, params)
+            return {
+                "params": optax.apply_updates(params, updates),
+                "slots": slots,
+            }, loss
+
+        return step

@@ -5,7 +5,6 @@ python benchmarks/plan.py [--cases perceptron transformer]
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import sys
 import time
@@ -17,160 +16,48 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Comparison, benchmark, in_turn, main, scaled, seconds_of
-from _training import PyTree, Training, bytes_on_a_device, devices_of
-from flax import linen as nn
-from flax.training.train_state import TrainState
+from _training import (
+    FlaxTask,
+    Perceptron,
+    PyTree,
+    Training,
+    Transformer,
+    all_reduce_mean,
+    bytes_on_a_device,
+    devices_of,
+)
 
 import jaxstrategy as js
 from jaxstrategy import planning
 
-WORDS, LENGTH, CLASSES = 512, 32, 16
 DONATE = js.RunOptions(donate_argnums=0)
+ADAMW = optax.adamw(1e-3)
 
 
-# The models.
-
-
-class Perceptron(nn.Module):
-    """Square layers."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(4):
-            x = nn.tanh(nn.Dense(self.width)(x))
-        return x
-
-
-class Convolutions(nn.Module):
-    """Of images."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for factor in (1, 2, 4):
-            x = nn.relu(nn.Conv(factor * self.width, (3, 3), strides=(2, 2))(x))
-        return nn.Dense(CLASSES)(x.mean((1, 2)))
-
-
-class Embedding(nn.Module):
-    """A large table and two small layers."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, words: jax.Array) -> jax.Array:
-        x = nn.Embed(64 * WORDS, self.width)(words).mean(1)
-        return nn.Dense(CLASSES)(nn.relu(nn.Dense(self.width)(x)))
-
-
-def over(*names: str | None) -> Any:
-    """Initial weights that say how the devices of a replica divide them."""
-    return nn.with_partitioning(nn.initializers.lecun_normal(), names)
-
-
-class Block(nn.Module):
-    """Attention, then two layers."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        x = x + nn.MultiHeadDotProductAttention(
-            8,
-            use_bias=False,
-            kernel_init=over(None, "core"),
-            out_kernel_init=over("core"),
-        )(nn.LayerNorm()(x))
-        wide = nn.Dense(4 * self.width, kernel_init=over(None, "core"))
-        y = nn.gelu(wide(nn.LayerNorm()(x)))
-        return x + nn.Dense(self.width, kernel_init=over("core", None))(y), None
-
-
-class Transformer(nn.Module):
-    """Blocks in a loop, or one after the other."""
-
-    width: int
-    blocks: int = 4
-    scanned: bool = True
-
-    @nn.compact
-    def __call__(self, words: jax.Array) -> jax.Array:
-        x = nn.Embed(WORDS, self.width)(words)
-        if self.scanned:
-            x, _ = nn.scan(
-                Block,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=self.blocks,
-                metadata_params={nn.PARTITION_NAME: None},
-            )(self.width)(x, None)
-        else:
-            for _ in range(self.blocks):
-                x, _ = Block(self.width)(x)
-        return nn.Dense(WORDS, use_bias=False)(nn.LayerNorm()(x))
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model and the shape of a batch."""
-
-    model: Any
-    rows: int
-
-    def batch(self) -> dict[str, np.ndarray]:
-        """Inputs and classes."""
-        draw, model = np.random.default_rng(0), self.model
-        wanted: tuple[int, ...] = (self.rows,)
-        match model:
-            case Perceptron():
-                x: Any = draw.normal(size=(self.rows, model.width))
-            case Convolutions():
-                x = draw.normal(size=(self.rows, 32, 32, 3))
-            case _:
-                x = draw.integers(0, WORDS, (self.rows, LENGTH))
-                wanted = x.shape if isinstance(model, Transformer) else wanted
-        x = x.astype(np.int32 if x.dtype.kind == "i" else np.float32)
-        return {"x": x, "y": np.zeros(wanted, np.int32)}
-
-    def training(self) -> tuple[Callable[[], TrainState], Callable[..., Any]]:
-        """The function that builds the state, and the step."""
-        model, optimizer, first = self.model, optax.adamw(1e-3), self.batch()["x"][:1]
-
-        def build() -> TrainState:
-            params = model.init(jax.random.key(0), jnp.asarray(first))
-            return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-
-        def step(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array]:
-            def loss(params: PyTree) -> jax.Array:
-                found = model.apply(params, batch["x"])
-                entropy = optax.softmax_cross_entropy_with_integer_labels
-                return entropy(found, batch["y"]).mean()
-
-            found = jax.value_and_grad(loss)(state.params)
-            value, grads = js.get_replica_context().all_reduce("mean", found)
-            return state.apply_gradients(grads=grads), value
-
-        return build, step
+def transformer(width: int) -> Transformer:
+    return Transformer(512, width, 4, "scan", divided=True)
 
 
 CASES = {
-    f"{type(model).__name__.lower()} {model.width}, {rows} rows": Case(model, rows)
-    for model, rows in (
-        (Perceptron(256), 64),
-        (Perceptron(512), 1024),
-        (Perceptron(1024), 64),
-        (Convolutions(16), 64),
-        (Convolutions(32), 256),
-        (Transformer(128), 16),
-        (Transformer(128), 64),
-        (Transformer(256), 16),
-        (Embedding(32), 64),
-        (Embedding(64), 512),
+    f"{name}, {rows} rows": FlaxTask(model, ADAMW, rows)
+    for name, model, rows in (
+        ("perceptron 256", Perceptron(4, 256), 64),
+        ("perceptron 512", Perceptron(4, 512), 1024),
+        ("perceptron 1024", Perceptron(4, 1024), 64),
+        ("transformer 128", transformer(128), 16),
+        ("transformer 128", transformer(128), 64),
+        ("transformer 256", transformer(256), 16),
     )
 }
+
+
+def parts_of(
+    task: FlaxTask,
+) -> tuple[Callable[[], PyTree], Callable[..., Any], Sequence[np.ndarray]]:
+    """What a plan is made of: what builds the state, the step, and a batch."""
+    step = task.step_with(all_reduce_mean)
+    batch = [x[0] for x in task.batch(1)]
+    return lambda: task.build(jax.random.key(0)), lambda s, xy: step(s, *xy), batch
 
 
 def measured(devices: Sequence[Any]) -> planning.Machine:
@@ -240,8 +127,7 @@ def plan(args: Any) -> Iterator[Comparison]:
     for name, case in CASES.items():
         if not any(name.startswith(each) for each in args.cases):
             continue
-        build, step = case.training()
-        batch = case.batch()
+        build, step, batch = parts_of(case)
         start = time.perf_counter()
         made = js.plan(build, step, batch, devices=machine, options=DONATE)
         seconds = time.perf_counter() - start
@@ -277,9 +163,9 @@ def plan(args: Any) -> Iterator[Comparison]:
         jax.clear_caches()
     if args.cases != ("",):
         return
-    build, step = Case(Transformer(64, blocks=5, scanned=False), 16).training()
-    batch = Case(Transformer(64), 16).batch()
-    arrays = len(jax.tree.leaves(jax.eval_shape(build).params))
+    task = FlaxTask(Transformer(512, 64, 5, divided=True), ADAMW, 16)
+    build, step, batch = parts_of(task)
+    arrays = len(jax.tree.leaves(jax.eval_shape(build)["params"]))
     start = time.perf_counter()
     js.plan(build, step, batch, devices=machine, options=DONATE)
     values = {"plan": [time.perf_counter() - start], "limit": [30.0]}

@@ -1,20 +1,15 @@
-"""Faults, recovery from them, and what a long training keeps.
+"""Recovery from faults, and what a long training keeps.
 
 python benchmarks/reliability.py [recovery] [soak]
-python benchmarks/reliability.py faults [--only NAME ...]    # no part of `make bench`
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
-import itertools
 import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import HERE, Comparison, benchmark, command, main
+from _harness import Comparison, benchmark, command, main
 from _training import all_reduce_mean
 
 import jaxstrategy as js
@@ -214,143 +209,7 @@ def long_training(
     np.testing.assert_allclose(restored["weights"], np.ones((8, 1)), atol=0.1)
 
 
-# Faults.
-
-TESTS = str(HERE.parent / "tests" / "multiprocess")
-TIMEOUT_SECONDS, DEADLINE = 4, 120
-
-# What the processes run tells when the fault happens.
-MARKS = """
-import time
-
-def mark():
-    print("MARK", time.time(), flush=True)
-
-slept = time.sleep
-
-def sleep(seconds):
-    if seconds >= 600:
-        mark()
-    slept(seconds)
-
-time.sleep = sleep
-"""
-# What each process trains, process 1 until its 30th step.
-LOOP = """
-for step in range(100_000):
-    if step == 30 and RANK == 1:
-        mark()
-        {}
-    out = total(RANK)
-    if step % 5 == 0:
-        float(out)
-    time.sleep(0.005)
-"""
-SAVES = """
-from jaxstrategy.checkpoint import CheckpointManager
-saved = CheckpointManager.save
-
-def save(*args, **kwargs):
-    mark()
-    return saved(*args, **kwargs)
-
-CheckpointManager.save = save
-"""
-LEAVES_OUT = """
-from workers import hanging
-rows = hanging.rows
-
-def marked(context):
-    for number, batch in enumerate(rows(context)):
-        if hanging.RANK == 1 and number == 5:
-            mark()
-        yield batch
-
-hanging.rows = marked
-"""
-PORT = f"{MARKS}\nimport jaxstrategy as js\nmark()\njs.MultiWorkerMirroredStrategy()\n"
-STARTED = "STARTED"  # stands for the beginning of the tests' programs
-
-
-def loop(fault: str) -> str:
-    return STARTED + MARKS + LOOP.format(fault)
-
-
-def hanging(case: str, before: str = "") -> str:
-    return f"{MARKS}{before}\nfrom workers import hanging\nhanging.main({case!r})"
-
-
-def ending(way: str) -> str:
-    return f"{MARKS}\nfrom workers import endings\nmark()\nendings.{way}()"
-
-
-# Of each fault: what runs, and whether the watchdog has to find it.
-FAULTS: dict[str, tuple[str, bool]] = {
-    "killed": (loop("os.kill(os.getpid(), signal.SIGKILL)"), False),
-    "SIGTERM": (loop("os.kill(os.getpid(), signal.SIGTERM)"), False),
-    "stopped": (loop("os.kill(os.getpid(), signal.SIGSTOP)"), True),
-    "exception": (loop("raise ValueError('no such digit')"), False),
-    "exit code": (loop("sys.exit(9)"), False),
-    "all fail": (
-        f"{STARTED}{MARKS}float(total(RANK)); mark(); raise ValueError(RANK)",
-        False,
-    ),
-    "leaves early": (loop("break"), False),
-    "another program": (ending("another_program"), False),
-    "another value": (ending("another_exchange"), False),
-    "leaves out a step": (hanging("skip", LEAVES_OUT), False),
-    "asleep before a new step": (hanging("asleep before new"), True),
-    "asleep before a known step": (hanging("asleep before known"), True),
-    "stuck reader": (hanging("reader"), True),
-    "one saves": (hanging("save one-sided"), True),
-    "one restores": (hanging("restore one-sided"), True),
-    "saves another folder": (hanging("save another folder", SAVES), False),
-    "saves other leaves": (hanging("save other leaves", SAVES), False),
-    "dies while reading": (
-        f"{MARKS}\nfrom workers import faults\nkill = faults.os.kill\n"
-        "faults.os.kill = lambda *args: (mark(), kill(*args))\n"
-        "faults.main('reader', 1)",
-        False,
-    ),
-    "the port is taken": (PORT, False),
-}
-
-
-@benchmark(dict(only=tuple(FAULTS)), name="faults")
-def seconds_to_end(args: Any) -> Iterator[Comparison]:
-    """How many seconds after a fault all processes of a job have ended.
-
-    The faults are those of the README's table and of `tests/multiprocess/`, whose
-    programs run here. Seconds are counted from the fault to the end of the last one;
-    where a watchdog has to find it, its `timeout_seconds`, 4 here, is taken off.
-    """
-    sys.path.insert(0, TESTS)
-    harness: Any = importlib.import_module("harness")  # the tests' own
-
-    for name in args.only:
-        script, is_watched = FAULTS[name]
-        script = script.replace(STARTED, harness.STARTED)
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            env, is_port = {"PYTHONPATH": TESTS}, script == PORT
-            if is_port:
-                env["JAXSTRATEGY_COORDINATOR"] = f"127.0.0.1:{taken.getsockname()[1]}"
-            # A stopped process does not end, nor one that waits for a coordinator.
-            ends = (0,) if is_port or "SIGSTOP" in script else ()
-            options = {"seconds": TIMEOUT_SECONDS, "env": env, "started": False}
-            running = stack.enter_context(harness.job(folder, script, **options))
-            running.wait(DEADLINE, *ends)
-            ended = time.time()
-            replies = itertools.islice(running.ranks, 1 if is_port else None)
-            said = "".join(rank.output for rank in replies)
-        seconds = ended - max(map(float, re.findall(r"MARK ([\d.]+)", said)))
-        seconds -= TIMEOUT_SECONDS * is_watched
-        told = "s after the watchdog's timeout" if is_watched else "s"
-        yield Comparison(name, "end of all processes", told, {"found": [seconds]})
-
-
-BENCHMARKS = [recovery, soak, seconds_to_end]
+BENCHMARKS = [recovery, soak]
 
 if __name__ == "__main__":
     main(BENCHMARKS)

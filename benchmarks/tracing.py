@@ -5,7 +5,6 @@ python benchmarks/tracing.py [scaling] [analysis] [warm_start]
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import random
@@ -19,15 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Comparison, benchmark, counted, in_process, in_turn, main, scaled
 from _training import (
     AXIS,
-    PyTree,
+    FlaxTask,
+    Perceptron,
     Task,
     Training,
+    Transformer,
     by_hand,
     mapped,
     pmean,
@@ -35,9 +35,7 @@ from _training import (
     unchanged,
     with_run,
 )
-from flax import linen as nn
 from jax.sharding import PartitionSpec as P
-from train_step import perceptron
 
 import jaxstrategy as js
 from jaxstrategy._src import demo
@@ -148,8 +146,8 @@ def started(limit: int, form: str, leaves: int, replicas: int) -> dict[str, floa
 
 
 def task_of(layers: int, units: int) -> Task:
-    """The perceptron of `train_step`, whose first parameters no trace makes."""
-    task = perceptron(layers, units).task
+    """A perceptron of Flax, whose first parameters no trace makes."""
+    task = FlaxTask(Perceptron(layers, units), optax.sgd(0.1), 8)
     draw = np.random.default_rng(0)
     params = {
         f"{i}": {
@@ -158,8 +156,8 @@ def task_of(layers: int, units: int) -> Task:
         }
         for i in range(layers)
     }
-    state = params, optax.sgd(0.1).init(params)
-    return dataclasses.replace(task, state=lambda: state)
+    state = {"params": params, "slots": task.optimizer.init(params)}
+    return Task(lambda: state, task.batch, task.step_with)
 
 
 def startup(training: Training) -> dict[str, float]:
@@ -232,51 +230,6 @@ def first_call(folder: str, how: str) -> tuple[float, float]:
 # The analysis of what is mirrored.
 
 
-class Block(nn.Module):
-    """Attention and a perceptron, each with a normalisation and a residual."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, y)
-        y = nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))
-        return x + nn.Dense(x.shape[-1])(y)
-
-
-class ScannedBlock(nn.Module):
-    """A block as the body of a scan."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return Block()(x), None
-
-
-VARIANTS = ("loop", "scan", "jit", "remat")
-
-
-class Transformer(nn.Module):
-    """Blocks in one of several `VARIANTS`."""
-
-    blocks: int
-    variant: str = "loop"
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.variant == "scan":
-            body = nn.scan(
-                ScannedBlock,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=self.blocks,
-            )
-            return body()(x, None)[0]
-        wrap = {"loop": lambda block: block, "jit": nn.jit, "remat": nn.remat}
-        block = wrap[self.variant](Block)
-        for _ in range(self.blocks):
-            x = block()(x)
-        return x
-
-
 @benchmark(dict(blocks=(6,), rounds=2, seconds=20.0))
 def analysis(args: Any) -> Iterator[Comparison]:
     """Proving what is mirrored takes at most a tenth of tracing.
@@ -286,47 +239,24 @@ def analysis(args: Any) -> Iterator[Comparison]:
     """
     mesh = js.MirroredStrategy(js.simulate(4)).mesh
     cases = [("loop", blocks) for blocks in args.blocks]
-    cases += [(variant, max(args.blocks)) for variant in VARIANTS[1:]]
+    cases += [(variant, max(args.blocks)) for variant in ("scan", "jit", "remat")]
     for variant, blocks in cases:
-        state, step = training_step(Transformer(blocks, variant))
-        both = {"both": functools.partial(analysed, state, step, mesh)}
+        task = FlaxTask(Transformer(32, 8, blocks, variant), optax.adam(1e-3), 2, 4)
+        both = {"both": functools.partial(analysed, task, mesh)}
         turns = in_turn(both, args.rounds, args.seconds)["both"]
         analysis, tracing = zip(*turns, strict=True)
         found = scaled({"analysis": analysis, "tracing": tracing}, 1e3)
         yield Comparison(f"{blocks} blocks, {variant}", "time", "ms", found, 0.10)
 
 
-def training_step(model: nn.Module) -> tuple[PyTree, Callable[..., PyTree]]:
-    """The types of the state, and one replica's step with Adam."""
-    adam = optax.adam(1e-3)
-
-    def build(key: jax.Array) -> PyTree:
-        params = model.init(key, jnp.zeros((2, 4, 8)))
-        return params, adam.init(params)
-
-    def step(state: PyTree, batch: jax.Array) -> PyTree:
-        params, moments = state
-
-        def loss_of(params: PyTree) -> jax.Array:
-            out: Any = model.apply(params, batch)
-            return jnp.mean(out**2)
-
-        loss, grads = pmean(jax.value_and_grad(loss_of)(params))
-        updates, moments = adam.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
-
-    return jax.eval_shape(build, jax.random.key(0)), step
-
-
-def analysed(
-    state: PyTree, step: Callable[..., PyTree], mesh: jax.sharding.Mesh
-) -> tuple[float, float]:
+def analysed(task: FlaxTask, mesh: jax.sharding.Mesh) -> tuple[float, float]:
     """Seconds of the analysis and of tracing."""
-    new = mapped(lambda *args: step(*args), mesh, (P(), P(AXIS)))
-    batch = jax.ShapeDtypeStruct((2 * mesh.size, 4, 8), jnp.float32)
+    step = mapped(task.step_with(pmean), mesh, (P(), P(AXIS), P(AXIS)))
+    state = jax.eval_shape(task.build, jax.random.key(0))
+    batch = [x.reshape(-1, *x.shape[2:]) for x in task.batch(mesh.size)]
     jax.clear_caches()
     start = time.perf_counter()
-    outer = jax.make_jaxpr(new)(state, batch)
+    outer = jax.make_jaxpr(step)(state, *batch)
     tracing = time.perf_counter() - start
     (eqn,) = outer.jaxpr.eqns
     varies = [spec != P() for spec in eqn.params["in_specs"]]

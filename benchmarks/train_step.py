@@ -8,7 +8,6 @@ TensorFlow runs in a process of its own on the same cores (`_others.py`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 import statistics
 import subprocess
@@ -19,16 +18,15 @@ from typing import Any
 
 import _others
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Comparison, Workers, benchmark, in_turn, main, scaled
 from _training import (
     Devices,
-    Mean,
-    PyTree,
-    Task,
+    FlaxTask,
+    Perceptron,
     Training,
+    Transformer,
     by_hand,
     check_losses,
     devices_of,
@@ -37,58 +35,13 @@ from _training import (
     with_pmap,
     with_run,
 )
-from flax import linen as nn, traverse_util
+from flax import traverse_util
 
 # How many losses are compared, and how far they may be apart: rounding in JAX, which
 # grows from step to step, and in TensorFlow also other formulas.
 LOSSES, TOLERANCE, TOLERANCE_OF_TENSORFLOW = 4, 1e-4, 2e-3
 # Seconds of a turn, and the most steps of it: before 0.12 JAX hangs with 64 in flight.
 TURN, MOST_STEPS = 0.03, 16
-
-
-# The models. Their parameters have the names that `_others.py` knows.
-
-
-class Perceptron(nn.Module):
-    """Square layers with a hyperbolic tangent."""
-
-    layers: int
-    units: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for i in range(self.layers):
-            x = jnp.tanh(nn.Dense(self.units, name=f"{i}")(x))
-        return x
-
-
-class Transformer(nn.Module):
-    """Tokens to logits, through blocks of attention and a perceptron."""
-
-    blocks: int = 2
-    width: int = 64
-    tokens: int = 256
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        draw = nn.initializers.normal(0.05)
-        embedding = self.param("embedding", draw, (self.tokens, self.width))
-        x = embedding[x] + self.param("positions", draw, (x.shape[1], self.width))
-        for i in range(self.blocks):
-            x = x + self._attention(self._norm(f"{i} first norm")(x), i)
-            out = self._norm(f"{i} second norm")(x)
-            out = nn.gelu(nn.Dense(4 * self.width, name=f"{i} up")(out))
-            x = x + nn.Dense(self.width, name=f"{i} down")(out)
-        return nn.Dense(self.tokens, name="head")(self._norm("norm")(x))
-
-    def _attention(self, x: jax.Array, i: int) -> jax.Array:
-        qkv = nn.Dense(3 * self.width, name=f"{i} qkv")(x)
-        heads = qkv.reshape(*x.shape[:2], 3, _others.HEADS, -1)
-        out = jax.nn.dot_product_attention(*jnp.moveaxis(heads, 2, 0))
-        return nn.Dense(self.width, name=f"{i} out")(out.reshape(x.shape))
-
-    def _norm(self, name: str) -> nn.LayerNorm:
-        return nn.LayerNorm(epsilon=_others.EPSILON, name=name)
 
 
 OPTIMIZERS = {
@@ -98,67 +51,20 @@ OPTIMIZERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """What is trained: a model of a kind that `_others.py` knows, and how."""
-
-    kind: str
-    model: nn.Module
-    optimizer: str
-    rows: int
-    shape: tuple[int, ...]
-
-    def batch(self, num_replicas: int) -> Sequence[np.ndarray]:
-        """Inputs and what is wanted of them, each `[replica, row, ...]`."""
-        draw = np.random.default_rng(1)
-        shape = (num_replicas, self.rows, *self.shape)
-        numbers = draw.normal(size=(2, *shape)).astype(np.float32)
-        if self.kind == "mlp":
-            return [*numbers]
-        return [*draw.integers(0, 256, (2, *shape)).astype(np.int32)]
-
-    def state(self) -> tuple[PyTree, PyTree]:
-        """First parameters and the optimizer's state, on the host."""
-        params = self.model.init(jax.random.key(0), self.batch(1)[0][0])["params"]
-        return jax.device_get((params, OPTIMIZERS[self.optimizer].init(params)))
-
-    def loss(self, params: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The mean loss of some rows."""
-        out: Any = self.model.apply({"params": params}, x)
-        if self.kind == "mlp":
-            return jnp.mean((out - y) ** 2)
-        return optax.softmax_cross_entropy_with_integer_labels(out, y).mean()
-
-    def step_with(self, mean: Mean) -> Callable[..., Any]:
-        """A new function for one replica's step; `mean` is over replicas."""
-        optimizer = OPTIMIZERS[self.optimizer]
-
-        def step(state: PyTree, x: jax.Array, y: jax.Array) -> tuple[PyTree, jax.Array]:
-            params, slots = state
-            loss, grads = mean(jax.value_and_grad(self.loss)(params, x, y))
-            updates, slots = optimizer.update(grads, slots, params)
-            return (optax.apply_updates(params, updates), slots), loss
-
-        return step
-
-    @property
-    def task(self) -> Task:
-        return Task(self.state, self.batch, self.step_with)
+def task(optimizer: str, model: Any, rows: int) -> tuple[str, FlaxTask]:
+    return optimizer, FlaxTask(model, OPTIMIZERS[optimizer], rows)
 
 
-def perceptron(layers: int, units: int) -> Described:
-    return Described("mlp", Perceptron(layers, units), "sgd", 8, (units,))
-
-
-TASKS: Mapping[str, Described] = {
-    "20 x 8": perceptron(20, 8),
-    "30 x 32": perceptron(30, 32),
-    "30 x 128": perceptron(30, 128),
-    "10 x 512": perceptron(10, 512),
-    "transformer": Described("transformer", Transformer(), "adam", 2, (32,)),
+# By name: the name of the optimizer, and what is trained.
+TASKS: Mapping[str, tuple[str, FlaxTask]] = {
+    "20 x 8": task("sgd", Perceptron(20, 8), 8),
+    "30 x 32": task("sgd", Perceptron(30, 32), 8),
+    "30 x 128": task("sgd", Perceptron(30, 128), 8),
+    "10 x 512": task("sgd", Perceptron(10, 512), 8),
+    "transformer": task("adam", Transformer(), 2),
 }
 SMALL_TASKS = ("20 x 8", "30 x 32", "30 x 128")
-FORMS: Mapping[str, Callable[[Task, Devices], Training]] = {
+FORMS: Mapping[str, Callable[[FlaxTask, Devices], Training]] = {
     "run": with_run,
     "shard_map": lambda *args: by_hand(*args, mean=pmean_of_each),
     "pmap": lambda *args: with_pmap(*args, mean=pmean_of_each),
@@ -175,14 +81,16 @@ def has_tensorflow(python: str) -> bool:
 
 
 def prepared(
-    framework: Workers, described: Described, replicas: int, folder: str
+    framework: Workers, name: str, replicas: int, folder: str
 ) -> Sequence[float]:
     """Has TensorFlow make a new training; returns its first losses."""
     path = pathlib.Path(folder, "arrays.npz")
-    x, y = described.batch(replicas)
-    params = traverse_util.flatten_dict(described.state()[0], sep="/")
+    optimizer, task = TASKS[name]
+    x, y = task.batch(replicas)
+    params = traverse_util.flatten_dict(task.state()["params"], sep="/")
     np.savez(path, **{"batch x": x, "batch y": y, **params})
-    about = {"kind": described.kind, "optimizer": described.optimizer}
+    kind = "transformer" if task.is_transformer else "mlp"
+    about = {"kind": kind, "optimizer": optimizer}
     return framework.ask("prepare", {**about, "file": str(path)}, LOSSES)[0]
 
 
@@ -228,13 +136,13 @@ def compare(
     name: str, devices: Devices, other: Workers | None, folder: str, args: Any
 ) -> Iterator[Comparison]:
     """All forms of one task, turn by turn, after a comparison of their losses."""
-    described, case = TASKS[name], f"{name}, {len(devices)} devices"
+    case, (_, task) = f"{name}, {len(devices)} devices", TASKS[name]
     forms = [form for form in FORMS if form in ("run", *args.only)]
-    trainings = {form: FORMS[form](described.task, devices) for form in forms}
+    trainings = {form: FORMS[form](task, devices) for form in forms}
     losses = {form: each.losses(LOSSES) for form, each in trainings.items()}
     check_losses(case, losses, TOLERANCE)
     if other is not None:
-        found = prepared(other, described, len(devices), folder)
+        found = prepared(other, name, len(devices), folder)
         both = {"run": losses["run"], "tensorflow": found}
         check_losses(case, both, TOLERANCE_OF_TENSORFLOW)
     trainings["run"].burst(2)

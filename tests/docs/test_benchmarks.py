@@ -211,7 +211,7 @@ def test_the_suite_has_every_benchmark_with_options_that_it_takes():
     files = {path.stem for path in FOLDER.glob("[!_]*.py")} - {"run_all"}
     found = {(f, each.name): each for f in sorted(files) for each in load(f).BENCHMARKS}
     # The last compiles only; a plan takes minutes.
-    left_out = {("reliability", "faults"), ("plan", "plan"), ("reductions", "overlap")}
+    left_out = {("plan", "plan"), ("reductions", "overlap")}
     assert {(script.file, script.name) for script in suite} == {*found} - left_out
     for script in suite:
         each = found[script.file, script.name]
