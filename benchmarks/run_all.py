@@ -97,81 +97,39 @@ SUITE = (
 )
 
 
-# Results: one file with the runs (when, on which machine), the scripts (by which
-# command, how long, how it ended) and the comparisons, each with the number of its run.
+# The last run of each benchmark by its name: the command, how long it took, how it
+# ended, on which machine and when, and its comparisons.
+Results = dict[str, Record]
 
 
-def key(comparison: Record) -> tuple[str, str, str]:
-    return comparison["script"], comparison["case"], comparison["quantity"]
+def read(path: pathlib.Path) -> Results:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
-    """What the file has.
+def write(path: pathlib.Path, results: Results) -> None:
+    """Writes results, a line for each benchmark."""
+    rows = (f" {json.dumps(k)}: {json.dumps(v)}" for k, v in results.items())
+    write_whole(path, "{\n" + ",\n".join(rows) + "\n}\n")
 
-    Attributes:
-      runs: what `about_machine` said, and which share others had.
-      scripts: the last run of each.
-      comparisons: of all scripts.
-    """
 
-    runs: Sequence[Record] = ()
-    scripts: Sequence[Record] = ()
-    comparisons: Sequence[Record] = ()
-
-    @classmethod
-    def read(cls, path: pathlib.Path) -> Results:
-        """Of a file; none at all if there is no file."""
-        return cls(**json.loads(path.read_text())) if path.exists() else cls()
-
-    def write(self, path: pathlib.Path) -> None:
-        """With a line for each run, script and comparison."""
-        parts = []
-        for field in dataclasses.fields(self):
-            rows = ",\n".join(
-                f"  {json.dumps(row)}" for row in getattr(self, field.name)
-            )
-            parts.append(f' "{field.name}": [' + (f"\n{rows}\n ]" if rows else "]"))
-        write_whole(path, "{\n" + ",\n".join(parts) + "\n}\n")
-
-    def of(self, script: str) -> list[Record]:
-        """The comparisons of a script."""
-        return [each for each in self.comparisons if each["script"] == script]
-
-    def after(
-        self, run: Record, measured: Sequence[tuple[Record, Sequence[Record]]]
-    ) -> Results:
-        """These results with those of a new run: scripts and their comparisons.
-
-        Of a script that was done, cases that it no longer has are left out, except for
-        quantities of which it measured nothing now: other frameworks may be missing
-        today. Of one that failed, what it did not come to stays as it was.
-        """
-        scripts = {each["script"]: each for each in self.scripts}
-        kept = {key(each): each for each in self.comparisons}
-        for script, comparisons in measured:
-            name = script["script"]
-            scripts[name] = {**script, "run": len(self.runs)}
-            if script["outcome"] == DONE:
-                again = {(name, each["quantity"]) for each in comparisons}
-                kept = {k: v for k, v in kept.items() if (k[0], k[2]) not in again}
-            for each in comparisons:
-                new = {"script": name, "run": len(self.runs), **each}
-                kept[key(new)] = new
-        rows = [*scripts.values()], [*kept.values()]
-        # Runs of which nothing is left go, and the others are numbered anew.
-        used = sorted({each["run"] for of in rows for each in of})
-        renumbered = [
-            [{**each, "run": used.index(each["run"])} for each in of] for of in rows
-        ]
-        return Results([[*self.runs, run][number] for number in used], *renumbered)
+def by_key(results: Results) -> dict[tuple[str, str, str], Record]:
+    """The comparisons by benchmark, case and quantity."""
+    return {
+        (name, each["case"], each["quantity"]): each
+        for name, record in results.items()
+        for each in record["comparisons"]
+    }
 
 
 # The comparison of two runs.
 
 
-def regressions(last: Results, new: Results) -> list[tuple[Record, Record]]:
-    """Returns the comparisons whose ratio has grown, of the last page and of now.
+# Benchmark, case and quantity, and what was measured then and now.
+Regression = tuple[str, str, str, Record, Record]
+
+
+def regressions(last: Results, new: Results) -> list[Regression]:
+    """Returns the comparisons whose ratio has grown since the last page.
 
     The ratio is that of ours to the baseline that was measured in the same run, so that
     another machine or another load changes both. It has grown if its median is larger
@@ -180,9 +138,12 @@ def regressions(last: Results, new: Results) -> list[tuple[Record, Record]]:
     before. Where the ratio must lie between two limits: if it did, and does not now.
     Where another baseline was measured than on the page, nothing is compared.
     """
-    before = {key(each): each for each in last.comparisons}
-    pairs = ((before[key(new)], new) for new in new.comparisons if key(new) in before)
-    return [(then, now) for then, now in pairs if _has_grown(then, now)]
+    before, now = by_key(last), by_key(new)
+    return [
+        (*name, before[name], each)
+        for name, each in now.items()
+        if name in before and _has_grown(before[name], each)
+    ]
 
 
 def _has_grown(then: Record, now: Record) -> bool:
@@ -197,20 +158,23 @@ def _has_grown(then: Record, now: Record) -> bool:
     return median > old * (1 + now["tolerance"]) and low > old_high
 
 
-def regression_text(then: Record, now: Record) -> str:
-    texts = (ratio_text(each) or "stopped" for each in (then, now))
-    return "{}: {}, {}: ".format(*key(now)) + ", now ".join(texts)
-
-
 def differences(last: Results, new: Results) -> list[str]:
     """Returns what is another machine or version in two runs, a line each."""
-    names = ("processor", "cores", "memory_gib", "system", "machine", "python")
-    now, *before = (
-        {**{name: run.get(name) for name in names}, **run.get("versions", {})}
-        for run in (new.runs[-1], *last.runs)
+
+    def about(record: Record) -> Record:
+        machine = dict(record["machine"])
+        for name in ("date", "commit", "load", "others"):
+            machine.pop(name, None)
+        return {**machine, **machine.pop("versions")}
+
+    pairs = ((about(last[k]), about(new[k])) for k in new if k in last)
+    found = (
+        f"  {name}: {then.get(name)}, now {now[name]}"
+        for then, now in pairs
+        for name in now
+        if then.get(name) != now[name]
     )
-    pairs = ((name, then.get(name), now.get(name)) for then in before for name in now)
-    return list(dict.fromkeys(f"  {n}: {a}, now {b}" for n, a, b in pairs if a != b))
+    return list(dict.fromkeys(found))
 
 
 # The machine, and what else runs there.
@@ -310,28 +274,35 @@ the second, turn by turn. [What each benchmark claims](README.md).
 def page(results: Results) -> str:
     """Returns the page."""
     parts = [HEAD, *_machines(results), _summary(results), _missed(results)]
-    for script in results.scripts:
-        parts += _section(script, results)
+    for name, record in results.items():
+        told = f"`python benchmarks/{record['command']}`, {record['machine']['date']}."
+        if record["others"] > BUSY:
+            told += f" **Other processes had {record['others']:.0%} of the cores.**"
+        if record["outcome"] != DONE:
+            told += f" **It {record['outcome']}.**"
+        parts += [f"## {name}\n\n{told}\n", *tables(record["comparisons"])]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
 def _machines(results: Results) -> Iterator[str]:
-    """A table of the machine for each run of which there are figures."""
-
-    def listed(*parts: str) -> str:
-        return ", ".join(part for part in parts if part)
-
-    for number, run in reversed([*enumerate(results.runs)]):
-        count = sum(each["run"] == number for each in results.comparisons)
-        part = f"{count} of {len(results.comparisons)} comparisons"
-        memory = f"{run['memory_gib']:g} GiB" if run["memory_gib"] else ""
-        processor = run["processor"], f"{run['cores']} cores"
+    """A table for each run of which there are figures, the newest first."""
+    runs: dict[str, list[str]] = {}
+    for name, record in results.items():
+        runs.setdefault(json.dumps(record["machine"]), []).append(name)
+    for text, names in sorted(runs.items(), reverse=True):
+        run = json.loads(text)
+        measured = [run["date"], run["commit"], *(names if len(runs) > 1 else ())]
         packages = (f"{name} {version}" for name, version in run["versions"].items())
-        several = len(results.runs) > 1
+        machine = (
+            run["processor"],
+            f"{run['cores']} cores",
+            f"{run['memory_gib']:g} GiB",
+            run["system"],
+        )
         rows = [
-            ("measured", listed(run["date"], run["commit"], part if several else "")),
-            ("machine", listed(*processor, memory, run["system"])),
-            ("software", listed(f"Python {run['python']}", *packages)),
+            ("measured", ", ".join(filter(None, measured))),
+            ("machine", ", ".join(machine)),
+            ("software", ", ".join([f"Python {run['python']}", *packages])),
             ("other processes before", f"{run['others']:.0%} of the cores"),
         ]
         yield table(("", ""), rows)
@@ -339,20 +310,12 @@ def _machines(results: Results) -> Iterator[str]:
 
 def _summary(results: Results) -> str:
     rows = []
-    for script in results.scripts:
-        name = script["script"]
-        claimed = [each for each in results.of(name) if each["verdict"]]
-        met = sum(each["verdict"] == "met" for each in claimed)
-        rows.append(
-            (
-                f"[{name}](#{name})",
-                str(len(results.of(name))),
-                f"{met} of {len(claimed)}" if claimed else "",
-                f"{script['seconds']:.0f}",
-                f"{script['others']:.0%}",
-                "" if script["outcome"] == DONE else script["outcome"],
-            )
-        )
+    for name, record in results.items():
+        verdicts = [e["verdict"] for e in record["comparisons"] if e["verdict"]]
+        met = f"{verdicts.count('met')} of {len(verdicts)}" if verdicts else ""
+        row = f"[{name}](#{name})", str(len(record["comparisons"])), met
+        row += f"{record['seconds']:.0f}", f"{record['others']:.0%}"
+        rows.append((*row, "" if record["outcome"] == DONE else record["outcome"]))
     heads = ("benchmark", "comparisons", "targets met", "seconds", "others had", "")
     return "## All benchmarks\n\n" + table(heads, rows)
 
@@ -361,41 +324,19 @@ def _missed(results: Results) -> str:
     """What is not as it should be, farthest first."""
 
     def excess(each: Record) -> float:
-        if each["ratio"] is None:
+        if each["ratio"] is None or not each["target"]:
             return float("inf")
         median, least = each["ratio"][0], each["least"]
-        over = median / each["target"] if each["target"] else float("inf")
-        return max(over, least / median if median else 0.0)
+        return max(median / each["target"], least / median if median else 0.0)
 
-    missed = [each for each in results.comparisons if each["verdict"] == "missed"]
-    missed.sort(key=excess, reverse=True)
-    rows = [(*key(each), ratio_text(each), target_text(each)) for each in missed]
+    missed = [(k, e) for k, e in by_key(results).items() if e["verdict"] == "missed"]
+    missed.sort(key=lambda pair: excess(pair[1]), reverse=True)
+    rows = [(*k, ratio_text(each), target_text(each)) for k, each in missed]
     heads = ("benchmark", "case", "quantity", "ratio", "target")
     return "## Missed targets\n\n" + table(heads, rows) if rows else ""
 
 
-def _section(script: Record, results: Results) -> Iterator[str]:
-    name, others = script["script"], script["others"]
-    told = f"`python benchmarks/{script['command']}`, "
-    told += f"{results.runs[script['run']]['date']}."
-    if others > BUSY:
-        told += f" **Other processes had {others:.0%} of the cores.**"
-    if script["outcome"] != DONE:
-        told += f" **It {script['outcome']}.**"
-    yield f"## {name}\n\n{told}\n"
-
-    def when(each: Record) -> str:
-        if each["run"] == script["run"]:
-            return ""
-        return f"measured {results.runs[each['run']]['date'].split()[0]}"
-
-    yield from tables(results.of(name), when)
-
-
 # A run.
-
-# The record of each benchmark and its comparisons, also of those that failed.
-Measured = list[tuple[Record, list[Record]]]
 
 
 def is_refused(machine: Record, args: argparse.Namespace) -> bool:
@@ -415,23 +356,23 @@ def measure(
     scripts: Sequence[Script],
     args: argparse.Namespace,
     folder: pathlib.Path,
-    measured: Measured,
+    machine: Record,
+    results: Results,
 ) -> bool:
     """Runs benchmarks one after the other; whether Ctrl-C has ended that."""
     for number, script in enumerate(scripts, 1):
         print(f"\n=== {script.name} ({number} of {len(scripts)})", flush=True)
         try:
-            measured.append(measured_of(script, args, folder))
+            record = record_of(script, args, folder)
         except KeyboardInterrupt:  # between two
             return True
-        if measured[-1][0]["outcome"] == INTERRUPTED:
+        results[script.name] = {**record, "machine": machine}
+        if record["outcome"] == INTERRUPTED:
             return True
     return False
 
 
-def measured_of(
-    script: Script, args: argparse.Namespace, folder: pathlib.Path
-) -> tuple[Record, list[Record]]:
+def record_of(script: Script, args: argparse.Namespace, folder: pathlib.Path) -> Record:
     """Runs a benchmark."""
     arguments = [f"{script.file}.py"]
     arguments += [script.name] * (script.name != script.file)
@@ -441,7 +382,7 @@ def measured_of(
         arguments += ["--others-python", args.others_python]
         told += " --others-python PYTHON"  # without the path of this machine
     limit = script.quick if args.quick and script.quick else script.seconds
-    watch, begun, before = Watch(), time.perf_counter(), os.times()
+    watch, begun = Watch(), time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         file = pathlib.Path(temporary, "comparisons.json")
         command = [sys.executable, str(folder / arguments[0]), *arguments[1:]]
@@ -449,17 +390,16 @@ def measured_of(
         found = json.loads(file.read_text()) if file.exists() else []
     for each in found:
         del each["values"]
-    record = {
-        "script": script.name,
+    outcome = outcome or (DONE if found else "wrote no comparisons")
+    if outcome != DONE:
+        print(f"{script.name} {outcome}", file=sys.stderr)
+    return {
         "command": told,
         "seconds": round(time.perf_counter() - begun, 1),
-        "processor": round(sum(os.times()[2:4]) - sum(before[2:4]), 1),
         "others": round(watch.others(), 3),
-        "outcome": outcome or (DONE if found else "wrote no comparisons"),
+        "outcome": outcome,
+        "comparisons": found,
     }
-    if record["outcome"] != DONE:
-        print(f"{script.name} {record['outcome']}", file=sys.stderr)
-    return record, found
 
 
 def ended(command: Sequence[str], limit: float) -> str | None:
@@ -511,25 +451,24 @@ def chosen(suite: Sequence[Script], args: argparse.Namespace) -> list[Script]:
     return found
 
 
-def tell(last: Results, new: Results, found: Sequence[tuple[Record, Record]]) -> bool:
+def tell(last: Results, new: Results, found: Sequence[Regression]) -> bool:
     """Prints what got worse and what was not compared; whether nothing got worse."""
     print()
-    if not last.runs:
+    if not last:
         print("There is no page yet: nothing is compared.")
     elif lines := differences(last, new):
         print("The page is of another machine or other versions; ratios are compared:")
         print("\n".join(lines))
-    now = {key(each) for each in new.comparisons}
-    names = {each["script"] for each in new.scripts}
-    then = {key(e) for e in last.comparisons if e["script"] in names}
-    if missing := then - now:
+    made = by_key(new)
+    if missing := [k for k in by_key(last) if k[0] in new and k not in made]:
         print(f"{len(missing)} comparisons of the page were not made now.")
     if not found:
-        print(f"{len(new.comparisons)} comparisons: none is slower than on the page.")
+        print(f"{len(made)} comparisons: none is slower than on the page.")
         return True
     print(f"Slower than on the page, by the ratio to its baseline: {len(found)}")
-    for pair in found:
-        print(f"  {regression_text(*pair)}")
+    for *name, then, now in found:
+        told = (ratio_text(each) or "stopped" for each in (then, now))
+        print(f"  {name[0]}: {name[1]}, {name[2]}: {', now '.join(told)}")
     return False
 
 
@@ -541,7 +480,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", nargs="+", metavar="NAME", help="benchmarks, by name")
     add("--quick", action="store_true", help="fewer cases and turns: 5 minutes")
     add("--check", action="store_true", help="fail if a ratio has grown")
-    add("--given", type=pathlib.Path, help="results to check; nothing is run")
     add("--busy", action="store_true", help="measure though others use the machine")
     add("--others-python", help="of an environment with TensorFlow")
     add("--patience", type=float, default=1.0, help="times the limits of time")
@@ -564,41 +502,36 @@ def main(
     # would the benchmarks, which inherit that.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    last = Results.read(args.results)
+    last, drawn = read(args.results), args.results.with_name("FIGURES.md")
     if args.draw:
-        args.results.with_name("FIGURES.md").write_text(page(last))
+        drawn.write_text(page(last))
         return 0
-    if args.given is not None:
-        given = Results.read(args.given)
-        return 0 if tell(last, given, regressions(last, given)) else 1
-    scripts, measured = chosen(suite, args), []
-    machine = about_machine()
+    scripts, machine = chosen(suite, args), about_machine()
     if is_refused(machine, args):
         return 2
-    is_interrupted = measure(scripts, args, folder, measured)
-    new, is_right = Results().after(machine, measured), True
+    new: Results = {}
+    where, is_right = (args, folder, machine, new), True
+    is_interrupted = measure(scripts, *where)
     if args.check:
         found = regressions(last, new)
-        names = {now["script"] for _, now in found}
+        names = {name for name, *_ in found}
         if again := [s for s in scripts if s.name in names and not is_interrupted]:
             told = ", ".join(sorted(names))
             print(f"\nMeasured once more, as it seems slower: {told}")
-            is_interrupted = measure(again, args, folder, measured)
-            new = Results().after(machine, measured)
-            first = {key(now) for _, now in found}
-            found = [pair for pair in regressions(last, new) if key(pair[1]) in first]
+            is_interrupted = measure(again, *where)
+            first = {regression[:3] for regression in found}
+            found = [each for each in regressions(last, new) if each[:3] in first]
         is_right = tell(last, new, found)
     if args.quick or args.check:
-        new.write(args.output)
+        write(args.output, new)
         print(f"\n{args.output} is written; the page stays as it was.")
     else:
-        results = last.after(machine, measured)
-        results.write(args.results)
-        args.results.with_name("FIGURES.md").write_text(page(results))
+        write(args.results, last | new)
+        drawn.write_text(page(last | new))
         print(f"\n{args.results} and FIGURES.md beside it are written.")
-    failed = [script for script, _ in measured if script["outcome"] != DONE]
-    for script in failed:
-        print(f"{script['script']} {script['outcome']}", file=sys.stderr)
+    failed = {k: each["outcome"] for k, each in new.items() if each["outcome"] != DONE}
+    for name, outcome in failed.items():
+        print(f"{name} {outcome}", file=sys.stderr)
     if is_interrupted:
         return 130
     return 0 if is_right and not failed else 1

@@ -15,8 +15,8 @@ import pytest
 from helpers.benchmarks import FOLDER, load
 
 harness = load("_harness")
-results = run_all = load("run_all")
-Results, Script, Comparison = run_all.Results, run_all.Script, harness.Comparison
+run_all = load("run_all")
+Script, Comparison = run_all.Script, harness.Comparison
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
@@ -67,11 +67,12 @@ def test_what_benchmarks_take_from_the_package_is_there():
 
 def test_the_page_is_of_the_committed_results():
     again = "run `python benchmarks/run_all.py --draw`"
-    committed = Results.read(FOLDER / "results.json")
-    assert (FOLDER / "FIGURES.md").read_text() == results.page(committed), again
+    committed = run_all.read(FOLDER / "results.json")
+    assert (FOLDER / "FIGURES.md").read_text() == run_all.page(committed), again
     text = (FOLDER / "results.json").read_text()
     assert re.findall(r"(?<![\w.])/(?:home|tmp|work|opt|root|usr)/", text) == []
-    ratios = [each["ratio"] for each in committed.comparisons if each["ratio"]]
+    found = run_all.by_key(committed).values()
+    ratios = [each["ratio"] for each in found if each["ratio"]]
     assert ratios and np.isfinite(ratios).all()
 
 
@@ -121,7 +122,7 @@ class Runner:
 
     @property
     def results(self):
-        return Results.read(self.file)
+        return run_all.read(self.file)
 
     @property
     def page(self):
@@ -135,30 +136,29 @@ def runner(tmp_path):
     return Runner(tmp_path)
 
 
-def names_of(found):
-    return [(each["script"], each["case"], each["quantity"]) for each in found]
-
-
 def test_all_scripts_go_into_one_file_and_one_page(runner):
     done = runner()
     assert done.returncode == 0, done.stderr
     found = runner.results
-    assert [each["script"] for each in found.scripts] == ["first", "second"]
-    assert {each["outcome"] for each in found.scripts} == {"done"}
-    assert names_of(found.comparisons) == [
+    assert {name: each["outcome"] for name, each in found.items()} == {
+        "first": "done",
+        "second": "done",
+    }
+    assert [*run_all.by_key(found)] == [
         ("first", "small", "step"),
         ("second", "small", "step"),
     ]
-    (run,) = found.runs
+    run = found["first"]["machine"]
+    assert run == found["second"]["machine"]
     assert run["python"] == ".".join(map(str, sys.version_info[:3]))
     assert run["versions"]["jax"] and run["cores"] >= 1 and run["commit"]
-    assert runner.page == results.page(found)
+    assert runner.page == run_all.page(found)
     assert "| small | 2 (1.5-2.5) | 2 | 1.000 (0.75-1.25) | 1.00 | met |" in runner.page
 
 
 def record(median, low=None, high=None, **options):
     low, high = low or median, high or median
-    told = {"script": "first", "case": "small", "quantity": "step", "note": ""}
+    told = {"case": "small", "quantity": "step", "note": ""}
     told |= {"programs": {"run": [1.0] * 3, "by hand": [1.0] * 3}, "least": 0.0}
     told |= {"ratio": [median, low, high], "tolerance": 0.1, "verdict": "met"}
     return {**told, **options}
@@ -184,9 +184,9 @@ def test_a_ratio_has_grown_or_not():
         (record(1.0, least=0.8), record(1.24, least=0.8), False),
         (record(1.0, least=0.8), record(0.7, least=0.8, verdict="missed"), True),
     ):
-        old, new = Results((), (), [before]), Results((), (), [now])
-        assert bool(results.regressions(old, new)) is has_grown, (before, now)
-    assert results.regressions(Results(), Results((), (), [record(9.0)])) == []
+        old, new = ({"first": {"comparisons": [each]}} for each in (before, now))
+        assert bool(run_all.regressions(old, new)) is has_grown, (before, now)
+    assert run_all.regressions({}, {"first": {"comparisons": [record(9.0)]}}) == []
 
 
 def test_a_regression_is_a_failure_with_a_table(runner):
@@ -201,7 +201,7 @@ def test_a_regression_is_a_failure_with_a_table(runner):
     line = "  second: small, step: 1.000 (0.75-1.25), now 3.000 (2.50-3.50)\n"
     assert line in done.stdout
     assert (runner.file.read_text(), runner.page) == (kept, shown)
-    assert len(Results.read(runner.output).comparisons) == 2
+    assert [*run_all.read(runner.output)] == ["first", "second"]
 
 
 def test_the_suite_has_every_benchmark_with_options_that_it_takes():
