@@ -6,7 +6,6 @@ from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
     from jaxstrategy._src.cluster.resolvers.tpu import (
-        HardwareFeature as HardwareFeature,
         TPUSystemMetadata as TPUSystemMetadata,
     )
     from jaxstrategy._src.tpu.device_assignment import (

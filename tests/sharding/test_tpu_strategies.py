@@ -18,7 +18,6 @@ from jaxstrategy.cluster_resolver import TPUClusterResolver
 from jaxstrategy.tpu.experimental import (
     DeviceAssignment,
     DeviceOrderMode,
-    HardwareFeature,
     Topology,
 )
 
@@ -394,18 +393,3 @@ def test_fields_that_are_not_known_are_passed_over():
     extra = b"\x31" + b"\0" * 8 + b"\x3d" + b"\0" * 4
     again = Topology(made().serialized() + extra)
     assert again.mesh_shape.tolist() == MESH
-
-
-def test_hardware_of_tensorflows_topologies():
-    resolver = js.cluster_resolver.TPUClusterResolver("local")
-    assert resolver.tpu_hardware_feature is None
-    assert len(ORACLE["hardware"]) == 3
-    for case in ORACLE["hardware"]:
-        resolver.set_tpu_topology(bytes.fromhex(case["hex"]))
-        feature = HardwareFeature(resolver.tpu_hardware_feature)
-        wanted = HardwareFeature.EmbeddingFeature[case["embedding_feature"]]
-        assert feature.embedding_feature is wanted
-    resolver.set_tpu_topology(made().serialized())
-    assert resolver.tpu_hardware_feature is None
-    with pytest.raises(ValueError, match="given None, which names no embedding"):
-        HardwareFeature(None).embedding_feature  # noqa: B018

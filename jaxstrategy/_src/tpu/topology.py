@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from jaxstrategy._src.cluster.resolvers.environment import default_resolver
-from jaxstrategy._src.cluster.resolvers.tpu import TopologyMessage, TPUClusterResolver
+from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
 from jaxstrategy._src.processes import job as _job
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device
@@ -66,8 +67,7 @@ class TPUTopology:
         device_coordinates: Nested | None = None,
     ) -> None:
         if serialized:
-            message = TopologyMessage.parsed(serialized)
-            mesh_shape, device_coordinates = message.mesh_shape, _of_message(message)
+            mesh_shape, device_coordinates = _parsed(serialized)
         self._mesh_shape = np.asarray(_checked_mesh(mesh_shape), np.int32)
         self._coordinates = _checked_coordinates(device_coordinates, self._mesh_shape)
         self._serialized = serialized or None
@@ -168,9 +168,12 @@ class TPUTopology:
         """The topology as bytes, which TensorFlow reads too."""
         if self._serialized is None:
             tasks, devices, _ = self._coordinates.shape
-            flat = self._coordinates.ravel().tolist()
-            message = TopologyMessage(self._mesh_shape.tolist(), tasks, devices, flat)
-            self._serialized = message.serialized()
+            self._serialized = (
+                _field(_MESH_SHAPE, self._mesh_shape.tolist())
+                + _field(_TASKS, tasks)
+                + _field(_DEVICES, devices)
+                + _field(_COORDINATES, self._coordinates.ravel().tolist())
+            )
         return self._serialized
 
     def _at(self, coordinates: Sequence[int]) -> tuple[int, int]:
@@ -205,15 +208,81 @@ def _task_name(job: str | None, task: int) -> str:
     return f"/task:{task}" if job is None else f"/job:{job}/task:{task}"
 
 
-def _of_message(message: TopologyMessage) -> Integers:
-    wanted = message.tasks * message.devices * len(message.mesh_shape)
-    if len(message.coordinates) != wanted:
+# TensorFlow's message is a protocol buffer with these fields.
+_MESH_SHAPE, _TASKS, _DEVICES, _COORDINATES = 1, 2, 3, 4
+_NUMBER, _BYTES = 0, 2  # how values are written
+_SIZES = {1: 8, 5: 4}  # of other kinds of values
+
+
+def _field(field: int, value: int | list[int]) -> bytes:
+    """A field as bytes; none if it is empty or 0, as TensorFlow leaves it out."""
+    if not value:
+        return b""
+    if isinstance(value, int):
+        return _varints([field << 3 | _NUMBER, value])
+    packed = _varints(value)
+    return _varints([field << 3 | _BYTES, len(packed)]) + packed
+
+
+def _parsed(serialized: bytes) -> tuple[list[int], Integers]:
+    """The shape of the mesh and the coordinates in a serialized topology."""
+    fields = collections.defaultdict[int, bytes](bytes)
+    try:
+        data, at = bytes(memoryview(serialized)), 0
+        while at < len(data):
+            key, at = _varint(data, at)
+            kind, start = key & 7, at
+            if kind == _NUMBER:
+                _, at = _varint(data, at)
+            else:
+                known = kind != _BYTES
+                size, start = (_SIZES[kind], at) if known else _varint(data, at)
+                at = start + size
+            if at > len(data):
+                raise IndexError("it ends too early")
+            fields[key >> 3] += data[start:at]
+        tasks, devices = ([0, *_numbers(fields[k])][-1] for k in (_TASKS, _DEVICES))
+        mesh_shape = _numbers(fields[_MESH_SHAPE])
+        coordinates = _numbers(fields[_COORDINATES])
+    except (LookupError, TypeError):  # it ends too early; it has no bytes
         raise ValueError(
-            f"The serialized topology of {message.tasks} tasks of {message.devices} "
-            f"devices has {len(message.coordinates)} coordinates; {wanted} were wanted."
+            "A serialized topology was wanted, as `Topology.serialized()` makes "
+            f"it; got {shown(serialized)}."
+        ) from None
+    shape = tasks, devices, len(mesh_shape)
+    if len(coordinates) != math.prod(shape):
+        raise ValueError(
+            f"The serialized topology of {tasks} tasks of {devices} devices has "
+            f"{len(coordinates)} coordinates; {math.prod(shape)} were wanted."
         )
-    shape = (message.tasks, message.devices, len(message.mesh_shape))
-    return np.asarray(message.coordinates, np.int64).reshape(shape)
+    return mesh_shape, np.asarray(coordinates, np.int64).reshape(shape)
+
+
+def _numbers(packed: bytes) -> list[int]:
+    found, at = [], 0
+    while at < len(packed):
+        number, at = _varint(packed, at)
+        found.append(number)
+    return found
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number, which is written in groups of 7 bits, and where the next one begins."""
+    end = at
+    while data[end] & 0x80:
+        end += 1
+    groups = enumerate(data[at : end + 1])
+    return sum((byte & 0x7F) << 7 * i for i, byte in groups), end + 1
+
+
+def _varints(numbers: list[int]) -> bytes:
+    found = bytearray()
+    for number in numbers:
+        while number > 0x7F:
+            found.append(number & 0x7F | 0x80)
+            number >>= 7
+        found.append(number)
+    return bytes(found)
 
 
 def _checked_mesh(given: object) -> tuple[int, ...]:

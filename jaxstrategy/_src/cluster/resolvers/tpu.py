@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import enum
 import os
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, final
 
@@ -20,175 +16,6 @@ from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
 from jaxstrategy._src.cluster.resolvers.environment import default_resolver
 from jaxstrategy._src.text.shown import shown
-
-
-class EmbeddingFeature(enum.Enum):
-    """The generation of the units of a TPU that look up embeddings."""
-
-    UNSUPPORTED = "UNSUPPORTED"
-    V1 = "V1"
-    V2 = "V2"
-
-
-class TPUHardwareFeature(NamedTuple):
-    """What a topology says of the hardware.
-
-    Attributes:
-      embedding_feature: the generation, as TensorFlow's messages number it.
-    """
-
-    embedding_feature: int
-
-
-@final
-class HardwareFeature:
-    """The units of a TPU besides its cores.
-
-    Args:
-      tpu_hardware_feature_proto: the `tpu_hardware_feature` of a resolver, or
-        TensorFlow's message of that name.
-
-    >>> import jaxstrategy as js
-    >>> resolver = js.cluster_resolver.TPUClusterResolver("local")
-    >>> resolver.set_tpu_topology(bytes.fromhex("2a020802"))  # of TensorFlow
-    >>> feature = resolver.tpu_hardware_feature
-    >>> js.tpu.experimental.HardwareFeature(feature).embedding_feature.name
-    'V2'
-    """
-
-    EmbeddingFeature = EmbeddingFeature
-
-    def __init__(self, tpu_hardware_feature_proto: object) -> None:
-        self.tpu_hardware_feature_proto = tpu_hardware_feature_proto
-
-    @property
-    def embedding_feature(self) -> EmbeddingFeature:
-        """The units that look up embeddings.
-
-        Raises:
-          ValueError: what was given does not say.
-        """
-        number = getattr(self.tpu_hardware_feature_proto, "embedding_feature", None)
-        features = list(EmbeddingFeature)
-        if not isinstance(number, int) or not 0 <= number < len(features):
-            raise ValueError(
-                "`HardwareFeature` was given "
-                f"{shown(self.tpu_hardware_feature_proto)}, which names no embedding "
-                "feature. Give `resolver.tpu_hardware_feature`; it is None until "
-                "`resolver.set_tpu_topology` was told of hardware: JAX does not say."
-            )
-        return features[number]
-
-
-# The numbers of the fields of the message, which is a protocol buffer.
-_MESH_SHAPE, _TASKS, _DEVICES, _COORDINATES, _HARDWARE = 1, 2, 3, 4, 5
-_EMBEDDING = 1  # a field of the message of the hardware
-_NUMBER, _BYTES = 0, 2  # how values are written
-_SIZES = {1: 8, 5: 4}  # of other kinds of values
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class TopologyMessage:
-    """A TPU's topology as numbers."""
-
-    mesh_shape: Sequence[int]
-    tasks: int
-    devices: int
-    coordinates: Sequence[int]
-    embedding: int | None = None
-
-    @staticmethod
-    def parsed(serialized: bytes) -> TopologyMessage:
-        """The message in `serialized`."""
-        try:
-            fields = _fields(bytes(memoryview(serialized)))
-            has_hardware = _HARDWARE in fields
-            tasks, devices, embedding = (
-                (_numbers(each) or [0])[-1]
-                for each in (
-                    fields[_TASKS],
-                    fields[_DEVICES],
-                    _fields(fields[_HARDWARE])[_EMBEDDING],
-                )
-            )
-            mesh_shape = _numbers(fields[_MESH_SHAPE])
-            coordinates = _numbers(fields[_COORDINATES])
-        except (LookupError, TypeError):  # it ends too early; it has no bytes
-            raise ValueError(
-                "A serialized topology was wanted, as `Topology.serialized()` makes "
-                f"it; got {shown(serialized)}."
-            ) from None
-        return TopologyMessage(
-            mesh_shape, tasks, devices, coordinates, embedding if has_hardware else None
-        )
-
-    def serialized(self) -> bytes:
-        """The message as bytes, which TensorFlow reads."""
-
-        def number(field: int, value: int) -> bytes:
-            # A field that is 0 is left out, as TensorFlow does.
-            return _written([field << 3 | _NUMBER, value]) if value else b""
-
-        def delimited(field: int, value: bytes) -> bytes:
-            return _written([field << 3 | _BYTES, len(value)]) + value
-
-        def packed(field: int, values: Sequence[int]) -> bytes:
-            return delimited(field, _written(values)) if len(values) else b""
-
-        message = packed(_MESH_SHAPE, self.mesh_shape)
-        message += number(_TASKS, self.tasks) + number(_DEVICES, self.devices)
-        message += packed(_COORDINATES, self.coordinates)
-        if self.embedding is not None:
-            message += delimited(_HARDWARE, number(_EMBEDDING, self.embedding))
-        return message
-
-
-def _fields(message: bytes) -> collections.defaultdict[int, bytes]:
-    """What each field holds, by its number; several of one number are joined."""
-    found, at = collections.defaultdict[int, bytes](bytes), 0
-    while at < len(message):
-        key, at = _number(message, at)
-        kind, start = key & 7, at
-        if kind == _NUMBER:
-            _, at = _number(message, at)
-        else:
-            size, start = _number(message, at) if kind == _BYTES else (_SIZES[kind], at)
-            at = start + size
-        if at > len(message):
-            raise IndexError("it ends too early")
-        found[key >> 3] += message[start:at]
-    return found
-
-
-def _numbers(packed: bytes) -> list[int]:
-    found, at = [], 0
-    while at < len(packed):
-        number, at = _number(packed, at)
-        found.append(number)
-    return found
-
-
-def _number(data: bytes, at: int) -> tuple[int, int]:
-    """A number, which is written in groups of 7 bits, and where the next one begins."""
-    number = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-        shift += 7
-
-
-def _written(numbers: Sequence[int]) -> bytes:
-    found = bytearray()
-    for number in numbers:
-        while number > 0x7F:
-            found.append(number & 0x7F | 0x80)
-            number >>= 7
-        found.append(number)
-    return bytes(found)
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -281,7 +108,6 @@ class TPUClusterResolver(ClusterResolver):
                     "address, or leave out both."
                 )
             self._coordinator[coordinator_name] = [coordinator_address]
-        self._topology: TopologyMessage | None = None
 
     @classmethod
     def connect(
@@ -356,27 +182,6 @@ class TPUClusterResolver(ClusterResolver):
 
         found = jax.local_devices() if self.is_local else jax.devices()
         return sorted(found, key=lambda d: (d.process_index, d.id))
-
-    def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Keeps what `tpu_hardware_feature` tells.
-
-        Args:
-          serialized_tpu_topology: a topology, `serialized()` here or in TensorFlow.
-
-        Raises:
-          ValueError: it is none.
-        """
-        self._topology = TopologyMessage.parsed(serialized_tpu_topology)
-
-    @property
-    def tpu_hardware_feature(self) -> TPUHardwareFeature | None:
-        """The hardware, as a topology that was set describes it; None without one.
-
-        JAX does not know it.
-        """
-        if self._topology is None or self._topology.embedding is None:
-            return None
-        return TPUHardwareFeature(self._topology.embedding)
 
     def __enter__(self) -> Self:
         return self
