@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.inputs.progress import progress as progress
     from jaxstrategy._src.training.losses import (
         compute_average_loss as compute_average_loss,
         scale_regularization_loss as scale_regularization_loss,

@@ -64,7 +64,7 @@ def main() -> None:
     dataset = strategy.experimental_distribute_dataset(
         js.batches(np.ones((40, 4), np.float32), 16)
     )
-    for x in js.training.progress(dataset, description="train"):
+    for x in dataset:
         w, value = step(w, x)
         print(float(value))
     for x in strategy.distribute_datasets_from_function(batches):

@@ -263,20 +263,12 @@ class Grouped(Iterable[tuple[PyTree, ...]]):
 
     def __len__(self) -> int:
         """The number of tuples of a pass, if the dataset knows its length."""
-        return -(-self.number_of_batches() // self._k)
-
-    def number_of_batches(self) -> int:
-        """The number of batches in all tuples of a pass together.
-
-        Raises:
-          TypeError: the dataset does not know its length.
-        """
         if not isinstance(self._dataset, Sized):
             raise TypeError(
                 f"How many batches a {type(self._dataset).__name__} has is not known. "
                 "Count the groups, or give a dataset that has a length."
             )
-        return len(self._dataset)
+        return -(-len(self._dataset) // self._k)
 
 
 def grouped(dataset: Iterable[PyTree], k: int) -> Grouped:

@@ -18,7 +18,6 @@ from jaxstrategy._src.cluster.resolvers import environment
 from jaxstrategy._src.contexts.replica_context import AnyStrategy
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.iterator import DistributedIterator
-from jaxstrategy._src.inputs.progress import progress as progress_of
 from jaxstrategy._src.preemption.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,
@@ -94,7 +93,7 @@ class TrainingLoop:
         """Pairs of the number of steps before this one, and its batch."""
         batches = self._batches()
         if self._show_progress:
-            batches = progress_of(batches, total=self._steps - self.step)
+            batches = _shown(batches, self._steps - self.step)
         for batch in batches:
             yield self.step, batch
             self.step += 1
@@ -194,6 +193,23 @@ class _StepCount:
             self._file = None
 
 
+def _shown(batches: Iterator[PyTree], total: int) -> Iterator[PyTree]:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return batches
+    is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return iter(
+        tqdm(
+            batches,
+            total=total,
+            unit="step",
+            disable=jax.process_index() > 0,
+            mininterval=0.1 if is_seen else 60.0,  # in a log each is a line
+        )
+    )
+
+
 def training_loop(
     dataset: DistributedDataset,
     state: PyTree | Callable[[], PyTree],
@@ -223,7 +239,7 @@ def training_loop(
       every: after how many steps the state is saved.
       in_sync_every: after how many steps `assert_in_sync` compares the state, by
         default never.
-      progress: whether to show how far it is, as `progress` does.
+      progress: whether the first process shows how far it is, if tqdm is installed.
       strategy: by default the current one.
       termination_config: how it is noticed that the machine is wanted back.
 
