@@ -45,7 +45,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy._src.tracing.explanation.compiled_program import compiled_collectives
+from jaxstrategy._src.tracing.explanation.compiled_program import HloModule
 
 numbers = itertools.count()
 
@@ -84,7 +84,8 @@ class Compiled:
         """Kind, bytes that a device sends in a ring, and how often."""
         replicas = js.MirroredStrategy(jax.devices())._replicas
         links = js.profiling.Topology(1.0, 0.0, replicas.count)
-        found = compiled_collectives(self._module[0].to_string(), replicas, __file__)
+        module = HloModule(self._module[0].to_string())
+        found = module.collectives(replicas, __file__)
         return [(c.kind, c.seconds(links, "ring"), c.least_times) for c in found]
 
     @property

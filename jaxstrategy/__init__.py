@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         VariableSynchronization as VariableSynchronization,
     )
     from jaxstrategy._src.parameter_servers.server import Server as Server
-    from jaxstrategy._src.planning.plan import plan as plan
+    from jaxstrategy._src.planning import plan as plan
     from jaxstrategy._src.reductions.cross_device_ops import (
         CrossDeviceOps as CrossDeviceOps,
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,

@@ -14,15 +14,15 @@ def main() -> None:
     add("--devices", help='as of `planning.describe`, such as "v5p-64" or "cpu"')
     add("--memory", help='of one device, such as "16GiB"')
     add("--simulate", type=int, help="makes so many CPU devices before")
-    args = parser.parse_args()
-    module, _, name = args.function.partition(":")
+    options = {x: y for x, y in vars(parser.parse_args()).items() if y is not None}
+    module, _, name = (wanted := options.pop("function")).partition(":")
     if not (module and name):
-        parser.error(f"{args.function!r} is not module:function, as train:planned")
+        parser.error(f"{wanted!r} is not module:function, as train:planned")
     sys.path.insert(0, os.getcwd())
     import jaxstrategy as js
 
-    if args.simulate:
-        js.simulate(args.simulate)
+    if count := options.pop("simulate", 0):
+        js.simulate(count)
     try:
         function = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as missing:
@@ -34,15 +34,11 @@ def main() -> None:
     given = function()
     if not isinstance(given, dict | list | tuple) or len(given) < 3:
         parser.error(
-            f"{args.function!r} returned {given!r}; the arguments of `js.plan` were "
-            "wanted, `(build, step, batch)` or a dict"
+            f"{wanted!r} returned {given!r}; the arguments of `js.plan` were wanted, "
+            "`(build, step, batch)` or a dict"
         )
-    wanted = {"devices": args.devices, "memory": args.memory}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    if isinstance(given, dict):
-        print(js.plan(**given | wanted))
-    else:
-        print(js.plan(*given, **wanted))
+    args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+    print(js.plan(*args, **kwargs | options))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy._src.tracing.explanation.compiled_program import compiled_collectives
+from jaxstrategy._src.tracing.explanation.compiled_program import HloModule
 
 N, UNITS = 8, 16
 KERNEL = UNITS * UNITS * 4  # bytes
@@ -237,8 +237,8 @@ def test_a_layer_that_is_computed_again_gathers_its_weight_again(
     gathered = re.findall(r"stablehlo.all_gather\"\((%\w+)(?:#\d+)?\)", text)
     assert len(gathered) == COUNT * times
     assert sum(name in behind for name in gathered) == COUNT * (times - 1)
-    compiled = program.compile().as_text()
-    found = compiled_collectives(compiled, four_divided._replicas, __file__)
+    compiled = HloModule(program.compile().as_text())
+    found = compiled.collectives(four_divided._replicas, __file__)
     gathers = [4 * each.nbytes for each in found if each.kind == "all_gather"]
     # That of JAX 0.10 for processors drops barriers before it joins what is equal.
     kept = times if barriers_last() else 1

@@ -533,7 +533,7 @@ PROGRAM = Path(__file__).parents[1] / "helpers" / "compiled_program.hlo"
 def written(cores):
     text = PROGRAM.read_text().replace("FILE", __file__)
     return list(
-        compiled_program.compiled_collectives(text, cores._replicas, "/outermost.py")
+        compiled_program.HloModule(text).collectives(cores._replicas, "/outermost.py")
     )
 
 
@@ -579,11 +579,11 @@ class OnGpu:
 def test_products_and_convolutions_of_libraries_are_counted():
     loop, batched = 2 * 64 * 32 * 32, 2 * 8 * 16 * 16 * 4
     convolution = 2 * (2 * 4 * 4 * 6) * (3 * 3 * 3)
-    flops = compiled_program.figures(OnGpu()).flops
-    assert flops == loop + batched + 3 * convolution
+    found = compiled_program.figures(OnGpu())
+    assert found.flops == loop + batched + 3 * convolution
     arrays = 4 * (2 * 64 * 32 + 32 * 32), 2 * 8 * (2 * 16 * 4 + 16 * 16)
     images = 4 * 3 * (2 * 9 * 9 * 3 + 6 * 3 * 3 * 3 + 2 * 4 * 4 * 6)
-    assert compiled_program.work(OnGpu()) == (
+    assert (found.operations, found.moved) == (
         5 * loop + batched + 3 * convolution,
         5 * arrays[0] + arrays[1] + images,
     )

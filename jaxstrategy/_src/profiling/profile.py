@@ -151,7 +151,7 @@ class StepAnalysis:
             )
             if self._compiled and ahead is not None:
                 of_xla = compiled_program.figures(ahead.compiled)
-                found = dataclasses.replace(found, **of_xla._asdict())
+                found = dataclasses.replace(found, **of_xla.of_explanation())
             flops = _total([found.flops], len(self._replicas.all_devices))
             # In a function that is traced, nobody knows how often it is run.
             has_loops = found.has_loops or arrays.is_traced()

@@ -55,12 +55,10 @@ class HloModule:
     """A compiled program, parsed from `jax.stages.Compiled.as_text`."""
 
     def __init__(self, text: str) -> None:
+        self.text = text
         self._computations: dict[str, list[re.Match[str]]] = {}
         self._entry = ""
         self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-        self._read(text)
-
-    def _read(self, text: str) -> None:
         rows: dict[int, str] = {}
         body: list[re.Match[str]] = []
         for line in text.splitlines():
@@ -80,22 +78,21 @@ class HloModule:
             elif line:
                 rows = {}  # another table
 
-    def instructions(self) -> Iterator[HloInstruction]:
-        """All executed instructions, in order; those of a function for each call."""
-        yield from self._instructions_of(self._entry, (), False)
-
-    def _instructions_of(
-        self, name: str, loops: tuple[int | None, ...], in_branch: bool
+    def instructions(
+        self,
+        computation: str | None = None,
+        loops: tuple[int | None, ...] = (),
+        in_branch: bool = False,
     ) -> Iterator[HloInstruction]:
+        """All executed instructions, in order; those of a function for each call."""
+        name = self._entry if computation is None else computation
         types: dict[str, list[HloArray]] = {}
         for found in self._computations.get(name, ()):
-            types[found["name"]] = list(
-                itertools.starmap(_array, _ARRAY.findall(found["type"]))
-            )
+            arrays = itertools.starmap(_array, _ARRAY.findall(found["type"]))
+            results = types[found["name"]] = list(arrays)
             names, attributes = _operands(found)
             operands = [array for x in names for array in types.get(x, ())]
             opcode = found["opcode"]
-            results = types[found["name"]]
             yield HloInstruction(
                 *(found["name"], name, opcode, operands, results),
                 *(attributes, loops, in_branch),
@@ -109,10 +106,38 @@ class HloModule:
                 called += [name.strip().removeprefix("%") for name in listed.split(",")]
             for each in filter(None, called):
                 is_choice = in_branch or opcode == "conditional"
-                yield from self._instructions_of(each, around, is_choice)
+                yield from self.instructions(each, around, is_choice)
 
-    def origins(self, instruction: HloInstruction) -> Iterator[int]:
-        """Stack frame ids of an instruction, of its first reader, and so on."""
+    def collectives(
+        self, replicas: Replicas, outermost: str
+    ) -> Iterator[CompiledCollective]:
+        """The collectives between devices, in order."""
+        mesh = replicas.mesh
+        for each in self.instructions():
+            operation = each.opcode.removesuffix("-start")
+            if operation not in _KINDS:
+                continue
+            groups = _groups(each.attributes) or (tuple(range(mesh.devices.size)),)
+            if max(map(len, groups)) == 1:
+                continue
+            # The axes of the mesh along which members of a group differ.
+            indices = [np.unravel_index(group, mesh.devices.shape) for group in groups]
+            differ = [any(map(np.ptp, along)) for along in zip(*indices, strict=True)]
+            yield CompiledCollective(
+                operation=operation,
+                kind=_KINDS[operation],
+                nbytes=sum(array.nbytes for array in each.operands),
+                dtypes=tuple(dict.fromkeys(array.dtype for array in each.operands)),
+                loops=each.loops,
+                in_branch=each.in_branch,
+                groups=groups,
+                axes=tuple(itertools.compress(mesh.axis_names, differ)),
+                inner_axes=replicas.inner_axes,
+                line=next(self._lines(each, outermost), None),
+            )
+
+    def _lines(self, instruction: HloInstruction, outermost: str) -> Iterator[Line]:
+        """The user's lines of an instruction, of its first reader, and so on."""
         body = {x["name"]: x for x in self._computations[instruction.computation]}
         first_readers: dict[str, str] = {}
         for reader, found in body.items():
@@ -121,16 +146,19 @@ class HloModule:
         name: str | None = instruction.name
         while name is not None:
             if (frame := _FRAME.search(body[name].string)) is not None:
-                yield int(frame[1])
+                frames = itertools.takewhile(
+                    lambda frame: frame[0] != outermost, self._frames(int(frame[1]))
+                )
+                if (line := user_code.innermost(frames)) is not None:
+                    yield line
             name = first_readers.get(name)
 
-    def frames(self, origin: int) -> Iterator[tuple[str, int]]:
+    def _frames(self, number: int) -> Iterator[tuple[str, int]]:
         """The files and lines of a stack frame and its parents."""
         frames = self._tables["StackFrames"]
         # Ids of parents have an offset (1, JAX 0.10 and 0.12), which is the parent of
         # the outermost frame.
         offset = _fields(frames.get(1, "")).get("parent_frame_id", 0)
-        number = origin
         while number in frames:
             frame = _fields(frames[number])
             place = _fields(self._tables["FileLocations"][frame["file_location_id"]])
@@ -185,47 +213,6 @@ _COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\
 _BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
-def compiled_collectives(
-    text: str, replicas: Replicas, outermost: str
-) -> Iterator[CompiledCollective]:
-    """The collectives between devices, in order."""
-    module = HloModule(text)
-    for each in module.instructions():
-        operation = each.opcode.removesuffix("-start")
-        if operation not in _KINDS:
-            continue
-        mesh = replicas.mesh
-        groups = _groups(each.attributes) or (tuple(range(mesh.devices.size)),)
-        if max(map(len, groups)) == 1:
-            continue
-        # The axes of the mesh along which members of a group differ.
-        indices = [np.unravel_index(group, mesh.devices.shape) for group in groups]
-        differ = [any(map(np.ptp, along)) for along in zip(*indices, strict=True)]
-        yield CompiledCollective(
-            operation=operation,
-            kind=_KINDS[operation],
-            nbytes=sum(array.nbytes for array in each.operands),
-            dtypes=tuple(dict.fromkeys(array.dtype for array in each.operands)),
-            loops=each.loops,
-            in_branch=each.in_branch,
-            groups=groups,
-            axes=tuple(itertools.compress(mesh.axis_names, differ)),
-            inner_axes=replicas.inner_axes,
-            line=_line(module, each, outermost),
-        )
-
-
-def _line(module: HloModule, found: HloInstruction, outermost: str) -> Line | None:
-    """The user's line of an instruction, or else of the first that reads it."""
-    for origin in module.origins(found):
-        frames = itertools.takewhile(
-            lambda frame: frame[0] != outermost, module.frames(origin)
-        )
-        if (line := user_code.innermost(frames)) is not None:
-            return line
-    return None
-
-
 def _groups(attributes: str) -> DeviceGroups | None:
     """The groups of devices of a collective; None: one of all."""
     if (found := _PAIRS.search(attributes) or _LISTED.search(attributes)) is not None:
@@ -253,7 +240,6 @@ def _numbers(written: str) -> tuple[int, ...]:
     return tuple(map(int, written.split(",")))
 
 
-_LOOP = re.compile(r"\bwhile\(")
 # Of matrix products and convolutions, as instructions or calls of cuBLAS and cuDNN.
 _CONTRACTED = re.compile(r"\blhs_contracting_dim(?:ension)?s\W+([\d,\"]*)[\]}]")
 _KERNEL = re.compile(r"\bdim_labels=\w+_(\w+)->")
@@ -275,17 +261,30 @@ _UNCOUNTED = re.compile(
 
 
 class Figures(NamedTuple):
-    """XLA's figures of a program on one device, with the body of a loop once."""
+    """XLA's figures of a program on one device.
 
-    memory: Memory | None = None
-    flops: float | None = None
-    has_loops: bool = False
-    uncounted_calls: tuple[str, ...] = ()
+    `flops` count the body of a loop once; `operations`, and the bytes that are read and
+    written, `moved`, as often as its known iterations.
+    """
+
+    memory: Memory | None
+    flops: float | None
+    has_loops: bool
+    uncounted_calls: tuple[str, ...]
+    operations: float
+    moved: float
+    module: HloModule
+
+    def of_explanation(self) -> dict[str, Any]:
+        """Those that an `Explanation` has."""
+        names = ("memory", "flops", "has_loops", "uncounted_calls")
+        return {name: getattr(self, name) for name in names}
 
 
 def figures(executable: Any) -> Figures:
-    """XLA's figures of a compiled program."""
-    stats, costs = executable.memory_analysis(), executable.cost_analysis()
+    """XLA's figures of a compiled program, with library calls by its text."""
+    module = HloModule(executable.as_text() or "")
+    stats, costs = executable.memory_analysis(), executable.cost_analysis() or {}
     memory = stats and Memory(
         arguments=stats.argument_size_in_bytes,
         results=stats.output_size_in_bytes,
@@ -293,50 +292,34 @@ def figures(executable: Any) -> Figures:
         temporary=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
     )
-    text, flops = executable.as_text() or "", None
-    has_loops, uncounted = _LOOP.search(text) is not None, dict[str, None]()
-    if costs and "flops" in costs:
-        flops = max(costs["flops"], 0.0)  # -1 for a library call
-        for each in HloModule(text).instructions():
-            if _is_library_call(each):
-                flops += _operations(each)
-            elif (found := _UNCOUNTED.search(each.attributes)) is not None:
-                uncounted[found[1]] = None
-    return Figures(memory, flops, has_loops, tuple(uncounted))
-
-
-def work(executable: Any) -> tuple[float, float]:
-    """The operations of one device, and the bytes that it reads and writes.
-
-    XLA's figures, scaled by known iterations of loops, and with library calls: both
-    are taken from the text of the program.
-    """
-    costs = executable.cost_analysis() or {}
-    once, repeated, libraries = np.zeros(2), np.zeros(2), np.zeros(2)
-    for each in HloModule(executable.as_text() or "").instructions():
+    once, repeated, calls, repeated_calls = np.zeros((4, 2))
+    uncounted, has_loops = dict[str, None](), False
+    for each in module.instructions():
+        has_loops |= each.opcode == "while"
         if each.opcode in ("parameter", "tuple", "get-tuple-element", "while", "call"):
             continue
-        is_call = _is_library_call(each)
+        is_call = _LIBRARY_CALL.search(each.attributes) is not None
         # The last of several results of a library call is its workspace.
         last = max(len(each.results) - 1, 1) if is_call else None
-        arrays = (*each.operands, *each.results[:last])
-        nbytes = sum(array.nbytes for array in arrays)
+        nbytes = sum(array.nbytes for array in (*each.operands, *each.results[:last]))
         amounts = np.array([_operations(each), nbytes], float)
         times = math.prod(1 if n is None else n for n in each.loops)
         if is_call:
-            libraries += amounts * times
+            calls += amounts
+            repeated_calls += amounts * times
         else:
             once += amounts
             repeated += amounts * times
+            if (found := _UNCOUNTED.search(each.attributes)) is not None:
+                uncounted[found[1]] = None
     scale = np.divide(repeated, once, out=np.ones(2), where=once > 0)
-    figures = [costs.get("flops", 0.0), costs.get("bytes accessed", 0.0)]
-    operations, moved = (np.maximum(figures, 0.0) * scale + libraries).tolist()
-    return operations, moved
-
-
-def _is_library_call(instruction: HloInstruction) -> bool:
-    """Whether it does products or convolutions that XLA does not count."""
-    return _LIBRARY_CALL.search(instruction.attributes) is not None
+    # -1 for a library call.
+    counted = np.maximum([costs.get(x, 0.0) for x in ("flops", "bytes accessed")], 0.0)
+    operations, moved = (counted * scale + repeated_calls).tolist()
+    flops = float(counted[0] + calls[0]) if "flops" in costs else None
+    return Figures(
+        *(memory, flops, has_loops, tuple(uncounted)), *(operations, moved, module)
+    )
 
 
 def _operations(instruction: HloInstruction) -> float:

@@ -22,11 +22,7 @@ from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing import roles as _roles
 from jaxstrategy._src.tracing.checks.step_checks import problems
-from jaxstrategy._src.tracing.explanation.compiled_program import (
-    Figures,
-    compiled_collectives,
-    figures,
-)
+from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.explanation.facts import (
     DeviceExchange,
@@ -88,14 +84,13 @@ def explain(
     lowered = Program(replica_step, unchecked, steps.append).lower(leaves)
     (step,) = steps
     replicas = environment.replicas
-    xla_figures, between_devices = Figures(), None
+    of_xla: dict[str, Any] = {}
     if compiled:
-        executable = lowered.compile()
-        xla_figures = figures(executable)
-        if (text := executable.as_text()) is not None:
-            between_devices = tuple(
-                compiled_collectives(text, replicas, outermost=__file__)
-            )
+        program = compiled_program.figures(lowered.compile())
+        of_xla = program.of_explanation()
+        if program.module.text:
+            between = program.module.collectives(replicas, outermost=__file__)
+            of_xla["compiled_collectives"] = tuple(between)
     mirrored, per_replica = _results(step)
     donatable = list(_donatable(step))
     statics = iter(signature.statics)
@@ -123,14 +118,10 @@ def explain(
         donate_argnums=_whole_positions(step, {*step.donated, *donatable}),
         problems=tuple(problems(step, options.expect_mirrored)),
         topology=topology,
-        memory=xla_figures.memory,
-        flops=xla_figures.flops,
         sharding=_sharding(step, leaves, collectives),
         replicas_per_device=replicas.per_device,
         logical_axes=replicas.inner_sizes,
-        compiled_collectives=between_devices,
-        has_loops=xla_figures.has_loops,
-        uncounted_calls=xla_figures.uncounted_calls,
+        **of_xla,
     )
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
 import math
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.executor import CompiledStep, ReplicatedFunction
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.planning.machine import Machine, describe
-from jaxstrategy._src.replicas.devices import Device
+from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.inner_axes import is_spec
 from jaxstrategy._src.replicas.mesh import axes_of
 from jaxstrategy._src.replicas.state_sharding import StateSharding
@@ -30,6 +29,7 @@ from jaxstrategy._src.text import html
 from jaxstrategy._src.text.shown import (
     bytes_of,
     columns,
+    positive,
     shown,
     with_bytes,
     with_seconds,
@@ -43,6 +43,157 @@ from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica, contents, is_per_replica
 from jaxstrategy._src.values.trees import annotated_leaves
+
+_NUMBERS = ("memory", "flops", "memory_bandwidth", "bandwidth", "call_seconds")
+# Of data sheets, by a part of `device_kind`: bytes; operations a second in products of
+# 16-bit matrices; bytes a second of the memory, and one way over the links.
+_PUBLISHED = {
+    "B200": (180e9, 2250e12, 8e12, 900e9),
+    "H200": (141e9, 989e12, 4.8e12, 450e9),
+    "H100": (80e9, 989e12, 3.35e12, 450e9),
+    "A100": (80e9, 312e12, 2e12, 300e9),
+    "V100": (16e9, 125e12, 0.9e12, 150e9),
+    "L4": (24e9, 121e12, 0.3e12, 32e9),
+    "T4": (16e9, 65e12, 0.3e12, 16e9),
+    "TPU v4": (32 * 2**30, 275e12, 1.2e12, 150e9),
+    "TPU v5 lite": (16 * 2**30, 197e12, 0.82e12, 100e9),
+    "TPU v5": (95 * 2**30, 459e12, 2.76e12, 300e9),
+    "TPU v6 lite": (32 * 2**30, 918e12, 1.64e12, 224e9),
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices by numbers, for `js.plan`. Made by `planning.describe`.
+
+    Attributes:
+      kind: what they are called.
+      devices: what XLA compiles for.
+      memory: bytes of one device; None where that is not known.
+      flops: floating-point operations that one can do in a second.
+      memory_bandwidth: bytes that one can read or write in a second.
+      topology: the links between them.
+      call_seconds: how long the host takes to start a program on all of them.
+      is_here: whether they are devices of this process.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy import planning
+    >>> _ = js.simulate(8)
+    >>> planning.describe("A100", count=2).topology.bandwidth
+    300000000000.0
+    """
+
+    kind: str
+    devices: Sequence[_devices.Device] = dataclasses.field(repr=False)
+    memory: int | None
+    flops: float
+    memory_bandwidth: float
+    topology: Topology
+    call_seconds: float
+    is_here: bool
+
+    def __post_init__(self) -> None:
+        links, count = self.topology, len(self.devices)
+        if not isinstance(links, Topology):
+            raise TypeError(
+                f"`topology` was {shown(links)}; a `js.profiling.Topology` was wanted, "
+                "for example what `strategy.measure_links()` returns."
+            )
+        if links.replicas != count:
+            raise ValueError(
+                f"`topology` was that of {links.replicas} replicas, but there are "
+                f"{count} devices. Give `topology.with_replicas({count})`."
+            )
+
+    def __str__(self) -> str:
+        of = "" if self.memory is None else f" of {with_bytes(self.memory)}"
+        return f"{len(self.devices)} {self.kind}{of}"
+
+
+def describe(
+    what: str | Sequence[_devices.Device | str] | None = None,
+    *,
+    count: int | None = None,
+    memory: int | str | None = None,
+    flops: float | None = None,
+    memory_bandwidth: float | None = None,
+    bandwidth: float | None = None,
+    call_seconds: float | None = None,
+    topology: Topology | None = None,
+) -> Machine:
+    """Devices by numbers, for `js.plan`: those given, else those of data sheets.
+
+    They are devices of this process, by default all; or a slice of TPUs, as `"v5p-64"`
+    or `"v5e:4x8"`, which need not be here, as XLA compiles for it where `libtpu` is
+    installed; or GPUs by a `count` and a name, such as `"H100"`, or numbers. XLA cannot
+    compile for GPUs that are not here, so that programs are those of as many simulated
+    CPU devices (`js.simulate`): the state is right to the byte, what a step needs in
+    between is near.
+
+    Args:
+      what: devices or names, see above.
+      count: how many GPUs.
+      memory: of one device, in bytes or as `"80GiB"`.
+      flops: floating-point operations that one device can do in a second; published
+        ones are those of products of 16-bit matrices, those of CPUs a guess.
+      memory_bandwidth: bytes that it can read or write in a second.
+      bandwidth: bytes that it can send in a second.
+      call_seconds: how long the host takes to start a program on all of them.
+      topology: the links in more detail, such as `strategy.measure_links()`.
+
+    Raises:
+      ValueError: nothing is known by this name, a number is missing or not positive, or
+        there are too few simulated devices.
+      TypeError: `count` is no whole number, `memory` no size, `topology` none.
+      RuntimeError: `libtpu` is missing, or cannot make such a slice.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy import planning
+    >>> _ = js.simulate(8)
+    >>> print(planning.describe("H100", count=8))
+    8 H100 of 74.5 GiB
+    """
+    size = None if memory is None else bytes_of(memory)
+    given = (size, flops, memory_bandwidth, bandwidth, call_seconds)
+    told = {x: y for x, y in zip(_NUMBERS, given, strict=True) if y is not None}
+    for name, number in told.items():
+        if not number > 0:
+            raise ValueError(f"`{name}` was {number}; a positive number was wanted.")
+    numbers: dict[str, Any] = {"call_seconds": 5e-5}
+    kind = name = str(what or "devices")
+    if is_here := count is None and not re.match(r"v\d", kind):
+        devices = _devices.default_devices() if what is None else _devices.choose(what)
+        kind = name = devices[0].device_kind
+        # A guess, of simulated devices, which share the cores.
+        shared = ((os.cpu_count() or 1) * 1e11, 4e10, 1e10)
+        guess = (None, *(each / len(devices) for each in shared), 3e-4)
+        numbers = dict(zip(_NUMBERS, guess, strict=True))
+    elif count is None:
+        devices = _devices.tpu_slice(kind)
+        name = devices[0].device_kind
+    elif len(devices := jax.local_devices(backend="cpu")) < positive("count", count):
+        raise ValueError(
+            f"Programs for {count} GPUs that are not here are compiled for as many "
+            f"simulated devices, and there are {len(devices)}. Call "
+            f"`js.simulate({count})` before anything uses JAX's devices."
+        )
+    devices = tuple(devices[:count])
+    known = (each for part, each in _PUBLISHED.items() if part in name)
+    numbers |= zip(_NUMBERS, next(known, ()), strict=False)
+    if is_here and (stats := devices[0].memory_stats()):
+        numbers["memory"] = stats.get("bytes_limit", numbers["memory"])
+    numbers |= told | ({} if topology is None else {"bandwidth": 1.0})
+    if missing := [each for each in _NUMBERS if each not in numbers]:
+        raise ValueError(
+            f"`{missing[0]}` of {name!r} is not known. Give `memory=`, `flops=`, "
+            "`memory_bandwidth=` and `bandwidth=`, or the name of one of "
+            f"{', '.join(_PUBLISHED)}."
+        )
+    links = Topology(numbers.pop("bandwidth"), 1e-5, len(devices))
+    links = links if topology is None else topology
+    return Machine(kind, devices, topology=links, is_here=is_here, **numbers)
+
 
 # Of layouts that take about as long, the one that says less is better.
 _SIMPLER = 1.02
@@ -64,8 +215,12 @@ class _Step:
     options: RunOptions | None
 
     @property
-    def has_parts(self) -> bool:
-        return "accumulate" in inspect.signature(self.function).parameters
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    @property
+    def rows(self) -> int:
+        return jax.tree.leaves(self.batch)[0].shape[0]
 
 
 @final
@@ -161,14 +316,18 @@ class PlannedLayout:
     def explain(self, compiled: bool = True) -> Explanation:
         """The report of `strategy.explain`; the step is traced and compiled anew."""
         strategy, step, args = self._call()
-        links = self._step.machine.topology.with_replicas(strategy.num_replicas_in_sync)
+        links = self._step.machine.topology.with_replicas(self._num_replicas)
         with _context.outside():
             return strategy.explain(step, args, topology=links, compiled=compiled)
 
+    @property
+    def _num_replicas(self) -> int:
+        inner = self.arguments.get("logical_axes", {}).values()
+        return len(self._step.machine.devices) // math.prod(inner)
+
     def _call(self) -> tuple[Strategy, ReplicatedFunction, tuple[PyTree, ...]]:
-        step = self._step
+        step, count = self._step, self._num_replicas
         strategy = Strategy(step.machine.devices, **self.arguments)
-        count = strategy.num_replicas_in_sync
 
         def divided(leaf: Leaf) -> PerReplica:  # filled up, as a dataset does
             rows, *rest = leaf.shape
@@ -177,27 +336,26 @@ class PlannedLayout:
         batch = jax.tree.map(divided, step.batch)
         last = batch if self.several == 1 else (batch,) * self.several
         state = InnerShardings(step.specs, (), strategy._replicas).typed(step.types)
-        parameters = inspect.signature(step.function).parameters.values()
-        required = [p for p in parameters if p.default is p.empty]
+        required = [x for x in step.parameters.values() if x.default is x.empty]
         is_spread = isinstance(state, tuple) and len(required) == len(state) + 1 > 2
-        args = (*state, last) if is_spread else (state, last)
-        return strategy, self.step(strategy), args
+        return strategy, self.step(strategy), (*(state if is_spread else [state]), last)
 
     def _traced(self) -> PlannedLayout:
-        found, machine = self.explain(compiled=False), self._step.machine
-        state, reason = nbytes_of(jax.tree.leaves(self._step.types)), ""
+        count, machine = self._num_replicas, self._step.machine
+        if count == 1 and "sharding" in self.arguments:
+            return dataclasses.replace(self, reason="there is one replica")
+        found, reason = self.explain(compiled=False), ""
+        state = nbytes_of(jax.tree.leaves(self._step.types))
         if found.sharding is not None:
             state = found.sharding.state_bytes
             if "sharding" in self.arguments and not found.sharding.divided:
                 reason = "no array of the state is large enough to be divided"
-                reason = "there is one replica" if found.num_replicas == 1 else reason
         if not reason and state > (machine.memory or 0):
             reason = f"the state alone takes {with_bytes(state)}"
         # Without latencies, as XLA may join what is sent; where the devices of a
         # replica divide it, each sends a part. State is read and written.
         links = dataclasses.replace(found.topology, latency=0, messages=(), spread=())
-        each = len(machine.devices) / found.num_replicas
-        least = found.communication_time(links) / each
+        least = found.communication_time(links) * count / len(machine.devices)
         least += 2 * state / machine.memory_bandwidth
         return dataclasses.replace(self, state_bytes=state, reason=reason, _least=least)
 
@@ -205,24 +363,21 @@ class PlannedLayout:
         strategy, step, args = self._call()
         with _context.outside():
             program = strategy.compile(step, args).compiled
-        text, memory = program.as_text() or "", compiled_program.figures(program).memory
-        machine = self._step.machine
-        operations, moved = compiled_program.work(program)
+        found, machine = compiled_program.figures(program), self._step.machine
+        memory, moved = found.memory, found.moved
         if machine.devices[0].platform == "cpu":
-            if self.several > 1 and " convolution(" in text:
+            if self.several > 1 and " convolution(" in found.module.text:
                 raise NotImplementedError("XLA on CPUs is slow at them in loops")
             # Memory for what is in between is fresh in each call.
             moved += 0 if memory is None else memory.temporary
-        sent = compiled_program.compiled_collectives(
-            text, strategy._replicas, outermost=__file__
-        )
+        sent = found.module.collectives(strategy._replicas, outermost=__file__)
         # Links are measured by a ring, which takes that time. On TPUs XLA
         # does not say how often loops turn, and the trace does.
         algorithm = "ring" if machine.topology.messages else "fastest"
-        sending = sum(found.seconds(machine.topology, algorithm) for found in sent)
+        sending = sum(each.seconds(machine.topology, algorithm) for each in sent)
         traffic = 2 * self.state_bytes / machine.memory_bandwidth
         seconds = {
-            "operations": operations / machine.flops,
+            "operations": found.operations / machine.flops,
             "memory traffic": moved / machine.memory_bandwidth,
             "communication": max(sending, self._least - traffic),
             "calls": machine.call_seconds / self.several,
@@ -253,7 +408,7 @@ def plan(
     step: Function,
     batch: PyTree,
     *,
-    devices: Machine | Sequence[Device | str] | str | None = None,
+    devices: Machine | Sequence[_devices.Device | str] | str | None = None,
     memory: int | str | None = None,
     topology: Topology | None = None,
     specs: PyTree = None,
@@ -328,8 +483,19 @@ def plan(
         )
     links = machine.topology if topology is None else topology
     machine = dataclasses.replace(machine, memory=size, topology=links)
-    is_function = callable(build) and jax.tree_util.all_leaves([build])
-    types = _built(build) if is_function else _types("build", build)
+    if callable(build) and jax.tree_util.all_leaves([build]):
+        try:
+            inspect.signature(build).bind()
+        except TypeError as error:
+            raise TypeError(
+                f"`build` was {shown(build)}, which takes arguments. Give it with "
+                "them, such as `functools.partial(build, key)`."
+            ) from error
+        except ValueError:  # it has no signature
+            pass
+        types = jax.eval_shape(build)
+    else:
+        types = _types("build", build)
     of_batch = _types("batch", batch)
     if len(counts := {x.shape[0] for x in jax.tree.leaves(of_batch)}) != 1:
         raise ValueError(
@@ -340,31 +506,19 @@ def plan(
     return Plan(_Step(machine, types, of_batch, specs, step, options))
 
 
-def _built(build: Callable[[], PyTree]) -> PyTree:
-    with contextlib.suppress(ValueError):  # it has no signature
-        try:
-            inspect.signature(build).bind()
-        except TypeError as error:
-            raise TypeError(
-                f"`build` was {shown(build)}, which takes arguments. Give it with "
-                "them, such as `functools.partial(build, key)`."
-            ) from error
-    return jax.eval_shape(build)
-
-
 def _types(name: str, tree: PyTree) -> PyTree:
     """The types of the state, or of a batch of all replicas together."""
 
     def typed(path: tuple[Any, ...], leaf: Any) -> Any:
         where = f"`{name}{jax.tree_util.keystr(path)}` was {shown(leaf)}"
+        is_divided = name == "batch" and is_per_replica(leaf)
         try:
-            array = contents(leaf) if is_per_replica(leaf) else leaf
-            found = jax.eval_shape(lambda x: x, array)
+            found = jax.eval_shape(lambda x: x, contents(leaf) if is_divided else leaf)
         except TypeError as error:
             raise TypeError(
                 f"{where}; an array that JAX can hold was wanted, or its type."
             ) from error
-        if is_per_replica(leaf):
+        if is_divided:
             found = _typed(found, math.prod(found.shape[:2]), *found.shape[2:])
         if name == "batch" and not any(found.shape[:1]):
             raise ValueError(
@@ -373,8 +527,7 @@ def _types(name: str, tree: PyTree) -> PyTree:
             )
         return found
 
-    is_leaf = is_per_replica if name == "batch" else None
-    return jax.tree.map_with_path(typed, tree, is_leaf=is_leaf)
+    return jax.tree.map_with_path(typed, tree, is_leaf=is_per_replica)
 
 
 def _typed(leaf: Leaf, *shape: int) -> jax.ShapeDtypeStruct:
@@ -394,8 +547,8 @@ def _candidates(step: _Step) -> Iterator[PlannedLayout]:
             inner.append({"logical_axes": dict(zip(axes, each, strict=True))})
     for arguments in inner:
         yield PlannedLayout(step, arguments)
-        for sharding in (StateSharding("optimizer"), StateSharding("state")):
-            yield PlannedLayout(step, {"sharding": sharding} | arguments)
+        for shard in ("optimizer", "state"):
+            yield PlannedLayout(step, {"sharding": StateSharding(shard)} | arguments)
 
 
 def _searched(step: _Step) -> Iterator[PlannedLayout]:
@@ -407,12 +560,12 @@ def _searched(step: _Step) -> Iterator[PlannedLayout]:
     # What the devices of a replica exchange is known of programs only.
     others.sort(key=lambda layout: ("logical_axes" in layout.arguments, layout._least))
     for layout in (plain, *others):
-        made, reason = layout, layout.reason
+        reason, least = layout.reason, layout._least
         if not reason and len(fitting) >= _ENOUGH:
             reason = f"{_ENOUGH} that seem better fit"
-        if not reason and any(made._least > other.step_seconds for other in fitting):
-            reason = f"what it moves takes {with_seconds(made._least)}"
-        made = dataclasses.replace(made, reason=reason) if reason else made._tried()
+        if not reason and any(least > other.step_seconds for other in fitting):
+            reason = f"what it moves takes {with_seconds(least)}"
+        made = dataclasses.replace(layout, reason=reason) if reason else layout._tried()
         yield made
         if made.memory is not None and not made.fits:
             made = _in_parts(made)
@@ -426,23 +579,22 @@ def _searched(step: _Step) -> Iterator[PlannedLayout]:
 def _in_parts(layout: PlannedLayout) -> PlannedLayout:
     """The same with the fewest parts of a batch that fit, or that take the least."""
     between = layout.memory.temporary if layout.memory is not None else 0
-    if not layout._step.has_parts or layout.left + between <= 0:
+    if "accumulate" not in layout._step.parameters or layout.left + between <= 0:
         return layout
     # What is needed in between seldom shrinks by more than the number of parts.
     best, least = layout, max(between / (layout.left + between), 2)
-    rows = jax.tree.leaves(layout._call()[-1][-1])[0].shape[1]
-    for parts in (each for each in range(2, rows + 1) if rows % each == 0):
+    rows = -(-layout._step.rows // layout._num_replicas)
+    for parts in (n for n in range(2, rows + 1) if rows % n == 0):
         if best.fits or parts > 16 * least:
             break
-        if parts < least:
-            continue
-        made = dataclasses.replace(layout, accumulate=parts)._tried()
-        # The first parts need a sum of gradients, which may be more than they save.
-        if made.memory is None or (best is not layout and made.left <= best.left):
-            break
-        # Nothing is faster in parts.
-        slower = {x: max(made.seconds[x], layout.seconds[x]) for x in layout.seconds}
-        best, least = dataclasses.replace(made, seconds=slower), 2 * parts
+        if parts >= least:
+            made = dataclasses.replace(layout, accumulate=parts)._tried()
+            # The first parts need a sum of gradients, which may be more than they save.
+            if made.memory is None or (best is not layout and made.left <= best.left):
+                break
+            # Nothing is faster in parts.
+            slower = {x: max(made.seconds[x], y) for x, y in layout.seconds.items()}
+            best, least = dataclasses.replace(made, seconds=slower), 2 * parts
     return best
 
 
@@ -470,10 +622,9 @@ class Plan:
     """
 
     def __init__(self, step: _Step) -> None:
-        self.machine = step.machine
+        self.machine, function = step.machine, step.function
         self.layouts = tuple(sorted(_searched(step), key=PlannedLayout._rank))
         self.advice = () if self.layouts[0].fits else tuple(_advice(self.layouts))
-        function = step.function
         while isinstance(function, functools.partial):
             function = function.func
         self._title = f"Plan of `{name_of(function)}` on {step.machine}"
@@ -515,12 +666,15 @@ class Plan:
         left.axvline((self.machine.memory or 0) / 2**20, color="tab:red")
         left.set_xlabel("MiB on a device; red: what it has")
         # Each bar covers the one before, but for its own part.
-        calls = np.array([x.seconds["calls"] for x in known])
-        sent = calls + [x.seconds["communication"] for x in known]
-        whole = np.array([x.step_seconds for x in known])
-        right.barh(names, 1e3 * whole, label="operations, memory traffic")
-        right.barh(names, 1e3 * sent, label="communication")
-        right.barh(names, 1e3 * calls, label="calls")
+        sent, calls = ("communication", "calls"), ("calls",)
+        right.barh(
+            names,
+            [1e3 * x.step_seconds for x in known],
+            label="operations, memory traffic",
+        )
+        for parts in (sent, calls):
+            told = [1e3 * sum(x.seconds[each] for each in parts) for x in known]
+            right.barh(names, told, label=parts[0])
         right.set_xlabel("predicted ms of a step")
         right.legend(loc="upper left", bbox_to_anchor=(1, 1))
         figure.tight_layout()
@@ -538,27 +692,31 @@ class Plan:
             yield str(i), x.name, peak, left, seconds, x.limited_by
 
     def _sentences(self) -> list[str]:
-        if not (fitting := [each for each in self.layouts if each.fits]):
+        fitting = [each for each in self.layouts if each.fits]
+        if not fitting:
             size = with_bytes(self.machine.memory or 0)
             return [f"No layout fits into {size}.", *self.advice]
-        first, *others = fitting
-        if not others:
-            return [f"`{first.name}` is the only layout that fits."]
-        second = others[0]
+        name = f"`{fitting[0].name}` is the"
+        if len(fitting) == 1:
+            return [f"{name} only layout that fits."]
+        first, second = fitting[:2]
         ratio = second.step_seconds / first.step_seconds
         if ratio < _SIMPLER:
-            return [f"`{first.name}` is the simplest of the fastest that fit."]
+            return [f"{name} simplest of the fastest that fit."]
         most = max(first.seconds, key=lambda x: second.seconds[x] - first.seconds[x])
         return [
-            f"`{first.name}` is the fastest of {len(fitting)} layouts that fit: "
-            f"`{second.name}` takes {ratio:.2f} times as long, by its {most}."
+            f"{name} fastest of {len(fitting)} layouts that fit: `{second.name}` takes "
+            f"{ratio:.2f} times as long, by its {most}."
         ]
 
 
 def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
-    known = [each for each in layouts if each.state_bytes and each.accumulate == 1]
-    smallest = min(known, key=lambda each: each.state_bytes)
-    least = max((*known, smallest._tried()), key=lambda each: each.left)
+    """What would help where none fits, in sentences."""
+    known = [each for each in layouts if each.accumulate == 1 and each.state_bytes]
+    known = known or [each for each in layouts if each.memory]  # there is no state
+    least = max(known, key=lambda each: each.left)
+    if least.memory is None:
+        least = min(known, key=lambda each: (each.state_bytes, each._least))._tried()
     if least.memory is None:
         return
     step, peak, state = least._step, least.memory.peak, least.state_bytes
@@ -577,16 +735,22 @@ def _advice(layouts: Sequence[PlannedLayout]) -> Iterator[str]:
         memory = dataclasses.replace(least, _step=fewer)._tried().memory
         return math.inf if memory is None else memory.peak
 
-    rows, limit = jax.tree.leaves(step.batch)[0].shape[0], least.left + peak
-    growing = 2 * max(peak - peak_of(max(rows // 2, 1)), 0)
+    limit, growing = (
+        least.left + peak,
+        2 * max(peak - peak_of(max(step.rows // 2, 1)), 0),
+    )
     fixed = peak - growing
     if growing and limit > fixed:
-        fewer = int(rows * (limit - fixed) / growing)
+        fewer = int(step.rows * (limit - fixed) / growing)
         fewer -= fewer % found.num_replicas
         if fewer and (needed := peak_of(fewer)) <= limit:
-            yield f"- {fewer} rows in place of {rows}: {with_bytes(needed)}."
-    parts = "A parameter `accumulate` of the step"
-    parts = "Rows with more divisors" if step.has_parts else parts
+            yield f"- {fewer} rows in place of {step.rows}: {with_bytes(needed)}."
+    has_parts = "accumulate" in step.parameters
+    parts = (
+        "Rows with more divisors"
+        if has_parts
+        else "A parameter `accumulate` of the step"
+    )
     yield (
         f"- {parts}, or `jax.checkpoint` around layers: "
         f"{with_bytes(growing)} grow with the rows, {with_bytes(fixed)} do not."
