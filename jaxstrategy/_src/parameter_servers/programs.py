@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -21,27 +21,18 @@ from jaxstrategy._src.parameter_servers.protocol import (
 )
 from jaxstrategy._src.values.arrays import aligned, aligned_empty, is_traced
 
-_Program: TypeAlias = Callable[..., Sequence[jax.Array]]
-"""The new state, of the state and the operands."""
-
 _OF_64_BITS = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
 _CHOICES = (
     *("jax_debug_nans", "jax_debug_infs", "jax_disable_jit"),
     *("jax_transfer_guard", "jax_transfer_guard_host_to_device"),
 )
-
-
-def _configured(types: Iterable[Type]) -> contextlib.AbstractContextManager[object]:
-    """JAX as programs of these must find it, whatever the calling thread has chosen."""
-    # The contexts take as long as half a program, and are hardly ever needed.
-    is_wide = any(dtype in _OF_64_BITS for _, dtype in types)
-    if is_wide or is_traced() or any(getattr(jax.config, name) for name in _CHOICES):
-        return _without_choices(is_wide)
-    return contextlib.nullcontext()
+Held: TypeAlias = tuple[np.ndarray | jax.Array, bool]
+"""What a variable holds, and whether somebody has it, so that it must stay."""
 
 
 @contextlib.contextmanager
 def _without_choices(is_wide: bool) -> Iterator[None]:
+    """JAX as programs must find it, whatever the calling thread has chosen."""
     # JAX looks for NaN when the state is donated already, and with an error it is lost.
     checks = jax.debug_nans(False), jax.debug_infs(False)
     width = jax.enable_x64(True) if is_wide else contextlib.nullcontext()
@@ -51,22 +42,34 @@ def _without_choices(is_wide: bool) -> Iterator[None]:
             yield
 
 
-_Value: TypeAlias = np.ndarray | jax.Array
+_Jitted: TypeAlias = Callable[[int], Callable[..., Sequence[jax.Array]]]
+"""The compiled function to which so many of its arguments are donated."""
+
+
+def _jitted(fn: Callable[..., Sequence[jax.Array]]) -> _Jitted:
+    return functools.cache(
+        lambda donated: jax.jit(
+            fn, donate_argnums=tuple(range(donated)), keep_unused=True
+        )
+    )
 
 
 def _run(
-    program: Callable[[bool], _Program],
-    held: Sequence[tuple[_Value, bool]],
+    jitted: _Jitted,
+    held: Sequence[Held],
     operands: Sequence[np.ndarray],
 ) -> Sequence[jax.Array]:
-    """What a program makes of values; it writes into them unless somebody has one."""
-    values = [value for value, _ in held]
-    with _configured((*types_of(values), *types_of(operands))):
-        state = list(map(_on_device, values))
-        donates = not any(
-            x is y and is_ for x, (y, is_) in zip(state, held, strict=True)
-        )
-        new = program(donates)(*state, *map(aligned, operands))
+    """What a function makes of values; it writes into them unless somebody has one."""
+    dtypes = {each.dtype for each in (*(value for value, _ in held), *operands)}
+    is_wide = not dtypes.isdisjoint(_OF_64_BITS)
+    # The contexts take as long as half a program, and are hardly ever needed.
+    is_usual = not (
+        is_wide or is_traced() or any(getattr(jax.config, x) for x in _CHOICES)
+    )
+    with contextlib.nullcontext() if is_usual else _without_choices(is_wide):
+        state = [_on_device(value) for value, _ in held]
+        kept = any(is_ and x is y for x, (y, is_) in zip(state, held, strict=True))
+        new = jitted(0 if kept else len(held))(*state, *map(aligned, operands))
     # The program may be reading the operands' own memory until it has ended.
     return jax.block_until_ready(new)
 
@@ -88,50 +91,13 @@ def _on_device(value: np.ndarray | jax.Array) -> jax.Array:
     return jnp.copy(jax.device_put(value, device))
 
 
-def _jitted(change: Callable[..., Any], count: int, donates: bool) -> _Program:
-    donated = tuple(range(count)) if donates else ()
-    return jax.jit(change, donate_argnums=donated, keep_unused=True)
-
-
-def changed(
-    name: str, value: _Value, is_held: bool, operands: Sequence[np.ndarray]
-) -> jax.Array:
+def changed(name: str, held: Held, operands: Sequence[np.ndarray]) -> jax.Array:
     """What one of `OF_WHOLE` or `OF_ROWS` makes of a value."""
     if name not in OF_WHOLE:
         rows, values = operands
-        operands = _scatter_operands(name, rows, values, len(value))
-    (new,) = _run(functools.partial(_changing, name), [(value, is_held)], operands)
+        operands = _scatter_operands(name, rows, values, len(held[0]))
+    (new,) = _run(_CHANGES[name], [held], operands)
     return new
-
-
-@functools.cache
-def _changing(name: str, donates: bool) -> _Program:
-    def new(old: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-        match name:
-            case _ if not old.size:
-                return [old]
-            case "set":
-                return [jnp.copy(operands[0])]
-            case "add":
-                return [old + operands[0]]
-            case "subtract":
-                return [old - operands[0]]
-            case "scatter_div":
-                return [_divided(old, *operands)]
-        rows, values = operands
-        part = old.at[rows]
-        change = {
-            "scatter_add": part.add,
-            "scatter_sub": part.subtract,
-            "scatter_mul": part.multiply,
-            "scatter_min": part.min,
-            "scatter_max": part.max,
-            "scatter_update": part.set,
-        }[name]
-        # Rows beyond the table fill up, and change nothing.
-        return [change(values, mode="drop")]
-
-    return _jitted(new, 1, donates)
 
 
 def _divided(
@@ -142,6 +108,32 @@ def _divided(
     # A quotient of integers keeps what is whole.
     quotients = jax.lax.div(table.at[rows].get(mode="clip"), divisors)
     return table.at[rows].set(quotients, mode="drop")
+
+
+def _of_rows(method: str) -> Callable[..., jax.Array]:
+    # Rows beyond the table fill up, and change nothing.
+    return lambda old, rows, values: getattr(old.at[rows], method)(values, mode="drop")
+
+
+def _of_nonempty(change: Callable[..., jax.Array]) -> _Jitted:
+    return _jitted(lambda old, *given: [change(old, *given) if old.size else old])
+
+
+_CHANGES = {
+    name: _of_nonempty(change)
+    for name, change in {
+        "set": lambda old, new: jnp.copy(new),
+        "add": lambda old, given: old + given,
+        "subtract": lambda old, given: old - given,
+        "scatter_div": _divided,
+        "scatter_add": _of_rows("add"),
+        "scatter_sub": _of_rows("subtract"),
+        "scatter_mul": _of_rows("multiply"),
+        "scatter_min": _of_rows("min"),
+        "scatter_max": _of_rows("max"),
+        "scatter_update": _of_rows("set"),
+    }.items()
+}
 
 
 def _scatter_operands(
@@ -183,8 +175,20 @@ class UpdateProgram:
 
     def __init__(self, key: str, exported: bytes) -> None:
         self._key = key
-        self._exported = _deserialized(key, exported)
-        self._jitted = functools.cache(self._jit)
+        try:
+            self._exported = export.deserialize(bytearray(exported))
+        except ImportError as missing:
+            raise MissingExtraError(
+                "Updates of variables on parameter servers need flatbuffers, which is "
+                "not installed. Install the extra: pip install "
+                "'jaxstrategy[coordinator]'"
+            ) from missing
+        except Exception as error:
+            raise ValueError(
+                f"Update {key!r} is no program in the form of `jax.export`: {error}"
+            ) from error
+        call = self._exported.call
+        self._call = _jitted(lambda *arrays: jax.tree.leaves(call(*arrays)))
 
     def check(self, state: Sequence[Type], operands: Sequence[Type]) -> None:
         """See that it takes these, and gives back the types of the state."""
@@ -203,26 +207,7 @@ class UpdateProgram:
             )
 
     def run(
-        self, held: Sequence[tuple[_Value, bool]], operands: Sequence[np.ndarray]
+        self, held: Sequence[Held], operands: Sequence[np.ndarray]
     ) -> Sequence[jax.Array]:
-        """What it makes of values, each with whether somebody has it."""
-        return _run(functools.partial(self._jitted, len(held)), held, operands)
-
-    def _jit(self, count: int, donates: bool) -> _Program:
-        call = self._exported.call
-        return _jitted(lambda *arrays: jax.tree.leaves(call(*arrays)), count, donates)
-
-
-def _deserialized(key: str, exported: bytes) -> export.Exported:
-    try:
-        program = export.deserialize(bytearray(exported))
-    except ImportError as missing:
-        raise MissingExtraError(
-            "Updates of variables on parameter servers need flatbuffers, which is not "
-            "installed. Install the extra: pip install 'jaxstrategy[coordinator]'"
-        ) from missing
-    except Exception as error:
-        raise ValueError(
-            f"Update {key!r} is no program in the form of `jax.export`: {error}"
-        ) from error
-    return program
+        """What it makes of what variables hold."""
+        return _run(self._call, held, operands)

@@ -87,7 +87,7 @@ class StoredVariable:
         if name in OF_ROWS or not isinstance(old, np.ndarray):
             from jaxstrategy._src.parameter_servers import programs
 
-            self.replace(programs.changed(name, old, self.is_held, operands))
+            self.replace(programs.changed(name, (old, self.is_held), operands))
             return
         # A new 10 MB costs 0.3 ms more than the 0.3 ms of an addition in place; a copy
         # for each reader would cost as much each time.
@@ -296,12 +296,13 @@ def _check_rows(variable: StoredVariable, rows: np.ndarray) -> None:
             f"Rows of variable {variable}, were named by {shown(*types_of([rows]))}; "
             "a vector of whole numbers was wanted."
         )
-    if shape[0] > np.iinfo(np.int32).max:
+    if shape[0] >= 1 << 31:
         raise ValueError(
             f"Variable {variable}, has {shape[0]} rows. Only 2**31 - 1 can be changed "
             "each by itself: divide it into several variables."
         )
-    if rows.size and (rows.min() < 0 or rows.max() >= shape[0]):
+    # What is below 0 is large without its sign.
+    if rows.size and rows.view(rows.dtype.str.replace("i", "u")).max() >= shape[0]:
         bad = rows[(rows < 0) | (rows >= shape[0])][0]
         raise IndexError(
             f"Row {bad} is not in [0, {shape[0]}), the rows of variable {variable}."
