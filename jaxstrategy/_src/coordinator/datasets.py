@@ -21,7 +21,7 @@ from jaxstrategy._src.inputs.library_sources import as_source
 from jaxstrategy._src.inputs.sources import Dataset, Source, SourceIterator, State
 from jaxstrategy._src.parameter_servers import peer, worker as _worker
 from jaxstrategy._src.parameter_servers.worker import (
-    Positioned,
+    LookaheadIterator,
     WorkerContext,
     WorkerResource,
     leaves_of,
@@ -49,20 +49,11 @@ class WorkerDataset:
         self.only_once: Iterator[Any] | None = None
         self._read: Source | DistributedDataset | None = self._made()
 
-    def read(
-        self, position: State | None = None, tells_position: bool = False
-    ) -> ReadElements:
-        """The elements, some of them read ahead in a thread; from a position on."""
-        started = self._started()
-        if position is not None:
-            started.set_state(position)
-        return ReadElements(started, tells_position)
-
     def first(self) -> PyTree:
         """The first element; nothing is read ahead, and what was begun is ended."""
-        with contextlib.closing(self._started()) as started:
+        with contextlib.closing(self.started()) as started:
             try:
-                return _next(started)
+                return _next(started)[0]
             except StopIteration:
                 raise NoElements(
                     "The per-worker dataset has no elements, so that it is not known "
@@ -72,10 +63,10 @@ class WorkerDataset:
 
     def check_resumable(self) -> None:
         """Raise if reading cannot go on elsewhere."""
-        with contextlib.closing(self._started()) as started:
+        with contextlib.closing(self.started()) as started:
             started.get_state()
 
-    def _started(self) -> SourceIterator | DistributedIterator:
+    def started(self) -> SourceIterator | DistributedIterator:
         source = self._made() if self._read is None else self._read
         # What can be read only once is made again for the next.
         self._read = source if self.only_once is None else None
@@ -102,31 +93,6 @@ class WorkerDataset:
             raise UnexpectedDataset(f"Unexpected dataset type! {error}") from None
 
 
-@final
-class ReadElements(Iterator[PyTree]):
-    """Elements, some of them read ahead."""
-
-    def __init__(
-        self, started: SourceIterator | DistributedIterator, tells_position: bool
-    ) -> None:
-        self.tells_position = tells_position
-        self._started = started
-        # The thread must not hold this, or nothing would end it.
-        self._read = functools.partial(_next, started, tells_position)
-        # The other kind reads ahead by itself.
-        is_ahead = isinstance(started, DistributedIterator)
-        self._ahead = None if is_ahead else Prefetcher(self._read, _AHEAD)
-
-    def __next__(self) -> PyTree:
-        return self._read() if self._ahead is None else next(self._ahead)
-
-    def close(self) -> None:
-        """Stop reading."""
-        # What another thread still reads from cannot be closed.
-        if self._ahead is None or self._ahead.close():
-            self._started.close()
-
-
 class UnexpectedDataset(TypeError, ValueError):
     """Something was given as a dataset, or returned as one, that is none."""
 
@@ -140,14 +106,15 @@ def only_once(dataset: Dataset) -> Iterator[Any] | None:
 
 def _next(
     started: SourceIterator | DistributedIterator, tells_position: bool = False
-) -> PyTree:
+) -> tuple[PyTree, Any]:
+    """The next element, and where to go on after it."""
     element = next(started)
     # The source may overwrite its arrays when it is asked for the next one.
     if not (isinstance(started, DistributedIterator) or started.are_own):
         element = jax.tree.map(
             lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, element
         )
-    return Positioned(element, started.get_state()) if tells_position else element
+    return element, started.get_state() if tells_position else None
 
 
 @final
@@ -187,11 +154,23 @@ class DatasetBuilder:
 
 def begin(
     positions: list[State | None] | None, index: int, dataset: WorkerDataset
-) -> ReadElements:
+) -> LookaheadIterator:
     """Begins to read a dataset on a worker; from where it was, if that is known."""
-    if positions is None:
-        return dataset.read()
-    return dataset.read(positions[index], tells_position=True)
+    started, tells = dataset.started(), positions is not None
+    if positions is not None and (position := positions[index]) is not None:
+        started.set_state(position)
+    # Nothing that reads ahead may hold the iterator, or nothing would end it.
+    read = functools.partial(_next, started, tells)
+    if isinstance(started, DistributedIterator):  # it reads ahead by itself
+        return LookaheadIterator(read, started.close, tells)
+    ahead = Prefetcher(read, _AHEAD)
+
+    def close() -> None:
+        # What another thread still reads from cannot be closed.
+        if ahead.close():
+            started.close()
+
+    return LookaheadIterator(ahead.__next__, close, tells)
 
 
 def _arguments(make: Callable[..., Dataset]) -> tuple[InputContext, ...]:

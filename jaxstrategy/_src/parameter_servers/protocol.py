@@ -11,7 +11,6 @@ from typing import (
     Generic,
     Literal,
     NamedTuple,
-    Protocol,
     TypeAlias,
     TypeVar,
     final,
@@ -117,14 +116,6 @@ class LoadedCode(NamedTuple):
     ids: Callable[..., Any] | None
 
 
-class AbstractHostCode(Protocol):
-    """The code of a program that has no exported form, that of ids included."""
-
-    def loaded(self, program: ShippedProgram) -> LoadedCode:
-        """What a worker calls; called with its surroundings."""
-        ...
-
-
 @final
 @dataclasses.dataclass(frozen=True)
 class ShippedProgram:
@@ -132,7 +123,8 @@ class ShippedProgram:
 
     key: str  # equal of equal programs
     name: str  # of the user's function, for messages
-    main: bytes | AbstractHostCode  # in the form of `jax.export`, if it has one
+    # In the form of `jax.export`; or else what has `loaded`, the `LoadedCode`.
+    main: Any
     inputs: tuple[Input, ...]  # of both programs
     main_inputs: int  # how many of the first inputs the main program takes
     ids: bytes | None  # returns the rows that lookups need, if there are tables

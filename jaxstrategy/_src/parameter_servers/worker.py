@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast, final
+from typing import Any, TypeAlias, cast, final
 
 import jax
 import numpy as np
@@ -139,52 +139,35 @@ def _array(leaf: Leaf) -> np.ndarray | jax.Array:
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
-class Positioned(NamedTuple):
-    """An element of an iterator that can be resumed."""
-
-    element: PyTree
-    position: Any
-
-
-class _Seen(NamedTuple):
-    leaves: list[Any]
-    type: ElementType
-    position: Any
-
-
 @final
 class LookaheadIterator:
     """An iterator whose next elements can be looked at before they are taken."""
 
-    def __init__(self, iterator: Iterator[PyTree]) -> None:
-        self._iterator = iterator
-        self._seen: deque[_Seen] = deque()
-        self.tells_position = bool(getattr(iterator, "tells_position", False))
+    def __init__(
+        self,
+        read: Callable[[], tuple[PyTree, Any]],  # an element, and where to go on then
+        close: Callable[[], None],
+        tells_position: bool,
+    ) -> None:
+        self._read, self.close = read, close
+        self.tells_position = tells_position
         self.position: Any = None
+        self._seen: deque[tuple[list[Any], ElementType, Any]] = deque()
 
     def at(self, turn: int) -> tuple[list[Any], ElementType] | None:
         """The element so many turns from now; None after the end."""
         while len(self._seen) <= turn:
             try:
-                element = next(self._iterator)
+                element, position = self._read()
             except StopIteration:
                 return None
-            position = None
-            if isinstance(element, Positioned):
-                element, position = element
-            self._seen.append(_Seen(*leaves_of(element), position))
+            self._seen.append((*leaves_of(element), position))
         return self._seen[turn][:2]
 
     def take(self, turns: int) -> None:
         """Go on by so many elements, as far as there are some."""
         for _ in range(min(turns, len(self._seen))):
-            self.position = self._seen.popleft().position
-
-    def close(self) -> None:
-        """Stop reading."""
-        close = getattr(self._iterator, "close", None)
-        if callable(close):
-            close()
+            *_, self.position = self._seen.popleft()
 
 
 @final
@@ -326,7 +309,7 @@ class WorkerEngine:
         code = self._programs.get(call.program)
         assert code is not None, "the coordinator counts in the same way"
         program = code.program
-        elements = Elements([self._iterator(n) for n in call.iterators], program)
+        elements = Elements([self._resources[n] for n in call.iterators], program)
         inputs, ids = self._inputs(code, call, elements)
         elements.take()
         self._check()
@@ -346,12 +329,6 @@ class WorkerEngine:
     def _check(self) -> None:
         if self._is_killed.is_set():
             raise WorkerLost(f"Worker {self.index} was killed.")
-
-    def _iterator(self, resource: int) -> LookaheadIterator:
-        held = self._resources[resource]
-        if not isinstance(held, LookaheadIterator):
-            held = self._resources[resource] = LookaheadIterator(iter(held))
-        return held
 
     def _inputs(
         self, code: LoadedCode, call: Call, elements: Elements

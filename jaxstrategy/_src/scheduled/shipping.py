@@ -17,7 +17,6 @@ from jax.stages import Wrapped
 
 from jaxstrategy._src.errors import MissingExtraError, WholeTableWarning
 from jaxstrategy._src.parameter_servers.protocol import (
-    AbstractHostCode,
     ElementType,
     Input,
     Push,
@@ -59,7 +58,7 @@ READ = "rows"
 Type: TypeAlias = jax.ShapeDtypeStruct
 Output: TypeAlias = Atom | int
 """A result of a program: of the trace; or a number, what that input ends as."""
-AsCode: TypeAlias = Callable[[Wrapped, Wrapped | None], AbstractHostCode]
+AsCode: TypeAlias = Callable[[Wrapped, Wrapped | None], Any]
 """Makes the code of a program that has no exported form, of the main one and of ids."""
 _COUNTED = {"assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub"}
 """What a function may do to a variable in branches and loops."""
