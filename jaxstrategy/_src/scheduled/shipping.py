@@ -75,41 +75,7 @@ def shipped(
     """The program of a function, in the form in which it is sent."""
     for eqn in trace.jaxpr.eqns:
         _check_stand_ins(trace, eqn)
-    operations = _Operations(trace)
-    # The main program returns the results, and what is pushed.
-    changes = _Changes(trace, operations, replicas, pool)
-    layouts = [STACKED if differs else REPLICATED for differs in trace.varies]
-    layouts += [REPLICATED] * (len(changes.outputs) - len(layouts))
-    make = changes.programs.program
-    main, inputs, types = make(changes.outputs, layouts, keeps_effects=True)
-    main_inputs = len(inputs)
-    ids, ids_inputs, ids_types = None, list[Input](), list[Type]()
-    if lookups := [use.operands[0] for _, _, use in changes.programs.uses.values()]:
-        ids, ids_inputs, ids_types = make(lookups, [STACKED] * len(lookups))
-        inputs += [each for each in ids_inputs if each not in inputs]
-    numbers = {each.number for each in inputs if each.kind == "variable"}
-    numbers.update(i for table in changes.tables for i in table.shards)
-    numbers.update(i for push in changes.pushes for i in push.variables)
-    of_ids = None if ids is None or as_code else _exported(ids, ids_types, platforms)
-    made = ShippedProgram(
-        key="",
-        name=trace.name,
-        main=as_code(main, ids) if as_code else _exported(main, types, platforms),
-        inputs=tuple(inputs),
-        main_inputs=main_inputs,
-        ids=of_ids,
-        ids_inputs=tuple(inputs.index(each) for each in ids_inputs),
-        tables=tuple(changes.tables),
-        results=len(trace.varies),
-        own=tuple(changes.own),
-        pushes=tuple(changes.pushes),
-        iterators=tuple(map(tuple, iterators)),
-        homes={number: pool.home(number) for number in sorted(numbers)},
-        replicas=replicas.count,
-    )
-    # One that has no exported form equals no other one.
-    own = secrets.token_bytes(32) if as_code else pickle.dumps(made)
-    return dataclasses.replace(made, key=hashlib.sha256(own).hexdigest())
+    return _Shipment(trace, replicas, pool).shipped(platforms, iterators, as_code)
 
 
 def _check_stand_ins(trace: FunctionTrace, eqn: Equation) -> None:
@@ -140,9 +106,6 @@ def _exported(
         ) from missing
 
 
-# What servers do.
-
-
 class Operation(NamedTuple):
     """A change that a function makes at its top level, or a read of rows."""
 
@@ -156,45 +119,116 @@ class Operation(NamedTuple):
         return self.name == READ or self.name.startswith("scatter_")
 
 
+_Taken: TypeAlias = tuple[Input, Var | None, ReplicaLayout, Type]
+"""An input of a program: from where, as which variable, how it lies, its type."""
+
+
 @final
-class _Operations:
-    """All operations of a function, and the tables of which rows are enough.
+class _Shipment:
+    """What a worker is sent for a function, and what servers do at its end."""
 
-    Attributes:
-      all: in their order.
-      versions: the input whose value at some point a variable of the trace is.
-      whole: the inputs whose changes these are; others change in branches or loops.
-      tables: by the inputs that are its shards, the reads and changes of a table.
-    """
-
-    def __init__(self, trace: FunctionTrace) -> None:
-        self._trace = trace
-        jaxpr = trace.jaxpr
-        self.all: list[Operation] = []
-        current: dict[Var, int] = {jaxpr.invars[i]: i for i in trace.finals}
-        self.versions = dict(current)
-        for eqn in jaxpr.eqns:
+    def __init__(
+        self, trace: FunctionTrace, replicas: Replicas, pool: ServerPool
+    ) -> None:
+        self._trace, self._jaxpr = trace, trace.jaxpr
+        self._replicas = replicas
+        self._pool = pool
+        invars, outvars = self._jaxpr.invars, self._jaxpr.outvars
+        self._results = outvars[: len(trace.varies)]
+        # All that the function does to variables, in its order.
+        self._operations: list[Operation] = []
+        current: dict[Var, int] = {invars[i]: i for i in trace.finals}
+        # The input whose value at some point a variable of the trace is.
+        self._versions = dict(current)
+        for eqn in self._jaxpr.eqns:
             each = _operation(eqn, current)
             if each is None:
                 continue
-            self.all.append(each)
+            self._operations.append(each)
             if each.name != READ:
                 for var in [v for v, i in current.items() if i in each.variables]:
                     del current[var]
                 made = dict(zip(eqn.outvars, each.variables, strict=True))
                 current |= made
-                self.versions |= made
-        self.whole = {
+                self._versions |= made
+        # The inputs whose changes these are; others change in branches or loops.
+        self._whole = {
             index
             for index, result in trace.finals.items()
-            for atom in variables([jaxpr.outvars[result]])
+            for atom in variables([outvars[result]])
             if current.get(atom) == index
         }
-        self.tables = self._find_tables()
+        # By the inputs that are its shards, the reads and changes of a table of which
+        # rows are enough.
+        self._tables = self._find_tables()
+        # Of each of those: the number of the table, that of the lookup, and itself.
+        count = itertools.count()
+        self._uses: dict[int, tuple[int, int, Operation]] = {
+            id(use.eqn): (number, next(count), use)
+            for number, uses in enumerate(self._tables.values())
+            for use in uses
+        }
+        # Of the main program: the results, and operands of what is pushed.
+        self._outputs: list[Output] = list(self._results)
+
+    def shipped(
+        self,
+        platforms: Sequence[str],
+        iterators: Sequence[Sequence[ElementType]],
+        as_code: AsCode | None,
+    ) -> ShippedProgram:
+        trace, count = self._trace, itertools.count()
+        at_end = [
+            each
+            for each in self._operations
+            if each.name != READ and self._whole.issuperset(each.variables)
+        ]
+        pushes = [*map(self._push, at_end), *self._sums()]
+        own = tuple(self._own())
+        tables = [
+            self._table(number, shards, tuple(next(count) for _ in uses))
+            for number, (shards, uses) in enumerate(self._tables.items())
+        ]
+        layouts = [STACKED if differs else REPLICATED for differs in trace.varies]
+        layouts += [REPLICATED] * (len(self._outputs) - len(layouts))
+        main, inputs, types = self._program(self._outputs, layouts, keeps_effects=True)
+        main_inputs = len(inputs)
+        ids, ids_inputs, ids_types = None, list[Input](), list[Type]()
+        if lookups := [use.operands[0] for _, _, use in self._uses.values()]:
+            stacked = [STACKED] * len(lookups)
+            ids, ids_inputs, ids_types = self._program(lookups, stacked)
+            inputs += [each for each in ids_inputs if each not in inputs]
+        numbers = {each.number for each in inputs if each.kind == "variable"}
+        numbers.update(i for table in tables for i in table.shards)
+        numbers.update(i for push in pushes for i in push.variables)
+        of_ids = (
+            None if ids is None or as_code else _exported(ids, ids_types, platforms)
+        )
+        made = ShippedProgram(
+            key="",
+            name=trace.name,
+            main=as_code(main, ids) if as_code else _exported(main, types, platforms),
+            inputs=tuple(inputs),
+            main_inputs=main_inputs,
+            ids=of_ids,
+            ids_inputs=tuple(inputs.index(each) for each in ids_inputs),
+            tables=tuple(tables),
+            results=len(trace.varies),
+            own=own,
+            pushes=tuple(pushes),
+            iterators=tuple(map(tuple, iterators)),
+            homes={number: self._pool.home(number) for number in sorted(numbers)},
+            replicas=self._replicas.count,
+        )
+        # One that has no exported form equals no other one.
+        content = secrets.token_bytes(32) if as_code else pickle.dumps(made)
+        return dataclasses.replace(made, key=hashlib.sha256(content).hexdigest())
+
+    # Which rows of tables are enough.
 
     def _find_tables(self) -> dict[tuple[int, ...], list[Operation]]:
         tables: dict[tuple[int, ...], list[Operation]] = {}
-        for each in self.all:
+        for each in self._operations:
             if each.is_of_rows:
                 tables.setdefault(each.variables, []).append(each)
         for shards, why in list(self._also_whole(tables)):
@@ -211,11 +245,10 @@ class _Operations:
         self, tables: dict[tuple[int, ...], list[Operation]]
     ) -> Iterator[tuple[tuple[int, ...], str | None]]:
         """Tables that something else uses, too, than reads and changes of rows."""
-        known = {id(each.eqn): each for each in self.all}
-        jaxpr = self._trace.jaxpr
-        read = self._held(jaxpr.outvars[: len(self._trace.varies)])
+        known = {id(each.eqn): each for each in self._operations}
+        read = self._held(self._results)
         changed: set[int] = set()  # by what says nothing of rows
-        for eqn in jaxpr.eqns:
+        for eqn in self._jaxpr.eqns:
             operation = known.get(id(eqn))
             read |= self._held(eqn.invars if operation is None else operation.operands)
             if operation is None:
@@ -226,14 +259,14 @@ class _Operations:
                 read |= changed.intersection(operation.variables)
         for shards in tables:
             others = {i for other in tables if other != shards for i in other}
-            if not self.whole.issuperset(shards):
+            if not self._whole.issuperset(shards):
                 yield shards, "changes rows in a branch or a loop"
             elif read.intersection(shards) or others.intersection(shards):
                 yield shards, None
 
     def _held(self, atoms: Iterable[Atom]) -> set[int]:
         """The inputs whose values at some point these atoms are."""
-        return {self.versions[a] for a in variables(atoms) if a in self.versions}
+        return {self._versions[a] for a in variables(atoms) if a in self._versions}
 
     def _with_late_ids(
         self, tables: dict[tuple[int, ...], list[Operation]]
@@ -241,7 +274,7 @@ class _Operations:
         """A table whose rows are known only when others have been read."""
         by_eqn = {id(use.eqn): use for uses in tables.values() for use in uses}
         late: set[Var] = set()
-        for eqn in self._trace.jaxpr.eqns:
+        for eqn in self._jaxpr.eqns:
             use = by_eqn.get(id(eqn))
             operands = eqn.invars if use is None else use.operands[:1]
             is_late = not late.isdisjoint(variables(operands))
@@ -260,75 +293,10 @@ class _Operations:
             WholeTableWarning,
         )
 
-
-def _operation(eqn: Equation, current: dict[Var, int]) -> Operation | None:
-    """What an equation does to what variables hold then; None to something else."""
-    marked = name_in_trace(eqn)
-    if not marked.startswith(SERVER_PREFIX):
-        return None
-    name, _, count = marked.removeprefix(SERVER_PREFIX).partition("_of_")
-    if name == READ:
-        first, last = 1, len(eqn.invars)
-    elif name.startswith("scatter_"):
-        first, last = 2, len(eqn.invars)
-    else:
-        first, last = 0, int(count or 1)
-    inputs = [current.get(var) for var in variables(eqn.invars[first:last])]
-    found = tuple(index for index in inputs if index is not None)
-    if len(set(found)) < last - first:
-        return None
-    return Operation(name, found, (*eqn.invars[:first], *eqn.invars[last:]), eqn)
-
-
-@final
-class _Changes:
-    """What a function changes when it has ended.
-
-    Attributes:
-      programs: makes its programs.
-      outputs: of the main one: the results, and operands of what is pushed.
-      tables: of which some rows are used.
-      pushes: in their order.
-      own: the worker's own variables that change, each with the output it becomes.
-    """
-
-    def __init__(
-        self,
-        trace: FunctionTrace,
-        operations: _Operations,
-        replicas: Replicas,
-        pool: ServerPool,
-    ) -> None:
-        self._trace = trace
-        self._pool = pool
-        self._operations = operations
-        self.programs = _Programs(trace, operations, replicas)
-        self.outputs: list[Output] = list(trace.jaxpr.outvars[: len(trace.varies)])
-        self.pushes = [*map(self._push, self._whole_changes()), *self._sums()]
-        self.own = list(self._own())
-        count = itertools.count()
-        self.tables: list[ShippedTable] = []
-        for number, (shards, uses) in enumerate(operations.tables.items()):
-            aval = _type_of(trace.jaxpr.invars[shards[0]])
-            table = ShippedTable(
-                shards=tuple(map(self._number, shards)),
-                starts=self._starts(shards),
-                lookups=tuple(next(count) for _ in uses),
-                rows=self.programs.rows(number),
-                row=tuple(aval.shape[1:]),
-                dtype=str(aval.dtype),
-            )
-            self.tables.append(table)
-
-    def _whole_changes(self) -> list[Operation]:
-        is_whole = self._operations.whole.issuperset
-        known = self._operations.all
-        return [
-            each for each in known if each.name != READ and is_whole(each.variables)
-        ]
+    # What servers do.
 
     def _push(self, operation: Operation) -> Push:
-        use = self.programs.uses.get(id(operation.eqn))
+        use = self._uses.get(id(operation.eqn))
         lookup = None if use is None else use[1]
         operands = operation.operands if use is None else operation.operands[1:]
         numbers = tuple(map(self._number, operation.variables))
@@ -351,7 +319,7 @@ class _Changes:
         inputs = {variable: i for i, variable in trace.variables.items()}
         for index, variable in trace.variables.items():
             kind = server_kind_of(variable)
-            if kind is None or index in self._operations.whole:
+            if kind is None or index in self._whole:
                 continue
             methods = trace.recorder.changes.get(kind.added)
             if not methods:
@@ -368,7 +336,7 @@ class _Changes:
     def _check_counted(self, kind: ServerKind, index: int, methods: set[str]) -> None:
         together = any(
             index in each.variables and len(each.variables) > 1
-            for each in self._operations.all
+            for each in self._operations
             if each.name == "update"
         )
         beyond = sorted(methods - _COUNTED)
@@ -383,7 +351,7 @@ class _Changes:
             )
 
     def _own(self) -> Iterator[tuple[int, int]]:
-        jaxpr, finals = self._trace.jaxpr, self._trace.finals
+        jaxpr, finals = self._jaxpr, self._trace.finals
         for index, variable in self._trace.variables.items():
             kind, var = per_worker_kind_of(variable), jaxpr.invars[index]
             if kind is None:
@@ -396,69 +364,54 @@ class _Changes:
                 yield kind.resource.number, self._final(index)
 
     def _output(self, output: Output) -> int:
-        self.outputs.append(output)
-        return len(self.outputs) - 1
+        self._outputs.append(output)
+        return len(self._outputs) - 1
 
     def _final(self, index: int) -> int:
         """The output that says what an input ends as."""
         finals = self._trace.finals
         is_value = index in finals
-        outvars = self._trace.jaxpr.outvars
+        outvars = self._jaxpr.outvars
         return self._output(outvars[finals[index]] if is_value else index)
 
     def _starts(self, shards: Sequence[int]) -> tuple[int, ...]:
-        invars = self._trace.jaxpr.invars
+        invars = self._jaxpr.invars
         rows = (_type_of(invars[index]).shape[0] for index in shards)
         return tuple(itertools.accumulate(rows, initial=0))
 
     def _number(self, index: int) -> int:
         return _number_of(self._trace.variables[index])
 
+    def _table(
+        self, number: int, shards: tuple[int, ...], lookups: tuple[int, ...]
+    ) -> ShippedTable:
+        aval = _type_of(self._jaxpr.invars[shards[0]])
+        return ShippedTable(
+            shards=tuple(map(self._number, shards)),
+            starts=self._starts(shards),
+            lookups=lookups,
+            rows=self._rows(number),
+            row=tuple(aval.shape[1:]),
+            dtype=str(aval.dtype),
+        )
 
-# What workers compute.
+    # What workers compute.
 
-_Taken: TypeAlias = tuple[Input, Var | None, ReplicaLayout, Type]
-"""An input of a program: from where, as which variable, how it lies, its type."""
-
-
-@final
-class _Programs:
-    """Programs that compute some results of a trace, from what a worker has.
-
-    Attributes:
-      uses: by the `id` of the equation: the number of the table, that of the lookup,
-        and the operation.
-    """
-
-    def __init__(
-        self, trace: FunctionTrace, operations: _Operations, replicas: Replicas
-    ) -> None:
-        self._trace = trace
-        self._replicas = replicas
-        self._tables = list(operations.tables.items())
-        self._shards = {i for shards in operations.tables for i in shards}
-        count = itertools.count()
-        self.uses: dict[int, tuple[int, int, Operation]] = {
-            id(use.eqn): (number, next(count), use)
-            for number, (_, uses) in enumerate(self._tables)
-            for use in uses
-        }
-
-    def rows(self, table: int) -> int:
+    def _rows(self, table: int) -> int:
         """How many rows of a table all its lookups together name, of all replicas."""
-        uses = self._tables[table][1]
+        uses = list(self._tables.values())[table]
         return (
             sum(_type_of(use.operands[0]).size for use in uses) * self._replicas.count
         )
 
-    def program(
+    def _program(
         self,
         outputs: Sequence[Output],
         returned: Sequence[ReplicaLayout],
         keeps_effects: bool = False,
     ) -> tuple[Wrapped, list[Input], list[Type]]:
         """The function of all replicas that computes some values of the trace."""
-        invars = self._trace.jaxpr.invars
+        invars = self._jaxpr.invars
         eqns, needed = self._needed(outputs, keeps_effects)
         taken = [*self._inputs(needed), *self._stand_ins(eqns)]
 
@@ -474,7 +427,7 @@ class _Programs:
                     inputs[each] = jax.lax.squeeze(value, (0,))
             for eqn in eqns:
                 values.update(
-                    zip(eqn.outvars, self._results(eqn, values, inputs), strict=True)
+                    zip(eqn.outvars, self._computed(eqn, values, inputs), strict=True)
                 )
             made = [
                 values[invars[each]][...]
@@ -500,7 +453,7 @@ class _Programs:
         self, outputs: Sequence[Output], keeps_effects: bool
     ) -> tuple[list[Equation], set[Var]]:
         """The equations that lead to some results, and the inputs that these need."""
-        jaxpr = self._trace.jaxpr
+        jaxpr = self._jaxpr
         wanted = set(variables(each for each in outputs if not isinstance(each, int)))
         kept: list[Equation] = []
         for eqn in reversed(jaxpr.eqns):
@@ -510,16 +463,16 @@ class _Programs:
                 if not name_in_trace(eqn).startswith(PREFIX):
                     # The rows of a table come from elsewhere. The shards stay: a change
                     # of them must be made before what is read then.
-                    first = 1 if id(eqn) in self.uses else 0
+                    first = 1 if id(eqn) in self._uses else 0
                     wanted.update(variables(eqn.invars[first:]))
         ends = {jaxpr.invars[i] for i in outputs if isinstance(i, int)}
         return kept[::-1], wanted.intersection(jaxpr.invars) | ends
 
     def _inputs(self, needed: set[Var]) -> Iterator[_Taken]:
         """The inputs that are variables of the trace."""
-        trace = self._trace
-        for index, var in enumerate(trace.jaxpr.invars):
-            if var not in needed or index in trace.constants or index in self._shards:
+        trace, shards = self._trace, {i for each in self._tables for i in each}
+        for index, var in enumerate(self._jaxpr.invars):
+            if var not in needed or index in trace.constants or index in shards:
                 continue
             argument, variable = trace.arguments[index], trace.variables.get(index)
             layout = REPLICATED
@@ -541,14 +494,14 @@ class _Programs:
     def _stand_ins(self, eqns: Sequence[Equation]) -> Iterator[_Taken]:
         """The inputs for which something else stands in the trace."""
         trace, count = self._trace, self._replicas.count
-        used = {self.uses[id(eqn)][0] for eqn in eqns if id(eqn) in self.uses}
+        used = {self._uses[id(eqn)][0] for eqn in eqns if id(eqn) in self._uses}
         for number in sorted(used):
-            var = trace.jaxpr.invars[self._tables[number][0][0]]
+            var = self._jaxpr.invars[list(self._tables)[number][0]]
             aval = _type_of(var)
-            of_type = Type((self.rows(number), *aval.shape[1:]), aval.dtype)
+            of_type = Type((self._rows(number), *aval.shape[1:]), aval.dtype)
             yield Input("table", number), var, REPLICATED, of_type
         for eqn in eqns:
-            if (use := self.uses.get(id(eqn))) is not None:
+            if (use := self._uses.get(id(eqn))) is not None:
                 _, lookup, operation = use
                 of_type = Type((count, *_type_of(operation.operands[0]).shape), "int32")
                 yield Input("positions", lookup), None, STACKED, of_type
@@ -569,7 +522,7 @@ class _Programs:
         """What is known when the function begins: constants, and nothing added yet."""
         trace = self._trace
         values: dict[Var, Any] = {}
-        for index, var in enumerate(trace.jaxpr.invars):
+        for index, var in enumerate(self._jaxpr.invars):
             variable = trace.variables.get(index)
             if var not in needed:
                 continue
@@ -582,10 +535,10 @@ class _Programs:
                 values[var] = _held(var, variable.value())
         return values
 
-    def _results(
+    def _computed(
         self, eqn: Equation, values: dict[Var, Any], inputs: dict[Input, jax.Array]
     ) -> Sequence[Any]:
-        use, number = self.uses.get(id(eqn)), _stand_in(eqn)
+        use, number = self._uses.get(id(eqn)), _stand_in(eqn)
         if number is not None:
             return [inputs[self._trace.recorder.inputs[number]]]
         if use is None:
@@ -598,6 +551,25 @@ class _Programs:
         given, table = _read(values, eqn.invars[1]), values[eqn.invars[2]]
         # The first shard stands for all rows.
         return [changed(table, positions, given, change)] * len(eqn.outvars)
+
+
+def _operation(eqn: Equation, current: dict[Var, int]) -> Operation | None:
+    """What an equation does to what variables hold then; None to something else."""
+    marked = name_in_trace(eqn)
+    if not marked.startswith(SERVER_PREFIX):
+        return None
+    name, _, count = marked.removeprefix(SERVER_PREFIX).partition("_of_")
+    if name == READ:
+        first, last = 1, len(eqn.invars)
+    elif name.startswith("scatter_"):
+        first, last = 2, len(eqn.invars)
+    else:
+        first, last = 0, int(count or 1)
+    inputs = [current.get(var) for var in variables(eqn.invars[first:last])]
+    found = tuple(index for index in inputs if index is not None)
+    if len(set(found)) < last - first:
+        return None
+    return Operation(name, found, (*eqn.invars[:first], *eqn.invars[last:]), eqn)
 
 
 def _has_effects(eqn: Equation) -> bool:
