@@ -1,8 +1,9 @@
-"""Scheduled functions and their programs: `FunctionTracer`."""
+"""Functions that use variables of servers: their programs, and steps taken here."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import threading
@@ -19,23 +20,34 @@ from jax.stages import Wrapped
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.executors.executor import ReplicatedFunction
+from jaxstrategy._src.executors.executor import (
+    AbstractExecutor,
+    CompiledExecutor,
+    FunctionProgram,
+    ReplicatedFunction,
+)
+from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.parameter_servers import peer
 from jaxstrategy._src.parameter_servers.protocol import (
+    Call as WorkerCall,
     ElementChanged,
     LoadedCode,
     RecentlyUsed,
     ShippedProgram,
 )
 from jaxstrategy._src.parameter_servers.store import ServerPool
-from jaxstrategy._src.replicas.replicas import STACKED, Replicas
+from jaxstrategy._src.parameter_servers.worker import WorkerEngine
+from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
 from jaxstrategy._src.scheduled.arguments import (
     ArgumentTypes,
     IteratorSlot,
     ScheduledArguments,
+    is_whole,
 )
 from jaxstrategy._src.scheduled.shipping import shipped
 from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
+from jaxstrategy._src.scheduled.values import WorkerArgument
+from jaxstrategy._src.text.shown import shown
 from jaxstrategy._src.tracing import results as _results, roles
 from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
@@ -363,6 +375,82 @@ class FunctionTracer:
         function.refers_to = _refers_to(own)
         self._programs.put((function.token, fn is given.owner, types), program)
         return program
+
+
+@final
+class ServerExecutor(CompiledExecutor):
+    """Runs steps in this process that use variables of parameter servers."""
+
+    compile = AbstractExecutor.compile  # it cannot
+
+    def __init__(self, strategy: AbstractStrategy, pool: ServerPool) -> None:
+        super().__init__(strategy)
+        self._pool = pool
+        self._one_call = threading.Lock()
+
+    def program(
+        self, fn: Function, options: RunOptions | None = None
+    ) -> FunctionProgram:
+        return _StepProgram(self, super().program(fn, options), fn)
+
+    def _run(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+        program: FunctionProgram | None = None,
+    ) -> PyTree:
+        """The results of `fn`; in a function, as part of the same trace."""
+        if context.require_cross_replica(self._strategy, "run").in_step:
+            return super()._run(fn, args, kwargs, options)
+        return self.step(fn, args, kwargs)
+
+    def step(
+        self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> PyTree:
+        """The results of a step that is taken now, by this process."""
+        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_whole):
+            if isinstance(leaf, WorkerArgument):
+                raise ContextError(
+                    f"`run` was given {shown(leaf)} outside of a scheduled function, "
+                    "but each worker has its own. Call `run` in a function that takes "
+                    "it, and schedule that with a `ClusterCoordinator`."
+                )
+        prepared = self._tracer.prepare(fn, args, kwargs)
+        call = WorkerCall(None, prepared.program.key, prepared.arguments_of(0))
+        with self._one_call:
+            self._engine.define(prepared.program)
+            arrays = self._engine.call(call)
+        where = self._strategy._replicas.sharding(REPLICATED)
+        placed = [
+            array if differs else jax.device_put(array, where)
+            for array, differs in zip(arrays, prepared.varies, strict=True)
+        ]
+        return prepared.rebuild(placed)
+
+    @functools.cached_property
+    def _tracer(self) -> FunctionTracer:
+        platform = self._strategy._replicas.devices[0].platform
+        return FunctionTracer(
+            self._strategy, self._pool, (platform,), call=self._as_replica
+        )
+
+    @functools.cached_property
+    def _engine(self) -> WorkerEngine:
+        return WorkerEngine(-1, self._pool.servers, self._strategy.devices)
+
+
+@final
+class _StepProgram:
+    def __init__(
+        self, executor: ServerExecutor, compiled: FunctionProgram, fn: Function
+    ) -> None:
+        self._executor, self._fn = executor, fn
+        self.bound: Callable[..., Callable[..., PyTree]] = compiled.bound
+
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        return self._executor.step(self._fn, args, kwargs)
 
 
 def _shipped(

@@ -26,7 +26,7 @@ from jaxstrategy._src.parameter_servers.peer import Hello, Peer
 from jaxstrategy._src.parameter_servers.store import ServerPool, Store
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.scheduled.server_executor import ServerExecutor
+from jaxstrategy._src.scheduled.functions import ServerExecutor
 from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy, require_function
 from jaxstrategy._src.variables.policy import ReplicatedVariables, ServerVariables

@@ -35,7 +35,7 @@ from jaxstrategy._src.parameter_servers.worker import AbstractWorkerBackend
 from jaxstrategy._src.reductions.rows import named
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.scheduled.server_executor import ServerExecutor
+from jaxstrategy._src.scheduled.functions import ServerExecutor
 from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy, require_function
 from jaxstrategy._src.text.shown import listed, shown
