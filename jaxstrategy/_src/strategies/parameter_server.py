@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
@@ -39,9 +40,9 @@ from jaxstrategy._src.scheduled.functions import ServerExecutor
 from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy, require_function
 from jaxstrategy._src.text.shown import listed, shown
-from jaxstrategy._src.values.arrays import PyTree, TreeStructure, Value
+from jaxstrategy._src.values.arrays import PyTree, Value
 from jaxstrategy._src.values.per_replica import Handle
-from jaxstrategy._src.values.slices import IndexedSlices, is_slices
+from jaxstrategy._src.values.slices import is_slices
 from jaxstrategy._src.variables import access, remote_kinds
 from jaxstrategy._src.variables.policy import ServerVariables
 from jaxstrategy._src.variables.remote_kinds import (
@@ -121,10 +122,13 @@ class ServerOptimizer:
                 f"`tx` was {shown(tx)}; a transformation of Optax was wanted: "
                 "`optax.adam(1e-3)`."
             )
+        self._tx: Any = tx
         leaves, self._treedef = jax.tree.flatten(variables, is_leaf=_is_variable)
-        checked = [_checked(leaf, strategy) for leaf in leaves]
-        self._targets = [_Target(strategy, tx, leaf) for leaf in checked]
-        self.slots = [target.slots for target in self._targets]
+        self._variables = [_checked(leaf, strategy) for leaf in leaves]
+        self.slots = [
+            [_slots(strategy, tx, shard) for shard in _shards(variable)]
+            for variable in self._variables
+        ]
 
     def apply(self, gradients: PyTree) -> None:
         """Updates all variables; in a function when it has ended, outside at once."""
@@ -134,93 +138,68 @@ class ServerOptimizer:
                 f"`gradients` has the structure {structure}; that of the variables, "
                 f"{self._treedef}, was wanted."
             )
-        for target, gradient in zip(self._targets, leaves, strict=True):
-            target.apply(gradient)
+        for variable, slots, gradient in zip(
+            self._variables, self.slots, leaves, strict=True
+        ):
+            self._apply(variable, slots, gradient)
 
-
-@final
-class _Target:
-    """A variable, or the shards of one, with the optimizer state of each."""
-
-    def __init__(
+    def _apply(
         self,
-        strategy: AbstractStrategy,
-        tx: GradientTransformation,
         variable: Variable | ShardedVariable,
+        slots: Sequence[Sequence[Variable]],
+        gradient: Value,
     ) -> None:
-        self._variable = variable
-        self._tx: Any = tx
-        self._shards = _shards(variable)
-        rows = [shard.shape[0] for shard in self._shards[:-1]]
-        self._starts = list(itertools.accumulate(rows, initial=0))
-        first = self._shards[0]
-        shard_type = jax.ShapeDtypeStruct(first.shape, first.dtype)
-        leaves, self._structure = jax.tree.flatten(
-            jax.eval_shape(self._tx.init, shard_type)
-        )
-        self._has_rows = [leaf.shape == first.shape for leaf in leaves]
-        self.slots = [
-            _slots(strategy, self._tx, shard, self._structure) for shard in self._shards
-        ]
-
-    def apply(self, gradient: Value) -> None:
-        shape = tuple(self._variable.shape)
+        shards = _shards(variable)
+        rows = [shard.shape[0] for shard in shards[:-1]]
+        starts = itertools.accumulate(rows, initial=0)
         if is_slices(gradient):
-            self._apply_rows(gradient)
+            ids = jnp.asarray(gradient.indices).reshape(-1)
+            values = jnp.asarray(gradient.values).reshape(-1, *variable.shape[1:])
+            for shard, own, start in zip(shards, slots, starts, strict=True):
+                update = functools.partial(self._updated_rows, start)
+                update_together([shard, *own], update, [ids, values])
             return
-        gradient = jnp.asarray(gradient)
+        gradient, shape = jnp.asarray(gradient), tuple(variable.shape)
         if gradient.shape != shape:
             raise ValueError(
-                f"The gradient of variable {self._variable.name!r} has shape "
+                f"The gradient of variable {variable.name!r} has shape "
                 f"{gradient.shape}; {shape} was wanted."
             )
-        for shard, slots, start in zip(
-            self._shards, self.slots, self._starts, strict=True
-        ):
-            part = gradient
-            if len(self._shards) > 1:
-                part = gradient[start : start + shard.shape[0]]
-            update_together([shard, *slots], self._dense_update, [part])
+        for shard, own, start in zip(shards, slots, starts, strict=True):
+            one = len(shards) == 1
+            part = gradient if one else gradient[start : start + shard.shape[0]]
+            update_together([shard, *own], self._updated, [part])
 
-    def _dense_update(
+    def _updated(
         self, value: jax.Array, *slots_and_gradient: jax.Array
     ) -> list[jax.Array]:
         *slots, gradient = slots_and_gradient
-        state = jax.tree.unflatten(self._structure, slots)
-        changes, state = self._tx.update(gradient, state, value)
+        changes, state = self._tx.update(gradient, self._state(value, slots), value)
         return [(value + changes).astype(value.dtype), *jax.tree.leaves(state)]
 
-    def _apply_rows(self, rows: IndexedSlices) -> None:
-        ids = jnp.asarray(rows.indices).reshape(-1)
-        values = jnp.asarray(rows.values).reshape(-1, *self._variable.shape[1:])
-        for shard, slots, start in zip(
-            self._shards, self.slots, self._starts, strict=True
-        ):
-            update_together([shard, *slots], self._row_update(start), [ids, values])
+    def _updated_rows(
+        self, start: int, value: jax.Array, *slots_ids_and_gradients: jax.Array
+    ) -> list[jax.Array]:
+        *slots, ids, gradients = slots_ids_and_gradients
+        rows, sums = _summed_by_row(ids - start, gradients, value.shape[0])
+        old, *parts = [
+            each.at[rows].get(mode="fill", fill_value=0)
+            if each.shape == value.shape
+            else each
+            for each in (value, *slots)
+        ]
+        changes, state = self._tx.update(sums, self._state(value, parts), old)
+        changed = (old + changes).astype(value.dtype)
+        return [
+            each.at[rows].set(new, mode="drop") if each.shape == value.shape else new
+            for each, new in zip(
+                (value, *slots), (changed, *jax.tree.leaves(state)), strict=True
+            )
+        ]
 
-    def _row_update(self, start: int) -> Callable[..., list[jax.Array]]:
-        def update(
-            value: jax.Array, *slots_ids_and_gradients: jax.Array
-        ) -> list[jax.Array]:
-            *slots, ids, gradients = slots_ids_and_gradients
-            rows, sums = _summed_by_row(ids - start, gradients, value.shape[0])
-            slot_rows = [
-                slot.at[rows].get(mode="fill", fill_value=0) if by_row else slot
-                for slot, by_row in zip(slots, self._has_rows, strict=True)
-            ]
-            state = jax.tree.unflatten(self._structure, slot_rows)
-            old = value.at[rows].get(mode="fill", fill_value=0)
-            changes, state = self._tx.update(sums, state, old)
-            new_slots = [
-                slot.at[rows].set(new, mode="drop") if by_row else new
-                for slot, new, by_row in zip(
-                    slots, jax.tree.leaves(state), self._has_rows, strict=True
-                )
-            ]
-            changed = (old + changes).astype(value.dtype)
-            return [value.at[rows].set(changed, mode="drop"), *new_slots]
-
-        return update
+    def _state(self, value: jax.Array, slots: Sequence[jax.Array]) -> PyTree:
+        like = jax.eval_shape(self._tx.init, value)
+        return jax.tree.unflatten(jax.tree.structure(like), slots)
 
 
 def _summed_by_row(
@@ -234,9 +213,7 @@ def _summed_by_row(
     return rows, jax.ops.segment_sum(values, inverse.reshape(-1), ids.size)
 
 
-def _slots(
-    strategy: AbstractStrategy, tx: Any, shard: Variable, structure: TreeStructure
-) -> list[Variable]:
+def _slots(strategy: AbstractStrategy, tx: Any, shard: Variable) -> list[Variable]:
     """The optimizer state of one shard, as variables on its server."""
     state = tx.init(shard.value())
     extended: Any = getattr(strategy, "extended")  # noqa: B009
@@ -245,7 +222,6 @@ def _slots(
         name = f"{shard.name}{jax.tree_util.keystr(path)}"
         with strategy.scope(), extended.colocate_vars_with(shard):
             made.append(Variable(leaf, trainable=False, name=name))
-    assert len(made) == structure.num_leaves
     return made
 
 
