@@ -257,41 +257,6 @@ def test_the_same_code_runs_where_all_replicas_decide_alike(two):
                 np.testing.assert_allclose(one, wanted, err_msg=case.__name__)
 
 
-# Each on a line of its own, with the name that messages have for it.
-COLLECTIVES = [
-    ("all_reduce", lambda v: replica().all_reduce("sum", v)),
-    ("all_reduce", lambda v: replica().all_reduce("max", {"a": v})["a"]),
-    ("all_gather", lambda v: replica().all_gather(v, 0)),
-    ("psum", lambda v: lax.psum(v, AXIS, axis_index_groups=[[0], [1]])),
-]
-
-
-@each_of("name, collective", COLLECTIVES)
-def test_every_collective_counts_and_is_called_by_its_name(two, name, collective):
-    def step(x):
-        return lax.cond(x > 1, lambda: collective(jnp.ones(2)).sum(), lambda: 0.0)
-
-    error = diverging(two, step, ids(two))
-    assert f"would reach the `{name}`" in str(error)
-    line = f"{__file__}:{collective.__code__.co_firstlineno}: "
-    assert error.collective_line.startswith(line)
-
-
-def test_a_collective_in_a_library_has_the_line_that_calls_the_library(two):
-    net = nn.BatchNorm(use_running_average=False, axis_name=AXIS)
-    variables = net.init(jax.random.key(0), jnp.ones((2, 3)))
-
-    def step(x):
-        def normalized(y):
-            return net.apply(variables, y, mutable=["batch_stats"])[0]  # <- here
-
-        return lax.cond(x > 1, normalized, lambda y: y, x * jnp.ones((2, 3)))
-
-    error = diverging(two, step, ids(two))
-    assert error.collective_line == place(step, "here")
-    assert "replicas of `step` would reach the `pmean`" in str(error)
-
-
 def test_each_error_advises_to_decide_alike(two):
     for case, words in [
         (
@@ -539,20 +504,6 @@ def test_members_that_may_decide_otherwise_are_refused(four, name):
         four.run(ALONE[name], (four.per_replica(list(VALUES)),))
 
 
-def test_a_merge_call_needs_all_replicas(four):
-    def merging(x):
-        def merged(strategy, v):
-            return strategy.run(lambda v: v * 2.0, (v,))
-
-        return paired(js.get_replica_context().merge_call(merged, (x,)))
-
-    def step(x):
-        return lax.cond(index() < 2, merging, lambda v: v, x)
-
-    with pytest.raises(js.errors.DivergentCollectiveError, match="`merge_call`"):
-        four.run(step, (four.per_replica(list(VALUES)),))
-
-
 # Each collective of JAX: what the proof and `explain` say of it is what happens.
 
 N = 4
@@ -562,6 +513,8 @@ RING = [(i, (i + 1) % N) for i in range(N)]
 # Of each JAX's primitive, what it is to a `Topology`, and what NumPy says. `pbroadcast`
 # has no lowering on CPUs, `ragged_all_to_all` none that is a collective.
 USES = {
+    "all_reduce": (
+        lambda x: replica().all_reduce("sum", x), "psum", "all_reduce", X.sum(0)),
     "psum": (lambda x: lax.psum(x, AXIS), "psum", "all_reduce", X.sum(0)),
     "pmean": (lambda x: lax.pmean(x, AXIS), "psum", "all_reduce", X.mean(0)),
     "pmax": (lambda x: lax.pmax(x, AXIS), "pmax", "all_reduce", X.max(0)),
@@ -580,7 +533,7 @@ USES = {
         lambda x: lax.psum_scatter(x, AXIS), "reduce_scatter", "reduce_scatter",
         X.sum(0)),
 }  # fmt: skip
-SAME = {"psum", "pmean", "pmax", "pmin", "all_gather"}
+SAME = {"all_reduce", "psum", "pmean", "pmax", "pmin", "all_gather"}
 
 
 def test_results_are_numpys_and_mirrored_where_all_replicas_get_the_same(four):

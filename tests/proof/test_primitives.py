@@ -3,7 +3,6 @@
 Whatever is not known is not called mirrored, and does not hide a deadlock.
 """
 
-import functools
 import re
 
 import jax
@@ -65,44 +64,6 @@ def test_every_primitive_that_jax_lists_is_known():
     known = set(rules._RULES) | _primitives.PURE | WITHOUT_RULE
     assert registered() - known == set()
     assert not set(rules._RULES) & _primitives.PURE
-
-
-def of_linalg(x):
-    """Results of the primitives of `lax.linalg`."""
-    square = jnp.outer(x, x) + 3 * jnp.eye(4)
-    factors, taus = lax.linalg.hessenberg(square)
-    triangle = lax.linalg.cholesky(square)
-    rows = x[None]
-    return {
-        "cholesky": triangle,
-        "update": lax.linalg.cholesky_update(triangle, x),
-        "eigh": lax.linalg.eigh(square),
-        "eig": lax.linalg.eig(square),
-        "hessenberg": (factors, taus),
-        "householder": lax.linalg.householder_product(factors[:, :3], taus),
-        "ormqr": lax.linalg.ormqr(factors[:, :3], taus, square),
-        "lu": lax.linalg.lu(square),
-        "qr": lax.linalg.qr(square),
-        "schur": lax.linalg.schur(square),
-        "svd": lax.linalg.svd(square),
-        "triangular": lax.linalg.triangular_solve(triangle, square),
-        "tridiagonal": lax.linalg.tridiagonal(square),
-        "solve": lax.linalg.tridiagonal_solve(*3 * [rows[0]], square),
-        "symmetric": lax.linalg.symmetric_product(square, square),
-    }
-
-
-def test_results_of_linear_algebra_are_as_their_operands_are(four):
-    def step(s, x):
-        return of_linalg(s), of_linalg(x)
-
-    same, own = four.run(step, (jnp.arange(1.0, 5.0), local(four)))
-    leaves = functools.partial(
-        jax.tree.leaves, is_leaf=lambda each: isinstance(each, js.PerReplica)
-    )
-    for name in same:
-        assert all(map(is_mirrored, leaves(same[name]))), name
-        assert not any(map(is_mirrored, leaves(own[name]))), name
 
 
 # Primitives of a user's.

@@ -297,17 +297,6 @@ def test_a_nested_shard_map_over_another_axis():
     assert [isinstance(each, js.PerReplica) for each in found] == [True, False] * 2
 
 
-def test_vmap_over_another_axis_inside(four):
-    def step(x):
-        s = same(x)
-        total = jax.vmap(lambda v: lax.psum(v, "inner"), axis_name="inner")
-        both = jax.vmap(lambda v: lax.psum(v, ("inner", AXIS)), axis_name="inner")
-        return total(x), total(s), both(x)
-
-    x = four.per_replica([np.arange(3.0) + i for i in range(4)])
-    assert varying(four.run(step, (x,))) == [True, False, False]
-
-
 # Precision: models and optimizers of Flax and Optax.
 
 

@@ -558,17 +558,6 @@ def test_order_within_groups_counts():
         assert mirrored(eight.run(partial(step, second), (x,))) == [expected]
 
 
-def test_one_reduced_leaf_of_a_pack_is_warned_of_but_not_in_means(four):
-    def step(op, x, y):
-        total = replica().all_reduce(op, x)
-        return replica().all_reduce(op, {"new": y, "old": total})
-
-    x = four.per_replica(np.ones((4, 3), np.float32))
-    with pytest.warns(js.errors.DoubleReductionWarning, match="reduction already"):
-        four.run(step, ("sum", x, x))
-    assert mirrored(four.run(step, ("mean", x, x))) == [True, True]
-
-
 def test_operations_that_return_too_few_results_are_an_error():
     class Forgetful(js.CrossDeviceOps):
         def reduce_implementation(self, op, value, destinations, options):

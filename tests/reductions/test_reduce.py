@@ -9,7 +9,6 @@ import pytest
 from helpers.cases import each_of
 from helpers.replicas import ids, replica
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 
@@ -317,22 +316,6 @@ def test_a_device_of_each_replica_may_be_where_all_goes(cores):
     assert strategy.reduce("sum", strategy.per_replica([1.0, 2.0, 3.0, 4.0])) == 10
     with pytest.raises(ValueError, match="is cpu:3, where no replica is: .* on cpu:0,"):
         made("two shared", cross_device_ops=js.ReductionToOneDevice("CPU:3"))
-
-
-def test_sums_over_the_devices_of_a_replica(cores):
-    def step(x):
-        inside = jax.shard_map(
-            lambda half: lax.psum(half, "core"),
-            in_specs=P("core"),
-            out_specs=P(),
-            axis_names={"core"},
-            check_vma=False,
-        )
-        return lax.psum(inside(x), "replica")
-
-    for dtype in ("bfloat16", "float32"):
-        found = cores.run(step, (cores.per_replica(of(dtype)),))
-        same(found, X.sum(0).reshape(2, 2, 6).sum(0), dtype)
 
 
 # `IndexedSlices`: rows of an array, reduced without making it dense.

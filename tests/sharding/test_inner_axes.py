@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.cases import each_of
 from helpers.cores import COLUMNS, all_gathers, cored, drawn, lies, over
-from helpers.replicas import ids, replica
+from helpers.replicas import replica
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -298,19 +298,6 @@ def test_a_dimension_that_the_cores_divide_is_refused():
 # Steps of replicas with several devices: numbers and checks are those of one each.
 
 
-@each_of("cores", [1, 2])
-def test_a_branch_that_replicas_take_differently_is_refused(cores):
-    """LOG-23."""
-    strategy = cored(4, cores)
-
-    def step(x):
-        is_first = lax.axis_index("replica") == 0
-        return lax.cond(is_first, lambda x: lax.psum(x, "replica"), lambda x: x, x)
-
-    with pytest.raises(js.errors.DivergentCollectiveError, match="lax.psum"):
-        strategy.run(step, (ids(strategy),))
-
-
 def test_a_branch_that_cores_take_differently_is_no_business_of_replicas():
     """LOG-23: inside a nested `shard_map` over the cores."""
     strategy = cored(4, 2)
@@ -418,14 +405,6 @@ def test_sums_in_loops_and_gradients(lone):
     np.testing.assert_allclose(found, w, rtol=1e-5, atol=1e-6)
 
 
-def test_methods_outside_of_steps(lone):
-    x = lone.per_replica(X[None])
-    np.testing.assert_array_equal(lone.reduce("sum", x), X)
-    np.testing.assert_array_equal(lone.gather(x, 0), X)
-    (local,) = lone.experimental_local_results(x)
-    np.testing.assert_array_equal(local, X)
-
-
 # `CentralStorageStrategy` with replicas of several devices, or that share one.
 
 
@@ -512,13 +491,3 @@ def test_an_array_divided_along_another_dimension_is_no_replicas(four):
     value = js.PerReplica(jax.device_put(x, columns))
     for version, row in zip(value.values, x, strict=True):
         np.testing.assert_array_equal(version, row)
-
-
-def test_versions_of_an_array_divided_inside_replicas_stay_divided():
-    strategy = js.MirroredStrategy(logical_axes={"core": 4})
-    x = np.arange(48.0, dtype=np.float32).reshape(2, 3, 8)
-    where = NamedSharding(strategy.mesh, P("replica", None, "core"))
-    value = js.PerReplica(jax.device_put(x, where))
-    for version, row in zip(value.values, x, strict=True):
-        np.testing.assert_array_equal(version, row)
-        assert [s.data.shape for s in version.addressable_shards] == [(3, 2)] * 4

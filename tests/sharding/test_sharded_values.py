@@ -4,7 +4,6 @@ import copy
 import gc
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -327,33 +326,6 @@ def test_the_bits_are_those_of_whole_state():
     assert state["text"] == "as it is"
     whole = {"['odd']", "['key']", "['text']"}
     assert divided_paths(strategy, state) == {f"['{name}']" for name in state} - whole
-
-
-class Layers(nn.Module):
-    layers: int = 3
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(self.layers):
-            x = nn.Dense(32)(nn.LayerNorm()(x))
-        return x
-
-
-def train_state(key):
-    variables = Layers().init(key, jnp.ones((2, 32)))
-    return TrainState.create(
-        apply_fn=None, params=variables["params"], tx=optax.adamw(0.1)
-    )
-
-
-@pytest.mark.slow
-def test_a_train_state_is_built_in_parts():
-    strategy = dividing(shard="optimizer")
-    state = check_like_whole(strategy, train_state, jax.random.key(0))
-    found = divided_paths(strategy, state)
-    moments = {path for path in found if ".opt_state" in path}
-    assert len(moments) == 2 * 12 and ".step" not in found
-    assert found == moments
 
 
 class Model(nnx.Module):

@@ -28,35 +28,6 @@ def over(strategy, array, *spec):
     return jax.device_put(array, NamedSharding(strategy.mesh, P(*spec)))
 
 
-def compiled_text(strategy, step, args):
-    program = jax.jit(lambda *args: strategy.run(step, args))
-    return program.lower(*args).compile().as_text()
-
-
-def counted(text, operation):
-    return len(re.findall(rf"= [^=]*\b{operation}(?:-start)?\(", text))
-
-
-def gradient_step(w, x):
-    def loss(w):
-        w = lax.with_sharding_constraint(w, P(None, "core"))
-        return (lax.with_sharding_constraint(x @ w, P(None, "core")) ** 2).mean()
-
-    return js.get_replica_context().all_reduce("mean", jax.grad(loss)(w))
-
-
-def test_the_mean_gradient_of_weights_over_cores_is_that_of_numpy():
-    strategy = strategy_of(2)
-    x, w = np.arange(32, dtype=F32).reshape(8, 4), np.ones((4, 6), F32)
-    wanted = np.mean([2 * b.T @ (b @ w) / 12 for b in x.reshape(4, 2, 4)], axis=0)
-    args = over(strategy, w, None, "core"), strategy.per_replica([*x.reshape(4, 2, 4)])
-    result = strategy.run(gradient_step, args)
-    np.testing.assert_allclose(result, wanted, rtol=1e-6)
-    assert result.sharding.spec == P(None, "core")
-    text = compiled_text(strategy, gradient_step, args)
-    assert counted(text, "all-gather") == 0 and counted(text, "all-reduce") == 1
-
-
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
 

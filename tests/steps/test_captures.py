@@ -256,29 +256,6 @@ def test_calls_wait_for_no_trace_of_another_thread(two):
     assert float(other[...]) == 12 and float(total[...]) == 1
 
 
-class Holder:
-    def __init__(self, total):
-        self.total = total
-
-    def step(self, x):
-        self.total[...] += x
-
-
-def test_after_an_error_everything_refers_to_the_callers_object(two):
-    total = nnx.Variable(jnp.zeros(()))
-    holder, table = Holder(total), [total]
-
-    def step(x):
-        holder.total[...] += x
-        table[0][...] += x
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        two.run(step, (1.0,))
-    assert holder.total is total and table[0] is total
-    assert step.__closure__ is not None and float(total[...]) == 0
-
-
 @functools.cache
 def cached_model():
     return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -523,21 +500,6 @@ def test_what_is_used_is_never_stale(two, way):
     for k in (2, 3, 2, 4):
         box.k = k
         assert float(two.run(way(box), (5.0,))) == 5 * k
-
-
-class Slots:
-    __slots__ = ("k",)
-
-    def __init__(self, k):
-        self.k = k
-
-
-class Computed:
-    def __init__(self, k):
-        self.hidden = k
-
-    def __getattr__(self, name):
-        return self.__dict__["hidden"]
 
 
 def test_an_attribute_that_is_added_or_taken_away_is_noticed(two):

@@ -586,13 +586,6 @@ def test_what_a_step_has_inside(two, of_two):
                 np.testing.assert_allclose(own, 2 * START, rtol=1e-6)
 
 
-def test_a_callback_beside_several_devices_of_a_replica_is_refused():
-    strategy = LAYOUTS["of several devices"]()
-    v = Variables(strategy)
-    with jax.checking_leaks(), pytest.raises(NotImplementedError, match="calls the ho"):
-        strategy.run(lambda x: in_callback(v, x), (2.0,))
-
-
 def test_what_a_step_leaves_is_found(two, of_two):
     left = []
 

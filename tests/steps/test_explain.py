@@ -259,17 +259,6 @@ def test_the_step_does_not_run_and_its_python_code_runs_once(two):
     assert seen == ["traced"]
 
 
-def test_types_stand_for_arrays_too_large_to_be_here(four):
-    state = {
-        "a": jax.ShapeDtypeStruct((3, 2), jnp.float32),
-        "b": jax.ShapeDtypeStruct((), jnp.float32),
-    }
-    batch = {"x": js.PerReplica(jax.ShapeDtypeStruct((4, 10**9, 3), jnp.float32))}
-    found = four.explain(training_step, (state, batch), compiled=False)
-    assert [c.nbytes for c in found.collectives] == [28]
-    assert [value.shape for value in found.per_replica] == [()]
-
-
 def test_what_run_would_refuse_is_listed(four):
     def step(x):
         once = replica().all_reduce("sum", x)

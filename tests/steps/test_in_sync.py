@@ -272,16 +272,6 @@ def test_the_error_can_be_copied_and_pickled():
     assert isinstance(error, RuntimeError)
 
 
-def test_the_advice_mends_the_state(strategy):
-    bad = drifted(strategy, np.ones(4, np.float32), np.negative, 1)
-    tree = {"w": bad, "name": "net"}
-    (groups,) = differing(strategy, tree).values()
-    trusted = groups[0][0]
-    tree = strategy.mirror(tree, replica=trusted)
-    strategy.assert_in_sync(tree)
-    assert tree["w"].tolist() == [1, 1, 1, 1] and tree["name"] == "net"
-
-
 def test_arrays_of_another_strategy(strategy, two):
     array = two.mirror(np.ones(4, np.float32))
     words = r"`state\['w'\]` lies on several devices, as NamedSharding.* but not whole "

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import each, each_of
+from helpers.cases import each_of
 from helpers.replicas import replica
 
 import jaxstrategy as js
@@ -277,29 +277,6 @@ def test_gathering_is_refused(two):
     told = "`all_gather` was called in local steps, where each replica is by itself"
     with pytest.raises(js.errors.ContextError, match=told):
         two.local_steps(step)(0.0, given(two, data(2, 2)))
-
-
-BAD_BATCHES = [
-    ((), ValueError, "`descend` was given no batches, and each step needs one"),
-    ({"x": 1}, TypeError, "`descend` makes several steps and takes a tuple of"),
-    (
-        ({"x": np.ones((4, 3))}, {"y": np.ones(4)}),
-        ValueError,
-        r"`batches\[1\]` has another structure than `batches\[0\]`",
-    ),
-]
-
-
-def test_batches_are_a_tuple_of_one_kind(two):
-    for batches, error, told in each(BAD_BATCHES):
-        with pytest.raises(error, match=told):
-            two.local_steps(descend)(PARAMS, batches)
-
-
-def test_a_state_stays_what_it_is(two):
-    local = two.local_steps(lambda w, batch: ((w, w), 1))
-    with pytest.raises(TypeError, match="and returned something else in its place"):
-        local(0.0, given(two, data(2, 1)))
 
 
 def test_only_a_step_is_taken(two):

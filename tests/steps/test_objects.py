@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.cases import each, each_of
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -199,20 +199,6 @@ def test_an_object_given_twice_is_one(two):
     assert float(two.run(step, (model, model, model.norm))) == 3
     assert int(model.calls[...]) == 2
     np.testing.assert_array_equal(model.norm.scale[...], np.full(WIDTH, 3))
-
-
-def test_what_a_step_sets_is_set(two):
-    model = Phases()
-
-    def step(model):
-        model.eval()
-        model.seen += 1
-        model.name = "used"
-
-    for n in range(3):
-        two.run(step, (model,))
-        assert (model.seen, model.name) == (n + 1, "used")
-        assert model.dropout.deterministic
 
 
 def test_phases_are_seen_and_compiled_once_each(two):
@@ -518,33 +504,6 @@ def test_errors_of_bound_steps(two):
 # Objects that the step captures.
 
 
-def by_closure(model, optimizer):
-    def step(x, y):
-        return train(model, optimizer, x, y)
-
-    return step
-
-
-def by_wrapper(model, optimizer):
-    @functools.wraps(train)
-    def step(*args, **kwargs):
-        return inner(*args, **kwargs)
-
-    inner = by_closure(model, optimizer)
-    return step
-
-
-def test_captured_objects_are_changed(two):
-    want, losses = trained_alone(3)
-    for capture in each([by_closure, by_wrapper]):
-        model = Net()
-        step = two.run(capture(model, adam(model)))
-        for i in range(3):
-            loss = step(*divided(two, *rows(i)))
-            np.testing.assert_allclose(loss, losses[i], atol=1e-5)
-        assert_equal(arrays(model), want)
-
-
 def test_objects_are_captured_by_defaults_partials_and_functions_within(two):
     total = nnx.Variable(jnp.zeros(()))
 
@@ -563,26 +522,6 @@ def test_objects_are_captured_by_defaults_partials_and_functions_within(two):
     for step in (by_default, functools.partial(by_partial, total), within):
         two.run(step, (1.0,))
     assert float(total[...]) == 3
-
-
-@pytest.mark.slow
-def test_what_is_reached_through_something_else_is_changed(two):
-    class Holder:
-        def __init__(self, model, optimizer):
-            self.model, self.optimizer = model, optimizer
-
-        def step(self, x, y):
-            return train(self.model, self.optimizer, x, y)
-
-        def assign(self, x, y):
-            self.model.calls[...] = 5
-
-    model = Net()
-    holder = Holder(model, adam(model))
-    two.run(holder.step, divided(two, *rows()))
-    assert_equal(arrays(model), trained_alone(1)[0])
-    two.run(holder.assign, divided(two, *rows()))
-    assert int(model.calls[...]) == 5 and holder.model is model
 
 
 def test_names_that_collide(two):
@@ -653,23 +592,6 @@ def test_objects_are_not_kept_alive(two):
     references = use()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
-
-
-def test_a_step_is_not_kept_alive(two):
-    model = Net()
-
-    def use():
-        def step(x):
-            model.calls[...] += 1
-            return model.norm(x)
-
-        run = two.run(step)
-        run(*divided(two, rows()[0]))
-        return weakref.ref(step), weakref.ref(run)
-
-    references = use()
-    gc.collect()
-    assert [reference() for reference in references] == [None] * 2
 
 
 def test_replaced_variables_are_let_go(two):

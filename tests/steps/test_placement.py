@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each_of
-from helpers.replicas import ids, replica, versions
+from helpers.replicas import ids, replica
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxstrategy as js
@@ -234,33 +234,6 @@ def test_a_dataset_is_not_read_while_jax_traces(two, read, ahead):
 # Donation.
 
 
-def check_that_using_a_donated_value_again_names_the_argument(four, later):
-    options = js.RunOptions(donate_argnums=0)
-
-    def step(state, batch):
-        return jax.tree.map(lambda a: a + batch, state)
-
-    def look(batch, *, params):
-        return params["net"][0]
-
-    state = four.mirror({"net": [jnp.zeros(4)]})
-    four.run(step, (state, 1.0), options=options)
-    with pytest.raises(
-        js.errors.DonatedValueError, match="donated to an earlier call"
-    ) as info:
-        if later == "same step":
-            four.run(step, (state, 1.0), options=options)
-        else:
-            four.run(look, (1.0,), {"params": state})
-    name = "state" if later == "same step" else "params"
-    assert f"`{name}['net'][0]`" in str(info.value)
-
-
-def test_using_a_donated_value_again_names_the_argument(four):
-    for later in ("same step", "another step"):
-        check_that_using_a_donated_value_again_names_the_argument(four, later)
-
-
 def test_one_array_in_two_donated_places_is_refused(four):
     for strategy in (four, js.MirroredStrategy(jax.devices()[:1])):
         check_that_one_array_in_two_donated_places_is_refused(strategy)
@@ -398,21 +371,6 @@ def check_that_a_per_replica_of_another_strategy(four, devices):
 def test_a_per_replica_of_another_strategy(four):
     for devices in (slice(4, 8), slice(3, None, -1)):
         check_that_a_per_replica_of_another_strategy(four, devices)
-
-
-def test_a_plain_array_split_over_the_replicas_is_refused(four):
-    x = ids(four).stacked
-
-    def step(x):
-        return x
-
-    for _ in range(2):  # also when the step has been run with a right one
-        with pytest.raises(
-            js.errors.PlacementError, match=r"pass `PerReplica\(array\)`"
-        ):
-            four.run(step, (x,))
-        np.testing.assert_array_equal(four.run(step, (four.mirror(x),)), [0, 1, 2, 3])
-        assert versions(four.run(step, (js.PerReplica(x),))) == [0, 1, 2, 3]
 
 
 def test_a_per_replica_captured_by_the_step_is_refused(four):

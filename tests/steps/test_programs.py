@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import typing
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 
 import jax
@@ -23,6 +23,7 @@ import pytest
 from flax import nnx
 from helpers.cases import each
 from helpers.replicas import Named, Pair, ids, replica, versions
+from helpers.threads import in_threads
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxstrategy as js
@@ -320,22 +321,6 @@ def test_run_returns_before_the_devices_are_done():
 
 # What a program does for a step besides computing it, and what that costs.
 
-PACKAGE = str(Path(js.__file__).parent)
-
-
-@contextlib.contextmanager
-def calls():
-    """Collects the functions of the package that are called in the block."""
-    found = []
-
-    def called(event, frame):
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(PACKAGE):
-            found.append(f"{Path(file).stem}.{frame.f_code.co_qualname}")
-
-    with each_call(called):
-        yield found
-
 
 def test_threads_that_call_a_step_first_trace_it_once(two):
     traces = []
@@ -347,17 +332,11 @@ def test_threads_that_call_a_step_first_trace_it_once(two):
 
     args = [two.per_replica([float(i), 0.0]) for i in range(6)]
     results = [None] * len(args)
-    together = threading.Barrier(len(args))
 
     def call(i):
-        together.wait(60)
         results[i] = step(args[i])
 
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(args))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    in_threads(*(functools.partial(call, i) for i in range(len(args))))
     assert traces == [()]
     for i, result in enumerate(results):
         np.testing.assert_allclose(result.stacked, [i + 1, 1])

@@ -456,17 +456,6 @@ def test_the_mean_of_whole_numbers_is_a_float(two):
     assert (found.dtype, float(found)) == (jnp.float32, 3.0)
 
 
-def test_one_reduction_outside_of_the_loop(four):
-    def step(w, x, y):
-        gradient = four.accumulate(4)(lambda x, y: jax.grad(loss)(w, x, y))
-        return replica().all_reduce("mean", gradient(x, y))
-
-    x = four.per_replica(np.ones((4, 8, 3), np.float32))
-    y = four.per_replica(np.ones((4, 8), np.float32))
-    (found,) = four.explain(step, (np.ones(3, np.float32), x, y)).collectives
-    assert (found.operation, found.loops) == ("psum", ())
-
-
 def test_memory_is_that_of_one_part(two):
     w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     x = js.PerReplica(jax.ShapeDtypeStruct((2, 1024, 256), jnp.float32))

@@ -658,17 +658,3 @@ def test_the_dimension_of_several_parts_is_divided(dividing, shape, answer, dime
     found = division(dividing, shape, lambda shape, dtype: answer)
     assert found.dimension == dimension
     assert found.reason if dimension is None else not found.reason
-
-
-@each_of(
-    "answer, error, text",
-    [
-        ([2, 2], ValueError, r"returned \[2, 2\]; for each dimension a number"),
-        ([0, 1], ValueError, r"of variable 'w' of shape \(8, 8\) returned \[0, 1\]"),
-        ([2.0, 1], TypeError, r"returned \[2.0, 1\]; a list of whole numbers"),
-        (None, TypeError, "returned None"),
-    ],
-)
-def test_answers_of_partitioners_that_cannot_be(dividing, answer, error, text):
-    with pytest.raises(error, match=text):
-        division(dividing, (8, 8), lambda shape, dtype: answer)

@@ -583,19 +583,6 @@ def test_an_aggregation_is_a_reduce_operation(two):
             js.ReduceOp.from_variable_aggregation(none)
 
 
-def test_operations_that_are_none_say_which_there_are(two):
-    x = two.per_replica(np.float32([1, 2]))
-    words = r"is not a valid ReduceOp; 'sum', 'mean', 'min' and 'max' are"
-    with pytest.raises(ValueError, match="'prod' " + words):
-        js.ReduceOp("prod")
-    with pytest.raises(ValueError, match="'avg' " + words):
-        two.run(lambda x: js.get_replica_context().all_reduce("avg", x), (x,))
-    with pytest.raises(ValueError, match="'AVG' " + words):
-        two.reduce("AVG", x)
-    with pytest.raises(TypeError, match="got 3.5"):
-        js.ReduceOp(3.5)
-
-
 # What variables hold between steps: arrays that steps borrow, or references.
 
 
@@ -605,21 +592,6 @@ def made(request, strategy):
         return strategy, js.Variable(
             np.zeros(3), synchronization=request.param, aggregation="mean"
         )
-
-
-def test_a_value_that_was_read_outlives_the_next_steps(made):
-    strategy, v = made
-    step = strategy.run(lambda x: v.assign_add(x * jnp.ones(3)))
-    seen = []
-    for _ in range(4):
-        seen.append((v.value(), v.distributed(), v.numpy()))
-        step(1.0)
-        step(1.0)
-    for i, values in enumerate(seen):
-        for value in (values[0], values[2]):
-            np.testing.assert_array_equal(value, np.full(3, 2.0 * i))
-        copies = strategy.experimental_local_results(values[1])
-        np.testing.assert_array_equal(copies[-1], np.full(3, 2.0 * i))
 
 
 # Steps that capture dicts whose keys are variables, as optimizers keep their slots.
