@@ -113,10 +113,15 @@ def refused(error: type[Exception], text: str) -> Any:
 def made_by(today: Callable[P, Strategy]) -> Callable[Concatenate[Any, P], None]:
     """`__init__` of a class whose arguments are those of a class of today."""
 
+    given = inspect.signature(today)
+
     def __init__(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:  # noqa: N807
+        try:
+            given.bind(*args, **kwargs)
+        except TypeError as error:  # by the name of this class, not of today's
+            raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
         OlderStrategy.__init__(self, today(*args, **kwargs))
 
-    given = inspect.signature(today)
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     vars(__init__)["__signature__"] = given.replace(
         parameters=[this, *given.parameters.values()]

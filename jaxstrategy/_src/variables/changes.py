@@ -501,7 +501,8 @@ class VariableLike(Assignments):
           ValueError: one is a number that no integer dtype of JAX holds.
         """
         rows = self.shape[0] if self.shape else 0
-        return self.rows_at(checked_ids(indices, rows, self._name))
+        ids = checked_ids(indices, rows, self._name, argument="indices")
+        return self.rows_at(ids)
 
     @abc.abstractmethod
     def rows_at(self, ids: jax.Array) -> jax.Array:

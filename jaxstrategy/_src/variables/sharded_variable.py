@@ -278,7 +278,7 @@ class ShardedVariable(VariableLike):
                 f"Variable {self._name!r} has shape {shape} and was given rows of an "
                 f"array of shape {rows.dense_shape}."
             )
-        ids = lookup.checked_ids(rows.indices, shape[0], self._name)
+        ids = lookup.checked_ids(rows.indices, shape[0], self._name, argument="indices")
         values = kind._checked(rows.values, (len(ids), *shape[1:]), self.dtype)
         rows = kind.combined(at, IndexedSlices(values, ids))
         with access.one_at_a_time:
