@@ -87,10 +87,8 @@ if TYPE_CHECKING:
     )
     from jaxstrategy._src.strategies.mirrored import (
         MirroredStrategy as MirroredStrategy,
-        OneDeviceStrategy as OneDeviceStrategy,
-    )
-    from jaxstrategy._src.strategies.multi_worker import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+        OneDeviceStrategy as OneDeviceStrategy,
     )
     from jaxstrategy._src.strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,

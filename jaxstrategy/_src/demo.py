@@ -21,7 +21,7 @@ import numpy as np
 import jaxstrategy as js
 from jaxstrategy._src.errors import MissingExtraError
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.shown import with_noun
+from jaxstrategy._src.text import with_noun
 from jaxstrategy._src.values.arrays import PyTree
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from jaxstrategy._src.launch import options as _options
 from jaxstrategy._src.replicas.devices import simulate
 from jaxstrategy._src.strategies.current import get_replica_context
 from jaxstrategy._src.strategies.mirrored import MirroredStrategy
-from jaxstrategy._src.text.shown import with_noun
+from jaxstrategy._src.text import with_noun
 from jaxstrategy._src.version import __version__
 
 _SECONDS = 120.0

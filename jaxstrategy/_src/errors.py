@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxstrategy._src.text.shown import and_more, listed, with_noun
+from jaxstrategy._src.text import and_more, listed, with_noun
 
 
 class ContextError(RuntimeError):

@@ -15,12 +15,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import PaddedRowsWarning
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.text import user_code
 from jaxstrategy._src.values import per_replica, trees
 from jaxstrategy._src.values.arrays import PyTree, Value
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -100,7 +100,7 @@ def number_of_examples(batch: PyTree) -> int | None:
 
 def warn_of_traced(method: str) -> None:
     """Warn that `strategy.method` keeps padded rows while JAX traces."""
-    user_code.warn(
+    text.warn(
         f"`{method}` was given a batch of a dataset inside a function that JAX traces "
         "(`jax.jit`), where shapes are static, so that rows that only fill up the "
         f"batch stay in the result. Call `{method}` outside that function; or gather "

@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from jaxstrategy._src.text.shown import several_whole, whole
+from jaxstrategy._src.text import several_whole, whole
 
 PyTree = Any
 _Choice = TypeVar("_Choice", bound=enum.Enum)

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import jax
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.executors.executor import CompiledStep, ReplicatedFunction
@@ -25,8 +26,7 @@ from jaxstrategy._src.replicas.state_sharding import StateSharding
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.strategies.mirrored import MirroredStrategy
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text import html
-from jaxstrategy._src.text.shown import (
+from jaxstrategy._src.text import (
     bytes_of,
     columns,
     positive,
@@ -651,8 +651,8 @@ class Plan:
         return "\n".join([self._title, *lines, *self._sentences()])
 
     def _repr_html_(self) -> str:
-        told = map(html.paragraph, self._sentences())
-        return html.page(self._title, [html.table(_HEADER, self._rows()), *told])
+        told = map(text.paragraph, self._sentences())
+        return text.page(self._title, [text.table(_HEADER, self._rows()), *told])
 
     def plot(self) -> Any:
         """A `matplotlib` figure: the memory and the time of each compiled layout."""

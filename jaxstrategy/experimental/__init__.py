@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         PowerSGD as PowerSGD,
         ValueContext as ValueContext,
     )
-    from jaxstrategy._src.preemption.preemption import (
+    from jaxstrategy._src.preemption import (
         PreemptionCheckpointHandler as PreemptionCheckpointHandler,
         PreemptionWatcher as PreemptionWatcher,
         TerminationConfig as TerminationConfig,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from jaxstrategy._src.replicas.devices import compilation_cache as compilation_cache
     from jaxstrategy._src.strategies.mirrored import (
         CentralStorageStrategy as CentralStorageStrategy,
-    )
-    from jaxstrategy._src.strategies.multi_worker import (
         ExperimentalMultiWorkerMirroredStrategy,
     )
     from jaxstrategy._src.strategies.parameter_server import (

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line
 
 AXIS = "replica"
 # One replica has nobody to wait for, and nothing differs there.

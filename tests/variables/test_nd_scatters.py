@@ -30,15 +30,8 @@ def test_what_is_no_row_is_an_error(variable, wrong):
     text = rf"Row {wrong} of variable 'Variable'.*the rows \[0, 3\)"
     with pytest.raises(IndexError, match=text):
         variable.sparse_read([0, wrong])
-    text = (
-        r"`indices` are float32\[1\]; whole numbers were wanted, the rows to look up\. "
-    )
-    with pytest.raises(TypeError, match=text + r".*`indices\.astype\("):
+    with pytest.raises(TypeError, match="whole numbers were wanted"):
         variable.sparse_read([0.5])
-    with pytest.raises(
-        TypeError, match="`indices` was 'text'; an array of whole numbers"
-    ):
-        variable.sparse_read("text")
 
 
 @each_of("change", ["add", "sub", "update"])

@@ -15,6 +15,7 @@ from typing import Any, Self, final, overload
 
 import jax
 
+from jaxstrategy._src import text
 from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.checkpoint.agreement import first_line
 from jaxstrategy._src.checkpoint.folder import Folder
@@ -34,8 +35,7 @@ from jaxstrategy._src.contexts.replica_context import AnyStrategy, checked_core
 from jaxstrategy._src.errors import ContextError, MissingExtraError
 from jaxstrategy._src.processes.rendezvous import Json
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import shown, whole
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import PyTree, TreeT
 
@@ -189,7 +189,7 @@ class CheckpointManager:
         """Of this job's snapshots in memory of what is saved to this directory."""
         if folder := os.environ.get(environment.MEMORY):
             return Snapshots(str(self._folder.path), folder)
-        user_code.warn(
+        text.warn(
             "`memory_every` has no effect: the processes were not started by `python "
             "-m jaxstrategy.launch`. Only checkpoints in "
             f"`{self._folder.path}` are restored.",
@@ -297,7 +297,7 @@ class CheckpointManager:
         try:
             yield
         except CheckpointError as error:
-            user_code.warn(
+            text.warn(
                 f"There are no snapshots in memory any more: {first_line(error)}",
                 RuntimeWarning,
             )
@@ -521,7 +521,7 @@ class CheckpointManager:
                 state_like, record, where, partial, read, from_memory=True
             )
         except CheckpointError as error:
-            user_code.warn(str(error), DamagedCheckpointWarning)
+            text.warn(str(error), DamagedCheckpointWarning)
             return None
 
     def _latest_in_memory(self, what: str) -> int | None:
@@ -560,7 +560,7 @@ class CheckpointManager:
             )
         if damaged:
             self._folder.damaged |= set(damaged)
-            user_code.warn(
+            text.warn(
                 f"Checkpoint {step} in `{self._folder.path}` is restored, "
                 f"because later ones are damaged. {told}.",
                 DamagedCheckpointWarning,

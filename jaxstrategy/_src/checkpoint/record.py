@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy._src.processes.rendezvous import Json, Message
-from jaxstrategy._src.text.shown import and_more, array_type, with_noun
+from jaxstrategy._src.text import and_more, array_type, with_noun
 
 if TYPE_CHECKING:
     from etils import epath  # which comes with Orbax

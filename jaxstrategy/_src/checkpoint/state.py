@@ -33,7 +33,7 @@ from jaxstrategy._src.options import VariableAggregation, VariableSynchronizatio
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.text import array_type
 from jaxstrategy._src.values import building, per_replica, trees
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.per_replica import PerReplica

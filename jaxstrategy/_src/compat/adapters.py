@@ -35,7 +35,7 @@ from jaxstrategy._src.reductions.cross_device_ops import (
     NcclAllReduce,
 )
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text.shown import at_least, shown
+from jaxstrategy._src.text import at_least, shown
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.variable import Variable
@@ -113,15 +113,10 @@ def refused(error: type[Exception], text: str) -> Any:
 def made_by(today: Callable[P, Strategy]) -> Callable[Concatenate[Any, P], None]:
     """`__init__` of a class whose arguments are those of a class of today."""
 
-    given = inspect.signature(today)
-
     def __init__(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:  # noqa: N807
-        try:
-            given.bind(*args, **kwargs)
-        except TypeError as error:  # by the name of this class, not of today's
-            raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
         OlderStrategy.__init__(self, today(*args, **kwargs))
 
+    given = inspect.signature(today)
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     vars(__init__)["__signature__"] = given.replace(
         parameters=[this, *given.parameters.values()]

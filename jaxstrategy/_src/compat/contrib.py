@@ -44,13 +44,12 @@ from jaxstrategy._src.strategies import (
     between_graph,
     current as _current,
     mirrored,
-    multi_worker,
     tpu,
 )
 from jaxstrategy._src.strategies.destinations import Destinations, checked_pairs
 from jaxstrategy._src.strategies.extended import StrategyExtended
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text.shown import at_least, positive, shown
+from jaxstrategy._src.text import at_least, positive, shown
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -545,7 +544,7 @@ class OneDeviceStrategy(DistributionStrategy, cores=(mirrored.OneDeviceStrategy,
 
 @final
 class CollectiveAllReduceStrategy(
-    DistributionStrategy, cores=(multi_worker.MultiWorkerMirroredStrategy,)
+    DistributionStrategy, cores=(mirrored.MultiWorkerMirroredStrategy,)
 ):
     """One tower per device of every process; today's `MultiWorkerMirroredStrategy`.
 
@@ -566,7 +565,7 @@ class CollectiveAllReduceStrategy(
     def __init__(self, num_gpus_per_worker: int = 0) -> None:
         number = at_least(0, "num_gpus_per_worker", num_gpus_per_worker)
         # Before JAX looks for devices, the processes must have met.
-        strategy = multi_worker.MultiWorkerMirroredStrategy()
+        strategy = mirrored.MultiWorkerMirroredStrategy()
         _check_all(number)
         super().__init__(strategy)
 

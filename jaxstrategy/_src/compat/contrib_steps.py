@@ -19,7 +19,7 @@ from jaxstrategy._src.compat.adapters import (
 )
 from jaxstrategy._src.compat.contrib import DistributionStrategy, MultiStepContext
 from jaxstrategy._src.compat.inputs import in_cross_replica
-from jaxstrategy._src.contexts import context as _context, step_outputs
+from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ContextError, OutOfRangeError
 from jaxstrategy._src.options import ReduceOp, VariableAggregation
@@ -27,7 +27,7 @@ from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.strategies import current as _current
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text.shown import positive, shown
+from jaxstrategy._src.text import positive, shown
 from jaxstrategy._src.values.arrays import PyTree, Value
 from jaxstrategy._src.variables.gradients import value_and_grad, value_and_grad_of_read
 from jaxstrategy._src.variables.variable import Variable
@@ -454,14 +454,14 @@ def _updating(
         context: MultiStepContext, state: PyTree, *inputs: PyTree
     ) -> tuple[tuple[Variable, ...], PyTree]:
         replica = _current.get_replica_context()
-        loss = step_outputs.with_outputs(loss_fn)
+        loss = _context.with_outputs(loss_fn)
         if variables is None:
             differentiated = value_and_grad_of_read(loss, replica.strategy)
         else:
             differentiated = value_and_grad(loss, variables, has_aux=True)
         (_, messages), grads = differentiated(context, *inputs)
         for message in messages:
-            step_outputs.emit(message, "ctx.set_last_step_output")
+            _context.emit(message, "ctx.set_last_step_output")
         trained = variables
         if trained is None:
             trained, grads = tuple(v for _, v in grads), tuple(g for g, _ in grads)

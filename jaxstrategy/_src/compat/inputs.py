@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxstrategy._src.compat.adapters import same
-from jaxstrategy._src.contexts import replica_context, step_outputs as _step_outputs
+from jaxstrategy._src.contexts import context as _context, replica_context
 from jaxstrategy._src.errors import ContextError, OutOfRangeError
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.input_options import InputOptions
@@ -24,7 +24,7 @@ from jaxstrategy._src.inputs.sources import Dataset, Source
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text.shown import at_least, shown
+from jaxstrategy._src.text import at_least, shown
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 
 
@@ -345,7 +345,7 @@ def _array(leaf: Leaf) -> np.ndarray:
     return array
 
 
-class MultiStepContext(_step_outputs.Sender):
+class MultiStepContext(_context.Sender):
     """Named outputs of the last of several steps, set while the steps run.
 
     Made by `experimental_run_steps_on_iterator`, which passes it to the function first.
@@ -419,7 +419,7 @@ class MultiStepContext(_step_outputs.Sender):
             self._outputs[kind][name] = value
 
         def loop(_: object) -> None:
-            with _step_outputs.StepOutputs(self, receive).opened():
+            with _context.StepOutputs(self, receive).opened():
                 for _ in range(count):
                     fn(self, source.get_next())
 
@@ -445,19 +445,19 @@ class MultiStepContext(_step_outputs.Sender):
         self._emit("set_last_step_output", ("last", False, name, output))
 
     def _check(self, method: str, name: Any) -> None:
-        _step_outputs.require_open(self, f"ctx.{method}")
+        _context.require_open(self, f"ctx.{method}")
         if not isinstance(name, str):
             raise TypeError(
                 f"The name of an output was {shown(name)}; a text was wanted."
             )
 
     def _emit(self, method: str, message: tuple[str, bool, str, PyTree]) -> None:
-        if _step_outputs.in_step() and get_replica_context() is None:  # in `merge_call`
+        if _context.in_step() and get_replica_context() is None:  # in `merge_call`
             message = replica_context.to_replica(message)
-        _step_outputs.emit(message, f"ctx.{method}")
+        _context.emit(message, f"ctx.{method}")
 
     def _read(self, name: str, kind: str) -> dict[str, Any]:
-        if _step_outputs.in_step():
+        if _context.in_step():
             raise ContextError(
                 f"`ctx.{name}` was read inside a step, which is compiled once, so that "
                 "each later step would have the values of now. Read it outside of "

@@ -55,14 +55,13 @@ from jaxstrategy._src.strategies import (
     between_graph,
     current,
     mirrored,
-    multi_worker,
     strategy as _strategy,
     tpu,
 )
 from jaxstrategy._src.strategies.choices import check_function
 from jaxstrategy._src.strategies.destinations import Destinations, check_reduced
 from jaxstrategy._src.strategies.extended import StrategyExtended as _Extended
-from jaxstrategy._src.text.shown import positive, shown
+from jaxstrategy._src.text import positive, shown
 from jaxstrategy._src.tpu.device_assignment import DeviceAssignment
 from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.variables.variable import Variable
@@ -514,8 +513,8 @@ class CentralStorageStrategy(Strategy, cores=(mirrored.CentralStorageStrategy,))
 class MultiWorkerMirroredStrategy(
     Strategy,
     cores=(
-        multi_worker.MultiWorkerMirroredStrategy,
-        multi_worker.ExperimentalMultiWorkerMirroredStrategy,
+        mirrored.MultiWorkerMirroredStrategy,
+        mirrored.ExperimentalMultiWorkerMirroredStrategy,
     ),
 ):
     """Replicas of all processes, as `jaxstrategy.MultiWorkerMirroredStrategy`.
@@ -528,7 +527,7 @@ class MultiWorkerMirroredStrategy(
 
     extended_class = _OfSeveralProcesses
 
-    __init__ = made_by(multi_worker.ExperimentalMultiWorkerMirroredStrategy)
+    __init__ = made_by(mirrored.ExperimentalMultiWorkerMirroredStrategy)
 
 
 @final

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.options import VariableAggregation, VariableSynchronization
 from jaxstrategy._src.strategies import current
 from jaxstrategy._src.strategies.strategy import Strategy
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import several_whole, shown, whole
+from jaxstrategy._src.text import several_whole, shown, whole
 from jaxstrategy._src.variables.variable import Variable
 
 Initializer: TypeAlias = Callable[..., ArrayLike] | ArrayLike | None
@@ -233,7 +233,7 @@ def get_variable(
     """
     full = get_variable_scope().full_name(_checked_name("get_variable", name))
     if partitioner is not None:
-        user_code.warn(
+        text.warn(
             f"`get_variable` was given a partitioner for {full!r}, which is dropped: "
             "strategies divide variables by `jaxstrategy.Variable(sharding=...)`.",
             UserWarning,

@@ -22,7 +22,7 @@ from jaxstrategy._src.reductions.compression import (
 from jaxstrategy._src.reductions.operations import checked_groups
 from jaxstrategy._src.reductions.reduction import HowReduced
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.values import arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import Leaf, Number, PyTree, TreeT
 from jaxstrategy._src.values.per_replica import Handle, PerReplica

@@ -42,7 +42,7 @@ from jaxstrategy._src.scheduled.arguments import IteratorArgument, is_whole
 from jaxstrategy._src.scheduled.functions import FunctionTracer
 from jaxstrategy._src.scheduled.values import RemoteValue, sums_of
 from jaxstrategy._src.strategies.parameter_server import ParameterServerStrategy
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import shown, whole
 from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.variables.policy import ServerVariables
 

@@ -32,7 +32,7 @@ from jaxstrategy._src.parameter_servers.worker import WorkerEngine, WorkerResour
 from jaxstrategy._src.scheduled.arguments import function_name
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.scheduled.values import RemoteValue, sums_of
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line
 from jaxstrategy._src.values.arrays import PyTree
 
 # TensorFlow's; a closure of a queue without a limit could fill the memory.

@@ -17,10 +17,7 @@ from jaxstrategy._src.coordinator.queue import ClosureQueue
 from jaxstrategy._src.errors import ParameterServerLost
 from jaxstrategy._src.parameter_servers.store import ServerPool
 from jaxstrategy._src.parameter_servers.worker import AbstractWorkerBackend
-from jaxstrategy._src.text.shown import (
-    with_seconds,
-)
-from jaxstrategy._src.text.user_code import warn
+from jaxstrategy._src.text import warn, with_seconds
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.variables.remote_kinds import ServerCell
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable

@@ -45,7 +45,7 @@ from jaxstrategy._src.parameter_servers.worker import (
 from jaxstrategy._src.scheduled.arguments import function_name
 from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.scheduled.values import RemoteValue
-from jaxstrategy._src.text.user_code import warn
+from jaxstrategy._src.text import warn
 
 _AWAY = (WorkerActivity.LOST, WorkerActivity.GIVEN_UP)
 _POLL_SECONDS = 0.5

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
 
-from jaxstrategy._src.text import html
-from jaxstrategy._src.text.shown import with_seconds
+from jaxstrategy._src import text
+from jaxstrategy._src.text import with_seconds
 
 HEADER = ("worker", "state", "starts", "functions", "running", "last error")
 
@@ -109,7 +109,7 @@ class WorkerStates(tuple[WorkerState, ...]):
 
     def _repr_html_(self) -> str:
         rows = [state.row() for state in self]
-        return html.rows_of("Workers", HEADER, rows)
+        return text.rows_of("Workers", HEADER, rows)
 
 
 @final

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.lax import convert_element_type_p
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
@@ -45,9 +46,7 @@ from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import sharding_like
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import shown
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line, shown
 from jaxstrategy._src.tracing import results as _results, roles as _roles
 from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
@@ -60,8 +59,7 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
 from jaxstrategy._src.tracing.nnx.objects import AttributeChange
 from jaxstrategy._src.tracing.results import NamedResults, Results
 from jaxstrategy._src.tracing.roles import Role
-from jaxstrategy._src.tracing.stages.placement import Placement
-from jaxstrategy._src.tracing.stages.stages import MaskArguments
+from jaxstrategy._src.tracing.stages.stages import MaskArguments, Placement
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, StepEnvironment, name_of
 from jaxstrategy._src.tracing.translation import translated
 from jaxstrategy._src.values import (
@@ -398,7 +396,7 @@ def _translated(
     """A clearer error to raise instead of a replica's, if there is one."""
     if isinstance(error, _TRACED):
         return None
-    line = user_code.users_line(error.__traceback__)
+    line = text.users_line(error.__traceback__)
     where = f"\n  {line}\n" if line else " "
     if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
         return NameError(
@@ -546,7 +544,7 @@ class _VariableCopy:
                 "mapped or traced, and assign it outside."
             )
         self.array = value
-        frame = user_code.users_frame()
+        frame = text.users_frame()
         self.line = frame and Line(frame.f_code.co_filename, frame.f_lineno)
 
 

@@ -16,8 +16,8 @@ from jax.stages import Compiled
 
 from jaxstrategy._src.contexts import (
     context as _context,
+    context as _step_outputs,
     replica_context,
-    step_outputs as _step_outputs,
 )
 from jaxstrategy._src.contexts.context import OUTSIDE, AbstractStrategy, current
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
@@ -27,7 +27,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.tracing.explanation.explain import explain
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.function_cache import FunctionCache

@@ -17,6 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import EagerReplica, Rebindings
 from jaxstrategy._src.errors import (
@@ -33,9 +34,7 @@ from jaxstrategy._src.reductions.reduction import (
     SameShapes,
 )
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import array_type, listed
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line, array_type, listed
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.trees import without_eager_sharding
 
@@ -225,7 +224,7 @@ class ReplicaThread(EagerReplica):
         """Waits for all replicas and returns this one's result."""
         if self._gives_up:
             raise ReplicaEnded
-        self.line = user_code.innermost([frame[:2] for frame in self.frames])
+        self.line = text.innermost([frame[:2] for frame in self.frames])
         self.waits_for = waits_for
         return self._pause()
 
@@ -348,8 +347,8 @@ class _Patience:
             if self._has_warned or not modules.isdisjoint(_DEBUGGERS):
                 continue
             self._has_warned = True
-            line = user_code.innermost([frame[:2] for frame in frames])
-            user_code.warn(
+            line = text.innermost([frame[:2] for frame in frames])
+            text.warn(
                 f"Replica {thread.number} of `{self._name}` has run for "
                 f"{PATIENCE_SECONDS:g} s and has not come to a collective, nor to its "
                 f"end. It is at\n  {line}\n{_waits(self._threads)}",

@@ -25,9 +25,9 @@ from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.reductions.reduction import HowReduced
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.text.shown import array_type, whole
+from jaxstrategy._src.text import array_type, whole
 from jaxstrategy._src.tracing.functions import code, rebinding
-from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
+from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.nnx.objects import (
     ObjectArrays,

@@ -25,7 +25,7 @@ from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.text import array_type
 from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica

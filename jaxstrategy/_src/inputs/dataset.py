@@ -18,7 +18,7 @@ from jaxstrategy._src.inputs.library_sources import as_source
 from jaxstrategy._src.inputs.sources import Dataset, Source
 from jaxstrategy._src.processes.agreement import Agreement
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.shown import whole, with_noun
+from jaxstrategy._src.text import whole, with_noun
 from jaxstrategy._src.values.arrays import PyTree
 
 _S = TypeVar("_S")

@@ -20,7 +20,7 @@ from jaxstrategy._src.inputs import origins
 from jaxstrategy._src.inputs.batches import HostBatch, Steps, Transfer, copied
 from jaxstrategy._src.inputs.input_options import InputOptions
 from jaxstrategy._src.inputs.sources import State
-from jaxstrategy._src.text.shown import with_noun
+from jaxstrategy._src.text import with_noun
 from jaxstrategy._src.values.arrays import PyTree, is_traced
 
 _T = TypeVar("_T")

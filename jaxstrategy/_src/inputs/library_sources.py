@@ -23,7 +23,7 @@ from jaxstrategy._src.inputs.sources import (
     SourceIterator,
     State,
 )
-from jaxstrategy._src.text.shown import array_type, first_few
+from jaxstrategy._src.text import array_type, first_few
 from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 

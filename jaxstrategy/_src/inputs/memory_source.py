@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxstrategy._src.inputs import origins, sources
 from jaxstrategy._src.inputs.sources import Source, SourceIterator, State
-from jaxstrategy._src.text.shown import whole
+from jaxstrategy._src.text import whole
 from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import (
     ALIGNMENT,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 import jax
 import numpy as np
 
-from jaxstrategy._src.text.shown import whole, with_noun
+from jaxstrategy._src.text import whole, with_noun
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import PyTree
 

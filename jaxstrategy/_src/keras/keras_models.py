@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import AnyStrategy, checked_core
-from jaxstrategy._src.flax.statistics import moments
+from jaxstrategy._src.flax.linen import moments
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.iterator import DistributedIterator
 from jaxstrategy._src.inputs.sources import Source

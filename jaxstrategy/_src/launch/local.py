@@ -45,7 +45,7 @@ from jaxstrategy._src.launch.options import (
 )
 from jaxstrategy._src.processes.exit_codes import ExitCode, is_good
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.text.shown import plural, with_noun, with_seconds
+from jaxstrategy._src.text import plural, with_noun, with_seconds
 
 LOOPBACK = "127.0.0.1"
 

@@ -22,7 +22,7 @@ from jaxstrategy._src.processes.messages import (
     Server,
 )
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.text.shown import with_noun
+from jaxstrategy._src.text import with_noun
 
 _FIRST_SECONDS = 300.0  # until machines that are started together are there
 _LEADER_SECONDS = 30.0  # more, until one that was lost is there again

@@ -38,7 +38,7 @@ from jaxstrategy._src.launch.child_process import (
 )
 from jaxstrategy._src.launch.local import LOOPBACK, Ended, Events, NoRoomError
 from jaxstrategy._src.launch.options import RAY_ADDRESS, JobTask, Options, place
-from jaxstrategy._src.text.shown import with_noun
+from jaxstrategy._src.text import with_noun
 
 HANDED_ON = ("JAX_", "JAXSTRATEGY_", "XLA_")
 """The beginnings of environment variables that go with processes to other machines."""

@@ -18,7 +18,7 @@ from typing import (
 
 import numpy as np
 
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.text import array_type
 
 OF_WHOLE = ("set", "add", "subtract")
 """Operations with one operand of the variable's shape."""

@@ -39,7 +39,7 @@ from jaxstrategy._src.parameter_servers.store import Store
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure, aligned_empty
 from jaxstrategy._src.values.per_replica import PerReplica

@@ -24,12 +24,12 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxstrategy._src import text
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.processes.rendezvous import Json
 from jaxstrategy._src.processes.store import Store
 from jaxstrategy._src.processes.watchdog import Watchdog
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import Shaped, and_more, array_type
+from jaxstrategy._src.text import Shaped, and_more, array_type
 
 # The watchdog looks on, and the end of another process ends the wait: a deadline of its
 # own would only end jobs one of whose processes compiles or reads for long.
@@ -170,7 +170,7 @@ def users_line() -> str:
     """The line of the user's own code that is executed."""
     stack = traceback.walk_stack(None)
     frames = ((frame.f_code.co_filename, number) for frame, number in stack)
-    return str(user_code.innermost(frames) or "unknown line")
+    return str(text.innermost(frames) or "unknown line")
 
 
 def kind(array: Shaped) -> str:

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxstrategy._src import text
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
     ClusterResolver,
     Process,
@@ -42,8 +43,7 @@ from jaxstrategy._src.processes.rendezvous import Group, Host
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.processes.store import ProcessState, Store
 from jaxstrategy._src.processes.watchdog import Watchdog
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import Shaped, with_noun
+from jaxstrategy._src.text import Shaped, with_noun
 
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _AGREED_BYTES = 512
@@ -375,7 +375,7 @@ def found(
         if process.count == 1:
             _check_alone(hindrance)
         if otherwise is None and not any(each.is_alone() for each in _LAUNCHERS):
-            user_code.warn(_WARNING, RuntimeWarning)
+            text.warn(_WARNING, RuntimeWarning)
     return start(process, timeout_seconds=timeout_seconds)
 
 

@@ -39,7 +39,7 @@ from jaxstrategy._src.processes.messages import (
     Server,
 )
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.text.shown import listed, plural
+from jaxstrategy._src.text import listed, plural
 from jaxstrategy._src.version import version_of
 
 Json: TypeAlias = Any

@@ -31,7 +31,7 @@ from jaxstrategy._src.processes.rendezvous import (
     read,
     written,
 )
-from jaxstrategy._src.text.shown import listed
+from jaxstrategy._src.text import listed
 
 
 class Status(TypedDict):

@@ -14,7 +14,7 @@ import jax
 
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import checked_core
-from jaxstrategy._src.text.shown import at_least, positive, with_noun, with_seconds
+from jaxstrategy._src.text import at_least, positive, with_noun, with_seconds
 from jaxstrategy._src.values.arrays import PyTree
 
 S = TypeVar("S", bound=AbstractStrategy)

@@ -15,7 +15,7 @@ from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.replicas import STACKED, Replicas
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.tracing.on_replicas import on_replicas
+from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 
 # Bytes that are reduced, and how often in a row within one program. Of fewer bytes than
 # the first there may be fewer messages: gloo sends none of the parts without elements,

@@ -13,6 +13,7 @@ from typing import Self, TypeVar, final
 
 import jax
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.executors.executor import AbstractExecutor, CompiledStep
@@ -27,14 +28,7 @@ from jaxstrategy._src.profiling.metric_logger import MetricLogger
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.text import html
-from jaxstrategy._src.text.shown import (
-    columns,
-    whole,
-    with_bytes,
-    with_prefix,
-    with_seconds,
-)
+from jaxstrategy._src.text import columns, whole, with_bytes, with_prefix, with_seconds
 from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.facts import Memory
 from jaxstrategy._src.values import arrays
@@ -317,7 +311,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html.page(f"`{self.name}`", [html.table(("", ""), self._rows())])
+        return text.page(f"`{self.name}`", [text.table(("", ""), self._rows())])
 
 
 @final

@@ -19,7 +19,7 @@ from jax import lax
 from jaxstrategy._src.options import CommunicationOptions, PowerSGD, ReduceOp
 from jaxstrategy._src.reductions import operations
 from jaxstrategy._src.reductions.operations import OPERATIONS, Axes, Groups, checked
-from jaxstrategy._src.text.shown import array_type, shown
+from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.slices import is_slices
 

@@ -24,7 +24,7 @@ from jaxstrategy._src.reductions.operations import OPERATIONS, Axes, Groups, che
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.shown import whole
+from jaxstrategy._src.text import whole
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
 

@@ -24,7 +24,7 @@ from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text.shown import several_whole, whole
+from jaxstrategy._src.text import several_whole, whole
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.slices import IndexedSlices, is_slices
 

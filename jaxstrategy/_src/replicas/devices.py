@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import Mesh
 
+from jaxstrategy._src import text
 from jaxstrategy._src.cluster.resolvers.environment import COMPILATION_CACHE
 from jaxstrategy._src.errors import SimulationError
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import shown, whole
 
 if TYPE_CHECKING:
     # To type checkers `jax.Device` is a variable of unknown type, which strict ones
@@ -286,7 +286,7 @@ def compilation_cache(directory: str | os.PathLike[str] | None) -> str | None:
     if path is not None and "://" not in path:
         path = os.path.abspath(os.path.expanduser(path))
         if (why := _why_refused(path)) is not None:
-            user_code.warn(
+            text.warn(
                 f"There is no compilation cache in {path!r}: {why}. Every process "
                 "compiles its programs itself. Give a folder that this user alone, or "
                 "its group, can write.",

@@ -20,7 +20,7 @@ from jaxstrategy._src.replicas.replicas import (
     ReplicaLayout,
     Replicas,
 )
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 
 InnerSpec: TypeAlias = PartitionSpec
 """A spec over inner axes, and over no others."""

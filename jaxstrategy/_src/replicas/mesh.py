@@ -26,7 +26,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxstrategy._src.errors import PlacementError
 from jaxstrategy._src.processes import job
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 
 
 class DtypeRangeError(ValueError):

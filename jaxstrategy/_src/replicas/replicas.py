@@ -23,11 +23,11 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
+from jaxstrategy._src import text
 from jaxstrategy._src.replicas import devices as _devices, mesh as _mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped, StateSharding
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import listed, positive, shown, whole, with_noun
+from jaxstrategy._src.text import listed, positive, shown, whole, with_noun
 
 
 class ReplicaLayout(enum.Enum):
@@ -574,7 +574,7 @@ def devices_for(
     ]
     idle = [str(device) for device in devices if device not in chosen]
     if idle:
-        user_code.warn(
+        text.warn(
             f"`num_replicas` was {count}: {listed(idle, 8)} "
             f"{'stays' if len(idle) == 1 else 'stay'} idle, because only "
             f"{len(chosen)} of {len(devices)} devices can have equally many. A "

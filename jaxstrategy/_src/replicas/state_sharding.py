@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.text.shown import whole, with_bytes
+from jaxstrategy._src.text import whole, with_bytes
 
 
 class Shaped(Protocol):

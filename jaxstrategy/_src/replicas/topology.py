@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Iterable
 from typing import TypeAlias, final
 
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import shown, whole
 
 
 def _finite(value: object, complaint: str) -> float:

@@ -20,7 +20,7 @@ from jaxstrategy._src.parameter_servers.worker import WorkerResource
 from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.scheduled import trace as _trace
 from jaxstrategy._src.scheduled.values import PerWorkerValue, WorkerArgument
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.text import array_type
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays, per_replica, trees

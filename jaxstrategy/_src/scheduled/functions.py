@@ -47,7 +47,7 @@ from jaxstrategy._src.scheduled.arguments import (
 from jaxstrategy._src.scheduled.shipping import shipped
 from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
 from jaxstrategy._src.scheduled.values import WorkerArgument
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.tracing import results as _results, roles
 from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
@@ -55,7 +55,7 @@ from jaxstrategy._src.tracing.functions.bindings import Binding
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weak_function
-from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr, all_eqns
+from jaxstrategy._src.tracing.jaxprs import Jaxpr, all_eqns
 from jaxstrategy._src.tracing.nnx.objects import (
     is_nnx_node,
 )

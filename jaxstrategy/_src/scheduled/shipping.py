@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.ref import AbstractRef
 from jax.stages import Wrapped
 
+from jaxstrategy._src import text
 from jaxstrategy._src.errors import MissingExtraError, WholeTableWarning
 from jaxstrategy._src.parameter_servers.protocol import (
     ElementType,
@@ -32,18 +33,17 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )
 from jaxstrategy._src.scheduled.trace import PREFIX, FunctionTrace, name_in_trace
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.tracing.jaxprs.rewrite import function_of
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     ArrayType,
     Atom,
     Equation,
     Var,
+    function_of,
     inner_eqns,
     variables,
 )
-from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.replication.types import Site
+from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.variables.changes import SCATTERS, changed
 from jaxstrategy._src.variables.remote_kinds import (
@@ -286,7 +286,7 @@ class _Shipment:
 
     def _warn_of_whole_table(self, shards: tuple[int, ...], why: str) -> None:
         name = self._trace.variables[shards[0]].name
-        user_code.warn(
+        text.warn(
             f"`{self._trace.name}` {why}, of variable {name!r}. So all of it is sent "
             "to the worker for each call. Where that is much, look the rows up at the "
             "top level of the function, by numbers that it is given or computes.",

@@ -28,7 +28,7 @@ from jaxstrategy._src.replicas.mesh import (
 )
 from jaxstrategy._src.replicas.replicas import REPLICATED, ReplicaLayout, Replicas
 from jaxstrategy._src.tracing.checks import step_checks
-from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr
+from jaxstrategy._src.tracing.jaxprs import Equation, Jaxpr
 from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.results import Results, is_one_leaf

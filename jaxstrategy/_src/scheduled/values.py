@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 
 _Build = Callable[[], PyTree]

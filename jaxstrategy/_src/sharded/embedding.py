@@ -23,7 +23,7 @@ from jaxstrategy._src.reductions.operations import OPERATIONS, Axes
 from jaxstrategy._src.reductions.rows import ShardFunction, registered, summed_by_id
 from jaxstrategy._src.sharded import lookup as _lookup
 from jaxstrategy._src.sharded.lookup import Combiner
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import shown, whole
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.slices import IndexedSlices
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jaxstrategy._src.reductions.rows import row_numbers, table_rows
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.values.arrays import Value
 
 
@@ -47,36 +47,28 @@ def ids_of(value: Value, rows: int, length: int) -> jax.Array:
     return jnp.where(ids < rows, ids, length)
 
 
-def integers(value: Value, argument: str = "ids") -> jax.Array:
+def integers(value: Value) -> jax.Array:
     """Ids as an array of whole numbers, of its own dtype."""
-    wanted, meaning = "an array of whole numbers", "the rows to look up"
-    if argument == "ids":
-        wanted = "an array of numbers, with groups filled up with -1,"
-        meaning += ", with -1 for none"
-    ids = array(argument, value, wanted)
+    ids = array("ids", value, "an array of numbers, with groups filled up with -1,")
     if not ids.size and not hasattr(value, "dtype"):
         ids = ids.astype("int32")  # an empty list, to NumPy one of floats
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(
-            f"`{argument}` are {ids.dtype}{list(ids.shape)}; whole numbers were "
-            f"wanted, {meaning}. Convert them, as in "
-            f'`{argument}.astype("int32")`.'
+            f"`ids` are {ids.dtype}{list(ids.shape)}; whole numbers were wanted, the "
+            "rows to look up, with -1 for none. Convert them, as in "
+            '`ids.astype("int32")`.'
         )
     return ids
 
 
 def checked_ids(
-    ids: Value,
-    rows: int,
-    name: str,
-    are_padded: bool = False,
-    argument: str = "ids",
+    ids: Value, rows: int, name: str, are_padded: bool = False
 ) -> jax.Array:
-    """`ids`, an argument of this name, as an array of whole numbers."""
+    """`ids` as an array of whole numbers."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(ids)):
-        return integers(ids, argument)
+        return integers(ids)
     with jax.ensure_compile_time_eval():  # in a trace, too
-        found = integers(ids, argument)
+        found = integers(ids)
     known = known_numbers(found)
     if known is not None and known.size:
         is_wrong = (known >= rows) | ((known < 0) & (not are_padded))

@@ -44,7 +44,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     with_inner,
 )
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
-from jaxstrategy._src.text.shown import several_whole, whole
+from jaxstrategy._src.text import several_whole, whole
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.values import arrays as _arrays, building, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeFunction

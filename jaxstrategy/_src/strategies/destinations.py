@@ -26,7 +26,7 @@ from jaxstrategy._src.replicas.inner_axes import (
 )
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
 from jaxstrategy._src.strategies.choices import ProcessRole
-from jaxstrategy._src.text.shown import several_whole, shown, whole
+from jaxstrategy._src.text import several_whole, shown, whole
 from jaxstrategy._src.values import building, per_replica, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree, Value, as_array
 from jaxstrategy._src.values.per_replica import Handle, PerReplica

@@ -39,7 +39,7 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.scheduled.functions import ServerExecutor
 from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy, require_function
-from jaxstrategy._src.text.shown import listed, shown
+from jaxstrategy._src.text import listed, shown
 from jaxstrategy._src.values.arrays import PyTree, Value
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import is_slices

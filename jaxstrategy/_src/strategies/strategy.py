@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 
+from jaxstrategy._src import text
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.context import AbstractStrategy
@@ -75,8 +76,7 @@ from jaxstrategy._src.strategies.cross_replica import (
     has_copies,
 )
 from jaxstrategy._src.strategies.extended import StrategyExtended
-from jaxstrategy._src.text import html
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import shown, whole
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.init import build_replicated
 from jaxstrategy._src.values import arrays, building, per_replica as _per_replica
@@ -1372,7 +1372,7 @@ class Strategy(AbstractStrategy):
             for i, device in enumerate(self.devices)
         ]
         header = ("replica", "device", "kind")
-        return html.rows_of(repr(self), header, rows)
+        return text.rows_of(repr(self), header, rows)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text.shown import several_whole, shown, whole, with_noun
+from jaxstrategy._src.text import several_whole, shown, whole, with_noun
 from jaxstrategy._src.tpu.topology import (
     AXES,
     Integers,

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from jaxstrategy._src import text
 from jaxstrategy._src.cluster.resolvers.environment import default_resolver
 from jaxstrategy._src.cluster.resolvers.tpu import TPUClusterResolver
 from jaxstrategy._src.processes import job as _job
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import several_whole, shown, with_noun
+from jaxstrategy._src.text import several_whole, shown, with_noun
 
 AXES = ("x", "y", "z", "core")
 """The axes of a topology: the chip in three dimensions, and its core."""
@@ -359,7 +359,7 @@ def initialize_tpu_system(
     """
     resolver = checked_resolver(cluster_resolver)
     if resolver.tpu in _initialized:
-        user_code.warn(
+        text.warn(
             f"The TPU system {resolver.tpu!r} has already been initialized. Its "
             "devices, and what is on them, stay as they are; the topology is the same.",
             RuntimeWarning,
@@ -392,7 +392,7 @@ def shutdown_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> N
     """
     resolver = checked_resolver(cluster_resolver)
     if resolver.tpu not in _initialized:
-        user_code.warn(
+        text.warn(
             f"The TPU system {resolver.tpu!r} was to be shut down and has not been "
             "initialized.",
             RuntimeWarning,

@@ -20,8 +20,8 @@ from jax.extend.core import Literal
 from jaxstrategy._src.processes.agreement import ProgramPrint
 from jaxstrategy._src.replicas.inner_axes import local_copy
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.text.shown import array_type
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.text import array_type
+from jaxstrategy._src.tracing.jaxprs import (
     ClosedJaxpr,
     Equation,
     Jaxpr,

@@ -39,7 +39,7 @@ from jaxstrategy._src.replicas.replicas import (
 )
 from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.constants import constants, fingerprint
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     Atom,
     ClosedJaxpr,
     Equation,

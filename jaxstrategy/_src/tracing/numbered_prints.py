@@ -13,8 +13,14 @@ from jax import lax
 from jaxstrategy._src.contexts.replica_context import MERGE_SCOPE, REPLICA_SCOPE
 from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.replicas import LayoutOrDimension, Replicas
-from jaxstrategy._src.tracing.jaxprs.rewrite import Rule, rewritten, rewritten_function
-from jaxstrategy._src.tracing.jaxprs.visit import Equation, Jaxpr, all_eqns
+from jaxstrategy._src.tracing.jaxprs import (
+    Equation,
+    Jaxpr,
+    Rule,
+    all_eqns,
+    rewritten,
+    rewritten_function,
+)
 from jaxstrategy._src.values.arrays import Function, PyTree
 
 

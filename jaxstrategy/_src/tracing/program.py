@@ -21,7 +21,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.functions.weak_references import weak_method
-from jaxstrategy._src.tracing.jaxprs.visit import Jaxpr
+from jaxstrategy._src.tracing.jaxprs import Jaxpr
 from jaxstrategy._src.tracing.partition.layout import output_shardings
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
 from jaxstrategy._src.tracing.roles import Role, Signature, must_check_first
@@ -33,8 +33,7 @@ from jaxstrategy._src.tracing.saved_step import (
     traced_caller,
 )
 from jaxstrategy._src.tracing.stages.finite import Finite
-from jaxstrategy._src.tracing.stages.placement import Placement
-from jaxstrategy._src.tracing.stages.stages import Stages, count_dispatch
+from jaxstrategy._src.tracing.stages.stages import Placement, Stages, count_dispatch
 from jaxstrategy._src.tracing.stages.variables import VariableArguments, VariableBuffers
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure

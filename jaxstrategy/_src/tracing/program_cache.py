@@ -11,7 +11,7 @@ import jax
 
 from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.tracing import recompilation, roles as _roles
 from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.checks.step_checks import check

@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxstrategy._src import text
 from jaxstrategy._src.errors import RecompilationWarning
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.text import array_type
 from jaxstrategy._src.tracing.functions.code import code_of
 from jaxstrategy._src.tracing.functions.references import References
-from jaxstrategy._src.tracing.jaxprs.visit import ArrayType
+from jaxstrategy._src.tracing.jaxprs import ArrayType
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.values.arrays import Function, Leaf
 from jaxstrategy._src.values.per_replica import Handle
@@ -124,7 +124,7 @@ class History:
             name = getattr(fn, "__qualname__", type(fn).__name__)
             number = "3rd" if self._count == 3 else f"{self._count}th"
             what = what or _difference(fn, *last[1:], signature, avals)
-            user_code.warn(
+            text.warn(
                 f"`{name}` is being compiled for the {number} time, because {what}",
                 RecompilationWarning,
             )
@@ -135,7 +135,7 @@ def history_of(fn: Function, known: dict[int, History]) -> History:
     code = code_of(fn)
     if code is None:  # a callable object: its own history
         return History()
-    if not user_code.is_users(code.co_filename):
+    if not text.is_users(code.co_filename):
         return History(quiet=True)
     # By `id`: the code of a notebook cell that is run again is equal, but another one.
     if id(code) not in known:

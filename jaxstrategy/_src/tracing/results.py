@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.tracing.functions.bindings import UNBOUND, Binding
 from jaxstrategy._src.tracing.functions.code import attributes_of
-from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
+from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.tracing.roles import HandleReference
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure

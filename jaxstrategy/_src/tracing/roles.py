@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.text import array_type
 from jaxstrategy._src.values import arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica

@@ -22,9 +22,9 @@ from jax.stages import Compiled, Lowered
 from jaxstrategy._src.errors import CompiledStepError, NonFiniteError
 from jaxstrategy._src.replicas.devices import Device, names as device_names
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.text.shown import array_type, shown
+from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.tracing.constants import code_of, constants
-from jaxstrategy._src.tracing.jaxprs.visit import all_eqns
+from jaxstrategy._src.tracing.jaxprs import all_eqns
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica

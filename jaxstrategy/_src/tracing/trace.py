@@ -32,8 +32,7 @@ from jaxstrategy._src.replicas.replicas import (
     ReplicaLayout,
     Replicas,
 )
-from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     ArrayType,
     Atom,
     ClosedJaxpr,
@@ -44,14 +43,15 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     closed,
     inner_jaxprs,
     jaxpr_of,
+    rewritten,
     with_jaxprs,
 )
 from jaxstrategy._src.tracing.numbered_prints import on_own_devices, with_numbers
-from jaxstrategy._src.tracing.on_replicas import on_replicas
 from jaxstrategy._src.tracing.replication.rules import analyse
 from jaxstrategy._src.tracing.replication.types import Findings, Replication, Site
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.translation import UnknownAxis
+from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables import access

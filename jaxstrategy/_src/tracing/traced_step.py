@@ -19,11 +19,11 @@ from jaxstrategy._src.replicas.replicas import (
     ReplicaLayout,
     Replicas,
 )
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line
 from jaxstrategy._src.tracing import results
 from jaxstrategy._src.tracing.constants import ProgramValue
 from jaxstrategy._src.tracing.functions import rebinding
-from jaxstrategy._src.tracing.jaxprs.visit import ArrayType, Jaxpr, KeyPath, variables
+from jaxstrategy._src.tracing.jaxprs import ArrayType, Jaxpr, KeyPath, variables
 from jaxstrategy._src.tracing.nnx.object_calls import takes_arrays
 from jaxstrategy._src.tracing.replication.types import Findings, Replication
 from jaxstrategy._src.tracing.results import NamedResults, Results

@@ -6,10 +6,10 @@ import re
 
 import jax
 
+from jaxstrategy._src import text
 from jaxstrategy._src.errors import TracedValueError
 from jaxstrategy._src.replicas.inner_axes import which_axes
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing.nnx import object_calls
 
 # Raised by JAX when Python needs the value of a tracer.
@@ -140,7 +140,7 @@ def without_axes(error: Exception, name: str) -> ValueError:
 
 def line_of(error: Exception) -> str:
     """The user's line that raised `error`, for a message."""
-    line = user_code.users_line(error.__traceback__)
+    line = text.users_line(error.__traceback__)
     return f"\n  {line}\n" if line else " "
 
 

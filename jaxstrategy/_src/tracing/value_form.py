@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.extend.core import DropVar, Literal, primitives
 from jax.ref import AbstractRef
 
-from jaxstrategy._src.tracing.jaxprs.visit import Atom, Equation, Jaxpr, Var, jaxpr_of
+from jaxstrategy._src.tracing.jaxprs import Atom, Equation, Jaxpr, Var, jaxpr_of
 
 
 @final

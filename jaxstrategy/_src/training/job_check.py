@@ -18,8 +18,8 @@ from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.options import CommunicationOptions
 from jaxstrategy._src.processes import job, rendezvous
 from jaxstrategy._src.strategies.current import get_replica_context
-from jaxstrategy._src.strategies.multi_worker import MultiWorkerMirroredStrategy
-from jaxstrategy._src.text.shown import plural
+from jaxstrategy._src.strategies.mirrored import MultiWorkerMirroredStrategy
+from jaxstrategy._src.text import plural
 
 SECONDS = "JAXSTRATEGY_CHECK_SECONDS"
 _DEFAULT_SECONDS = "30"

@@ -16,7 +16,7 @@ from jaxstrategy._src.strategies.current import (
     get_strategy,
     has_strategy,
 )
-from jaxstrategy._src.text.shown import whole
+from jaxstrategy._src.text import whole
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import is_per_replica
 

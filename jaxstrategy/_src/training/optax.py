@@ -24,7 +24,7 @@ from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.strategies import cross_replica, strategy as _strategy
 from jaxstrategy._src.strategies.current import get_replica_context, get_strategy
 from jaxstrategy._src.strategies.strategy import checked_strategy
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import shown, whole
 from jaxstrategy._src.training.precision import all_finite
 from jaxstrategy._src.values import arrays, building
 from jaxstrategy._src.values.arrays import Leaf, PyTree

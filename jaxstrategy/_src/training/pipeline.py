@@ -12,7 +12,7 @@ from jax import lax
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import over_axis
-from jaxstrategy._src.text.shown import array_type, listed, shown, whole
+from jaxstrategy._src.text import array_type, listed, shown, whole
 from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.values.per_replica import is_per_replica
 

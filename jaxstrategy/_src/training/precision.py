@@ -26,7 +26,7 @@ from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.options import ReduceOp
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.strategies.current import get_replica_context
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 

@@ -18,13 +18,10 @@ from jaxstrategy._src.cluster.resolvers import environment
 from jaxstrategy._src.contexts.replica_context import AnyStrategy
 from jaxstrategy._src.inputs.dataset import DistributedDataset
 from jaxstrategy._src.inputs.iterator import DistributedIterator
-from jaxstrategy._src.preemption.preemption import (
-    PreemptionCheckpointHandler,
-    TerminationConfig,
-)
+from jaxstrategy._src.preemption import PreemptionCheckpointHandler, TerminationConfig
 from jaxstrategy._src.strategies.current import get_strategy
 from jaxstrategy._src.strategies.strategy import Strategy, checked_strategy
-from jaxstrategy._src.text.shown import at_least, positive, with_noun, with_seconds
+from jaxstrategy._src.text import at_least, positive, with_noun, with_seconds
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import PyTree
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxstrategy._src.errors import DonatedValueError
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 
 PyTree: TypeAlias = Any
 """A JAX pytree."""

@@ -22,7 +22,7 @@ from jaxstrategy._src.replicas.replicas import (
     sharded_along,
 )
 from jaxstrategy._src.replicas.state_sharding import Shaped
-from jaxstrategy._src.text.shown import array_type
+from jaxstrategy._src.text import array_type
 from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import Leaf, PyTree, Value
 from jaxstrategy._src.values.per_replica import PerReplica

@@ -11,13 +11,13 @@ from typing import NoReturn, final
 import jax
 import numpy as np
 
+from jaxstrategy._src import text as _html
 from jaxstrategy._src.replicas import devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
-from jaxstrategy._src.text import html as _html
-from jaxstrategy._src.text.shown import array_type, shown
+from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.values import arrays
 from jaxstrategy._src.values.arrays import Leaf, Value, is_mirrored
 

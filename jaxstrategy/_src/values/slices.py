@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.text.shown import several_whole, shown
+from jaxstrategy._src.text import several_whole, shown
 from jaxstrategy._src.values.arrays import Leaf, Value
 
 

@@ -501,8 +501,7 @@ class VariableLike(Assignments):
           ValueError: one is a number that no integer dtype of JAX holds.
         """
         rows = self.shape[0] if self.shape else 0
-        ids = checked_ids(indices, rows, self._name, argument="indices")
-        return self.rows_at(ids)
+        return self.rows_at(checked_ids(indices, rows, self._name))
 
     @abc.abstractmethod
     def rows_at(self, ids: jax.Array) -> jax.Array:

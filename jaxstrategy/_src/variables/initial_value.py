@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import as_numbers, is_key
-from jaxstrategy._src.text.shown import several_whole, shown
+from jaxstrategy._src.text import several_whole, shown
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables.sharding_choice import PartitionFunction, asked

@@ -32,7 +32,7 @@ from jaxstrategy._src.replicas.inner_axes import sharding_like, with_inner
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import STACKED, Replicas, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import PerReplica

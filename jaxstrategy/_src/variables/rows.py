@@ -22,7 +22,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.reductions import rows as _rows
 from jaxstrategy._src.sharded.lookup import known_numbers
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 from jaxstrategy._src.values.arrays import Index
 from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access

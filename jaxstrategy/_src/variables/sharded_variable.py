@@ -23,7 +23,7 @@ from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.sharded import lookup
 from jaxstrategy._src.sharded.lookup import Combiner
-from jaxstrategy._src.text.shown import array_type, shown
+from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.values import per_replica
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
@@ -278,7 +278,7 @@ class ShardedVariable(VariableLike):
                 f"Variable {self._name!r} has shape {shape} and was given rows of an "
                 f"array of shape {rows.dense_shape}."
             )
-        ids = lookup.checked_ids(rows.indices, shape[0], self._name, argument="indices")
+        ids = lookup.checked_ids(rows.indices, shape[0], self._name)
         values = kind._checked(rows.values, (len(ids), *shape[1:]), self.dtype)
         rows = kind.combined(at, IndexedSlices(values, ids))
         with access.one_at_a_time:

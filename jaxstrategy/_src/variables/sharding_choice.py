@@ -22,7 +22,7 @@ from jaxstrategy._src.replicas.inner_axes import (
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.state_sharding import LeafSharding, Shaped, StateSharding
-from jaxstrategy._src.text.shown import positive, several_whole, shown, whole
+from jaxstrategy._src.text import positive, several_whole, shown, whole
 
 
 class Partitioner:

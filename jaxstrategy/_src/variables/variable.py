@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from jaxstrategy._src import text as _html
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
@@ -23,8 +24,7 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import local_copy
 from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
-from jaxstrategy._src.text import html as _html
-from jaxstrategy._src.text.shown import array_type, shown, with_noun
+from jaxstrategy._src.text import array_type, shown, with_noun
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Index, Leaf, Value
 from jaxstrategy._src.values.per_replica import Handle, PerReplica

@@ -14,7 +14,7 @@ from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
     Process,
 )
 from jaxstrategy._src.errors import ClusterError
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 
 BUSY = frozenset({429, 500, 502, 503, 504})
 """Statuses of HTTP that may be others the next time."""

@@ -15,7 +15,7 @@ from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     host_and_port,
     task_index,
 )
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 
 # In the order of their ranks. `master` is what `chief` was called before.
 TRAINING = ("chief", "master", "worker")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast, final
 
-from jaxstrategy._src.text.shown import shown, whole
+from jaxstrategy._src.text import shown, whole
 
 Tasks: TypeAlias = list[str] | dict[int, str]
 GivenTasks: TypeAlias = Sequence[str] | Mapping[int, str]

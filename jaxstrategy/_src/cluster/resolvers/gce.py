@@ -23,7 +23,7 @@ from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     checked_port,
 )
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 
 _SCOPES = ["https://www.googleapis.com/auth/compute.readonly"]
 # The variable by which Google's own clients find another metadata server.

@@ -27,7 +27,7 @@ from jaxstrategy._src.cluster.resolvers.cluster_spec import (
     checked_port,
 )
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 
 _DEFAULT = {"worker": ["job-name=tensorflow"]}
 _NAMES = ("POD_NAME", "HOSTNAME")

@@ -15,7 +15,7 @@ from jaxstrategy._src.cluster.resolvers.cluster_resolver import (
 )
 from jaxstrategy._src.cluster.resolvers.cluster_spec import ClusterSpec
 from jaxstrategy._src.cluster.resolvers.environment import default_resolver
-from jaxstrategy._src.text.shown import shown
+from jaxstrategy._src.text import shown
 
 
 class TPUSystemMetadata(NamedTuple):

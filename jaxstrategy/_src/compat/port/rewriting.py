@@ -46,7 +46,7 @@ from jaxstrategy._src.compat.port.program import (
     ProgramFile,
     grouped,
 )
-from jaxstrategy._src.text.shown import with_noun
+from jaxstrategy._src.text import with_noun
 
 
 @final

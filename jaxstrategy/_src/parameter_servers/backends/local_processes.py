@@ -35,7 +35,7 @@ from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
 )
 from jaxstrategy._src.parameter_servers.peer import PATIENCE
 from jaxstrategy._src.processes.secret import VARIABLE as SECRET
-from jaxstrategy._src.text.shown import positive, with_noun
+from jaxstrategy._src.text import positive, with_noun
 
 # What names one process of a job, and children are none of its processes.
 _OF_ONE_PROCESS = (

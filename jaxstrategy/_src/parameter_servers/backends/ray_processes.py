@@ -32,7 +32,7 @@ from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
 from jaxstrategy._src.parameter_servers.peer import PATIENCE
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.text.shown import positive, shown
+from jaxstrategy._src.text import positive, shown
 
 _PROGRAM = ("-m", "jaxstrategy.parameter_servers")
 _NEWS_SECONDS = 5.0  # until it is heard of an end; under load, Ray takes more than one

@@ -15,7 +15,7 @@ from jaxstrategy._src.parameter_servers.worker import (
     WorkerEngine,
 )
 from jaxstrategy._src.replicas import devices
-from jaxstrategy._src.text.shown import positive
+from jaxstrategy._src.text import positive
 
 
 @final

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts.context import LOCAL_SCOPE
 from jaxstrategy._src.errors import (
     ContextError,
@@ -17,14 +18,12 @@ from jaxstrategy._src.errors import (
     NotMirroredVariableError,
     NotMirroredWarning,
 )
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import listed
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line, listed
 from jaxstrategy._src.tracing.checks.varying_results import (
     forgotten_reductions,
     unexpected_results,
 )
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     COLLECTIVES,
     Effect,
     Equation,
@@ -325,14 +324,14 @@ def check(
             error.add_note(f"The same holds for {listed(paths, 3, '`')}.")
         raise error
     for message, line in double_reductions(step):
-        user_code.warn(message, DoubleReductionWarning, line)
+        text.warn(message, DoubleReductionWarning, line)
     for path, message, line in forgotten_reductions(step, expect_mirrored):
         if step.trace.replicas.state_sharding is not None:
             # A varying value cannot be sharded over the replicas.
             raise NotMirroredError(message, path=path, line=line and str(line))
         if NotMirroredWarning not in warned:
             warned.add(NotMirroredWarning)
-            user_code.warn(message, NotMirroredWarning, line)
+            text.warn(message, NotMirroredWarning, line)
 
 
 def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:

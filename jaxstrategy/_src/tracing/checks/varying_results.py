@@ -11,12 +11,11 @@ from typing import TypeAlias, cast
 import jax
 from jax.extend.core import Literal
 
+from jaxstrategy._src import text
 from jaxstrategy._src.errors import NotMirroredError, NotMirroredWarning
 from jaxstrategy._src.options import is_function
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import listed
-from jaxstrategy._src.text.user_code import Line
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.text import Line, listed
+from jaxstrategy._src.tracing.jaxprs import (
     ArrayType,
     Atom,
     ClosedJaxpr,
@@ -402,7 +401,7 @@ class Returned:
     def _warn(self, argument: str, result: Unstated, fn: Function) -> None:
         self._has_warned, self._results = True, {}
         name = getattr(fn, "__name__", type(fn).__name__)
-        user_code.warn(
+        text.warn(
             f"{argument}, an argument of `{name}`, was equal on all replicas at an "
             f"earlier call and differs between them now: it is {result.path}, which "
             "that call returned.\n"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
+from jaxstrategy._src import text
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line
 from jaxstrategy._src.tracing.explanation.facts import CompiledCollective, Memory
 
 DeviceGroups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -149,7 +149,7 @@ class HloModule:
                 frames = itertools.takewhile(
                     lambda frame: frame[0] != outermost, self._frames(int(frame[1]))
                 )
-                if (line := user_code.innermost(frames)) is not None:
+                if (line := text.innermost(frames)) is not None:
                     yield line
             name = first_readers.get(name)
 

@@ -19,7 +19,7 @@ from jaxstrategy._src.replicas.inner_axes import InnerSpec, inner_spec, with_inn
 from jaxstrategy._src.replicas.replicas import STACKED, Replicas, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line
 from jaxstrategy._src.tracing import roles as _roles
 from jaxstrategy._src.tracing.checks.step_checks import problems
 from jaxstrategy._src.tracing.explanation import compiled_program
@@ -34,8 +34,7 @@ from jaxstrategy._src.tracing.explanation.facts import (
     WholeSum,
 )
 from jaxstrategy._src.tracing.functions.code import source_location
-from jaxstrategy._src.tracing.jaxprs.rewrite import function_of
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     COLLECTIVES,
     ArrayType,
     Effect,
@@ -43,16 +42,15 @@ from jaxstrategy._src.tracing.jaxprs.visit import (
     Var,
     all_eqns,
     effect_of,
+    function_of,
     is_along,
     origins_of,
     variables,
 )
 from jaxstrategy._src.tracing.nnx import object_calls
-from jaxstrategy._src.tracing.on_replicas import on_replicas
-from jaxstrategy._src.tracing.partition.global_part import UNKNOWN
+from jaxstrategy._src.tracing.partition.global_part import UNKNOWN, is_sum_of_all
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
 from jaxstrategy._src.tracing.partition.per_replica_part import Exchange
-from jaxstrategy._src.tracing.partition.reduce_scatters import is_sum_of_all
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Collective, Site
@@ -62,6 +60,7 @@ from jaxstrategy._src.tracing.traced_step import (
     StepEnvironment,
     TracedStep,
 )
+from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 
 

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
+from jaxstrategy._src import text
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.text import html
-from jaxstrategy._src.text.shown import (
+from jaxstrategy._src.text import (
+    Line,
     and_more,
     array_type,
     columns,
@@ -17,7 +18,6 @@ from jaxstrategy._src.text.shown import (
     with_prefix,
     with_seconds,
 )
-from jaxstrategy._src.text.user_code import Line
 from jaxstrategy._src.tracing.explanation.facts import (
     AbstractCollective,
     CompiledCollective,
@@ -203,11 +203,11 @@ class Explanation:
     def _repr_html_(self) -> str:
         parts = []
         for section in _sections(self):
-            inside = list(map(html.problem, section.problems))
+            inside = list(map(text.problem, section.problems))
             if section.rows:
-                inside.append(html.table(section.header, section.rows))
-            parts.append(html.section(section.heading, *inside))
-        return html.page(self._title, parts)
+                inside.append(text.table(section.header, section.rows))
+            parts.append(text.section(section.heading, *inside))
+        return text.page(self._title, parts)
 
     @property
     def _title(self) -> str:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, final
 
 from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.topology import Topology
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line
 
 Predict: TypeAlias = Callable[[Topology, str, float], float]
 """(links, kind of collective, bytes) -> seconds."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxstrategy._src.tracing.functions.code import CALLABLE
-from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
+from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import PyTree
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
-from jaxstrategy._src.text import user_code
+from jaxstrategy._src import text
 from jaxstrategy._src.values.arrays import Function
 
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ class GlobalNames(NamedTuple):
 def global_names(code: types.CodeType) -> GlobalNames:
     """The global names of code and of functions defined in it."""
     line = (code.co_filename, code.co_firstlineno)
-    if user_code.innermost([line], libraries=False) is None:
+    if text.innermost([line], libraries=False) is None:
         return GlobalNames((), (), False)
     reads = _names_in(code, ("LOAD_GLOBAL", "LOAD_NAME"))
     writes = _names_in(code, ("STORE_GLOBAL",))
@@ -80,7 +80,7 @@ def is_users_module(module: types.ModuleType | None) -> bool:
     if module.__name__ == "__main__":
         return True
     file = getattr(module, "__file__", None)
-    return bool(file) and user_code.innermost([(file, 1)], libraries=False) is not None
+    return bool(file) and text.innermost([(file, 1)], libraries=False) is not None
 
 
 def code_of(fn: object) -> types.CodeType | None:

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import LeakedTracerError
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.shown import and_more
-from jaxstrategy._src.text.user_code import Line
+from jaxstrategy._src.text import Line, and_more
 from jaxstrategy._src.tracing.functions import code
 from jaxstrategy._src.tracing.functions.bindings import (
     UNBOUND,
@@ -78,7 +77,7 @@ def _line_of(tracer: Tracer) -> Line | None:
             r"(?:line |^)(/.+?|<.+?>):(\d+)(?::\d+)? \(", str(error), re.M
         )
         known = [(file, int(number)) for file, number in [*frames[:1], *frames[:0:-1]]]
-        return user_code.innermost(known, libraries=False)
+        return text.innermost(known, libraries=False)
     except Exception:
         pass
     return None

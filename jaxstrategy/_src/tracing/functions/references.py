@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.contexts.step_outputs import Sender
+from jaxstrategy._src.contexts.context import Sender
 from jaxstrategy._src.tracing.functions import code as _code
 from jaxstrategy._src.tracing.functions.bindings import (
     Binding,

@@ -16,10 +16,9 @@ from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.options import RunOptions, is_function
-from jaxstrategy._src.text import user_code
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.functions import code, rebinding
-from jaxstrategy._src.tracing.jaxprs.visit import KeyPath
+from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.tracing.nnx.objects import (
     CallerObjects,
     FlaxVariable,
@@ -289,18 +288,18 @@ class BoundCall:
 
 def translated(error: Exception, name: str) -> ObjectError | None:
     """The error to raise instead of Flax's about a captured object."""
-    text = str(error)
+    said = str(error)
     is_ours = type(error).__name__ == "TraceContextError" or (
         isinstance(error, ValueError)
         and (
-            "different trace level" in text
+            "different trace level" in said
             # Raised by JAX for indices into an array on the mesh.
-            or ("Context mesh" in text and _went_through_flax(error.__traceback__))
+            or ("Context mesh" in said and _went_through_flax(error.__traceback__))
         )
     )
     if not is_ours:
         return None
-    line = user_code.users_line(error.__traceback__)
+    line = text.users_line(error.__traceback__)
     where = f"\n  {line}\n" if line else " "
     return ObjectError(
         f"`{name}` changes, or indexes, an object of Flax NNX that it was not given, "

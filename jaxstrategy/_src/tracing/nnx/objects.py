@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 import jax
 
 from jaxstrategy._src.errors import ObjectError
-from jaxstrategy._src.text.shown import listed
+from jaxstrategy._src.text import listed
 from jaxstrategy._src.tracing.functions.bindings import are_identical
 from jaxstrategy._src.tracing.functions.weak_references import weak_method
 from jaxstrategy._src.values import arrays as _arrays, trees

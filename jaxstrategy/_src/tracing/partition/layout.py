@@ -21,7 +21,7 @@ from jaxstrategy._src.replicas.inner_axes import (
 from jaxstrategy._src.replicas.replicas import REPLICATED, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.tracing.checks.varying_results import updated_arguments
-from jaxstrategy._src.tracing.jaxprs.visit import ArrayType, KeyPath, Var
+from jaxstrategy._src.tracing.jaxprs import ArrayType, KeyPath, Var
 from jaxstrategy._src.tracing.partition.partition import Partition
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import arrays

@@ -18,7 +18,7 @@ from jax.extend.core import DropVar, Literal
 
 from jaxstrategy._src.reductions import rows as _rows
 from jaxstrategy._src.reductions.rows import ShardFunction
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     Atom,
     ClosedJaxpr,
     Equation,

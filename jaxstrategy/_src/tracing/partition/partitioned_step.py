@@ -16,13 +16,13 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy._src.replicas.inner_axes import with_inner
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, LayoutOrDimension
-from jaxstrategy._src.tracing.jaxprs.rewrite import rewritten
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     Atom,
     Equation,
     Var,
     closed,
     jaxpr_of,
+    rewritten,
     variables,
 )
 from jaxstrategy._src.tracing.numbered_prints import (
@@ -30,8 +30,11 @@ from jaxstrategy._src.tracing.numbered_prints import (
     with_merges,
     with_numbered_prints,
 )
-from jaxstrategy._src.tracing.on_replicas import on_replicas
-from jaxstrategy._src.tracing.partition.global_part import GlobalPart
+from jaxstrategy._src.tracing.partition.global_part import (
+    GlobalPart,
+    ReduceScatters,
+    reduce_scatters_of,
+)
 from jaxstrategy._src.tracing.partition.layout import Layout, layout_of
 from jaxstrategy._src.tracing.partition.partition import (
     Partition,
@@ -43,15 +46,12 @@ from jaxstrategy._src.tracing.partition.per_replica_part import (
     PerReplicaPart,
     retrace_axis_indices,
 )
-from jaxstrategy._src.tracing.partition.reduce_scatters import (
-    ReduceScatters,
-    reduce_scatters_of,
-)
 from jaxstrategy._src.tracing.replication.rules import analyse, varying
 from jaxstrategy._src.tracing.replication.types import Collective, Site
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.tracing.value_form import with_values
+from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables.access import Cell

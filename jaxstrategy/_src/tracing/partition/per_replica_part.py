@@ -17,21 +17,23 @@ from jax.ref import AbstractRef
 from jaxstrategy._src.reductions.rows import ShardFunction, part_of_sum
 from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec, of_versions
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.jaxprs.rewrite import Run, in_runs, rewritten_function
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     ArrayType,
     Atom,
     Equation,
+    Run,
     Var,
     closed,
+    in_runs,
+    rewritten_function,
 )
 from jaxstrategy._src.tracing.numbered_prints import on_each_device
-from jaxstrategy._src.tracing.partition.partition import shard_function
-from jaxstrategy._src.tracing.partition.reduce_scatters import (
+from jaxstrategy._src.tracing.partition.global_part import (
     LoopSum,
     ReduceScatters,
     is_sum_of_all,
 )
+from jaxstrategy._src.tracing.partition.partition import shard_function
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.values.arrays import Function, Leaf
 

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.sharding import Mesh
 
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     Atom,
     ClosedJaxpr,
     Effect,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.contexts.replica_context import MERGE_SCOPE
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     Atom,
     ClosedJaxpr,
     Equation,

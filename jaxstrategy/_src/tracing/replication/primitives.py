@@ -14,12 +14,7 @@ from jax.extend.core import Literal, Primitive, primitives
 from jax.sharding import Mesh
 
 from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
-from jaxstrategy._src.tracing.jaxprs.visit import (
-    COLLECTIVES,
-    ClosedJaxpr,
-    Equation,
-    closed,
-)
+from jaxstrategy._src.tracing.jaxprs import COLLECTIVES, ClosedJaxpr, Equation, closed
 from jaxstrategy._src.tracing.numbered_prints import on_own_devices
 
 # Those of `jax.extend.core.primitives`: another of that name is not JAX's own.

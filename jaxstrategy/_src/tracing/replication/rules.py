@@ -15,7 +15,7 @@ from jax.ref import AbstractRef
 from jax.sharding import Mesh
 
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.tracing.jaxprs import (
     Atom,
     Effect,
     Equation,

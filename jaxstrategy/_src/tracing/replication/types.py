@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from jaxstrategy._src.text import user_code
-from jaxstrategy._src.text.user_code import Line
-from jaxstrategy._src.tracing.jaxprs.visit import Equation
+from jaxstrategy._src import text
+from jaxstrategy._src.text import Line
+from jaxstrategy._src.tracing.jaxprs import Equation
 
 _LOOPS = ("scan", "while")
 
@@ -73,7 +73,7 @@ class Site:
 def _line(stacks: list[Any]) -> Line | None:
     """The first line of the user's code, rather than of a library's, in `stacks`."""
     lines = (
-        user_code.innermost(((f.file_name, f.line_num) for f in stack), libraries)
+        text.innermost(((f.file_name, f.line_num) for f in stack), libraries)
         for libraries in (False, True)
         for stack in stacks
     )
@@ -96,7 +96,7 @@ def _callers(stack: list[Any], function: str) -> list[Any]:
 
 def _function(frame: Any) -> str | None:
     """The name of the frame's function in JAX or our code; None in other code."""
-    if user_code.is_users(frame.file_name):
+    if text.is_users(frame.file_name):
         return None
     return frame.function_name.rpartition(".")[2]
 

@@ -20,8 +20,8 @@ from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.errors import ContextError, NonFiniteError
-from jaxstrategy._src.text.shown import array_type, first_few, plural
-from jaxstrategy._src.tracing.jaxprs.visit import (
+from jaxstrategy._src.text import array_type, first_few, plural
+from jaxstrategy._src.tracing.jaxprs import (
     ArrayType,
     Atom,
     ClosedJaxpr,

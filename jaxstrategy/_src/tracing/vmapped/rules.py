@@ -15,19 +15,17 @@ from jax.extend import core
 
 from jaxstrategy._src.reductions.operations import unfolded
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.jaxprs.rewrite import (
+from jaxstrategy._src.tracing.jaxprs import (
+    Equation,
+    axis_names,
     function_of,
+    inner_eqns,
+    is_along,
+    jaxpr_of,
     on_contents,
     references,
     rewritten,
     with_contents,
-)
-from jaxstrategy._src.tracing.jaxprs.visit import (
-    Equation,
-    axis_names,
-    inner_eqns,
-    is_along,
-    jaxpr_of,
 )
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.values.arrays import Function, Leaf

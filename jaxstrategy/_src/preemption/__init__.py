@@ -1,1 +1,0 @@
-"""Machines that are wanted back: all processes save at one step, and end."""

@@ -1,1 +1,0 @@
-"""Text for people: parts of messages, units, tables, lines of the user's code."""

@@ -1,1 +1,0 @@
-"""Visits and rewrites jaxprs."""
