@@ -250,7 +250,7 @@ def _folder(path: str) -> str:
 # Frames of these packages are machinery: a user cannot change them.
 _MACHINERY = (
     _folder(os.path.dirname(str(jax.__file__))),
-    _folder(str(Path(__file__).parents[2])),
+    _folder(str(Path(__file__).parents[1])),
 )
 # Other people's code, which a user would rather not be sent to.
 _LIBRARIES = tuple(
