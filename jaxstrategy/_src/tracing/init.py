@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, final
 
 import jax
@@ -30,7 +30,6 @@ from jaxstrategy._src.replicas.inner_axes import (
     sharding_like,
     with_inner,
 )
-from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import (
     REPLICATED,
     STACKED,
@@ -47,9 +46,9 @@ from jaxstrategy._src.tracing.jaxprs import (
     Var,
     all_eqns,
     closed,
-    inner_jaxprs,
     jaxpr_of,
     live_equations,
+    origins_of,
     plain,
     read_by,
     variables,
@@ -164,72 +163,8 @@ def _placed(
                 yield leaf.shape, path, spec
 
 
-# They move elements.
-_MOVE = frozenset(
-    """
-    bitcast_convert_type broadcast_in_dim convert_element_type copy copy_p expand_dims
-    iota name reshape select_n slice split squeeze stop_gradient transpose unstack
-    """.split()
-)
-# Exact for integers only. For floats the end of a row is computed by other
-# instructions than whole vectors, and a shard has another end (`log1p` and `erf_inv` on
-# CPU, JAX 0.10 and 0.12); where XLA joins shards it adds zeros: -0.0 becomes 0.0.
-_COMPUTE = frozenset(
-    """
-    add and clamp concatenate dynamic_slice eq gather ge gt le lt max min mul ne neg
-    not or pad rev shift_left shift_right_arithmetic shift_right_logical stack sub
-    threefry2x32 xor
-    """.split()
-)
-_DRAW = frozenset(
-    """
-    random_bits random_clone random_fold_in random_seed random_split random_unwrap
-    random_wrap
-    """.split()
-)
-# They only call a function.
-CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call"))
-
-
-def _exact_values(jaxpr: Jaxpr, exact_inputs: Sequence[Var]) -> set[Var]:
-    """The variables of `jaxpr` whose values do not depend on how they are sharded."""
-    exact = set(exact_inputs)
-    for eqn in jaxpr.eqns:
-        flags = _exact_results(eqn, [is_exact(atom, exact) for atom in eqn.invars])
-        pairs = zip(eqn.outvars, flags, strict=True)
-        exact.update(var for var, ok in pairs if ok)
-    return exact
-
-
-def is_exact(atom: Atom, exact: set[Var]) -> bool:
-    """Whether `atom` is one of `exact`, or a constant of the program."""
-    return isinstance(atom, Literal) or atom in exact
-
-
-def _exact_results(eqn: Equation, operands: Sequence[bool]) -> list[bool]:
-    if eqn.primitive.name in CALLS:
-        inner = next(inner_jaxprs(eqn.params))
-        pairs = zip(inner.invars, operands, strict=True)
-        ok_vars = [*inner.constvars, *(var for var, ok in pairs if ok)]
-        exact = _exact_values(inner, ok_vars)
-        return [is_exact(atom, exact) for atom in inner.outvars]
-    ok = all(operands) and not eqn.effects and _is_exact_operation(eqn)
-    return [ok] * len(eqn.outvars)
-
-
-def _is_exact_operation(eqn: Equation) -> bool:
-    name, atoms = eqn.primitive.name, (*eqn.invars, *eqn.outvars)
-    if name in _COMPUTE:
-        return not any(jnp.issubdtype(each.aval.dtype, jnp.inexact) for each in atoms)
-    if name in _DRAW:
-        # With keys of `rbg`, each device draws its shard by its own generator.
-        keys = [atom.aval.dtype for atom in atoms if is_key(atom.aval.dtype)]
-        return all("fry" in str(dtype) for dtype in keys)
-    return name in _MOVE
-
-
-# Exact values up to this size, such as random keys, are computed once for all results;
-# larger ones again for each, so that they need not stay in memory.
+# Keys and whole numbers up to this size are computed once for all results, so that
+# layers of one kind are one program.
 _SHARED_BYTES = 65536
 
 Known: TypeAlias = dict[Var, jax.Array]
@@ -304,19 +239,30 @@ class _Programs:
         self._programs: dict[Hashable, Callable[..., list[jax.Array]]] = {}
 
     def results(self) -> list[jax.Array]:
-        """The results, in order."""
-        invars = [*self._jaxpr.constvars, *self._jaxpr.invars]
-        exact = _exact_values(self._jaxpr, invars)
-        outvars = self._jaxpr.outvars
-        found = self._exact_results(exact)
-        # One program for all that are replicated anyway.
-        replicated = [
-            number
-            for number, sharding in enumerate(self._shardings)
-            if number not in found and sharding.is_fully_replicated
-        ]
-        computed = self._computed([outvars[number] for number in replicated])
-        found |= dict(zip(replicated, computed, strict=True))
+        """The results, in order.
+
+        What rounding could change is computed whole, one array after the other: in the
+        program of a shard, the end of a row is computed by other instructions (`log1p`
+        and `erf_inv` on CPU, JAX 0.10 and 0.12).
+        """
+        jaxpr, outvars = self._jaxpr, self._jaxpr.outvars
+        origins = origins_of(jaxpr.eqns)
+        whole = [i for i, x in enumerate(self._shardings) if x.is_fully_replicated]
+        filled = (i for i, atom in enumerate(outvars) if _is_filled(atom, origins))
+        exact = {*filled, *(i for i in whole if not _is_inexact(outvars[i]))}
+        shared = _shared(jaxpr)
+        shardings = [self._shardings[number] for number in exact]
+        shardings += [self._whole] * len(shared)
+        # With all equations, as some have effects, such as prints.
+        atoms = [*(outvars[number] for number in exact), *shared]
+        program = _function(jaxpr_of(list(self._known), jaxpr.eqns, atoms))
+        arrays = jax.jit(program, out_shardings=shardings)(*self._known.values())
+        found = dict(zip(exact, arrays, strict=False))
+        self._known |= dict(zip(shared, arrays[len(exact) :], strict=True))
+        # One program for all others that are replicated anyway.
+        whole = [number for number in whole if number not in found]
+        computed = self._computed([outvars[number] for number in whole])
+        found |= dict(zip(whole, computed, strict=True))
         for number, sharding in enumerate(self._shardings):
             if number not in found:
                 (value,) = self._computed([outvars[number]])
@@ -333,26 +279,19 @@ class _Programs:
             results.append(mesh.broadcast(value, sharding))
         return results
 
-    def _exact_results(self, exact: set[Var]) -> dict[int, jax.Array]:
-        """The exact results, by number; adds exact values that others share."""
-        outvars = self._jaxpr.outvars
-        numbers = [i for i, atom in enumerate(outvars) if is_exact(atom, exact)]
-        shared = _shared(self._jaxpr, exact)
-        atoms = [*(outvars[number] for number in numbers), *shared]
-        shardings = [self._shardings[number] for number in numbers]
-        shardings += [self._whole] * len(shared)
-        inputs = list(self._known)
-        # With all equations, as some have effects, such as prints.
-        program = _function(jaxpr_of(inputs, self._jaxpr.eqns, atoms))
-        arrays = jax.jit(program, out_shardings=shardings)(*self._known.values())
-        self._known |= dict(zip(shared, arrays[len(numbers) :], strict=True))
-        return dict(zip(numbers, arrays, strict=False))
-
     def _computed(self, atoms: Sequence[Atom]) -> list[jax.Array]:
         """Some results, replicated, from replicated inputs."""
+
+        def unknown(atoms: Iterable[Atom]) -> Iterable[Var]:
+            return (var for var in variables(atoms) if var not in self._known)
+
         if not atoms:
             return []
-        inputs, eqns = self._live(atoms)
+        eqns = live_equations(
+            self._jaxpr.eqns, unknown(atoms), lambda eqn: unknown(eqn.invars)
+        )
+        read = read_by(eqns).union(variables(atoms))
+        inputs = [var for var in self._known if var in read]
         jaxpr = jaxpr_of(inputs, eqns, atoms)
         key = _cache_key(jaxpr)
         program = self._programs.get(key)
@@ -365,31 +304,30 @@ class _Programs:
         is_sharded = isinstance(value, jax.Array) and mesh.is_divided(value)
         return mesh.place(value, self._whole) if self._whole and is_sharded else value
 
-    def _live(self, atoms: Iterable[Atom]) -> tuple[list[Var], list[Equation]]:
-        """The known variables and the equations from which results are computed."""
 
-        def unknown(atoms: Iterable[Atom]) -> Iterable[Var]:
-            return (var for var in variables(atoms) if var not in self._known)
-
-        eqns = live_equations(
-            self._jaxpr.eqns, unknown(atoms), lambda eqn: unknown(eqn.invars)
-        )
-        read = read_by(eqns).union(variables(atoms))
-        return [var for var in self._known if var in read], eqns
+def _is_filled(atom: Atom, origins: Mapping[Var, Equation]) -> bool:
+    """Whether all elements are one constant, as in moments: made in parts."""
+    if isinstance(atom, Literal) or (eqn := origins.get(atom)) is None:
+        return False
+    is_broadcast = eqn.primitive.name == "broadcast_in_dim"
+    return is_broadcast and isinstance(eqn.invars[0], Literal)
 
 
-def _shared(jaxpr: Jaxpr, exact: set[Var]) -> list[Var]:
-    """The small exact values from which others are computed."""
-    shared: dict[Var, None] = {}
-    inputs = {*jaxpr.constvars, *jaxpr.invars}
-    for eqn in jaxpr.eqns:
-        if not all(is_exact(var, exact) for var in eqn.outvars):
-            shared |= {
-                var: None
-                for var in variables(eqn.invars)
-                if var in exact and var not in inputs and _bytes(var) <= _SHARED_BYTES
-            }
-    return list(shared)
+def _shared(jaxpr: Jaxpr) -> list[Var]:
+    """Keys and whole numbers, few of them, from which other values are computed."""
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars if _is_shared(var)}
+    readers = (e for e in jaxpr.eqns if not made.issuperset(e.outvars))
+    read = dict.fromkeys(variables(atom for eqn in readers for atom in eqn.invars))
+    return [var for var in read if var in made]
+
+
+def _is_shared(var: Var) -> bool:
+    size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+    return size <= _SHARED_BYTES and not _is_inexact(var)
+
+
+def _is_inexact(atom: Atom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
 
 
 def _cache_key(jaxpr: Jaxpr) -> Hashable:
@@ -400,9 +338,13 @@ def _cache_key(jaxpr: Jaxpr) -> Hashable:
     return str(jaxpr), tuple(_bits(constant.value) for constant in constants(jaxpr))
 
 
+# They only call a function.
+_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call"))
+
+
 def _has_callables(eqn: Equation) -> bool:
     """Whether an equation has parameters that `str` does not show, as callbacks."""
-    if eqn.primitive.name in CALLS:  # these are rules for derivatives
+    if eqn.primitive.name in _CALLS:  # these are rules for derivatives
         return False
     return any(callable(param) for param in eqn.params.values())
 
@@ -410,10 +352,6 @@ def _has_callables(eqn: Equation) -> bool:
 def _bits(constant: jax.Array | np.ndarray | np.generic) -> Hashable:
     """Identifies an array by its `id`, a number by its value."""
     return id(constant) if np.ndim(constant) else np.asarray(constant).tobytes()
-
-
-def _bytes(var: Var) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
 def _local(value: jax.Array) -> jax.Array:
