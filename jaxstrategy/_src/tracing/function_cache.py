@@ -41,11 +41,6 @@ class FunctionKey(NamedTuple):
     options: RunOptions | None
 
     @property
-    def is_shared(self) -> bool:
-        """Whether another function can have the same key."""
-        return not (self.tokens and isinstance(self.tokens[0], _Unshared))
-
-    @property
     def identities(self) -> list[Identity]:
         """The objects without which no function can have this key any more."""
         tokens = (self.code, *self.tokens)
@@ -82,7 +77,7 @@ class FunctionCache:
         self._histories: dict[int, recompilation.History] = {}
         self._table: dict[FunctionKey, ProgramCache] = {}
         # The captured values that a trace mutates, as indices into its references.
-        self._mutated: dict[FunctionKey, tuple[int, ...]] = {}
+        self.mutated: dict[FunctionKey, tuple[int, ...]] = {}
         # Functions that need the values of captured arrays in Python, by their code.
         self.with_constants: set[Identity] = set()
 
@@ -91,9 +86,8 @@ class FunctionCache:
         key = identity(fn), options
         function = self._functions.get(key)
         if function is None:
-            on_death = weak_method(self, FunctionCache._on_death, key)
-            function = CachedFunction(fn, options, self, on_death)
-            self._functions[key] = function
+            get_fn = weak_function(fn, weak_method(self, FunctionCache._on_death, key))
+            function = self._functions[key] = CachedFunction(get_fn, options, self)
         return function
 
     def _on_death(self, key: Hashable, *_: object) -> None:
@@ -132,14 +126,14 @@ class FunctionCache:
         programs: ProgramCache,
     ) -> None:
         """Lets functions share programs whose trace has mutated what they capture."""
-        if len(self._mutated) >= _MAX_MUTATING:
-            del self._mutated[next(iter(self._mutated))]
-        self._mutated[key] = mutated
+        if len(self.mutated) >= _MAX_MUTATING:
+            del self.mutated[next(iter(self.mutated))]
+        self.mutated[key] = mutated
         self._table.setdefault(self.with_mutated(key, references), programs)
 
     def with_mutated(self, key: FunctionKey, references: References) -> FunctionKey:
         """`key`, with the identities of what a trace mutates."""
-        indices = self._mutated.get(key, ())
+        indices = self.mutated.get(key, ())
         mutated = (Identity(references.nodes[i].value) for i in indices)
         return key._replace(tokens=(*key.tokens, *mutated)) if indices else key
 
@@ -168,15 +162,16 @@ class CachedFunction:
 
     def __init__(
         self,
-        fn: Function,
+        get_fn: Callable[[], Function | None],
         options: RunOptions | None,
         cache: FunctionCache,
-        on_death: Callable[[object], object],
     ) -> None:
-        self._get_fn = weak_function(fn, on_death)
+        self._get_fn = get_fn
         self._options = options
         self._cache = cache
         self._key: FunctionKey | None = None
+        # Whether another function can use its programs.
+        self.is_shared = True
         self._programs: ProgramCache | None = None
         # What it referred to at the last lookup, during a call; and the tokens of that.
         self._references: References | None = None
@@ -187,7 +182,6 @@ class CachedFunction:
         self._captured_bindings: list[tuple[Binding, object]] = []
         # Of a method's object, or a callable one, the attributes that its code names.
         self._names: list[str] | None = None
-        self._take_snapshot(fn)
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """The results of the function on all replicas."""
@@ -229,11 +223,6 @@ class CachedFunction:
         fn = self._fn
         programs, self._references = self._lookup(fn), None
         return programs.bound(fn, objects, self._captured)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether another function can use its programs."""
-        return self._key is None or self._key.is_shared
 
     @property
     def _fn(self) -> Function:
@@ -297,16 +286,8 @@ class CachedFunction:
             has_arrays = not all(map(is_nnx_node, self._captured.values()))
             if not has_arrays or programs.has_succeeded or not _needs_constants(error):
                 raise
-            # The function may need the value of an array in Python, or the sharding of
-            # a captured array is none of an argument: then they are constants.
-            return self._call_with_constants(args, kwargs, call)
-
-    def _call_with_constants(
-        self,
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
-        call: Callable[..., PyTree],
-    ) -> PyTree:
+        # The function may need the value of an array in Python, or the sharding of a
+        # captured array is none of an argument: then they are constants.
         fn = self._fn
         code = Identity(_code.code_of(fn))
         self._cache.with_constants.add(code)
@@ -334,14 +315,18 @@ class CachedFunction:
         else:
             references = rebinding.references(fn)
             self._captured, key = self._key_of(fn, references)
-            self._key = self._cache.with_mutated(key, references)
+            self._key = key
+            if self._cache.mutated:
+                self._key = self._cache.with_mutated(key, references)
             self._references, self._tokens = references, key.tokens
             captured_bindings = references.captured_bindings
             self._captured_bindings = captured_bindings() if self._captured else []
-            self._names = references.named_attributes()
+            if isinstance(references.root, types.MethodType):
+                self._names = references.named_attributes(references.root)
+        self.is_shared = not isinstance(self._key.tokens[0], _Unshared)
         self._take_snapshot(fn)
         self._programs = self._cache.programs(self._key, fn, references)
-        self._programs.add(fn)
+        self._programs.add(self._get_fn)
         return self._programs
 
     def _key_of(

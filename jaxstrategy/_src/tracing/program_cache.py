@@ -256,10 +256,10 @@ class ProgramCache:
             Hashable, tuple[ObjectStructure | None, Function, ProgramCache]
         ] = {}
 
-    def add(self, fn: Function) -> None:
+    def add(self, get_fn: Callable[[], Function | None]) -> None:
         """Adds a function that may use these programs, without keeping it alive."""
-        self._functions = [get for get in self._functions if get() is not None]
-        self._functions.append(weak_function(fn))
+        alive = (get for get in self._functions if get() is not None)
+        self._functions = [*alive, get_fn]
 
     @property
     def is_in_use(self) -> bool:
@@ -399,38 +399,22 @@ class ProgramCache:
         if call is not None:
             return self._call_with_objects(call)
         leaves, signature = _roles.flatten(fn, args, kwargs)
-        program = self._programs.get(signature)
+        program, unstated = self._programs.get(signature), None
         if program is None:
-            return self._call_new(fn, leaves, signature, structure)
-        self._remember(program, signature, structure)
-        return program.place_and_call(leaves)
-
-    def _call_new(
-        self,
-        fn: Function,
-        leaves: list[Leaf],
-        signature: Signature,
-        structure: TreeStructure,
-    ) -> PyTree:
-        """The first call with this signature."""
-        if self._frozen is not None:
-            self._frozen.check_arguments(fn, signature)
-        self._returned.check(signature, leaves, fn)
-        made, unstated = self._new_program(signature)
-        program = self._programs.setdefault(signature, made)  # or another thread's
-        drop = weak_method(self, ProgramCache._drop, signature)
-        self._watched_handles += (weakref.ref(v, drop) for v in signature.handles)
-        self._remember(program, signature, structure)
-        results = program.place_and_call(leaves)
-        self._returned.add(signature, results, unstated)
-        return results
-
-    def _remember(
-        self, program: _Program, signature: Signature, structure: TreeStructure
-    ) -> None:
+            if self._frozen is not None:
+                self._frozen.check_arguments(fn, signature)
+            self._returned.check(signature, leaves, fn)
+            made, unstated = self._new_program(signature)
+            program = self._programs.setdefault(signature, made)  # or another thread's
+            drop = weak_method(self, ProgramCache._drop, signature)
+            self._watched_handles += (weakref.ref(v, drop) for v in signature.handles)
         if not signature.static_leaves:
             self._programs[structure] = program
             self._last = (structure, program)
+        results = program.place_and_call(leaves)
+        if unstated is not None:
+            self._returned.add(signature, results, unstated)
+        return results
 
     def _new_program(
         self, signature: Signature
@@ -492,7 +476,7 @@ class ProgramCache:
                 self,
                 self._frozen,
             )
-            programs.add(function)
+            programs.add(weak_function(function))
             known = form, function, programs
             self._by_objects[key, call.captured] = known
         form, _, programs = known

@@ -162,7 +162,7 @@ def references(fn: Function) -> References:
         version, active = _version, list(_active)
         found = References(fn)
         if version is _version:
-            if any(rebindings.has_substitutes_in(found) for rebindings in active):
+            if active and any(each.has_substitutes_in(found) for each in active):
                 break
             return found
     with rebinding_lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import hashlib
@@ -28,6 +27,7 @@ from jaxstrategy._src.tracing.functions.weak_references import Identity
 from jaxstrategy._src.tracing.nnx.objects import is_nnx_node
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Function, PyTree
+from jaxstrategy._src.values.trees import object_kinds
 from jaxstrategy._src.variables.changes import Reference
 
 # Larger NumPy arrays are not hashed.
@@ -100,9 +100,10 @@ class References:
         more: Sequence[tuple[str, object]] = (),
     ) -> None:
         self.root = as_method(fn)
-        self._finds_objects = finds_objects
+        self._finds_objects = finds_objects and bool(object_kinds())
         self._with_key = with_key
         self._limit = limit
+        # Not what other code shares, globals and attributes.
         self._captures_arrays = True
         # The names in all code visited so far decide which attributes are visited, and
         # these lead to more code: repeat until nothing is added.
@@ -126,6 +127,8 @@ class References:
             self.visit("captured", None, self.root, -1)
             for label, value in more:
                 self.visit(label, None, value, -1)
+        # Equal for functions that do the same with the same objects and arrays.
+        self.key = tuple(self._tokens)
 
     def visit(
         self,
@@ -136,37 +139,28 @@ class References:
         name: str | None = None,
     ) -> None:
         """Adds a value and what it refers to; user's code has it as `name`, or None."""
-        kind = type(value)
+        kind, number, token = type(value), len(self.nodes), None
         if kind in _PLAIN:  # with its class: True is equal to 1
-            self.add(label, binding, value, parent, (kind, value))
+            token = (kind, value)
         elif kind in (float, complex):  # -0.0 is not 0.0, and nan is nan
-            self.add(label, binding, value, parent, (kind, repr(value)))
+            token = (kind, repr(value))
         elif id(value) in self._seen:
-            index = self._seen[id(value)]
-            if id(value) in self._partial and not self._may_be_partial(value, name):
+            if id(value) in self._partial and not (
+                name and self._may_be_partial(value, name)
+            ):
                 self._whole.add(id(value))
-            self.add(label, binding, value, parent, ("again", index))
-        elif len(self.nodes) >= self._limit:
+            token = ("again", self._seen[id(value)])
+        elif number >= self._limit:
             self.opaque = self.opaque or label
+            return
         else:
-            self._seen[id(value)] = len(self.nodes)
-            index = self.add(label, binding, value, parent, None)
-            if self._may_be_partial(value, name):
+            self._seen[id(value)] = number
+            if name and self._may_be_partial(value, name):
                 self._partial.add(id(value))
-            self._tokens[index] = self._token(label, value, index)
-
-    def add(
-        self,
-        label: str,
-        binding: Binding | None,
-        value: object,
-        parent: int,
-        token: Token,
-    ) -> int:
-        """Adds a node; returns its index."""
         self.nodes.append(Node(label, binding, value, parent))
         self._tokens.append(token)
-        return len(self.nodes) - 1
+        if token is None:
+            self._tokens[number] = self._token(label, value, number)
 
     # What values refer to, and their part of the cache key.
 
@@ -267,7 +261,9 @@ class References:
                 code.co_argcount - len(defaults) : code.co_argcount
             ]
             binding = Binding(fn, "__defaults__")
-            parent = self.add(label, binding, defaults, number, len(defaults))
+            parent = len(self.nodes)
+            self.nodes.append(Node(label, binding, defaults, number))
+            self._tokens.append(len(defaults))
             for name, value in zip(names, defaults, strict=True):
                 self.visit(f"captured {name}", None, value, parent)
         keyword_defaults = fn.__kwdefaults__ or {}
@@ -286,11 +282,12 @@ class References:
         number: int,
         prefix: str = "captured ",
     ) -> None:
-        with self._shared():
-            for name in names:
-                if name in scope:
-                    binding = Binding(scope, name)
-                    self.visit(f"{prefix}{name}", binding, scope[name], number, name)
+        before, self._captures_arrays = self._captures_arrays, False
+        for name in names:
+            if name in scope:
+                binding = Binding(scope, name)
+                self.visit(f"{prefix}{name}", binding, scope[name], number, name)
+        self._captures_arrays = before
 
     def _container(self, label: str, items: Any, kind: type, number: int) -> Token:
         if issubclass(kind, (set, frozenset)):
@@ -326,12 +323,10 @@ class References:
 
     def _class(self, label: str, kind: type, number: int) -> Token:
         if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
-            with self._shared():
-                for base in filter(_code.is_users_class, kind.__mro__):
-                    for name in self._used_attributes(kind, vars(base)):
-                        if name not in _code.IMPLICIT_ATTRIBUTES:
-                            binding = Binding(base, name)
-                            self._visit_attribute(kind, label, binding, number)
+            for base in filter(_code.is_users_class, kind.__mro__):
+                for name in self._used_attributes(kind, vars(base)):
+                    if name not in _code.IMPLICIT_ATTRIBUTES:
+                        self._visit_attribute(kind, label, Binding(base, name), number)
         return Identity(kind)
 
     def _object(self, label: str, value: Any, kind: type, number: int) -> Token:
@@ -359,13 +354,12 @@ class References:
         attributes = _code.attributes_of(value)
         compared = _code.compared_fields(kind) if self._with_key else None
         names = self._used_attributes(value, attributes)
-        with self._shared():
-            for name in names:
-                if compared is None or name in compared:
-                    binding = Binding(attributes, name)
-                    self._visit_attribute(value, label, binding, number)
-            for name in self._used_attributes(value, _code.slots_of(kind)):
-                self._visit_attribute(value, label, Binding(value, name), number)
+        for name in names:
+            if compared is None or name in compared:
+                binding = Binding(attributes, name)
+                self._visit_attribute(value, label, binding, number)
+        for name in self._used_attributes(value, _code.slots_of(kind)):
+            self._visit_attribute(value, label, Binding(value, name), number)
         if is_partial:
             return ("attributes", *names)
         return ("attributes", len(names) if compared is None else compared)
@@ -376,16 +370,18 @@ class References:
         # Code that is handed the owner as a whole may hand on its attributes.
         name = binding.key if id(owner) in self._partial else None
         label = f"{label}.{binding.key}"
+        before, self._captures_arrays = self._captures_arrays, False
         self.visit(label, binding, binding.get(), parent, name)
+        self._captures_arrays = before
 
     def _used_attributes(self, value: object, names: Iterable[str]) -> list[str]:
         """The names of attributes that the function may use."""
         is_partial = id(value) in self._partial
         return [each for each in names if not is_partial or each in self.uses.names]
 
-    def _may_be_partial(self, value: object, name: str | None) -> bool:
+    def _may_be_partial(self, value: object, name: str) -> bool:
         """Whether only those attributes count that the code names."""
-        if not self._with_key or name is None or id(value) in self._whole:
+        if not self._with_key or id(value) in self._whole:
             return False
         if isinstance(value, type):
             return name == _CLASS
@@ -397,26 +393,15 @@ class References:
             free, number = f"{label} ({number})", number + 1
         return free
 
-    @contextlib.contextmanager
-    def _shared(self) -> Iterator[None]:
-        """A `with` block for values that other code shares: no arrays are captured."""
-        before, self._captures_arrays = self._captures_arrays, False
-        try:
-            yield
-        finally:
-            self._captures_arrays = before
-
     # What was found.
 
-    def named_attributes(self) -> list[str] | None:
-        """The attributes that code names of a method's object, or a callable one."""
-        if not isinstance(self.root, types.MethodType):
-            return None
-        owner, kind = self.root.__self__, type(self.root.__self__)
+    def named_attributes(self, method: types.MethodType) -> list[str]:
+        """The attributes of a method's object that code names."""
+        owner, kind = method.__self__, type(method.__self__)
         known = {*_code.attributes_of(owner), *dir(kind)}
         # Also in the code of a library: that of the method, and of others it names.
         found = self.uses.names & known
-        pending: list[object] = [self.root.__func__]
+        pending: list[object] = [method.__func__]
         pending += (inspect.getattr_static(kind, name, None) for name in found)
         while pending:
             member = pending.pop()
@@ -426,11 +411,6 @@ class References:
                 found |= new
                 pending += (inspect.getattr_static(kind, name, None) for name in new)
         return sorted(found)
-
-    @property
-    def key(self) -> tuple[Token, ...]:
-        """Equal for functions that do the same with the same objects and arrays."""
-        return tuple(self._tokens)
 
     def ancestors(self, index: int) -> Iterator[int]:
         """The index of a node, of its parent, and so on up to the function."""

@@ -65,7 +65,10 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Identity) or self._id != other._id:
             return False
-        return other.is_of(self.get()) and not self.is_gone
+        value = self.get()
+        if value is None and (self.is_gone or other.is_gone):
+            return False
+        return other.get() is value
 
     def __hash__(self) -> int:
         return self._id
