@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import re
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import EllipsisType
@@ -61,7 +60,12 @@ from jaxstrategy._src.tracing.results import NamedResults, Results
 from jaxstrategy._src.tracing.roles import Role
 from jaxstrategy._src.tracing.stages.stages import MaskArguments, Placement
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, StepEnvironment, name_of
-from jaxstrategy._src.tracing.translation import translated
+from jaxstrategy._src.tracing.translation import (
+    CONCRETIZATION_ERRORS,
+    UNBOUND_AXIS,
+    line_of,
+    translated,
+)
 from jaxstrategy._src.values import (
     arrays as _arrays,
     building,
@@ -380,25 +384,15 @@ class _EagerCall:
         return change
 
 
-_UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
-# JAX's own messages say what to do, in a function that is mapped or differentiated.
-_TRACED = (
-    jax.errors.TracerBoolConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.ConcretizationTypeError,
-)
-
-
 def _translated(
     error: Exception, name: str, replicas: Replicas, options: RunOptions
 ) -> Exception | None:
     """A clearer error to raise instead of a replica's, if there is one."""
-    if isinstance(error, _TRACED):
+    # JAX's own messages say what to do, in a function that is mapped or differentiated.
+    if isinstance(error, CONCRETIZATION_ERRORS):
         return None
-    line = text.users_line(error.__traceback__)
-    where = f"\n  {line}\n" if line else " "
-    if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
+    where = line_of(error)
+    if isinstance(error, NameError) and (unbound := UNBOUND_AXIS.search(str(error))):
         return NameError(
             f"`{name}` reduces over the axis {unbound[1]!r} by hand, which "
             f"`eager_replicas()` has not:{where}"
@@ -410,7 +404,7 @@ def _translated(
     if options.check_finite and type(error) is FloatingPointError:
         return NonFiniteError(
             f"`{name}` made a NaN in `eager_replicas()`:{where}{error}",
-            line=line and str(line),
+            line=where.strip() or None,
         )
     return translated(error, name, replicas)
 

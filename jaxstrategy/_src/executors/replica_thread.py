@@ -35,6 +35,7 @@ from jaxstrategy._src.reductions.reduction import (
 )
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import Line, array_type, listed
+from jaxstrategy._src.tracing.jaxprs import type_of
 from jaxstrategy._src.values.arrays import PyTree
 from jaxstrategy._src.values.trees import without_eager_sharding
 
@@ -453,12 +454,7 @@ def _transpose(
     cotangents: Sequence[Any], *operands: Any, collective: EagerCollective
 ) -> list[Any]:
     linear = tuple(
-        jax.ShapeDtypeStruct(
-            each.aval.shape, each.aval.dtype, weak_type=each.aval.weak_type
-        )
-        if ad.is_undefined_primal(each)
-        else None
-        for each in operands
+        type_of(each) if ad.is_undefined_primal(each) else None for each in operands
     )
     known = [each for each in operands if not ad.is_undefined_primal(each)]
     cotangents = [ad.instantiate_zeros(each) for each in cotangents]

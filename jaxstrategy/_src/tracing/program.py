@@ -36,7 +36,7 @@ from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.stages import Placement, Stages, count_dispatch
 from jaxstrategy._src.tracing.stages.variables import VariableArguments, VariableBuffers
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables import access
 
@@ -202,21 +202,19 @@ class Program:
 
     def _dispatch(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
         """The results for placed leaves."""
-        if not self._variables.are_used:
-            return self._valid_executable()(leaves, inputs)
-        self._variables.check_outside()
-        # A call donates the variables' buffers and stores new ones; two threads at once
-        # would end the process (JAX 0.10 and 0.12).
-        with access.one_at_a_time:
-            return self._valid_executable()(leaves, inputs)
-
-    def _valid_executable(self) -> Executable:
-        if self._is_prepared and access.is_traced():
-            raise CompiledStepError(traced_caller(self._name))
-        # Both are called: each remembers what has changed.
-        if self.executable.is_outdated() | self._variables.drop_references():
-            self._compile()
-        return self.executable
+        one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._variables.are_used:
+            self._variables.check_outside()
+            # A call donates the variables' buffers and stores new ones; two threads at
+            # once would end the process (JAX 0.10 and 0.12).
+            one_at_a_time = access.one_at_a_time
+        with one_at_a_time:
+            if self._is_prepared and access.is_traced():
+                raise CompiledStepError(traced_caller(self._name))
+            # Both are called: each remembers what has changed.
+            if self.executable.is_outdated() | self._variables.drop_references():
+                self._compile()
+            return self.executable(leaves, inputs)
 
     def _trace(self, leaves: Sequence[Leaf]) -> TracedStep:
         """Traces the step for arguments of these types, and checks the trace."""
@@ -345,6 +343,7 @@ class InputLayout:
             args, kwargs = jax.tree.unflatten(self.structure, range(count))
             self._leaves = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
             self.has_keywords = bool(kwargs)
+        self.count = len(self._leaves)  # of arguments of the jitted function
         # Of each argument all leaves are donated, or none.
         self.donated = [i for i, some in enumerate(self._leaves) if donated & {*some}]
         inputs = self.inputs(range(count))
@@ -362,11 +361,6 @@ class InputLayout:
             if pairs:
                 structure = jax.tree.structure(inputs[number])
                 self.per_replica.append((number, structure, pairs))
-
-    @property
-    def count(self) -> int:
-        """The number of arguments of the jitted function."""
-        return len(self._leaves)
 
     def inputs(self, leaves: Sequence[Leaf]) -> Sequence[PyTree]:
         """The arguments of the jitted function, from their leaves."""
@@ -436,8 +430,6 @@ class Retraced(Exception):
 class TraceProvider:
     """Gives a jitted function the trace of its step."""
 
-    __slots__ = ("_thread", "_trace", "has_non_arrays", "inputs")
-
     def __init__(self, trace: Callable[[Sequence[Leaf]], TracedStep | None]) -> None:
         self._thread = threading.local()
         self._trace = trace
@@ -484,23 +476,6 @@ def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
 @final
 class Executable:
     """A compiled step with what is done around each call; thread-safe."""
-
-    __slots__ = (
-        "compiled",
-        "is_bare",
-        "is_plain",
-        "is_outdated",
-        "_buffers",
-        "_check_once",
-        "_finite",
-        "_has_variables",
-        "_in_references",
-        "_is_counted",
-        "_layout",
-        "_masks",
-        "_shardings",
-        "_traces",
-    )
 
     def __init__(
         self,
@@ -595,6 +570,19 @@ def jitted(
 ) -> Wrapped:
     """The jitted function that an `Executable` calls."""
 
+    def evaluated(
+        step: TracedStep, finite: Finite | None, *inputs: jax.Array
+    ) -> _Returned:
+        count = len(step.signature.dynamic)
+        references = buffers.references(inputs[count:])
+        arrays, outputs = step.evaluate(
+            inputs[:count],
+            references,
+            lambda evaluate: stages.instrument(step, evaluate, finite),
+            is_whole=finite is not None,
+        )
+        return step.results.rebuild(arrays), outputs, buffers.frozen(references)
+
     def program(*inputs: PyTree) -> _Returned:
         leaves = layout.leaves(inputs[: layout.count])
         if leaves is None:
@@ -602,46 +590,14 @@ def jitted(
         inputs = (*leaves, *inputs[layout.count :])
         step = traces.get(inputs)
         has_nan_checks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
-        if has_nan_checks and not access.is_traced():
-            return _checked_for_nans(step, inputs, buffers, stages)
-        return _evaluated(step, inputs, buffers, stages, stages.finite)
+        if access.is_traced() or not has_nan_checks:
+            return evaluated(step, stages.finite, *inputs)
+        # `jax_debug_nans` calls this again after it found a NaN.
+        finite = Finite(step.replica_step, bool(jax.config.jax_debug_infs))
+        with jax.debug_nans(False), jax.debug_infs(False):
+            returned = jax.jit(functools.partial(evaluated, step, finite))(*inputs)
+            finite.check(returned[1][-1])
+        return returned
 
     program.__name__ = program.__qualname__ = name
     return jax.jit(program, **options)
-
-
-def _evaluated(
-    step: TracedStep,
-    inputs: Sequence[Tracer],
-    buffers: VariableBuffers,
-    stages: Stages,
-    finite: Finite | None,
-) -> _Returned:
-    """The results of a step, the outputs of stages, and the variables' new values."""
-    count = len(step.signature.dynamic)
-    leaves, values = inputs[:count], inputs[count:]
-    references = buffers.references(values)
-    arrays, outputs = step.evaluate(
-        leaves,
-        references,
-        lambda evaluate: stages.instrument(step, evaluate, finite),
-        is_whole=finite is not None,
-    )
-    return step.results.rebuild(arrays), outputs, buffers.frozen(references)
-
-
-def _checked_for_nans(
-    step: TracedStep,
-    inputs: Sequence[Tracer],
-    buffers: VariableBuffers,
-    stages: Stages,
-) -> _Returned:
-    """`_evaluated` where `jax_debug_nans` calls it again after it found a NaN."""
-    finite = Finite(step.replica_step, bool(jax.config.jax_debug_infs))
-    with jax.debug_nans(False), jax.debug_infs(False):
-        compiled: Function = jax.jit(
-            lambda *inputs: _evaluated(step, inputs, buffers, stages, finite)
-        )
-        returned = compiled(*inputs)
-        finite.check(returned[1][-1])
-    return returned

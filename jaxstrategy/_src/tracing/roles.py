@@ -79,6 +79,8 @@ class Signature:
 
     def donated(self, positions: Sequence[int]) -> tuple[int, ...]:
         """The indices, among the program's inputs, of these positions of `args`."""
+        if not positions:  # the usual case, kept short
+            return ()
         leaves = self.leaves_by_position()
         beyond = [position for position in positions if position >= len(leaves)]
         if beyond:

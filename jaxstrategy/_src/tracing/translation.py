@@ -13,7 +13,7 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing.nnx import object_calls
 
 # Raised by JAX when Python needs the value of a tracer.
-_CONCRETIZATION_ERRORS = (
+CONCRETIZATION_ERRORS = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.TracerArrayConversionError,
@@ -25,14 +25,14 @@ _OTHER_MESH = "should match the mesh of sharding"
 _NOT_AUTO = "can only refer to Auto axes of the mesh"
 _NOT_FOUND = re.compile(r"Resource axis: (\S+) of (P.*\)) is not found in mesh")
 _NEEDS_MESH = "requires a non-empty mesh"
-_UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
+UNBOUND_AXIS = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
 
 def translated(error: Exception, name: str, replicas: Replicas) -> Exception | None:
     """An error to raise instead of `error`, which a step raised; or None."""
-    if isinstance(error, _CONCRETIZATION_ERRORS):
+    if isinstance(error, CONCRETIZATION_ERRORS):
         return _concretization_error(error, name)
-    if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
+    if isinstance(error, NameError) and (unbound := UNBOUND_AXIS.search(str(error))):
         return _unbound_axis_error(error, name, unbound[1], replicas.axis_name)
     if _BATCHED_WRITE in str(error):
         return _batched_write_error(error, name)
