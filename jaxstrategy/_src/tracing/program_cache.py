@@ -31,7 +31,7 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
 )
 from jaxstrategy._src.tracing.nnx.objects import CallerObjects, ObjectStructure
 from jaxstrategy._src.tracing.program import InputLayout, NotTraced, Program, Retraced
-from jaxstrategy._src.tracing.roles import Role, Signature, are_live_arrays
+from jaxstrategy._src.tracing.roles import Signature, are_live_arrays
 from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.step_agreement import AgreedPreparation, StepAgreement
 from jaxstrategy._src.tracing.traced_step import (
@@ -42,7 +42,6 @@ from jaxstrategy._src.tracing.traced_step import (
 )
 from jaxstrategy._src.values import per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
-from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
 
 
@@ -169,10 +168,9 @@ def _difference(fn: Function, old: Signature, new: Signature) -> str:
             "a `TrainState`. A model or an optimizer that is made anew is another one: "
             "make it once, outside of the function that builds the state"
         )
-    pairs = zip(_descriptions(old), _descriptions(new), strict=True)
-    for leaf, (was, now) in enumerate(pairs):
-        if was != now:
-            return f"{new.label(fn, new.leaves[leaf])} was {was}, and is {now}"
+    if (changed := old.difference(fn, new)) is not None:
+        label, was, now = changed
+        return f"{label} was {was}, and is {now}"
     return (
         "something static in them, as an argument or an attribute of an object, has "
         "another value, or is equal to what it was and not the same"
@@ -182,25 +180,6 @@ def _difference(fn: Function, old: Signature, new: Signature) -> str:
 def _paths(structure: TreeStructure) -> list[str]:
     tree = jax.tree.unflatten(structure, range(structure.num_leaves))
     return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
-
-
-def _descriptions(signature: Signature) -> list[str]:
-    """Describes each leaf."""
-    statics = dict(signature.with_statics())
-    roles = [*signature.roles, Role.SAME]
-    return [
-        _description(roles[i], roles[i + 1] is Role.MASK, statics.get(i))
-        for i in signature.leaves
-    ]
-
-
-def _description(role: Role, has_mask: bool, static: Leaf) -> str:
-    if role is Role.STATIC:  # of a variable the `repr` reads its array
-        is_handle = isinstance(static, Handle)
-        return f"variable {static.name!r}" if is_handle else shown(static)
-    if role is Role.SAME:
-        return "an array or number, the same on all replicas"
-    return f"a PerReplica {'with' if has_mask else 'without'} a mask of its rows"
 
 
 _Program: TypeAlias = Program | AgreedProgram

@@ -13,20 +13,18 @@ import functools
 import types
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxstrategy._src import text
 from jaxstrategy._src.errors import RecompilationWarning
-from jaxstrategy._src.text import array_type
+from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.tracing.functions.code import code_of
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.jaxprs import ArrayType
-from jaxstrategy._src.tracing.roles import Role, Signature
+from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values.arrays import Function, Leaf
-from jaxstrategy._src.values.per_replica import Handle
 
 # Compilations of one function without a warning: a few batch shapes, training and
 # evaluation.
@@ -80,7 +78,7 @@ def _described(value: Leaf) -> str:
     if kind in (*_CHOICES, int, float, complex) or issubclass(
         kind, (*_FUNCTIONS, type)
     ):
-        return _shown(value)
+        return shown(value)
     if issubclass(kind, (jax.Array, np.ndarray)):
         return f"another {array_type(value.dtype, value.shape)}"
     return f"a {kind.__name__}"
@@ -154,23 +152,16 @@ def _difference(
     if old.treedef != new.treedef:
         return (
             "the structure of its arguments changed: it was "
-            f"{_shown(old.treedef)}, is {_shown(new.treedef)}. Pass the same "
+            f"{shown(old.treedef)}, is {shown(new.treedef)}. Pass the same "
             "containers with the same keys each time."
         )
-    pairs = zip(_roles(old), _roles(new), strict=True) if old != new else ()
-    for index, (a, b) in enumerate(pairs):
-        # `==` would read a variable here, while JAX traces.
-        has_handle = isinstance(a[-1], Handle) or isinstance(b[-1], Handle)
-        if a[-1] is not b[-1] if has_handle else a != b:
-            was, now = (
-                _shown(static[1]) if static else f"an array or number ({role.value})"
-                for role, *static in (a, b)
-            )
-            return (
-                f"the static argument {new.label(fn, index)} changed: it was {was}, is "
-                f"{now}. Pass it as a number or an array, which are traced, if the "
-                "function does not need its value in Python."
-            )
+    if (changed := old.difference(fn, new)) is not None:
+        label, was, now = changed
+        return (
+            f"the static argument {label} changed: it was {was}, is {now}. Pass it as "
+            "a number or an array, which are traced, if the function does not need its "
+            "value in Python."
+        )
     for index, (was, now) in enumerate(zip(old_avals, new_avals, strict=True)):
         if was != now:
             where = new.label(fn, new.dynamic[index])
@@ -179,19 +170,3 @@ def _difference(
                 f"{now.str_short()}. Pad batches to one shape, or drop the last one."
             )
     return "its programs were forgotten or its context changed."
-
-
-def _roles(signature: Signature) -> list[tuple[Any, ...]]:
-    """For each leaf its role, and its type and value if it is static."""
-    static = zip(signature.static_types, signature.statics, strict=True)
-    return [
-        (role, *next(static)) if role is Role.STATIC else (role,)
-        for role in signature.roles
-    ]
-
-
-def _shown(value: object, limit: int = 120) -> str:
-    if isinstance(value, Handle):  # `repr` would read it while JAX traces
-        return f"another {type(value).__name__}"
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

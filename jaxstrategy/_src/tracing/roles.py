@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._src.text import array_type
+from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.values import arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -108,6 +108,35 @@ class Signature:
         if self.roles[index] is Role.MASK:
             return f"the mask of {self.label(fn, index - 1)}"
         return label(fn, args, kwargs, self.leaves.index(index))
+
+    def difference(self, fn: Function, new: Signature) -> tuple[str, str, str] | None:
+        """The first leaf of another kind or static value: its label, was and is."""
+        pairs = zip(self._descriptions(), new._descriptions(), strict=True)
+        for index, (was, now) in zip(new.leaves, pairs, strict=True):
+            if was != now:
+                text = f"another {now[0]}" if was[0] == now[0] else now[0]
+                return new.label(fn, index), was[0], text
+        return None
+
+    def _descriptions(self) -> list[tuple[str, type, Leaf]]:
+        """Each leaf in words, and its type and value if it is static."""
+        statics, found = dict(self.with_statics()), []
+        for index in self.leaves:
+            static, has_mask = (
+                statics.get(index),
+                Role.MASK in self.roles[index + 1 :][:1],
+            )
+            if isinstance(static, per_replica.Handle):  # its `repr` reads its array
+                found.append((f"variable {static.name!r}", type(static), id(static)))
+                continue
+            text = {
+                Role.SAME: "an array or number, the same on all replicas",
+                Role.STATIC: shown(static),
+                Role.PER_REPLICA: f"a PerReplica {'with' if has_mask else 'without'} a "
+                "mask of its rows",
+            }[self.roles[index]]
+            found.append((text, type(static), static))
+        return found
 
 
 class HandleReference(weakref.ref):
