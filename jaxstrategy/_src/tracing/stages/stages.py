@@ -45,24 +45,6 @@ from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.trees import is_object
 
 
-def check_once(
-    step: ReplicaStep, leaves: Sequence[Leaf], donated: frozenset[int]
-) -> None:
-    """Raises if a donated array is passed twice."""
-    if len(set(map(id, leaves))) == len(leaves):
-        return
-    first: dict[int, int] = {}
-    for index, leaf in enumerate(leaves):
-        other = first.setdefault(id(leaf), index)
-        twice = other != index and isinstance(leaf, jax.Array)
-        if twice and donated & {index, other}:
-            raise DonatedValueError(
-                f"{step.label(other)} and {step.label(index)} are one array, and "
-                "it is donated: the step cannot both overwrite and read it. Pass a "
-                "copy (`jnp.copy`) in one place, or do not donate."
-            ) from None
-
-
 @final
 class MaskArguments:
     """Lets a step use the masks of batches; warns if it ignores padded rows."""
@@ -396,8 +378,18 @@ class Placement:
 
     def check_once(self, leaves: Sequence[Leaf]) -> None:
         """Raises if a donated array is passed twice."""
-        if self._donated:
-            check_once(self._step, leaves, self._donated)
+        if not self._donated or len(set(map(id, leaves))) == len(leaves):
+            return
+        first: dict[int, int] = {}
+        for index, leaf in enumerate(leaves):
+            other = first.setdefault(id(leaf), index)
+            twice = other != index and isinstance(leaf, jax.Array)
+            if twice and self._donated & {index, other}:
+                raise DonatedValueError(
+                    f"{self._label(other)} and {self._label(index)} are one array, and "
+                    "it is donated: the step cannot both overwrite and read it. Pass a "
+                    "copy (`jnp.copy`) in one place, or do not donate."
+                ) from None
 
     def _place(self, index: int, leaf: Leaf) -> jax.Array:
         if self._split[index]:
