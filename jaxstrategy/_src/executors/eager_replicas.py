@@ -72,7 +72,7 @@ from jaxstrategy._src.values import (
     per_replica as _per_replica,
     trees as _trees,
 )
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import Versions
 from jaxstrategy._src.variables import access
@@ -175,7 +175,8 @@ class EagerSteps:
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
-        call = _EagerCall(fn, args, kwargs, options or RunOptions(), self._environment)
+        options = options or RunOptions()
+        call = _EagerCall(fn, (args, kwargs), options, self._environment)
         if _arrays.is_traced() or any(isinstance(x, Tracer) for x in call.leaves):
             raise ContextError(
                 f"`{call.name}` was to be run in `eager_replicas()` by code that JAX "
@@ -300,8 +301,7 @@ class _EagerCall:
     def __init__(
         self,
         fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        arguments: Arguments,
         options: RunOptions,
         environment: StepEnvironment,
     ) -> None:
@@ -313,33 +313,31 @@ class _EagerCall:
         captured = rebinding.references(fn)
         both = {**captured.objects, **captured.arrays}
         try:
-            self._begin(args, kwargs, both, environment)
+            self._begin(arguments, both, environment)
         except PlacementError:
             if not captured.arrays:
                 raise
             # Captured arrays may lie where no argument may: they become constants.
-            self._begin(args, kwargs, captured.objects, environment)
+            self._begin(arguments, captured.objects, environment)
 
     def _begin(
         self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        arguments: Arguments,
         captured: dict[str, object],
         environment: StepEnvironment,
     ) -> None:
-        call = object_call(args, kwargs, captured)
+        call = object_call(arguments, captured)
         self.objects = None
         self.expected = self.options.expect_mirrored
         self._step_fn = step_fn = self.fn
-        arguments: tuple[Sequence[PyTree], dict[str, PyTree]] = args, kwargs
         if call is not None:
             self.objects = call.objects
             form = None if call.objects is None else call.objects.form
             self._step_fn = step_fn = array_step(lambda: self.fn, form, call.captured)
-            arguments = call.args, call.kwargs
+            arguments = call.arguments
         if self.objects is not None:
             self.expected = array_options(self.options).expect_mirrored
-        self.leaves, self.signature = _roles.flatten(step_fn, *arguments)
+        self.leaves, self.signature = _roles.flatten(step_fn, arguments)
         step = ReplicaStep(lambda: step_fn, environment, self.signature, lambda: False)
         self.roles = step.roles
         self.masks = MaskArguments(step)

@@ -233,11 +233,12 @@ class StepLoop:
         names += [f"args[{i}]" for i in range(len(names), len(args))]
         self._names = names
         self._carried = [i for i, each in enumerate(args) if self._is_carried(i, each)]
-        call = object_calls.object_call(args, kwargs, object_calls.captured_by(fn))
+        captured = object_calls.captured_by(fn)
+        call = object_calls.object_call((args, kwargs), captured)
         self._objects = None if call is None else call.objects
         self._captured = () if call is None else call.captured
-        self._args = args if call is None else list(call.args)
-        self._kwargs = kwargs if call is None else call.kwargs
+        new, self._kwargs = (args, kwargs) if call is None else call.arguments
+        self._args = list(new)
         states = [args[i] for i in self._carried]
         self._parts = [] if self._objects is None else self._objects.parts()
         self._initial = ArrayTree((states, self._parts))

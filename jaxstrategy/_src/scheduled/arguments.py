@@ -226,7 +226,7 @@ class ScheduledArguments:
                 if isinstance(leaf, PerWorkerValue):
                     leaves[index] = leaf.of_worker(worker)
             args, kwargs = jax.tree.unflatten(structure, leaves)
-        leaves, signature = roles.flatten(self.fn, args, kwargs)
+        leaves, signature = roles.flatten(self.fn, (args, kwargs))
         arrays = [_arrays.as_array(leaf, "argument") for leaf in leaves]
         return arrays, (signature, tuple((x.shape, x.dtype) for x in arrays))
 

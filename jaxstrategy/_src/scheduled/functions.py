@@ -157,7 +157,7 @@ class HostCode:
             if isinstance(each, Variable):
                 each._adopt(strategy)
         with context.entered(worker=None):
-            leaves, signature = roles.flatten(fn, args, kwargs)
+            leaves, signature = roles.flatten(fn, (args, kwargs))
             arrays = [_arrays.as_array(leaf, "argument") for leaf in leaves]
             trace = trace_function(fn, strategy, signature, arrays)
             function = fn, strategy, signature, arrays, slots

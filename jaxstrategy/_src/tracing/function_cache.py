@@ -26,7 +26,7 @@ from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
 from jaxstrategy._src.tracing.traced_step import StepEnvironment
 from jaxstrategy._src.values import trees
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 
 # For each code, keys of functions that died are kept: a function may be defined anew.
 _MAX_UNUSED_KEYS = 8
@@ -213,7 +213,7 @@ class CachedFunction:
     ) -> None:
         """Compiles the program of such a call now; types may stand for arrays."""
         prepare = functools.partial(ProgramCache.prepare, obtain=obtain)
-        self._call(self._lookup(self._fn), args, kwargs, prepare)
+        self._call(self._lookup(self._fn), (args, kwargs), prepare)
         if self._programs is not None:
             self._update_key(self._programs)
         self._references = None
@@ -267,7 +267,7 @@ class CachedFunction:
         programs.get_caller = self._get_fn
         traces = programs.traces
         try:
-            return self._call(programs, args, kwargs)
+            return self._call(programs, (args, kwargs))
         finally:
             if programs.traces != traces:
                 self._update_key(programs)
@@ -276,12 +276,11 @@ class CachedFunction:
     def _call(
         self,
         programs: ProgramCache,
-        args: Sequence[PyTree],
-        kwargs: dict[str, PyTree],
+        arguments: Arguments,
         call: Callable[..., PyTree] = ProgramCache.call_with,
     ) -> PyTree:
         try:
-            return call(programs, self._captured, args, kwargs)
+            return call(programs, self._captured, arguments)
         except Exception as error:
             has_arrays = not all(map(is_nnx_node, self._captured.values()))
             if not has_arrays or programs.has_succeeded or not _needs_constants(error):
@@ -292,7 +291,7 @@ class CachedFunction:
         code = Identity(_code.code_of(fn))
         self._cache.with_constants.add(code)
         try:
-            return self._call(self._lookup(fn), args, kwargs, call)
+            return self._call(self._lookup(fn), arguments, call)
         except BaseException:
             self._cache.with_constants.discard(code)  # they were not the reason
             self._programs = None

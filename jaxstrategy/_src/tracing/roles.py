@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.values import arrays, per_replica, trees
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
 
 
@@ -92,9 +92,7 @@ class Signature:
         chosen = {leaf for position in positions for leaf in leaves[position]}
         return tuple(new for new, old in enumerate(self.dynamic) if old in chosen)
 
-    def rebuild(
-        self, locals_: Sequence[Leaf]
-    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    def rebuild(self, locals_: Sequence[Leaf]) -> Arguments:
         """`(args, kwargs)` as the step sees them, from one replica's arrays."""
         dynamic, static = iter(locals_), iter(self.statics)
         leaves = [
@@ -104,10 +102,10 @@ class Signature:
 
     def label(self, fn: Function, index: int) -> str:
         """The leaf with this index in `roles`, as the caller of `fn` writes it."""
-        args, kwargs = self.rebuild([0] * len(self.dynamic))
         if self.roles[index] is Role.MASK:
             return f"the mask of {self.label(fn, index - 1)}"
-        return label(fn, args, kwargs, self.leaves.index(index))
+        arguments = self.rebuild([0] * len(self.dynamic))
+        return label(fn, arguments, self.leaves.index(index))
 
     def difference(self, fn: Function, new: Signature) -> tuple[str, str, str] | None:
         """The first leaf of another kind or static value: its label, was and is."""
@@ -144,13 +142,10 @@ class HandleReference(weakref.ref):
 
 
 def flatten(
-    fn: Function,
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    abstract: bool = False,
+    fn: Function, arguments: Arguments, abstract: bool = False
 ) -> tuple[list[Leaf], Signature]:
-    """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature."""
-    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=trees.is_whole)
+    """The arrays and numbers of a call of `fn`, and its signature."""
+    nodes, treedef = jax.tree.flatten(arguments, is_leaf=trees.is_whole)
     leaves: list[Leaf] = []
     roles: list[Role] = []
     static_leaves: list[Leaf] = []
@@ -158,13 +153,13 @@ def flatten(
     for index, node in enumerate(nodes):
         if isinstance(node, jax.Ref):
             raise TypeError(
-                f"{label(fn, args, kwargs, index)} is a `jax.Ref`, whose memory is on "
+                f"{label(fn, arguments, index)} is a `jax.Ref`, whose memory is on "
                 "one device. Make a `js.Variable` in the strategy's scope, which has a "
                 "copy on each; or pass `ref[...]`, and write what the step returns."
             )
         role, value = _role(node, abstract)
         if role is Role.STATIC:
-            _check_hashable(fn, args, kwargs, index, node)
+            _check_hashable(fn, arguments, index, node)
             is_handle = isinstance(value, per_replica.Handle)
             static_leaves.append(HandleReference(value) if is_handle else value)
             static_types.append(type(value))
@@ -173,13 +168,13 @@ def flatten(
         is_struct = abstract and isinstance(value, jax.ShapeDtypeStruct)
         if role is Role.PER_REPLICA and not (is_struct or arrays.is_array(value)):
             raise TypeError(
-                f"{label(fn, args, kwargs, index)} is a PerReplica around {value!r}, "
+                f"{label(fn, arguments, index)} is a PerReplica around {value!r}, "
                 "not around an array of shape [replica, ...]. Make it with "
                 "`strategy.per_replica([v0, v1, ...])`."
             )
         roles.append(role)
         if role is Role.PER_REPLICA and node.mask is not None:
-            _check_mask(node, lambda i=index: label(fn, args, kwargs, i))
+            _check_mask(node, lambda i=index: label(fn, arguments, i))
             leaves.append(node.mask)
             roles.append(Role.MASK)
     statics = tuple(static_leaves), tuple(static_types)
@@ -222,17 +217,13 @@ def _check_mask(value: PerReplica, name: Callable[[], str]) -> None:
 
 
 def _check_hashable(
-    fn: Function,
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    index: int,
-    value: Leaf,
+    fn: Function, arguments: Arguments, index: int, value: Leaf
 ) -> None:
     try:
         hash(value)
     except TypeError as error:
         raise TypeError(
-            f"{label(fn, args, kwargs, index)} is {value!r}, a "
+            f"{label(fn, arguments, index)} is {value!r}, a "
             f"{type(value).__name__}: not an array, a number or a registered pytree, "
             "so it would be a static part of the program, and those must be hashable. "
             "Pass an array, make its class hashable, or register it with "
@@ -240,11 +231,9 @@ def _check_hashable(
         ) from error
 
 
-def label(
-    fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], index: int
-) -> str:
+def label(fn: Function, arguments: Arguments, index: int) -> str:
     """A leaf of the arguments as the caller writes it: `` `batch['x']` ``."""
-    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=trees.is_whole)
+    paths, _ = jax.tree.flatten_with_path(arguments, is_leaf=trees.is_whole)
     (_, *path) = paths[index][0]
     first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
     if isinstance(first, jax.tree_util.DictKey):

@@ -37,6 +37,9 @@ Index: TypeAlias = Any
 Function: TypeAlias = Callable[..., Any]
 """A user's function."""
 
+Arguments: TypeAlias = tuple[Sequence[PyTree], dict[str, PyTree]]
+"""The positional and keyword arguments of a call."""
+
 TreeFunction: TypeAlias = Callable[[PyTree], PyTree]
 
 

@@ -75,8 +75,8 @@ def explain(
     compiled: bool,
 ) -> Explanation:
     """Explains `fn(*args, **kwargs)` on the replicas of a strategy."""
-    fn, args, kwargs, options = object_calls.as_arrays(fn, args, kwargs, options)
-    leaves, signature = _roles.flatten(fn, args, kwargs, abstract=True)
+    fn, arguments, options = object_calls.as_arrays(fn, (args, kwargs), options)
+    leaves, signature = _roles.flatten(fn, arguments, abstract=True)
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
     steps: list[TracedStep] = []
     unchecked = dataclasses.replace(options, check_finite=False)

@@ -33,7 +33,7 @@ from jaxstrategy._src.tracing.nnx.objects import (
     is_whole_or_arrays,
 )
 from jaxstrategy._src.values import trees
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 
 
 def array_step(
@@ -47,7 +47,7 @@ def array_step(
 
     def step(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, list[ObjectArrays]]:
         fn = get_fn()
-        labels = _labels(step, args, kwargs)
+        labels = _labels(step, (args, kwargs))
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_arrays)
         parts = [leaf for leaf in leaves if is_object_arrays(leaf)]
         objects = [] if form is None else form.merge(parts)
@@ -87,14 +87,12 @@ def takes_arrays(fn: Function) -> bool:
     return getattr(fn, _MARK, False)
 
 
-def _labels(
-    step: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
-) -> list[str]:
+def _labels(step: Function, arguments: Arguments) -> list[str]:
     """Each object among the arguments, as the caller writes it."""
-    nodes, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_arrays)
-    args, kwargs = jax.tree.unflatten(structure, range(len(nodes)))
+    nodes, structure = jax.tree.flatten(arguments, is_leaf=is_whole_or_arrays)
+    numbered = jax.tree.unflatten(structure, range(len(nodes)))
     return [
-        roles.label(step, args, kwargs, index).strip("`")
+        roles.label(step, numbered, index).strip("`")
         for index, node in enumerate(nodes)
         if is_object_arrays(node)
     ]
@@ -179,8 +177,7 @@ class ObjectCall:
 
     objects: CallerObjects | None
     captured: tuple[str, ...]
-    args: Sequence[PyTree]
-    kwargs: dict[str, PyTree]
+    arguments: Arguments
 
     def finish(self, returned: tuple[PyTree, list[ObjectArrays]]) -> PyTree:
         """Stores new arrays in the objects; returns the results."""
@@ -188,12 +185,11 @@ class ObjectCall:
 
 
 def object_call(
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
+    arguments: Arguments,
     captured: Mapping[str, object],
     known: Sequence[CallerObjects] = (),
 ) -> ObjectCall | None:
-    """The call `fn(*args, **kwargs)` with arrays for objects; None without any.
+    """A call with arrays for objects; None without any.
 
     Args:
       captured: captured objects and arrays, by label.
@@ -201,17 +197,17 @@ def object_call(
     """
     if not trees.object_kinds() and not captured:
         return None
-    kwargs = {**kwargs, **captured}
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_call_leaf)
+    args, kwargs = arguments
+    arguments = args, {**kwargs, **captured}
+    leaves, structure = jax.tree.flatten(arguments, is_leaf=is_call_leaf)
     nodes = [leaf for leaf in leaves if is_nnx_node(leaf)]
     if not nodes:
-        return ObjectCall(None, tuple(captured), args, kwargs) if captured else None
+        return ObjectCall(None, tuple(captured), arguments) if captured else None
     matching = (objects for objects in known if objects.matches(nodes))
     objects = next(matching, None) or CallerObjects(nodes)
     parts = iter(objects.parts())
     leaves = [next(parts) if is_nnx_node(leaf) else leaf for leaf in leaves]
-    args, kwargs = jax.tree.unflatten(structure, leaves)
-    return ObjectCall(objects, tuple(captured), args, kwargs)
+    return ObjectCall(objects, tuple(captured), structure.unflatten(leaves))
 
 
 def require_objects(
@@ -220,7 +216,7 @@ def require_objects(
     known: Sequence[CallerObjects] = (),
 ) -> ObjectCall:
     """The call `fn(*objects)` for `bind`; raises without objects."""
-    call = object_call(objects, {}, captured, known)
+    call = object_call((objects, {}), captured, known)
     if call is None or call.objects is None:
         raise TypeError(
             "`bind` was given no module, optimizer or metric of Flax NNX. Other "
@@ -237,15 +233,15 @@ def captured_by(fn: Function) -> dict[str, object]:
 
 
 def as_arrays(
-    fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], options: RunOptions
-) -> tuple[Function, Sequence[PyTree], dict[str, PyTree], RunOptions]:
+    fn: Function, arguments: Arguments, options: RunOptions
+) -> tuple[Function, Arguments, RunOptions]:
     """A call with arrays for objects: function, arguments and options."""
-    call = object_call(args, kwargs, captured_by(fn))
+    call = object_call(arguments, captured_by(fn))
     if call is None:
-        return fn, args, kwargs, options
+        return fn, arguments, options
     assert call.objects is not None
     function = array_step(lambda: fn, call.objects.form, call.captured)
-    return function, call.args, call.kwargs, array_options(options)
+    return function, call.arguments, array_options(options)
 
 
 def array_options(options: RunOptions) -> RunOptions:
@@ -268,9 +264,9 @@ class BoundCall:
     def __init__(self, call: ObjectCall) -> None:
         assert call.objects is not None
         self.objects: CallerObjects = call.objects
-        known = (call.args, call.kwargs)
-        leaves, structure = jax.tree.flatten(known, is_leaf=is_whole_or_arrays)
-        self._structure = structure
+        leaves, self._structure = jax.tree.flatten(
+            call.arguments, is_leaf=is_whole_or_arrays
+        )
         self._places = [i for i, leaf in enumerate(leaves) if is_object_arrays(leaf)]
         self._leaves: list[Leaf] = [
             None if is_object_arrays(leaf) else leaf for leaf in leaves
