@@ -342,41 +342,17 @@ class WorkerSession:
         self._built: set[int] = set()
         self._failed: dict[int, Exception] = {}
 
-    def call(
-        self, prepared: Prepared, number: CallNumber
-    ) -> tuple[Prepared, list[np.ndarray]]:
-        """What was run, and its results."""
-        while True:
-            try:
-                return prepared, self._call(prepared, number)
-            except ElementChanged as changed:
-                # The worker keeps the element, so here it has to run.
-                again = changed
-            prepared = prepared.traced_again(again)
-
-    def call_until_end(
-        self, prepared: Prepared, number: CallNumber
-    ) -> tuple[Prepared, PyTree]:
-        """What was run until its iterator had ended, and the sums of its results."""
-
-        def results() -> Iterator[PyTree]:
-            nonlocal prepared
-            with contextlib.suppress(OutOfRangeError):
-                while True:
-                    program = prepared.program
-                    if program.pushes or program.own:
-                        raise ValueError(
-                            f"`{program.name}` is evaluated on each batch of a "
-                            "dataset, and changes variables: what a shard is read for "
-                            "again would count again. Return what is to be added up "
-                            "instead."
-                        )
-                    prepared, arrays = self.call(prepared, number)
-                    # Not the arrays: a number of rows may be part of the program.
-                    yield prepared.rebuild(arrays)
-
-        sums = sums_of(results())
-        return prepared, sums
+    def call(self, prepared: Prepared, number: CallNumber) -> list[np.ndarray]:
+        """The program's results."""
+        for resource in prepared.resources:
+            self.build(resource)
+        program = prepared.program
+        if not self._programs.get(program.key):
+            self._worker.define(program)
+            self._programs.put(program.key, True)
+        arguments = prepared.arguments_of(number.worker)
+        call = Call(number, program.key, arguments, prepared.iterators)
+        return prepared.taken(number.worker, self._worker.call(call))
 
     def own(self, variable: WorkerResource) -> np.ndarray:
         """What a variable of the worker's own holds."""
@@ -402,17 +378,6 @@ class WorkerSession:
     def kill(self) -> None:
         """End the worker now; callable from any thread."""
         self._worker.kill()
-
-    def _call(self, prepared: Prepared, number: CallNumber) -> list[np.ndarray]:
-        for resource in prepared.resources:
-            self.build(resource)
-        program = prepared.program
-        if not self._programs.get(program.key):
-            self._worker.define(program)
-            self._programs.put(program.key, True)
-        arguments = prepared.arguments_of(number.worker)
-        call = Call(number, program.key, arguments, prepared.iterators)
-        return prepared.taken(number.worker, self._worker.call(call))
 
     def _build(self, resource: WorkerResource) -> None:
         number = resource.number
@@ -461,13 +426,38 @@ class Closure:
             return f"`{self.name}`"
         return f"`{self.name}` ({Line(code.co_filename, code.co_firstlineno)})"
 
-    def run(self, life: WorkerSession, worker: int, incarnation: int) -> object:
-        """Its arrays; traced again if the worker has elements of another type."""
+    def run(self, life: WorkerSession, worker: int, incarnation: int) -> Any:
+        """Its arrays; or the sums of what it returns until its iterator ends."""
         self._has_run = True
         number = CallNumber(self._number, self._numbers.finished, worker, incarnation)
-        call = life.call_until_end if self._until_end else life.call
-        self._prepared, results = call(self._prepared, number)
-        return results
+        if not self._until_end:
+            return self._called(life, number)
+
+        def results() -> Iterator[PyTree]:
+            with contextlib.suppress(OutOfRangeError):
+                while True:
+                    program = self._prepared.program
+                    if program.pushes or program.own:
+                        raise ValueError(
+                            f"`{program.name}` is evaluated on each batch of a "
+                            "dataset, and changes variables: what a shard is read for "
+                            "again would count again. Return what is to be added up "
+                            "instead."
+                        )
+                    arrays = self._called(life, number)
+                    # Not the arrays: a number of rows may be part of the program.
+                    yield self._prepared.rebuild(arrays)
+
+        return sums_of(results())
+
+    def _called(self, life: WorkerSession, number: CallNumber) -> list[np.ndarray]:
+        while True:
+            try:
+                return life.call(self._prepared, number)
+            except ElementChanged as changed:
+                # The worker keeps the element, so here it has to run.
+                again = changed
+            self._prepared = self._prepared.traced_again(again)
 
     def renumber(self) -> None:
         """What it has pushed before was undone."""

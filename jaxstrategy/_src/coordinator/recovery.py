@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
 
 import numpy as np
 
 from jaxstrategy._src.checkpoint.manager import CheckpointManager
 from jaxstrategy._src.checkpoint.state import leaves_of
-from jaxstrategy._src.coordinator.queue import ClosureQueue
 from jaxstrategy._src.errors import ParameterServerLost
 from jaxstrategy._src.parameter_servers.store import ServerPool
 from jaxstrategy._src.parameter_servers.worker import AbstractWorkerBackend
@@ -62,36 +60,6 @@ class RestartPolicy:
         )
 
 
-@final
-class Incarnations:
-    """The number each worker pushes with; servers refuse earlier ones."""
-
-    def __init__(self, backend: AbstractWorkerBackend) -> None:
-        self._servers = tuple(backend.servers)
-        self._numbers = _of_backends.setdefault(backend, [0] * backend.num_workers)
-        self._lock = threading.Lock()
-
-    def __getitem__(self, worker: int) -> int:
-        return self._numbers[worker]
-
-    def fence(self, worker: int) -> None:
-        """What a worker pushes with its present number does not count any more."""
-        with self._lock:
-            self._numbers[worker] += 1
-            for server in self._servers:
-                server.fence(worker, self._numbers[worker])
-
-    def fence_all(self) -> None:
-        """As `fence`, of all workers."""
-        for worker in range(len(self._numbers)):
-            self.fence(worker)
-
-
-_of_backends: weakref.WeakKeyDictionary[AbstractWorkerBackend, list[int]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 _PROBE_SECONDS = 0.5
 
 
@@ -138,16 +106,9 @@ class ServerRecovery:
             manager.save(0, state, force=True)
             manager.wait()
 
-    def start(
-        self,
-        queue: ClosureQueue,
-        incarnations: Incarnations,
-        finished: Callable[[], int],  # how many functions have finished
-        renew: Callable[[], None],  # starts all workers again
-    ) -> None:
-        """Begin to look after the servers."""
-        self._queue, self._incarnations = queue, incarnations
-        self._finished, self._renew = finished, renew
+    def start(self, scheduler: Any) -> None:
+        """Begin to look after the servers of a `Scheduler`."""
+        self._scheduler, self._queue = scheduler, scheduler.queue
         threading.Thread(
             target=self._run, name="jaxstrategy servers", daemon=True
         ).start()
@@ -179,7 +140,7 @@ class ServerRecovery:
     @contextlib.contextmanager
     def noted(self, step: int) -> Iterator[None]:
         """For a `with` block in a pause that reads the checkpoint of a step."""
-        finished = self._finished()
+        finished = self._scheduler.finished
         yield
         self._at[step] = finished
 
@@ -216,7 +177,7 @@ class ServerRecovery:
         return lost
 
     def _recover(self) -> None:
-        if self._finished() > self._last:  # the servers were well
+        if self._scheduler.finished > self._last:  # the servers were well
             for deaths in self._deaths:
                 deaths.forget()
         ever: set[int] = set()
@@ -224,12 +185,12 @@ class ServerRecovery:
         while step is None:
             lost = self._lost_servers()
             if not (lost or ever):  # only a worker has lost its connection
-                self._renew()
+                self._scheduler.renew()
                 return
             ever.update(lost)
             step = self._rolled_back(lost)
         self._queue.each_queued(lambda closure: closure.renumber())
-        finished = self._finished()
+        finished = self._scheduler.finished
         count = finished - self._at.get(step, self._last)
         self._at, self._last = {step: finished}, finished
         names = " and ".join(map(str, sorted(ever)))
@@ -241,11 +202,12 @@ class ServerRecovery:
 
     def _rolled_back(self, lost: Sequence[int]) -> int | None:
         """The step that all has now; None if a server was lost again meanwhile."""
-        self._renew()
+        self._scheduler.renew()
         try:
             if lost:
                 self._restart(lost)
-            self._incarnations.fence_all()
+            for worker in range(self._backend.num_workers):
+                self._scheduler.fence(worker)
             self.manager.restore(self._state)
         except ParameterServerLost:
             if self._lost_servers():

@@ -22,7 +22,6 @@ from jaxstrategy._src.coordinator.queue import (
     WorkerSession,
 )
 from jaxstrategy._src.coordinator.recovery import (
-    Incarnations,
     RestartPolicy,
     ServerRecovery,
 )
@@ -47,6 +46,9 @@ from jaxstrategy._src.scheduled.functions import Prepared
 from jaxstrategy._src.scheduled.values import RemoteValue
 from jaxstrategy._src.text import warn
 
+_incarnations: weakref.WeakKeyDictionary[AbstractWorkerBackend, list[int]] = (
+    weakref.WeakKeyDictionary()
+)
 _AWAY = (WorkerActivity.LOST, WorkerActivity.GIVEN_UP)
 _POLL_SECONDS = 0.5
 # So many workers a function may end before it is taken for the reason.
@@ -66,7 +68,9 @@ class Scheduler:
         self.backend = backend
         self.max_restarts = max_restarts
         self.queue = ClosureQueue()
-        self.incarnations = Incarnations(backend)
+        # The number each worker pushes with; servers refuse earlier ones.
+        self.incarnations = _incarnations.setdefault(backend, [0] * backend.num_workers)
+        self._fencing = threading.Lock()
         self.executions, self.fetches = Stopwatch(), Stopwatch()
         self._numbers = FunctionNumbers()
         self._recovery = recovery
@@ -77,7 +81,7 @@ class Scheduler:
         for thread in self._threads:
             thread.thread.start()
         if recovery is not None:
-            recovery.start(self.queue, self.incarnations, self._finished, self._renew)
+            recovery.start(self)
 
     # What the user's threads call.
 
@@ -191,10 +195,13 @@ class Scheduler:
         if self._recovery is not None:
             self._recovery.tell()
 
-    def _finished(self) -> int:
+    @property
+    def finished(self) -> int:
+        """How many functions have finished."""
         return sum(thread.functions for thread in self._threads)
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
+        """Start all workers again."""
         for thread in self._threads:
             thread.renew()
 
@@ -246,9 +253,16 @@ class Scheduler:
         """Whether servers that are lost are started again."""
         return self._recovery is not None and self._recovery.report()
 
+    def fence(self, worker: int) -> None:
+        """What a worker pushes with its present number does not count any more."""
+        with self._fencing:
+            self.incarnations[worker] += 1
+            for server in self.backend.servers:
+                server.fence(worker, self.incarnations[worker])
+
     def _fence(self, worker: int) -> None:
         try:
-            self.incarnations.fence(worker)
+            self.fence(worker)
         except ParameterServerLost as error:
             # If that is mended, all workers get new numbers.
             if not self._is_mended():
