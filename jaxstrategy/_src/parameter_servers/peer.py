@@ -144,33 +144,21 @@ _DRAIN_SECONDS = 1.0
 
 @final
 class Task:
-    """A process that listens at an address, or will.
-
-    Args:
-      name: what it is, for people.
-      address: where it listens.
-      start: starts it, given what to call with its return code; None: somebody else.
-      ended: what else to call once it has ended.
-      release: gives its place to the next one; may be called twice.
-      hidden: how lines begin that it writes and nobody need see.
-      news_seconds: how long it takes until one hears of its end.
-
-    Attributes:
-      over: set when it is known to have ended.
-    """
+    """A process that listens at an address, or will."""
 
     def __init__(
         self,
-        name: str,
+        name: str,  # what it is, for people
         address: str,
+        # Starts it, given what to call with its return code; None: somebody else does.
         start: Callable[[Callable[[int], None]], StartedProcess] | None = None,
-        ended: Callable[[Task], None] = lambda task: None,
-        release: Callable[[], None] = lambda: None,
-        hidden: str = "\0",
-        news_seconds: float = 1.0,
+        ended: Callable[[Task], None] = lambda task: None,  # also called at its end
+        release: Callable[[], None] = lambda: None,  # gives its place to the next one
+        hidden: str = "\0",  # how lines begin that it writes and nobody need see
+        news_seconds: float = 1.0,  # until one hears of its end
     ) -> None:
         self.name, self.address = name, address
-        self.over = threading.Event()
+        self.over = threading.Event()  # set when it is known to have ended
         self._ended, self._release = ended, release
         self._news_seconds = news_seconds
         self._hidden = hidden.encode()
@@ -247,27 +235,18 @@ _MOST_REPEATS = 3  # of one request; it may be what breaks the connection
 
 @final
 class Peer:
-    """A server or worker in another process; its methods are requests, of any thread.
-
-    Args:
-      task: the process.
-      secret: of the job; None of one on this host.
-      joining: what new connections say.
-      lost: the class of the error when it is gone.
-      patience: seconds without a sign of life, after which it is.
-      reconnects: whether it is reached again when the network broke, as long as it
-        still has all; each request counts once.
-      first: a connection.
-    """
+    """A server or worker in another process; its methods are requests, of any thread."""
 
     def __init__(
         self,
         task: Task,
-        secret: Secret | None,
-        joining: Hello,
+        secret: Secret | None,  # of the job; None on this host
+        joining: Hello,  # what new connections say
         lost: type[Exception],
         *,
-        patience: float = PATIENCE,
+        patience: float = PATIENCE,  # seconds without a sign of life: it is lost
+        # Whether it is reached again when the network broke, as long as it still has
+        # all; each request counts once.
         reconnects: bool = False,
         first: Stream | None = None,
     ) -> None:
@@ -510,20 +489,13 @@ def joined(
 
 @final
 class SessionHost:
-    """Answers connections for the newest coordinator, and for no earlier one.
-
-    Args:
-      begin: makes the server or worker of a session, which has `requests`.
-      told: what the task says of itself.
-      is_kept: whether it stays when all connections are gone.
-      say: tells people.
-    """
+    """Answers connections for the newest coordinator, and for no earlier one."""
 
     def __init__(
         self,
-        begin: Callable[[Hello], Any],
-        told: Callable[[], Mapping[str, Any]],
-        is_kept: bool,
+        begin: Callable[[Hello], Any],  # the server or worker of a session
+        told: Callable[[], Mapping[str, Any]],  # what the task says of itself
+        is_kept: bool,  # whether what was begun stays when all connections are gone
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._begin = begin

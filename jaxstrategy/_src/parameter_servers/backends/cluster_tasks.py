@@ -179,26 +179,18 @@ class TaskGroup(abc.ABC):
 
     A worker's process that was started here and ends is followed by the next one at
     once.
-
-    Args:
-      secret: of the job; None if all are of this host, at paths.
-      start_seconds: the time in which all must be there.
-      patience: seconds without a sign of life after which one is lost.
-
-    Attributes:
-      workers: the processes of the workers.
-      servers: the processes of the parameter servers.
-      called: those servers.
-      told: what the first worker that is there says of its devices.
     """
 
     def __init__(
-        self, secret: Secret | None, start_seconds: float, patience: float
+        self,
+        secret: Secret | None,  # of the job; None if all are of this host, at paths
+        start_seconds: float,  # the time in which all must be there
+        patience: float,
     ) -> None:
         self.workers: list[Task] = []
         self.servers: list[Task] = []
-        self.called: list[Peer] = []
-        self.told: Mapping[str, Any] = {}
+        self.called: list[Peer] = []  # those servers
+        self.told: Mapping[str, Any] = {}  # what a worker says of its devices
         self._secret = secret
         self._start_seconds = start_seconds
         self._patience = patience
