@@ -21,10 +21,7 @@ from jaxstrategy._src.coordinator.queue import (
     FunctionNumbers,
     WorkerSession,
 )
-from jaxstrategy._src.coordinator.recovery import (
-    RestartPolicy,
-    ServerRecovery,
-)
+from jaxstrategy._src.coordinator.recovery import RestartPolicy, ServerRecovery
 from jaxstrategy._src.coordinator.workers import (
     Stopwatch,
     WorkerActivity,

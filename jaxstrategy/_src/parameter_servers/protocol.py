@@ -6,15 +6,7 @@ import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import (
-    Any,
-    Generic,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    TypeVar,
-    final,
-)
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 

@@ -17,11 +17,7 @@ import jax
 import numpy as np
 
 from jaxstrategy._src.contexts import context
-from jaxstrategy._src.errors import (
-    OutOfRangeError,
-    ParameterServerLost,
-    WorkerLost,
-)
+from jaxstrategy._src.errors import OutOfRangeError, ParameterServerLost, WorkerLost
 from jaxstrategy._src.parameter_servers.protocol import (
     Call,
     ElementChanged,

@@ -56,9 +56,7 @@ from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
 from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.functions.weak_references import Identity, weak_function
 from jaxstrategy._src.tracing.jaxprs import Jaxpr, all_eqns
-from jaxstrategy._src.tracing.nnx.objects import (
-    is_nnx_node,
-)
+from jaxstrategy._src.tracing.nnx.objects import is_nnx_node
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays

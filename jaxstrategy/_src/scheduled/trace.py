@@ -16,16 +16,10 @@ from jaxstrategy._src import masks
 from jaxstrategy._src.contexts import context, replica_context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.masks import (
-    BatchArray,
-    StepMasks,
-)
+from jaxstrategy._src.masks import BatchArray, StepMasks
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.parameter_servers.protocol import Input
-from jaxstrategy._src.replicas.mesh import (
-    as_numbers,
-    is_key,
-)
+from jaxstrategy._src.replicas.mesh import as_numbers, is_key
 from jaxstrategy._src.replicas.replicas import REPLICATED, ReplicaLayout, Replicas
 from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs import Equation, Jaxpr
@@ -42,14 +36,8 @@ from jaxstrategy._src.tracing.traced_step import (
 )
 from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.values import arrays, per_replica
-from jaxstrategy._src.values.arrays import (
-    Function,
-    Leaf,
-    PyTree,
-)
-from jaxstrategy._src.values.per_replica import (
-    Handle,
-)
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.remote_kinds import (
     PendingChange,

@@ -45,10 +45,7 @@ from jaxstrategy._src.values.per_replica import Handle
 from jaxstrategy._src.values.slices import is_slices
 from jaxstrategy._src.variables import access, remote_kinds
 from jaxstrategy._src.variables.policy import ServerVariables
-from jaxstrategy._src.variables.remote_kinds import (
-    exported_update,
-    server_kind_of,
-)
+from jaxstrategy._src.variables.remote_kinds import exported_update, server_kind_of
 from jaxstrategy._src.variables.sharded_variable import ShardedVariable
 from jaxstrategy._src.variables.sharding_choice import Partitioner
 from jaxstrategy._src.variables.variable import Variable
