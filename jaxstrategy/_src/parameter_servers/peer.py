@@ -235,7 +235,7 @@ _MOST_REPEATS = 3  # of one request; it may be what breaks the connection
 
 @final
 class Peer:
-    """A server or worker in another process; its methods are requests, of any thread."""
+    """A server or worker elsewhere; its methods are requests, of any thread."""
 
     def __init__(
         self,
