@@ -148,13 +148,12 @@ class RpcServer:
 
     Args:
       address: `host:port`, the one address that it listens at; port 0 is any free one.
-        Or the path of a Unix socket, in a directory that only this user can open.
       max_message_bytes: of the arguments, or of the results, of one call.
 
     Raises:
       ClusterError: strangers could call.
       OSError: the address is not this host's, or in use.
-      ValueError: the bound is no number of bytes.
+      ValueError: the address has no port; the bound is no number of bytes.
 
     >>> import jaxstrategy as js
     >>> rpc = js.experimental.rpc
@@ -174,10 +173,10 @@ class RpcServer:
         self._server = server = messages.Server(
             secret,
             calls.take,
-            address=_endpoint(address, secret),
+            address=_checked_address(address, secret),
             largest=max_message_bytes + _HEAD,
         )
-        self._address = server.address.removeprefix("ipc://")
+        self._address = server.address
         self._lock = threading.Lock()
         self._is_closed = False
         # In the loop's thread: the collector may run in one that holds a lock of these.
@@ -211,8 +210,7 @@ class RpcServer:
 
         Args:
           method_name: the name, which clients have as a method.
-          func: a jitted function, or one that was compiled ahead of time, which needs
-            no specs.
+          func: a jitted function.
           specs: for each argument an example, or `jax.ShapeDtypeStruct`s.
 
         Raises:
@@ -385,47 +383,24 @@ class _Method:
         self, name: str, func: Callable[..., Any], specs: Sequence[object]
     ) -> None:
         self.name = name
-        argument, result = f"{name}: argument", f"{name}: result"
-        self._turn: contextlib.AbstractContextManager[Any] = _STATE
-        if isinstance(func, jax.stages.Compiled):
-            if specs:
-                raise ValueError(
-                    f"`{name}` is compiled, for arguments that are known; do not give "
-                    "them again."
-                )
-            self._compiled = func
-            try:
-                outputs = func.out_info
-            except ValueError:  # JAX 0.12 counts the `jax.Ref`s it changes as results
-                raise ValueError(
-                    f"`{name}` is compiled, and changes variables, so that JAX does "
-                    "not say what it returns: register the jitted function, with "
-                    "examples of its arguments."
-                ) from None
-        elif isinstance(func, jax.stages.Wrapped):
-            if not specs and not _takes_nothing(func):
-                raise ValueError(
-                    f"Input signature not specified for the function. `{name}` has "
-                    "arguments: give an example of each, or a `jax.ShapeDtypeStruct`, "
-                    f"as `register({name!r}, func, *specs)`."
-                )
-            traced = func.trace(*_specs_of(tuple(specs), argument))
-            self._compiled, outputs = traced.lower().compile(), traced.out_info
-            if not any(isinstance(each, jax.Ref) for each in traced.jaxpr.consts):
-                self._turn = contextlib.nullcontext()
-        else:
+        if not isinstance(func, jax.stages.Wrapped):
             raise ValueError(
                 f"Only jitted functions are supported with Register method, and "
                 f"`{name}` is a {type(func).__name__}: register `jax.jit(...)` of it."
             )
-        args, kwargs = self._compiled.args_info
-        if kwargs:
+        if not specs and not _takes_nothing(func):
             raise ValueError(
-                f"`{name}` was compiled with arguments by keyword; remote calls have "
-                "arguments by position."
+                f"Input signature not specified for the function. `{name}` has "
+                "arguments: give an example of each, or a `jax.ShapeDtypeStruct`, "
+                f"as `register({name!r}, func, *specs)`."
             )
-        self.inputs = _specs_of(tuple(args), argument)
-        self.outputs = _specs_of(outputs, result)
+        argument, result = f"{name}: argument", f"{name}: result"
+        self.inputs = _specs_of(tuple(specs), argument)
+        traced = func.trace(*self.inputs)
+        self._compiled = traced.lower().compile()
+        has_state = any(isinstance(each, jax.Ref) for each in traced.jaxpr.consts)
+        self._turn = _STATE if has_state else contextlib.nullcontext()
+        self.outputs = _specs_of(traced.out_info, result)
         _written(self.inputs, argument)
         _written(self.outputs, result)
         self._specs, self._tree = jax.tree.flatten(self.inputs)
@@ -721,7 +696,7 @@ class RpcClient:
         secret = Secret.of_environment()
         try:
             self._client = messages.Client(
-                _endpoint(self._address, secret),
+                _checked_address(self._address, secret),
                 secret,
                 timeout_seconds=seconds,
                 largest=self._largest + _HEAD,
@@ -777,10 +752,10 @@ def _check_bytes(count: int) -> None:
         )
 
 
-def _endpoint(address: str, secret: Secret) -> str:
-    """The address as messages have it, which strangers cannot use."""
-    if "/" in address:  # the path of a Unix socket
-        return f"ipc://{address}"
+def _checked_address(address: str, secret: Secret) -> str:
+    """The address, which strangers cannot use."""
+    if not address.rpartition(":")[2].isdecimal():
+        raise ValueError(f"`address` was {address!r}; `host:port` was wanted.")
     _secret.check_address(secret, address)
     return address
 

@@ -3,9 +3,7 @@
 A `Server` has an address, a `Client` is one connection to it. Between hosts they speak
 TCP with CURVE (Curve25519): both sides have keys that are derived from the job's
 secret, so that who does not know it gets no message through, sees nothing, and can
-neither change nor replay what others say. Within a host they may meet at a socket in a
-folder of mode 0700 instead, which only processes of the same user reach, at the speed
-of memory. Nothing is given to a handler before one of both is proved.
+neither change nor replay what others say.
 
 One thread of the process, here called the loop, receives for all servers and clients
 and calls their handlers, which must not block. Everything else may be called from any
@@ -16,16 +14,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import functools
 import hmac
 import itertools
 import os
-import shutil
 import socket
 import stat
 import struct
-import tempfile
 import threading
 import time
 import traceback
@@ -126,9 +121,7 @@ class Server:
         secret: Secret,
         handle: Callable[[Request], None],
         *,
-        # `host:port`, port 0 for a free one; or `ipc://PATH` in a folder that only this
-        # user may enter, by default a new one.
-        address: str | None = None,
+        address: str,  # `host:port`, port 0 for a free one
         lost: Callable[[bytes], None] | None = None,  # given the `peer` that has gone
         refused: Callable[[], None] | None = None,  # for each with another secret
         largest: int = LARGEST,  # bytes of a frame
@@ -138,40 +131,25 @@ class Server:
         self._refused = refused
         self._peers: dict[int, bytes] = {}  # by file descriptor
         self._known: set[bytes] = set()
-        self._folder = tempfile.mkdtemp(prefix="jaxstrategy-") if not address else ""
-        self._path = ""
         events = _EVENTS if refused is None else _EVENTS | _REFUSED
         self._socket = _Socket(
             zmq.ROUTER, self._received, self._changed, largest, events
         )
         sock = self._socket.socket
         try:
-            if address is None:
-                sock.bind(f"ipc://{self._folder}/messages")
-            elif address.startswith("ipc://"):
-                path = _private_path(address)
-                _check_free(path)
-                sock.bind(f"ipc://{path}")
-                self._path = path
-            else:
-                host, _, port = address.rpartition(":")
-                (first, *_) = _addresses(host.strip("[]"), int(port))
-                sock.ipv6 = ":" in first[0]
-                public, sock.curve_secretkey = keys(secret, b"server")
-                # Of all that call, who has this key is let in.
-                domain = keys(secret, b"client")[0]
-                sock.curve_server, sock.zap_domain = True, domain
-                sock.bind(_tcp(*first))
+            host, _, port = address.rpartition(":")
+            (first, *_) = _addresses(host.strip("[]"), int(port))
+            sock.ipv6 = ":" in first[0]
+            sock.curve_secretkey = keys(secret, b"server")[1]
+            # Of all that call, who has this key is let in.
+            domain = keys(secret, b"client")[0]
+            sock.curve_server, sock.zap_domain = True, domain
+            sock.bind(_tcp(*first))
         except (zmq.ZMQError, OSError) as error:
             self.close(0)
-            if isinstance(error, RefusedError):
-                raise
             raise OSError(error.errno, error.strerror) from error
         bound = cast(bytes, sock.last_endpoint).decode().rstrip("\0")
-        self.address = address or bound
-        if not bound.startswith("ipc://"):
-            host = self.address.rpartition(":")[0]
-            self.address = f"{host}:{bound.rpartition(':')[2]}"
+        self.address = f"{host}:{bound.rpartition(':')[2]}"
         self._socket.start()
 
     def send(self, peer: bytes, *frames: Buffer) -> None:
@@ -185,11 +163,6 @@ class Server:
     def close(self, linger_seconds: float = 2.0) -> None:
         """End all connections once what was said is sent, or after so long."""
         self._socket.close(linger_seconds)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        elif self._path:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
 
     def _received(self, frames: list[zmq.Frame]) -> None:
         if len(frames) < 2:
@@ -305,14 +278,15 @@ class Client:
         sock = self._socket.socket
         sock.immediate = True
         sock.reconnect_ivl, sock.reconnect_ivl_max = 20, 300
-        if not address.startswith("ipc://"):
-            sock.curve_serverkey = keys(secret, b"server")[0]
-            sock.curve_publickey, sock.curve_secretkey = keys(secret, b"client")
+        sock.curve_serverkey = keys(secret, b"server")[0]
+        sock.curve_publickey, sock.curve_secretkey = keys(secret, b"client")
         self._socket.start()
         why = "it does not answer"
         while time.monotonic() < end:
+            host, _, port = address.rpartition(":")
             try:
-                endpoints = _endpoints(address)
+                found = _addresses(host.strip("[]"), int(port))
+                endpoints = [_tcp(*each) for each in found]
             except socket.gaierror as error:  # it may get an address later
                 endpoints, why = [], error.strerror or str(error)
                 time.sleep(min(0.3, max(0.0, end - time.monotonic())))
@@ -407,39 +381,6 @@ def _addresses(host: str, port: int) -> list[tuple[str, int]]:
 
 def _tcp(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _endpoints(address: str) -> list[str]:
-    if not address.startswith("ipc://"):
-        host, _, port = address.rpartition(":")
-        return [_tcp(*each) for each in _addresses(host.strip("[]"), int(port))]
-    return [f"ipc://{_private_path(address)}"]
-
-
-def _private_path(address: str) -> str:
-    """The path of a socket without symbolic links, in a folder of this user alone.
-
-    Who owns a link could let it point elsewhere once the folder has been checked.
-    """
-    folder, name = os.path.split(address.removeprefix("ipc://"))
-    found = os.stat(real := os.path.realpath(folder))
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise RefusedError(f"Other users may enter {folder}, so it is no server's.")
-    return os.path.join(real, name)
-
-
-def _check_free(path: str) -> None:
-    """Nothing if a server may have the path: ZeroMQ removes what it finds there."""
-    try:
-        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        # What a server left that was killed refuses.
-        if is_socket and probe.connect_ex(path) == errno.ECONNREFUSED:
-            return
-    raise OSError(errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}: {path}")
 
 
 class _Socket:
