@@ -6,20 +6,14 @@ import itertools
 import threading
 import time
 
+from helpers.threads import until
+
 import jaxstrategy as js
 
 SECONDS = 30
 index = js.coordinator.experimental_get_current_worker_index
 Activity = js.coordinator.WorkerActivity
 Status = js.coordinator.RemoteValueStatus
-
-
-def until(claim, seconds=SECONDS):
-    """Wait until it is so, but not for ever."""
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end, "it has not come true"
-        time.sleep(0.002)
 
 
 class Cluster:

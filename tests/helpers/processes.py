@@ -1,8 +1,10 @@
-"""Processes that tests stop or look for (Linux)."""
+"""Processes that tests start, stop or look for (Linux)."""
 
+import contextlib
 import os
 import pathlib
 import signal
+import subprocess
 import time
 
 
@@ -46,3 +48,66 @@ def children(parent=None):
                 began = int(status[19]), int(path.name)
                 found[name] = max(began, found.get(name, began))
     return {name: pid for name, (_, pid) in found.items()}
+
+
+def with_variable(text):
+    """The environments of the processes in whose there is a text, by their numbers."""
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            variables = path.read_bytes().decode(errors="replace")
+            if text in variables:
+                found[int(path.parent.name)] = variables
+    return found
+
+
+class Program:
+    """A program at work, whose output goes into a file."""
+
+    def __init__(self, path, command, env=None, folder=None):
+        self.path = pathlib.Path(path)
+        with open(path, "ab") as out:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self):
+        return self.path.read_text(errors="replace")
+
+    @property
+    def last_line(self):
+        return self.output.rstrip().rsplit("\n", 1)[-1]
+
+    @property
+    def code(self):
+        return self.process.poll()
+
+    def wait_until(self, claim, seconds=150):
+        """Waits as long as the program lasts."""
+        end = time.monotonic() + seconds
+        while not claim():
+            assert self.code is None or claim(), self.output
+            assert time.monotonic() < end, f"it has not come true\n{self.output}"
+            time.sleep(0.02)
+
+    def wait_for(self, text):
+        self.wait_until(lambda: text in self.output)
+
+    def finish(self, code=0, seconds=150):
+        """Ends the program's input, for which it may wait; all that it has said."""
+        self.process.stdin.close()
+        found = self.process.wait(seconds)
+        assert found == code, f"exit code {found}\n{self.output}"
+        return self.output
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()

@@ -3,13 +3,13 @@
 import contextlib
 import os
 import pathlib
-import signal
-import subprocess
 import sys
 import textwrap
 import time
 
+from helpers.processes import Program
 from helpers.sockets import free_address
+from helpers.threads import until  # noqa: F401 (the tests take it from here)
 
 from jaxstrategy._src.processes import (
     messages,
@@ -83,46 +83,10 @@ STATUS = {
 }
 
 
-def until(claim, seconds=20):
-    """Wait until it is so, but not for ever."""
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end, "it has not come true"
-        time.sleep(0.01)
-
-
 def meets(zero, attend, **options):
     """Whether a job of two still meets when its own process 1 comes."""
     one = attend(1, **options)
     return len(zero.result(10).members) == len(one.members) == 2
-
-
-class Rank:
-    """A process of a job: what it has said, and how it ended."""
-
-    def __init__(self, index, folder, script, env):
-        self.index = index
-        self.path = folder / f"rank{index}.txt"
-        with open(self.path, "wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", str(script)],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=env,
-            )
-
-    @property
-    def output(self):
-        return self.path.read_text(errors="replace")
-
-    @property
-    def last_line(self):
-        return self.output.rstrip().rsplit("\n", 1)[-1]
-
-    @property
-    def code(self):
-        return self.process.poll()
 
 
 class Job:
@@ -144,7 +108,9 @@ class Job:
                 "SECONDS": str(seconds),
                 **env,
             }
-            self.ranks.append(Rank(index, pathlib.Path(folder), path, own))
+            said = pathlib.Path(folder) / f"rank{index}.txt"
+            self.ranks.append(Program(said, [sys.executable, "-u", str(path)], own))
+            self.ranks[-1].index = index
 
     def wait(self, seconds, *ranks):
         """The exit codes of these ranks, or all; fails when they take longer."""
@@ -173,10 +139,7 @@ class Job:
 
     def end(self):
         for rank in self.ranks:
-            if rank.code is None:
-                with contextlib.suppress(ProcessLookupError):
-                    rank.process.send_signal(signal.SIGKILL)
-            rank.process.wait()
+            rank.close()
 
     def show(self):
         for rank in self.ranks:

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from helpers.processes import Program
+from helpers.threads import until
 
 DEADLINE = 150  # seconds; what takes longer has hung
 # With the host's own address, Ray might connect a launcher to the added machine and not
@@ -107,7 +108,7 @@ class Ray:
                 return b"Ray runtime started" in text
 
             try:
-                until(is_there, "another machine")
+                until(is_there, DEADLINE)
                 yield Machine(added)
             finally:
                 added.terminate()
@@ -133,55 +134,6 @@ def running():
             started.close()
 
 
-class Program:
+def program(folder, arguments, env):
     """A Python program at work in a folder of its own."""
-
-    def __init__(self, folder, arguments, env):
-        self.folder = folder
-        with open(folder / "out.txt", "wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=folder,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def said(self):
-        return (self.folder / "out.txt").read_text()
-
-    def wait_until(self, claim):
-        """Waits as long as the program lasts."""
-
-        def is_so():
-            ended = self.process.poll() is not None
-            found = claim()
-            assert found or not ended, self.said
-            return found
-
-        until(is_so)
-
-    def wait_for(self, text):
-        self.wait_until(lambda: text in self.said)
-
-    def finish(self, code=0):
-        """Ends the program's input, for which it may wait, and waits for its end."""
-        self.process.stdin.close()
-        found = self.process.wait(DEADLINE)
-        assert found == code, f"exit code {found}\n{self.said}"
-        return self.said
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.kill()
-        self.process.wait()
-
-
-def until(claim, what="it"):
-    end = time.monotonic() + DEADLINE
-    while not claim():
-        assert time.monotonic() < end, f"{what} has not come true"
-        time.sleep(0.02)
+    return Program(folder / "out.txt", [sys.executable, *arguments], env, folder)

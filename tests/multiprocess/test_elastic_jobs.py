@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import workers
+from helpers.processes import Program
 from helpers.sockets import free_addresses
+from helpers.threads import until
 from workers import elastic, sharded_state
 
 RUNS = int(os.environ.get("ELASTIC_RUNS", "1"))  # the proof has 20
@@ -137,9 +138,8 @@ def nodes(folder, count, options, program, *arguments):
         command = [sys.executable, "-m", "jaxstrategy.launch", *options.split()]
         command += ["--node-rank", str(rank), "--devices-per-process", "1"]
         command += [program.__file__, *map(str, arguments)]
-        with open(folder / f"node{rank}.txt", "ab") as said:
-            started.append(subprocess.Popen(command, stdout=said, stderr=said, env=env))
-        return started[-1]
+        started.append(Program(folder / f"node{rank}.txt", command, env))
+        return started[-1].process
 
     try:
         yield start, [start(rank) for rank in range(count)]
@@ -149,15 +149,7 @@ def nodes(folder, count, options, program, *arguments):
         raise
     finally:
         for launcher in started:
-            launcher.kill()
-            launcher.wait()
-
-
-def until(claim, seconds=100):
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end, "it has not come true"
-        time.sleep(0.05)
+            launcher.close()
 
 
 @pytest.mark.slow
@@ -172,7 +164,7 @@ def test_a_lost_machine_costs_no_snapshot(tmp_path, lost):
     checkpoints, there = tmp_path / "checkpoints", tmp_path / "there"
     there.mkdir()
     with nodes(tmp_path, 3, options, sharded_state, checkpoints, there) as (_, started):
-        until(lambda: len(os.listdir(there)) == 3)
+        until(lambda: len(os.listdir(there)) == 3, 100)
         started[lost].send_signal(signal.SIGKILL)
         for rank, launcher in enumerate(started):
             if rank != lost:
@@ -193,7 +185,7 @@ def test_machines_come_and_go_and_the_bits_are_the_same(tmp_path, undisturbed):
     with nodes(tmp_path, 3, options, elastic, *arguments) as (start, started):
         assert started[0].wait(100) == -signal.SIGKILL
         went_on = "attempt 1 is on 2 of 3 machines"
-        until(lambda: went_on in (tmp_path / "node1.txt").read_text())
+        until(lambda: went_on in (tmp_path / "node1.txt").read_text(), 100)
         started[0] = start(0)
         assert started[1].wait(200) == 0
         codes = [launcher.wait(100) for launcher in started]

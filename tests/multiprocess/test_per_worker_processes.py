@@ -6,7 +6,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from harness import until
+from helpers.clusters import until_each_has
 
 import jaxstrategy as js
 
@@ -22,21 +22,6 @@ def two():
     strategy = js.ParameterServerStrategy(backend=backend)
     yield js.coordinator.ClusterCoordinator(strategy)
     strategy.close()
-
-
-def until_each_has(coordinator, fn, args):
-    """What it returned beside its worker's index, once each worker has run it."""
-    found = {worker: [] for worker in range(len(coordinator.workers))}
-
-    def all_have():
-        values = [coordinator.schedule(fn, args) for _ in found]
-        for worker, value in coordinator.fetch(values):
-            found[int(worker)].append(value)
-        return all(found.values())
-
-    until(all_have, SECONDS)
-    coordinator.join(SECONDS)
-    return found
 
 
 def first(iterator):
@@ -89,25 +74,10 @@ def test_datasets_of_the_strategy_are_divided_over_the_workers_devices(two):
         np.testing.assert_array_equal(own[0], expected)
 
 
-def test_what_cannot_be_sent_hurts_only_who_uses_it(two):
-    lock = threading.Lock()
+def test_what_a_function_of_a_dataset_cannot_do_hurts_only_who_uses_it(two):
+    """It may send no lock, reach no other variable, make none and start nothing."""
+    lock, parent, strategy = threading.Lock(), os.getpid(), two.strategy
     made_here = js.Variable(1.0, name="here")
-    cases = {
-        "cannot pickle": lambda: [lock.locked()],
-        "Variable 'here' is mirrored, where workers do not reach": lambda: [
-            made_here.numpy()
-        ],
-    }
-    for message, make in cases.items():
-        iterator = iter(two.create_per_worker_dataset(make))
-        two.schedule(two.function(lambda it: next(it)), (iterator,))
-        with pytest.raises(js.errors.ClosureInputError, match=message) as caught:
-            two.join(SECONDS)
-        assert isinstance(caught.value.original_exception, TypeError)
-
-
-def test_functions_make_no_variables_and_start_nothing(two):
-    parent, strategy = os.getpid(), two.strategy
 
     def variable():
         return [1.0] if os.getpid() == parent else [js.Variable(1.0)]
@@ -117,13 +87,17 @@ def test_functions_make_no_variables_and_start_nothing(two):
             js.coordinator.ClusterCoordinator(strategy).join()
         return [1.0]
 
-    cases = {"Creating variables in `dataset_fn`": variable}
-    cases["to start workers"] = coordinator
-    for message, make in cases.items():
+    for message, make, kind in [
+        ("cannot pickle", lambda: [lock.locked()], TypeError),
+        ("'here' is mirrored, where w", lambda: [made_here.numpy()], TypeError),
+        ("Creating variables in `dataset_fn`", variable, Exception),
+        ("to start workers", coordinator, Exception),
+    ]:
         iterator = iter(two.create_per_worker_dataset(make))
         two.schedule(two.function(lambda it: next(it)), (iterator,))
-        with pytest.raises(js.errors.ClosureInputError, match=message):
+        with pytest.raises(js.errors.ClosureInputError, match=message) as caught:
             two.join(SECONDS)
+        assert isinstance(caught.value.original_exception, kind)
 
 
 def test_a_function_that_calls_python_has_what_its_worker_has(two):

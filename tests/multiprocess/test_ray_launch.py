@@ -8,11 +8,10 @@ import textwrap
 
 import pytest
 import ray_machines
-import workers
 from helpers.launching import ALONE
 from helpers.processes import is_alive
-from ray_machines import until
-from workers import sharded_state
+from helpers.threads import until
+from ray_machines import DEADLINE
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +31,11 @@ def wait():
 """
 
 
-class Launched(ray_machines.Program):
-    def pids(self, *names):
-        """The numbers in these files of the processes, once they are there."""
-        paths = [self.folder / name for name in names]
-        self.wait_until(lambda: all(path.exists() for path in paths))
-        return [int(path.read_text()) for path in paths]
+def pids_of(launched, *names):
+    """The numbers in these files of the processes, once they are there."""
+    paths = [launched.path.parent / name for name in names]
+    launched.wait_until(lambda: all(path.exists() for path in paths))
+    return [int(path.read_text()) for path in paths]
 
 
 @pytest.fixture
@@ -48,7 +46,8 @@ def start(ray, tmp_path):
         env = {k: v for k, v in {**ray.env, **variables}.items() if v is not None}
         (tmp_path / "script.py").write_text(PRELUDE + textwrap.dedent(script))
         command = ["-c", program, "--on", "ray", *options.split(), "script.py"]
-        launchers.append(Launched(tmp_path, [*command, *arguments], env))
+        command += arguments
+        launchers.append(ray_machines.program(tmp_path, command, env))
         return launchers[-1]
 
     yield start
@@ -124,7 +123,7 @@ def test_one_failure_ends_the_others_and_all_start_again(start):
     assert "rank 1 failed with exit code 5" in said
     assert "starting 1 process again: attempt 1" in said
     assert said.splitlines()[-1] == "[0] attempt 1 of 1"
-    assert not any(map(is_alive, launched.pids("pid00", "pid01", "pid10")))
+    assert not any(map(is_alive, pids_of(launched, "pid00", "pid01", "pid10")))
 
 
 @pytest.mark.parametrize("who", ["launcher", "actor"])
@@ -137,8 +136,8 @@ def test_nothing_is_left_when_one_is_killed(who, start):
     wait()
     """
     launched = start("-n 2 --grace 0.2", script)
-    pids = launched.pids("pid0", "pid1", "child0", "child1")
-    (actor,) = launched.pids("actor")
+    pids = pids_of(launched, "pid0", "pid1", "child0", "child1")
+    (actor,) = pids_of(launched, "actor")
     if who == "launcher":
         launched.process.kill()
         launched.finish(-signal.SIGKILL)
@@ -149,7 +148,7 @@ def test_nothing_is_left_when_one_is_killed(who, start):
             "[1] jaxstrategy.launch: this process was lost: The actor is dead" in said
         )
         assert "rank 1 failed with signal SIGKILL" in said
-    until(lambda: not any(map(is_alive, [*pids, actor])), "their end")
+    until(lambda: not any(map(is_alive, [*pids, actor])), DEADLINE)
 
 
 def test_a_folder_may_be_copied(start, tmp_path):
@@ -193,16 +192,16 @@ def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
     options += " --wait-for-replacement 4 --grow-every 3"
     with ray.another_machine() as machine:
         launched = start(options, script, JAXSTRATEGY_MEMORY="/of/another/job")
-        launched.pids("pid00", "pid01")
+        pids_of(launched, "pid00", "pid01")
         machine.kill()
         waits = "waiting for room on Ray for 2 processes"
         launched.wait_for(waits)
     # No other comes in time, nor until the job is asked to grow.
-    launched.pids("pid10", "pid20")
+    pids_of(launched, "pid10", "pid20")
     with ray.another_machine():
-        until(lambda: attempts(launched.said)[-1][1] == "2", "an attempt of two")
-        number, _ = attempts(launched.said)[-1]
-        pids = launched.pids(f"pid{number}0", f"pid{number}1")
+        until(lambda: attempts(launched.output)[-1][1] == "2", DEADLINE)
+        number, _ = attempts(launched.output)[-1]
+        pids = pids_of(launched, f"pid{number}0", f"pid{number}1")
         (tmp_path / "over").touch()
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
@@ -219,26 +218,7 @@ def test_a_lost_machine_is_waited_for_and_done_without(ray, start, tmp_path):
         == folders["memory20"]
         in (folders["memory00"], folders["memory01"])
     )
-    until(lambda: not any(map(os.path.exists, folders.values())), "their end")
-
-
-def test_a_lost_machine_costs_no_snapshot(ray, start, tmp_path):
-    """What only its memory had is restored from that of the other one."""
-    script = """
-    from workers import sharded_state
-    os.makedirs("there", exist_ok=True)
-    sharded_state.main("checkpoints", "there")
-    """
-    options = "-n 1:2 --ray-placement STRICT_SPREAD --devices-per-process 1"
-    options += " --max-restarts 1 --ray-env PYTHONPATH"
-    with ray.another_machine() as machine:
-        launched = start(options, script, PYTHONPATH=workers.PATH)
-        there = [tmp_path / "there" / str(rank) for rank in range(2)]
-        launched.wait_until(lambda: all(path.exists() for path in there))
-        machine.kill()
-        said = launched.finish()
-    assert f"restored step {sharded_state.LAST} with 1" in said, said
-    assert not (tmp_path / "checkpoints").exists()
+    until(lambda: not any(map(os.path.exists, folders.values())), DEADLINE)
 
 
 def test_a_machine_that_goes_before_anything_is_started_there_is_done_without(start):
@@ -265,8 +245,8 @@ def test_without_an_address_a_ray_is_started_and_ended(start):
     none = dict.fromkeys(("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"))
     launched = start("-n 2", script, **none)
     launched.finish()
-    pids = launched.pids("pid", "actor")
-    until(lambda: not any(map(is_alive, pids)), "their end")
+    pids = pids_of(launched, "pid", "actor")
+    until(lambda: not any(map(is_alive, pids)), DEADLINE)
     assert "This machine has no room for 1 process with 1 CPU, 1 nowhere each: Ray" in (
         start("--ray-resource nowhere=1", "", **none).finish(1)
     )

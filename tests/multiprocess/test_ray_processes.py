@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import ray_machines
-from ray_machines import until
+from helpers.processes import with_variable
+from helpers.threads import until
+from ray_machines import DEADLINE
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +46,7 @@ def start(ray, tmp_path):
         path.write_text(PRELUDE + textwrap.dedent(text))
         command = ["-u", "-W", "error", str(path)]
         env = {**ray.env, "JAX_PLATFORMS": "cpu"}
-        scripts.append(ray_machines.Program(tmp_path, command, env))
+        scripts.append(ray_machines.program(tmp_path, command, env))
         return scripts[-1]
 
     yield start
@@ -54,18 +56,19 @@ def start(ray, tmp_path):
 
 def tasks(env):
     """The processes of workers and servers on this Ray, with their environments."""
-    found = {}
-    token = f"RAY_AUTH_TOKEN={env['RAY_AUTH_TOKEN']}"
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"jaxstrategy.parameter_servers" in path.read_bytes():
-                variables = (path.parent / "environ").read_text().split("\0")
-                if token in variables:
-                    pairs = (each.partition("=") for each in variables)
-                    found[int(path.parent.name)] = {k: v for k, _, v in pairs}
-        except OSError:
-            continue
-    return found
+    found = with_variable(f"RAY_AUTH_TOKEN={env['RAY_AUTH_TOKEN']}")
+    return {
+        pid: dict(each.partition("=")[::2] for each in variables.split("\0"))
+        for pid, variables in found.items()
+        if b"jaxstrategy.parameter_servers" in command_of(pid)
+    }
+
+
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def test_a_killed_worker_is_started_again_and_nothing_counts_twice(ray, start):
@@ -113,7 +116,7 @@ def test_a_killed_worker_is_started_again_and_nothing_counts_twice(ray, start):
             continue
     said = script.finish()
     assert "started again" in said and secret not in said
-    until(lambda: not tasks(ray.env), "their end")
+    until(lambda: not tasks(ray.env), DEADLINE)
 
 
 def test_a_server_that_is_killed_is_lost_with_its_last_words(ray, start):

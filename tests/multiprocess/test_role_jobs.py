@@ -1,14 +1,12 @@
 """Scripts that the launcher starts with workers and parameter servers."""
 
-import contextlib
 import os
-import pathlib
 import signal
-import subprocess
 import sys
 
 import pytest
-from harness import until
+from helpers.processes import Program, with_variable
+from helpers.threads import until
 
 # A script that counts on its workers; what it does between, `THEN` says.
 SCRIPT = """
@@ -43,37 +41,18 @@ THEN
 """
 
 
-class Launched:
+class Launched(Program):
     """The launcher with a job of a worker and a parameter server."""
 
     def __init__(self, folder, then, options):
-        self._mark = f"{folder}/mark"
-        script = folder / "train.py"
-        script.write_text(SCRIPT.replace("THEN", then))
-        self.path = folder / "output.txt"
+        self._mark = f"MARK={folder}/mark\0"
+        (folder / "train.py").write_text(SCRIPT.replace("THEN", then))
         # Each process of the job is known by the mark in its environment.
-        env = {**os.environ, "MARK": self._mark, "JAX_PLATFORMS": "cpu"}
+        env = {**os.environ, "MARK": f"{folder}/mark", "JAX_PLATFORMS": "cpu"}
         env |= {"JAX_NUM_CPU_DEVICES": "1"}
         command = [sys.executable, "-m", "jaxstrategy.launch", "--workers", "1"]
-        with open(self.path, "wb") as out:
-            self.process = subprocess.Popen(
-                [*command, *options, str(script)],
-                env=env,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
-
-    @property
-    def output(self):
-        return self.path.read_text()
-
-    def wait_for(self, text, seconds=60):
-        until(lambda: text in self.output or self.process.poll() is not None, seconds)
-        assert text in self.output
-
-    def wait(self, seconds=60):
-        return self.process.wait(seconds)
+        command += [*options, str(folder / "train.py")]
+        super().__init__(folder / "output.txt", command, env)
 
     def kill(self, job, index=0, number=signal.SIGKILL):
         (pid,) = self.pids(f'"type": "{job}", "index": {index}')
@@ -81,18 +60,8 @@ class Launched:
 
     def pids(self, text=""):
         """The processes of the job, or those in whose environment there is a text."""
-        found = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                variables = path.read_bytes().decode(errors="replace")
-                if f"MARK={self._mark}\0" in variables and text in variables:
-                    found.append(int(path.parent.name))
-        return found
-
-    def end(self):
-        self.process.kill()
-        self.process.wait()
-        until(lambda: not self.pids())
+        found = with_variable(self._mark)
+        return [pid for pid, variables in found.items() if text in variables]
 
 
 @pytest.fixture
@@ -106,16 +75,14 @@ def launch(tmp_path):
 
     yield launched
     for job in jobs:
-        try:
-            job.end()
-        finally:
-            print(job.output)
+        job.close()
+        print(job.output)
+        until(lambda: not job.pids())  # noqa: B023
 
 
 def test_a_script_finds_its_workers(launch):
     job = launch("", "--workers", "2")
-    assert job.wait() == 0
-    assert "[chief] total 20.0" in job.output
+    assert "[chief] total 20.0" in job.finish()
     assert not job.pids()
 
 
@@ -132,7 +99,7 @@ print("again", flush=True)
     job = launch(then, "--evaluator")
     job.wait_for("[chief] total 21.0")
     job.kill("worker", 0)
-    assert job.wait(120) == 0
+    job.finish()
     assert "[chief] again" in job.output
     assert "worker 0 ended with signal SIGKILL and is started again" in job.output
     assert "[evaluator] evaluates" in job.output
@@ -150,7 +117,7 @@ if not os.path.exists(sys.argv[0] + ".again"):
     job = launch(then, "--max-restarts", "1")
     job.wait_for("[chief] waits")
     job.kill("ps", 0)
-    assert job.wait(120) == 0
+    job.finish()
     assert "ParameterServerLost" in job.output
     assert job.output.count("[chief] begins") == 2
     assert job.output.rstrip().endswith("[chief] total 20.0")
@@ -161,7 +128,7 @@ def test_a_script_that_is_killed_ends_the_job(launch):
     job = launch("print('waits', flush=True)\ntime.sleep(600)")
     job.wait_for("[chief] waits")
     job.kill("chief")
-    assert job.wait() == 128 + signal.SIGKILL
+    job.finish(128 + signal.SIGKILL)
     assert "chief failed with signal SIGKILL" in job.output
     assert not job.pids()
 
@@ -176,7 +143,7 @@ time.sleep(600)
     job = launch(then)
     job.wait_for("[chief] waits")
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait() == 0
+    job.finish()
     assert "[chief] saves" in job.output
     assert not job.pids()
 

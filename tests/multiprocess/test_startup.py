@@ -137,21 +137,6 @@ def test_a_process_of_another_job_is_refused_and_the_job_goes_on(address, join):
     assert "Give each job a port of its own" in str(caught.value)
 
 
-def test_the_coordinator_is_another_host(monkeypatch):
-    monkeypatch.setattr(rendezvous, "CLOSED_SECONDS", 0.5)
-    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "0123456789abcdef")
-    with pytest.raises(js.ClusterError, match=r"has no address 192\.0\.2\.1"):
-        meet_others(0, 2, "192.0.2.1:8476", 2)
-
-
-@pytest.mark.parametrize(
-    "address", ["localhost", "localhost:", ":80", "h:70000", "h:http", "h:0"]
-)
-def test_an_address_that_cannot_be_right(address):
-    with pytest.raises(ValueError, match="as host:port with a port from 1"):
-        meet_others(0, 2, address)
-
-
 def test_a_job_starts_computes_and_ends_while_strangers_call(job, tmp_path, count=2):
     script = """
     assert float(total(RANK + 1)) == 2 * sum(range(1, COUNT + 1))

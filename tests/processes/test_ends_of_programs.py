@@ -1,7 +1,6 @@
 """Programs end as Python programs do, whatever they have left open."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import uuid
 
 import numpy as np
 import pytest
+from helpers.processes import with_variable
 from helpers.threads import until
 
 from jaxstrategy.checkpoint import CheckpointManager
@@ -87,18 +87,6 @@ ENDS = {
 }
 
 
-def processes_with(mark):
-    """Numbers of the processes that have a word in their environment."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            pass
-    return found
-
-
 def check_end(program, end, folder):
     """Runs a program to that end: its own exit code and traceback, and nothing else."""
     line, code = ENDS[end]
@@ -131,7 +119,7 @@ def check_end(program, end, folder):
         assert errors.endswith("KeyboardInterrupt\n"), errors
         assert errors.count("Traceback") == 1, errors
         assert "jaxstrategy" not in errors
-    until(lambda: not processes_with(mark.encode()))
+    until(lambda: not with_variable(mark))
 
 
 @pytest.mark.slow

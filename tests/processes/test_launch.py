@@ -433,30 +433,43 @@ def test_what_a_killed_launcher_and_its_guard_left_is_deleted_by_the_next(
 
 
 WHOLE = [sys.executable, "-m", "jaxstrategy.launch"]  # with ZeroMQ
+# Of a machine, which is lost when the test says so, or stopped.
+MEMBER = """
+where = os.environ["JAXSTRATEGY_COORDINATOR"]
+print(f"attempt {attempt}: {rank} of {count} at {where}", flush=True)
+assert os.path.isdir(os.environ["JAXSTRATEGY_MEMORY"])  # each machine has its own
+def asked(*_):
+    open(f"stop{attempt}", "w").close()
+signal.signal(signal.SIGTERM, asked)
+write(f"pid{attempt}{rank}")
+ends = {f"lost{attempt}": 76, f"stop{attempt}": 77, "over": 0}
+while not (there := [name for name in ends if os.path.exists(name)]):
+    time.sleep(0.01)
+sys.exit(ends[there[0]])
+"""
 
 
-def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(start):
-    script = """
-    print(f"attempt {attempt}: {rank} of {count}", flush=True)
-    assert os.path.isdir(os.environ["JAXSTRATEGY_MEMORY"])  # each machine has its own
-    def asked(*_):
-        open(f"stop{attempt}", "w").close()
-    signal.signal(signal.SIGTERM, asked)
-    write(f"pid{attempt}{rank}")
-    ends = {f"lost{attempt}": 76, f"stop{attempt}": 77, "over": 0}
-    while not (there := [name for name in ends if os.path.exists(name)]):
-        time.sleep(0.01)
-    sys.exit(ends[there[0]])
-    """
+@pytest.fixture
+def machine(start):
+    """Starts the launcher of one of several machines."""
+
+    def started(options, script, rank):
+        env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
+        options += f" --grace 0.1 --node-rank {rank}"
+        return start(options, script, program=WHOLE, env=env)
+
+    return started
+
+
+def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(machine):
     options = f"--nodes 1:3 --coordinator {free_addresses(1)[0]} --max-restarts 1"
-    options += " --grace 0.1 --grow-every 1 --node-rank"
-    env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
-    nodes = [start(f"{options} {k}", script, program=WHOLE, env=env) for k in range(3)]
+    options += " --grow-every 1"
+    nodes = [machine(options, MEMBER, k) for k in range(3)]
     nodes[0].pids("pid00", "pid01", "pid02")
     nodes[1].process.kill()
     (nodes[0].folder / "lost0").touch()
     nodes[0].pids("pid10", "pid11")  # of nodes 0 and 2
-    nodes[1] = start(f"{options} 1", script, program=WHOLE, env=env)
+    nodes[1] = machine(options, MEMBER, 1)
     nodes[0].pids("pid20", "pid21", "pid22")
     (nodes[0].folder / "over").touch()
     results = [node.finish(0) for node in nodes]
@@ -468,36 +481,23 @@ def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(start):
         ]
     ):
         ranks = [line.partition("attempt ")[2] for line in results[k].lines]
-        assert sorted(ranks) == wanted, results
+        assert sorted(rank[:9].strip() for rank in ranks) == wanted, results
     assert "attempt 1 is on 2 of 3 machines" in results[2].err
     assert "attempt 2 is on 3 of 3 machines" in results[0].err
 
 
-def test_the_first_machine_may_be_lost_where_others_have_an_address(start):
-    script = """
-    where = os.environ["JAXSTRATEGY_COORDINATOR"]
-    print(f"attempt {attempt}: {rank} of {count} at {where}", flush=True)
-    def asked(*_):
-        open(f"stop{attempt}", "w").close()
-    signal.signal(signal.SIGTERM, asked)
-    write(f"pid{attempt}{rank}")
-    ends = {f"lost{attempt}": 76, f"stop{attempt}": 77, "over": 0}
-    while not (there := [name for name in ends if os.path.exists(name)]):
-        time.sleep(0.01)
-    sys.exit(ends[there[0]])
-    """
+def test_the_first_machine_may_be_lost_where_others_have_an_address(machine):
     first, second, third = addresses = free_addresses(3)
     options = f"--nodes 1:3 --coordinator {','.join(addresses)} --max-restarts 3"
-    options += " --grace 0.1 --grow-every 1 --node-rank"
-    env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
+    options += " --grow-every 1"
     # Node 0 comes last: until then nobody is first.
-    nodes = [start(f"{options} {k}", script, program=WHOLE, env=env) for k in (2, 1, 0)]
+    nodes = [machine(options, MEMBER, k) for k in (2, 1, 0)]
     nodes.reverse()
     nodes[0].pids("pid00", "pid01", "pid02")
     nodes[0].process.kill()
     (nodes[1].folder / "lost0").touch()
     nodes[1].pids("pid10", "pid11")
-    nodes[0] = start(f"{options} 0", script, program=WHOLE, env=env)
+    nodes[0] = machine(options, MEMBER, 0)
     nodes[1].pids("pid20", "pid21", "pid22")
     (nodes[1].folder / "lost2").touch()
     nodes[1].pids("pid30", "pid31", "pid32")
@@ -549,7 +549,7 @@ runpy.run_module("jaxstrategy.launch", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_stopped_launcher_goes_on_without_it(start):
+def test_who_waits_for_a_stopped_launcher_goes_on_without_it(machine):
     script = """
     write(f"pid{attempt}{rank}")
     while not os.path.exists(f"lost{attempt}"):
@@ -557,15 +557,14 @@ def test_who_waits_for_a_stopped_launcher_goes_on_without_it(start):
     sys.exit(0 if attempt else 76)
     """
     options = f"--nodes 1:3 --coordinator {','.join(free_addresses(3))}"
-    options += " --max-restarts 1 --grace 0.1 --wait-for-replacement 8 --node-rank"
-    env = os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": "0123456789abcdef"}
-    nodes = [start(f"{options} {k}", script, program=WHOLE, env=env) for k in range(3)]
+    options += " --max-restarts 1 --wait-for-replacement 8"
+    nodes = [machine(options, script, k) for k in range(3)]
     nodes[0].pids("pid00", "pid01", "pid02")
     nodes[2].process.kill()
     (nodes[0].folder / "lost0").touch()
     time.sleep(2)  # node 0 waits for node 2, and node 1 for what node 0 will say
     nodes[0].process.send_signal(signal.SIGSTOP)
-    nodes[2] = start(f"{options} 2", script, program=WHOLE, env=env)
+    nodes[2] = machine(options, script, 2)
     nodes[1].pids("pid10", "pid11")
     (nodes[1].folder / "lost1").touch()
     for node in nodes[1:]:
@@ -647,6 +646,7 @@ def test_wrong_arguments_are_refused(tmp_path, monkeypatch):
             "--min-processes 3 is more than the 2 processes of -n",
         ),
         ("-n 2 --min-processes 1 x.py", "--min-processes needs restarts"),
+        ("--check x.py", "--check runs a program of its own: leave out script"),
         (
             "-n 2 --max-restarts 1 --min-processes 1 --nodes 2 x.py",
             "--min-processes works on one machine only",

@@ -1,20 +1,19 @@
 """What is printed for Slurm and Kubernetes says what was given, and runs none of it."""
 
-import contextlib
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import hypothesis.strategies as st
 import pytest
 import yaml
 from helpers.launching import DEADLINE, command, printed
+from helpers.processes import with_variable
+from helpers.threads import until
 from hypothesis import example, given, settings
 
 BOUNDED = settings(max_examples=20, deadline=None, derandomize=True)
@@ -436,27 +435,14 @@ def sbatch_roles(tmp_path):
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                for pid in left(notes):
+                for pid in with_variable(f"NOTES={notes}\0"):
                     os.kill(pid, signal.SIGKILL)
         assert not (tmp_path / "OWNED").exists()
-        end = time.monotonic() + 20
-        while left(notes):
-            assert time.monotonic() < end, "something outlives the job"
-            time.sleep(0.01)
+        until(lambda: not with_variable(f"NOTES={notes}\0"))
         names = sorted(n for n in os.listdir(notes) if not n.endswith("part"))
         return code, {name: json.loads((notes / name).read_text()) for name in names}
 
     return run
-
-
-def left(notes):
-    """The processes of a job that there are still."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"NOTES={notes}\0".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
 
 
 def roles(kind, *arguments, options=""):

@@ -38,6 +38,8 @@ def rows(context):
             time.sleep(600)
         if CASE == "dying reader" and RANK == 1 and number == 6:
             os.kill(os.getpid(), signal.SIGKILL)
+        if CASE == "stopped" and RANK == 1 and number == 40:
+            os.kill(os.getpid(), signal.SIGSTOP)
         yield np.full((2, 3), number, np.float32)
 
 
@@ -81,3 +83,7 @@ def main(case):
             saves(w)
         case _:
             train(w, dataset)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
