@@ -698,23 +698,6 @@ def test_arrays_are_not_compressed(tmp_path, two):
 
 
 @pytest.mark.slow
-def test_without_orbax_the_extra_is_named(tmp_path):
-    code = f"""
-import sys
-sys.modules["orbax"] = sys.modules["orbax.checkpoint"] = None
-from jaxstrategy.errors import MissingExtraError
-from jaxstrategy.checkpoint import CheckpointManager
-try:
-    CheckpointManager({str(tmp_path)!r})
-except MissingExtraError as error:
-    assert "pip install 'jaxstrategy[checkpoint]'" in str(error), error
-    sys.exit(3)
-"""
-    done = subprocess.run([sys.executable, "-c", code], timeout=120)
-    assert done.returncode == 3
-
-
-@pytest.mark.slow
 def test_a_manager_may_be_made_before_jax_looks_for_devices(tmp_path):
     code = f"""
 import sys

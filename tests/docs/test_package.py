@@ -79,3 +79,40 @@ def test_odd_arguments_end_no_process_and_surface_no_error_from_inside(calls="10
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"--calls {calls}" in done.stdout and "\n0 findings" in done.stdout
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra():
+    code = """
+import sys
+for name in ("flax", "keras", "optax", "orbax", "orbax.checkpoint"):
+    sys.modules[name] = None
+import jaxstrategy as js
+assert js.flax.axis_name() is None
+for use in (
+    lambda: js.flax.linen.BatchNorm,
+    lambda: js.flax.nnx.BatchNorm,
+    lambda: js.optax.all_reduce_gradients(),
+    lambda: js.optax.apply_if_finite(None, 1),
+    lambda: js.keras.BatchNormalization,
+    lambda: js.checkpoint.CheckpointManager("saved"),
+):
+    try:
+        use()
+    except js.errors.MissingExtraError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=120, capture_output=True
+    )
+    said = done.stdout.decode().splitlines()
+    for line, name, library, extra in zip(
+        said,
+        ["flax.linen.BatchNorm", "flax.nnx.BatchNorm", "optax.all_reduce_gradients",
+         "optax.apply_if_finite", "keras.BatchNormalization", "checkpoint"],
+        ["Flax", "Flax", "Optax", "Optax", "Keras", "Orbax"],
+        ["flax"] * 4 + ["keras", "checkpoint"],
+        strict=True,
+    ):  # fmt: skip
+        assert name in line or name == "checkpoint", said
+        assert library in line and "not installed" in line
+        assert line.endswith(f"pip install 'jaxstrategy[{extra}]'"), line

@@ -1,8 +1,5 @@
 """BatchNorm over the global batch; the oracle is Flax's own on one device, or NumPy."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -287,25 +284,3 @@ def test_masks_that_do_not_fit_are_refused(kind):
         )
         with pytest.raises(ValueError, match=message):
             ours(kind)(SCALE, START, x, mask)
-
-
-def test_a_missing_flax_is_named():
-    code = """
-import sys
-sys.modules["flax"] = None
-import jaxstrategy as js
-assert js.flax.axis_name() is None
-for name in ("linen", "nnx"):
-    try:
-        getattr(js.flax, name).BatchNorm
-    except js.errors.MissingExtraError as error:
-        print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=120, capture_output=True
-    )
-    assert done.stdout.decode().splitlines() == [
-        f"`jaxstrategy.flax.{name}.BatchNorm` needs Flax, which is not installed. "
-        "Install the extra: pip install 'jaxstrategy[flax]'"
-        for name in ("linen", "nnx")
-    ]

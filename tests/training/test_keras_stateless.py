@@ -3,7 +3,7 @@
 The oracle is Keras on one device with the whole batch.
 """
 
-import sys
+import functools
 
 import jax
 import keras
@@ -50,43 +50,38 @@ def test_a_loop_trains_as_one_device_does(two):
         keras.layers.BatchNormalization
     )
 
-    def one_step(call, update, mean, optimizer, state, x, y):
-        trainable, others, slots, seen = state
+    def stepping(call, update, mean, optimizer):
+        def step(state, x, y):
+            trainable, others, slots, seen = state
 
-        def loss_of(trainable):
-            out, new = call(trainable, others, x)
-            return ((out - y) ** 2).mean(), (new, out)
+            def loss_of(trainable):
+                out, new = call(trainable, others, x, training=True)
+                return ((out - y) ** 2).mean(), (new, out)
 
-        gradient = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (others, out)), grads = gradient(trainable)
-        grads, loss = mean((grads, loss))
-        trainable, slots = optimizer.stateless_apply(slots, grads, trainable)
-        return (trainable, others, slots, update(seen, y, out)), loss
+            gradient = jax.value_and_grad(loss_of, has_aux=True)
+            (loss, (new, out)), grads = gradient(trainable)
+            grads, loss = mean((grads, loss))
+            trainable, slots = optimizer.stateless_apply(slots, grads, trainable)
+            return (trainable, new, slots, update(seen, y, out)), loss
 
-    @two.run
-    def step(state, x, y):
-        return one_step(
-            lambda t, o, x: js.keras.stateless_call(model, t, o, x, training=True),
-            lambda seen, *given: js.keras.stateless_update_state(metric, seen, *given),
+        return step
+
+    step = two.run(
+        stepping(
+            functools.partial(js.keras.stateless_call, model),
+            functools.partial(js.keras.stateless_update_state, metric),
             lambda tree: js.get_replica_context().all_reduce("mean", tree),
             optimizer,
-            state,
-            x,
-            y,
         )
-
-    @jax.jit
-    def by_hand(state, x, y):
-        return one_step(
-            lambda t, o, x: alone.stateless_call(t, o, x, training=True),
+    )
+    by_hand = jax.jit(
+        stepping(
+            alone.stateless_call,
             alone_metric.stateless_update_state,
             lambda tree: tree,
             alone_optimizer,
-            state,
-            x,
-            y,
         )
-
+    )
     have = two.mirror(state)
     for _ in range(5):
         x = RNG.normal(loc=3.0, size=(8, 3)).astype(np.float32)
@@ -222,17 +217,6 @@ def test_masked_entries_do_not_count(two):
     _, (mean, variance) = normalized(two, x, mask)
     np.testing.assert_allclose(mean, x[mask].mean(0) / 2, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(variance, (1 + x[mask].var(0)) / 2, rtol=1e-4)
-
-
-def test_a_missing_keras_is_named(monkeypatch):
-    monkeypatch.delitem(vars(js.keras), "BatchNormalization", raising=False)
-    for module in [m for m in sys.modules if m.startswith("jaxstrategy._src.keras.")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "keras", None)
-    with pytest.raises(
-        js.errors.MissingExtraError, match=r"pip install 'jaxstrategy\[keras\]'"
-    ):
-        js.keras.BatchNormalization  # noqa: B018
 
 
 def test_a_model_that_would_train_in_place_is_refused_and_kept(two):

@@ -1,7 +1,5 @@
 """Optax transformations that act across replicas."""
 
-import sys
-
 import jax
 import numpy as np
 import optax
@@ -103,19 +101,6 @@ def test_wrong_arguments_are_refused_at_once():
         js.optax.all_reduce_gradients("PROD")
     with pytest.raises(TypeError, match="a `CommunicationOptions` was wanted"):
         js.optax.all_reduce_gradients("mean", {"bytes_per_pack": 1})
-
-
-@each_of(
-    "name, arguments", [("all_reduce_gradients", ()), ("apply_if_finite", (None, 1))]
-)
-def test_a_missing_optax_is_named(monkeypatch, name, arguments):
-    monkeypatch.setitem(sys.modules, "optax", None)
-    message = (
-        rf"`jaxstrategy.optax.{name}` needs Optax, which is not installed. Install the "
-        r"extra: pip install 'jaxstrategy\[flax\]'"
-    )
-    with pytest.raises(js.errors.MissingExtraError, match=message):
-        getattr(js.optax, name)(*arguments)
 
 
 def test_all_replicas_skip_a_step_that_one_cannot_take(four):
