@@ -80,10 +80,13 @@ def size_of(folder):
     )
 
 
-@each_of("spec", [(None, "core"), ()])
-def test_several_devices_of_a_replica_write_it_once(tmp_path, spec):
-    strategy = cored(2, 4)
+@each_of("spec", [(None, "core"), (), None])
+def test_several_devices_write_an_array_once(tmp_path, spec):
+    """Those of a replica, and those over which state is divided."""
+    divided = js.MirroredStrategy(sharding=js.StateSharding("state", min_bytes=0))
+    strategy = divided if spec is None else cored(2, 4)
     large = drawn(64, 256)  # which no compression makes smaller than 3/4
+    w = strategy.mirror(large) if spec is None else over(strategy, large, *spec)
     with CheckpointManager(tmp_path, strategy) as manager:
-        manager.save(1, {"w": over(strategy, large, *spec)})
+        manager.save(1, {"w": w})
     assert 0.75 * large.nbytes < size_of(tmp_path) < 1.5 * large.nbytes

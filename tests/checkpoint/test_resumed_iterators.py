@@ -78,14 +78,6 @@ def test_the_state_of_other_pipelines(two):
         iter(of(lambda _: ranged(4, 2))).set_state(state)
 
 
-def test_what_can_be_read_only_once_cannot_resume(two):
-    iterator = iter(two.experimental_distribute_dataset(iter([np.arange(2)] * 3)))
-    next(iterator)
-    with pytest.raises(TypeError, match="A pass over the list_iterator cannot resume"):
-        iterator.get_state()
-    assert len(list(iterator)) == 2
-
-
 @each_of("mode", js.InputReplicationMode)
 def test_batches_from_functions_resume(four, mode):
     options = js.InputOptions(experimental_replication_mode=mode)

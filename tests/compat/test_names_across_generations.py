@@ -138,15 +138,3 @@ def test_all_gather_takes_options(two):
     np.testing.assert_array_equal(two.run(step, (x,)), [1.0, 2.0])
     with pytest.raises(TypeError, match="CommunicationOptions"):
         two.run(lambda x: js.get_replica_context().all_gather(x, 0, "RING"), (x,))
-
-
-def test_a_step_of_the_default_strategy_is_one():
-    def double(x, plus=0):
-        return 2 * x + plus
-
-    step = js.get_strategy().run(double)
-    assert step.function is double and step.__name__ == "double"
-    assert step(3) == 6 and step(3, plus=1) == 7
-    assert repr(step) == (
-        f"<{double.__qualname__} replicated by DefaultStrategy(1 replica)>"
-    )

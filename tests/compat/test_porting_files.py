@@ -161,21 +161,17 @@ def test_notebooks(tmp_path, capsys):
     assert path.read_text() == text
 
 
-def run_tool(*arguments, code="", **options):
-    command = [sys.executable, "-m", "jaxstrategy.compat.port", *arguments]
-    if code:
-        command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, **options
-    )
-
-
 def test_without_the_extra_it_says_what_to_install(file):
     code = (
         "import sys, runpy; sys.modules['libcst'] = None; "
         "runpy.run_module('jaxstrategy.compat.port', run_name='__main__')"
     )
-    done = run_tool(str(file), code=code)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 1
     assert "needs LibCST, which is not installed" in done.stderr
     assert "pip install 'jaxstrategy[port]'" in done.stderr

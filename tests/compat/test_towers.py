@@ -227,14 +227,3 @@ def test_what_was_done_around_sessions_does_nothing():
     assert d.configure(session_config=object()) is None
     with pytest.raises(ValueError, match="`configure` was given a cluster"):
         d.configure(None, {"worker": ["a:1"]}, "worker", 0)
-
-
-def test_towers_that_run_eagerly_decide_by_their_number():
-    def fn():
-        return "first" if contrib.get_tower_context().tower_id == 0 else "other"
-
-    seen = []
-    with js.experimental.eager_replicas(), mirrored(2).scope():
-        d = contrib.get_distribution_strategy()
-        d.call_for_each_tower(lambda: seen.append(fn()))
-    assert sorted(seen) == ["first", "other"]

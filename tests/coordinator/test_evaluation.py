@@ -67,18 +67,6 @@ def batches(shard, shards, size=8):
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def test_each_batch_of_each_shard_counts_once(coordinator):
-    count = coordinator.function(
-        lambda batch: {"sum": batch.sum(), "rows": batch.size, "max": jnp.ones(2)}
-    )
-    for shards in (1, 5):
-        found = coordinator.evaluate(count, shards, batches)
-        assert found["sum"] == DATA.sum() and found["sum"].dtype == np.float32
-        assert found["rows"] == 103 and found["rows"].dtype == np.int32
-        number = sum(len(batches(shard, shards)) for shard in range(shards))
-        np.testing.assert_array_equal(found["max"], [number, number])
-
-
 def test_the_next_evaluation_is_not_traced_again(coordinator, strategy):
     with strategy.scope():
         scale = js.Variable(1.0)
@@ -95,7 +83,9 @@ def test_the_next_evaluation_is_not_traced_again(coordinator, strategy):
     assert len(calls) == len(set(calls)) <= 4  # once for each number of rows
 
 
-def test_a_shard_counts_once_although_its_worker_is_lost(strategy, coordinator):
+def test_each_batch_of_each_shard_counts_once_although_workers_are_lost(
+    strategy, coordinator
+):
     lost = []
 
     def dying(shard, shards):
@@ -106,8 +96,15 @@ def test_a_shard_counts_once_although_its_worker_is_lost(strategy, coordinator):
                 strategy.backend.kill(int(worker))
             yield batch
 
-    count = coordinator.function(lambda batch: (batch.sum(), batch.size))
-    assert coordinator.evaluate(count, 4, dying) == (DATA.sum(), 103)
+    count = coordinator.function(
+        lambda batch: {"sum": batch.sum(), "rows": batch.size, "max": jnp.ones(2)}
+    )
+    for shards, source in (1, batches), (4, dying):
+        found = coordinator.evaluate(count, shards, source)
+        assert found["sum"] == DATA.sum() and found["sum"].dtype == np.float32
+        assert found["rows"] == 103 and found["rows"].dtype == np.int32
+        number = sum(len(batches(shard, shards)) for shard in range(shards))
+        np.testing.assert_array_equal(found["max"], [number, number])
     assert sorted(lost) == [1, 3]
 
 

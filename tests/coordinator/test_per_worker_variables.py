@@ -108,37 +108,32 @@ def test_the_coordinator_neither_reads_nor_changes_it(three):
                 use(variable)
 
 
-def test_a_step_outside_of_functions_does_not_use_it(three):
-    variable = own(three, 0.0, name="mine")
-    with pytest.raises(js.errors.ContextError, match=r"`step` runs in this process.*'"):
-
-        @three.strategy.run
-        def step():
-            return variable.value()
-
-        step()
-
-
-def test_it_prints_and_is_not_copied(three):
+def test_what_such_a_variable_does_not_do_is_told(three):
     variable = own(three, [0.0], name="mine")
     assert repr(variable) == "<Variable 'mine' float32[1] with a copy on each worker>"
-    with pytest.raises(RuntimeError, match="with a copy on each worker, and cannot be"):
-        copy.deepcopy(variable)
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(variable)
-
-
-def test_read_all_is_of_such_a_variable(three):
     with three.strategy.scope():
-        variable = js.Variable(0.0, name="v")
-    with pytest.raises(TypeError, match=r"'v', of which workers have no copies"):
-        variable.read_all()
+        other = js.Variable(0.0, name="v")
 
+    def step():
+        return variable.value()
 
-def test_read_all_in_a_function_is_an_error(three):
-    variable = own(three)
-    with pytest.raises(js.errors.ContextError, match="sees the copy of its own worker"):
-        three.schedule(three.function(lambda: variable.read_all()))
+    for use, error, told in [
+        (
+            lambda: three.strategy.run(step)(),
+            js.errors.ContextError,
+            "`step` runs in t",
+        ),
+        (lambda: copy.deepcopy(variable), RuntimeError, "each worker, and cannot be"),
+        (lambda: pickle.dumps(variable), TypeError, "cannot be pickled"),
+        (other.read_all, TypeError, "'v', of which workers have no copies"),
+        (
+            lambda: three.schedule(three.function(lambda: variable.read_all())),
+            js.errors.ContextError,
+            "sees the copy of its own worker",
+        ),
+    ]:
+        with pytest.raises(error, match=told):
+            use()
 
 
 def test_elsewhere_there_are_no_such_workers():

@@ -256,33 +256,6 @@ def test_a_fork_does_not_ask_on_its_parents_connections(worker, monkeypatch):
     assert worker.own(4) == 1
 
 
-def test_kill_ends_what_waits():
-    backend = js.coordinator.LocalProcesses(1, 1)
-    try:
-        worker, caught = backend.start(0, 0), []
-
-        def wait(index):
-            import time
-
-            time.sleep(600)
-
-        def build():
-            with pytest.raises(js.WorkerLost, match="Worker 0 is lost"):
-                worker.build(1, wait)
-            caught.append(True)
-
-        thread = threading.Thread(target=build)
-        thread.start()
-        thread.join(0.3)
-        worker.kill()
-        thread.join(60)
-        assert caught
-        with pytest.raises(js.WorkerLost):
-            worker.release([1])
-    finally:
-        backend.close()
-
-
 @contextlib.contextmanager
 def connected(keys=(None, None), **options):
     ends = socket.socketpair()

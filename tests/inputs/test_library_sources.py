@@ -514,15 +514,3 @@ def test_tf_data_without_a_length(count):
 def test_tf_data_with_too_few_batches():
     with pytest.raises(ValueError, match="after batch 5, but the tf.data dataset has"):
         Source(FakeTfDataset(TF_PARTS)).start().set_state({"batches": 5})
-
-
-def test_real_tf_data():
-    tf = pytest.importorskip("tensorflow")
-    data = {"x": np.arange(20.0).reshape(10, 2), "y": np.arange(10)}
-
-    def make():
-        return tf.data.Dataset.from_tensor_slices(data).batch(4)
-
-    assert Source(make()).length == 3
-    assert Source(make().repeat()).length is None
-    assert_resumes(make, cut(data, 4))

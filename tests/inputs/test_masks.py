@@ -143,10 +143,6 @@ def test_the_parts_of_an_accumulated_step(four, rows):
     np.testing.assert_allclose(four.reduce("mean", mean), x.mean(), rtol=1e-6)
 
 
-def losses(w, batch):
-    return jnp.tanh(batch["x"] @ w - batch["y"]) ** 2
-
-
 def test_nan_in_rows_that_are_not_real_has_no_influence(four):
     batch = one(four, X)
 
@@ -499,11 +495,6 @@ def nnx_layer():
     return normalized
 
 
-def only_batch(strategy, x):
-    (batch,) = strategy.experimental_distribute_dataset([x])
-    return batch
-
-
 @each_of("layer", [linen_layer, nnx_layer])
 def test_rows_that_fill_up_a_batch_do_not_count_unasked(four, layer):
     normalized = layer()
@@ -514,7 +505,7 @@ def test_rows_that_fill_up_a_batch_do_not_count_unasked(four, layer):
         return js.masked_sum(y.sum((1, 2)) ** 2), mean, var
 
     x = rows(5)
-    total, mean, var = step(only_batch(four, x))
+    total, mean, var = step(one(four, x))
     np.testing.assert_allclose(mean, x.mean((0, 1)), rtol=1e-5)
     np.testing.assert_allclose(var, x.var((0, 1)), rtol=1e-4)
     want = (x - x.mean((0, 1))) / np.sqrt(x.var((0, 1)) + 1e-5)
@@ -531,7 +522,7 @@ def test_the_layer_asks_nothing_for_the_step(four):
         return js.get_replica_context().all_reduce("mean", normalized(x)[0].mean())
 
     with pytest.warns(js.errors.PaddedRowsWarning, match="never asked which rows are"):
-        step(only_batch(four, rows(5)))
+        step(one(four, rows(5)))
 
 
 # `compute_average_loss` of batches with filled-up rows; the oracle is NumPy.

@@ -314,16 +314,6 @@ def test_batches_resume_anywhere(case):
         assert_same(list(fresh), list(whole))
 
 
-def test_the_pass_after_a_restored_one_is_the_next_epoch():
-    source = batches(rows_of(9), 2, shuffle=5)
-    orders = [order_of(source) for _ in range(4)]
-    fresh = batches(rows_of(9), 2, shuffle=5)
-    one = fresh.start()
-    one.set_state({**one.get_state(), "epoch": 2, "batch": 3})
-    assert order_of(one) == orders[2][6:]
-    assert order_of(fresh) == orders[3]
-
-
 @each_of("shuffle", [None, 4])
 @each_of("epochs", [1, 2])
 def test_parts_are_the_chosen_rows(shuffle, epochs):

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy._src.executors.executor import CompiledExecutor
 from jaxstrategy._src.strategies import cross_replica
 from jaxstrategy._src.tracing import program
 
@@ -13,32 +12,6 @@ from jaxstrategy._src.tracing import program
 @pytest.fixture
 def strategy():
     return js.MirroredStrategy(jax.devices()[:2])
-
-
-def test_a_large_tree_is_reduced_in_parts(strategy, monkeypatch):
-    monkeypatch.setattr(cross_replica, "_AT_ONCE", 3)
-    rows = {f"x{k}": np.arange(2.0, dtype=np.float32) + k for k in range(8)}
-    tree = {name: strategy.per_replica(list(row)) for name, row in rows.items()}
-    tree = {"part": tree, "same": 3.0, "none": None}
-    sizes = []
-    across = CompiledExecutor.across
-
-    def noted(self, function):
-        mapped = across(self, function)
-
-        def of_tree(tree):
-            is_leaf = lambda leaf: isinstance(leaf, js.PerReplica)  # noqa: E731
-            sizes.append(len(jax.tree.leaves(tree, is_leaf=is_leaf)))
-            return mapped(tree)
-
-        return of_tree
-
-    monkeypatch.setattr(CompiledExecutor, "across", noted)
-    total = strategy.reduce("sum", tree)
-    assert float(total["same"]) == 6.0 and total["none"] is None
-    for name, row in rows.items():
-        np.testing.assert_allclose(total["part"][name], row.sum())
-    assert sizes == [2, 2, 2, 2, 1]  # of one type as many; then the number by itself
 
 
 def wide_tree(strategy, count, shapes):
