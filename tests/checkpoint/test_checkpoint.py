@@ -1,7 +1,4 @@
-"""Checkpoints: what is saved under one strategy and restored under another.
-
-The oracle is NumPy, and numbers recorded from TensorFlow.
-"""
+"""Checkpoints: what is saved under one strategy and restored under another."""
 
 import asyncio
 import dataclasses

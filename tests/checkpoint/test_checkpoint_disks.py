@@ -1,7 +1,4 @@
-"""Checkpoints on disks that fail for a moment, and with clocks and writers that err.
-
-The disk is stood in for by another that fails as network file systems do.
-"""
+"""Checkpoints on disks that fail for a moment, and with clocks and writers that err."""
 
 import contextlib
 import errno

@@ -1,7 +1,4 @@
-"""Checkpoints when something breaks: files, disks, processes.
-
-Run as a script it is the process that is killed.
-"""
+"""Checkpoints when something breaks: files, disks, processes."""
 
 import errno
 import json

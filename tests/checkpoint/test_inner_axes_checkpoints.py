@@ -1,7 +1,4 @@
-"""Checkpoints of replicas with several devices, read by any strategy.
-
-The oracle is what was saved; where it is to lie, the target says.
-"""
+"""Checkpoints of replicas with several devices, read by any strategy."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""Checkpoints that earlier versions have written are restored by this one.
-
-`data/v0_1_0` was written by jaxstrategy 0.1.0 on four devices.
-"""
+"""Checkpoints that earlier versions have written are restored by this one."""
 
 import pathlib
 import shutil

@@ -1,7 +1,4 @@
-"""Outputs of several steps of TensorFlow 1, set on a context while they run.
-
-Expected values were measured with TensorFlow 2.21 (`tf.compat.v1.distribute`).
-"""
+"""Outputs of several steps of TensorFlow 1, set on a context while they run."""
 
 import functools
 import re

@@ -1,7 +1,4 @@
-"""Iterators of TensorFlow 1: over global batches, and over elements for replicas.
-
-Expected values were measured with TensorFlow 2.21 (`tf.compat.v1.distribute`).
-"""
+"""Iterators of TensorFlow 1: over global batches, and over elements for replicas."""
 
 import numpy as np
 import pytest

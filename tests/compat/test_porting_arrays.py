@@ -1,8 +1,4 @@
-"""Functions of arrays that the porting tool renames give TensorFlow's numbers.
-
-`oracle/array_functions.json` has what TensorFlow 2.21 computes. Each call is ported and
-run.
-"""
+"""Functions of arrays that the porting tool renames give TensorFlow's numbers."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Steps of 2018 that train a model with one loss.
-
-Expected numbers were measured with TensorFlow 2.21 under today's names.
-"""
+"""Steps of 2018 that train a model with one loss."""
 
 import re
 

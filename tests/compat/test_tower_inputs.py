@@ -1,7 +1,4 @@
-"""Elements for towers, and several steps over them, as in 2018.
-
-Expected values are those of TensorFlow's tests of its time, or follow from these.
-"""
+"""Elements for towers, and several steps over them, as in 2018."""
 
 import re
 

@@ -1,7 +1,4 @@
-"""Contexts and calls of 2018: `call_for_each_tower`, `merge_call` and who asks.
-
-The numbers are those of TensorFlow's tests of 2018.
-"""
+"""Contexts and calls of 2018: `call_for_each_tower`, `merge_call` and who asks."""
 
 import pytest
 from helpers.towers import STRATEGIES, in_default, mirrored

@@ -1,8 +1,4 @@
-"""The strategies and contexts of `compat.v1`: numbers of TensorFlow 2.21.
-
-Its `tf.compat.v1.distribute` was run with CPU devices; what its sources say stands
-where it could not be.
-"""
+"""The strategies and contexts of `compat.v1`: numbers of TensorFlow 2.21."""
 
 import copy
 import gc

@@ -1,7 +1,4 @@
-"""Benchmarks take what there is, and a run of all keeps and compares what it measured.
-
-The scripts are tiny, and what they measure is written in them: nothing is timed.
-"""
+"""Benchmarks take what there is, and a run of all keeps what it measured."""
 
 import ast
 import importlib
@@ -21,10 +18,7 @@ FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
 def taken(tree):
-    """The values that a file takes from the package, as `module`, `name`, `attribute`.
-
-    Programs in strings, which run in other processes, count like the file itself.
-    """
+    """The values that a file takes from the package: module, name, attribute."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,7 +1,4 @@
-"""What somebody does who has a new clone and README.md: `make demo`, then a program.
-
-That an empty environment gets all that the demo needs is `make dist`'s to notice.
-"""
+"""What somebody does who has a new clone and README.md: `make demo`, then a program."""
 
 import os
 import re

@@ -1,8 +1,4 @@
-"""README.md and the guides are true: they run, print what they say, and lead somewhere.
-
-Notebooks are committed as `python notebooks/execute.py` leaves them: with the outputs
-of one run in a fresh kernel, and no errors.
-"""
+"""README.md and the guides are true: they run, and print what they say."""
 
 import doctest
 import re

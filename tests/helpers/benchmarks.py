@@ -10,10 +10,7 @@ FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
 @functools.cache
 def load(name):
-    """The module of this name.
-
-    Others import libraries by the names of scripts: `datasets` that of `multiprocess`.
-    """
+    """The module of this name."""
     scripts = {path.stem for path in FOLDER.glob("[!_]*.py")}
     others = {known: sys.modules.pop(known) for known in scripts & sys.modules.keys()}
     sys.path.insert(0, str(FOLDER))

@@ -23,11 +23,7 @@ def chosen(table, *names):
 
 
 def each_of(names, rows, anew=False):
-    """As `pytest.mark.parametrize`, in one test; what a row raises names the row.
-
-    Each row has a `tmp_path` of its own, and with `anew` strategies too, which have
-    warned of nothing yet. That each defines its steps anew is meant.
-    """
+    """As `pytest.mark.parametrize`, in one test; what a row raises names the row."""
     names = names if isinstance(names, (list, tuple)) else re.findall(r"\w+", names)
     rows = list(rows)
 
@@ -63,10 +59,7 @@ def each_of(names, rows, anew=False):
 
 
 def each(table):
-    """The rows of a table, one after the other; a failing test shows the last one.
-
-    Of a dict, its items.
-    """
+    """The rows of a table, one after the other; a failing test shows the last one."""
     for row in table.items() if isinstance(table, dict) else table:
         print("case:", row)
         yield row

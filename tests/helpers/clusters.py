@@ -17,12 +17,7 @@ Status = js.coordinator.RemoteValueStatus
 
 
 class Cluster:
-    """Workers and servers that are threads, their coordinator, and a sum on a server.
-
-    Attributes:
-      away: an event by the index of a worker, without which it does not start.
-      refusals: how many starts of a worker fail, by its index.
-    """
+    """Workers and servers that are threads, a coordinator, and a sum on a server."""
 
     def __init__(self, workers=2, servers=1, devices=1, partitioner=None, **options):
         js.simulate(8)
@@ -41,10 +36,7 @@ class Cluster:
             return js.Variable(value, **options)
 
     def function(self, fn, before=None, after=None):
-        """A function of which something is called in the worker's thread, too.
-
-        It is called with the worker's index and what the function is given.
-        """
+        """A function of which something is called in the worker's thread, too."""
         number = next(self._numbers)
 
         @functools.wraps(fn)
@@ -176,10 +168,7 @@ def coordinated(workers, devices=1, servers=1):
 
 
 def until_each_has(coordinator, fn, args=(), workers=None):
-    """What `fn` returned, worker by worker, once each of them has run it.
-
-    It returns its worker's index, and something else.
-    """
+    """What `fn` returned, worker by worker, once each of them has run it."""
     found = {index: [] for index in range(workers or len(coordinator.workers))}
     end = time.monotonic() + SECONDS
     while not all(found.values()):

@@ -9,12 +9,7 @@ TOKEN = "token-of-the-account"
 
 
 class Group(Answers):
-    """An instance group.
-
-    Attributes:
-      instances: the internal address of each running instance by name; None for none.
-      page: how many are told at once.
-    """
+    """An instance group."""
 
     def __init__(self, instances):
         super().__init__(self._answer)

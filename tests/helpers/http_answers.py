@@ -8,14 +8,7 @@ import urllib.parse
 
 
 class Answers:
-    """What a server answers, and what it was asked.
-
-    Attributes:
-      address: `host:port` of the server.
-      asked: of each request the path, the query, the headers and the body.
-      failures: status codes that the next requests get instead of an answer.
-      silent: whether the next requests get no answer at all, until `released`.
-    """
+    """What a server answers, and what it was asked."""
 
     def __init__(self, answer):
         self.answer = answer

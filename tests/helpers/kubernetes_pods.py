@@ -11,11 +11,7 @@ TOKEN = "token-of-the-service-account"
 
 
 def pod(name, ip="10.0.0.1", job="train", phase="Running", **more):
-    """A pod as Kubernetes writes it.
-
-    Args:
-      more: `namespace`, `hostname`, `host_ip`, and `deleted`, a time.
-    """
+    """A pod as Kubernetes writes it."""
     metadata = {
         "name": name,
         "namespace": more.get("namespace", "default"),

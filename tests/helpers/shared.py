@@ -1,7 +1,4 @@
-"""Strategies that the tests of a file share, and so what these compile.
-
-For `conftest.py`: `from helpers.shared import four, two`.
-"""
+"""Strategies that the tests of a file share, and so what these compile."""
 
 import jax
 import pytest

@@ -36,12 +36,7 @@ def shut(*sockets):
 
 
 class Proxy:
-    """Hands on what is said to a target and back, and keeps or changes it.
-
-    Attributes:
-      said: what was said to the target, by connection.
-      change: `change(data, is_to_target)` gives what is handed on.
-    """
+    """Hands on what is said to a target and back, and keeps or changes it."""
 
     def __init__(self, target):
         self.said, self.change = [], lambda data, is_to_target: data

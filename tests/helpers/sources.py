@@ -12,12 +12,7 @@ import jaxstrategy as js
 
 
 class Source:
-    """A source as a distributed dataset with one replica gives its batches.
-
-    Attributes:
-      name: in messages.
-      length: how many batches there are, None if that is not known.
-    """
+    """A source as a distributed dataset with one replica gives its batches."""
 
     def __init__(self, given):
         strategy = js.get_strategy()

@@ -15,14 +15,7 @@ def until(claim, seconds=SECONDS):
 
 
 class Started:
-    """The threads that live, of those that have started since this was made.
-
-    Others may be of tests of other files in the same process, whose iterators and
-    coordinators the collector has not found yet.
-
-    Args:
-      name: how the names of the threads begin.
-    """
+    """The threads that live, of those that have started since this was made."""
 
     def __init__(self, name=""):
         self._name = name

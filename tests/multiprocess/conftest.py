@@ -78,10 +78,7 @@ def board():
 
 @pytest.fixture
 def meet(address, join):
-    """Has several processes meet, played by threads; what each got or raised.
-
-    `meet({"index": 0, "count": 2}, {"index": 1, "count": 2, "host": "b"})`
-    """
+    """Has several processes meet, played by threads; what each got or raised."""
 
     def attend(number, guest):
         told = {

@@ -148,12 +148,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(folder, script="", count=2, seconds=30, env=None, scripts=None, started=True):
-    """A running job; whatever is left of it is ended, and shown if a check failed.
-
-    Args:
-      scripts: for ranks that run something else, by rank.
-      started: whether the scripts begin with `STARTED`.
-    """
+    """A running job; whatever is left of it is ended, and shown if a check failed."""
 
     def whole(text):
         return (STARTED if started else "") + textwrap.dedent(text)

@@ -48,11 +48,7 @@ def children(pid):
 
 
 class Ray:
-    """Ray with a first machine, to which others can be added.
-
-    Attributes:
-      env: the environment of whoever is to use it.
-    """
+    """Ray with a first machine, to which others can be added."""
 
     def __init__(self, folder):
         token = secrets.token_hex(32)

@@ -155,10 +155,7 @@ def nodes(folder, count, options, program, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_lost_machine_costs_no_snapshot(tmp_path, lost):
-    """Its neighbour has a copy of the part that no other machine had.
-
-    Node 0 may be lost, too, if others have an address.
-    """
+    """Its neighbour has a copy of the part that no other machine had."""
     addresses = ",".join(free_addresses(2))
     options = f"--nodes 1:3 --max-restarts 1 --grace 3 --coordinator {addresses}"
     checkpoints, there = tmp_path / "checkpoints", tmp_path / "there"

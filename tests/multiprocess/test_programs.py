@@ -1,7 +1,4 @@
-"""Programs in two processes of two devices each give what they give in one.
-
-They run one after the other in one job, which starts once.
-"""
+"""Programs in two processes of two devices each give what they give in one."""
 
 import functools
 import json
@@ -60,10 +57,7 @@ def plain():
 
 
 def once(tmp_path_factory, name, run):
-    """A folder, and what `run(folder)` returned in the first test process that asked.
-
-    The test processes of xdist share the tests of this file, and one job.
-    """
+    """A folder, and what `run(folder)` returned in the first of xdist's processes."""
     common = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         common = common.parent

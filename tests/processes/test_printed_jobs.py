@@ -66,10 +66,7 @@ def put(folder, scripts, shell="/bin/bash"):
 
 @pytest.fixture
 def sbatch(tmp_path):
-    """Runs a batch script where `srun` notes down what it is given.
-
-    Returns the arguments and the environment.
-    """
+    """Runs a batch script where `srun` notes down what it is given."""
     scripts = {
         "scontrol": "echo node7; echo node8",
         "srun": f"""printf '%s\\0' "$@" > {tmp_path}/args; env -0 > {tmp_path}/env""",
@@ -206,10 +203,7 @@ def test_a_batch_script_starts_and_restarts_as_the_launcher_does(tmp_path):
 
 
 def expanded(text, variables):
-    """What Kubernetes makes of a string in a command or an environment.
-
-    After `Expand` in k8s.io/kubernetes/third_party/forked/golang/expansion.
-    """
+    """What Kubernetes makes of a string in a command or an environment."""
     made, place = "", 0
     while place < len(text):
         if text[place] != "$" or place + 1 == len(text):

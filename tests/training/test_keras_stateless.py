@@ -1,7 +1,4 @@
-"""Loops of one's own with Keras: `stateless_call` and the like inside of steps.
-
-The oracle is Keras on one device with the whole batch.
-"""
+"""Loops of one's own with Keras: `stateless_call` and the like inside of steps."""
 
 import functools
 

@@ -1,7 +1,4 @@
-"""Keras models that are made in `scope()` train as on one device with the whole batch.
-
-The oracle is plain Keras, outside of every scope.
-"""
+"""Keras models made in `scope()` train as on one device with the whole batch."""
 
 import os
 

@@ -1,7 +1,4 @@
-"""Other ways to run Keras' loops, and other mistakes, under a strategy.
-
-The oracle is the same program with no strategy, on one device.
-"""
+"""Other ways to run Keras' loops, and other mistakes, under a strategy."""
 
 import contextlib
 

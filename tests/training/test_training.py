@@ -1,7 +1,4 @@
-"""Training on 8 replicas is training on one device.
-
-The oracle is plain JAX, Flax and Optax, jitted on one device with the whole batch.
-"""
+"""Training on 8 replicas is training on one device."""
 
 from typing import Any
 

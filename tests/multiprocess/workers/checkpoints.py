@@ -1,7 +1,4 @@
-"""Two processes save what one restores, and restore what one saved.
-
-Arguments: the folder in which the test has saved in `one`, and where this saves.
-"""
+"""Two processes save what one restores, and restore what one saved."""
 
 import pathlib
 import resource

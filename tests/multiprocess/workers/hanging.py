@@ -1,7 +1,4 @@
-"""A training of which one process stops somewhere; the others must not wait for ever.
-
-Arguments: where.
-"""
+"""A training of which one process stops somewhere, for which the others wait."""
 
 import itertools
 import os

@@ -1,7 +1,4 @@
-"""Replicas of several devices, or that share one, in several processes.
-
-What each process finds wrong it raises.
-"""
+"""Replicas of several devices, or that share one, in several processes."""
 
 import pathlib
 import sys

@@ -1,7 +1,4 @@
-"""Copies and updates on the devices of several processes.
-
-What each process finds wrong it raises.
-"""
+"""Copies and updates on the devices of several processes."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,4 @@
-"""Trains divided state for 60 steps with checkpoints; one process may be sent SIGTERM.
-
-Arguments: the folder of the checkpoints; the step before which the last process sends
-itself SIGTERM in the first attempt, or -1; seconds for each step.
-"""
+"""Arguments: a folder; the step before which to be preempted, or -1; seconds a step."""
 
 import os
 import signal

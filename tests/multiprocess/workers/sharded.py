@@ -1,7 +1,4 @@
-"""State that is divided over the devices of several processes.
-
-What each process finds wrong it raises; the folder is that of the test.
-"""
+"""State that is divided over the devices of several processes."""
 
 import pathlib
 import sys

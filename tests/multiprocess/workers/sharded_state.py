@@ -1,7 +1,4 @@
-"""Keeps snapshots of a state that is divided over processes, and restores the last one.
-
-Arguments: a folder for checkpoints, of which there are none, and one of others to meet.
-"""
+"""Keeps snapshots of a state that is divided over processes; restores the last one."""
 
 import pathlib
 import sys
