@@ -224,7 +224,7 @@ def test_another_host_of_the_job_is_sent_files_of_snapshots_only(
     monkeypatch.setenv("JAXSTRATEGY_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "0123456789abcdef")
     trained(tmp_path / "one", 5)
-    (file,) = memory.glob("*/5-*/0-all-*")
+    (file,) = memory.glob("*/5-*/0-all")
     (memory / "secret").write_text("other")
     kept = Snapshots(str(tmp_path / "one"), str(memory))
     kept._hosts = ["one", "two"]  # which they tell each other in a job

@@ -1,8 +1,8 @@
 """Snapshots in the memory of hosts: each has its own part and a neighbour's.
 
-A file holds what one process has saved: a header of JSON, with the record and where
-each piece of an array stands, then the bytes of the pieces. Its name has a checksum.
-Files of "own" have pieces that no other host has; the next host copies them.
+A file is an archive (ZIP) of what one process has saved: the record, and pieces of
+arrays with their checksums. Files of "own" have pieces that no other host has; the next
+host copies them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -20,8 +19,9 @@ import secrets
 import shutil
 import socket
 import threading
+import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -35,7 +35,6 @@ from jaxstrategy._src.checkpoint.record import (
     CheckpointError,
     Damage,
     Record,
-    checksums,
     described,
 )
 from jaxstrategy._src.checkpoint.state import Array, Reading, State
@@ -55,11 +54,10 @@ Pieces: TypeAlias = dict[str, list[tuple[str, Spans, Any]]]
 
 _CHUNK = 1 << 22  # bytes that a host is asked for at once
 _SECONDS = 60.0  # for an answer
-_HEADER = 8  # bytes that say how long the header is
-_MOST_HEADER = 1 << 28  # bytes
+_RECORD = "record"
 _WHOLE = "whole"  # a file that says that all hosts have their parts
 _SNAPSHOT = re.compile(r"\d{1,19}-[0-9a-f]{8}")
-_FILE = re.compile(r"(\d{1,9})-(all|own)-([0-9a-f]{8})")
+_FILE = re.compile(r"\d{1,9}-(all|own)")
 
 
 @final
@@ -79,7 +77,6 @@ class Snapshots:
         self._hosts: list[str] = []  # of each process, once they have met
         self._addresses: list[Any] = []
         self._server: Server | None = None
-        self._clients: dict[str, Client] = {}
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._last: int | None = None
@@ -127,7 +124,8 @@ class Snapshots:
     def _pieces(self, arrays: Mapping[str, Array]) -> Pieces:
         """Copies of what this process is to keep, by the kind of file."""
         rank, hosts, number = jax.process_index(), self._hosts, 0
-        found: Pieces = {"all": [], "own": []}
+        is_alone = len(set(hosts)) == 1
+        found: Pieces = {"all": []}
         for name, array in arrays.items():
             # Of arrays of NumPy, that of the first process counts, as on disk.
             whole: Spans = tuple((0, n) for n in array.shape)
@@ -144,8 +142,9 @@ class Snapshots:
                     continue
                 if isinstance(data := local[spans], jax.Array):
                     data.copy_to_host_async()
-                is_own = len({hosts[p] for p in processes}) == 1 < len(set(hosts))
-                found["own" if is_own else "all"].append((name, spans, data))
+                is_own = len(here) == len(processes) and not is_alone
+                pieces = found.setdefault("own" if is_own else "all", [])
+                pieces.append((name, spans, data))
         # Copied, because the state may be donated or changed when `save` returns.
         return {
             kind: [(name, spans, np.array(data, order="C")) for name, spans, data in of]
@@ -155,45 +154,29 @@ class Snapshots:
     def _keep(self, name: str, record: Record, pieces: Pieces) -> None:
         """In the background: write, copy the neighbour's part, delete the last one."""
         topic, folder = f"snapshot {name} of {self._directory}", self._folder / name
-        own = self._local()
+        rank, own = jax.process_index(), self._local()
 
-        def write() -> list[tuple[str, int]]:
+        def write() -> list[str]:
             folder.mkdir(0o700, exist_ok=True)
-            written = []
             for kind, of in pieces.items():
-                if kind == "own" and not of:
-                    continue
-                ends = itertools.accumulate(data.nbytes for *_, data in of)
-                places = [
-                    (name, spans, end - data.nbytes)
-                    for (name, spans, data), end in zip(of, ends, strict=True)
-                ]
-                told = {"record": record.to_json(), "pieces": places}
-                header = json.dumps(told).encode()
-                contents = (data.reshape(-1).view(np.uint8).data for *_, data in of)
-                parts = [len(header).to_bytes(_HEADER, "little"), header, *contents]
-                unnamed = folder / f"{jax.process_index()}-{kind}"
-                written.append((_stored(unnamed, parts).name, sum(map(len, parts))))
-            return written
+                with zipfile.ZipFile(folder / f"{rank}-{kind}", "x") as file:
+                    file.writestr(_RECORD, json.dumps(record.to_json()))
+                    for name, spans, data in of:
+                        contents = data.reshape(-1).view(np.uint8).data
+                        file.writestr(_member(name, spans), contents)
+            return [f"{rank}-{kind}" for kind in pieces]
 
         def copy() -> None:
             hosts = list(dict.fromkeys(self._hosts))
             neighbour = hosts[hosts.index(self._host) - 1]
-            of_hosts = zip(self._hosts, told, strict=True)
+            of_hosts = zip(self._hosts, written, strict=True)
             files = [f for host, of in of_hosts for f in of if host == neighbour]
-            files = [(file, size) for file, size in files if "-own-" in file]
-            for file, size in files[own.index(jax.process_index()) :: len(own)]:
-                parts = (
-                    self._read(
-                        f"{name}/{file}", at, min(_CHUNK, size - at), [neighbour]
-                    )
-                    for at in range(0, size, _CHUNK)
-                )
-                if _stored(folder / file[:-9], parts).name != file:
-                    raise OSError(f"{file} of a snapshot came with another checksum")
+            files = [file for file in files if file.endswith("own")]
+            for file in files[own.index(rank) :: len(own)]:
+                self._fetch(f"{name}/{file}", neighbour)
 
         def finish() -> None:
-            if own[0] == jax.process_index():
+            if own[0] == rank:
                 (folder / _WHOLE).touch()
                 for other in self._folder.iterdir():
                     if other != folder:
@@ -201,7 +184,7 @@ class Snapshots:
 
         is_whole = False
         try:
-            told = agreement.together(topic, write)
+            written = agreement.together(topic, write)
             if len(set(self._hosts)) > 1:
                 agreement.together(topic, copy)
             is_whole = True
@@ -253,31 +236,20 @@ class Snapshots:
         with open(self._folder / path, "rb") as source:
             return os.pread(source.fileno(), size, offset)
 
-    def _read(
-        self, path: str, offset: int, size: int, hosts: Sequence[str]
-    ) -> np.ndarray:
-        """Bytes of a file that is on these hosts."""
-        client = None
-        if self._host not in hosts:
-            # The processes of this host ask those of the other one, each another one.
-            there = [p for p, host in enumerate(self._hosts) if host == hosts[0]]
-            process = there[self._local().index(jax.process_index()) % len(there)]
-            address, secret = self._addresses[process], Secret.of_environment()
-            if address not in self._clients:
-                self._clients[address] = Client(address, secret, largest=2 * _CHUNK)
-            client = self._clients[address]
-        out = np.empty(size, np.uint8)
-        for at in range(0, size, _CHUNK):
-            asked = path, offset + at, min(_CHUNK, size - at)
-            if client is None:
-                part = self._slice(*asked)
-            else:
-                told = json.dumps(asked).encode()
-                (part,) = client.request(told, timeout_seconds=_SECONDS)
-            if len(part) != asked[2]:
-                raise OSError(f"{path} of a snapshot is cut")
-            out[at : at + len(part)] = np.frombuffer(part, np.uint8)
-        return out
+    def _fetch(self, path: str, host: str) -> None:
+        """Copy a file of a snapshot from another host."""
+        # The processes of this host ask those of the other one, each another one.
+        there = [p for p, each in enumerate(self._hosts) if each == host]
+        rank = jax.process_index()
+        address = self._addresses[there[self._local().index(rank) % len(there)]]
+        client = Client(address, Secret.of_environment(), largest=2 * _CHUNK)
+        unnamed, part = self._folder / f"{path}-{rank}", None
+        with contextlib.closing(client), open(unnamed, "wb") as file:
+            while part is None or len(part) == _CHUNK:
+                asked = json.dumps([path, file.tell(), _CHUNK]).encode()
+                (part,) = client.request(asked, timeout_seconds=_SECONDS)
+                file.write(part)
+        unnamed.rename(self._folder / path)
 
     def _local(self) -> list[int]:
         """The processes of this host, in order."""
@@ -319,65 +291,55 @@ class Snapshots:
           CheckpointError: it is damaged, or was lost with its hosts.
         """
         (step, name), found = max(self._kept(what).items())
-        holders = {f"{name}/{k}": v for k, v in found.items() if _FILE.fullmatch(k)}
-        parts: dict[str, dict[Spans, tuple[bool, str, int]]] = {}  # best on this host
-        record = wrong = None
+        folder, own = self._folder / name, self._local()
+        files = {file: hosts for file, hosts in found.items() if _FILE.fullmatch(file)}
 
-        def damaged() -> list[str]:
-            """Of this process's share of the files of its host."""
-            own = self._local()
-            here = [path for path, hosts in holders.items() if self._host in hosts]
-            here = here[own.index(jax.process_index()) :: len(own)]
-            sums = checksums(self._folder, here)
-            return [k for k, v in zip(here, sums, strict=True) if k[-8:] != f"{v:08x}"]
-
-        def index() -> None:
-            nonlocal record
-            for path, hosts in holders.items():
-                if not hosts:
-                    continue
-                head = self._read(path, 0, _HEADER, hosts)
-                size = int.from_bytes(head.tobytes(), "little")
-                if size > _MOST_HEADER:
-                    raise OSError(f"{path} of a snapshot has no header")
-                told = json.loads(self._read(path, _HEADER, size, hosts).tobytes())
-                record = Record.from_json(told["record"])
-                for name, spans, at in told["pieces"]:
-                    key: Spans = tuple((begin, end) for begin, end in spans)
-                    place = self._host in hosts, path, _HEADER + size + at
-                    of = parts.setdefault(name, {})
-                    of[key] = max(of.get(key, place), place)
+        def contents() -> list[Json]:
+            """The record, and the pieces in this process's share of the files."""
+            here = [file for file, hosts in files.items() if hosts[0] == self._host]
+            record, members = None, {}
+            for file in sorted(here)[own.index(jax.process_index()) :: len(own)]:
+                with zipfile.ZipFile(folder / file) as opened:
+                    members[file] = opened.namelist()
+                    members[file].remove(_RECORD)
+                    record = record or json.loads(opened.read(_RECORD))
+            return [record, members]
 
         with _readable(what, step):
-            told = agreement.together(what, damaged)
-            for host, paths in zip(self._hosts, told, strict=True):
-                for path in paths:
-                    holders[path].remove(host)
-                    wrong = f"its file `{path}` " + OTHER_CHECKSUM
-            agreement.together(what, index)
+            told = agreement.together(what, contents)
+            record = next((Record.from_json(each) for each, _ in told if each), None)
+            parts: dict[str, dict[Spans, str]] = {}  # the files, best on this host
+            members = {file: of for _, each in told for file, of in each.items()}
+            for file in sorted(members, key=lambda file: self._host in files[file]):
+                for name_of, places in map(json.loads, members[file]):
+                    spans: Spans = tuple((begin, end) for begin, end in places)
+                    parts.setdefault(name_of, {})[spans] = file
         lacking = "the record" if record is None else _lacking(record, parts)
         if record is None or lacking is not None:
-            wrong = wrong or f"the hosts that had {lacking} are lost"
             raise CheckpointError(
-                f"The snapshot of step {step} in memory is damaged: {wrong}."
+                f"The snapshot of step {step} in memory is damaged: the hosts that had "
+                f"{lacking} are lost."
             )
+        archives: dict[str, zipfile.ZipFile] = {}
 
-        def part(name: str, reading: Reading, index: Index | None) -> np.ndarray:
+        def part(name_of: str, reading: Reading, index: Index | None) -> np.ndarray:
             wanted = _spans(index or (), reading.shape)
             whole = np.empty([e - b for b, e in wanted], reading.dtype)
-            for spans, (_, path, offset) in parts[name].items():
+            for spans, file in parts[name_of].items():
                 common = [
                     (max(a, c), min(b, d))
                     for (a, b), (c, d) in zip(spans, wanted, strict=True)
                 ]
                 if any(begin >= end for begin, end in common):
                     continue
+                if file not in archives:
+                    if self._host not in files[file]:
+                        folder.mkdir(0o700, exist_ok=True)
+                        self._fetch(f"{name}/{file}", files[file][0])
+                    archives[file] = zipfile.ZipFile(folder / file)
+                data = archives[file].read(_member(name_of, spans))
                 shape = [e - b for b, e in spans]
-                size = math.prod(shape) * reading.dtype.itemsize
-                read = self._read(path, offset, size, holders[path])
-                piece = read.view(reading.dtype).reshape(shape)
-                if spans == wanted:
-                    return piece
+                piece = np.frombuffer(data, np.uint8).view(reading.dtype).reshape(shape)
                 whole[_within(common, wanted)] = piece[_within(common, spans)]
             return whole
 
@@ -398,6 +360,7 @@ class Snapshots:
 
             with _readable(what, step):
                 agreement.together(what, work)
+            archives.clear()
             return arrays
 
         return record, read
@@ -420,31 +383,29 @@ class Snapshots:
         try:
             self.join()
         finally:
-            for client in self._clients.values():
-                client.close()
             if self._server is not None:
                 self._server.close()
 
 
-def _stored(unnamed: pathlib.Path, parts: Iterable[Any]) -> pathlib.Path:
-    """The new file of these bytes, whose name ends with their checksum."""
-    checksum = 0
-    writing = unnamed.with_name(f"{unnamed.name}-writing")
-    with open(writing, "xb") as file:
-        for part in parts:
-            file.write(part)
-            checksum = zlib.crc32(part, checksum)
-    return writing.rename(unnamed.with_name(f"{unnamed.name}-{checksum:08x}"))
+def _member(name: str, spans: Spans) -> str:
+    """The name of a piece in an archive."""
+    return json.dumps([name, spans])
+
+
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
 
 
 @contextlib.contextmanager
 def _readable(what: str, step: int) -> Iterator[None]:
+    where = f"The snapshot of step {step} in memory"
     try:
         with agreement.watched(what, busy="reads a snapshot"):
             yield
-    except (OSError, RemoteError, Damage, KeyError, TypeError, ValueError) as error:
+    except (OSError, RemoteError) as error:
+        raise CheckpointError(f"{where} cannot be read: {first_line(error)}") from error
+    except (*_DAMAGE, Damage, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The snapshot of step {step} in memory cannot be read: {first_line(error)}"
+            f"{where} is damaged: a file of it {OTHER_CHECKSUM}."
         ) from error
 
 
