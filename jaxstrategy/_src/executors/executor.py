@@ -16,7 +16,6 @@ from jax.stages import Compiled
 
 from jaxstrategy._src.contexts import (
     context as _context,
-    context as _step_outputs,
     replica_context,
 )
 from jaxstrategy._src.contexts.context import OUTSIDE, AbstractStrategy, current
@@ -295,12 +294,12 @@ class AbstractExecutor(abc.ABC):
         context = _context.current()
         if context.observer is not None and not context.in_step:
             context.observer(self, fn, args, kwargs, options)
-        step_outputs = _step_outputs.around_steps()
+        step_outputs = _context.around_steps()
         if step_outputs is None:
             return self._run(fn, args, kwargs, options)
         with_outputs = step_outputs.with_outputs(fn)
         code.copy_source_location(with_outputs, fn)
-        args, kwargs = _step_outputs.without_sender(step_outputs, (args, kwargs))
+        args, kwargs = _context.without_sender(step_outputs, (args, kwargs))
         result, messages = self._run(with_outputs, args, kwargs, options)
         for message in messages:
             step_outputs.receive(message)
@@ -438,7 +437,7 @@ class CompiledExecutor(AbstractExecutor):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        if _step_outputs.around_steps() is not None:
+        if _context.around_steps() is not None:
             raise ContextError(
                 f"`{name_of(fn)}` was compiled ahead of time, without what it hands to "
                 "the `MultiStepContext` around this call. Call the step itself."

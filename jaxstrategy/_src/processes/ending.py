@@ -19,6 +19,7 @@ from jaxstrategy._src.processes import stragglers
 from jaxstrategy._src.processes.exit_codes import ExitCode
 from jaxstrategy._src.processes.store import ProcessState, Store
 from jaxstrategy._src.processes.watchdog import Watchdog, finish, speaking
+from jaxstrategy._src.text import users_line
 
 # So long the user's own exception may take to be printed before the death of another
 # process is; process 0's end is told at once, since JAX aborts all others.
@@ -151,7 +152,7 @@ def described(error: BaseException) -> str:
     """An exception in one line: its type, text and the user's line."""
     said = " ".join(str(error).split())
     said = said[:500] + ("..." if len(said) > 500 else "")
-    line = text.users_line(error.__traceback__)
+    line = users_line(error.__traceback__)
     told = type(error).__name__ + (f": {said}" if said else "")
     return f"{told} ({line})" if line else told
 

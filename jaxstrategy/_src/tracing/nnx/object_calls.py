@@ -17,6 +17,7 @@ from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.options import RunOptions, is_function
+from jaxstrategy._src.text import users_line
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs import KeyPath
@@ -296,7 +297,7 @@ def translated(error: Exception, name: str) -> ObjectError | None:
     )
     if not is_ours:
         return None
-    line = text.users_line(error.__traceback__)
+    line = users_line(error.__traceback__)
     where = f"\n  {line}\n" if line else " "
     return ObjectError(
         f"`{name}` changes, or indexes, an object of Flax NNX that it was not given, "
