@@ -13,7 +13,6 @@ from typing import final
 
 import jax
 
-from jaxstrategy._src import text
 from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.processes import stragglers
 from jaxstrategy._src.processes.exit_codes import ExitCode

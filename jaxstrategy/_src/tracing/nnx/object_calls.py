@@ -12,7 +12,6 @@ from typing import Any, final
 
 import jax
 
-from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ObjectError
