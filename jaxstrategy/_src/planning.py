@@ -36,8 +36,7 @@ from jaxstrategy._src.text import (
 )
 from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.explain import nbytes_of
-from jaxstrategy._src.tracing.explanation.explanation import Explanation
-from jaxstrategy._src.tracing.explanation.facts import Memory
+from jaxstrategy._src.tracing.explanation.explanation import Explanation, Memory
 from jaxstrategy._src.tracing.init import InnerShardings
 from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree

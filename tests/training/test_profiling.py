@@ -12,7 +12,7 @@ import jaxstrategy as js
 from jaxstrategy import profiling
 from jaxstrategy._src.profiling import links as _links
 from jaxstrategy._src.profiling.profile import StepAnalysis, StepFacts
-from jaxstrategy._src.tracing.explanation.facts import Memory
+from jaxstrategy._src.tracing.explanation.explanation import Memory
 from jaxstrategy.profiling import Comparison, MetricLogger, Profile, compare
 
 

@@ -30,7 +30,7 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import columns, whole, with_bytes, with_prefix, with_seconds
 from jaxstrategy._src.tracing.explanation import compiled_program
-from jaxstrategy._src.tracing.explanation.facts import Memory
+from jaxstrategy._src.tracing.explanation.explanation import Memory
 from jaxstrategy._src.values import arrays
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import is_per_replica

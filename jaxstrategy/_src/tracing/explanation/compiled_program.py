@@ -13,7 +13,7 @@ import numpy as np
 from jaxstrategy._src import text
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import Line
-from jaxstrategy._src.tracing.explanation.facts import CompiledCollective, Memory
+from jaxstrategy._src.tracing.explanation.explanation import ExplainedCollective, Memory
 
 DeviceGroups: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -110,7 +110,7 @@ class HloModule:
 
     def collectives(
         self, replicas: Replicas, outermost: str
-    ) -> Iterator[CompiledCollective]:
+    ) -> Iterator[ExplainedCollective]:
         """The collectives between devices, in order."""
         mesh = replicas.mesh
         for each in self.instructions():
@@ -123,7 +123,7 @@ class HloModule:
             # The axes of the mesh along which members of a group differ.
             indices = [np.unravel_index(group, mesh.devices.shape) for group in groups]
             differ = [any(map(np.ptp, along)) for along in zip(*indices, strict=True)]
-            yield CompiledCollective(
+            yield ExplainedCollective(
                 operation=operation,
                 kind=_KINDS[operation],
                 nbytes=sum(array.nbytes for array in each.operands),
@@ -131,8 +131,9 @@ class HloModule:
                 loops=each.loops,
                 in_branch=each.in_branch,
                 groups=groups,
-                axes=tuple(itertools.compress(mesh.axis_names, differ)),
-                inner_axes=replicas.inner_axes,
+                axes=(axes := tuple(itertools.compress(mesh.axis_names, differ))),
+                is_inner=not set(axes).isdisjoint(replicas.inner_axes),
+                cause="compiler",
                 line=next(self._lines(each, outermost), None),
             )
 

@@ -23,13 +23,13 @@ from jaxstrategy._src.text import Line
 from jaxstrategy._src.tracing import roles as _roles
 from jaxstrategy._src.tracing.checks.step_checks import problems
 from jaxstrategy._src.tracing.explanation import compiled_program
-from jaxstrategy._src.tracing.explanation.explanation import Explanation
-from jaxstrategy._src.tracing.explanation.facts import (
+from jaxstrategy._src.tracing.explanation.explanation import (
     DeviceExchange,
     ExplainedCollective,
     ExplainedLeaf,
     ExplainedSharding,
     ExplainedValue,
+    Explanation,
     UndecidedOperation,
     WholeSum,
 )

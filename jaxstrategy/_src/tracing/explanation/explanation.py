@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 from jaxstrategy._src import text
+from jaxstrategy._src.replicas.inner_axes import WHOLE, InnerSpec
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import (
     Line,
@@ -17,16 +19,6 @@ from jaxstrategy._src.text import (
     with_noun,
     with_prefix,
     with_seconds,
-)
-from jaxstrategy._src.tracing.explanation.facts import (
-    AbstractCollective,
-    CompiledCollective,
-    ExplainedCollective,
-    ExplainedLeaf,
-    ExplainedSharding,
-    ExplainedValue,
-    Memory,
-    total_bytes,
 )
 
 
@@ -96,7 +88,7 @@ class Explanation:
     sharding: ExplainedSharding | None = None
     replicas_per_device: int = 1
     logical_axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    compiled_collectives: tuple[CompiledCollective, ...] | None = None
+    compiled_collectives: tuple[ExplainedCollective, ...] | None = None
     has_loops: bool = False
     uncounted_calls: tuple[str, ...] = ()
 
@@ -109,7 +101,7 @@ class Explanation:
         return total_bytes(self.collectives)
 
     @property
-    def inner_collectives(self) -> tuple[CompiledCollective, ...] | None:
+    def inner_collectives(self) -> tuple[ExplainedCollective, ...] | None:
         """Collectives of the compiled program between devices of one replica.
 
         XLA puts them in where arrays lie over the logical axes. None if the step was
@@ -144,10 +136,7 @@ class Explanation:
         Raises:
           ValueError: there is no such algorithm.
         """
-        return sum(
-            found.seconds(self._devices(topology, algorithm), algorithm)
-            for found in self.collectives
-        )
+        return self._times(topology, algorithm)[0]
 
     def communication_bounds(
         self, topology: Topology, algorithm: str = "fastest"
@@ -175,18 +164,17 @@ class Explanation:
         >>> found.communication_bounds(links)
         (2.0, 6.0)
         """
-        devices = self._devices(topology, algorithm)
-        each = [found.bounds(devices, algorithm) for found in self.collectives]
-        return sum(least for least, _ in each), sum(most for _, most in each)
+        _, least, most = self._times(topology, algorithm)
+        return least, most
 
-    def _devices(self, topology: Topology, algorithm: str) -> Topology:
-        """The topology of devices, for the replicas of `topology`."""
+    def _times(self, topology: Topology, algorithm: str) -> tuple[float, ...]:
         if algorithm not in ("ring", "tree", "fastest"):
             raise ValueError(
                 f"`algorithm` was {algorithm!r}; 'ring', 'tree' or 'fastest' was "
                 "wanted."
             )
-        return topology.with_replicas_per_device(self.replicas_per_device)
+        devices = topology.with_replicas_per_device(self.replicas_per_device)
+        return _total(each._times(devices, algorithm) for each in self.collectives)
 
     def __str__(self) -> str:
         lines = [self._title]
@@ -218,6 +206,300 @@ class Explanation:
         elif self.replicas_per_device > 1:
             where = f", {self.replicas_per_device} on each device"
         return f"`{self.name}` on {with_noun(self.num_replicas, 'replica')}{where}"
+
+
+# The facts.
+
+
+class DeviceExchange(NamedTuple):
+    """A collective between devices that have several replicas each."""
+
+    kind: str  # to a `Topology`, such as `"all_gather"`
+    nbytes: int  # of one device's operands
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainedCollective:
+    """A collective of a step over the replicas, or of a compiled program.
+
+    Attributes:
+      operation: JAX's name for it, such as `"psum"`, or XLA's, such as `"all-reduce"`.
+      kind: what it is to a `Topology`, such as `"all_reduce"`.
+      nbytes: bytes of the operands of one replica, or device, each time.
+      dtypes: of the operands.
+      loops: how often each loop around it turns, the innermost first; None where only
+        the devices will know.
+      in_branch: whether it is in a branch, and may be left out.
+      groups: the replicas, or the devices by their places in the mesh, that take part
+        together; None: all of them.
+      line: the user's line that made it, or else where the step is defined. In a
+        compiled program that which computes what is exchanged, of several that XLA has
+        put together the first, or else the one that reads it; None if XLA kept none.
+      is_transposed: whether differentiation made it out of that line.
+      cause: `"step"` if the step says so; `"sharding"` if it is there because state is
+        divided (a reduce-scatter, or a gather before an array is used); `"compiler"` if
+        XLA needs it, where it computes once for all replicas what follows the last
+        reduction, and in a compiled program.
+      array: the argument, variable or result that is gathered, if one is.
+      why: the reason in words, if the step does not say so.
+      parts: into how many parts the operand's array is divided; of more
+        replicas, each has a smaller part. 1 if an operand is a whole array.
+      between_devices: where replicas share devices, what several devices exchange for
+        it; None where each replica has devices of its own.
+      axes: in a compiled program the axes of the mesh along which the devices of a
+        group differ.
+      is_inner: whether devices of one replica take part together.
+    """
+
+    operation: str
+    kind: str
+    nbytes: int
+    dtypes: tuple[str, ...]
+    loops: tuple[int | None, ...] = ()
+    in_branch: bool = False
+    groups: tuple[tuple[int, ...], ...] | None = None
+    line: Line | None = None
+    is_transposed: bool = False
+    cause: Literal["step", "sharding", "compiler"] = "step"
+    array: str = ""
+    why: str = ""
+    parts: int = 1
+    between_devices: tuple[DeviceExchange, ...] | None = None
+    axes: tuple[str, ...] = ()
+    is_inner: bool = False
+
+    @property
+    def group(self) -> int | None:
+        """The size of a group of replicas or devices; None for all of them."""
+        return None if self.groups is None else max(map(len, self.groups))
+
+    @property
+    def times(self) -> int | None:
+        """How often a step does it, at most; None where only the devices know."""
+        return None if None in self.loops else self.least_times
+
+    @property
+    def least_times(self) -> int:
+        """The same, with one iteration for each loop of unknown length."""
+        return math.prod(1 if turns is None else turns for turns in self.loops)
+
+    def seconds(self, topology: Topology, algorithm: str) -> float:
+        """The predicted time of `least_times` of it, by a method of `Topology`.
+
+        Where replicas share devices, the topology is that of the devices.
+        """
+        return self._times(topology, algorithm)[0]
+
+    def bounds(self, topology: Topology, algorithm: str) -> tuple[float, float]:
+        """Lower and upper bounds of that time, by `Topology.bounds`."""
+        _, least, most = self._times(topology, algorithm)
+        return least, most
+
+    def _times(self, topology: Topology, algorithm: str) -> tuple[float, ...]:
+        """All three, of the slowest group."""
+        n, links = topology.replicas, {topology}
+        sent: Sequence[tuple[str, float]] = [(self.kind, self.nbytes)]
+        if self.between_devices is not None:
+            sent = self.between_devices
+        elif self.groups is not None:
+            groups = [[i for i in group if i < n] for group in self.groups]
+            links = {topology.among(group) for group in groups if group}
+        elif self.parts > 1:  # the number of replicas of the explained step
+            sent = [(self.kind, self.nbytes * self.parts / n)]
+        found = [
+            _total(
+                (getattr(each, algorithm)(*of), *each.bounds(*of, algorithm))
+                for of in sent
+            )
+            for each in links
+        ]
+        return tuple(self.least_times * max(each) for each in zip(*found, strict=True))
+
+
+def _total(times: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(map(sum, zip((0.0, 0.0, 0.0), *times, strict=True)))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedValue:
+    """An array among the arguments or results.
+
+    Attributes:
+      path: how the user would write it, such as `"step(...)['loss']"`.
+      shape: on one replica.
+      dtype: of its elements.
+      nbytes: of it on one replica.
+      line: for a result that varies, the user's line where it began to; None if it
+        does not vary, or does so as the argument that it is.
+      why: the same in words, empty if it does not vary.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    line: Line | None = None
+    why: str = ""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory of the compiled program on one device, in bytes, as XLA reports it.
+
+    Attributes:
+      arguments: the arguments.
+      results: the results, those in donated memory included.
+      donated: the part of the results that lies in donated memory.
+      temporary: what is needed in between.
+      code: the program itself.
+    """
+
+    arguments: int
+    results: int
+    donated: int
+    temporary: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """All of it at once, an upper bound."""
+        return self.arguments + self.results - self.donated + self.temporary + self.code
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedLeaf:
+    """An array that is equal on all replicas, and the part of it that each keeps.
+
+    Attributes:
+      path: how the user would write it, such as `"state.params['kernel']"`.
+      shape: of all of it.
+      dtype: of its elements.
+      nbytes: of all of it.
+      device_bytes: of what lies on one device.
+      dimension: along which it is divided over the replicas; None if it is whole.
+      reason: why it is whole, in words; empty if it is divided.
+      inner: how the devices of each replica divide it over the logical axes.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    device_bytes: int
+    dimension: int | None
+    reason: str
+    inner: InnerSpec = WHOLE
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class WholeSum:
+    """A large all-reduce where a reduce-scatter would do.
+
+    Attributes:
+      shape: of the sum.
+      dtype: of its elements.
+      nbytes: of all of it.
+      line: the user's line that sums, None if JAX did not keep it.
+      reason: why each replica gets all of it, in words.
+      reader: the user's line that is the reason, if one is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    line: Line | None
+    reason: str
+    reader: Line | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class UndecidedOperation:
+    """An operation on divided arrays for which XLA alone chooses what it exchanges.
+
+    Such are matrix products in an optimizer. What they exchange is not among the
+    collectives of an explanation.
+
+    Attributes:
+      operation: JAX's name for it, such as `"dot_general"`.
+      count: how many of them this line makes.
+      line: the user's line that made it, None if JAX did not keep it.
+    """
+
+    operation: str
+    count: int
+    line: Line | None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedSharding:
+    """The state of a step that may be divided, and what that costs.
+
+    Attributes:
+      shard: what the strategy divides: `"state"` or `"optimizer"`; None if it divides
+        nothing by itself, but for variables.
+      num_replicas: over how many replicas.
+      leaves: all arguments and variables that are equal on all replicas, divided ones
+        and whole ones.
+      results: likewise, of the results; one that XLA may place counts as if each device
+        of a replica had all of it.
+      collectives: those that are there because state is divided; `collectives` of the
+        `Explanation` has them and all others.
+      whole_sums: the large sums that are not divided.
+      undecided: what may exchange more.
+    """
+
+    shard: str | None
+    num_replicas: int
+    leaves: tuple[ExplainedLeaf, ...]
+    results: tuple[ExplainedLeaf, ...]
+    collectives: tuple[ExplainedCollective, ...]
+    whole_sums: tuple[WholeSum, ...]
+    undecided: tuple[UndecidedOperation, ...]
+
+    @property
+    def divided(self) -> tuple[ExplainedLeaf, ...]:
+        """The arguments and variables that are sharded over replicas."""
+        return tuple(leaf for leaf in self.leaves if leaf.dimension is not None)
+
+    @property
+    def whole(self) -> tuple[ExplainedLeaf, ...]:
+        """The arguments and variables that each replica keeps whole."""
+        return tuple(leaf for leaf in self.leaves if leaf.dimension is None)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of arguments and variables on one device, between steps."""
+        return sum(leaf.device_bytes for leaf in self.leaves)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """The same if every replica kept all of them."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of all whole arrays that a step gathers."""
+        return self.num_replicas * self._bytes("all_gather")
+
+    @property
+    def scattered_bytes(self) -> int:
+        """The bytes of all whole sums that a step scatters."""
+        return self._bytes("reduce_scatter")
+
+    def _bytes(self, kind: str) -> int:
+        return total_bytes(each for each in self.collectives if each.kind == kind)
+
+
+def total_bytes(collectives: Iterable[ExplainedCollective]) -> int:
+    """The bytes of the operands of one replica, or device, in a step."""
+    return sum(found.least_times * found.nbytes for found in collectives)
 
 
 # The report.
@@ -281,30 +563,27 @@ def _sections(explained: Explanation) -> Iterator[_Section]:
 def _collectives(
     heading: str,
     of_each: str,
-    collectives: Sequence[AbstractCollective],
+    collectives: Sequence[ExplainedCollective],
     if_none: str = "nothing",
 ) -> _Section:
     """A table with one row for all equal collectives of a line."""
     if not collectives:
         return _Section(f"{heading}: {if_none}")
-    by_line: dict[object, list[AbstractCollective]] = {}
+    by_line: dict[object, list[ExplainedCollective]] = {}
     for each in collectives:
         key = (each.operation, each.dtypes, each.loops, each.in_branch, each.line)
-        if isinstance(each, ExplainedCollective):
-            more = (each.is_transposed, each.cause, each.why)
-        else:
-            more = _axes(each)
-        by_line.setdefault((*key, *more), []).append(each)
+        how = (each.is_transposed, each.cause, each.why, each.axes)
+        by_line.setdefault((*key, *how), []).append(each)
     total = with_bytes(total_bytes(collectives))
-    over = ("over",) if _axes(collectives[0]) else ()
+    over = any(each.axes for each in collectives)
     return _Section(
         f"{heading}: {total} from each {of_each} in a step",
-        ("times", "operation", *over, "dtype", "bytes", "where", "remarks"),
+        ("times", "operation", *["over"] * over, "dtype", "bytes", "where", "remarks"),
         [
             (
                 str(sum(each.least_times for each in group)),
                 group[0].operation,
-                *_axes(group[0]),
+                *[", ".join(group[0].axes)] * over,
                 ", ".join(group[0].dtypes),
                 with_bytes(total_bytes(group)),
                 _short(group[0].line),
@@ -315,32 +594,24 @@ def _collectives(
     )
 
 
-def _axes(collective: AbstractCollective) -> tuple[str, ...]:
-    """The cell with mesh axes, which only compiled collectives have."""
-    is_compiled = isinstance(collective, CompiledCollective)
-    return (", ".join(collective.axes),) if is_compiled else ()
-
-
 def _short(line: Line | None) -> str:
     """A line of the user's code, with the file's name only."""
-    if line is None:
-        return "unknown"
-    return f"{line.name}:{line.number}: {line.code}"
+    return "unknown" if line is None else f"{line.name}:{line.number}: {line.code}"
 
 
-def _remarks(group: Sequence[AbstractCollective]) -> Iterator[str]:
+def _remarks(group: Sequence[ExplainedCollective]) -> Iterator[str]:
     first = group[0]
     for turns in first.loops:
         yield "in a loop, turns unknown" if turns is None else f"in {turns} turns"
     if first.in_branch:
         yield "in a branch"
-    if not isinstance(first, ExplainedCollective):
+    if first.axes:  # as compiled
         return
     if first.group is not None:
         yield f"in groups of {first.group}"
     if first.is_transposed:
         yield "from differentiation"
-    arrays = [name for each in group if (name := getattr(each, "array", ""))]
+    arrays = [each.array for each in group if each.array]
     if arrays:
         yield f"{arrays[0]}{and_more(len(arrays), 1, before=' ')}"
     if first.why:
@@ -366,8 +637,8 @@ def _predictions(explained: Explanation) -> _Section:
     rows = []
     for replicas in sorted({topology.replicas, *_REPLICAS}):
         row = [str(replicas)]
+        scaled = topology.with_replicas(replicas)
         for algorithm in ("ring", "tree"):
-            scaled = topology.with_replicas(replicas)
             least, most = explained.communication_bounds(scaled, algorithm)
             low, high = with_seconds(least), with_seconds(most)
             between = f"{low} to {high}" if least else f"up to {high}"
@@ -384,22 +655,26 @@ def _values(
     with_why: bool = False,
 ) -> _Section:
     """A table of arguments or results, perhaps with where they began to vary."""
-    amount = "none"
-    if values:
-        nbytes = with_bytes(sum(value.nbytes for value in values))
-        amount = f"{with_noun(len(values), 'array')}, {nbytes}"
+    if not values:
+        return _Section(f"{heading}: none{advice}")
+    nbytes = with_bytes(sum(value.nbytes for value in values))
     rows = []
-    for value in values[:_MOST_VALUES]:
+    for value in values:
         why = "; ".join(part.strip() for part in value.why.split("\n"))
-        rows.append((value.path, array_type(value.dtype, value.shape), why))
-    if more := and_more(len(values), _MOST_VALUES, before=""):
-        rows.append((more, "", ""))
-    width = 3 if with_why else 2
+        kind = array_type(value.dtype, value.shape)
+        rows.append((value.path, kind, why) if with_why else (value.path, kind))
     return _Section(
-        f"{heading}: {amount}{advice}",
-        (what, "type", "differs since")[:width],
-        [row[:width] for row in rows],
+        f"{heading}: {with_noun(len(values), 'array')}, {nbytes}{advice}",
+        (what, "type", *["differs since"] * with_why),
+        _first(rows),
     )
+
+
+def _first(rows: list[_Row]) -> list[_Row]:
+    """The first rows, and how many more there are."""
+    more = and_more(len(rows), _MOST_VALUES, before="")
+    last = [(more, *[""] * (len(rows[0]) - 1))] if more else []
+    return rows[:_MOST_VALUES] + last
 
 
 def _figures(explained: Explanation) -> Iterator[_Row]:
@@ -467,7 +742,7 @@ def _sharding(
 
 def _leaves(title: str, leaves: Sequence[ExplainedLeaf]) -> _Section:
     rows = []
-    for leaf in sorted(leaves, key=lambda leaf: -leaf.nbytes)[:_MOST_VALUES]:
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.nbytes):
         how = [leaf.reason or f"dimension {leaf.dimension}"]
         for dimension, names in enumerate(leaf.inner):
             if names:
@@ -475,8 +750,6 @@ def _leaves(title: str, leaves: Sequence[ExplainedLeaf]) -> _Section:
                 how.append(f"dimension {dimension} over {axes} in each replica")
         kind = array_type(leaf.dtype, leaf.shape)
         rows.append((leaf.path, kind, with_bytes(leaf.device_bytes), "; ".join(how)))
-    if more := and_more(len(leaves), _MOST_VALUES, before=""):
-        rows.append((more, "", "", ""))
     total = with_bytes(sum(leaf.device_bytes for leaf in leaves))
     heading = f"{title}: {with_noun(len(leaves), 'array')}, {total} on a device"
-    return _Section(heading, ("array", "type", "on a device", "division"), rows)
+    return _Section(heading, ("array", "type", "on a device", "division"), _first(rows))
