@@ -35,7 +35,6 @@ _PASSING = {
 _PAUSES = (0.05, 0.2, 1.0)  # seconds before further attempts
 # Errors of a file that is no such file, and not of a disk that does not answer.
 _NO_FILE = {
-    errno.EINVAL,
     errno.EISDIR,
     errno.ELOOP,
     errno.ENAMETOOLONG,
@@ -111,20 +110,12 @@ class LocalFiles:
 
     @_patient
     def size(self, path: PathOrText) -> int:
-        return _regular(os.stat(path), path).st_size
+        return os.stat(path).st_size
 
     @_patient
     def text(self, path: PathOrText) -> str:
-        # To open a pipe otherwise would wait for its other end.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            size = _regular(os.fstat(file), path).st_size
-            parts = []
-            while part := os.read(file, size + 1):
-                parts.append(part)
-            return b"".join(parts).decode()
-        finally:
-            os.close(file)
+        with open(path, encoding="utf-8", opener=os.open) as file:
+            return file.read()
 
     @_patient
     def version(self, path: PathOrText) -> Hashable:
@@ -134,14 +125,6 @@ class LocalFiles:
         except OSError:  # a link to nothing can be renamed, too
             found = os.lstat(path)
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _regular(found: os.stat_result, path: PathOrText) -> os.stat_result:
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    return found
 
 
 @final
