@@ -35,12 +35,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.reductions.cross_device_ops import (
-    CrossDeviceOps,
-    Plan,
-    PlannedOps,
-)
-from jaxstrategy._src.reductions.packing import Packing
 from jaxstrategy._src.tracing import roles
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.traced_step import ReplicaStep
@@ -49,6 +43,7 @@ from jaxstrategy.experimental import CommunicationOptions
 Shape = tuple[int, ...]
 Reduce = Callable[[PyTree], PyTree]
 KB, MB = 2**10, 2**20
+REPLICAS = 8
 
 
 # The shapes of the parameters, and so of the gradients, of well-known networks.
@@ -122,8 +117,6 @@ def size_text(size: int) -> str:
         only=("10 x", "100 x", "MLP"),
         devices=(2, 8),
         quantity=(LOOP, ALONE),
-        largest=(),
-        pack=(4 * MB,),
         rounds=100,
         seconds=0.4,
     ),
@@ -136,11 +129,9 @@ def allreduce(args: Any) -> Iterator[Comparison]:
     (`--only` has parts of their names), by `all_reduce` in `run`; by one `lax.psum` in
     a `shard_map` by hand; by a `lax.pmean` for each array (`leaves`); and by `psum`
     once more (`again`): how far to trust a ratio. In a loop of reductions in one
-    program, and by itself with call and wait. `--largest` and `--pack` try other ways
-    to pack, in bytes.
+    program, and by itself with call and wait.
     """
     simulated = js.simulate(max(args.devices))
-    tried = [Packing(*sizes) for sizes in itertools.product(args.largest, args.pack)]
     trees = dict(NETWORKS)
     for number, size in GRID:
         trees[f"{number} x {size_text(size)}"] = [(size // 4,)] * number
@@ -150,18 +141,8 @@ def allreduce(args: Any) -> Iterator[Comparison]:
         for n, quantity in itertools.product(args.devices, args.quantity):
             if quantity == ALONE or nbytes(shapes) <= LARGEST_LOOP:
                 jax.clear_caches()  # and what compiled programs hold
-                how = simulated[:n], quantity == LOOP, tried, args
+                how = simulated[:n], quantity == LOOP, args
                 yield from compare_packs(f"{name}, {n} devices", shapes, *how)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tried(PlannedOps):
-    """Reductions that pack as they are told."""
-
-    packing: Packing
-
-    def plan(self, replicas: Any) -> Plan:
-        return Plan(self.packing)
 
 
 def compare_packs(
@@ -169,7 +150,6 @@ def compare_packs(
     shapes: Sequence[Shape],
     devices: Devices,
     is_loop: bool,
-    tried: Sequence[Packing],
     args: Any,
 ) -> Iterator[Comparison]:
     """All forms of one case."""
@@ -189,12 +169,8 @@ def compare_packs(
 
         return step if is_loop else reduce
 
-    def with_run(ops: CrossDeviceOps | None) -> Callable[[], object]:
-        def reduce(tree: PyTree) -> PyTree:
-            return js.get_replica_context().all_reduce("sum", tree)
-
-        step = js.MirroredStrategy(devices, ops).run(repeated(reduce))
-        return functools.partial(step, trees)
+    def summed(tree: PyTree) -> PyTree:
+        return js.get_replica_context().all_reduce("sum", tree)
 
     def by_hand(reduce: Reduce) -> Callable[[], object]:
         def step(stacked: PyTree) -> PyTree:
@@ -207,12 +183,9 @@ def compare_packs(
     def psum(tree: PyTree) -> PyTree:
         return lax.psum(tree, AXIS)
 
-    ours = {"run": with_run(None)}
-    for each in tried:
-        name = f"{size_text(each.largest)}/{size_text(each.pack)}"
-        ours[name] = with_run(Tried(each))
     theirs = {"psum": psum, "leaves": pmean_of_each, "again": psum}
-    programs = ours | {name: by_hand(reduce) for name, reduce in theirs.items()}
+    programs = {"run": functools.partial(strategy.run(repeated(summed)), trees)}
+    programs |= {name: by_hand(reduce) for name, reduce in theirs.items()}
 
     def seconds(program: Callable[[], object]) -> float:
         return seconds_of(lambda: jax.block_until_ready(program()))
@@ -223,10 +196,7 @@ def compare_packs(
     times = scaled(in_turn(measures, args.rounds, args.seconds), 1e6 / turns)
     is_small = nbytes([max(shapes, key=math.prod)]) <= 4 * KB
     target = 1 / 3 if is_small and is_loop and n == 8 else 1.03
-    for name in ours:
-        told = f"{case}, {name}" if tried else case
-        found = {"run": times[name]} | {each: times[each] for each in theirs}
-        yield Comparison(told, LOOP if is_loop else ALONE, "us", found, target)
+    yield Comparison(case, LOOP if is_loop else ALONE, "us", times, target)
 
 
 # The first reduction.
@@ -234,9 +204,7 @@ def compare_packs(
 LAYER = ((64, 64), (64,), (3, 3, 16, 16), (16,), (256, 10))
 
 
-@benchmark(
-    dict(leaves=(500, 10000), most=2000, devices=8, rounds=1), dict(leaves=(500,))
-)
+@benchmark(dict(leaves=(500, 10000), most=2000, rounds=1), dict(leaves=(500,)))
 def wide(args: Any) -> Iterator[Comparison]:
     """The first reduction of a wide tree costs less than by hand, and grows with it.
 
@@ -245,8 +213,7 @@ def wide(args: Any) -> Iterator[Comparison]:
     against a `shard_map` by hand with one `lax.psum`. By hand 10,000 leaves take over
     10 minutes: beyond `--most` leaves that form is left out.
     """
-    strategy = js.MirroredStrategy(js.simulate(args.devices))
-    n = args.devices
+    strategy, n = js.MirroredStrategy(js.simulate(REPLICAS)), REPLICAS
     kinds: tuple[Any, ...] = ("few types", "many types")
     for kind, count in itertools.product(kinds, args.leaves):
         shapes = [LAYER[k % len(LAYER)] for k in range(count)]
@@ -289,7 +256,6 @@ def wide(args: Any) -> Iterator[Comparison]:
 
 # Compressed.
 
-REPLICAS = 8
 GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 LEVELS: Any = {"implementation": "hierarchical", "groups": GROUPS}
 OPTIONS = {
@@ -300,20 +266,14 @@ OPTIONS = {
     "PowerSGD(1)": CommunicationOptions(compression=js.experimental.PowerSGD(1)),
     "PowerSGD(4)": CommunicationOptions(compression=js.experimental.PowerSGD(4)),
 }
-STEPS, SIZE = 200, 64
 
 
 @benchmark(dict(only=("",)), dict(only=("MLP",)))
 def compressed(args: Any) -> Iterator[Comparison]:
     """8 bits send 0.27 of what exact gradients do, thin matrices far less.
 
-    - sent: bytes that each of 8 replicas sends in a reduction around a ring, counted
-      from what `explain` says, in all and between groups of four, for well-known
-      networks;
-    - missed: how far the mean of one reduction is from the exact one, and parameters
-      from the target after 200 steps of SGD, with what was not sent added to the next
-      gradients and without; for one matrix whose columns have sizes between 0.001 and
-      10.
+    Bytes that each of 8 replicas sends in a reduction around a ring, counted from what
+    `explain` says, in all and between groups of four, for well-known networks.
     """
     # A step for each form is what is asked for.
     warnings.simplefilter("ignore", js.errors.RecompilationWarning)
@@ -332,7 +292,6 @@ def compressed(args: Any) -> Iterator[Comparison]:
                 is_claimed = form == "int8" and exact[0] > 1e6 and quantity == "sent"
                 target = 0.27 if is_claimed else None
                 yield Comparison(f"{name}, {form}", quantity, "MB", values, target)
-    yield from compare_missed(strategy)
 
 
 def reduction(options: CommunicationOptions) -> Callable[..., PyTree]:
@@ -372,37 +331,6 @@ def sent(
         # Around a ring of all replicas two of the links are between groups.
         between += seconds * (each.group in (None, len(GROUPS)))
     return total, between
-
-
-def compare_missed(strategy: js.Strategy) -> Iterator[Comparison]:
-    """How near means and parameters come to the exact ones."""
-    draw = np.random.default_rng(0)
-    size = 10 ** draw.uniform(-3, 1, SIZE)
-    mean = size * draw.normal(size=(SIZE, SIZE))
-    noise = size * draw.normal(size=(REPLICAS, SIZE, SIZE))
-    own = strategy.per_replica((mean + noise - noise.mean(0)).astype(np.float32))
-    like = np.zeros((SIZE, SIZE), np.float32)
-
-    def descend(reduce: Any, remembers: bool, own: Any, state: Any) -> Any:
-        """Parameters after SGD from zeros to the mean of what the replicas have."""
-
-        def turn(carry: PyTree, _: None) -> tuple[PyTree, None]:
-            w, state = carry
-            found, after = reduce(w - own, state)
-            return (w - 0.1 * found, after if remembers else state), None
-
-        return lax.scan(turn, (jnp.zeros_like(own), state), length=STEPS)[0][0]
-
-    for form, options in OPTIONS.items():
-        reduce, state = reduction(options), compression_state(strategy, like, options)
-        ends = [strategy.run(reduce, (own, state))[0]]
-        for remembers in (True, False):
-            step = functools.partial(descend, reduce, remembers)
-            ends.append(strategy.run(step, (own, state)))
-        far = [float(np.linalg.norm(x - mean) / np.linalg.norm(mean)) for x in ends]
-        yield Comparison(form, "one mean", "", {"missed by": [far[0]]})
-        kept = {"with the memory": [far[1]], "without": [far[2]]}
-        yield Comparison(form, f"{STEPS} steps", "", kept)
 
 
 # Beside the computation.
