@@ -166,15 +166,13 @@ class Host:
     def __init__(self, coordinator: str, secret: Secret) -> None:
         name, _, port = coordinator.rpartition(":")
         self._changed = threading.Condition()
-        self._hellos: dict[bytes, Message] = {}
+        self._calls: dict[bytes, tuple[Request, Message]] = {}  # by connection
         self._gone: list[Message] = []
         self._refused = 0
-        self._own: Message | None = None
+        self._end: float | None = None
         self._early: list[Request] = []
         self._ended: list[bytes] = []
-        self.peers: dict[
-            int, bytes
-        ] = {}  # the connection to each of them, by their ids
+        self.peers: dict[int, bytes] = {}  # the connection to each, by their ids
         self.server = Server(
             secret,
             self._received,
@@ -182,13 +180,9 @@ class Host:
             lost=self._left,
             largest=LARGEST,
         )
-        answer = str(endpoint(self.server.address)[1]).encode()
         try:
             self._pointer = Server(
-                secret,
-                lambda request: request.reply(answer),
-                address=coordinator,
-                refused=self._note_refused,
+                secret, self._asked, address=coordinator, refused=self._note_refused
             )
         except OSError:
             self.server.close(0)
@@ -198,34 +192,37 @@ class Host:
 
     def meet(self, hello: Message, coordinator: str, timeout_seconds: float) -> Group:
         """Wait for all, and tell them the verdict; raises as `meet`."""
-        end = time.monotonic() + timeout_seconds
+        count = hello["count"]
         with self._changed:
-            self._own, self._end, self._coordinator = hello, end, coordinator
-            for request in self._early:  # that came before this process
-                self._welcome(request, read(request.frames))
-            while (left := self._end - time.monotonic()) > 0:
-                if self._mistakes():
-                    self._end = min(self._end, time.monotonic() + _GRACE_SECONDS)
-                elif len(self._all()) >= hello["count"]:
+            self._end = time.monotonic() + timeout_seconds
+            while True:
+                others = self._of_this_job(hello, coordinator)
+                wrong, left = _mistakes(hello, others), self._end - time.monotonic()
+                if wrong:
+                    left = min(left, _GRACE_SECONDS)
+                    self._end = time.monotonic() + left
+                if left <= 0 or (not wrong and len(others) + 1 >= count):
                     break
                 self._changed.wait(min(left, 0.5))
-            wrong = self._mistakes() or self._missing(timeout_seconds)
-            peers = {said["index"]: peer for peer, said in self._hellos.items()}
-            members = sorted(map(member, self._all()), key=lambda one: one.index)
+            wrong = wrong or self._missing(hello, others, timeout_seconds)
+            calls = list(self._calls.items())
+            members = sorted(map(member, (hello, *others)), key=lambda one: one.index)
             if not wrong:
-                self.peers, self._early = peers, []
+                self.peers = {said["index"]: peer for peer, (_, said) in calls}
+        text = ""
         if wrong:
             text = (
-                f"The {hello['count']} processes of the job at {coordinator} could not "
-                f"start together: {'; '.join(wrong)}."
+                f"The {count} processes of the job at {coordinator} could not start "
+                f"together: {'; '.join(wrong)}."
             )
-            self._tell({"verdict": text})
+        rows = [dataclasses.astuple(each) for each in members]
+        for _, (request, _) in calls:
+            request.reply(written({"verdict": text, "members": rows}))
+        if wrong:
             with self._changed:  # they hang up when they have heard it
-                self._changed.wait_for(lambda: not self._hellos, _GRACE_SECONDS)
+                self._changed.wait_for(lambda: not self._calls, _GRACE_SECONDS)
             self.close()
             raise ClusterError(text)
-        rows = [dataclasses.astuple(each) for each in members]
-        self._tell({"verdict": "", "members": rows})
         self._leave_port()
         return Group(0, tuple(members), self, None, queue.SimpleQueue())
 
@@ -248,6 +245,12 @@ class Host:
         self._pointer.close()
         self.server.close()
 
+    def _asked(self, request: Request) -> None:
+        """Name the port, and the seconds for which process 0 still waits."""
+        left = 0.0 if self._end is None else max(0.0, self._end - time.monotonic())
+        port = endpoint(self.server.address)[1]
+        request.reply(written({"port": port, "seconds": left}))
+
     def _received(self, request: Request) -> None:
         if self.peers:
             self._early.append(request)
@@ -256,35 +259,31 @@ class Host:
         if not _is_hello(hello):
             raise ValueError("this is no hello")
         with self._changed:
-            if self._own is None:
-                self._early.append(request)
-            else:
-                self._welcome(request, hello)
+            if request.peer in self._calls:
+                raise ValueError("it says hello twice")
+            self._calls[request.peer] = request, hello
+            self._changed.notify_all()
 
-    def _welcome(self, request: Request, hello: Message) -> None:
-        assert self._own is not None
-        if request.peer in self._hellos:
-            raise ValueError("it says hello twice")
-        if hello.get("job", "") != self._own.get("job", ""):
-            other = (
-                f"{member(hello)} belongs to job {hello.get('job')!r}, but "
-                f"{member(self._own)} at {self._coordinator} to job "
-                f"{self._own.get('job')!r}. Give each job a port of its own."
-            )
-            request.reply(written({"verdict": other}))
-            return
-        self._hellos[request.peer] = hello
-        request.reply(written({"seconds": max(0.0, self._end - time.monotonic())}))
-        self._changed.notify_all()
+    def _of_this_job(self, own: Message, coordinator: str) -> list[Message]:
+        """Who has come; processes of other jobs are sent away."""
+        for peer, (request, hello) in list(self._calls.items()):
+            if hello.get("job", "") != own.get("job", ""):
+                del self._calls[peer]
+                other = (
+                    f"{member(hello)} belongs to job {hello.get('job')!r}, but "
+                    f"{member(own)} at {coordinator} to job {own.get('job')!r}. Give "
+                    "each job a port of its own."
+                )
+                request.reply(written({"verdict": other}))
+        return [hello for _, hello in self._calls.values()]
 
     def _left(self, peer: bytes) -> None:
         if self.peers:
             self._ended.append(peer)
             return
         with self._changed:
-            if (hello := self._hellos.pop(peer, None)) is not None:
-                self._gone.append(hello)
-            self._early = [each for each in self._early if each.peer != peer]
+            if (call := self._calls.pop(peer, None)) is not None:
+                self._gone.append(call[1])
             self._changed.notify_all()
 
     def _note_refused(self) -> None:
@@ -297,17 +296,11 @@ class Host:
                 flush=True,
             )
 
-    def _all(self) -> list[Message]:
-        return [*([self._own] if self._own else []), *self._hellos.values()]
-
-    def _mistakes(self) -> list[str]:
-        assert self._own is not None
-        return _mistakes(self._own, list(self._hellos.values()))
-
-    def _missing(self, timeout_seconds: float) -> list[str]:
-        assert self._own is not None
-        count = self._own["count"]
-        missing = sorted(set(range(count)) - {h["index"] for h in self._all()})
+    def _missing(
+        self, own: Message, others: Sequence[Message], timeout_seconds: float
+    ) -> list[str]:
+        count = own["count"]
+        missing = sorted(set(range(count)) - {h["index"] for h in (own, *others)})
         if not missing:
             return []
         wrong = [
@@ -325,12 +318,6 @@ class Host:
             other = f"callers with another {_secret.VARIABLE}, or none"
             wrong.append(f"{other}, were refused {times}")
         return wrong
-
-    def _tell(self, message: Message) -> None:
-        with self._changed:
-            peers = list(self._hellos)
-        for peer in peers:
-            self.server.send(peer, written(message))
 
     def _leave_port(self) -> None:
         """Listen no more at the coordinator's address, where JAX begins to."""
@@ -359,7 +346,7 @@ class _Guest:
 
     def meet(self) -> Group:
         """Call process 0 until it answers, then wait for its verdict."""
-        port = self._port()
+        port, seconds = self._port()
         name, _ = endpoint(self._coordinator)
         news: queue.SimpleQueue[list[Buffer] | None] = queue.SimpleQueue()
         try:
@@ -379,14 +366,14 @@ class _Guest:
                 "Does a firewall stand between them?"
             ) from error
         try:
-            members = self._verdict(client, news)
+            members = self._verdict(client, seconds)
         except BaseException:
             client.close(0)
             raise
         return Group(self._hello["index"], members, None, client, news)
 
-    def _port(self) -> int:
-        """The port that process 0 names at the coordinator's address."""
+    def _port(self) -> tuple[int, float]:
+        """The port that process 0 names, and the seconds for which it still waits."""
         hung_up_since, why = None, "it was not called"
         while (left := self._end - time.monotonic()) > 0:
             try:
@@ -396,8 +383,8 @@ class _Guest:
                     timeout_seconds=min(left, ANSWER_SECONDS),
                 )
                 with contextlib.closing(client):
-                    (frame,) = client.request(timeout_seconds=ANSWER_SECONDS)
-                return int(bytes(frame))
+                    said = read(client.request(timeout_seconds=ANSWER_SECONDS))
+                return said["port"], said["seconds"]
             except (RefusedError, TimeoutError):
                 does = self._other_program()
             except (LostError, RemoteError):
@@ -452,19 +439,11 @@ class _Guest:
             "all processes of the job the same, and each job a port of its own."
         )
 
-    def _verdict(
-        self, client: Client, news: queue.SimpleQueue[list[Buffer] | None]
-    ) -> tuple[Member, ...]:
-        end = self._end
+    def _verdict(self, client: Client, seconds: float) -> tuple[Member, ...]:
+        left = max(self._end - time.monotonic(), seconds) + _VERDICT_SECONDS
         try:
-            left = max(_VERDICT_SECONDS, end - time.monotonic())
             said = read(client.request(written(self._hello), timeout_seconds=left))
-            if "seconds" in said:
-                end = max(end, time.monotonic() + said["seconds"]) + _VERDICT_SECONDS
-                if (frames := news.get(timeout=end - time.monotonic())) is None:
-                    raise LostError
-                said = read(frames)
-        except (OSError, RuntimeError, ValueError, queue.Empty) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             gone = isinstance(error, LostError)
             raise ClusterError(
                 f"Process 0 at {self._coordinator} "
