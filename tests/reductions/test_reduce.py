@@ -1,6 +1,11 @@
 """Reductions and gathers outside of steps, by layout, and of `IndexedSlices`."""
 
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -551,3 +556,54 @@ def test_slices_of_no_rows_are_reduced(of_four):
 
     found = of_four.run(step, args=(per_replica((0, 2), "float32"),))
     check(found, (5, 2), "float32")
+
+
+# A new operation is what `CONTRIBUTING.md` says: a member, and a row of the table.
+
+MEMBER = 'MAX = "MAX"\n'
+ROW = "OPERATIONS: Mapping[ReduceOp, ReduceOperation] = {\n"
+ADDED = """    ReduceOp.PRODUCT: ReduceOperation(
+        jnp.prod,
+        lambda x, axes, groups: jnp.prod(
+            lax.all_gather(x, axes, axis_index_groups=groups), 0
+        ),
+    ),
+"""
+PROGRAM = """
+import jax, jaxstrategy as js
+
+for options in ({"replicas_per_device": 1}, {"replicas_per_device": 2}):
+    strategy = js.MirroredStrategy(js.simulate(2), **options)
+    x = strategy.per_replica([2.0, 3.0, 5.0, 7.0][: strategy.num_replicas_in_sync])
+
+    def step(x):
+        reduce = js.get_replica_context().all_reduce
+        return reduce("product", x), jax.grad(lambda x: reduce("product", x))(x)
+
+    product, slopes = strategy.run(step, (x,))
+    assert isinstance(product, js.Mirrored) and strategy.reduce("product", x) == product
+    n, product = strategy.num_replicas_in_sync, float(product)
+    assert [float(s) for s in slopes.values] == [
+        n * product / float(version) for version in x.values
+    ]
+    print(product)
+"""
+
+
+@pytest.mark.slow
+def test_an_operation_is_added_by_a_member_and_a_row(tmp_path):
+    package = Path(js.__file__).parent
+    shutil.copytree(package, tmp_path / package.name)
+    for file, old, new in (
+        ("options.py", MEMBER, f'{MEMBER}    PRODUCT = "PRODUCT"\n'),
+        ("reductions/operations.py", ROW, ROW + ADDED),
+    ):
+        path = tmp_path / package.name / "_src" / file
+        text = path.read_text()
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == ["6.0", "210.0"], done.stderr

@@ -187,40 +187,6 @@ def number():
     return replica().replica_id_in_sync_group
 
 
-def drawn():
-    return jax.random.uniform(replica().fold_in(jax.random.key(0)))
-
-
-NUMBERED = {
-    "scan": lambda w: jax.lax.scan(lambda c, _: (c + number(), None), w, length=2)[0],
-    "cond": lambda w: jax.lax.cond(w.sum() > 0, lambda w: w + number(), jnp.sin, w),
-    "jit": lambda w: jax.jit(lambda w: w + number())(w),
-    "keys": lambda w: jax.lax.map(lambda x: x + drawn(), w),
-}
-
-
-@pytest.mark.slow
-@each_of("cores", [1, 2])
-def test_a_replica_of_several_devices_knows_its_number_in_loops(cores):
-    strategy = cored(8 // cores, cores, sharding=STATE)
-    kernel = strategy.init(lambda: jnp.ones(8))
-
-    def step(kernel):
-        found = {way: function(kernel) for way, function in NUMBERED.items()}
-        return replica().all_reduce("sum", found)
-
-    n = 8 // cores
-    keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(n)]
-    wanted = {
-        "scan": n + n * (n - 1),
-        "cond": n + n * (n - 1) / 2,
-        "jit": n + n * (n - 1) / 2,
-        "keys": n + sum(float(jax.random.uniform(key)) for key in keys),
-    }
-    for way, found in strategy.run(step, (kernel,)).items():
-        np.testing.assert_allclose(found, np.full(8, wanted[way]), rtol=1e-5)
-
-
 def test_replicas_of_several_devices_solve_systems():
     strategy = cored(4, 2, sharding=STATE)
     kernel = strategy.init(lambda: 9 * jnp.eye(8))

@@ -348,20 +348,6 @@ def test_several_steps_in_one_call_are_those_of_as_many():
     assert isinstance(state[1][0].mu["w"], js.Sharded)
 
 
-def branched(params, x):
-    loss, grads = mean(jax.value_and_grad(tanh_loss)(params, x))
-    moved = lambda: jax.tree.map(lambda a, g: a - g, params, grads)  # noqa: E731
-    return lax.cond(loss > 0, moved, lambda: params)
-
-
-def reduced_in_a_loop(params, x):
-    def turn(params, _):
-        loss, grads = mean(jax.value_and_grad(tanh_loss)(params, x))
-        return jax.tree.map(lambda a, g: a - g, params, grads), loss
-
-    return lax.scan(turn, params, length=3)
-
-
 def tied(params, x):
     def loss(p):
         return ((jnp.tanh(x @ p["w"]) @ p["w"].T) ** 2).mean() + p["b"].sum()
@@ -374,14 +360,6 @@ def returns_all(params, x):
     mine, ours = grads, mean(grads)
     new = jax.tree.map(lambda a, g: a - g, params, ours)
     return new, new, params, mine, ours, x @ params["w"], x @ new["w"]
-
-
-def merges(params, x):
-    def update(strategy, grads):
-        return strategy.reduce("mean", grads, axis=None)
-
-    grads = replica().merge_call(update, (jax.grad(tanh_loss)(params, x),))
-    return jax.tree.map(lambda a, g: a - g, params, grads)
 
 
 def in_half_precision(params, x):
@@ -400,9 +378,7 @@ def matrices(params, x):
     return {**params, "w": params["w"] + sum(found)}
 
 
-INSIDE = [
-    branched, reduced_in_a_loop, returns_all, merges, in_half_precision, tied, matrices,
-]  # fmt: skip
+INSIDE = [returns_all, in_half_precision, tied, matrices]
 
 
 @pytest.mark.slow

@@ -54,26 +54,6 @@ def versions(value, strategy):
     return [np.asarray(each) for each in strategy.experimental_local_results(value)]
 
 
-def test_collectives_are_those_of_numpy(layout):
-    x = rows(layout)
-
-    def step(x, w):
-        total = replica().all_reduce("sum", {"x": x, "w": w})
-        mean = replica().all_reduce("mean", x)
-        both = replica().all_gather(x, 0)
-        return total, mean, both, x * w, replica().all_reduce("max", x)
-
-    with js.experimental.eager_replicas():
-        total, mean, both, own, most = layout.run(step, (js.PerReplica(x), 2.0))
-    np.testing.assert_array_equal(total["x"], x.sum(0))
-    np.testing.assert_array_equal(total["w"], 2 * len(x))
-    np.testing.assert_array_equal(mean, x.mean(0))
-    np.testing.assert_array_equal(both, x.reshape(-1))
-    np.testing.assert_array_equal(most, x.max(0))
-    for version, row in zip(versions(own, layout), x, strict=True):
-        np.testing.assert_array_equal(version, 2 * row)
-
-
 def test_a_merge_call_is_made_once_for_all(layout):
     x = rows(layout)
     calls = []
@@ -92,39 +72,6 @@ def test_a_merge_call_is_made_once_for_all(layout):
     np.testing.assert_array_equal(total, x.sum(0))
     for version, row in zip(versions(own, layout), x, strict=True):
         np.testing.assert_array_equal(version, row + 1)
-
-
-@pytest.mark.slow
-def test_variables_are_read_and_assigned(layout):
-    x = rows(layout)
-    with layout.scope():
-        total = js.Variable(np.zeros(2, np.float32), aggregation="sum")
-        mean = js.Variable(np.zeros(2, np.float32), aggregation="mean")
-        first = js.Variable(np.zeros(2, np.float32), aggregation="only_first_replica")
-        equal = js.Variable(5.0)
-        own = js.Variable(1.0, synchronization="on_read", aggregation="sum")
-
-    @layout.run
-    def step(x):
-        total.assign_add(x)
-        mean.assign(x)
-        first.assign(x + 1)
-        equal.assign_sub(1.0)
-        own.assign_add(x[1])
-        return total.value(), own.value()
-
-    with js.experimental.eager_replicas():
-        now, mine = step(js.PerReplica(x))
-    np.testing.assert_array_equal(total, x.sum(0))
-    np.testing.assert_array_equal(now, x.sum(0))
-    np.testing.assert_array_equal(mean, x.mean(0))
-    np.testing.assert_array_equal(first, x[0] + 1)
-    assert float(equal) == 4
-    np.testing.assert_allclose(own, len(x) + x[:, 1].sum())
-    np.testing.assert_array_equal(versions(mine, layout), 1 + x[:, 1])
-    step(js.PerReplica(x))  # compiled again, from what is there
-    np.testing.assert_array_equal(total, 2 * x.sum(0))
-    assert float(equal) == 3
 
 
 def both_ways(strategy, step, *args):

@@ -262,26 +262,6 @@ def test_a_copy_keeps_the_parameter_device():
     assert variable(twin, 1.0).devices == (jax.devices()[5],)
 
 
-@pytest.mark.slow
-def test_replicas_assign_an_aggregate(storage):
-    n, x = storage.num_replicas_in_sync, ids(storage, 1.0)
-    wanted = {"sum": n * (n + 1) / 2, "mean": (n + 1) / 2, "only_first_replica": 1.0}
-    each = {how: variable(storage, aggregation=how) for how in wanted}
-
-    def step(method, x):
-        return {how: getattr(v, method)(x) for how, v in each.items()}
-
-    assert storage.run(step, ("assign", x)) == wanted
-    for v in each.values():
-        v.assign(10.0)
-    added = storage.run(step, ("assign_add", x))
-    assert added == {how: 10 + number for how, number in wanted.items()}
-    storage.run(step, ("assign_sub", x))
-    for v in each.values():
-        assert v.value() == 10.0
-        assert v.distributed().devices() == set(storage.extended.parameter_devices)
-
-
 def test_several_steps_in_one_function_of_the_users_are_refused():
     strategy = central()
     v = variable(strategy, 1.0, name="kept")

@@ -202,26 +202,6 @@ def test_on_read_variables_assigned_in_merge_calls(two, aggregation):
     assert (out[4], copies(two, v)) == expected
 
 
-def test_variables_in_loops_and_branches(strategy):
-    v = variable(strategy, 0.0)
-    o = variable(strategy, 0.0, "on_read", "sum")
-
-    def step(x):
-        steps = jax.lax.scan(lambda c, _: (c, v.assign_add(1.0)), 0, length=3)[1]
-        jax.lax.fori_loop(0, 2, lambda i, _: o.assign_add(x), x)
-        turns = jax.lax.while_loop(
-            lambda c: c < 4, lambda c: v.assign_add(1.0) * 0 + c + 1, 0.0
-        )
-        jax.lax.cond(x > 0, lambda: o.assign_add(1.0), lambda: o.value())
-        jax.lax.switch(1, [lambda: v.assign(0.0), lambda: v.assign_add(10.0)])
-        return steps, turns
-
-    steps, turns = strategy.run(step, (ids(strategy),))
-    n = strategy.num_replicas_in_sync
-    assert steps.tolist() == [1, 2, 3] and turns == 4
-    assert (v.value(), o.value()) == (17, sum(2 * i + (i > 0) for i in range(n)))
-
-
 def test_a_loop_whose_condition_would_not_see_the_variable_change(two):
     v = variable(two, 0.0)
 
@@ -445,16 +425,6 @@ def test_reductions_are_tensorflows(two, row):
 
 
 # The same with any number of replicas; NumPy is the oracle.
-
-
-def test_what_is_equal_on_all_replicas_may_be_assigned_without_aggregation(strategy):
-    v = variable(strategy, np.zeros(2))
-    out = strategy.run(
-        lambda x: v.assign(js.get_replica_context().all_reduce("sum", x) + v),
-        (js.PerReplica(np.ones((strategy.num_replicas_in_sync, 2), np.float32)),),
-    )
-    assert isinstance(out, js.Mirrored)
-    assert v.numpy().tolist() == [strategy.num_replicas_in_sync] * 2
 
 
 @pytest.mark.slow

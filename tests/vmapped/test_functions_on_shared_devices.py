@@ -34,37 +34,6 @@ def stacked(tree):
     )
 
 
-def test_reductions_of_the_context(eight):
-    grouped = {"pairs": PAIRS, "across": ACROSS, "halves": HALVES}
-    functions = {"sum": np.sum, "mean": np.mean, "max": np.max}
-
-    @eight.run
-    def step(x):
-        def reduced(groups):
-            reduce = replica().all_reduce
-            return {op: reduce(op, x, groups=groups) for op in functions}
-
-        return (
-            {name: reduced(groups) for name, groups in grouped.items()},
-            {op.name: replica().all_reduce(op, x) for op in js.ReduceOp},
-            replica().all_gather(x[None], 0),
-            replica().all_gather(x[None, None], 1),
-        )
-
-    reduced, whole, first, second = stacked(step(ids(eight)))
-    x = np.arange(8.0)
-    for op, number in {"SUM": 28, "MEAN": 3.5, "MIN": 0, "MAX": 7}.items():
-        np.testing.assert_array_equal(whole[op], np.full(8, number))
-    for name, groups in grouped.items():
-        for op, function in functions.items():
-            wanted = np.zeros(8)
-            for group in groups:
-                wanted[group] = function(x[group])
-            np.testing.assert_array_equal(reduced[name][op], wanted)
-    np.testing.assert_array_equal(first, np.tile(x, (8, 1)))
-    np.testing.assert_array_equal(second, np.tile(x, (8, 1, 1)))
-
-
 # Of all replicas' arrays `[replica, ...]`, what each has afterwards.
 
 

@@ -177,47 +177,11 @@ SUM, MEAN, FIRST, NONE = (
     getattr(js.VariableAggregation, name)
     for name in ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE")
 )
-ON_READ = js.VariableSynchronization.ON_READ
 
 
 def variable(strategy, value, aggregation, **options):
     with strategy.scope():
         return js.Variable(value, aggregation=aggregation, **options)
-
-
-def test_variables_in_loops_and_branches(eight):
-    shared = variable(eight, 1.0, SUM)
-    own = variable(eight, 0.0, SUM, synchronization=ON_READ)
-    rows = variable(eight, np.zeros(4, np.float32), MEAN)
-
-    def step(x):
-        def turn(i, carry):
-            shared.assign_add(x)  # 28 more each time
-            own.assign_add(1.0)
-            return carry + shared.read_value()
-
-        total = lax.fori_loop(0, 3, turn, 0.0)
-
-        def more():
-            own.assign_add(10.0)
-            return 0
-
-        lax.cond(x > 5, more, lambda: 0)  # each for itself
-        lax.while_loop(lambda c: c < 7, lambda c: own.assign_add(100.0) * 0 + c + 1, x)
-
-        def all_more():
-            rows.assign_add(jnp.arange(4.0) * x)
-            return 0
-
-        lax.cond(lax.pmax(x, "replica") > 3, all_more, lambda: 0)
-        return total
-
-    total = eight.run(step, (ids(eight),))
-    np.testing.assert_array_equal(np.asarray(total).reshape(-1)[0], 29 + 57 + 85)
-    assert float(shared.numpy()) == 85
-    wanted = 8 * 3 + 2 * 10 + 100 * sum(7 - i for i in range(8))
-    assert float(own.numpy()) == wanted
-    np.testing.assert_array_equal(rows.numpy(), 3.5 * np.arange(4))
 
 
 def test_references_that_a_step_makes(eight):
