@@ -80,11 +80,11 @@ def {name}(args):
 main([{name}])
 """
 MAIN = """
-import pathlib, sys
+import os, pathlib, sys
 import run_all
 from run_all import Script
 scripts, *arguments = sys.argv[1:]
-run_all.others_now = lambda: 0.0
+run_all.others_now = lambda: float(os.environ["OTHERS"])
 sys.exit(run_all.main(arguments, eval(scripts), pathlib.Path.cwd()))
 """
 
@@ -103,11 +103,11 @@ class Runner:
         self.output = folder / "output.json"
         self.scripts = [Script(name, name, 60) for name in ("first", "second")]
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments, others="0"):
         files = ["--results", str(self.file), "--output", str(self.output)]
         return subprocess.run(
             [sys.executable, "-c", MAIN, repr(self.scripts), *files] + [*arguments],
-            env={**os.environ, "PYTHONPATH": str(FOLDER)},
+            env={**os.environ, "PYTHONPATH": str(FOLDER), "OTHERS": others},
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -148,6 +148,10 @@ def test_all_scripts_go_into_one_file_and_one_page(runner):
     assert run["versions"]["jax"] and run["cores"] >= 1 and run["commit"]
     assert runner.page == run_all.page(found)
     assert "| small | 2 (1.5-2.5) | 2 | 1.000 (0.75-1.25) | 1.00 | met |" in runner.page
+    runner.file.unlink()
+    done = runner(others="0.35")
+    assert done.returncode == 2 and not runner.file.exists()
+    assert "Other processes use 35% of the" in done.stderr and "`--busy`" in done.stderr
 
 
 def record(median, low=None, high=None, **options):

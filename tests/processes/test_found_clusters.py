@@ -23,6 +23,8 @@ HALF = [
         {"OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "a"},
         "install `mpi4py`",
     ),
+    ({"OMPI_COMM_WORLD_RANK": "1"}, "install `mpi4py`"),
+    ({"PMI_RANK": "1"}, "install `mpi4py`"),
     ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "install `mpi4py`"),
     (
         {"SLURM_NTASKS": "2"},
@@ -30,6 +32,7 @@ HALF = [
     ),
     ({"SLURM_PROCID": "1", "SLURM_NTASKS": "1"}, "with `srun`"),
     ({"SLURM_NPROCS": "2"}, "with `srun`"),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "1"}, "with `srun`"),
     ({"SLURM_STEP_NUM_NODES": "2"}, "with `srun`"),
     ({"SLURM_NNODES": "2"}, "with `srun`"),
     ({"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, "with `srun`"),

@@ -191,6 +191,8 @@ def test_structures_come_back(client):
     assert client.nest_blocking(2) == {"t": (2, [2, 3]), "u": (2,)}
     assert client.total_blocking({"b": [5], "a": 4}) == 9
     assert client.empty_blocking() == []
+    brain = client.brain_blocking(np.ones(3, ml_dtypes.bfloat16))
+    assert brain.dtype == ml_dtypes.bfloat16 and brain.tolist() == [2, 2, 2]
     nothing = client.nothing()
     assert nothing.is_ok() and nothing.get_value() is None
 
@@ -228,6 +230,7 @@ def test_wrong_arguments_are_a_status(client):
         with pytest.raises(rpc.InvalidArgumentError) as caught:
             result.get_value()
         assert str(caught.value) == f"{told} provided"
+    assert client.call("nope").get_error() == (3, "nope is not registered.")
     # Numbers take the dtype of their kind, and of 64 bits those of JAX.
     assert client.half_blocking(3.0).dtype == np.float16
     assert client.mul_blocking(np.int64(2), np.array(3)) == 6
@@ -249,16 +252,6 @@ def test_wrong_arguments_are_errors_of_the_caller(client):
     ]:
         with pytest.raises(error, match=told):
             client.total(*args)
-
-
-def test_dtypes_of_accelerators_are_sent(client):
-    result = client.brain_blocking(np.ones(3, ml_dtypes.bfloat16))
-    assert result.dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(result.astype(np.float32), [2, 2, 2])
-
-
-def test_unknown_methods_are_a_status(client):
-    assert client.call("nope").get_error() == (3, "nope is not registered.")
 
 
 def test_an_error_of_the_function_is_a_status(client):
@@ -376,15 +369,6 @@ def nobody_listens(address):
     return True
 
 
-def test_closing_ends_connections_and_may_come_twice():
-    server = started()
-    client = connected(server)
-    assert client.mul_blocking(2, 3) == 6
-    for each in client, server, client, server:
-        each.close()
-    until(lambda: nobody_listens(server.address))
-
-
 def test_both_end_with_their_last_reference():
     server = started()
     client, address = connected(server), server.address
@@ -404,12 +388,14 @@ def test_calls_end_when_the_client_is_closed():
     with started(slow=slow()) as server:
         client = connected(server)
         result = client.slow(5)
-        client.close()
+        client.close(), client.close()
         code, told = result.get_error()
         assert code == 14 and told == "The client was closed."
         with pytest.raises(ConnectionError, match="The client was closed"):
             client.mul_blocking(2, 3)
         gate.set()
+    server.close()
+    until(lambda: nobody_listens(server.address))
 
 
 @pytest.mark.slow
@@ -521,28 +507,22 @@ def answering(*answers):
     server.close()
 
 
-def test_a_list_that_is_none_is_an_error():
-    for listed in [
+def test_answers_that_are_none_are_errors():
+    object_leaf = {"dtype": "object", "shape": []}
+    lists = [
         None,
-        {"methods": []},
         {"largest": 1, "methods": [["mul"]]},
-        {"largest": 1, "methods": [["mul", LEAF, {"dtype": "object", "shape": []}]]},
-        {"largest": 1, "methods": [["mul", LEAF, ["set", []]]]},
+        {"largest": 1, "methods": [["mul", LEAF, object_leaf]]},
         {"largest": 1, "methods": [["mul", LEAF, ["dict", [[["x"], None]]]]]},
         {"largest": 1, "methods": [["mul", LEAF, json.loads("[" * 500 + "]" * 500)]]},
-    ]:
-        with answering([json.dumps([listed, []]).encode()]) as address:
+    ]
+    texts = [json.dumps([listed, []]).encode() for listed in lists]
+    for text in [*texts, pickle.dumps(Bomb())]:
+        with answering([text]) as address:
             with pytest.raises(rpc.InternalError, match="lists no methods"):
                 rpc.Client.create("grpc", address, timeout_in_ms=60_000)
-    with answering([pickle.dumps(Bomb())]) as address:
-        with pytest.raises(rpc.InternalError, match="lists no methods"):
-            rpc.Client.create("grpc", address, timeout_in_ms=60_000)
-
-
-def test_an_answer_that_is_no_outcome_is_an_error():
-    methods = [["get", ["tuple", []], LEAF]]
-    listed = [json.dumps([{"largest": 100, "methods": methods}, []]).encode()]
-    with answering(listed, [b"[null, []]"]) as address:
+    listed = {"largest": 100, "methods": [["get", ["tuple", []], LEAF]]}
+    with answering([json.dumps([listed, []]).encode()], [b"[null, []]"]) as address:
         with rpc.Client.create("grpc", address) as client:
             with pytest.raises(rpc.InternalError, match="something else than its out"):
                 client.get().get_value()
