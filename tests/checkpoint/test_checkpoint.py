@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import os
 import subprocess
 import sys
@@ -19,16 +18,6 @@ from helpers.cases import each_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager, MismatchError
-
-STRATEGIES = {
-    "one device": lambda: js.OneDeviceStrategy(jax.devices()[3]),
-    "mirrored 4": lambda: js.MirroredStrategy(jax.devices()[:4]),
-    "central": lambda: js.experimental.CentralStorageStrategy(
-        jax.devices()[:2], jax.devices()[5]
-    ),
-    "shared": lambda: js.MirroredStrategy(jax.devices()[:2], replicas_per_device=2),
-    "default": js.get_strategy,
-}
 
 
 def manager_of(folder, *args, **kwargs):
@@ -56,82 +45,6 @@ def plainly(folder, name):
 def copies(variable):
     """All copies of an on-read variable."""
     return np.asarray(variable.distributed().stacked)
-
-
-def numbers(seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        "kernel": rng.normal(size=(6, 4)).astype(np.float32),
-        "bias": rng.normal(size=4).astype(jnp.bfloat16),
-        "count": np.int32(7 + seed),
-    }
-
-
-def whole_state(strategy, seed):
-    """A state with everything in it that any strategy can hold."""
-    values = numbers(seed)
-    with strategy.scope():
-        made = functools.partial(js.Variable, values["kernel"])
-        on_read = functools.partial(made, synchronization="on_read")
-        variables = {
-            "mirrored": made(aggregation="mean"),
-            "sum": on_read(aggregation="sum"),
-            "mean": on_read(aggregation="mean"),
-            "first": on_read(aggregation="only_first_replica"),
-        }
-    for variable in variables.values():
-        variable.assign(values["kernel"])
-    model = nnx.Linear(4, 3, rngs=nnx.Rngs(seed))
-    params = strategy.mirror(values)
-    return {
-        "params": params,
-        "optimizer": optax.adam(0.1).init(params),
-        "variables": variables,
-        "key": jax.random.key(seed),
-        "model": model,
-        "host": values["kernel"] * 2,
-        "epoch": seed,
-        "rate": 0.1 * (seed + 1),
-        "name": f"run {seed}",
-        "nothing": None,
-        "empty": jnp.zeros((0, 3)),
-    }
-
-
-@pytest.mark.parametrize(
-    "writer, reader",
-    [
-        ("one device", "mirrored 4"),
-        ("mirrored 4", "shared"),
-        ("shared", "central"),
-        ("central", "default"),
-    ],  # fmt: skip
-)
-def test_strategies_restore_what_others_saved(tmp_path, writer, reader):
-    saved(tmp_path, whole_state(STRATEGIES[writer](), 1))
-    strategy, original = STRATEGIES[reader](), nnx.Linear(4, 3, rngs=nnx.Rngs(1))
-    into = whole_state(strategy, 2)
-    kinds = {name: v.sharding for name, v in into["variables"].items()}
-    state = restored(tmp_path, into, strategy)
-
-    values = numbers(1)
-    for name, value in values.items():
-        np.testing.assert_array_equal(state["params"][name], value)
-        assert state["params"][name].sharding == into["params"][name].sharding
-    for variable in state["variables"].values():
-        np.testing.assert_allclose(variable.numpy(), values["kernel"], rtol=1e-6)
-    assert {n: v.sharding for n, v in state["variables"].items()} == kinds
-    assert all(state["variables"][n] is into["variables"][n] for n in kinds)
-    assert state["model"] is into["model"]
-    np.testing.assert_array_equal(state["model"].kernel[...], original.kernel[...])
-    assert jax.random.key_data(state["key"]).tolist() == [0, 1]
-    np.testing.assert_array_equal(state["host"], values["kernel"] * 2)
-    assert isinstance(state["host"], np.ndarray)
-    assert (state["epoch"], state["rate"], state["name"]) == (1, 0.2, "run 1")
-    assert state["empty"].shape == (0, 3) and state["nothing"] is None
-    assert jax.tree.structure(state["optimizer"]) == jax.tree.structure(
-        into["optimizer"]
-    )
 
 
 # Variables: numbers recorded from TensorFlow (`tests/oracle`).
