@@ -123,13 +123,6 @@ SMALLEST = 1 << 16
 """Bytes below which memory of malloc is as fast."""
 
 
-class _BorrowedArray(weakref.ref):
-    """Memory that somebody uses: as long as the array of it, or a view, lives."""
-
-    __slots__ = ("memory",)
-    memory: np.ndarray
-
-
 @final
 class ReceiveBuffers:
     """Memory for arrays, which comes back by itself."""
@@ -140,8 +133,6 @@ class ReceiveBuffers:
         self._lock = threading.Lock()
         self._idle: OrderedDict[int, list[np.ndarray]] = OrderedDict()
         self._returned: deque[np.ndarray] = deque()
-        # By identity: a weak reference compares and hashes as what it refers to.
-        self._borrowed: dict[int, _BorrowedArray] = {}
 
     def take(self, size: int) -> np.ndarray:
         """A vector of so many bytes, whatever they are."""
@@ -161,14 +152,12 @@ class ReceiveBuffers:
             memory = aligned_empty((room,), np.uint8)
         # NumPy collapses chains of views down to the array whose base is no array.
         array = np.frombuffer(memory.data, np.uint8, size)
-        borrowed = _BorrowedArray(array, self._give_back)
-        borrowed.memory = memory
-        self._borrowed[id(borrowed)] = borrowed
+        # As long as the array, or a view of it, lives, somebody uses the memory.
+        weakref.finalize(array, self._give_back, memory).atexit = False
         return array
 
-    def _give_back(self, borrowed: _BorrowedArray) -> None:
-        self._borrowed.pop(id(borrowed), None)
-        self._returned.append(borrowed.memory)
+    def _give_back(self, memory: np.ndarray) -> None:
+        self._returned.append(memory)
         # The collector may call this within any line of this class: it must not wait.
         if self._lock.acquire(blocking=False):
             try:

@@ -68,35 +68,26 @@ from jaxstrategy._src.variables.variable import Variable
 _LOGGER = logging.getLogger("jax")
 
 
-@final
-class _Errors(logging.Handler):
-    """The errors of callbacks that JAX logs, which it raises as texts (0.10, 0.12)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.errors: list[BaseException] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and record.exc_info[1] is not None:
-            self.errors.append(record.exc_info[1])
-
-
 def with_errors_of_python(main: Callable[..., Any]) -> Callable[..., Any]:
     """A program that raises what its callbacks raise, and waits for its results."""
 
     def called(*given: Any) -> Any:
-        # JAX logs in threads of its own: those of other programs are here, too.
-        logged = _Errors()
-        _LOGGER.addHandler(logged)
+        # JAX raises them as texts, and logs them (0.10, 0.12), in threads of its own:
+        # those of other programs are here, too.
+        logged: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.addFilter(lambda record: bool(logged.append(record)))  # none goes on
+        _LOGGER.addHandler(handler)
         try:
             return jax.block_until_ready(main(*given))
         except Exception as error:  # a JaxRuntimeError, or a ValueError
-            for each in reversed(logged.errors):
-                if f"{type(each).__name__}: {each}" in str(error):
+            for record in reversed(logged):
+                each = record.exc_info[1] if record.exc_info else None
+                if each and f"{type(each).__name__}: {each}" in str(error):
                     raise each from error
             raise
         finally:
-            _LOGGER.removeHandler(logged)
+            _LOGGER.removeHandler(handler)
 
     return called
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast, final
 
@@ -25,7 +24,7 @@ from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs import Equation, Jaxpr
 from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.partition import inline_calls
-from jaxstrategy._src.tracing.results import Results, is_one_leaf
+from jaxstrategy._src.tracing.results import is_one_leaf
 from jaxstrategy._src.tracing.roles import Role, Signature
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.tracing.trace import Trace
@@ -141,25 +140,52 @@ _OURS = "jaxstrategy_"
 
 
 @final
-@dataclasses.dataclass(frozen=True)
 class FunctionTrace:
     """A function as one replica of a worker computes it."""
 
-    # Flat. Its inputs are the arguments, constants, and what variables hold; of those
-    # that are no values, references. Its results are those of the function, and then
-    # what the variables that are values hold afterwards.
-    jaxpr: Jaxpr
-    arguments: Sequence[int | None]  # the number of the argument of each input
-    layouts: Sequence[ReplicaLayout]  # of each input
-    constants: dict[int, Leaf]  # by the number of the input
-    variables: dict[int, Handle]  # likewise
-    finals: dict[int, int]  # the result that the input of a value ends as
-    varies: Sequence[bool]  # whether a result has a version for each replica
-    results: Results  # what the function returned, but for the arrays
-    recorder: Recorder
-    keys: dict[int, Any]  # of arguments that are random keys: programs take numbers
-    key_results: Sequence[Any]  # the same of each of the results, or None
-    name: str
+    def __init__(
+        self,
+        trace: Trace,
+        recorder: Recorder,
+        keys: dict[
+            int, Any
+        ],  # of arguments that are random keys: programs take numbers
+        key_results: Sequence[Any],  # the same of each of the results, or None
+        name: str,
+    ) -> None:
+        self.recorder, self.name = recorder, name
+        self.keys, self.key_results = keys, key_results
+        self.varies = trace.varies  # whether a result has a version for each replica
+        self.results = trace.results  # what the function returned, but for the arrays
+        # By the number of the input: the argument that it is, if any; or else a
+        # constant, or what a variable holds.
+        self.arguments: list[int | None] = []
+        self.constants: dict[int, Leaf] = {}
+        self.variables: dict[int, Handle] = {}
+        flat = inline_calls(trace.jaxpr, is_ours)
+        self.layouts: Sequence[ReplicaLayout] = [
+            *trace.layouts,
+            *(REPLICATED for _ in flat.constants),
+        ]
+        count = len(trace.argument_types)
+        for index, place in enumerate(trace.inputs):
+            self.arguments.append(
+                place if place is not None and place < count else None
+            )
+            if place is None:
+                self.constants[index] = trace.constants[index]
+            elif place >= count:
+                self.variables[index] = trace.variables[place - count]
+        for constant in flat.constants:
+            self.constants[len(self.arguments)] = constant
+            self.arguments.append(None)
+        values = with_values(flat.jaxpr, list(self.variables))
+        # Flat. Variables that are no values are references. Its results are those of
+        # the function, and then what the variables that are values hold afterwards.
+        self.jaxpr: Jaxpr = values.jaxpr
+        first = len(flat.jaxpr.outvars)
+        # The result that the input of a value ends as.
+        self.finals = {index: first + i for i, index in enumerate(values.replaced)}
 
 
 def trace_function(
@@ -218,12 +244,9 @@ def trace_function(
         stages.check_traced(recorder.masks, step.name)
     traced = TracedStep(step, trace)
     step_checks.check(traced, RunOptions().expect_mirrored, set())
-    keys = {
-        number: jax.random.key_impl(leaf)
-        for number, leaf in enumerate(leaves)
-        if is_key(leaf.dtype)
-    }
-    return _of_trace(trace, recorder, keys, key_results, step.name)
+    kinds = ((n, leaf) for n, leaf in enumerate(leaves) if is_key(leaf.dtype))
+    keys = {number: jax.random.key_impl(leaf) for number, leaf in kinds}
+    return FunctionTrace(trace, recorder, keys, key_results, step.name)
 
 
 def _without_keys(returned: PyTree, kinds: list[Any]) -> PyTree:
@@ -281,46 +304,6 @@ def _check_variables(
             "of the coordinator, which no worker reaches. Make it in "
             "`strategy.scope()`, or pass `variable.value()` as an argument."
         )
-
-
-def _of_trace(
-    trace: Trace,
-    recorder: Recorder,
-    keys: dict[int, Any],
-    key_results: Sequence[Any],
-    name: str,
-) -> FunctionTrace:
-    flat = inline_calls(trace.jaxpr, is_ours)
-    count = len(trace.argument_types)
-    arguments: list[int | None] = []
-    constants: dict[int, Leaf] = {}
-    variables: dict[int, Handle] = {}
-    for index, place in enumerate(trace.inputs):
-        arguments.append(place if place is not None and place < count else None)
-        if place is None:
-            constants[index] = trace.constants[index]
-        elif place >= count:
-            variables[index] = trace.variables[place - count]
-    for constant in flat.constants:
-        constants[len(arguments)] = constant
-        arguments.append(None)
-    values = with_values(flat.jaxpr, list(variables))
-    first = len(flat.jaxpr.outvars)
-    finals = {index: first + i for i, index in enumerate(values.replaced)}
-    return FunctionTrace(
-        jaxpr=values.jaxpr,
-        arguments=arguments,
-        layouts=[*trace.layouts, *(REPLICATED for _ in flat.constants)],
-        constants=constants,
-        variables=variables,
-        finals=finals,
-        varies=trace.varies,
-        results=trace.results,
-        recorder=recorder,
-        keys=keys,
-        key_results=key_results,
-        name=name,
-    )
 
 
 def name_in_trace(eqn: Equation) -> str:
