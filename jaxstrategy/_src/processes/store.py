@@ -145,7 +145,11 @@ class _Pending:
 
 
 class _Keeper:
-    """Process 0's end of a store: serves all processes until they have hung up."""
+    """Process 0's end of a store: serves all processes until they have hung up.
+
+    Its state belongs to the loop of messages, which no Ctrl-C and no signal interrupts;
+    in a job of one process to who asks. Only `states` is called by others.
+    """
 
     def __init__(
         self, group: Group | None, post: Callable[[bytes], None], silence_seconds: float
@@ -158,8 +162,10 @@ class _Keeper:
         self._ticked = time.monotonic()
         self._all_left = False
         self._is_over = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._call: Callable[[Callable[[], None]], None] = self._called
         if group is not None and (host := group.host) is not None:
+            self._call = host.server.call
             for index, peer in sorted(host.peers.items()):
                 one = _Process(index, functools.partial(host.server.send, peer))
                 self._processes[index] = self._by_peer[peer] = one
@@ -171,47 +177,41 @@ class _Keeper:
     def ask(self, body: bytes) -> Future[list[Buffer]]:
         """The answer to a request of process 0 itself."""
         future: Future[list[Buffer]] = Future()
-        with self._lock:
-            own, message = self._processes[0], read([body])
-            self._obey(own, message, lambda answer: future.set_result([answer]))
+        own, message = self._processes[0], read([body])
+        self._call(lambda: self._obey(own, message, lambda b: future.set_result([b])))
         return future
 
     def hang_up(self, timeout_seconds: float) -> None:
         """Take part no more, and serve the others until they hang up or so long."""
-        with self._lock:
-            self._hung_up(self._processes[0])
+        self._call(lambda: self._hung_up(self._processes[0]))
         self._is_over.wait(timeout_seconds)
+
+    def _called(self, function: Callable[[], None]) -> None:
+        with self._lock:
+            function()
 
     def states(self) -> list[Message]:
         """The state of each process, by their ids; any thread may ask."""
         return [process.told() for process in self._processes.values()]
 
     def _received(self, request: Request) -> None:
-        with self._lock:
-            process = self._by_peer.get(request.peer)
-            if process is None:
-                raise ValueError("the processes of the job have met already")
-            process.heard = time.monotonic()
-            try:
-                self._obey(process, read(request.frames), request.reply)
-            # It is of the job, and yet says something that makes no sense.
-            except (
-                AttributeError,
-                KeyError,
-                TypeError,
-                ValueError,
-                RecursionError,
-            ) as why:
-                if not self._all_left:
-                    text = f"its messages make no sense: {type(why).__name__}: {why}"
-                    self._ended(process, "failed", text)
-                self._hung_up(process)
-                request.fail(str(why))
+        process = self._by_peer.get(request.peer)
+        if process is None:
+            raise ValueError("the processes of the job have met already")
+        process.heard = time.monotonic()
+        try:
+            self._obey(process, read(request.frames), request.reply)
+        # It is of the job, and yet says something that makes no sense.
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as why:
+            if not self._all_left:
+                text = f"its messages make no sense: {type(why).__name__}: {why}"
+                self._ended(process, "failed", text)
+            self._hung_up(process)
+            request.fail(str(why))
 
     def _lost(self, peer: bytes) -> None:
-        with self._lock:
-            if (process := self._by_peer.pop(peer, None)) is not None:
-                self._hung_up(process)
+        if (process := self._by_peer.pop(peer, None)) is not None:
+            self._hung_up(process)
 
     def _obey(self, process: _Process, message: Message, reply: Reply) -> None:
         match message["op"]:
@@ -307,11 +307,11 @@ class _Keeper:
 
     def _tick_on(self, host: Host) -> None:
         while not self._is_over.wait(_TICK_SECONDS):
-            with self._lock:
-                self._tick(time.monotonic())
+            self._call(self._tick)
         host.close()
 
-    def _tick(self, now: float) -> None:
+    def _tick(self) -> None:
+        now = time.monotonic()
         if now - self._ticked > _STOPPED_SECONDS:  # this process was itself stopped
             for process in self._processes.values():
                 process.heard = now
