@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -52,26 +52,28 @@ def measured(
     n = devices.count
     if n == 1:
         return Topology(bandwidth=1e9, latency=0, replicas=replicas.count)
-    sizes = [nbytes for nbytes, _ in _SIZES]
+    from scipy import optimize  # late: its import takes a tenth of a second
+
     turns = _seconds(devices, clock)
-    seconds = ascending([statistics.median(each) for each in turns])
-    quartiles = [statistics.quantiles(each) for each in turns]
-    least = ascending([low for low, _, _ in quartiles])
-    most = ascending([high for _, _, high in quartiles])
-    fixed, per_byte = fitted(sizes, seconds)
+    # What is larger takes longer; where it took less, that was chance.
+    low, seconds, high = (
+        optimize.isotonic_regression(quartile).x
+        for quartile in zip(*map(statistics.quantiles, turns), strict=True)
+    )
+    # The line of which the squares of relative deviations are the least.
+    sizes, ones = np.array([nbytes for nbytes, _ in _SIZES]), np.ones(len(_SIZES))
+    rows = np.stack([ones, sizes / sizes[-1]], axis=1) / np.c_[seconds]
+    fixed, slope = map(float, optimize.nnls(rows, ones)[0])
+    per_byte = (slope or 1e-9 * fixed) / float(sizes[-1])
     in_turn = 2 * (n - 1)  # messages
+    messages = np.stack([sizes / n, seconds / in_turn], axis=1).tolist()
+    spread = (np.stack([low, high], axis=1) / in_turn).tolist()
     return Topology(
         bandwidth=in_turn / n / per_byte,
         latency=fixed / in_turn,
         replicas=replicas.count,
-        messages=tuple(
-            (size / n, time / in_turn)
-            for size, time in zip(sizes, seconds, strict=True)
-        ),
-        spread=tuple(
-            (low / in_turn, high / in_turn)
-            for low, high in zip(least, most, strict=True)
-        ),
+        messages=tuple(map(tuple, messages)),
+        spread=tuple(map(tuple, spread)),
     )
 
 
@@ -80,30 +82,6 @@ def measured_together(replicas: Replicas) -> Topology:
         return measured(replicas)
     with job.exchanging("the speed of the links"):
         return measured(replicas)
-
-
-def ascending(seconds: Sequence[float]) -> list[float]:
-    """The numbers nearest to these that do not descend, by least squares.
-
-    What is larger takes longer; where it took less, that was chance.
-    """
-    from scipy import optimize  # late: its import takes a tenth of a second
-
-    return optimize.isotonic_regression(seconds).x.tolist()
-
-
-def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """The seconds at 0 bytes, and for each byte more, that deviate least.
-
-    The sum of the squares of the relative deviations is the smallest there is with
-    neither below zero; the second is above.
-    """
-    from scipy import optimize
-
-    largest, ones = sizes[-1], np.ones(len(sizes))
-    rows = np.stack([ones, np.asarray(sizes) / largest], axis=1) / np.c_[seconds]
-    fixed, slope = map(float, optimize.nnls(rows, ones)[0])
-    return fixed, (slope or 1e-9 * fixed) / largest
 
 
 def _seconds(replicas: Replicas, clock: Callable[[], float]) -> list[list[float]]:

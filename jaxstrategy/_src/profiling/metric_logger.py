@@ -111,24 +111,21 @@ class MetricLogger:
         entry = _Entry(operator.index(step), metrics, every)
         if entry.rows:
             self._waiting.append(entry)
-        while len(self._waiting) > self._most_waiting:
-            self._write_first()
-        self._write_ready()
+        self._write_waiting(self._most_waiting)
 
     def flush(self) -> None:
         """Wait for all metrics, and write them."""
-        while self._waiting:
-            self._write_first()
+        self._write_waiting(0)
         if self._is_writing:
             self._flush()
 
-    def _write_ready(self) -> None:
-        while self._waiting and self._waiting[0].is_ready:
-            self._write_first()
-
-    def _write_first(self) -> None:
-        for number, scalars in self._waiting.popleft().read():
-            self._write(number, scalars)
+    def _write_waiting(self, most: int) -> None:
+        """Write in order what is ready, and what it takes until `most` entries wait."""
+        while (waiting := self._waiting) and (
+            len(waiting) > most or waiting[0].is_ready
+        ):
+            for number, scalars in waiting.popleft().read():
+                self._write(number, scalars)
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +133,7 @@ class MetricLogger:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             # The devices may never finish what is not ready by now.
-            self._write_ready()
+            self._write_waiting(len(self._waiting))
             self._waiting.clear()
         self.flush()
 

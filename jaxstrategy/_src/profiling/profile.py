@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Self, TypeVar, final
+from typing import NamedTuple, Self, TypeVar, final
 
 import jax
 
@@ -29,15 +29,14 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import columns, whole, with_bytes, with_prefix, with_seconds
-from jaxstrategy._src.tracing.explanation import compiled_program
-from jaxstrategy._src.tracing.explanation.explanation import Memory
+from jaxstrategy._src.tracing.explanation.compiled_program import Figures, figures
+from jaxstrategy._src.tracing.explanation.explanation import Explanation, Memory
 from jaxstrategy._src.values import arrays
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import is_per_replica
 
 
-@dataclasses.dataclass(frozen=True)
-class StepFacts:
+class StepFacts(NamedTuple):
     """The facts of one call, as in `Report`. What is not known is None."""
 
     communication: float | None = None
@@ -73,24 +72,25 @@ class StepAnalysis:
     ) -> None:
         self._executor = executor
         self._replicas = replicas
-        self._given = topology
+        self._topology = topology
         self._compiled = compiled
         self._clock = clock
         self._found: list[StepFacts] = []
         self.seconds = 0.0  # that the analysis took
 
     def facts(self, steps: int) -> StepFacts:
-        found = self._found or [StepFacts()]
-        is_least = any(each.is_least for each in found)
+        communication, flops, least, loops, memory = zip(
+            *(self._found or [StepFacts()]), strict=True
+        )
         # In a loop over the steps, one of them has been counted.
-        has_loops = any(each.has_loops for each in found)
+        has_loops = any(loops)
         counted = 1 if has_loops else steps
         return StepFacts(
-            _total([each.communication for each in found], 1 / steps),
-            _total([each.flops for each in found], 1 / counted),
-            is_least,
+            _total(communication, 1 / steps),
+            _total(flops, 1 / counted),
+            any(least),
             has_loops,
-            max((each.memory for each in found), key=lambda m: m.peak if m else -1),
+            max(memory, key=lambda each: each.peak if each else -1),
         )
 
     @contextlib.contextmanager
@@ -102,14 +102,8 @@ class StepAnalysis:
                 executable = step.lower(*args, **kwargs).compile()
                 shardings = jax.tree.leaves(executable.output_shardings)
                 devices = max((each.num_devices for each in shardings), default=1)
-                of_xla = compiled_program.figures(executable)
-                flops = _total([of_xla.flops], devices)
-                communication = 0.0 if devices == 1 else None
-                loops, memory = of_xla.has_loops, of_xla.memory
-                is_least = loops or bool(of_xla.uncounted_calls)
-                self._found.append(
-                    StepFacts(communication, flops, is_least, loops, memory)
-                )
+                of_xla = figures(executable)
+                self._add(of_xla, devices, 0.0 if devices == 1 else None)
         with context.entered(observer=self._observe):
             yield
 
@@ -140,24 +134,28 @@ class StepAnalysis:
                 args,
                 kwargs,
                 options=options or RunOptions(),
-                topology=self._given or Topology(1.0, 0.0, self._replicas.count),
+                topology=self._topology or Topology(1.0, 0.0, self._replicas.count),
                 compiled=self._compiled and ahead is None,
             )
+            of_xla: Explanation | Figures = found
             if self._compiled and ahead is not None:
-                of_xla = compiled_program.figures(ahead.compiled)
-                found = dataclasses.replace(found, **of_xla.of_explanation())
-            flops = _total([found.flops], len(self._replicas.all_devices))
-            # In a function that is traced, nobody knows how often it is run.
-            has_loops = found.has_loops or arrays.is_traced()
-            is_least = has_loops or bool(found.uncounted_calls)
+                of_xla = figures(ahead.compiled)
             communication = 0.0
-            if found.collectives and self._given is not None:
-                communication = found.communication_time(self._given)
+            if found.collectives and self._topology is not None:
+                communication = found.communication_time(self._topology)
             elif found.collectives:
                 communication = found.communication_time(self._measured, "ring")
-            self._found.append(
-                StepFacts(communication, flops, is_least, has_loops, found.memory)
-            )
+            self._add(of_xla, len(self._replicas.all_devices), communication)
+
+    def _add(
+        self, of_xla: Explanation | Figures, devices: int, communication: float | None
+    ) -> None:
+        # In a function that is traced, nobody knows how often it is run.
+        has_loops = of_xla.has_loops or arrays.is_traced()
+        is_least = has_loops or bool(of_xla.uncounted_calls)
+        flops = _total([of_xla.flops], devices)
+        facts = StepFacts(communication, flops, is_least, has_loops, of_xla.memory)
+        self._found.append(facts)
 
     @functools.cached_property
     def _measured(self) -> Topology:
