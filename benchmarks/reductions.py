@@ -429,7 +429,8 @@ def compiled_step(strategy: js.Strategy, layers: int, width: int) -> str:
     layer = {"kernel": struct(width, width), "bias": struct(width)}
     params = {f"layer{number}": layer for number in range(layers)}
     rows = js.PerReplica(struct(strategy.num_replicas_in_sync, 128, width))
-    leaves, signature = roles.flatten(gradient_step, (params, rows), {}, abstract=True)
+    arguments = (params, rows), {}
+    leaves, signature = roles.flatten(gradient_step, arguments, abstract=True)
     environment = strategy._executor._environment
     step = ReplicaStep(lambda: gradient_step, environment, signature, lambda: True)
     lowered = Program(step, RunOptions(), lambda traced: None).lower(leaves)
