@@ -187,7 +187,7 @@ class CachedFunction:
         """The results of the function on all replicas."""
         programs = self._programs
         if programs is None or self._captured or programs.owner not in (None, self):
-            return self._call_checked(args, kwargs)
+            return self._call_checked((args, kwargs))
         # Outside of the block, because a step may raise the same.
         is_same = True
         try:
@@ -197,38 +197,30 @@ class CachedFunction:
         except ValueError:  # a variable that is not assigned yet
             is_same = False
         if not is_same:
-            return self._call_checked(args, kwargs)
+            return self._call_checked((args, kwargs))
         if self._names is not None and not self._has_same_attributes(self._get_fn()):
-            return self._call_checked(args, kwargs)
+            return self._call_checked((args, kwargs))
         programs.get_caller = self._get_fn
         traces = programs.traces
         try:
             return programs(args, kwargs)
         finally:
             if programs.traces != traces:
-                self._update_key(programs)
+                self._update_key(self._get_fn(), programs)
 
     def prepare(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], obtain: Obtain
     ) -> None:
         """Compiles the program of such a call now; types may stand for arrays."""
         prepare = functools.partial(ProgramCache.prepare, obtain=obtain)
-        self._call(self._lookup(self._fn), (args, kwargs), prepare)
-        if self._programs is not None:
-            self._update_key(self._programs)
-        self._references = None
+        self._call_checked((args, kwargs), prepare)
 
     def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
         """The function with these first arguments, which are flattened only once."""
-        fn = self._fn
-        programs, self._references = self._lookup(fn), None
-        return programs.bound(fn, objects, self._captured)
-
-    @property
-    def _fn(self) -> Function:
         fn = self._get_fn()
         assert fn is not None, "the caller holds the function"
-        return fn
+        programs, self._references = self._lookup(fn), None
+        return programs.bound(fn, objects, self._captured)
 
     def _take_snapshot(self, fn: Function) -> None:
         """Remembers the values of free variables, and of attributes."""
@@ -257,41 +249,35 @@ class CachedFunction:
         return True
 
     def _call_checked(
-        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+        self,
+        arguments: Arguments,
+        call: Callable[..., PyTree] = ProgramCache.call_with,
     ) -> PyTree:
         """A call of a function that may capture something else than before."""
-        fn, programs = self._fn, self._programs
+        fn, programs = self._get_fn(), self._programs
+        assert fn is not None, "the caller holds the function"
         is_usable = programs is not None and programs.owner in (None, self)
         if programs is None or not is_usable or not self._captures_the_same(fn):
             programs = self._lookup(fn)
         programs.get_caller = self._get_fn
         traces = programs.traces
         try:
-            return self._call(programs, (args, kwargs))
-        finally:
-            if programs.traces != traces:
-                self._update_key(programs)
-            self._references = None
-
-    def _call(
-        self,
-        programs: ProgramCache,
-        arguments: Arguments,
-        call: Callable[..., PyTree] = ProgramCache.call_with,
-    ) -> PyTree:
-        try:
             return call(programs, self._captured, arguments)
         except Exception as error:
             has_arrays = not all(map(is_nnx_node, self._captured.values()))
             if not has_arrays or programs.has_succeeded or not _needs_constants(error):
                 raise
+        finally:
+            if programs.traces != traces:
+                self._update_key(fn, programs)
+            self._references = None
         # The function may need the value of an array in Python, or the sharding of a
         # captured array is none of an argument: then they are constants.
-        fn = self._fn
         code = Identity(_code.code_of(fn))
         self._cache.with_constants.add(code)
+        self._programs = None
         try:
-            return self._call(self._lookup(fn), arguments, call)
+            return self._call_checked(arguments, call)
         except BaseException:
             self._cache.with_constants.discard(code)  # they were not the reason
             self._programs = None
@@ -348,10 +334,9 @@ class CachedFunction:
         tokens = (*tokens, *map(Identity, constants))
         return captured, FunctionKey(tokens, code, self._options)
 
-    def _update_key(self, programs: ProgramCache) -> None:
+    def _update_key(self, fn: Function | None, programs: ProgramCache) -> None:
         """After a trace, which may have changed what the function captures."""
-        fn = self._fn
-        if self._programs is not programs:
+        if fn is None or self._programs is not programs:
             return
         self._take_snapshot(fn)
         if self._key is None or not self.is_shared:

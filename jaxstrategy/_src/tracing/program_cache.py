@@ -243,8 +243,8 @@ class ProgramCache:
 
     def add(self, get_fn: Callable[[], Function | None]) -> None:
         """Adds a function that may use these programs, without keeping it alive."""
-        alive = (get for get in self._functions if get() is not None)
-        self._functions = [*alive, get_fn]
+        self._functions = [get for get in self._functions if get() is not None]
+        self._functions.append(get_fn)
 
     @property
     def is_in_use(self) -> bool:
