@@ -20,6 +20,8 @@ from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing import results as _results
+from jaxstrategy._src.tracing.constants import constants
+from jaxstrategy._src.tracing.functions.bindings import are_identical
 from jaxstrategy._src.tracing.functions.weak_references import weak_method
 from jaxstrategy._src.tracing.jaxprs import Jaxpr
 from jaxstrategy._src.tracing.partition.layout import output_shardings
@@ -96,16 +98,16 @@ class Program:
 
     def is_placed(self, leaves: Sequence[Leaf]) -> bool:
         """Whether live arrays have the shardings that the program needs."""
-        return not _differ(self.placement.placed(leaves), leaves)
+        return are_identical(self.placement.placed(leaves), leaves)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
         """The step's results for leaves of any kind, with any sharding."""
         placed = self.placement.placed(leaves)
-        moved = _differ(placed, leaves)
         try:
             return self._call_placed(placed)
         finally:
-            self._must_place = moved or self._variables.by_reference
+            is_moved = not are_identical(placed, leaves)
+            self._must_place = is_moved or self._variables.by_reference
 
     def lower(self, leaves: Sequence[Leaf]) -> Lowered:
         """The program, lowered; `leaves` may be types of arrays."""
@@ -132,7 +134,7 @@ class Program:
             )
             prepared = PreparedCall(obtain(preparation), preparation)
             self._is_prepared = True
-            self._use(prepared)
+            self.executable = Executable(prepared, self)
 
     @contextlib.contextmanager
     def _traced_for(
@@ -221,9 +223,10 @@ class Program:
         trace = self._step.trace(leaves, self._stages.masks.tracing)
         step = TracedStep(self._step, trace, self._donated)
         _announce_slow_compilation(step.name, step.jaxpr)
-        self.placement.check_captured(step)
+        found = list(constants(trace.closed))
+        self.placement.check_captured(found)
         self._on_trace(step)
-        self._stages.objects.traced(step)
+        self._stages.objects.traced(found)
         if trace.is_partitioned:
             step.partitioned = PartitionedStep(step, leaves)
         elif trace.replicas.inner_axes:
@@ -238,7 +241,7 @@ class Program:
         if has_changed:
             self._compile()
         else:
-            self._use(self.executable.compiled)
+            self.executable = Executable(self.executable.compiled, self)
         return has_changed
 
     @property
@@ -254,7 +257,7 @@ class Program:
     def _compile(self) -> None:
         """Replaces the jitted function, which compiles at its next call."""
         if self._is_prepared:
-            self._use(OutdatedCall(self._name))
+            self.executable = Executable(OutdatedCall(self._name), self)
             return
         buffers = self._variables.buffers
         layout = self.layout
@@ -281,22 +284,7 @@ class Program:
             donate_argnums=donated,
             **options,
         )
-        self._use(compiled)
-
-    def _use(self, compiled: Wrapped | PreparedCall | OutdatedCall) -> None:
-        """Lets later calls use this."""
-        self.executable = Executable(
-            compiled,
-            self.layout,
-            self._traces,
-            self._variables,
-            self._stages,
-            self.placement,
-        )
-
-
-def _differ(new: Sequence[Leaf], old: Sequence[Leaf]) -> bool:
-    return any(a is not b for a, b in zip(new, old, strict=True))
+        self.executable = Executable(compiled, self)
 
 
 # Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
@@ -480,15 +468,13 @@ class Executable:
     def __init__(
         self,
         compiled: Wrapped | PreparedCall | OutdatedCall,
-        layout: InputLayout,
-        traces: TraceProvider,
-        variables: VariableArguments,
-        stages: Stages,
-        placement: Placement,
+        program: Program,  # not kept
     ) -> None:
-        self._layout = layout
-        self._traces = traces
+        self._layout = layout = program.layout
+        self._traces = program._traces
         self.compiled = compiled
+        variables, stages = program._variables, program._stages
+        placement = program.placement
         self._buffers = variables.buffers
         self._has_variables = not self._buffers.is_empty
         self._in_references = variables.in_references

@@ -34,7 +34,7 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
     sharded_along,
 )
-from jaxstrategy._src.tracing.constants import constants
+from jaxstrategy._src.tracing.constants import ProgramValue
 from jaxstrategy._src.tracing.nnx.objects import structure_of, variables_with
 from jaxstrategy._src.tracing.roles import Role, is_before_jaxlib_012, must_check_first
 from jaxstrategy._src.tracing.stages.finite import Finite
@@ -82,6 +82,8 @@ class MaskArguments:
 
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Before a call; may raise."""
+        if not self._indices:
+            return
         for indices in self._ambiguous:
             self._check_same(indices, [leaves[i] for i in indices])
         if self._is_traced and (self._gathers_rows or not self._uses_masks):
@@ -214,8 +216,8 @@ class ConstantObjects:
     def are_used(self) -> bool:
         return bool(self._variables)
 
-    def traced(self, step: TracedStep) -> None:
-        values = (constant.value for constant in constants(step.trace.closed))
+    def traced(self, constants: Iterable[ProgramValue]) -> None:
+        values = (constant.value for constant in constants)
         arrays = {id(value) for value in values if isinstance(value, jax.Array)}
         if not arrays:
             return
@@ -228,6 +230,8 @@ class ConstantObjects:
 
     def is_outdated(self) -> bool:
         """Before a call: whether the program must be compiled again."""
+        if not self._variables:  # the usual case, kept short
+            return False
         is_same = all(v.get_raw_value() is array for v, array in self._variables)
         for ref, structure in self._owners:
             owner = ref()
@@ -471,9 +475,9 @@ class Placement:
             if self._split[index]:
                 self._check_replicas(index, leaf)
 
-    def check_captured(self, step: TracedStep) -> None:
+    def check_captured(self, constants: Iterable[ProgramValue]) -> None:
         """Raises if a step captures an array whose sharding no argument may have."""
-        for constant in constants(step.trace.closed):
+        for constant in constants:
             if arrays.is_placed(constant.value):
                 name = f"What `{self._step.name}` captures, {constant.description},"
                 arrays.check_alive(constant.value, name)
