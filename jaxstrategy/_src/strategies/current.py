@@ -61,7 +61,14 @@ class DefaultStrategy(Strategy):
         return "DefaultStrategy(1 replica)"
 
 
-_default = DefaultStrategy()
+_defaults: list[DefaultStrategy] = []
+
+
+def _default() -> DefaultStrategy:
+    """The default strategy, made when it is first asked for: most steps never do."""
+    if not _defaults:
+        _defaults.append(DefaultStrategy())
+    return _defaults[0]  # of several that threads make at once, the first
 
 
 def get_strategy() -> Strategy:
@@ -73,7 +80,7 @@ def get_strategy() -> Strategy:
     """
     strategy = _context.current().strategy
     if strategy is None:
-        return _default
+        return _default()
     assert isinstance(strategy, Strategy)
     return strategy
 
@@ -85,7 +92,7 @@ def has_strategy() -> bool:
     >>> js.has_strategy()
     False
     """
-    return get_strategy() is not _default
+    return get_strategy() is not _default()
 
 
 # `| Any` rather than `| None`: it is None only where nobody asks it for anything, and
@@ -101,7 +108,9 @@ def get_replica_context() -> ReplicaContext | Any:
     1
     """
     context = _context.current()
-    return _default._replica_context if context.strategy is None else context.replica
+    if context.strategy is None:
+        return _default()._replica_context
+    return context.replica
 
 
 def in_cross_replica_context() -> bool:
@@ -143,7 +152,7 @@ def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
             "`experimental_set_strategy` must not be called inside a strategy's "
             f"`scope()` or `run`; this is {_context.describe(context)}."
         )
-    _context.set_current(None if core is _default else core)
+    _context.set_current(None if core is _default() else core)
 
 
 class _MirroredType(type):
